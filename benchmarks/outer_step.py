@@ -1,0 +1,110 @@
+"""One outer step on 100M float32 parameters: `OuterSGD` against `torch.optim.SGD(foreach=True)`, in one run.
+
+Time: medians of interleaved steps. Memory: growth of the process's peak resident set during the first step from a
+fresh process each (that is where buffers and scratch appear). Last line: one JSON object, ratios first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from twophase.optim.outer import OuterSGD
+
+KINDS = {"heavy ball": False, "nesterov": True}
+SHAPES = [(4096, 1024)] * 23 + [(1024, 1024)] * 3 + [(1024,)] * 400  # a transformer's mix: 100.0M parameters
+
+
+def tensors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    return params
+
+
+def build(name: str, params: list[torch.Tensor], nesterov: bool) -> torch.optim.Optimizer:
+    if name == "ours":
+        return OuterSGD(params, lr=0.7, momentum=0.9, nesterov=nesterov, restart=3)
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=nesterov, foreach=True)
+
+
+def peak_growth(name: str, nesterov: bool) -> int:
+    """Bytes by which the peak resident set grows over three steps (run in a process of its own)."""
+    torch.set_num_threads(1)
+    optimizer = build(name, tensors(), nesterov)
+    before = peak_resident()
+    for _ in range(3):
+        optimizer.step()
+    return peak_resident() - before
+
+
+def peak_resident() -> int:
+    """Peak resident bytes of this process (Linux; `ru_maxrss` would begin at the parent's peak)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+
+
+def times(nesterov: bool, rounds: int) -> dict[str, float]:
+    """Median seconds a step, ours and theirs taken in turn."""
+    optimizers = {name: build(name, tensors(), nesterov) for name in ("ours", "theirs")}
+    seconds: dict[str, list[float]] = {name: [] for name in optimizers}
+    for number in range(rounds + 2):
+        for name, optimizer in optimizers.items():
+            start = time.perf_counter()
+            optimizer.step()
+            if number >= 2:  # the first steps allocate
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each optimizer (default 9)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    parser.add_argument("--peak", nargs=2, metavar=("NAME", "NESTEROV"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        print(peak_growth(options.peak[0], options.peak[1] == "1"))
+        return
+    torch.set_num_threads(options.threads)
+    figures: dict[str, float] = {}
+    count = sum(torch.Size(shape).numel() for shape in SHAPES)
+    print(f"{count / 1e6:.1f}M float32 parameters in {len(SHAPES)} tensors, {options.threads} thread(s)")
+    print(f"{'':12}{'ours s':>10}{'torch s':>10}{'ratio':>8}{'ours MB':>10}{'torch MB':>10}{'ratio':>8}")
+    for kind, nesterov in KINDS.items():
+        seconds = times(nesterov, options.rounds)
+        peak = {
+            name: int(
+                subprocess.run(
+                    [sys.executable, __file__, "--peak", name, str(int(nesterov))],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                ).stdout
+            )
+            for name in ("ours", "theirs")
+        }
+        time_ratio, memory_ratio = seconds["ours"] / seconds["theirs"], peak["ours"] / peak["theirs"]
+        print(
+            f"{kind:12}{seconds['ours']:10.3f}{seconds['theirs']:10.3f}{time_ratio:8.2f}"
+            f"{peak['ours'] / 1e6:10.0f}{peak['theirs'] / 1e6:10.0f}{memory_ratio:8.2f}"
+        )
+        short = kind.replace(" ", "_")
+        figures |= {f"time_ratio_{short}": round(time_ratio, 3), f"memory_ratio_{short}": round(memory_ratio, 3)}
+    worst = {
+        "time_ratio": max(v for k, v in figures.items() if k.startswith("time")),
+        "memory_ratio": max(v for k, v in figures.items() if k.startswith("memory")),
+    }
+    print(json.dumps(worst | figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The DiLoCo engine: replicas, rounds and what travels between them (torch.distributed lives here)."""

@@ -1,0 +1,86 @@
+"""Planning flat buffers: where each parameter lies in one long vector (pure planning, no communication)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # elements: 64 bytes in float32, a cache line, so that every view starts where vector loads like it
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter lies: elements `offset` to `offset + numel` of the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The slots of a flat buffer, in the order of the parameters, and its length in elements (padding included)."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """One view into `flat` (1-D, `numel` elements) a slot, in its parameter's shape."""
+        return [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.slots]
+
+    def describe(self) -> list[list[object]]:
+        """Names and shapes as plain lists, to be saved and compared."""
+        return [[slot.name, list(slot.shape)] for slot in self.slots]
+
+
+def plan(named_shapes: Iterable[tuple[str, tuple[int, ...]]], alignment: int = ALIGNMENT) -> Layout:
+    """Lay parameters one after the other, each starting at a multiple of `alignment` elements.
+
+    Args:
+        named_shapes: name and shape of each parameter; names differ.
+        alignment: elements, >= 1.
+
+    Raises:
+        ValueError: a name that occurs twice.
+    """
+    slots: list[Slot] = []
+    names: set[str] = set()
+    end = 0
+    for name, shape in named_shapes:
+        if name in names:
+            raise ValueError(f"plan: two parameters are named {name!r}; names must differ")
+        names.add(name)
+        slots.append(Slot(name, tuple(shape), end))
+        end += -(-slots[-1].numel // alignment) * alignment
+    return Layout(tuple(slots), end)
+
+
+def checksum(flat: Tensor) -> str:
+    """Sixteen hexadecimal digits that depend on every bit of a 1-D float32 or float64 tensor.
+
+    Equal tensors give equal digits on every machine, so replicas that should agree can be compared by a few bytes.
+    """
+    bits = flat.detach().view(torch.int32 if flat.dtype == torch.float32 else torch.int64)
+    whole = bits.numel() // _ROW * _ROW
+    # Sums of integers do not depend on the order of summation; the rows make the result depend on the place.
+    sums = bits[:whole].view(-1, _ROW).sum(dim=1, dtype=torch.int64).tolist()
+    sums.append(int(bits[whole:].sum(dtype=torch.int64)))
+    state = bits.numel()
+    for value in sums:
+        state = ((state ^ (value & _MASK)) * _PRIME) & _MASK  # FNV-1a, a word at a time
+        state ^= state >> 29
+    return f"{state:016x}"
+
+
+_ROW = 4096
+_MASK = (1 << 64) - 1
+_PRIME = 0x100000001B3

@@ -1,0 +1,1 @@
+"""Runs and sweeps as folders: grids, launching, tables, figures (no torch here)."""

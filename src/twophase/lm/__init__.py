@@ -1,0 +1,1 @@
+"""The language-model recipe's own parts: model, text, training loop."""

@@ -1,0 +1,219 @@
+"""The configuration of a language-model run (no torch here, so that the command line and the sweeps stay quick)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from twophase.config import UsageError
+from twophase.restart import RestartPolicy, parse
+from twophase.rule import Form, OuterRule
+
+VOCABULARY_SIZES = {"char": 96, "bytes": 256}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-like decoder."""
+
+    layers: int = 2
+    """Number of decoder blocks."""
+    hidden_size: int = 32
+    """Width of the residual stream."""
+    intermediate_size: int = 88
+    """Width of the SwiGLU."""
+    heads: int = 2
+    """Query heads; head size = hidden_size / heads, which must be even."""
+    kv_heads: int = 0
+    """Key and value heads (grouped-query attention); 0 means as many as heads."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the output head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position embedding."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text, tokens and batches."""
+
+    corpus: str = "python"
+    """`python` (documentation and docstrings of the running Python) or `file:PATH` (text, or JSON lines, gzip too)."""
+    vocabulary: Literal["char", "bytes"] = "char"
+    """`char` (95 printable ASCII characters and newline) or `bytes` (256)."""
+    sequence_length: int = 64
+    """Tokens of a training sequence."""
+    batch_size: int = 8
+    """Sequences a replica and inner step."""
+    held_out: float = 0.08
+    """Share of the documents that is held out for validation."""
+    validation_windows: int = 256
+    """Sequences of a validation, spread evenly over the held-out text."""
+
+
+@dataclass(frozen=True)
+class InnerConfig:
+    """The inner optimizer: AdamW with linear warmup, then cosine decay to zero over the run."""
+
+    lr: float = 2e-3
+    """Peak inner learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's moment coefficients."""
+    warmup: float = 0.1
+    """Share of the inner steps that is linear warmup."""
+    clip_norm: float = 0.0
+    """Bound on the gradient norm; 0 means none."""
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """The outer optimizer: how the replicas' progress is combined once a round."""
+
+    lr: float = 0.7
+    """Outer learning rate, in the form named below."""
+    momentum: float = 0.9
+    """Outer momentum, in [0, 1)."""
+    nesterov: bool = True
+    """Look ahead (Nesterov) instead of heavy ball."""
+    form: Form = "sum"
+    """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
+    restart: str = "never"
+    """When the momentum restarts: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1."""
+
+    def rule(self) -> OuterRule:
+        """The rule as a value."""
+        return OuterRule(self.lr, self.momentum, self.nesterov, self.form)
+
+    def policy(self) -> RestartPolicy:
+        """The restart policy as a value."""
+        return parse(self.restart)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One DiLoCo run of a small language model."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    replicas: int = 2
+    """Replicas in the whole run, over all processes."""
+    steps: int = 960
+    """Inner steps of each replica in the whole run."""
+    inner_steps: int = 16
+    """Inner steps a round (S; H in DiLoCo papers). The last round is shorter when steps is no multiple of it."""
+    seed: int = 0
+    """Seeds initial weights and data order."""
+    device: str = "cpu"
+    """A torch device: cpu, cuda, cuda:1."""
+    threads: int = 1
+    """CPU threads a process; results are reproducible for a fixed number."""
+    evaluate_every: int = 0
+    """Rounds between validations; 0 means at the end only."""
+    checkpoint_every: int = 20
+    """Rounds between checkpoints."""
+    keep_checkpoints: int = 2
+    """Checkpoints that are kept; older ones are removed after a newer one is complete."""
+    divergence_loss: float = 0.0
+    """A round whose mean training loss (nats a token) is above this ends the run; 0 means 3 ln(vocabulary)."""
+
+    @property
+    def rounds(self) -> int:
+        """Outer rounds of the run, the last and perhaps shorter one included."""
+        return math.ceil(self.steps / self.inner_steps)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of tokens of the vocabulary."""
+        return VOCABULARY_SIZES[self.data.vocabulary]
+
+    @property
+    def loss_bound(self) -> float:
+        """The training loss above which the run counts as diverged, in nats a token."""
+        return self.divergence_loss or 3 * math.log(self.vocabulary_size)
+
+
+def check(config: TrainConfig) -> TrainConfig:
+    """Return the configuration if it can be run.
+
+    Raises:
+        UsageError: naming the option, its value, the range and the remedy.
+    """
+    positive = {
+        "model.layers": config.model.layers,
+        "model.hidden_size": config.model.hidden_size,
+        "model.intermediate_size": config.model.intermediate_size,
+        "model.heads": config.model.heads,
+        "data.sequence_length": config.data.sequence_length,
+        "data.batch_size": config.data.batch_size,
+        "data.validation_windows": config.data.validation_windows,
+        "replicas": config.replicas,
+        "steps": config.steps,
+        "inner_steps": config.inner_steps,
+        "threads": config.threads,
+        "checkpoint_every": config.checkpoint_every,
+        "keep_checkpoints": config.keep_checkpoints,
+    }
+    for path, value in positive.items():
+        _require(value >= 1, path, value, "a whole number >= 1")
+    _check_model(config.model)
+    _check_numbers(config)
+    _require(
+        config.inner_steps <= config.steps,
+        "inner_steps",
+        config.inner_steps,
+        f"at most steps ({config.steps}); lower --inner-steps or raise --steps",
+    )
+    try:
+        config.outer.rule()
+    except ValueError as error:
+        raise UsageError(f"--outer: {error}") from None
+    try:
+        config.outer.policy()
+    except ValueError as error:
+        raise UsageError(f"--outer.restart: {error}") from None
+    return config
+
+
+def _check_model(model: ModelConfig) -> None:
+    size, heads, kv_heads = model.hidden_size, model.heads, model.kv_heads
+    _require(
+        size % (2 * heads) == 0, "model.hidden_size", size, f"a multiple of 2 x heads = {2 * heads} (rotary pairs)"
+    )
+    _require(
+        kv_heads >= 0 and (kv_heads == 0 or heads % kv_heads == 0),
+        "model.kv_heads",
+        kv_heads,
+        f"0 (as many as heads) or a divisor of --model.heads {heads}",
+    )
+    _require(model.rope_theta > 0, "model.rope_theta", model.rope_theta, "above 0")
+    _require(model.norm_eps > 0, "model.norm_eps", model.norm_eps, "above 0")
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    inner = config.inner
+    _require(0 < config.data.held_out < 1, "data.held_out", config.data.held_out, "between 0 and 1, for example 0.08")
+    _require(math.isfinite(inner.lr) and inner.lr > 0, "inner.lr", inner.lr, "a finite number above 0")
+    _require(
+        math.isfinite(inner.weight_decay) and inner.weight_decay >= 0,
+        "inner.weight_decay",
+        inner.weight_decay,
+        "a finite number >= 0",
+    )
+    _require(all(0 <= b < 1 for b in inner.betas), "inner.betas", inner.betas, "two numbers in [0, 1)")
+    _require(0 <= inner.warmup <= 1, "inner.warmup", inner.warmup, "a share of the steps, in [0, 1]")
+    _require(inner.clip_norm >= 0, "inner.clip_norm", inner.clip_norm, ">= 0 (0 means no clipping)")
+    _require(config.evaluate_every >= 0, "evaluate_every", config.evaluate_every, ">= 0 (0 means at the end only)")
+    _require(config.divergence_loss >= 0, "divergence_loss", config.divergence_loss, ">= 0 (0 means 3 ln(vocabulary))")
+    _require(config.seed >= 0, "seed", config.seed, "a whole number >= 0")
+
+
+def _require(holds: bool, path: str, value: object, wanted: str) -> None:
+    if not holds:
+        option = path.replace("_", "-")
+        raise UsageError(f"--{option} is {value}; it must be {wanted}")

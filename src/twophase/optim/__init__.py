@@ -1,0 +1,1 @@
+"""Outer optimizers for one process (torch)."""

@@ -1,0 +1,166 @@
+"""The outer update on lists of tensors: in place, in small pieces, without touching the caller's gradients.
+
+An outer step is bound by memory traffic. Whole-tensor operations would read and write each tensor several times from
+main memory and, for Nesterov, need a scratch tensor as large as the model. Everything here is elementwise, so it is
+done piece by piece instead: a piece stays in cache between the operations and the scratch is one piece long. The
+operations on each element and their order are those of `torch.optim.SGD`, which keeps the result equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twophase.rule import Form
+
+_PIECE_CPU = 1 << 19  # elements: four float32 streams of a piece are 8 MiB, which a third-level cache holds
+_PIECE_DEVICE = 1 << 24  # elements: enough to fill an accelerator, and a scratch of 64 MiB
+
+
+def buffer_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of a momentum buffer: float32 for 16-bit parameters, otherwise the parameter's own."""
+    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+
+
+def outer_step_(
+    params: Sequence[Tensor],
+    pseudo_gradients: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    form: Form,
+    fresh: bool = False,
+) -> None:
+    """One outer update, in place on `params` and `buffers`.
+
+    `m <- momentum m + w g` with w = 1 (sum form) or 1 - momentum (EMA form); then `x <- x - lr m` (heavy ball) or
+    `x <- x - lr (w g + momentum m)` (Nesterov). The last is the EMA form's `(1 + momentum) m - momentum m_old` without
+    `m_old`: substitute `momentum m_old = m - w g`.
+
+    Args:
+        params: x, any shapes, floating point.
+        pseudo_gradients: g, shapes of `params`; read only.
+        buffers: m, shapes of `params`, dtype `buffer_dtype`; ignored (and may be empty) when momentum is 0.
+        lr: outer learning rate in the named form.
+        momentum: in [0, 1).
+        nesterov: whether to look ahead.
+        form: `"sum"` or `"ema"`.
+        fresh: the buffers hold nothing yet and count as 0; they are written without being read.
+
+    Source: paper section 2 and appendix A; theory notes R2 and R3.
+    """
+    if momentum == 0:  # m is g itself in both forms, so there is nothing to remember
+        for x, g in _batches(params, pseudo_gradients):
+            torch._foreach_add_(x, g, alpha=-lr)
+        return
+    weight = 1.0 if form == "sum" else 1 - momentum
+    for x, g, m in _batches(params, pseudo_gradients, buffers):
+        if fresh:
+            torch._foreach_copy_(m, g)
+            if weight != 1:
+                torch._foreach_mul_(m, weight)
+        else:
+            torch._foreach_mul_(m, momentum)
+            torch._foreach_add_(m, g, alpha=weight)
+        if not nesterov:
+            step = m
+        elif form == "sum":
+            step = torch._foreach_add(g, m, alpha=momentum)
+        else:
+            step = torch._foreach_mul(m, momentum)
+            torch._foreach_add_(step, g, alpha=weight)
+        torch._foreach_add_(x, step, alpha=-lr)
+
+
+def restart_(buffers: list[Tensor], pseudo_gradients: list[Tensor], retain: float, inject: float) -> None:
+    """`m <- retain m + inject g` in place; exact zeros for retain = inject = 0, whatever m holds."""
+    if retain == 0:
+        torch._foreach_zero_(buffers)  # not a product: 0 x inf would keep a NaN alive
+    else:
+        torch._foreach_mul_(buffers, retain)
+    if inject != 0:
+        torch._foreach_add_(buffers, pseudo_gradients, alpha=inject)
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """Norms of pseudo-gradient and buffer and the cosine between them (0 when either vanishes)."""
+
+    pseudo_gradient_norm: float
+    buffer_norm: float
+    cosine: float
+
+
+def angles(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> Angles:
+    """Norms of g and m and their cosine, over all tensors together, accumulated in float64.
+
+    An empty `buffers` counts as m = 0.
+    """
+    dots = (
+        [(_dot(g, g), _dot(m, m), _dot(g, m)) for g, m in zip(pseudo_gradients, buffers, strict=True)]
+        if buffers
+        else []
+    )
+    if not dots:
+        gg = sum(torch.stack([_dot(g, g) for g in pseudo_gradients]).tolist())
+        return Angles(gg**0.5, 0.0, 0.0)
+    gg, mm, gm = torch.stack([torch.stack(row) for row in dots]).sum(dim=0).tolist()  # one transfer to the host
+    scale = (gg * mm) ** 0.5
+    # A NaN stays a NaN: it is a divergence that the report must show.
+    return Angles(gg**0.5, mm**0.5, gm / scale if scale != 0 else 0.0)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    if _is_plain(a) and _is_plain(b):
+        a, b = a.reshape(-1), b.reshape(-1)
+        # A float32 dot of a piece is accurate; the sum over pieces is not, so that is done in float64.
+        parts = [torch.dot(p.float() if p.dtype.itemsize < 4 else p, q.to(_wide(p))) for p, q in _split(a, b)]
+        return torch.stack(parts).sum(dtype=torch.float64)
+    total = (a.to(_wide(a)) * b.to(_wide(b))).sum(dtype=torch.float64)
+    # A DTensor's sum is partial on each rank; full_tensor() adds the parts up, the same on every rank.
+    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[operator]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
+
+
+def _split(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(a.split(_PIECE_CPU), b.split(_PIECE_CPU), strict=True)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def _batches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Aligned batches over several lists of tensors, each batch about a piece long in all.
+
+    Large contiguous tensors are cut into flat views; small ones are put together. A tensor that is no plain
+    contiguous one (a DTensor, a transposed view) is taken whole.
+    """
+    if not lists[0]:
+        return
+    limit = _PIECE_CPU if lists[0][0].device.type == "cpu" else _PIECE_DEVICE
+    batch: list[tuple[Tensor, ...]] = []
+    size = 0
+    for row in zip(*lists, strict=True):
+        for piece in _pieces(row, limit):
+            if batch and size + piece[0].numel() > limit:
+                yield tuple(map(list, zip(*batch, strict=True)))
+                batch, size = [], 0
+            batch.append(piece)
+            size += piece[0].numel()
+    yield tuple(map(list, zip(*batch, strict=True)))
+
+
+def _pieces(row: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
+    if row[0].numel() <= limit or not all(_is_plain(t) and t.is_contiguous() for t in row):
+        yield row
+    else:
+        yield from zip(*(t.detach().view(-1).split(limit) for t in row), strict=True)

@@ -1,0 +1,67 @@
+"""Slow twins in the paper's letters: every tensor is copied, every equation stands as printed.
+
+For readers and tests. The fast optimizer must agree with these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from twophase.restart import Never, RestartPolicy, RoundSignal
+from twophase.rule import OuterRule
+
+
+class ReferenceOuter:
+    """The outer iteration (x_t, m_t) -> (x_{t+1}, m_{t+1}) of the paper, with any restart policy.
+
+    Letters: x parameters, m momentum buffer, g pseudo-gradient, nu outer learning rate, beta outer momentum.
+
+    Args:
+        x: initial parameters, one tensor a block; copied.
+        rule: its form decides which equations are used.
+        policy: restart policy; one instance sees all blocks together.
+    """
+
+    def __init__(self, x: Sequence[Tensor], rule: OuterRule, policy: RestartPolicy | None = None) -> None:
+        self.x = [block.detach().clone() for block in x]
+        self.m = [torch.zeros_like(block) for block in x]
+        self.rule = rule
+        self.policy = policy or Never()
+        self.policy_state = self.policy.initial_state()
+        self.t = 0
+        self.age = 0
+
+    def round(self, g: Sequence[Tensor]) -> None:
+        """One outer round with pseudo-gradient g (one tensor a block)."""
+        nu, beta = self.rule.lr, self.rule.momentum
+        self.t += 1
+        self.age += 1
+        restart = self._decide(g)
+        if restart is not None and restart.before:
+            self.m = [restart.retain * m + restart.inject * gi for m, gi in zip(self.m, g, strict=True)]
+            self.age = 1
+        for i, gi in enumerate(g):
+            x, m = self.x[i], self.m[i]
+            if self.rule.form == "ema":
+                m_new = beta * m + (1 - beta) * gi
+                step = (1 + beta) * m_new - beta * m if self.rule.nesterov else m_new
+            else:
+                m_new = beta * m + gi
+                step = gi + beta * m_new if self.rule.nesterov else m_new
+            self.x[i] = x - nu * step
+            self.m[i] = m_new
+        if restart is not None and not restart.before:
+            self.m = [restart.retain * m + restart.inject * gi for m, gi in zip(self.m, g, strict=True)]
+            self.age = 0
+
+    def _decide(self, g: Sequence[Tensor]):
+        gg = sum(float((gi.double() ** 2).sum()) for gi in g)
+        mm = sum(float((m.double() ** 2).sum()) for m in self.m)
+        gm = sum(float((gi.double() * m.double()).sum()) for gi, m in zip(g, self.m, strict=True))
+        cosine = gm / (gg * mm) ** 0.5 if gg * mm > 0 else 0.0
+        signal = RoundSignal(self.t, self.age, gg**0.5, mm**0.5, cosine)
+        self.policy_state, restart = self.policy.decide(self.policy_state, signal)
+        return restart

@@ -1,0 +1,408 @@
+"""When the outer momentum forgets: restart policies as values.
+
+A policy is a frozen dataclass that knows nothing of tensors. Once a round it is shown a `RoundSignal`, a few floats
+that are the same on every replica, and answers with its next state and either `None` or a `Restart`:
+
+    m <- retain m + inject g        (a hard restart is retain 0, inject 0: m <- 0)
+
+on the buffer of the rule's own form. Scheduled policies (`Periodic`, `Cycle`, `AtRounds`, `Soft`) look only at the
+round number and restart *after* the ordinary update of that round, which is the paper's timing. Adaptive policies may
+also look at norms and angles, which are measured *before* the round's pseudo-gradient is mixed in, and may set
+`before=True` to act before the mixing. (After the mixing, everything in the plane of g and the buffer follows from
+these three numbers, so one measurement serves both moments.)
+
+To add a policy, write a frozen dataclass that derives from `RestartPolicy` and decorate it with `@register("name")`:
+its text form (`name:value:...`), JSON form, state saving, the optimizer, the engine, the sweeps and the command line
+then work unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, ClassVar, TypeVar
+
+from twophase.rule import Form, OuterRule
+
+State = dict[str, float]
+"""A policy's memory: plain numbers under string keys, so that JSON and `torch.save(weights_only)` both carry it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSignal:
+    """What a policy may see of a round: plain floats, equal on every replica.
+
+    Args:
+        round: number of the round, from 1.
+        rounds_since_restart: rounds taken since the last restart, this one included; `round` when there was none.
+        pseudo_gradient_norm: Euclidean norm of g; None unless the policy `needs` it.
+        buffer_norm: Euclidean norm of the buffer before g is mixed in; None unless needed.
+        cosine: cosine of the angle between g and that buffer, 0 when either vanishes; None unless needed.
+        extra: further all-reduced values that the caller supplies, such as losses.
+    """
+
+    round: int
+    rounds_since_restart: int
+    pseudo_gradient_norm: float | None = None
+    buffer_norm: float | None = None
+    cosine: float | None = None
+    extra: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A restart event: `m <- retain m + inject g`, after (default) or before g is mixed into the buffer."""
+
+    retain: float = 0.0
+    inject: float = 0.0
+    before: bool = False
+
+
+HARD = Restart()
+
+
+class RestartPolicy(ABC):
+    """Decides, once a round, whether the outer momentum restarts.
+
+    A subclass is a frozen dataclass of plain numbers. `needs` names the fields of `RoundSignal` beyond the round
+    counters that it reads; the optimizer measures only those that somebody needs.
+    """
+
+    name: ClassVar[str] = ""
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def initial_state(self) -> State:
+        """The memory before the first round."""
+        return {}
+
+    @abstractmethod
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """The memory after this round and the restart to perform, or None."""
+
+    def scaled(self, factor: float) -> RestartPolicy:
+        """The same policy on a buffer that is `factor` times as large (what a change of form does to it)."""
+        del factor
+        return self
+
+    def arguments(self) -> list[str]:
+        """The words of the text form after the name, in the order of the fields."""
+        return [_number(getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
+
+    @classmethod
+    def from_arguments(cls, words: list[str]) -> RestartPolicy:
+        """Build the policy from the words of its text form."""
+        return cls(*(_parse_number(word) for word in words))
+
+    def __str__(self) -> str:
+        return ":".join([self.name, *self.arguments()])
+
+
+_REGISTRY: dict[str, type[RestartPolicy]] = {}
+P = TypeVar("P", bound=type[RestartPolicy])
+
+
+def register(name: str) -> Callable[[P], P]:
+    """Class decorator: make a policy known under `name` to text, JSON, configs and the command line."""
+
+    def add(cls: P) -> P:
+        if name in _REGISTRY:
+            raise ValueError(f"register: a restart policy named {name!r} exists already ({_REGISTRY[name].__name__})")
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+@register("never")
+@dataclass(frozen=True, slots=True)
+class Never(RestartPolicy):
+    """No restart: ordinary outer momentum. Text form `never`."""
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """Always None."""
+        del signal
+        return state, None
+
+
+@register("periodic")
+@dataclass(frozen=True, slots=True)
+class Periodic(RestartPolicy):
+    """Hard restart after every round t with t mod period = 0. Text form: the period, for example `3`.
+
+    Args:
+        period: K, in rounds, a whole number >= 1. Period 1 is momentum-free; a period at or above the number of
+            rounds never shows.
+
+    Source: paper section 3, `m <- 0 every K rounds`; timing R4 of the theory note.
+
+    >>> [t for t in range(1, 8) if Periodic(3).decide({}, RoundSignal(t, t))[1]]
+    [3, 6]
+    """
+
+    period: int
+
+    def __post_init__(self) -> None:
+        """Refuse periods that are not whole numbers >= 1."""
+        _check_count("Periodic", "period", self.period)
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """A hard restart when the round is a multiple of the period."""
+        return state, HARD if signal.round % self.period == 0 else None
+
+    def __str__(self) -> str:
+        return str(self.period)
+
+
+@register("cycle")
+@dataclass(frozen=True, slots=True)
+class Cycle(RestartPolicy):
+    """Hard restarts with a repeating list of periods. Text form `cycle:5,6,10`.
+
+    Args:
+        periods: lengths of the successive cycles in rounds, each >= 1; after the last the list starts anew.
+
+    Source: mixed periods, R23 of the theory note (final residuals depend only on the counts of each length).
+    """
+
+    periods: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse an empty list and periods that are not whole numbers >= 1."""
+        object.__setattr__(self, "periods", tuple(self.periods))
+        if not self.periods:
+            raise ValueError("Cycle: periods is empty; give at least one, for example cycle:5,6,10")
+        for period in self.periods:
+            _check_count("Cycle", "a period", period)
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """A hard restart when the round ends one of the cycles."""
+        place = (signal.round - 1) % sum(self.periods) + 1
+        return state, HARD if place in accumulate(self.periods) else None
+
+    def arguments(self) -> list[str]:
+        """The periods, separated by commas."""
+        return [",".join(map(str, self.periods))]
+
+    @classmethod
+    def from_arguments(cls, words: list[str]) -> RestartPolicy:
+        """Build from one word of comma-separated periods."""
+        return cls(_parse_list(cls.name, words))
+
+
+@register("at")
+@dataclass(frozen=True, slots=True)
+class AtRounds(RestartPolicy):
+    """Hard restarts after the rounds listed, and no others. Text form `at:4,9`.
+
+    Args:
+        rounds: round numbers, counted from 1, strictly increasing.
+    """
+
+    rounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse an empty list, rounds below 1 and lists out of order."""
+        object.__setattr__(self, "rounds", tuple(self.rounds))
+        if not self.rounds:
+            raise ValueError("AtRounds: rounds is empty; give at least one, for example at:4,9, or use never")
+        for number in self.rounds:
+            _check_count("AtRounds", "a round", number)
+        if any(b <= a for a, b in zip(self.rounds, self.rounds[1:], strict=False)):
+            raise ValueError(f"AtRounds: rounds {self.rounds} must increase strictly; sort them and drop repetitions")
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """A hard restart when the round is listed."""
+        return state, HARD if signal.round in self.rounds else None
+
+    def arguments(self) -> list[str]:
+        """The rounds, separated by commas."""
+        return [",".join(map(str, self.rounds))]
+
+    @classmethod
+    def from_arguments(cls, words: list[str]) -> RestartPolicy:
+        """Build from one word of comma-separated rounds."""
+        return cls(_parse_list(cls.name, words))
+
+
+@register("soft")
+@dataclass(frozen=True, slots=True)
+class Soft(RestartPolicy):
+    """Soft restart after every `period` rounds: `m <- retain m + inject g`. Text form `soft:3:0.2:0.1`.
+
+    `g` is the pseudo-gradient that the round has just used. The coefficients act on the buffer of the rule's own
+    form: the same soft restart in the other form has `inject_sum = inject_ema / (1 - momentum)` (see `convert`).
+    `Soft(K, 0, 0)` is `Periodic(K)`.
+
+    Args:
+        period: K, in rounds, a whole number >= 1.
+        retain: share of the buffer that stays, any finite number (the paper's alpha, in [0, 1]; the optimum may be
+            negative).
+        inject: weight of the pseudo-gradient, any finite number (the paper's beta of the soft restart).
+
+    Source: paper appendix on soft restarts; R26 and R27 of the theory note.
+    """
+
+    period: int
+    retain: float
+    inject: float
+
+    def __post_init__(self) -> None:
+        """Refuse bad periods and coefficients that are not finite."""
+        _check_count("Soft", "period", self.period)
+        for name in ("retain", "inject"):
+            value = getattr(self, name)
+            if not math.isfinite(value):
+                raise ValueError(f"Soft: {name} is {value!r}; it must be a finite number, for example soft:3:0.2:0.1")
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """A soft restart when the round is a multiple of the period."""
+        due = signal.round % self.period == 0
+        return state, Restart(self.retain, self.inject) if due else None
+
+    def scaled(self, factor: float) -> RestartPolicy:
+        """The buffer scales and g does not, so the injection scales with the buffer."""
+        return replace(self, inject=self.inject * factor)
+
+
+def parse(text: str | int | RestartPolicy) -> RestartPolicy:
+    """The policy of a text form; a policy is returned as it is and a whole number is a period.
+
+    `never`, `3`, `cycle:5,6,10`, `at:4,9`, `soft:3:0.2:0.1`, or `name:value:...` of a registered policy. Inverse of
+    `str(policy)`.
+
+    Raises:
+        ValueError: unknown name, wrong number of values, or values out of range.
+
+    >>> parse("3"), str(parse("soft:3:0.2:0.1"))
+    (Periodic(period=3), 'soft:3:0.2:0.1')
+    """
+    if isinstance(text, RestartPolicy):
+        return text
+    return _parse_text(str(text).strip())
+
+
+@lru_cache(maxsize=1024)
+def _parse_text(text: str) -> RestartPolicy:
+    if text.lstrip("+-").isdigit():
+        return Periodic(int(text))
+    name, *words = text.split(":")
+    cls = _REGISTRY.get(name)
+    if cls is None:
+        raise ValueError(
+            f"restart {text!r} is not known; write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
+            f"one of {', '.join(sorted(_REGISTRY))} with its values"
+        )
+    try:
+        return cls.from_arguments(words)
+    except TypeError:
+        wanted = ":".join([name, *(field.name.upper() for field in fields(cls))])  # type: ignore[arg-type]
+        raise ValueError(f"restart {text!r} has the wrong number of values; write {wanted}") from None
+
+
+def to_json(policy: RestartPolicy) -> dict[str, Any]:
+    """The policy as a JSON object: its `kind` and its fields. Inverse of `from_json`.
+
+    >>> to_json(Periodic(3))
+    {'kind': 'periodic', 'period': 3}
+    """
+    values = {field.name: getattr(policy, field.name) for field in fields(policy)}  # type: ignore[arg-type]
+    return {"kind": policy.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def from_json(data: Mapping[str, Any]) -> RestartPolicy:
+    """The policy of a JSON object that `to_json` wrote.
+
+    Raises:
+        ValueError: unknown kind, or fields that do not fit it.
+    """
+    values = dict(data)
+    kind = values.pop("kind", None)
+    cls = _REGISTRY.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ValueError(f"from_json: kind {kind!r} is not known; use one of {', '.join(sorted(_REGISTRY))}")
+    wanted = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    if set(values) != wanted:
+        raise ValueError(f"from_json: {kind!r} takes {sorted(wanted)}, got {sorted(values)}")
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def convert(rule: OuterRule, policy: RestartPolicy, form: Form) -> tuple[OuterRule, RestartPolicy]:
+    """Rule and policy of the same trajectory in the other form.
+
+    `lr_sum = lr_ema (1 - momentum)` and, for a soft restart, `inject_sum = inject_ema / (1 - momentum)`.
+
+    >>> convert(OuterRule(7, 0.9, form="ema"), Soft(3, 0.2, 0.1), "sum")[1].inject
+    1.0000000000000002
+    """
+    other = rule.to(form)
+    return other, policy.scaled(other.injection / rule.injection)
+
+
+def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> float:
+    """Mean displacement a round that a constant unit pseudo-gradient would cause over a run.
+
+    `(1/T) sum_t lr d_t` with g = 1 in every round, d_t = m_t (heavy ball) or its look-ahead (Nesterov), and m under
+    the policy from m = 0. The same in both forms. A restart lowers it, so a comparison with and without restarts is
+    also a comparison of two step sizes: match this number in a control (R31 of the theory note).
+
+    Args:
+        rule: the outer rule.
+        policy: the restart policy; one that needs measured signals has no gain known in advance.
+        rounds: T >= 1, the length of the run in rounds.
+
+    Raises:
+        ValueError: rounds < 1, or an adaptive policy.
+
+    >>> round(mean_outer_gain(OuterRule(1.0, 0.9), Periodic(3), 60), 2)
+    1.87
+    """
+    _check_count("mean_outer_gain", "rounds", rounds)
+    if policy.needs:
+        raise ValueError(f"mean_outer_gain: {policy} decides from measured signals; its gain is not known in advance")
+    state, buffer, total, age = policy.initial_state(), 0.0, 0.0, 0
+    for number in range(1, rounds + 1):
+        age += 1
+        state, restart = policy.decide(state, RoundSignal(number, age))
+        if restart is not None and restart.before:
+            buffer, age = restart.retain * buffer + restart.inject, 1
+        buffer = rule.momentum * buffer + rule.injection
+        total += rule.momentum * buffer + rule.injection if rule.nesterov else buffer
+        if restart is not None and not restart.before:
+            buffer, age = restart.retain * buffer + restart.inject, 0
+    return rule.lr * total / rounds
+
+
+def _check_count(where: str, what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where}: {what} is {value!r}; it must be a whole number >= 1")
+
+
+def _number(value: float) -> str:
+    return repr(value)
+
+
+def _parse_number(word: str) -> float:
+    try:
+        return int(word)
+    except ValueError:
+        pass
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"restart: {word!r} is not a number") from None
+
+
+def _parse_list(name: str, words: list[str]) -> tuple[int, ...]:
+    try:
+        (word,) = words
+        return tuple(int(item) for item in word.split(","))
+    except ValueError:
+        raise ValueError(
+            f"restart {':'.join([name, *words])!r}: write {name}: and whole numbers separated by commas, "
+            f"for example {name}:4,9"
+        ) from None
