@@ -35,6 +35,34 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def from_tree(cls: type[C], tree: Mapping[str, Any]) -> C:
+    """The configuration that `to_tree` wrote, checked for names.
+
+    Raises:
+        UsageError: names that `cls` does not have, or lacks.
+    """
+    return _from_tree(cls, tree, "")
+
+
+def _from_tree(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
+    default = cls()
+    names = [field.name for field in dataclasses.fields(cls)]
+    if set(names) != set(tree):
+        odd = ", ".join(prefix + name for name in sorted(set(names) ^ set(tree)))
+        raise UsageError(f"this configuration was written by another version: unknown or absent values {odd}")
+    values = {}
+    for name in names:
+        value, model = tree[name], getattr(default, name)
+        if dataclasses.is_dataclass(model):
+            value = _from_tree(type(model), value, f"{prefix}{name}.")
+        elif isinstance(model, tuple):
+            value = tuple(value)
+        elif isinstance(model, float):
+            value = float(value)
+        values[name] = value
+    return cls(**values)
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one dictionary from dotted path to value.
 
@@ -94,7 +122,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 def dump_yaml(config: Any) -> str:
     """The configuration as YAML, in the order of its fields."""
-    return yaml.safe_dump(to_tree(config), sort_keys=False, default_flow_style=None, width=120)
+    return yaml.safe_dump(to_tree(config), sort_keys=False, default_flow_style=False, width=120)
 
 
 def load_yaml(path: Path) -> Tree:

@@ -50,7 +50,7 @@ class Communicator(Protocol):
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """The small picklable `value` of every process, in order of rank (used at start-up only)."""
+        """The small picklable `value` of every process, in order of rank (for rare calls: it pickles)."""
         ...
 
 

@@ -168,12 +168,11 @@ class DiLoCo:
             if self.replica_count > 1:
                 self._pseudo_gradient.div_(self.replica_count)
         with _phase("outer", seconds):
-            groups = self._outer_step(signals)
+            norm, groups = self._outer_step(signals)
         with _phase("restore", seconds):
             self._restore()
         self.round += 1
         steps, self.inner_step = self.inner_step, 0
-        squares = sum(group.pseudo_gradient_norm**2 for group in groups)
         return RoundReport(
             round=self.round,
             inner_steps=steps,
@@ -181,11 +180,15 @@ class DiLoCo:
             replicas=self.replica_count,
             restarted=any(group.restarted for group in groups),
             groups=groups,
-            pseudo_gradient_norm=squares**0.5 if groups else float(torch.linalg.vector_norm(self._pseudo_gradient)),
+            pseudo_gradient_norm=norm,
             bytes_sent=pending.bytes_sent,
             seconds=seconds,
-            checksum=checksum(self._anchor),
+            checksum=self.checksum(),
         )
+
+    def checksum(self) -> str:
+        """Sixteen hexadecimal digits that depend on every bit of the anchor; equal on all processes after a round."""
+        return checksum(self._anchor)
 
     def _write_pseudo_gradient(self) -> None:
         """Write g <- sum over this process's replicas of (a - theta_r).
@@ -204,12 +207,15 @@ class DiLoCo:
                 else:
                     gradient.add_(torch.sub(anchor, theta))
 
-    def _outer_step(self, signals: Mapping[str, float] | None) -> tuple[GroupRound, ...]:
+    def _outer_step(self, signals: Mapping[str, float] | None) -> tuple[float, tuple[GroupRound, ...]]:
+        """The norm of g, and each param group's round."""
         if isinstance(self.outer, OuterSGD):
             self.outer.step(signals=signals, measure=True)
-            return tuple(self.outer.last_round)
+            groups = tuple(self.outer.last_round)
+            return sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5, groups
+        norm = float(torch.linalg.vector_norm(self._pseudo_gradient))  # before the step: some optimizers overwrite g
         self.outer.step()
-        return ()
+        return norm, ()
 
     def _restore(self) -> None:
         """theta_r <- a."""
@@ -277,7 +283,15 @@ class DiLoCo:
             )
         if restart is not None:
             raise ValueError("DiLoCo: restart goes with an OuterRule; here give it to the optimizer that outer builds")
-        return outer(named)
+        optimizer = outer(named)
+        taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left = [name for name, p in named if id(p) not in taken]
+        if left:
+            raise ValueError(
+                f"DiLoCo: the optimizer that outer built does not hold {', '.join(left[:3])}{' …' * (len(left) > 3)}; "
+                "parameters that no group takes would be set back in every round, so give it all that outer receives"
+            )
+        return optimizer
 
 
 def _collect(replicas: list[nn.Module]) -> tuple[list[list[Tensor]], Layout]:
@@ -295,6 +309,8 @@ def _collect(replicas: list[nn.Module]) -> tuple[list[list[Tensor]], Layout]:
             raise ValueError(
                 f"DiLoCo: replica {number} has other trainable parameters than replica 0; build them alike"
             )
+    if len({id(p) for params in named for _, p in params}) < len(named) * len(named[0]):
+        raise ValueError("DiLoCo: replicas share parameters; make one copy.deepcopy() of the module a replica")
     for params in named:
         if len({p.device for _, p in params}) > 1:
             raise ValueError("DiLoCo: a replica's parameters lie on several devices; put each replica on one device")

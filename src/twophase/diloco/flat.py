@@ -69,18 +69,22 @@ def checksum(flat: Tensor) -> str:
 
     Equal tensors give equal digits on every machine, so replicas that should agree can be compared by a few bytes.
     """
-    bits = flat.detach().view(torch.int32 if flat.dtype == torch.float32 else torch.int64)
-    whole = bits.numel() // _ROW * _ROW
-    # Sums of integers do not depend on the order of summation; the rows make the result depend on the place.
-    sums = bits[:whole].view(-1, _ROW).sum(dim=1, dtype=torch.int64).tolist()
-    sums.append(int(bits[whole:].sum(dtype=torch.int64)))
-    state = bits.numel()
-    for value in sums:
+    words = flat.detach().view(torch.int32)
+    # Integers modulo 2^64 add up to the same sum in any order. The weight of a word is odd, so no change of one word is
+    # lost, and differs from place to place, so neither two words that change places nor opposite last bits cancel.
+    weights = (torch.arange(min(_PIECE, words.numel()), device=flat.device) * _GOLDEN) | 1
+    scratch = torch.empty_like(weights)  # one for all pieces: a new one a piece costs more than the arithmetic
+    sums = [
+        scratch[: piece.numel()].copy_(piece).mul_(weights[: piece.numel()]).sum() for piece in words.split(_PIECE)
+    ]
+    state = words.numel()
+    for value in torch.stack(sums).tolist():
         state = ((state ^ (value & _MASK)) * _PRIME) & _MASK  # FNV-1a, a word at a time
         state ^= state >> 29
     return f"{state:016x}"
 
 
-_ROW = 4096
+_PIECE = 1 << 16  # words: the weights and the products stay in cache
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed word
 _MASK = (1 << 64) - 1
 _PRIME = 0x100000001B3

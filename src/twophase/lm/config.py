@@ -8,7 +8,7 @@ from typing import Literal
 
 from twophase.config import UsageError
 from twophase.restart import RestartPolicy, parse
-from twophase.rule import Form, OuterRule
+from twophase.rule import Form, OuterRule, check_rule
 
 VOCABULARY_SIZES = {"char": 96, "bytes": 256}
 
@@ -170,9 +170,9 @@ def check(config: TrainConfig) -> TrainConfig:
         f"at most steps ({config.steps}); lower --inner-steps or raise --steps",
     )
     try:
-        config.outer.rule()
+        check_rule("--outer", config.outer.lr, config.outer.momentum, config.outer.form)
     except ValueError as error:
-        raise UsageError(f"--outer: {error}") from None
+        raise UsageError(str(error).replace("--outer: ", "--outer.", 1)) from None
     try:
         config.outer.policy()
     except ValueError as error:

@@ -1,0 +1,63 @@
+# Everything a newcomer needs: `make demo` or `make test` alone also does the set-up.
+# PYTHON: an interpreter >= 3.11.  TORCH_INDEX: a package index to take torch from, for example
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu     (a CPU build: far smaller than PyPI's CUDA build)
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test check bench clean
+
+help:
+	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
+	@echo "make test    set up and run the tests"
+	@echo "make check   set up and run ruff and pyright"
+	@echo "make bench   set up and run the benchmarks"
+	@echo "make setup   only the set-up for use;  make setup-dev  also what tests and checks need"
+
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "twophase needs Python >= 3.11; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@echo "making $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first and by its exact version, so that no other package's range can choose one
+$(VENV)/.torch: $(VENV)/.created
+	@echo "installing torch (once; this is the large one)"
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
+	@echo "installing twophase"
+	@$(PIP) -e '.[plot]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what tests and checks need"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/twophase demo $(ARGS)
+
+test: setup-dev
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: setup-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+bench: setup-dev
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,429 @@
+"""The command line: `twophase train | sweep | demo`.
+
+Each command is a plain function of its words. Commands import what they need when they run, so that `--help` answers
+without torch. Exit status: 0 done; 1 a failure while running (a single run that diverged included); 2 a mistake in
+what was asked, told in one message; 130 or 143 stopped by Ctrl-C or SIGTERM, resumable by the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from twophase.config import UsageError
+
+if TYPE_CHECKING:
+    from twophase.experiment.grid import Sweep
+    from twophase.experiment.launch import Outcome
+    from twophase.experiment.table import Row
+    from twophase.lm.config import TrainConfig
+
+_PROGRAM = "twophase"
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("_demo", "train a small language model over a grid, with and without restarts, and draw it"),
+    "train": ("_train", "one run; repeat the command to resume it"),
+    "sweep": ("_sweep", "a grid of runs; repeat the command to resume it"),
+    "sweep-worker": ("_sweep_worker", ""),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (without the program's name) and return its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if words[0] in ("-V", "--version"):
+        from twophase import __version__
+
+        print(f"{_PROGRAM} {__version__}")
+        return 0
+    name, *rest = words
+    if name not in _COMMANDS:
+        return _complain(_PROGRAM, f"{name!r} is no command; choose from {', '.join(_visible())}")
+    try:
+        return globals()[_COMMANDS[name][0]](rest)
+    except UsageError as error:
+        return _complain(f"{_PROGRAM} {name}", str(error))
+    except KeyboardInterrupt:
+        return _interrupted(words)
+    except OSError as error:
+        print(f"{_PROGRAM} {name}: failed: {error}", file=sys.stderr)
+        return 1
+
+
+def _visible() -> list[str]:
+    return [name for name, (_, text) in _COMMANDS.items() if text]
+
+
+def _overview() -> str:
+    lines = [f"  {name:8} {_COMMANDS[name][1]}" for name in _visible()]
+    return "\n".join(
+        [
+            f"usage: {_PROGRAM} COMMAND [OPTIONS]",
+            "",
+            "Two-phase training (DiLoCo, local SGD) with outer momentum that knows when to forget.",
+            "",
+            *lines,
+            "",
+            f"{_PROGRAM} COMMAND --help lists a command's options.",
+        ]
+    )
+
+
+def _complain(where: str, text: str) -> int:
+    if os.environ.get("RANK", "0") == "0":  # under torchrun every process meets the same mistake
+        print(f"{where}: error: {text}", file=sys.stderr)
+    return 2
+
+
+def _interrupted(words: Sequence[str]) -> int:
+    print(f"stopped; resume with: {shlex.join([_PROGRAM, *words])}", file=sys.stderr)
+    return 130
+
+
+# ----------------------------------------------------------------------------------------------------------- options
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} {command}", description=_COMMANDS[command][1], allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results; an unfinished one is resumed")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    return parser
+
+
+def _config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file with values; several are laid over each other, options win",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+
+
+def _train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
+    """Our own options and, from YAML files and all other options, the configuration."""
+    from twophase.config import load_yaml, parse_arguments, to_arguments
+    from twophase.lm.config import TrainConfig, check
+
+    if "-h" in words or "--help" in words:
+        parser.print_help()
+        print("\nand the values of the configuration:\n")
+        parse_arguments(TrainConfig(), ["--help"], prog=parser.prog)
+    options, rest = parser.parse_known_args(words)
+    config = TrainConfig()
+    for path in options.config:
+        config = parse_arguments(config, to_arguments(load_yaml(path)), prog=f"{parser.prog} --config {path}")
+    return options, check(parse_arguments(config, rest, prog=parser.prog))
+
+
+# ------------------------------------------------------------------------------------------------------------- train
+
+
+def _train(words: list[str]) -> int:
+    from twophase.config import dump_yaml, fingerprint
+    from twophase.experiment.run import read_summary
+
+    parser = _parser("train")
+    _config_options(parser)
+    options, config = _train_config(parser, words)
+    if options.print_config:
+        print(dump_yaml(config), end="")
+        return 0
+    out = options.out or Path("runs") / fingerprint(config)
+    summary = read_summary(out, fingerprint(config)) or _train_run(out, config, options)
+    lead = os.environ.get("RANK", "0") == "0"
+    if summary["exit_reason"] == "stopped":
+        if lead:
+            _interrupted(["train", *words])
+        return summary["status"]
+    if lead:
+        print(_describe_run(out, config, summary))
+    return 1 if summary["diverged"] else 0
+
+
+def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Train what is not finished yet."""
+    from twophase.lm.train import preflight, train
+    from twophase.progress import meter, round_text
+
+    preflight(config, int(os.environ.get("WORLD_SIZE", "1")))  # before a folder is made for what cannot be run
+    with _process_group(config) as communicator, _signals() as stopped, _claimed(out, config, communicator) as folder:
+        with meter("train", config.steps, quiet=options.quiet or communicator.rank > 0) as show:
+            summary = train(
+                config,
+                folder,
+                communicator=communicator,
+                on_round=lambda line: show(line["step"], round_text(line)),
+                should_stop=stopped.is_set,
+            )
+        return summary | {"status": 128 + stopped.number}
+
+
+def _describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> str:
+    head = f"{out}: {config.outer.rule().describe()}, restart {config.outer.policy()}, S = {config.inner_steps}"
+    if summary["diverged"]:
+        return f"{head}: diverged at step {summary['steps']} of {config.steps}"
+    per_byte = summary["perplexity_per_byte"]
+    return (
+        f"{head}: validation perplexity {summary['perplexity']:.3f} a token ({per_byte:.3f} a byte), "
+        f"{summary['rounds']} rounds, {summary['restarts']} restarts, {summary['seconds']:.1f} s"
+    )
+
+
+class _Stop(threading.Event):
+    """Set by the first SIGINT or SIGTERM; `number` says which."""
+
+    number = 0
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Stop]:
+    """Let the first SIGINT or SIGTERM ask for a checkpoint and a good end; a second one acts at once."""
+    stop = _Stop()
+
+    def ask(number: int, _frame: object) -> None:
+        stop.number = number
+        stop.set()
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _process_group(config: TrainConfig) -> Iterator[Any]:
+    """The processes that torchrun started, or this one alone."""
+    from twophase.diloco.comm import ProcessGroup, SingleProcess
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield SingleProcess()
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo" if config.device == "cpu" else "nccl")
+    try:
+        yield ProcessGroup()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _claimed(out: Path, config: TrainConfig, communicator: Any) -> Iterator[Any]:
+    """The run's folder, claimed by process 0 on behalf of all; a refusal ends every process."""
+    from twophase.experiment.run import RunFolder
+
+    if communicator.size == 1:
+        with RunFolder.claim(out, config) as folder:
+            yield folder
+        return
+    folder, refusal = None, None
+    if communicator.rank == 0:
+        try:
+            folder = RunFolder.claim(out, config)
+        except UsageError as error:
+            refusal = str(error)
+    refusal = communicator.gather(refusal)[0]
+    if refusal is not None:
+        raise UsageError(refusal)
+    try:
+        yield folder or RunFolder(out, "", -1, resumed=True)  # the others read checkpoints and write no logs
+    finally:
+        if folder:
+            folder.release()
+
+
+# ------------------------------------------------------------------------------------------------------------- sweeps
+
+
+def _sweep(words: list[str]) -> int:
+    from twophase.config import dump_yaml
+    from twophase.experiment.grid import Sweep, parse_axes, product
+
+    parser = _parser("sweep")
+    _config_options(parser)
+    _worker_option(parser)
+    parser.add_argument(
+        "--axis",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("PATH VALUE", "VALUE"),
+        help="an axis of the grid and its values, such as --axis outer.lr 0.3 0.7 or --axis outer.restart never 3",
+    )
+    options, config = _train_config(parser, words)
+    if options.print_config:
+        print(dump_yaml(config), end="")
+        return 0
+    if not options.axis:
+        raise UsageError(
+            "no --axis; name at least one, for example --axis outer.lr 0.3 0.7 --axis outer.restart never 3"
+        )
+    axes = parse_axes(options.axis, config)
+    sweep = Sweep("sweep", config, product(config, axes))
+    return _run(
+        sweep, options.out or Path("runs") / "sweep", options, words=words, command="sweep", results=_sweep_results
+    )
+
+
+def _demo(words: list[str]) -> int:
+    from twophase.recipes.demo import demo
+
+    parser = _parser("demo")
+    _worker_option(parser)
+    parser.add_argument("--quick", action="store_true", help="a smaller grid of shorter runs, under two minutes")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED", help="seeds, 60 runs each (0)")
+    parser.add_argument("--no-controls", action="store_true", help="leave out the control runs")
+    options = parser.parse_args(words)
+    sweep = demo(quick=options.quick, seeds=options.seeds, controls=not options.no_controls)
+    out = options.out or Path("runs") / ("demo-quick" if options.quick else "demo")
+    return _run(sweep, out, options, words=words, command="demo", results=_demo_results)
+
+
+def _worker_option(parser: argparse.ArgumentParser) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--workers", type=int, default=cores, help=f"worker processes (default: one a core, {cores})")
+
+
+def _run(
+    sweep: Sweep,
+    out: Path,
+    options: argparse.Namespace,
+    *,
+    words: list[str],
+    command: str,
+    results: Callable[[list[Row], Sweep, Path], str],
+) -> int:
+    """Run a sweep, show it, and print its results."""
+    from twophase.experiment.launch import run_sweep
+    from twophase.experiment.table import read_rows
+    from twophase.lm.config import check
+    from twophase.lm.corpus import build
+    from twophase.progress import duration, meter
+
+    for config in sweep.runs.values():
+        check(config)
+    for data, replicas in {(config.data, config.replicas) for config in sweep.runs.values()}:
+        build(data, replicas)  # refuse a bad text once, here, before a folder is made
+    threads = max(config.threads for config in sweep.runs.values())
+    with meter(command, len(sweep.runs), quiet=options.quiet) as show:
+        try:
+            outcome = run_sweep(
+                sweep,
+                out,
+                workers=options.workers,
+                threads=threads,
+                progress=lambda status: show(status.done, _status_text(status)),
+            )
+        except RuntimeError as error:
+            print(f"{_PROGRAM} {command}: failed: {error}", file=sys.stderr)
+            return 1
+    print(f"{out}: {_outcome_text(outcome)} in {duration(outcome.seconds)}")
+    print(results(read_rows(out / "cells.csv"), sweep, out))
+    for run, error in outcome.errors.items():
+        print(f"{_PROGRAM} {command}: run {run} failed: {error}", file=sys.stderr)
+    if outcome.errors:
+        print(f"try the failed runs again with: {shlex.join([_PROGRAM, command, *words])}", file=sys.stderr)
+    return 1 if outcome.errors else 0
+
+
+def _status_text(status: Any) -> str:
+    words = [f"{count} {name}" for name in ("skipped", "diverged", "failed") if (count := getattr(status, name))]
+    return ", ".join([*words, f"last {status.run}"] if status.run else words)
+
+
+def _outcome_text(outcome: Outcome) -> str:
+    parts = {
+        "runs finished": outcome.finished,
+        "diverged": outcome.diverged,
+        "failed": outcome.failed,
+        "were finished before": outcome.skipped,
+    }
+    return ", ".join(f"{count} {name}" for name, count in parts.items() if count or name == "runs finished")
+
+
+def _sweep_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
+    from twophase.experiment.overview import describe, draw
+
+    forms = sorted({config.outer.form for config in sweep.runs.values()})
+    form = " and ".join({"sum": "sum form", "ema": "EMA form"}[form] for form in forms)
+    return f"{describe(rows)}\n{_figures(draw(rows, form, out / 'figures'), out)}"
+
+
+def _demo_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
+    from twophase.recipes.demo import draw, verdict
+
+    return f"\n{verdict(rows, sweep)}\n\n{_figures(draw(rows, sweep, out / 'figures'), out)}"
+
+
+def _figures(paths: list[Path], out: Path) -> str:
+    pictures = [str(path) for path in paths if path.suffix == ".png"]
+    return f"table {out / 'cells.csv'}" + "".join(f"\nfigure {picture}" for picture in pictures)
+
+
+def _sweep_worker(words: list[str]) -> int:
+    """Train the runs that a sweep hands over on stdin, one line of JSON each (see experiment/launch.py)."""
+    if words:
+        raise UsageError("sweep-worker takes no options; it is started by twophase sweep")
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not look like an answer
+    with _signals() as stopped:
+        for line in _lines_until_stop(sys.stdin, stopped):
+            job = json.loads(line)
+            answer = _work(job, stopped)
+            if answer is not None:
+                print(json.dumps({"run": job["run"]} | answer), file=answers, flush=True)
+    return 128 + stopped.number if stopped.number else 0
+
+
+def _work(job: dict[str, Any], stopped: _Stop) -> dict[str, str] | None:
+    """Train one run; None when it was stopped, and so is not done."""
+    import traceback
+
+    from twophase.config import from_tree
+    from twophase.experiment.run import RunFolder
+    from twophase.lm.config import TrainConfig
+    from twophase.lm.train import train
+
+    try:
+        config = from_tree(TrainConfig, job["config"])
+        with RunFolder.claim(Path(job["folder"]), config) as folder:
+            summary = folder.summary() or train(config, folder, should_stop=stopped.is_set)
+    except Exception as error:  # one bad run must not take the others with it; the parent is told
+        traceback.print_exc()
+        return {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+    return None if summary["exit_reason"] == "stopped" else {"status": "finished"}
+
+
+def _lines_until_stop(source: TextIO, stopped: _Stop) -> Iterator[str]:
+    """Lines of `source` as they come; its end means that the parent is gone or done, and stops a run under way."""
+    import queue
+
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in source:
+            lines.put(line)
+        stopped.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    while not stopped.is_set():
+        with contextlib.suppress(queue.Empty):
+            yield lines.get(timeout=0.1)  # wake up to see a signal: a blocking get would sleep through it

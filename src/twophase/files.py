@@ -1,0 +1,42 @@
+"""Writing files so that a crash leaves either the old file or the new one, never half of one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+TEMPORARY = ".tmp-"
+"""Prefix of files that are being written; whatever bears it was left by a crash and means nothing."""
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path` in one indivisible step, durably.
+
+    The bytes go to a temporary file in the same folder, reach the disk, and take the name only then.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full; `path` is then as it was.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    handle, name = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).chmod(0o644)  # mkstemp's 0600 would hide results from colleagues
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable (a rename lives in the folder, not in the file)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,66 @@
+"""What a person sees while something runs: a rich display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+_PLAIN_SECONDS = 10.0
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `42 s`, `3:07`, `1:02:03`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+@contextmanager
+def meter(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int, str], None]]:
+    """Show progress on stderr; yields `show(done, text)`.
+
+    On a terminal a bar with the remaining time; elsewhere a line at most every ten seconds, and one at the end.
+
+    Args:
+        what: a word or two.
+        total: what `done` counts up to.
+        quiet: show nothing.
+    """
+    if quiet:
+        yield lambda _done, _text: None
+    elif sys.stderr.isatty():
+        from rich.console import Console  # noqa: PLC0415 - only where it is shown
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True)) as bars:
+            task = bars.add_task(what, total=total, text="")
+            yield lambda done, text: bars.update(task, completed=done, text=text)
+    else:
+        began = last = time.monotonic()
+
+        def show(done: int, text: str) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if done >= total or now - last >= _PLAIN_SECONDS:
+                print(f"{what} {done}/{total}  {text}  ({duration(now - began)})", file=sys.stderr, flush=True)
+                last = now
+
+        yield show
+
+
+def round_text(line: Mapping[str, Any]) -> str:
+    """A round's metrics in a few words."""
+    words = [f"round {line['round']}", f"loss {line['train_loss']:.3f}"]
+    if line.get("perplexity") is not None:
+        words.append(f"perplexity {line['perplexity']:.2f}")
+    if line["seconds"] > 0:
+        words.append(f"{line['tokens'] / line['seconds']:,.0f} tok/s")
+    if line.get("restarted"):
+        words.append("restart")
+    return "  ".join(words)

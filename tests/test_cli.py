@@ -1,0 +1,311 @@
+"""The command line as a person meets it: start-up, messages, exit statuses, killing and resuming."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import textmaker
+
+COMMAND = [sys.executable, "-m", "twophase"]
+SMALL = (
+    "--model.layers 1 --model.hidden-size 16 --model.intermediate-size 24 --data.sequence-length 16 "
+    "--data.batch-size 4 --data.validation-windows 8 --steps 22 --inner-steps 6 --checkpoint-every 1"
+).split()
+
+
+def call(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every file under a folder with the digest of its content."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    """A `file:` corpus."""
+    return f"file:{textmaker.write(tmp_path / 'text.txt')}"
+
+
+def test_help_without_torch() -> None:
+    """`--help`, of the program and of each command, loads no torch."""
+    code = (
+        "import sys, contextlib; from twophase.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(sys.argv[1:])\n"
+        "assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules), 'heavy imports'"
+    )
+    for words in (["--help"], ["train", "--help"], ["sweep", "--help"], ["demo", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian", "twophase: error: 'trian' is no command; choose from demo, train, sweep"),
+        ("train --outer.momentum 1", "--outer.momentum is 1.0; it must lie in [0, 1)"),
+        ("train --outer.restart 0", "--outer.restart: Periodic: period is 0; it must be a whole number >= 1"),
+        ("train --outer.lr -1", "--outer.lr is -1.0; it must be a finite number >= 0"),
+        ("train --inner-steps 1000", "--inner-steps is 1000; it must be at most steps (960)"),
+        ("train --outer.lrr 1", "Perhaps you meant"),
+        ("train --inner-steps few", "--inner-steps"),
+        ("train --config absent.yaml", "--config absent.yaml: cannot be read (No such file or directory)"),
+        ("train --data.corpus file:absent.txt", "absent.txt"),
+        ("train --data.corpus library", "library"),
+        ("train --device cuda:77", "--device cuda:77 cannot be used here"),
+        ("sweep", "no --axis; name at least one"),
+        ("sweep --axis outer.lrr 1 2", "outer.lr"),
+        ("sweep --axis outer.momentum 0.5 1", "momentum"),
+        ("sweep --axis outer.lr 1 --workers 0", "--workers is 0"),
+        ("demo --seeds -1", "seed"),
+    ],
+)
+def test_mistakes(tmp_path: Path, words: str, message: str) -> None:
+    """A mistake ends with status 2 and one message that names the thing; nothing is made on disk."""
+    done = call(*words.split(), cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+    assert snapshot(tmp_path) == {}
+
+
+BAD_TEXTS = {
+    "empty": (b"", "empty"),
+    "blank": (b" \n\n \n", "no text"),
+    "latin": ("été. ".encode("latin-1") * 500, "UTF-8"),
+    "short": (b"A line.\n\nAnother line.\n" * 2, "--data.sequence-length"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_bad_texts(tmp_path: Path, name: str) -> None:
+    """A text that is missing, empty, not UTF-8 or too small is refused by name; no run folder is made."""
+    content, message = BAD_TEXTS[name]
+    path = tmp_path / f"{name}.txt"
+    path.write_bytes(content)
+    done = call("train", "--data.corpus", f"file:{path}", "--out", tmp_path / "run")
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_config_layers(tmp_path: Path) -> None:
+    """YAML files are laid over each other from left to right and options win; `--print-config` reads back the same."""
+    (tmp_path / "a.yaml").write_text("outer: {lr: 0.3, nesterov: false, restart: 3}\nseed: 5\n")
+    (tmp_path / "b.yaml").write_text("outer: {lr: 1e-1}\n")
+    files = ["--config", tmp_path / "a.yaml", "--config", tmp_path / "b.yaml"]
+    done = call("train", *files, "--seed", "7", "--print-config")
+    assert done.returncode == 0, done.stderr
+    assert all(line in done.stdout for line in ("lr: 0.1", "nesterov: false", "restart: '3'", "seed: 7"))
+    (tmp_path / "c.yaml").write_text(done.stdout)
+    assert call("train", "--config", tmp_path / "c.yaml", "--print-config").stdout == done.stdout
+
+
+def test_misspelt_yaml(tmp_path: Path) -> None:
+    """A key that does not exist is refused with the nearest one, and the file's name."""
+    (tmp_path / "a.yaml").write_text("outer: {momentun: 0.3}\n")
+    done = call("train", "--config", tmp_path / "a.yaml")
+    assert done.returncode == 2
+    assert "--outer.momentum" in done.stderr
+    assert "a.yaml" in done.stderr
+
+
+def test_repeating_a_finished_run(tmp_path: Path, corpus: str) -> None:
+    """A repeated command prints the same result, trains nothing and changes no file."""
+    words = ["train", *SMALL, "--data.corpus", corpus, "--out", tmp_path / "run"]
+    first = call(*words)
+    assert first.returncode == 0, first.stderr
+    before = snapshot(tmp_path / "run")
+    again = call(*words)
+    assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
+    assert snapshot(tmp_path / "run") == before
+    assert {"config.yaml", "env.json", "metrics.jsonl", "rounds.jsonl", "summary.json"} <= set(before)
+
+
+def test_folder_of_another_run(tmp_path: Path, corpus: str) -> None:
+    """Another run's folder is refused with what differs, and left as it was; so is a folder of other files."""
+    words = ["train", *SMALL, "--data.corpus", corpus, "--out", tmp_path / "run"]
+    assert call(*words).returncode == 0
+    before = snapshot(tmp_path)
+    done = call(*words, "--outer.lr", "0.3")
+    assert done.returncode == 2
+    assert "outer.lr is 0.7 there, 0.3 here" in done.stderr
+    assert "--out" in done.stderr
+    done = call("train", *SMALL, "--data.corpus", corpus, "--out", tmp_path)
+    assert done.returncode == 2
+    assert snapshot(tmp_path) == before
+
+
+def test_truncated_checkpoint(tmp_path: Path, corpus: str) -> None:
+    """A cut checkpoint is refused by name with the remedy; the remedy works and gives the uninterrupted result."""
+    words = ["train", *SMALL, "--data.corpus", corpus, "--out", tmp_path / "run"]
+    assert call(*words).returncode == 0
+    whole = (tmp_path / "run" / "weights.safetensors").read_bytes()
+    (tmp_path / "run" / "summary.json").unlink()
+    newest = tmp_path / "run" / "checkpoint" / "step-00000022"
+    part = newest / "replica-001.pt"
+    part.write_bytes(part.read_bytes()[:1000])
+    before = snapshot(tmp_path)
+    done = call(*words)
+    assert done.returncode == 2
+    assert f"checkpoint {newest} is damaged: replica-001.pt holds 1000 bytes instead of" in done.stderr
+    assert "move that folder away" in done.stderr
+    assert snapshot(tmp_path) == before
+    newest.rename(tmp_path / "aside")
+    assert call(*words).returncode == 0
+    assert (tmp_path / "run" / "weights.safetensors").read_bytes() == whole
+
+
+def test_divergence_ends_with_status_1(tmp_path: Path, corpus: str) -> None:
+    """A single run that diverges says so with status 1, keeps its summary, and says it again when repeated."""
+    words = ["train", *SMALL, "--data.corpus", corpus, "--out", tmp_path / "run", "--outer.lr", "300"]
+    for _ in range(2):
+        done = call(*words)
+        assert done.returncode == 1
+        assert "diverged at step" in done.stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["diverged"] is True
+
+
+def start(*words: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([*COMMAND, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], pattern: str = "*") -> None:
+    """Return as soon as something that matches is in the folder, or the process has ended."""
+    while process.poll() is None and not any(path.glob(pattern)):
+        time.sleep(0.0005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_by_a_signal(tmp_path: Path, corpus: str, number: signal.Signals, status: int) -> None:
+    """Ctrl-C and SIGTERM save, print the command that resumes, and that command ends as if nothing had happened."""
+    size = ["--steps", "3000", "--data.corpus", corpus]
+    words = ["train", *SMALL, *size, "--out", tmp_path / "run"]
+    process = start(*words)
+    wait_for(tmp_path / "run" / "checkpoint", process, "step-*")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors
+    hint = errors.splitlines()[-1].removeprefix("stopped; resume with: ")
+    assert shlex.split(hint) == ["twophase", *map(str, words)]
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert call(*shlex.split(hint)[1:]).returncode == 0
+    assert call("train", *SMALL, *size, "--out", tmp_path / "whole").returncode == 0
+    weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_at_random_moments(tmp_path: Path, corpus: str, seed: int) -> None:
+    """SIGKILL at random moments and in the middle of checkpoint writes: the end is byte for byte the uninterrupted one."""
+    size = ["--steps", "400", "--data.corpus", corpus, "--outer.restart", "3", "--seed", str(seed)]
+    assert call("train", *SMALL, *size, "--out", tmp_path / "whole").returncode == 0
+    words = ["train", *SMALL, *size, "--out", tmp_path / "run"]
+    source = random.Random(seed)
+    kills = writes = 0
+    while True:
+        process = start(*words)
+        if kills % 2:
+            wait_for(tmp_path / "run" / "checkpoint", process, ".writing-*")  # in the middle of a write
+        else:
+            wait_for(tmp_path / "run", process, "rounds.jsonl")
+            time.sleep(source.uniform(0, 0.4))
+        if kills < 6:
+            process.kill()
+        process.communicate(timeout=120)
+        writes += any((tmp_path / "run" / "checkpoint").glob(".writing-*"))
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+        kills += 1
+    assert kills >= 3, "the run was over before it could be killed; make it longer"
+    assert writes >= 1, "no kill hit a checkpoint write"
+    assert (tmp_path / "run" / "weights.safetensors").read_bytes() == (
+        tmp_path / "whole" / "weights.safetensors"
+    ).read_bytes()
+    ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
+    for end in ends:
+        del end["seconds"], end["engine_share"]  # wall times
+    assert ends[0] == ends[1]
+    rounds = [
+        [line | {"seconds": 0} for line in map(json.loads, (tmp_path / name / "rounds.jsonl").read_text().splitlines())]
+        for name in ("run", "whole")
+    ]
+    assert rounds[0] == rounds[1]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_equal_one(tmp_path: Path, corpus: str) -> None:
+    """`torchrun` with two gloo processes gives the same bytes as both replicas in one process, and resumes likewise."""
+    options = [*SMALL, "--data.corpus", corpus, "--outer.restart", "2"]
+    assert call("train", *options, "--out", tmp_path / "one").returncode == 0
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "twophase"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    words = [*run, "train", *options, "--out", str(tmp_path / "two")]
+    for _ in range(2):  # the second call starts again from the first one's checkpoint
+        done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("one", "two")]
+        assert weights[0] == weights[1]
+        for name in ("summary.json", "weights.safetensors"):
+            (tmp_path / "two" / name).unlink()
+        shutil.rmtree(tmp_path / "two" / "checkpoint" / "step-00000022")
+
+
+@pytest.mark.slow
+def test_sweep(tmp_path: Path, corpus: str) -> None:
+    """A small grid runs in two workers, writes its table and figure, and a repeated command trains nothing."""
+    axes = "--axis outer.lr 0.3 0.7 --axis outer.momentum 0.1 0.9 --axis outer.restart never 2".split()
+    words = ["sweep", *SMALL, "--data.corpus", corpus, *axes, "--out", tmp_path / "sweep", "--workers", "2"]
+    done = call(*words)
+    assert done.returncode == 0, done.stderr
+    assert "8 runs finished" in done.stdout
+    table = (tmp_path / "sweep" / "cells.csv").read_text().splitlines()
+    assert len(table) == 9
+    figures = {path.name for path in (tmp_path / "sweep" / "figures").iterdir()}
+    assert figures == {"sweep.png", "sweep.pdf", "sweep.csv"}
+    before = snapshot(tmp_path / "sweep" / "runs")
+    again = call(*words)
+    assert again.returncode == 0
+    assert "8 were finished before" in again.stdout
+    assert snapshot(tmp_path / "sweep" / "runs") == before
+    other = call(*words, "--axis", "seed", "0", "1")
+    assert other.returncode == 2
+    assert "belongs to another sweep" in other.stderr
+
+
+@pytest.mark.slow
+def test_killed_sweep_resumes(tmp_path: Path, corpus: str) -> None:
+    """A sweep whose parent gets SIGKILL leaves no worker behind, and the same command completes it."""
+    axes = "--axis outer.lr 0.3 0.5 0.7 --axis outer.restart never 2".split()
+    words = ["sweep", *SMALL, "--steps", "300", "--data.corpus", corpus, *axes, "--out", tmp_path / "sweep"]
+    process = start(*words, "--workers", "2")
+    wait_for(tmp_path / "sweep" / "runs", process, "*/summary.json")
+    process.kill()
+    process.communicate(timeout=60)
+    for _ in range(300):  # an orphaned worker sees the end of its stdin, saves and goes
+        done = call(*words, "--workers", "2")
+        if done.returncode != 1:
+            break
+        time.sleep(0.1)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "sweep" / "cells.csv").read_text().splitlines()) == 7
+    assert len(list((tmp_path / "sweep" / "runs").glob("*/summary.json"))) == 6
