@@ -87,7 +87,8 @@ BAD_TEXTS = {
     "empty": (b"", "empty"),
     "blank": (b" \n\n \n", "no text"),
     "latin": ("été. ".encode("latin-1") * 500, "UTF-8"),
-    "short": (b"A line.\n\nAnother line.\n" * 2, "--data.sequence-length"),
+    "single": (b"A line.\n\nAnother line.\n" * 2, "is a single document"),
+    "short": (b"Some words in a line.\n\n" * 200, "--data.sequence-length"),
 }
 
 
@@ -97,7 +98,7 @@ def test_bad_texts(tmp_path: Path, name: str) -> None:
     content, message = BAD_TEXTS[name]
     path = tmp_path / f"{name}.txt"
     path.write_bytes(content)
-    done = call("train", "--data.corpus", f"file:{path}", "--out", tmp_path / "run")
+    done = call("train", "--data.corpus", f"file:{path}", "--data.sequence-length", "4000", "--out", tmp_path / "run")
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -195,7 +196,7 @@ def wait_for(path: Path, process: subprocess.Popen[str], pattern: str = "*") -> 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopped_by_a_signal(tmp_path: Path, corpus: str, number: signal.Signals, status: int) -> None:
     """Ctrl-C and SIGTERM save, print the command that resumes, and that command ends as if nothing had happened."""
-    size = ["--steps", "3000", "--data.corpus", corpus]
+    size = ["--steps", "240", "--data.corpus", corpus]
     words = ["train", *SMALL, *size, "--out", tmp_path / "run"]
     process = start(*words)
     wait_for(tmp_path / "run" / "checkpoint", process, "step-*")

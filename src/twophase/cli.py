@@ -221,7 +221,9 @@ def _process_group(config: TrainConfig) -> Iterator[Any]:
 
     dist.init_process_group("gloo" if config.device == "cpu" else "nccl")
     try:
-        yield ProcessGroup()
+        communicator = ProcessGroup()
+        yield communicator
+        communicator.gather(None)  # leave together: a process that goes first takes its connections with it
     finally:
         dist.destroy_process_group()
 

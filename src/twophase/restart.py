@@ -19,6 +19,7 @@ then work unchanged.
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -155,7 +156,7 @@ class Periodic(RestartPolicy):
         return state, HARD if signal.round % self.period == 0 else None
 
     def __str__(self) -> str:
-        return str(self.period)
+        return str(self.period) if type(self) is Periodic else RestartPolicy.__str__(self)
 
 
 @register("cycle")
@@ -256,7 +257,7 @@ class Soft(RestartPolicy):
         _check_count("Soft", "period", self.period)
         for name in ("retain", "inject"):
             value = getattr(self, name)
-            if not math.isfinite(value):
+            if not (isinstance(value, (int, float)) and math.isfinite(value)):
                 raise ValueError(f"Soft: {name} is {value!r}; it must be a finite number, for example soft:3:0.2:0.1")
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
@@ -282,13 +283,17 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     (Periodic(period=3), 'soft:3:0.2:0.1')
     """
     if isinstance(text, RestartPolicy):
+        if _REGISTRY.get(text.name) is not type(text):  # its text form would be that of another policy, or of none
+            raise ValueError(
+                f'restart {text!r} has no text form; decorate {type(text).__name__} with @register("name")'
+            )
         return text
     return _parse_text(str(text).strip())
 
 
 @lru_cache(maxsize=1024)
 def _parse_text(text: str) -> RestartPolicy:
-    if text.lstrip("+-").isdigit():
+    if re.fullmatch(r"[+-]?[0-9]+", text):
         return Periodic(int(text))
     name, *words = text.split(":")
     cls = _REGISTRY.get(name)
@@ -383,7 +388,7 @@ def _check_count(where: str, what: str, value: object) -> None:
 
 
 def _number(value: float) -> str:
-    return repr(value)
+    return repr(value if isinstance(value, int) else float(value))  # NumPy's floats would write their type's name
 
 
 def _parse_number(word: str) -> float:

@@ -67,6 +67,10 @@ class OuterRule:
     def __post_init__(self) -> None:
         """Refuse impossible values here, once, so that no user of a rule has to."""
         check_rule("OuterRule", self.lr, self.momentum, self.form)
+        if self.nesterov not in (True, False):  # OuterRule(0.7, 0.9, "ema") would be Nesterov in sum form
+            raise ValueError(
+                f"OuterRule: nesterov is {self.nesterov!r}; it must be True or False (form comes after it)"
+            )
 
     def to(self, form: Form) -> OuterRule:
         """The same trajectory written in the other form: `lr_sum = lr_ema (1 - momentum)`.

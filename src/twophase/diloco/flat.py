@@ -74,9 +74,7 @@ def checksum(flat: Tensor) -> str:
     # lost, and differs from place to place, so neither two words that change places nor opposite last bits cancel.
     weights = (torch.arange(min(_PIECE, words.numel()), device=flat.device) * _GOLDEN) | 1
     scratch = torch.empty_like(weights)  # one for all pieces: a new one a piece costs more than the arithmetic
-    sums = [
-        scratch[: piece.numel()].copy_(piece).mul_(weights[: piece.numel()]).sum() for piece in words.split(_PIECE)
-    ]
+    sums = [scratch[: piece.numel()].copy_(piece).mul_(weights[: piece.numel()]).sum() for piece in words.split(_PIECE)]
     state = words.numel()
     for value in torch.stack(sums).tolist():
         state = ((state ^ (value & _MASK)) * _PRIME) & _MASK  # FNV-1a, a word at a time

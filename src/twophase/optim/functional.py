@@ -8,6 +8,7 @@ operations on each element and their order are those of `torch.optim.SGD`, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,8 @@ def outer_step_(
     weight = 1.0 if form == "sum" else 1 - momentum
     for x, g, m in _batches(params, pseudo_gradients, buffers):
         if fresh:
-            torch._foreach_copy_(m, g)
+            for buffer, gradient in zip(m, g, strict=True):
+                buffer.copy_(gradient)  # one by one: DTensor has no foreach copy
             if weight != 1:
                 torch._foreach_mul_(m, weight)
         else:
@@ -79,12 +81,13 @@ def outer_step_(
 
 def restart_(buffers: list[Tensor], pseudo_gradients: list[Tensor], retain: float, inject: float) -> None:
     """`m <- retain m + inject g` in place; exact zeros for retain = inject = 0, whatever m holds."""
-    if retain == 0:
-        torch._foreach_zero_(buffers)  # not a product: 0 x inf would keep a NaN alive
-    else:
-        torch._foreach_mul_(buffers, retain)
-    if inject != 0:
-        torch._foreach_add_(buffers, pseudo_gradients, alpha=inject)
+    for m, g in _batches(buffers, pseudo_gradients):
+        if retain == 0:
+            torch._foreach_zero_(m)  # not a product: 0 x inf would keep a NaN alive
+        else:
+            torch._foreach_mul_(m, retain)
+        if inject != 0:
+            torch._foreach_add_(m, g, alpha=inject)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,37 +104,32 @@ def angles(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> Ang
 
     An empty `buffers` counts as m = 0.
     """
-    dots = (
-        [(_dot(g, g), _dot(m, m), _dot(g, m)) for g, m in zip(pseudo_gradients, buffers, strict=True)]
-        if buffers
-        else []
-    )
-    if not dots:
-        gg = sum(torch.stack([_dot(g, g) for g in pseudo_gradients]).tolist())
-        return Angles(gg**0.5, 0.0, 0.0)
-    gg, mm, gm = torch.stack([torch.stack(row) for row in dots]).sum(dim=0).tolist()  # one transfer to the host
+    batches = _batches(pseudo_gradients, buffers or pseudo_gradients)
+    dots = torch.stack([_dots(_joined(g), _joined(m)) for g, m in batches])
+    gg, mm, gm = dots.sum(dim=0).tolist()  # one transfer to the host
+    if not buffers:
+        mm = gm = 0.0
     scale = (gg * mm) ** 0.5
-    # A NaN stays a NaN: it is a divergence that the report must show.
-    return Angles(gg**0.5, mm**0.5, gm / scale if scale != 0 else 0.0)
+    cosine = gm / scale if scale != 0 else 0.0
+    if abs(cosine) > 1:  # by rounding; a NaN stays a NaN, for it is a divergence that the report must show
+        cosine = math.copysign(1.0, cosine)
+    return Angles(gg**0.5, mm**0.5, cosine)
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    if _is_plain(a) and _is_plain(b):
-        a, b = a.reshape(-1), b.reshape(-1)
-        # A float32 dot of a piece is accurate; the sum over pieces is not, so that is done in float64.
-        parts = [torch.dot(p.float() if p.dtype.itemsize < 4 else p, q.to(_wide(p))) for p, q in _split(a, b)]
-        return torch.stack(parts).sum(dtype=torch.float64)
-    total = (a.to(_wide(a)) * b.to(_wide(b))).sum(dtype=torch.float64)
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """The tensors of a batch as one vector, in a type wide enough to sum in."""
+    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
+    return torch.cat([t.reshape(-1) for t in wide]) if len(wide) > 1 else wide[0]
+
+
+def _dots(g: Tensor, m: Tensor) -> Tensor:
+    """(<g, g>, <m, m>, <g, m>) of a batch; its length is bounded, but the sum over batches needs float64."""
+    if _is_plain(g):
+        g, m = g.reshape(-1), m.reshape(-1).to(g.dtype)
+        return torch.stack([torch.dot(g, g), torch.dot(m, m), torch.dot(g, m)]).double()
+    total = torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((g, g), (m, m), (g, m))])
     # A DTensor's sum is partial on each rank; full_tensor() adds the parts up, the same on every rank.
     return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[operator]
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
-
-
-def _split(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(a.split(_PIECE_CPU), b.split(_PIECE_CPU), strict=True)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -142,7 +140,8 @@ def _batches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """Aligned batches over several lists of tensors, each batch about a piece long in all.
 
     Large contiguous tensors are cut into flat views; small ones are put together. A tensor that is no plain
-    contiguous one (a DTensor, a transposed view) is taken whole.
+    contiguous one (a DTensor, a transposed view) is taken whole, and a DTensor by itself: one operation cannot take
+    DTensors and plain tensors together.
     """
     if not lists[0]:
         return
@@ -151,11 +150,12 @@ def _batches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     size = 0
     for row in zip(*lists, strict=True):
         for piece in _pieces(row, limit):
-            if batch and size + piece[0].numel() > limit:
+            alone = not _is_plain(piece[0])
+            if batch and (size + piece[0].numel() > limit or alone):
                 yield tuple(map(list, zip(*batch, strict=True)))
                 batch, size = [], 0
             batch.append(piece)
-            size += piece[0].numel()
+            size += limit + 1 if alone else piece[0].numel()
     yield tuple(map(list, zip(*batch, strict=True)))
 
 

@@ -158,23 +158,26 @@ class OuterSGD(Optimizer):
         if any(g.is_sparse for g in gradients):
             raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() before the step")
         policy = parse(group["restart"])
-        group["restart"] = str(policy)  # a policy that the user put there becomes text, which every checkpoint can hold
-        old = [p for p in params if BUFFER in self.state[p]]
-        group["rounds"] += 1
-        age = group["rounds_since_restart"] + 1
+        if not isinstance(group["restart"], str):  # the user put a policy there: it starts without memory,
+            group["policy_state"] = policy.initial_state()
+            group["restart"] = str(policy)  # and becomes text, which every checkpoint can hold
+        number, age = group["rounds"] + 1, group["rounds_since_restart"] + 1
         seen = self._measure(params) if measure or policy.needs & _MEASURED else None
-        signal = _signal(policy, group["rounds"], age, seen, signals)
-        group["policy_state"], restart = policy.decide(group["policy_state"], signal)
+        signal = _signal(policy, number, age, seen, signals)
+        group["policy_state"], restart = policy.decide(policy.initial_state() | group["policy_state"], signal)
+        group["rounds"] = number  # not before: a round that a missing signal stops has not happened
         if restart is not None and restart.before:
-            restart_([self.state[p][BUFFER] for p in old], [_gradient(p) for p in old], restart.retain, restart.inject)
+            if restart.inject != 0 and group["momentum"] != 0:  # a buffer that is not there yet counts as 0
+                for p in params:
+                    if BUFFER not in self.state[p]:
+                        self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
+            self._restart(params, restart)
             age = 1
+        old = [p for p in params if BUFFER in self.state[p]]
         self._update(group, [p for p in params if BUFFER not in self.state[p]], fresh=True)
         self._update(group, old, fresh=False)
         if restart is not None and not restart.before:
-            held = [p for p in params if BUFFER in self.state[p]]
-            restart_(
-                [self.state[p][BUFFER] for p in held], [_gradient(p) for p in held], restart.retain, restart.inject
-            )
+            self._restart(params, restart)
             age = 0
         group["restarts"] += restart is not None
         group["rounds_since_restart"] = age
@@ -183,7 +186,16 @@ class OuterSGD(Optimizer):
 
     def _measure(self, params: list[Tensor]) -> Angles:
         held = [p for p in params if BUFFER in self.state[p]]
-        return angles([_gradient(p) for p in (held or params)], [self.state[p][BUFFER] for p in held])
+        fresh = [p for p in params if BUFFER not in self.state[p]]  # their m is 0
+        seen = angles([_gradient(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held])
+        if not (held and fresh):
+            return seen
+        norm = math.hypot(seen.pseudo_gradient_norm, angles([_gradient(p) for p in fresh], []).pseudo_gradient_norm)
+        return Angles(norm, seen.buffer_norm, seen.cosine * seen.pseudo_gradient_norm / norm if norm != 0 else 0.0)
+
+    def _restart(self, params: list[Tensor], restart: Restart) -> None:
+        held = [p for p in params if BUFFER in self.state[p]]
+        restart_([self.state[p][BUFFER] for p in held], [_gradient(p) for p in held], restart.retain, restart.inject)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], *, fresh: bool) -> None:
         buffers: list[Tensor] = []
@@ -230,6 +242,7 @@ class OuterSGD(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Fill in what states of other versions, or of torch.optim.SGD, do not have."""
         super().__setstate__(state)
+        self.last_round = []
         for group in self.param_groups:
             _complete(group)
 

@@ -1,0 +1,76 @@
+"""One thread, Hypothesis without a deadline, and an adaptive policy that nothing in `src` knows."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and for torch below
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import settings
+
+from twophase import restart
+from twophase.restart import Restart, RestartPolicy, RoundSignal, State
+
+torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits
+
+# Derandomized, so that a newcomer's `make test` never meets an example that nobody has seen. To look for such examples:
+# HYPOTHESIS_PROFILE=explore pytest ...
+settings.register_profile("twophase", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "twophase"))
+
+
+@pytest.fixture
+def norm_ratio() -> Iterator[type[RestartPolicy]]:
+    """A user's own adaptive policy, registered for one test: text form `norm-ratio:LIMIT:QUIET`.
+
+    Restarts before the mixing when the buffer is more than `limit` times as long as the pseudo-gradient, but not within
+    `quiet` rounds of its last restart. It has memory, so that a resumed run shows whether the memory was saved.
+    """
+
+    @restart.register("norm-ratio")
+    @dataclass(frozen=True, slots=True)
+    class NormRatio(RestartPolicy):
+        limit: float
+        quiet: int
+
+        needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
+
+        def initial_state(self) -> State:
+            return {"wait": 0, "largest": 0.0}
+
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+            assert signal.pseudo_gradient_norm is not None
+            assert signal.buffer_norm is not None
+            largest = max(state["largest"], signal.buffer_norm)
+            if state["wait"] == 0 and signal.buffer_norm > self.limit * signal.pseudo_gradient_norm:
+                return {"wait": self.quiet, "largest": largest}, Restart(before=True)
+            return {"wait": max(0, state["wait"] - 1), "largest": largest}, None
+
+    yield NormRatio
+    forget_policy("norm-ratio")
+
+
+@pytest.fixture
+def register_policy() -> Iterator[object]:
+    """`twophase.restart.register` for one test: what it registered is forgotten afterwards."""
+    names: list[str] = []
+
+    def register(name: str):
+        names.append(name)
+        return restart.register(name)
+
+    yield register
+    for name in names:
+        forget_policy(name)
+
+
+def forget_policy(name: str) -> None:
+    restart._REGISTRY.pop(name, None)
+    restart._parse_text.cache_clear()  # parsed texts keep instances of the class

@@ -1,0 +1,279 @@
+"""The demo: its runs, its controls, its figures, and a verdict that says what the rows say."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twophase.config import UsageError, with_values
+from twophase.experiment.grid import Cell, Sweep
+from twophase.experiment.table import Row, rows_of
+from twophase.lm.config import TrainConfig, check
+from twophase.recipes.demo import demo, draw, verdict
+from twophase.restart import mean_outer_gain
+
+MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]
+MATCHED = ["heavy ball, never, gain of K=3", "Nesterov, never, gain of K=3"]
+
+
+def results(sweep: Sweep, perplexity: Callable[[Cell], float | str | None]) -> list[Row]:
+    """Made-up rows: a number finishes, "diverged" diverges, None is missing."""
+    summaries: dict[str, dict[str, Any]] = {}
+    for cell in sweep.cells:
+        value = perplexity(cell)
+        if value is not None:
+            number = None if value == "diverged" else value
+            summaries[cell.run_id] = {
+                "perplexity": number, "validation_loss": number, "seconds": 1.0, "diverged": number is None,
+            }  # fmt: skip
+    return rows_of(sweep, summaries)
+
+
+def made_up(cell: Cell) -> float:
+    """Heavy ball without restarts is bad at momentum 0.9; all else is 8, the momentum-free runs 8.5."""
+    if cell.arm == "momentum-free":
+        return 8.5 + abs(cell.values["outer.lr"] - 1.0)
+    bad = cell.arm == "heavy ball, never" and cell.values["outer.momentum"] == 0.9
+    return (10.0 + cell.config.seed) if bad else 8.0
+
+
+def test_main_grid_is_60_runs_of_config_d() -> None:
+    """4 arms of 5 momenta x 3 learning rates, in sum form, and nothing else differs from the default run."""
+    sweep = demo(controls=False)
+    assert len(sweep.runs) == 60
+    assert Counter(cell.arm for cell in sweep.cells) == dict.fromkeys(MAIN, 15)
+    assert sweep.base == TrainConfig()
+    assert {cell.config.outer.form for cell in sweep.cells} == {"sum"}
+    for cell in sweep.cells:
+        assert with_values(TrainConfig(), cell.values) == cell.config
+        assert cell.arm.startswith("Nesterov") == cell.config.outer.nesterov
+        assert cell.config.outer.restart == ("3" if "K=3" in cell.arm else "never")
+    axes = sweep.spec()["axes"]
+    assert axes["outer.lr"] == [0.3, 0.7, 1.1]
+    assert axes["outer.momentum"] == [0.1, 0.3, 0.5, 0.7, 0.9]
+
+
+def test_controls() -> None:
+    """With the controls: 4 momentum-free runs, plain averaging among them, and 30 gain-matched ones."""
+    sweep = demo()
+    arms = Counter(cell.arm for cell in sweep.cells)
+    assert arms == dict.fromkeys(MAIN, 15) | {"momentum-free": 4} | dict.fromkeys(MATCHED, 15)
+    assert len(sweep.runs) == 94
+    free = [cell.config.outer for cell in sweep.cells if cell.arm == "momentum-free"]
+    assert [(outer.lr, outer.momentum, outer.restart) for outer in free] == [
+        (lr, 0.0, "never") for lr in (0.3, 0.7, 1.0, 1.1)
+    ]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("form", ["sum", "ema"])
+def test_matched_gain(quick: bool, form: str) -> None:
+    """A gain-matched control is its restarted cell without restarts, at the learning rate of equal mean gain."""
+    sweep = demo(quick, seeds=(0, 1), base=with_values(TrainConfig(), {"outer.form": form}))
+    by_run = {cell.run_id: cell for cell in sweep.cells}
+    matched = [cell for cell in sweep.cells if cell.control_of]
+    assert {cell.arm for cell in matched} == set(MATCHED)
+    assert len({cell.control_of for cell in matched}) == len(matched)
+    for cell in matched:
+        of = by_run[cell.control_of or ""]
+        assert of.arm == cell.arm.replace("never, gain of ", "")
+        assert with_values(cell.config, {"outer.lr": of.config.outer.lr, "outer.restart": "3"}) == of.config
+        assert cell.config.outer.restart == "never"
+        gains = [
+            mean_outer_gain(one.config.outer.rule(), one.config.outer.policy(), one.config.rounds) for one in (cell, of)
+        ]
+        assert gains[0] == pytest.approx(gains[1], rel=1e-5)
+
+
+def test_quick_form_is_small_and_short() -> None:
+    """The quick form is 24 to 36 runs at half the steps, with every arm and control in it."""
+    sweep = demo(quick=True)
+    assert 24 <= len(sweep.runs) <= 36
+    assert {cell.config.steps for cell in sweep.cells} == {480}
+    assert {cell.config.inner.lr for cell in sweep.cells} == {4e-3}
+    assert {cell.arm for cell in sweep.cells} == {*MAIN, "momentum-free", *MATCHED}
+    assert demo(quick=True).name != demo().name
+
+
+def test_every_run_can_be_run() -> None:
+    """All configurations pass the check of impossible values."""
+    for cell in [*demo().cells, *demo(quick=True).cells]:
+        check(cell.config)
+
+
+def test_seeds_repeat_every_run() -> None:
+    """Each seed adds one full set of runs that differ from the first in the seed only."""
+    one, three = demo(), demo(seeds=(0, 1, 2))
+    assert len(three.runs) == 3 * len(one.runs)
+    assert set(one.runs) <= set(three.runs)
+    assert Counter(cell.config.seed for cell in three.cells) == {0: 94, 1: 94, 2: 94}
+    for seeds in ((), (0, 0)):
+        with pytest.raises(UsageError, match="--axis seed"):
+            demo(seeds=seeds)
+
+
+def test_base_is_kept() -> None:
+    """What the grid does not vary comes from the base."""
+    base = with_values(TrainConfig(), {"data.corpus": "file:x.txt", "model.layers": 3})
+    assert {(cell.config.data.corpus, cell.config.model.layers) for cell in demo(base=base).cells} == {
+        ("file:x.txt", 3)
+    }
+
+
+def figure(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_figures_show_every_cell(tmp_path: Path) -> None:
+    """`demo` shows the 60 cells of the main grid, `controls` each gain-matched run at its restarted cell's place."""
+    sweep = demo()
+    by_run = {cell.run_id: cell for cell in sweep.cells}
+
+    def numbered(cell: Cell) -> float:
+        of = by_run[cell.control_of] if cell.control_of else cell
+        return 8 + of.values["outer.momentum"] + of.values["outer.lr"] / 100 + (cell.control_of is not None) / 1000
+
+    paths = draw(results(sweep, numbered), sweep, tmp_path)
+    assert [path.name for path in paths] == [
+        f"{name}.{e}" for name in ("demo", "controls") for e in ("png", "pdf", "csv")
+    ]
+    main, controls = figure(tmp_path / "demo.csv"), figure(tmp_path / "controls.csv")
+    assert len(main) == len(controls) == 60
+    assert [line["panel"] for line in main[::15]] == [
+        "Heavy ball, no restart",
+        "Heavy ball, restart every 3 rounds",
+        "Nesterov, no restart",
+        "Nesterov, restart every 3 rounds",
+    ]
+    for line in [*main, *controls]:
+        expected = 8 + float(line["outer momentum"]) + float(line["outer learning rate"]) / 100
+        expected += ("mean gain" in line["panel"]) / 1000
+        assert float(line["value"]) == pytest.approx(expected, rel=1e-12)
+        assert line["state"] == "finished"
+
+
+def test_figures_show_means_and_gaps(tmp_path: Path) -> None:
+    """With several seeds a cell is the mean; one diverged seed makes it diverged, one missing seed missing."""
+    sweep = demo(quick=True, seeds=(0, 1))
+
+    def value(cell: Cell) -> float | str | None:
+        place = (cell.arm, cell.values["outer.momentum"], cell.values["outer.lr"], cell.config.seed)
+        special = {("heavy ball, never", 0.9, 1.1, 1): "diverged", ("Nesterov, K=3", 0.1, 0.3, 0): None}
+        return special.get(place, 8.0 + cell.config.seed)
+
+    draw(results(sweep, value), sweep, tmp_path)
+    lines = figure(tmp_path / "demo.csv")
+    assert Counter((line["state"], line["value"]) for line in lines) == {
+        ("finished", "8.5"): 22,
+        ("diverged", ""): 1,
+        ("missing", ""): 1,
+    }
+    assert len(figure(tmp_path / "controls.csv")) == 8
+
+
+@pytest.mark.parametrize(
+    ("form", "seeds", "title"),
+    [("sum", (0,), "restarts (sum form)"), ("ema", (0, 1), "restarts (EMA form, mean over 2 seeds)")],
+)
+def test_title_names_the_form_and_the_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, seeds: tuple[int, ...], title: str
+) -> None:
+    """Both figures name the form in their title, and how many seeds they average; they share one scale."""
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "twophase.recipes.demo.heatmaps", lambda panels, **rest: [seen.append({"panels": panels, **rest})]
+    )
+    sweep = demo(quick=True, seeds=seeds, base=with_values(TrainConfig(), {"outer.form": form}))
+    draw(results(sweep, made_up), sweep, tmp_path)
+    assert len(seen) == 2
+    assert all(str(one["title"]).endswith(title) for one in seen)
+    assert seen[0]["scale"] == seen[1]["scale"]
+    assert [[len(row) for row in one["panels"]] for one in seen] == [[2, 2], [2, 2]]
+    assert "8.50 (lr 1); plain averaging (lr 1) 8.50" in seen[0]["note"]
+
+
+def test_without_controls_there_is_one_figure(tmp_path: Path) -> None:
+    """A sweep without controls draws and judges without them."""
+    sweep = demo(quick=True, controls=False)
+    rows = results(sweep, made_up)
+    assert [path.name for path in draw(rows, sweep, tmp_path)] == ["demo.png", "demo.pdf", "demo.csv"]
+    assert "control" not in verdict(rows, sweep).lower()
+
+
+def test_verdict_states_arms_controls_and_claim() -> None:
+    """Every arm has a line; the controls and the ratios at momentum 0.9 are computed from the rows."""
+    sweep = demo()
+    text = verdict(results(sweep, made_up), sweep)
+    lines = text.splitlines()
+    assert "sum form, seed 0" in lines[0]
+    for arm in [*MAIN, "momentum-free", *MATCHED]:
+        assert sum(line.startswith(f"{arm}  ") for line in lines) == 1
+    never = next(line for line in lines if line.startswith("heavy ball, never  "))
+    assert "80%" not in never  # 10 = 8 x 1.25 lies within
+    assert "100%" in never
+    assert "best 8.50 (lr 1); plain averaging (lr 1) 8.50" in text
+    assert "heavy ball, never, gain of K=3: geometric mean 1.000 over 15 pairs" in text
+    assert "better by more than 5% in 0, worse in 0" in text
+    assert lines[-3:] == ["seed  lr 0.3  lr 0.7  lr 1.1", "   0   1.250   1.250   1.250", lines[-1]]
+    assert lines[-1] == "At least 1.2 at every learning rate and seed: yes."
+
+
+@pytest.mark.parametrize(
+    ("never", "restarted", "shown", "answer"),
+    [
+        (9.6, 8.0, "1.200", "yes"),
+        (9.5, 8.0, "1.188", "no"),
+        ("diverged", 8.0, "never div.", "yes"),
+        (9.6, "diverged", "K=3 div.", "no"),
+        ("diverged", "diverged", "K=3 div.", "no"),
+        (None, 8.0, "missing", "not known yet"),
+        (9.6, None, "missing", "not known yet"),
+    ],
+)
+def test_claim_is_computed(never: float | str | None, restarted: float | str | None, shown: str, answer: str) -> None:
+    """One cell decides whether the claim holds, fails or is open when all others hold it; ratios are per seed."""
+    sweep = demo(seeds=(3, 4))
+
+    def value(cell: Cell) -> float | str | None:
+        if (cell.values["outer.momentum"], cell.values["outer.lr"], cell.config.seed) != (0.9, 0.7, 4):
+            return made_up(cell)
+        return {"heavy ball, never": never, "heavy ball, K=3": restarted}.get(cell.arm, 8.0)
+
+    *_, header, three, four, last = verdict(results(sweep, value), sweep).splitlines()
+    assert header.split() == ["seed", "lr", "0.3", "lr", "0.7", "lr", "1.1"]
+    assert three.split() == ["3", "1.625", "1.625", "1.625"]
+    assert four.split() == ["4", "1.750", *shown.split(), "1.750"]
+    assert last == f"At least 1.2 at every learning rate and seed: {answer}."
+
+
+def test_known_failure_outweighs_what_is_missing() -> None:
+    """One ratio below the bound answers the question even while other runs are missing."""
+    sweep = demo()
+    rows = results(sweep, lambda cell: None if cell.values["outer.lr"] == 0.3 else 8.0)
+    assert verdict(rows, sweep).endswith("every learning rate and seed: no.")
+
+
+def test_nothing_run_yet(tmp_path: Path) -> None:
+    """Before any run has ended, figures and verdict say so instead of failing."""
+    sweep = demo(quick=True)
+    rows = results(sweep, lambda _: None)
+    text = verdict(rows, sweep)
+    assert "not known yet" in text
+    assert "Momentum-free control: nothing finished yet." in text
+    assert "no pair yet" in text
+    draw(rows, sweep, tmp_path)
+    assert {line["state"] for line in figure(tmp_path / "demo.csv")} == {"missing"}
+
+
+def test_recipe_needs_no_torch() -> None:
+    """Planning, judging and drawing the demo load no torch."""
+    script = "import sys, twophase.recipes.demo as d; d.demo(); assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

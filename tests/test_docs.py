@@ -1,0 +1,63 @@
+"""What the documentation shows works: its Python runs, its files exist, its commands are known."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """Page and text of every fenced block of a language."""
+    return [
+        (str(page.relative_to(ROOT)), text)
+        for page in PAGES
+        for kind, text in BLOCK.findall(page.read_text(encoding="utf-8"))
+        if kind == language
+    ]
+
+
+@pytest.mark.parametrize(("page", "code"), blocks("python"))
+def test_python_blocks(page: str, code: str, tmp_path: Path) -> None:
+    """Each Python block runs by itself, in a fresh interpreter; what it prints is what its last comments claim."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, f"{page}: {done.stderr}"
+    claimed = re.findall(r"^# prints: (.*)$", code, re.MULTILINE)
+    if claimed:
+        assert done.stdout.splitlines() == claimed, page
+
+
+@pytest.mark.parametrize(("page", "text"), blocks("console"))
+def test_console_blocks(page: str, text: str) -> None:
+    """Each `twophase` command shown is a command, and each option shown is one of its options; each make target exists."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        if words[:1] == ["make"]:
+            for target in (word for word in words[1:] if "=" not in word):
+                assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page}: no make target {target}"
+        if words[:1] == ["twophase"]:
+            done = subprocess.run(
+                [sys.executable, "-m", "twophase", words[1], "--help"], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{page}: {line}"
+            for option in (word for word in words if word.startswith("--")):
+                assert option.replace(".no-", ".") in done.stdout, f"{page}: {words[1]} has no option {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page: Path) -> None:
+    """Every relative link and picture leads to a file of the repository."""
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    for target in targets:
+        assert re.match(r"https?://", target) or (page.parent / target).exists(), f"{page.name}: {target} is missing"

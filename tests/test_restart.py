@@ -1,0 +1,534 @@
+"""Restart policies as values: when they restart, their texts and JSON, conversions, the gain they leave, new ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twophase.diloco.engine import DiLoCo
+from twophase.optim.outer import OuterSGD
+from twophase.optim.reference import ReferenceOuter
+from twophase.restart import (
+    AtRounds,
+    Cycle,
+    Never,
+    Periodic,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    Soft,
+    State,
+    convert,
+    from_json,
+    mean_outer_gain,
+    parse,
+    register,
+    to_json,
+)
+from twophase.rule import OuterRule
+
+PERIOD = st.integers(1, 12)
+COEFFICIENT = st.floats(-2, 2)
+POLICIES = st.one_of(
+    st.just(Never()),
+    st.builds(Periodic, PERIOD),
+    st.builds(Cycle, st.lists(PERIOD, min_size=1, max_size=5).map(tuple)),
+    st.builds(AtRounds, st.sets(st.integers(1, 40), min_size=1, max_size=6).map(lambda s: tuple(sorted(s)))),
+    st.builds(Soft, PERIOD, COEFFICIENT, COEFFICIENT),
+)
+RULES = st.builds(OuterRule, st.floats(0.01, 2), st.floats(0, 0.99), st.booleans(), st.sampled_from(["sum", "ema"]))
+
+
+def decisions(policy: RestartPolicy, rounds: int) -> dict[int, Restart]:
+    """Round number to restart, as an optimizer would ask."""
+    state, age, events = policy.initial_state(), 0, {}
+    for number in range(1, rounds + 1):
+        age += 1
+        state, restart = policy.decide(state, RoundSignal(number, age))
+        if restart is not None:
+            events[number], age = restart, 0
+    return events
+
+
+# --- when ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "rounds"),
+    [
+        (Never(), []),
+        (Periodic(1), list(range(1, 26))),
+        (Periodic(3), [3, 6, 9, 12, 15, 18, 21, 24]),
+        (Periodic(25), [25]),
+        (Periodic(26), []),
+        (Cycle((5, 6, 10)), [5, 11, 21]),
+        (Cycle((1, 2)), [1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16, 18, 19, 21, 22, 24, 25]),
+        (AtRounds((4, 9)), [4, 9]),
+        (AtRounds((1, 25, 30)), [1, 25]),
+        (Soft(7, 0.2, 0.1), [7, 14, 21]),
+    ],
+)
+def test_rounds_written_out(policy: RestartPolicy, rounds: list[int]):
+    """In 25 rounds each policy restarts after exactly the rounds listed here, counted from 1."""
+    assert list(decisions(policy, 25)) == rounds
+
+
+@given(POLICIES)
+def test_rounds_by_definition(policy: RestartPolicy):
+    """The restarts of 100 rounds are those of the definition, and each is what the policy says (hard or soft)."""
+    rounds = range(1, 101)
+    match policy:
+        case Periodic(period) | Soft(period, _, _):
+            due = {t for t in rounds if t % period == 0}
+        case Cycle(periods):
+            ends = itertools.accumulate(itertools.cycle(periods))
+            due = set(itertools.takewhile(lambda t: t <= 100, ends))
+        case AtRounds(listed):
+            due = set(listed)
+        case _:
+            due = set()
+    event = Restart(policy.retain, policy.inject) if isinstance(policy, Soft) else Restart(0.0, 0.0)
+    assert decisions(policy, 100) == dict.fromkeys(sorted(due), event)
+
+
+@given(POLICIES, st.integers(1, 200), st.integers(0, 200))
+def test_scheduled_policies_look_at_the_round_only(policy: RestartPolicy, number: int, age: int):
+    """A schedule answers alike whatever it measures and however long ago the last restart was, and has no memory."""
+    plain = policy.decide({}, RoundSignal(number, number))
+    rich = policy.decide({}, RoundSignal(number, age, 1.0, 2.0, -0.5, {"loss": 3.0}))
+    assert plain == rich
+    assert plain[0] == {}
+    assert policy.initial_state() == {}
+    assert not policy.needs
+
+
+# --- range and value ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Periodic(0), ["Periodic", "period is 0", ">= 1"]),
+        (lambda: Periodic(-3), ["Periodic", "period is -3", ">= 1"]),
+        (lambda: Periodic(2.5), ["Periodic", "period is 2.5", "whole number"]),  # type: ignore[arg-type]
+        (lambda: Periodic(True), ["Periodic", "period is True", "whole number"]),
+        (lambda: Cycle(()), ["Cycle", "periods is empty", "cycle:5,6,10"]),
+        (lambda: Cycle((3, 0)), ["Cycle", "period is 0", ">= 1"]),
+        (lambda: AtRounds(()), ["AtRounds", "rounds is empty", "at:4,9"]),
+        (lambda: AtRounds((0,)), ["AtRounds", "round is 0", ">= 1"]),
+        (lambda: AtRounds((9, 4)), ["AtRounds", "(9, 4)", "increase", "sort"]),
+        (lambda: AtRounds((4, 4)), ["AtRounds", "(4, 4)", "increase", "repetitions"]),
+        (lambda: Soft(0, 0.2, 0.1), ["Soft", "period is 0", ">= 1"]),
+        (lambda: Soft(3, math.nan, 0.1), ["Soft", "retain is nan", "finite"]),
+        (lambda: Soft(3, 0.2, -math.inf), ["Soft", "inject is -inf", "finite"]),
+        (lambda: Soft(3, "0.2", 0.1), ["Soft", "retain is '0.2'", "finite number"]),  # type: ignore[arg-type]
+    ],
+)
+def test_impossible_values_say_what_to_do(build: Callable[[], object], words: list[str]):
+    """A value outside its range raises a ValueError with the policy, the argument, its value and the range."""
+    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
+        build()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@given(POLICIES)
+def test_a_policy_is_a_value(policy: RestartPolicy):
+    """Equal fields make equal policies with equal hashes; no field can be changed; pickle keeps it."""
+    values = [getattr(policy, field.name) for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
+    twin = type(policy)(*values)
+    assert twin == policy
+    assert hash(twin) == hash(policy)
+    assert pickle.loads(pickle.dumps(policy)) == policy  # noqa: S301 - our own bytes
+    for field in dataclasses.fields(policy):  # type: ignore[arg-type]
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(policy, field.name, 1)
+
+
+def test_lists_become_tuples():
+    """A list of periods or rounds (as YAML gives) makes the same hashable policy as a tuple."""
+    assert Cycle([5, 6]) == Cycle((5, 6))  # type: ignore[arg-type]
+    assert hash(AtRounds([4, 9])) == hash(AtRounds((4, 9)))  # type: ignore[arg-type]
+
+
+# --- text and JSON ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("never", Never()),
+        ("3", Periodic(3)),
+        ("cycle:5,6,10", Cycle((5, 6, 10))),
+        ("at:4,9", AtRounds((4, 9))),
+        ("soft:3:0.2:0.1", Soft(3, 0.2, 0.1)),
+    ],
+)
+def test_promised_texts(text: str, policy: RestartPolicy):
+    """The five text forms of house.md mean their policy, and the policy prints as that text."""
+    assert parse(text) == policy
+    assert str(policy) == text
+    assert parse(f"  {text} ") == policy
+
+
+@given(POLICIES)
+def test_text_there_and_back(policy: RestartPolicy):
+    """`parse` is the inverse of `str`, exactly, for every policy (floats keep all their digits)."""
+    back = parse(str(policy))
+    assert back == policy
+    assert type(back) is type(policy)
+
+
+@given(POLICIES)
+def test_json_there_and_back(policy: RestartPolicy):
+    """`from_json` is the inverse of `to_json`, through actual JSON text."""
+    back = from_json(json.loads(json.dumps(to_json(policy), allow_nan=False)))
+    assert back == policy
+    assert type(back) is type(policy)
+    assert hash(back) == hash(policy)
+
+
+def test_parse_takes_policies_and_periods():
+    """A policy comes back as it is; a whole number is a period; the long name of a periodic restart works too."""
+    policy = Soft(3, 0.2, 0.1)
+    assert parse(policy) is policy
+    assert parse(4) == parse("4") == parse("periodic:4") == Periodic(4)
+
+
+def test_numpy_numbers_have_a_text():
+    """Coefficients that come from NumPy (the theory's answers) print as plain numbers and parse back."""
+    policy = Soft(3, np.float64(0.2), np.float64(-0.1))
+    assert str(policy) == "soft:3:0.2:-0.1"
+    assert parse(str(policy)) == policy
+    assert from_json(json.loads(json.dumps(to_json(policy)))) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sometimes", ["'sometimes'", "never", "cycle:5,6,10", "at:4,9", "soft:3:0.2:0.1"]),
+        ("", ["''", "never"]),
+        ("--3", ["'--3'", "never"]),
+        ("²", ["'²'", "never"]),
+        ("3.0", ["'3.0'", "a period such as 3"]),
+        ("0", ["period is 0", ">= 1"]),
+        ("-3", ["period is -3", ">= 1"]),
+        ("never:3", ["'never:3'", "wrong number of values", "write never"]),
+        ("soft:3:0.2", ["'soft:3:0.2'", "wrong number of values", "soft:PERIOD:RETAIN:INJECT"]),
+        ("soft:3:0.2:0.1:9", ["wrong number of values", "soft:PERIOD:RETAIN:INJECT"]),
+        ("soft:3:lots:0.1", ["'lots'", "not a number"]),
+        ("soft:3:nan:0.1", ["retain is nan", "finite"]),
+        ("soft:2.5:0:0", ["period is 2.5", "whole number"]),
+        ("cycle", ["'cycle'", "whole numbers separated by commas"]),
+        ("cycle:", ["'cycle:'", "whole numbers separated by commas"]),
+        ("cycle:5,,6", ["'cycle:5,,6'", "whole numbers separated by commas"]),
+        ("cycle:5:6", ["'cycle:5:6'", "whole numbers separated by commas"]),
+        ("cycle:5,0", ["period is 0", ">= 1"]),
+        ("at:4,x", ["'at:4,x'", "whole numbers separated by commas"]),
+        ("at:9,4", ["(9, 4)", "increase"]),
+    ],
+)
+def test_bad_texts_say_what_to_write(text: str, words: list[str]):
+    """A text that is no policy raises a ValueError that repeats it and shows what to write."""
+    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
+        parse(text)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"kind": "sometimes"}, ["'sometimes'", "never", "periodic"]),
+        ({"period": 3}, ["kind None", "periodic"]),
+        ({"kind": ["never"]}, ["['never']", "periodic"]),
+        ({"kind": "periodic"}, ["'periodic'", "['period']", "[]"]),
+        ({"kind": "periodic", "period": 3, "retain": 0}, ["'periodic'", "['period']", "['period', 'retain']"]),
+        ({"kind": "periodic", "period": 0}, ["period is 0"]),
+    ],
+)
+def test_bad_json_says_what_is_wrong(data: dict[str, Any], words: list[str]):
+    """JSON of no policy raises a ValueError that names the kind or the fields."""
+    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
+        from_json(data)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_from_json_leaves_its_argument_alone():
+    """Reading a JSON object does not change it, so it can be read again."""
+    data = {"kind": "cycle", "periods": [5, 6]}
+    assert from_json(data) == from_json(data) == Cycle((5, 6))
+    assert data == {"kind": "cycle", "periods": [5, 6]}
+
+
+# --- conversion ---------------------------------------------------------------------------------------------------
+
+
+def trajectory(rule: OuterRule, policy: RestartPolicy, gradients: list[float]) -> list[float]:
+    """Where x is after each round, from x = m = 0, by the equations of house.md on one number."""
+    b, x, m, state, age, places = rule.momentum, 0.0, 0.0, policy.initial_state(), 0, []
+    for number, g in enumerate(gradients, start=1):
+        age += 1
+        state, restart = policy.decide(state, RoundSignal(number, age))
+        if restart and restart.before:
+            m, age = restart.retain * m + restart.inject * g, 1
+        if rule.form == "sum":
+            m = b * m + g
+            x -= rule.lr * (g + b * m if rule.nesterov else m)
+        else:
+            old, m = m, b * m + (1 - b) * g
+            x -= rule.lr * ((1 + b) * m - b * old if rule.nesterov else m)
+        if restart and not restart.before:
+            m, age = restart.retain * m + restart.inject * g, 0
+        places.append(x)
+    return places
+
+
+@given(RULES, POLICIES, st.lists(st.floats(-1, 1), min_size=1, max_size=25))
+def test_converted_rule_and_policy_take_the_same_path(rule: OuterRule, policy: RestartPolicy, gradients: list[float]):
+    """`convert` keeps the whole trajectory, soft injections included, for any pseudo-gradients."""
+    other = convert(rule, policy, "ema" if rule.form == "sum" else "sum")
+    here, there = trajectory(rule, policy, gradients), trajectory(*other, gradients)
+    size = max(map(abs, trajectory_bound(rule, policy, len(gradients))), default=0.0)
+    assert here == pytest.approx(there, rel=1e-12, abs=1e-12 * (1 + size))
+
+
+def trajectory_bound(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[float]:
+    """How large x can get: the same recursion with absolute values."""
+    if isinstance(policy, Soft):
+        policy = Soft(policy.period, abs(policy.retain), abs(policy.inject))
+    return trajectory(rule, policy, [1.0] * rounds)
+
+
+@given(RULES, POLICIES)
+def test_convert_there_and_back(rule: OuterRule, policy: RestartPolicy):
+    """Two conversions give back rule and policy, to a few roundings; a conversion to the own form changes nothing."""
+    other = convert(rule, policy, "ema" if rule.form == "sum" else "sum")
+    back_rule, back = convert(*other, rule.form)
+    assert back_rule.lr == pytest.approx(rule.lr, rel=1e-15)
+    if isinstance(policy, Soft):
+        assert isinstance(back, Soft)
+        assert (back.period, back.retain) == (policy.period, policy.retain)
+        assert back.inject == pytest.approx(policy.inject, rel=1e-15, abs=5e-324)
+    else:
+        assert back == other[1] == policy
+    assert convert(rule, policy, rule.form) == (rule, policy)
+
+
+def test_soft_injection_scales_with_the_buffer():
+    """`inject_sum = inject_ema / (1 - momentum)`: 0.1 in EMA form at momentum 0.9 is 1 in sum form; retain stays."""
+    rule, policy = convert(OuterRule(7, 0.9, form="ema"), Soft(3, 0.2, 0.1), "sum")
+    assert (rule.form, rule.lr) == ("sum", pytest.approx(0.7))
+    assert isinstance(policy, Soft)
+    assert (policy.period, policy.retain, policy.inject) == (3, 0.2, pytest.approx(1.0))
+
+
+# --- mean outer gain ----------------------------------------------------------------------------------------------
+
+
+@given(RULES, POLICIES, st.integers(1, 60))
+def test_gain_is_the_mean_step_on_a_constant_gradient(rule: OuterRule, policy: RestartPolicy, rounds: int):
+    """The gain is the distance that a constant unit pseudo-gradient moves x, over the number of rounds."""
+    expected = -trajectory(rule, policy, [1.0] * rounds)[-1] / rounds
+    scale = max(map(abs, trajectory_bound(rule, policy, rounds))) / rounds
+    assert mean_outer_gain(rule, policy, rounds) == pytest.approx(expected, rel=1e-12, abs=1e-13 * scale)
+
+
+@given(RULES, st.one_of(st.just(Never()), st.builds(Periodic, PERIOD)), st.integers(1, 60))
+def test_gain_in_closed_form(rule: OuterRule, policy: RestartPolicy, rounds: int):
+    """`mean (1 - b^(j + nesterov))` in EMA units, j = rounds since the buffer was zero (engines note, section 1)."""
+    b = rule.momentum
+    ages = [(t - 1) % policy.period + 1 if isinstance(policy, Periodic) else t for t in range(1, rounds + 1)]
+    mean = math.fsum(1 - b ** (age + rule.nesterov) for age in ages) / rounds
+    assert mean_outer_gain(rule, policy, rounds) == pytest.approx(rule.to("ema").lr * mean, rel=1e-12)
+
+
+@given(RULES, POLICIES, st.integers(1, 60))
+def test_gain_does_not_depend_on_the_form(rule: OuterRule, policy: RestartPolicy, rounds: int):
+    """The gain of a converted rule and policy is the gain."""
+    other = convert(rule, policy, "ema" if rule.form == "sum" else "sum")
+    scale = max(map(abs, trajectory_bound(rule, policy, rounds))) / rounds
+    assert mean_outer_gain(rule, policy, rounds) == pytest.approx(
+        mean_outer_gain(*other, rounds), rel=1e-12, abs=1e-13 * scale
+    )
+
+
+def test_gain_numbers_of_the_engines_note():
+    """At K = 3 with Nesterov a restart leaves 0.642 (b = 0.7) and 0.268 (b = 0.9) of the stationary gain."""
+    for momentum, share in ((0.7, 0.642), (0.9, 0.268)):
+        rule = OuterRule(1.0, momentum, nesterov=True, form="ema")
+        assert mean_outer_gain(rule, Periodic(3), 3) == pytest.approx(share, abs=5e-4)
+
+
+def test_gain_of_a_restart_before_the_mixing(register_policy):
+    """A policy that acts before the mixing is simulated with its own timing, injection included."""
+
+    @register_policy("test-before")
+    @dataclass(frozen=True, slots=True)
+    class Before(RestartPolicy):
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+            return state, Restart(0.5, 0.25, before=True) if signal.round == 2 else None
+
+    # Round 1: m = 1. Round 2: m = 0.5 + 0.25, then m = 0.5 * 0.75 + 1. Round 3: m = 0.5 * 1.375 + 1.
+    assert mean_outer_gain(OuterRule(1, 0.5), Before(), 3) == pytest.approx((1 + 1.375 + 1.6875) / 3)
+
+
+def test_gain_refuses_what_it_cannot_know(norm_ratio):
+    """No rounds, or a policy that decides from measured signals: a ValueError that says which."""
+    with pytest.raises(ValueError, match=r"mean_outer_gain: rounds is 0; it must be a whole number >= 1"):
+        mean_outer_gain(OuterRule(1, 0.9), Never(), 0)
+    with pytest.raises(ValueError, match=r"mean_outer_gain: norm-ratio:1\.5:2 decides from measured signals"):
+        mean_outer_gain(OuterRule(1, 0.9), norm_ratio(1.5, 2), 10)
+
+
+# --- a user's own policy ------------------------------------------------------------------------------------------
+
+
+def test_new_policy_has_text_and_json(norm_ratio):
+    """A registered policy has its text form and JSON form, there and back, and appears in the messages."""
+    policy = norm_ratio(1.5, 2)
+    assert str(policy) == "norm-ratio:1.5:2"
+    assert parse("norm-ratio:1.5:2") == policy
+    assert from_json(json.loads(json.dumps(to_json(policy)))) == policy
+    with pytest.raises(ValueError, match="norm-ratio:LIMIT:QUIET"):
+        parse("norm-ratio:1.5")
+    with pytest.raises(ValueError, match=r"one of .*norm-ratio"):
+        parse("sometimes")
+
+
+def test_new_policy_in_every_engine(norm_ratio):
+    """One adaptive policy restarts OuterSGD, ReferenceOuter and DiLoCo in the same rounds and moves them alike."""
+    rule, policy = OuterRule(0.4, 0.8, nesterov=True), norm_ratio(1.5, 2)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(5, dtype=torch.float64, generator=generator)
+    gradients = [0.9**t * torch.randn(5, dtype=torch.float64, generator=generator) + start for t in range(20)]
+
+    reference = ReferenceOuter([start], rule, policy)
+    param = torch.nn.Parameter(start.clone())
+    outer = OuterSGD.from_rule([param], rule, policy)
+    module = torch.nn.ParameterDict({"x": torch.nn.Parameter(start.clone())})
+    engine = DiLoCo(module, rule, restart=policy, inner_steps=1)
+    fired: dict[str, list[int]] = {"reference": [], "outer": [], "engine": []}
+    for number, g in enumerate(gradients, start=1):
+        reference.round([g])
+        param.grad = g.clone()
+        before = outer.param_groups[0]["restarts"]
+        outer.step()
+        with torch.no_grad():
+            module["x"].sub_(g)
+        report = engine.step()
+        assert report is not None
+        if reference.age == 1 and number > 1:
+            fired["reference"].append(number)
+        if outer.param_groups[0]["restarts"] > before:
+            fired["outer"].append(number)
+        if report.restarted:
+            fired["engine"].append(number)
+        torch.testing.assert_close(param.detach(), reference.x[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(module["x"].detach(), reference.x[0], rtol=1e-12, atol=1e-12)
+    assert 2 <= len(fired["outer"]) < 19
+    assert fired["reference"] == fired["outer"] == fired["engine"]
+    assert outer.param_groups[0]["policy_state"] == pytest.approx(reference.policy_state)
+
+
+@pytest.mark.parametrize("saved_after", [1, 3, 4, 5, 8])
+def test_new_policy_resumes_with_its_memory(norm_ratio, saved_after: int):
+    """Saved after any round and loaded elsewhere, a stateful policy decides as if nothing had happened."""
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(6, generator=generator) + 1 for _ in range(14)]
+
+    def run(outer: OuterSGD, param: torch.Tensor, part: list[torch.Tensor]) -> None:
+        for g in part:
+            param.grad = g
+            outer.step()
+
+    whole = torch.nn.Parameter(torch.zeros(6))
+    straight = OuterSGD([whole], 0.5, 0.9, restart=norm_ratio(1.5, 2))
+    run(straight, whole, gradients)
+
+    first = torch.nn.Parameter(torch.zeros(6))
+    outer = OuterSGD([first], 0.5, 0.9, restart=norm_ratio(1.5, 2))
+    run(outer, first, gradients[:saved_after])
+    file = io.BytesIO()
+    torch.save({"x": first.detach(), "outer": outer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    second = torch.nn.Parameter(loaded["x"])
+    resumed = OuterSGD([second], 0.5, 0.9, restart="norm-ratio:1.5:2")
+    resumed.load_state_dict(loaded["outer"])
+    run(resumed, second, gradients[saved_after:])
+
+    assert torch.equal(second, whole)
+    assert straight.param_groups[0]["restarts"] >= 3
+    for key in ("rounds", "rounds_since_restart", "restarts", "policy_state"):
+        assert resumed.param_groups[0][key] == straight.param_groups[0][key]
+
+
+def test_policy_that_needs_a_value_of_the_caller(register_policy):
+    """A policy may need a value that the caller passes; without it the round is refused and has not happened."""
+
+    @register_policy("test-loss")
+    @dataclass(frozen=True, slots=True)
+    class AboveLoss(RestartPolicy):
+        bound: float
+        needs: ClassVar[frozenset[str]] = frozenset({"loss"})
+
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+            assert signal.extra is not None
+            return state, Restart() if signal.extra["loss"] > self.bound else None
+
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    outer = OuterSGD([param], 0.1, 0.9, restart=AboveLoss(2.0))
+    with pytest.raises(ValueError, match=r"test-loss:2\.0 needs loss; pass them to step\(signals=\.\.\.\)"):
+        outer.step()
+    assert outer.param_groups[0]["rounds"] == 0
+    assert torch.equal(param, torch.ones(2))
+    outer.step(signals={"loss": 1.0})
+    assert (outer.param_groups[0]["rounds"], outer.param_groups[0]["restarts"]) == (1, 0)
+    outer.step(signals={"loss": 3.0})
+    assert (outer.param_groups[0]["rounds"], outer.param_groups[0]["restarts"]) == (2, 1)
+    assert outer.state[param]["momentum_buffer"].count_nonzero() == 0
+
+
+def test_names_are_taken_once():
+    """A second policy of the same name is refused by name, and the first one stays."""
+    other = type("Other", (RestartPolicy,), {"decide": Never.decide})
+    with pytest.raises(ValueError, match="register: a restart policy named 'periodic' exists already"):
+        register("periodic")(other)
+    assert parse("periodic:3") == Periodic(3)
+
+
+def test_unregistered_policies_are_refused(register_policy):
+    """A policy without a name of its own is refused, for its text form would be another policy's, or nobody's.
+
+    A class derived from a policy keeps its own name and text once it is registered.
+    """
+
+    @dataclass(frozen=True, slots=True)
+    class Nameless(RestartPolicy):
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+            return state, Restart() if signal.round == 1 else None
+
+    @dataclass(frozen=True, slots=True)
+    class OddPeriodic(Periodic):
+        pass
+
+    for policy in (Nameless(), OddPeriodic(3)):
+        with pytest.raises(ValueError, match=rf"decorate {type(policy).__name__} with @register"):
+            OuterSGD([torch.zeros(1)], 0.1, restart=policy)
+    register_policy("test-odd")(OddPeriodic)
+    assert str(OddPeriodic(3)) == "test-odd:3"
+    assert parse("test-odd:3") == OddPeriodic(3) != Periodic(3)
