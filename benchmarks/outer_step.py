@@ -22,7 +22,7 @@ KINDS = {"heavy ball": False, "nesterov": True}
 SHAPES = [(4096, 1024)] * 23 + [(1024, 1024)] * 3 + [(1024,)] * 400  # a transformer's mix: 100.0M parameters
 
 
-def tensors() -> list[torch.Tensor]:
+def tensors() -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     for p in params:
@@ -30,7 +30,7 @@ def tensors() -> list[torch.Tensor]:
     return params
 
 
-def build(name: str, params: list[torch.Tensor], nesterov: bool) -> torch.optim.Optimizer:
+def build(name: str, params: list[torch.nn.Parameter], nesterov: bool) -> torch.optim.Optimizer:
     if name == "ours":
         return OuterSGD(params, lr=0.7, momentum=0.9, nesterov=nesterov, restart=3)
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=nesterov, foreach=True)

@@ -39,7 +39,7 @@ def test_python_blocks(page: str, code: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("page", "text"), blocks("console"))
 def test_console_blocks(page: str, text: str) -> None:
-    """Each `twophase` command shown is a command, and each option shown is one of its options; each make target exists."""
+    """Each command, option and make target that is shown exists."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for line in text.splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)

@@ -11,7 +11,7 @@ def run() -> None:
     status = main()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Gloo's threads may still drop references to tensors while the interpreter is being torn down, which aborts
-        # the process (seen a few times in a hundred ends of a finished run, under load). Everything is on disk: leave at once.
+        # the process (seen a few times in a hundred ends of a run, under load). Everything is on disk: leave at once.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -105,8 +105,9 @@ def _with_value(config: Any, names: list[str], value: Any, path: str) -> Any:
 
 
 def fingerprint(config: Any) -> str:
-    """Twelve hexadecimal digits that identify a configuration: SHA-256 of its canonical JSON."""
-    text = json.dumps(to_tree(config), sort_keys=True, separators=(",", ":"))
+    """Twelve hexadecimal digits that identify a configuration, or its tree: SHA-256 of the tree's canonical JSON."""
+    tree = to_tree(config) if dataclasses.is_dataclass(config) else config
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -109,7 +109,7 @@ def talk(communicator: Communicator, rank: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def heard(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """What each of three processes heard, in the whole group and in a group of two."""
     folder = tmp_path_factory.mktemp("comm")

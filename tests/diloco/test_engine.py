@@ -279,7 +279,7 @@ def scenario(name: str, replicas: Sequence[int], communicator: Communicator | No
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two gloo processes brings home."""
     folder = tmp_path_factory.mktemp("engine")

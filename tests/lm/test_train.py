@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import textmaker
 import torch
 from safetensors.torch import load_file
 
+import textmaker
 from twophase.config import UsageError, with_values
 from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint
@@ -154,7 +154,10 @@ BAD_VALUES = [
     ({"outer.lr": -0.1}, r"--outer\.lr is -0\.1; it must be a finite number >= 0"),
     ({"outer.restart": "0"}, r"--outer\.restart: .*period is 0; it must be a whole number >= 1"),
     ({"outer.restart": "often"}, r"--outer\.restart: restart 'often' is not known; write never"),
-    ({"inner_steps": 23}, r"--inner-steps is 23; it must be at most steps \(22\); lower --inner-steps or raise --steps"),
+    (
+        {"inner_steps": 23},
+        r"--inner-steps is 23; it must be at most steps \(22\); lower --inner-steps",
+    ),
     ({"inner_steps": 0}, r"--inner-steps is 0; it must be a whole number >= 1"),
     ({"replicas": 0}, r"--replicas is 0"),
     ({"inner.lr": 0.0}, r"--inner\.lr is 0\.0; it must be a finite number above 0"),

@@ -577,6 +577,19 @@ def test_state_of_torch_sgd_loads(nesterov: bool):
     assert outer.param_groups[0]["restart"] == "never"
 
 
+def test_state_with_empty_buffers_loads():
+    """A buffer saved as None, as some versions of torch.optim.SGD write before the first step, is no buffer."""
+    params = parameters(0)
+    state = torch.optim.SGD(params, 0.7, 0.9).state_dict()
+    state["state"] = {index: {"momentum_buffer": None} for index in range(len(params))}
+    outer = OuterSGD(params, 0.1)
+    outer.load_state_dict(state)
+    run(outer, range(3), measure=True)
+    twin = parameters(0)
+    run(OuterSGD(twin, 0.7, 0.9), range(3))
+    assert all(same_bits(p, q) for p, q in zip(params, twin, strict=True))
+
+
 @pytest.mark.parametrize("option", [{"dampening": 0.9}, {"weight_decay": 0.1}, {"maximize": True}])
 def test_state_that_cannot_be_honoured_is_refused(option: dict[str, Any]):
     """A torch.optim.SGD state with dampening, weight decay or maximize is refused by name; nothing is loaded."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from twophase.config import Tree, UsageError, differences, dump_yaml, load_yaml, to_tree
+from twophase.config import Tree, UsageError, differences, dump_yaml, fingerprint, load_yaml, to_tree
 from twophase.files import TEMPORARY, write_atomic
 
 CONFIG, ENV, METRICS, ROUNDS, SUMMARY = "config.yaml", "env.json", "metrics.jsonl", "rounds.jsonl", "summary.json"
@@ -45,9 +44,9 @@ class RunFolder:
         resumed: whether the folder held this run's `config.yaml` before the claim.
     """
 
-    def __init__(self, path: Path, fingerprint: str, lock: int, *, resumed: bool) -> None:
+    def __init__(self, path: Path, identity: str, lock: int, *, resumed: bool) -> None:
         self.path = path
-        self.fingerprint = fingerprint
+        self.fingerprint = identity
         self.resumed = resumed
         self._lock: int | None = lock
 
@@ -83,7 +82,7 @@ class RunFolder:
         except BaseException:
             os.close(lock)
             raise
-        return cls(path, _fingerprint(tree if saved is None else saved), lock, resumed=saved is not None)
+        return cls(path, fingerprint(tree if saved is None else saved), lock, resumed=saved is not None)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -167,12 +166,12 @@ class RunFolder:
             file.write(line.encode())
 
 
-def read_summary(path: Path, fingerprint: str | None = None) -> dict[str, Any] | None:
+def read_summary(path: Path, expected: str | None = None) -> dict[str, Any] | None:
     """The outcome of the run in a folder, or None when the run is not finished.
 
     Args:
         path: the run's folder.
-        fingerprint: of the run's configuration, where the caller knows it; otherwise that of the folder's
+        expected: fingerprint of the run's configuration, where the caller knows it; otherwise that of the folder's
             `config.yaml`.
 
     Returns:
@@ -181,11 +180,10 @@ def read_summary(path: Path, fingerprint: str | None = None) -> dict[str, Any] |
     """
     try:
         record = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
-        if fingerprint is None:
-            fingerprint = _fingerprint(load_yaml(path / CONFIG))
+        wanted = fingerprint(load_yaml(path / CONFIG)) if expected is None else expected
     except (OSError, ValueError):  # unreadable, not UTF-8, not JSON, or (UsageError) no sound config.yaml
         return None
-    return record if _fault(record, fingerprint) is None else None
+    return record if _fault(record, wanted) is None else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -302,13 +300,7 @@ def _saved_tree(path: Path, tree: Tree) -> Tree | None:
     return saved
 
 
-def _fingerprint(tree: Tree) -> str:
-    """The same digits as `twophase.config.fingerprint`, for a tree that was read back from disk."""
-    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _fault(record: Any, fingerprint: str) -> str | None:
+def _fault(record: Any, wanted: str) -> str | None:
     """What keeps a summary from being valid, or None."""
     if not isinstance(record, dict):
         return "the summary is not a JSON object"
@@ -321,7 +313,7 @@ def _fault(record: Any, fingerprint: str) -> str | None:
         "tokens": isinstance(record.get("tokens"), int) and not isinstance(record.get("tokens"), bool),
         "seconds": _is_number(record.get("seconds")),
         "exit_reason": isinstance(record.get("exit_reason"), str),
-        "config": record.get("config") == fingerprint,
+        "config": record.get("config") == wanted,
     }
     for key, holds in checks.items():
         if key not in record:

@@ -121,12 +121,15 @@ def train(
 
     if checkpoint.latest_step(folder.checkpoint_dir) != done.step:
         run.save()
-    summary = run.summary()
-    if run.lead and done.exit_reason != STOPPED:
-        # After the checkpoint and before the summary: whatever is interrupted here is done again by a repeated command.
-        summary |= _fields(validation or run.replicas[0].evaluate())
-        write_atomic(folder.weights, run.weights())
-        folder.finish(summary)
+    if not run.lead or done.exit_reason == STOPPED:
+        return run.summary()
+    # After the checkpoint and before the summary: whatever is interrupted here is done again by a repeated command.
+    validation = validation or run.replicas[0].evaluate()
+    if not math.isfinite(validation.loss):
+        done.exit_reason = DIVERGED
+    summary = _fields(validation) | run.summary()
+    write_atomic(folder.weights, run.weights())
+    folder.finish(summary)
     return summary
 
 
