@@ -1,6 +1,7 @@
 """One outer step on 100M float32 parameters: `OuterSGD` against `torch.optim.SGD(foreach=True)`, in one run.
 
-Time: medians of interleaved steps. Memory: growth of the process's peak resident set during the first step from a
+Time: medians of interleaved steps; CPU time with one thread, so that other programs count less, else wall time.
+Memory: growth of the process's peak resident set during the first step from a
 fresh process each (that is where buffers and scratch appear). Last line: one JSON object, ratios first.
 """
 
@@ -54,20 +55,21 @@ def peak_resident() -> int:
 
 def times(nesterov: bool, rounds: int) -> dict[str, float]:
     """Median seconds a step, ours and theirs taken in turn."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     optimizers = {name: build(name, tensors(), nesterov) for name in ("ours", "theirs")}
     seconds: dict[str, list[float]] = {name: [] for name in optimizers}
     for number in range(rounds + 2):
         for name, optimizer in optimizers.items():
-            start = time.perf_counter()
+            start = clock()
             optimizer.step()
             if number >= 2:  # the first steps allocate
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each optimizer (default 9)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each optimizer (default 15)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--peak", nargs=2, metavar=("NAME", "NESTEROV"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -25,11 +25,12 @@ class UsageError(ValueError):
 
 def to_tree(config: Any) -> Tree:
     """The configuration as nested dictionaries of plain values (tuples become lists)."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {name: _plain(value) for name, value in values.items()}
+    return {field.name: _plain(getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, default: Any) -> Any:
+    if isinstance(default, float) and type(value) is int:
+        return float(value)  # a learning rate of 1 and one of 1.0 are one configuration
     if dataclasses.is_dataclass(value):
         return to_tree(value)
     return list(value) if isinstance(value, tuple) else value

@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -296,9 +297,18 @@ def worker(rank: int, folder: Path) -> None:
     found: dict[str, Any] = {"one": {name: scenario(name, [rank]) for name in SCENARIOS}}
     found["two"] = {name: scenario(name, [2 * rank, 2 * rank + 1], ProcessGroup()) for name in SCENARIOS}
     found["refused"] = []
-    for module, steps in ((nn.Linear(2, 2), 3 + rank), (nn.Linear(2, 2 + rank), 3), (nn.Linear(2, 2), 3)):
+    like = nn.Linear(2, 2), 3, 0.9, "never"
+    other_type = nn.Linear(2, 2, dtype=(torch.float32, torch.bfloat16)[rank])
+    unlike = (
+        (nn.Linear(2, 2), 3 + rank, 0.9, "never"),
+        (nn.Linear(2, 2 + rank), 3, 0.9, "never"),
+        (other_type, 3, 0.9, "never"),
+        (nn.Linear(2, 2), 3, (0.9, 0.5)[rank], "never"),
+        (nn.Linear(2, 2), 3, 0.9, ("never", "3")[rank]),
+    )
+    for module, steps, momentum, restart in (*unlike, like):
         try:
-            DiLoCo(module, OuterRule(0.3, 0.9), inner_steps=steps)
+            DiLoCo(module, OuterRule(0.3, momentum), inner_steps=steps, restart=restart)
         except ValueError as error:
             found["refused"].append(str(error))
     torch.save(found, folder / f"{rank}.pt")
@@ -357,12 +367,16 @@ def test_four_replicas_in_two_processes(told: list[dict[str, Any]], register_pol
 @pytest.mark.dist
 @pytest.mark.slow
 def test_unlike_processes_are_refused(told: list[dict[str, Any]]):
-    """Processes that bring another round length or other parameters are told so on both sides; like ones go on."""
+    """Processes that bring other lengths, parameters, types, rules or policies are told so on both sides."""
     for rank, answers in enumerate(told):
-        assert answers["refused"] == [
-            f"DiLoCo: inner_steps differ between process {rank} and {1 - rank}",
-            f"DiLoCo: parameters differ between process {rank} and {1 - rank}",
-        ]
+        whats = ("inner_steps", "parameters", "types", "outer settings", "outer settings")
+        assert len(answers["refused"]) == len(whats)  # and the like ones went on
+        for what, message in zip(whats, answers["refused"], strict=True):
+            assert re.fullmatch(
+                rf"DiLoCo: {what} differ between process {rank} \(.*\) and process {1 - rank} \(.*\); "
+                "start all processes with the same program and options",
+                message,
+            )
 
 
 @dataclass
@@ -387,7 +401,7 @@ class Recorder:
     def gather(self, value: Any) -> list[Any]:
         """Another process of the same kind."""
         self.calls.append("gather")
-        return [value, (*value[:-1], self.replicas_elsewhere)]
+        return [value, (value[0], self.replicas_elsewhere) if isinstance(value, tuple) else value]
 
 
 def test_one_reduction_a_round():
@@ -395,7 +409,7 @@ def test_one_reduction_a_round():
     recorder = Recorder([], replicas_elsewhere=3)
     model = nn.Linear(3, 2)
     engine = DiLoCo(model, OuterRule(1.0, 0.0), inner_steps=1, communicator=recorder)
-    assert recorder.calls == ["gather", "broadcast"]
+    assert recorder.calls == ["gather", "broadcast", "gather"]
     assert all(torch.equal(p, torch.ones_like(p)) for p in model.parameters())
     recorder.calls.clear()
     for _ in range(3):
@@ -558,6 +572,23 @@ def exact(rule: OuterRule, sigma: np.ndarray, rounds: int, restart: RestartPolic
         m = m if event is None else event.retain * m + event.inject * g
         places.append(x)
     return np.array(places)
+
+
+@pytest.mark.parametrize(
+    ("nesterov", "factors"),
+    [
+        (False, [0.905, 0.73352, 0.50951, 0.25950, 0.0098321, -0.21580, -0.39837]),
+        (True, [0.8195, 0.59463, 0.35498, 0.12607, -0.07236]),
+    ],
+)
+def test_exact_modes_are_the_theory_notes(nesterov: bool, factors: list[float]):
+    """The simulation gives the restart factors of anchor A0 (sigma 0.95), and their powers when it restarts."""
+    rule, sigma = OuterRule(1.0, 0.9, nesterov, "ema"), np.array([0.95])
+    modes = exact(rule, sigma, len(factors), Never())[1:, 0]
+    np.testing.assert_allclose(modes, factors, rtol=5e-5)
+    for period in (1, 3, 5):
+        restarted = exact(rule, sigma, 4 * period, Periodic(period))[period::period, 0]
+        np.testing.assert_allclose(restarted, modes[period - 1] ** np.arange(1, 5), rtol=1e-12)
 
 
 def quadratic_replicas(count: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
@@ -806,7 +837,7 @@ def test_tied_parameters_are_one():
 
 
 def test_bfloat16_models_keep_a_float32_anchor():
-    """The anchor of bfloat16 replicas is float32, follows float32 arithmetic, and the replicas are its rounding."""
+    """The anchor of bfloat16 replicas is float32; progress counts from its rounding, where the replicas began."""
     models = [nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2)]
     engine = DiLoCo(models, OuterRule(0.7, 0.9, nesterov=True), inner_steps=1)
     a = models[0].weight.detach().float()
@@ -816,7 +847,7 @@ def test_bfloat16_models_keep_a_float32_anchor():
         with torch.no_grad():
             for model in models:
                 model.weight.add_(0.01 * torch.randn(16, 16, generator=generator).bfloat16())
-        g = sum(a - model.weight.detach().float() for model in models) / 2
+        g = sum(a.bfloat16().float() - model.weight.detach().float() for model in models) / 2
         engine.step()
         m = 0.9 * m + g
         a = a - 0.7 * (g + 0.9 * m)
@@ -828,6 +859,19 @@ def test_bfloat16_models_keep_a_float32_anchor():
             assert model.weight.dtype == torch.bfloat16
             assert same_bits(model.weight, anchor.bfloat16())
     assert not torch.equal(engine.anchor["weight"], models[0].weight.detach().float())
+
+
+def test_bfloat16_replicas_that_stand_still_leave_the_anchor():
+    """What rounding to bfloat16 loses is no progress: without inner steps the anchor stays, momentum or not."""
+    model = nn.Linear(16, 16, dtype=torch.bfloat16)
+    engine = DiLoCo(model, OuterRule(0.7, 0.9, nesterov=True), inner_steps=1)
+    with torch.no_grad():
+        engine.anchor["weight"].add_(1e-4)  # now no bfloat16 number
+        model.weight.copy_(engine.anchor["weight"])
+    before = engine.anchor["weight"].clone()
+    for _ in range(5):
+        engine.step()
+    assert torch.equal(engine.anchor["weight"], before)
 
 
 def test_float64_models_have_a_float64_anchor():

@@ -7,6 +7,8 @@ One round, with anchor a (the last agreed parameters) and R replicas theta_r ove
     a <- outer optimizer (a, g)                               momentum, restarts
     theta_r <- a                                              the inner optimizer keeps its state
 
+(16-bit replicas hold a rounded to their type, and their progress counts from there.)
+
 Source: DiLoCo (arXiv 2311.08105), algorithm 1; the restart paper, section 2.
 """
 
@@ -134,10 +136,11 @@ class DiLoCo:
             torch._foreach_copy_(self._anchor_views, first)
             self.communicator.broadcast(self._anchor)
             self._restore()
-        for view, gradient in zip(self._anchor_views, self.layout.views(self._pseudo_gradient), strict=True):
-            view.grad = gradient
+        self._gradient_views = self.layout.views(self._pseudo_gradient)
         self.anchor: dict[str, Tensor] = dict(zip(self._names, self._anchor_views, strict=True))
         self.outer = self._build_outer(outer, restart)
+        settings = {"outer settings": [_settings(group) for group in self.outer.param_groups]}
+        self._compare(settings, self.communicator.gather(settings))
         self.round = 0
         self.inner_step = 0
 
@@ -196,16 +199,19 @@ class DiLoCo:
         Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
         difference, and the order (difference first, then sum) is the one that a reduction over processes has, which
         keeps two replicas in one process equal, bit for bit, to two processes.
+
+        A 16-bit replica began its round at the anchor rounded to its type, so its progress is counted from there: from
+        the anchor itself, a replica that stands still would push the rounding error into the momentum every round.
         """
         for number, params in enumerate(self._params):
-            for anchor, theta in zip(self._anchor_views, params, strict=True):
-                gradient = anchor.grad
-                assert gradient is not None
+            for anchor, gradient, theta in zip(self._anchor_views, self._gradient_views, params, strict=True):
+                start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
                 theta = theta.to(anchor.device)  # noqa: PLW2901 - a replica may live on another device
                 if number == 0:
-                    torch.sub(anchor, theta, out=gradient)
+                    torch.sub(start, theta, out=gradient)
+                    anchor.grad = gradient  # anew in every round: a user's zero_grad() may have taken it away
                 else:
-                    gradient.add_(torch.sub(anchor, theta))
+                    gradient.add_(torch.sub(start, theta))
 
     def _outer_step(self, signals: Mapping[str, float] | None) -> tuple[float, tuple[GroupRound, ...]]:
         """The norm of g, and each param group's round."""
@@ -252,9 +258,9 @@ class DiLoCo:
                 f"DiLoCo.load_state_dict: the state was saved after {state['inner_step']} inner steps of its round, "
                 f"but inner_steps is {self.inner_steps}; use the checkpoint's, or a checkpoint of a round's end"
             )
+        self.outer.load_state_dict(state["outer"])  # first: it may refuse
         with torch.no_grad():
             self._anchor.copy_(state["anchor"])
-        self.outer.load_state_dict(state["outer"])
         self.round = state["round"]
         self.inner_step = state["inner_step"]
 
@@ -264,13 +270,22 @@ class DiLoCo:
 
     def _agree(self) -> int:
         """Number of replicas in the whole run, after comparing what all processes bring."""
-        ours = (self.layout.describe(), self.inner_steps)
-        everyone = self.communicator.gather((*ours, len(self.replicas)))
-        for rank, theirs in enumerate(everyone):
-            for what, here, there in zip(("parameters", "inner_steps"), ours, theirs[:2], strict=True):
-                if here != there:
-                    raise ValueError(f"DiLoCo: {what} differ between process {self.communicator.rank} and {rank}")
-        return sum(count for *_, count in everyone)
+        types = [str(p.dtype) for p in self._params[0]]
+        ours = {"parameters": self.layout.describe(), "types": types, "inner_steps": self.inner_steps}
+        everyone = self.communicator.gather((ours, len(self.replicas)))
+        self._compare(ours, [theirs for theirs, _ in everyone])
+        return sum(count for _, count in everyone)
+
+    def _compare(self, ours: dict[str, Any], everyone: list[dict[str, Any]]) -> None:
+        """Refuse to train, on every process alike, when the processes were not started alike."""
+        rank = self.communicator.rank
+        for other, theirs in enumerate(everyone):
+            for what, here in ours.items():
+                if here != theirs[what]:
+                    raise ValueError(
+                        f"DiLoCo: {what} differ between process {rank} ({str(here)[:200]}) and process {other} "
+                        f"({str(theirs[what])[:200]}); start all processes with the same program and options"
+                    )
 
     def _build_outer(self, outer: OuterRule | OuterFactory, restart: RestartPolicy | str | int | None) -> Optimizer:
         named = list(self.anchor.items())
@@ -322,6 +337,11 @@ def _collect(replicas: list[nn.Module]) -> tuple[list[list[Tensor]], Layout]:
             if not p.is_floating_point():
                 raise ValueError(f"DiLoCo: parameter {name!r} is {p.dtype}; only floating-point parameters can train")
     return [[p.detach() for _, p in params] for params in named], layouts[0]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, str]:
+    """A param group without its tensors, as text, to be compared between processes."""
+    return {key: str(value) for key, value in group.items() if key != "params"}
 
 
 @contextmanager

@@ -60,23 +60,45 @@ def outer_step_(
             torch._foreach_add_(x, g, alpha=-lr)
         return
     weight = 1.0 if form == "sum" else 1 - momentum
+    scratch: dict[torch.dtype, Tensor] = {}
     for x, g, m in _batches(params, pseudo_gradients, buffers):
         if fresh:
-            for buffer, gradient in zip(m, g, strict=True):
-                buffer.copy_(gradient)  # one by one: DTensor has no foreach copy
+            _copy_(m, g)
             if weight != 1:
                 torch._foreach_mul_(m, weight)
         else:
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, g, alpha=weight)
-        if not nesterov:
-            step = m
-        elif form == "sum":
-            step = torch._foreach_add(g, m, alpha=momentum)
-        else:
-            step = torch._foreach_mul(m, momentum)
-            torch._foreach_add_(step, g, alpha=weight)
+        step = m
+        if nesterov:
+            step = _scratch_like(m, scratch)
+            if form == "sum":
+                _copy_(step, g)
+                torch._foreach_add_(step, m, alpha=momentum)
+            else:
+                _copy_(step, m)
+                torch._foreach_mul_(step, momentum)
+                torch._foreach_add_(step, g, alpha=weight)
         torch._foreach_add_(x, step, alpha=-lr)
+
+
+def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)  # one by one: DTensor has no foreach copy
+
+
+def _scratch_like(batch: list[Tensor], scratch: dict[torch.dtype, Tensor]) -> list[Tensor]:
+    """Uninitialised tensors of a batch's shapes, cut from one piece that all batches of a step share.
+
+    A fresh allocation for each batch would be given back to the system and faulted in again, batch after batch.
+    """
+    count, dtype = sum(t.numel() for t in batch), batch[0].dtype
+    if count > _limit(batch[0]) or not all(_is_plain(t) and t.dtype == dtype for t in batch):
+        return [torch.empty_like(t) for t in batch]
+    if dtype not in scratch:
+        scratch[dtype] = torch.empty(_limit(batch[0]), dtype=dtype, device=batch[0].device)
+    parts = scratch[dtype][:count].split([t.numel() for t in batch])
+    return [part.view(t.shape) for part, t in zip(parts, batch, strict=True)]
 
 
 def restart_(buffers: list[Tensor], pseudo_gradients: list[Tensor], retain: float, inject: float) -> None:
@@ -145,7 +167,7 @@ def _batches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """
     if not lists[0]:
         return
-    limit = _PIECE_CPU if lists[0][0].device.type == "cpu" else _PIECE_DEVICE
+    limit = _limit(lists[0][0])
     batch: list[tuple[Tensor, ...]] = []
     size = 0
     for row in zip(*lists, strict=True):
@@ -157,6 +179,10 @@ def _batches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
             batch.append(piece)
             size += limit + 1 if alone else piece[0].numel()
     yield tuple(map(list, zip(*batch, strict=True)))
+
+
+def _limit(tensor: Tensor) -> int:
+    return _PIECE_CPU if tensor.device.type == "cpu" else _PIECE_DEVICE
 
 
 def _pieces(row: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
