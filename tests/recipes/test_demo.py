@@ -208,6 +208,20 @@ def test_without_controls_there_is_one_figure(tmp_path: Path) -> None:
     assert "control" not in verdict(rows, sweep).lower()
 
 
+def test_verdict_states_the_spread_over_seeds() -> None:
+    """The seeds' spread is that of the settings that work, and goes unsaid for a single seed."""
+    apart = {"heavy ball, never": 0.2, "Nesterov, K=3": 0.05, "momentum-free": 5.0}
+
+    def value(cell: Cell) -> float:
+        return (20.0 if cell.arm == "momentum-free" else 8.0) + apart.get(cell.arm, 0.1) * cell.config.seed
+
+    sweep = demo(quick=True, seeds=(0, 1, 2))
+    text = verdict(results(sweep, value), sweep)
+    assert "of a setting within 25% of the best: 0.10 to 0.40, median 0.20." in text
+    single = demo(quick=True)
+    assert "Seeds:" not in verdict(results(single, value), single)
+
+
 def test_verdict_states_arms_controls_and_claim() -> None:
     """Every arm has a line; the controls and the ratios at momentum 0.9 are computed from the rows."""
     sweep = demo()

@@ -16,6 +16,7 @@ alone cannot tell a better use of momentum from a smaller step. Two controls can
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,7 @@ def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
     parts = [
         f"Validation perplexity a token, {_form(sweep)}, {what}; within {WITHIN:.0%} of the best of all: {near}.",
         format_table(header, table),
+        _spread_words(rows),
         _control_words(rows),
         _claim_words(rows, seeds),
     ]
@@ -252,6 +254,23 @@ def _momentum_free(rows: Sequence[Row]) -> str:
     return (
         f"Momentum-free control: best {readable(finished[lr])} (lr {lr:g}); "
         f"plain averaging (lr {AVERAGING_LR:g}) {averaging}."
+    )
+
+
+def _spread_words(rows: Sequence[Row]) -> str:
+    """How much the seed alone changes a setting that works: differences below this mean nothing. Empty for one seed."""
+    best, found = best_of(rows), {row.run: row.perplexity for row in rows}
+    if best is None:
+        return ""
+    near = [s for s in settings(rows) if s.perplexity is not None and s.perplexity <= best * (1 + WITHIN)]
+    seeds = [[p for run in setting.runs if (p := found[run]) is not None] for setting in near]
+    spreads = sorted(max(several) - min(several) for several in seeds if len(several) > 1)
+    if not spreads:
+        return ""
+    middle = statistics.median(spreads)
+    return (
+        f"Seeds: largest minus smallest perplexity of a setting within {WITHIN:.0%} of the best: "
+        f"{spreads[0]:.2f} to {spreads[-1]:.2f}, median {middle:.2f}."
     )
 
 
