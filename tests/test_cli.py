@@ -123,8 +123,35 @@ def test_misspelt_yaml(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("outer: {momentun: 0.3}\n")
     done = call("train", "--config", tmp_path / "a.yaml")
     assert done.returncode == 2
-    assert "--outer.momentum" in done.stderr
+    assert "outer.momentun is no value of the configuration; did you mean outer.momentum?" in done.stderr
     assert "a.yaml" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("outer: {nesterov: 'true'}", "outer.nesterov is 'true'; write true or false"),
+        ("outer: {nesterov: 1}", "outer.nesterov is 1; write true or false"),
+        ("outer: null", "outer is no value"),
+        ("seed: false", "seed is False; write one value"),
+        ("model: {layers: [2]}", "model.layers is [2]; write one value"),
+        ("inner: {betas: 0.9}", "inner.betas is 0.9; write a list"),
+        ("help: 1", "help is no value"),
+    ],
+)
+def test_yaml_of_the_wrong_kind(tmp_path: Path, text: str, message: str) -> None:
+    """A YAML value of the wrong kind is refused by file, name, value and remedy."""
+    (tmp_path / "a.yaml").write_text(text)
+    done = call("train", "--config", tmp_path / "a.yaml")
+    assert done.returncode == 2
+    assert f"--config {tmp_path / 'a.yaml'}: {message}" in done.stderr
+
+
+def test_booleans_may_be_spelt_out() -> None:
+    """`--outer.nesterov false` means `--outer.no-nesterov`."""
+    for words in (["--outer.nesterov", "false"], ["--outer.no-nesterov"]):
+        assert "nesterov: false" in call("train", *words, "--print-config").stdout
+    assert "nesterov: true" in call("train", "--outer.nesterov", "True", "--print-config").stdout
 
 
 def test_repeating_a_finished_run(tmp_path: Path, corpus: str) -> None:
@@ -166,9 +193,9 @@ def test_truncated_checkpoint(tmp_path: Path, corpus: str) -> None:
     done = call(*words)
     assert done.returncode == 2
     assert f"checkpoint {newest} is damaged: replica-001.pt holds 1000 bytes instead of" in done.stderr
-    assert "move that folder away" in done.stderr
+    assert "rename that folder" in done.stderr
     assert snapshot(tmp_path) == before
-    newest.rename(tmp_path / "aside")
+    newest.rename(newest.with_name(f"{newest.name}.bad"))
     assert call(*words).returncode == 0
     assert (tmp_path / "run" / "weights.safetensors").read_bytes() == whole
 
@@ -205,9 +232,9 @@ def test_stopped_by_a_signal(tmp_path: Path, corpus: str, number: signal.Signals
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors
     hint = errors.splitlines()[-1].removeprefix("stopped; resume with: ")
-    assert shlex.split(hint) == ["twophase", *map(str, words)]
+    assert shlex.split(hint) == ["python", "-m", "twophase", *map(str, words)]
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert call(*shlex.split(hint)[1:]).returncode == 0
+    assert call(*shlex.split(hint)[3:]).returncode == 0
     assert call("train", *SMALL, *size, "--out", tmp_path / "whole").returncode == 0
     weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1]
@@ -289,9 +316,19 @@ def test_sweep(tmp_path: Path, corpus: str) -> None:
     assert again.returncode == 0
     assert "8 were finished before" in again.stdout
     assert snapshot(tmp_path / "sweep" / "runs") == before
-    other = call(*words, "--axis", "seed", "0", "1")
+    other = call(*words, "--outer.form", "ema")
     assert other.returncode == 2
     assert "belongs to another sweep" in other.stderr
+
+
+@pytest.mark.slow
+def test_sweep_over_seeds_alone(tmp_path: Path, corpus: str) -> None:
+    """A sweep whose only axis is the seed is one setting with a mean."""
+    words = ["sweep", *SMALL, "--data.corpus", corpus, "--axis", "seed", "0", "1", "--out", tmp_path / "sweep"]
+    done = call(*words)
+    assert done.returncode == 0, done.stderr
+    assert "Mean over 2 seeds" in done.stdout
+    assert (tmp_path / "sweep" / "figures" / "sweep.png").exists()
 
 
 @pytest.mark.slow

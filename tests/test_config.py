@@ -204,7 +204,7 @@ def test_load_yaml_reads_utf8(tmp_path: Path):
         (b"corpus: \xff\xfe", ["is not YAML"]),
         (b"- 1\n- 2\n", ["holds list", "not a mapping"]),
         (b"0.7", ["holds float", "not a mapping"]),
-        (b"", ["holds NoneType", "not a mapping"]),
+        (b"", ["holds nothing", "not a mapping"]),
         (b"!!python/object/apply:os.system ['true']", ["is not YAML"]),
     ],
 )

@@ -532,3 +532,12 @@ def test_unregistered_policies_are_refused(register_policy):
     register_policy("test-odd")(OddPeriodic)
     assert str(OddPeriodic(3)) == "test-odd:3"
     assert parse("test-odd:3") == OddPeriodic(3) != Periodic(3)
+
+
+def test_numpy_numbers_become_plain():
+    """NumPy's whole numbers make policies, and its floats rules, of plain Python numbers."""
+    import numpy as np
+
+    assert type(Periodic(np.int64(3)).period) is int  # type: ignore[arg-type]
+    assert Cycle((np.int32(2), 3)) == Cycle((2, 3))  # type: ignore[arg-type]
+    assert type(OuterRule(np.float32(0.5), np.float64(0.9)).lr) is float  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -56,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"{_PROGRAM} {name}", str(error))
     except KeyboardInterrupt:
         return _interrupted(words)
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"{_PROGRAM} {name}: failed: {error}", file=sys.stderr)
         return 1
@@ -81,14 +85,25 @@ def _overview() -> str:
 
 
 def _complain(where: str, text: str) -> int:
-    if os.environ.get("RANK", "0") == "0":  # under torchrun every process meets the same mistake
-        print(f"{where}: error: {text}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        # Every process meets most mistakes, and torchrun ends the others when one has ended: let the first speak.
+        time.sleep(2)
+        where = f"{where} (process {rank})"
+    print(f"{where}: error: {text}", file=sys.stderr)
     return 2
 
 
 def _interrupted(words: Sequence[str]) -> int:
-    print(f"stopped; resume with: {shlex.join([_PROGRAM, *words])}", file=sys.stderr)
+    print(f"stopped; resume with: {_command(words)}", file=sys.stderr)
     return 130
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command line that was given, as it can be given again from here."""
+    script = Path(sys.argv[0])
+    start = ["python", "-m", _PROGRAM] if script.name == "__main__.py" else [sys.argv[0]]
+    return shlex.join([*start, *words])
 
 
 # ----------------------------------------------------------------------------------------------------------- options
@@ -117,7 +132,7 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
 
 def _train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
     """Our own options and, from YAML files and all other options, the configuration."""
-    from twophase.config import load_yaml, parse_arguments, to_arguments
+    from twophase.config import check_tree, load_yaml, parse_arguments, to_arguments
     from twophase.lm.config import TrainConfig, check
 
     if "-h" in words or "--help" in words:
@@ -127,7 +142,9 @@ def _train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[ar
     options, rest = parser.parse_known_args(words)
     config = TrainConfig()
     for path in options.config:
-        config = parse_arguments(config, to_arguments(load_yaml(path)), prog=f"{parser.prog} --config {path}")
+        tree = load_yaml(path)
+        check_tree(tree, config, f"--config {path}")
+        config = parse_arguments(config, to_arguments(tree), prog=f"{parser.prog} --config {path}")
     return options, check(parse_arguments(config, rest, prog=parser.prog))
 
 
@@ -217,9 +234,12 @@ def _process_group(config: TrainConfig) -> Iterator[Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield SingleProcess()
         return
+    import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo" if config.device == "cpu" else "nccl")
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # one device a process
+    dist.init_process_group("gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl")
     try:
         communicator = ProcessGroup()
         yield communicator
@@ -323,6 +343,11 @@ def _run(
 
     for config in sweep.runs.values():
         check(config)
+    if any(config.device != "cpu" for config in sweep.runs.values()):
+        from twophase.lm.train import preflight
+
+        for config in sweep.runs.values():
+            preflight(config)
     for data, replicas in {(config.data, config.replicas) for config in sweep.runs.values()}:
         build(data, replicas)  # refuse a bad text once, here, before a folder is made
     threads = max(config.threads for config in sweep.runs.values())
@@ -343,7 +368,7 @@ def _run(
     for run, error in outcome.errors.items():
         print(f"{_PROGRAM} {command}: run {run} failed: {error}", file=sys.stderr)
     if outcome.errors:
-        print(f"try the failed runs again with: {shlex.join([_PROGRAM, command, *words])}", file=sys.stderr)
+        print(f"try the failed runs again with: {_command([command, *words])}", file=sys.stderr)
     return 1 if outcome.errors else 0
 
 

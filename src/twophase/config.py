@@ -7,6 +7,7 @@ place in YAML. This module knows no particular configuration.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -140,8 +141,29 @@ def load_yaml(path: Path) -> Tree:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path}: is not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
-        raise UsageError(f"--config {path}: holds {type(tree).__name__}, not a mapping such as 'outer: {{lr: 0.7}}'")
+        held = "nothing" if tree is None else type(tree).__name__
+        raise UsageError(f"--config {path}: holds {held}, not a mapping such as 'outer: {{lr: 0.7}}'")
     return tree
+
+
+def check_tree(tree: Mapping[str, Any], default: Any, where: str) -> None:
+    """Raise a UsageError that begins with `where` unless a YAML tree holds values of `default`'s names and kinds.
+
+    Text that reads as a number is left to the command line's parser, which also knows ranges.
+    """
+    known = flatten(to_tree(default))
+    for path, value in flatten(tree).items():
+        if path not in known:
+            near = difflib.get_close_matches(path, known, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
+            raise UsageError(f"{where}: {path} is no value of the configuration; {hint}")
+        like = known[path]
+        kind = "true or false" if isinstance(like, bool) else "a list" if isinstance(like, list) else "one value"
+        fits = {"true or false": isinstance(value, bool), "a list": isinstance(value, list)}.get(
+            kind, isinstance(value, (int, float, str)) and not isinstance(value, bool)
+        )
+        if not fits:
+            raise UsageError(f"{where}: {path} is {value!r}; write {kind}, for example {json.dumps(like)}")
 
 
 def to_arguments(tree: Mapping[str, Any]) -> list[str]:
@@ -160,6 +182,19 @@ def to_arguments(tree: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def _spelt_out(words: list[str], default: Any) -> list[str]:
+    """Turn `--outer.nesterov true` into `--outer.nesterov`, and `false` into `--outer.no-nesterov`."""
+    flags = {path.replace("_", "-") for path, value in flatten(to_tree(default)).items() if isinstance(value, bool)}
+    spelt: list[str] = []
+    for word in words:
+        last = spelt[-1] if spelt else ""
+        if word.lower() in ("true", "false") and last.removeprefix("--").replace("_", "-") in flags:
+            spelt[-1:] = to_arguments({last.removeprefix("--"): word.lower() == "true"})
+        else:
+            spelt.append(word)
+    return spelt
+
+
 def parse_arguments(default: C, words: Sequence[str], *, prog: str, description: str = "") -> C:
     """Command-line words on top of a default configuration, by tyro.
 
@@ -168,4 +203,6 @@ def parse_arguments(default: C, words: Sequence[str], *, prog: str, description:
     """
     import tyro  # noqa: PLC0415 - a fifth of a second that `import twophase` should not cost
 
-    return tyro.cli(type(default), args=list(words), default=default, prog=prog, description=description)
+    return tyro.cli(
+        type(default), args=_spelt_out(list(words), default), default=default, prog=prog, description=description
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 TEMPORARY = ".tmp-"
@@ -19,16 +19,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         OSError: the folder cannot be written or the disk is full; `path` is then as it was.
     """
     data = content.encode() if isinstance(content, str) else content
-    handle, name = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
+    # Not tempfile's, whose mode 0600 would hide results from colleagues: here the umask decides, as for any file.
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(name).chmod(0o644)  # mkstemp's 0600 would hide results from colleagues
-        Path(name).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import accumulate
+from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
 from twophase.rule import Form, OuterRule
@@ -149,7 +150,7 @@ class Periodic(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse periods that are not whole numbers >= 1."""
-        _check_count("Periodic", "period", self.period)
+        object.__setattr__(self, "period", check_count("Periodic", "period", self.period))
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
         """A hard restart when the round is a multiple of the period."""
@@ -177,8 +178,7 @@ class Cycle(RestartPolicy):
         object.__setattr__(self, "periods", tuple(self.periods))
         if not self.periods:
             raise ValueError("Cycle: periods is empty; give at least one, for example cycle:5,6,10")
-        for period in self.periods:
-            _check_count("Cycle", "a period", period)
+        object.__setattr__(self, "periods", tuple(check_count("Cycle", "a period", p) for p in self.periods))
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
         """A hard restart when the round ends one of the cycles."""
@@ -211,8 +211,7 @@ class AtRounds(RestartPolicy):
         object.__setattr__(self, "rounds", tuple(self.rounds))
         if not self.rounds:
             raise ValueError("AtRounds: rounds is empty; give at least one, for example at:4,9, or use never")
-        for number in self.rounds:
-            _check_count("AtRounds", "a round", number)
+        object.__setattr__(self, "rounds", tuple(check_count("AtRounds", "a round", r) for r in self.rounds))
         if any(b <= a for a, b in zip(self.rounds, self.rounds[1:], strict=False)):
             raise ValueError(f"AtRounds: rounds {self.rounds} must increase strictly; sort them and drop repetitions")
 
@@ -254,7 +253,7 @@ class Soft(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse bad periods and coefficients that are not finite."""
-        _check_count("Soft", "period", self.period)
+        object.__setattr__(self, "period", check_count("Soft", "period", self.period))
         for name in ("retain", "inject"):
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and math.isfinite(value)):
@@ -366,7 +365,7 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     >>> round(mean_outer_gain(OuterRule(1.0, 0.9), Periodic(3), 60), 2)
     1.87
     """
-    _check_count("mean_outer_gain", "rounds", rounds)
+    check_count("mean_outer_gain", "rounds", rounds)
     if policy.needs:
         raise ValueError(f"mean_outer_gain: {policy} decides from measured signals; its gain is not known in advance")
     state, buffer, total, age = policy.initial_state(), 0.0, 0.0, 0
@@ -382,9 +381,11 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     return rule.lr * total / rounds
 
 
-def _check_count(where: str, what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_count(where: str, what: str, value: object) -> int:
+    """`value` as a plain int if it is a whole number >= 1 (NumPy's included); otherwise raise a ValueError."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{where}: {what} is {value!r}; it must be a whole number >= 1")
+    return int(value)
 
 
 def _number(value: float) -> str:

@@ -18,19 +18,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Literal, get_args
 
 Form = Literal["ema", "sum"]
 FORMS: tuple[Form, ...] = get_args(Form)
 
 
-def check_rule(where: str, lr: float, momentum: float, form: str) -> None:
-    """Raise a ValueError that begins with `where` unless the three values make an outer rule."""
+def check_rule(where: str, lr: float, momentum: float, form: str, nesterov: object = False) -> None:
+    """Raise a ValueError that begins with `where` unless the values make an outer rule."""
+    if nesterov not in (True, False):  # OuterRule(0.7, 0.9, "ema") would be Nesterov in sum form
+        raise ValueError(f"{where}: nesterov is {nesterov!r}; it must be True or False (form comes after it)")
     if form not in FORMS:
         raise ValueError(f'{where}: form is {form!r}; write "sum" (as torch.optim.SGD) or "ema" (as the restart paper)')
-    if not (isinstance(lr, (int, float)) and math.isfinite(lr) and lr >= 0):
+    if not (isinstance(lr, Real) and math.isfinite(lr) and lr >= 0):
         raise ValueError(f"{where}: lr is {lr!r}; it must be a finite number >= 0 (DiLoCo uses 0.7, sum form)")
-    if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
+    if not (isinstance(momentum, Real) and 0 <= momentum < 1):
         raise ValueError(
             f"{where}: momentum is {momentum!r}; it must lie in [0, 1): at 1 the buffer never forgets (DiLoCo uses 0.9)"
         )
@@ -66,11 +69,9 @@ class OuterRule:
 
     def __post_init__(self) -> None:
         """Refuse impossible values here, once, so that no user of a rule has to."""
-        check_rule("OuterRule", self.lr, self.momentum, self.form)
-        if self.nesterov not in (True, False):  # OuterRule(0.7, 0.9, "ema") would be Nesterov in sum form
-            raise ValueError(
-                f"OuterRule: nesterov is {self.nesterov!r}; it must be True or False (form comes after it)"
-            )
+        check_rule("OuterRule", self.lr, self.momentum, self.form, self.nesterov)
+        for name in ("lr", "momentum"):  # NumPy's scalars become plain numbers, which JSON and checkpoints take
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def to(self, form: Form) -> OuterRule:
         """The same trajectory written in the other form: `lr_sum = lr_ema (1 - momentum)`.

@@ -708,7 +708,7 @@ def test_report_is_what_is_measured(outer: Any):
             assert seen.cosine == pytest.approx(cosine, rel=1e-4, abs=1e-5)
             assert seen.gain == pytest.approx(float(u @ a / (a @ a)), rel=1e-3, abs=1e-4)
         assert report.bytes_sent == 0
-        assert set(report.seconds) == {"pseudo_gradient", "reduce", "outer", "restore"}
+        assert set(report.seconds) == {"pseudo_gradient", "reduce", "outer", "restore", "checksum"}
         assert all(seconds >= 0 for seconds in report.seconds.values())
         restarted.append([group.restarted for group in report.groups])
         assert report.restarted == any(restarted[-1])
@@ -1000,3 +1000,51 @@ def test_restart_may_be_given_in_every_form():
 
 if __name__ == "__main__":
     worker(int(sys.argv[1]), Path(sys.argv[2]))
+
+
+@pytest.mark.parametrize("harm", ["double", "assign", "replace"])
+def test_replaced_parameters_are_noticed(harm: str):
+    """A model that was cast or given other parameters after the engine was built is refused, not trained in vain."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    engine = DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=1)
+    if harm == "double":
+        model.double()
+    elif harm == "assign":
+        model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+    else:
+        model[0].bias = nn.Parameter(torch.zeros(2))
+    with pytest.raises(
+        ValueError, match=r"parameter '0\..*' was replaced, moved or cast after .* build the engine last"
+    ):
+        engine.step()
+
+
+def test_parameters_not_modules():
+    """The parameters in place of the module are refused with the remedy."""
+    with pytest.raises(ValueError, match="replicas holds a Parameter; pass the module itself"):
+        DiLoCo(nn.Linear(2, 2).parameters(), OuterRule(0.7, 0.9), inner_steps=1)  # type: ignore[arg-type]
+
+
+def test_refused_state_changes_nothing():
+    """What lacks parts, or is damaged, is refused by name, and the engine is as it was."""
+    engine = DiLoCo(nn.Linear(3, 2), OuterRule(0.7, 0.9), inner_steps=2)
+    before, settings = engine.checksum(), dict(engine.outer.param_groups[0])
+    other = DiLoCo(nn.Linear(3, 2), OuterRule(0.1, 0.5), inner_steps=2, restart=3).state_dict()
+    for state, message in (
+        ({}, "lacks anchor, inner_step, layout, outer, round"),
+        (other | {"anchor": torch.zeros(3)}, "has 3 elements instead of"),
+        (other | {"inner_step": 2}, "after 2 inner steps of its round"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.load_state_dict(state)
+        assert engine.checksum() == before
+        assert engine.outer.param_groups[0] == settings
+
+
+def test_loading_a_rounds_end_sets_the_replicas():
+    """After loading a state of a round's end the replicas are the anchor, whatever they were."""
+    donor = DiLoCo(nn.Linear(3, 2), OuterRule(0.7, 0.9), inner_steps=2)
+    model = nn.Linear(3, 2)
+    engine = DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=2)
+    engine.load_state_dict(donor.state_dict())
+    assert torch.equal(model.weight.detach(), donor.anchor["weight"])

@@ -378,13 +378,23 @@ def test_no_run_is_lost_or_counted_twice(tmp_path: Path, command: list[str], see
     assert_all_ended(tmp_path)
 
 
-def test_another_sweep_is_refused(tmp_path: Path, command: list[str]) -> None:
-    """A folder of another sweep is refused with what differs and the remedy, and keeps every byte."""
+def test_a_sweep_can_be_extended(tmp_path: Path, command: list[str]) -> None:
+    """The same sweep with more cells takes over what is finished and runs the rest."""
     run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command)
+    outcome = run_sweep(sweep_of("ok", "ok", "ok"), tmp_path, workers=1, command=command)
+    assert (outcome.skipped, outcome.finished) == (1, 2)
+    assert [row.state for row in read_rows(tmp_path / "cells.csv")] == ["finished"] * 3
+    again = run_sweep(sweep_of("ok", "ok", "ok"), tmp_path, workers=1, command=command)
+    assert again.skipped == 3
+
+
+def test_another_sweep_is_refused(tmp_path: Path, command: list[str]) -> None:
+    """A folder of another sweep, a larger one included, is refused with what differs, and keeps every byte."""
+    run_sweep(sweep_of("ok", "ok"), tmp_path, workers=1, command=command)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(UsageError) as error:
-        run_sweep(sweep_of("ok", "ok"), tmp_path, workers=1, command=command)
-    for part in (str(tmp_path), "another sweep", "axis seed is [0] there, [0, 1] here", "choose another --out"):
+        run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command)
+    for part in (str(tmp_path), "another sweep", "axis seed is [0, 1] there, [0] here", "choose another --out"):
         assert part in str(error.value)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 

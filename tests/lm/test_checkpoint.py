@@ -74,7 +74,7 @@ def test_damage_is_named(tmp_path: Path, name: str, harm: str) -> None:
         part.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     else:
         part.unlink()
-    with pytest.raises(UsageError, match=rf"step-00000009 is damaged: .*{name}.*move that folder away.*step-00000003"):
+    with pytest.raises(UsageError, match=rf"step-00000009 is damaged: .*{name}.*rename that folder.*step-00000003"):
         checkpoint.Checkpoint(tmp_path / "step-00000009", "abc")
 
 
@@ -92,3 +92,11 @@ def test_of_another_configuration(tmp_path: Path) -> None:
     save(tmp_path, 3, fingerprint="abc")
     with pytest.raises(UsageError, match=r"another configuration \(fingerprint abc, here xyz\); choose another --out"):
         checkpoint.Checkpoint(tmp_path / "step-00000003", "xyz")
+
+
+def test_renamed_is_no_checkpoint(tmp_path: Path) -> None:
+    """A damaged checkpoint that was renamed as its message says is out of the way."""
+    save(tmp_path, 3)
+    save(tmp_path, 9)
+    (tmp_path / "step-00000009").rename(tmp_path / "step-00000009.bad")
+    assert checkpoint.latest_step(tmp_path) == 3

@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 
 import textmaker
 from twophase.config import UsageError, with_values
+from twophase.diloco.comm import SingleProcess
 from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
-from twophase.lm.train import inner_lr, preflight, train
+from twophase.lm.train import _corpus as build
+from twophase.lm.train import _Run, inner_lr, preflight, train
 
 
 @pytest.fixture
@@ -131,6 +133,48 @@ def test_divergence_is_data(config: TrainConfig, tmp_path: Path, values: dict[st
     assert again["steps"] == summary["steps"]
 
 
+@pytest.mark.parametrize("lr", [300.0, 2000.0, 30000.0])
+def test_blown_up_by_the_last_round(config: TrainConfig, tmp_path: Path, lr: float) -> None:
+    """A run whose only outer step destroys it is diverged, however large or infinite its validation loss."""
+    config = with_values(config, {"outer.lr": lr, "steps": 6, "inner_steps": 6})
+    assert run(config, tmp_path / "run")["diverged"]
+    saved = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert saved["diverged"] is True
+    assert saved["exit_reason"] == "diverged"
+
+
+def test_changed_text_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    """A run does not go on with another text than it began with; with the old one back it does."""
+    calls = iter(range(1, 1000))
+    run(config, tmp_path / "run", should_stop=lambda: next(calls) >= 8)
+    path = tmp_path / "text.txt"
+    old = path.read_bytes()
+    textmaker.write(path, seed=1)
+    build.cache_clear()
+    with pytest.raises(UsageError, match=r"--data\.corpus file:.*: the text is not the one that this run began with"):
+        run(config, tmp_path / "run")
+    path.write_bytes(old)
+    build.cache_clear()
+    assert run(config, tmp_path / "run")["exit_reason"] == "finished"
+
+
+def test_a_round_begun_by_one_process_counts_once(config: TrainConfig, tmp_path: Path) -> None:
+    """The losses of an unfinished round are kept by the first process only when several go on with it."""
+
+    class Second(SingleProcess):
+        """A second process of one, as far as the loading of progress is concerned."""
+
+        rank = 1
+
+    calls = iter(range(1, 1000))
+    run(config, tmp_path / "run", should_stop=lambda: next(calls) >= 3)
+    with RunFolder.claim(tmp_path / "run", config) as folder:
+        assert _Run(config, folder, SingleProcess()).restore().round_loss > 0
+        other = _Run(replace(config, replicas=2), folder, Second())
+        other.replicas = []
+        assert other.restore().round_loss == 0
+
+
 def test_seeds_differ(config: TrainConfig, tmp_path: Path) -> None:
     """The seed changes the run, and the same seed repeats it."""
     sums = [run(replace(config, seed=seed), tmp_path / str(n))["checksum"] for n, seed in enumerate((0, 1, 0))]
@@ -172,6 +216,8 @@ BAD_VALUES = [
     ({"model.rope_theta": 0.0}, r"--model\.rope-theta"),
     ({"model.norm_eps": 0.0}, r"--model\.norm-eps"),
     ({"seed": -1}, r"--seed is -1"),
+    ({"seed": 2**63}, r"--seed is 9223372036854775808; it must be a whole number >= 0 and below 2\^63"),
+    ({"device": "meta"}, r"--device meta cannot be used here"),
     ({"evaluate_every": -1}, r"--evaluate-every"),
     ({"divergence_loss": -1.0}, r"--divergence-loss"),
     ({"device": "abacus"}, r"--device abacus cannot be used here .*; use --device cpu"),

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from twophase.diloco.comm import Communicator, default_communicator
 from twophase.diloco.flat import Layout, checksum, plan
 from twophase.optim.outer import GroupRound, OuterSGD
-from twophase.restart import Never, RestartPolicy
+from twophase.restart import Never, RestartPolicy, check_count
 from twophase.rule import OuterRule
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
@@ -46,7 +46,8 @@ class RoundReport:
         groups: each param group's norms, cosine, gain and restart; empty for an outer optimizer other than `OuterSGD`.
         pseudo_gradient_norm: Euclidean norm of g over all parameters.
         bytes_sent: payload that this process handed to the reduction; 0 in a single process.
-        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`.
+        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`. On an
+            accelerator the first four only launch work, which is waited for where a number is read.
         checksum: digits that depend on every bit of the new anchor.
     """
 
@@ -120,14 +121,12 @@ class DiLoCo:
         restart: RestartPolicy | str | int | None = None,
         communicator: Communicator | None = None,
     ) -> None:
-        if isinstance(inner_steps, bool) or not isinstance(inner_steps, int) or inner_steps < 1:
-            raise ValueError(f"DiLoCo: inner_steps is {inner_steps!r}; it must be a whole number >= 1")
-        self.inner_steps = inner_steps
+        self.inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
         self.communicator = communicator or default_communicator()
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
-        self._params, self.layout = _collect(self.replicas)
+        self._slots, self.layout = _collect(self.replicas)
         self.replica_count = self._agree()
-        first = self._params[0]
+        first = self._params()[0]
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in first) else torch.float32
         self._anchor = torch.zeros(self.layout.numel, dtype=dtype, device=first[0].device)
         self._pseudo_gradient = torch.zeros_like(self._anchor)
@@ -174,6 +173,8 @@ class DiLoCo:
             norm, groups = self._outer_step(signals)
         with _phase("restore", seconds):
             self._restore()
+        with _phase("checksum", seconds):
+            digits = self.checksum()
         self.round += 1
         steps, self.inner_step = self.inner_step, 0
         return RoundReport(
@@ -186,7 +187,7 @@ class DiLoCo:
             pseudo_gradient_norm=norm,
             bytes_sent=pending.bytes_sent,
             seconds=seconds,
-            checksum=self.checksum(),
+            checksum=digits,
         )
 
     def checksum(self) -> str:
@@ -203,7 +204,7 @@ class DiLoCo:
         A 16-bit replica began its round at the anchor rounded to its type, so its progress is counted from there: from
         the anchor itself, a replica that stands still would push the rounding error into the momentum every round.
         """
-        for number, params in enumerate(self._params):
+        for number, params in enumerate(self._params()):
             for anchor, gradient, theta in zip(self._anchor_views, self._gradient_views, params, strict=True):
                 start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
                 theta = theta.to(anchor.device)  # noqa: PLW2901 - a replica may live on another device
@@ -225,8 +226,12 @@ class DiLoCo:
 
     def _restore(self) -> None:
         """theta_r <- a."""
-        for params in self._params:
+        for params in self._params():
             torch._foreach_copy_(params, self._anchor_views)
+
+    def _params(self) -> list[list[Tensor]]:
+        """The parameters of each replica as they are now, checked to be those that the engine was built for."""
+        return [[slot.tensor() for slot in slots] for slots in self._slots]
 
     def state_dict(self) -> dict[str, Any]:
         """Anchor, outer optimizer and position in the round: with the models and inner optimizers, the whole run.
@@ -245,13 +250,27 @@ class DiLoCo:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
 
+        As for every torch optimizer, the saved settings (lr, momentum, restart policy) win over the constructor's. A
+        state of a round's end also sets the replicas to the anchor, as they were.
+
         Raises:
-            ValueError: the state of another model, or a position that lies beyond this engine's rounds.
+            ValueError: no engine's state, the state of another model, or a position beyond this engine's rounds;
+                nothing has been changed.
         """
+        missing = {"anchor", "layout", "outer", "round", "inner_step"} - set(state)
+        if missing:
+            raise ValueError(
+                f"DiLoCo.load_state_dict: the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
+            )
         if state["layout"] != self.layout.describe():
             raise ValueError(
                 "DiLoCo.load_state_dict: the state belongs to a model of other parameters; build the model of the "
                 "checkpoint, or start a new run"
+            )
+        if state["anchor"].shape != self._anchor.shape:
+            raise ValueError(
+                f"DiLoCo.load_state_dict: the anchor has {state['anchor'].numel()} elements instead of "
+                f"{self._anchor.numel()}; the state is damaged"
             )
         if state["inner_step"] >= self.inner_steps:
             raise ValueError(
@@ -261,6 +280,8 @@ class DiLoCo:
         self.outer.load_state_dict(state["outer"])  # first: it may refuse
         with torch.no_grad():
             self._anchor.copy_(state["anchor"])
+            if state["inner_step"] == 0:
+                self._restore()
         self.round = state["round"]
         self.inner_step = state["inner_step"]
 
@@ -270,7 +291,7 @@ class DiLoCo:
 
     def _agree(self) -> int:
         """Number of replicas in the whole run, after comparing what all processes bring."""
-        types = [str(p.dtype) for p in self._params[0]]
+        types = [str(p.dtype) for p in self._params()[0]]
         ours = {"parameters": self.layout.describe(), "types": types, "inner_steps": self.inner_steps}
         everyone = self.communicator.gather((ours, len(self.replicas)))
         self._compare(ours, [theirs for theirs, _ in everyone])
@@ -309,13 +330,50 @@ class DiLoCo:
         return optimizer
 
 
-def _collect(replicas: list[nn.Module]) -> tuple[list[list[Tensor]], Layout]:
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A trainable parameter and where its module keeps it."""
+
+    name: str
+    module: nn.Module
+    leaf: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        """Its present values; training on after a silent replacement would synchronise nothing."""
+        p = self.parameter
+        if self.module._parameters.get(self.leaf) is not p or p.dtype != self.dtype or p.device != self.device:
+            raise ValueError(
+                f"DiLoCo: parameter {self.name!r} was replaced, moved or cast after the engine was built; call "
+                ".to(), .double() or load_state_dict(assign=True) first and build the engine last"
+            )
+        return p.detach()
+
+
+def _slots(replica: nn.Module) -> list[_Slot]:
+    slots = []
+    for name, p in replica.named_parameters():
+        if p.requires_grad:
+            path, _, leaf = name.rpartition(".")
+            slots.append(_Slot(name, replica.get_submodule(path), leaf, p, p.dtype, p.device))
+    return slots
+
+
+def _collect(replicas: list[nn.Module]) -> tuple[list[list[_Slot]], Layout]:
     """The trainable parameters of each replica and their layout, checked to be alike."""
     if not replicas:
         raise ValueError("DiLoCo: replicas is empty; pass at least one module")
+    for replica in replicas:
+        if not isinstance(replica, nn.Module):
+            raise ValueError(
+                f"DiLoCo: replicas holds a {type(replica).__name__}; pass the module itself, or a list of modules"
+            )
     if len({id(replica) for replica in replicas}) < len(replicas):
         raise ValueError("DiLoCo: the same module is listed twice in replicas; make one copy.deepcopy() a replica")
-    named = [[(n, p) for n, p in replica.named_parameters() if p.requires_grad] for replica in replicas]
+    collected = [_slots(replica) for replica in replicas]
+    named = [[(slot.name, slot.parameter) for slot in slots] for slots in collected]
     layouts = [plan((name, tuple(p.shape)) for name, p in params) for params in named]
     if not layouts[0].slots:
         raise ValueError("DiLoCo: the module has no parameter that requires a gradient; nothing could be synchronised")
@@ -326,6 +384,11 @@ def _collect(replicas: list[nn.Module]) -> tuple[list[list[Tensor]], Layout]:
             )
     if len({id(p) for params in named for _, p in params}) < len(named) * len(named[0]):
         raise ValueError("DiLoCo: replicas share parameters; make one copy.deepcopy() of the module a replica")
+    _check_kinds(named)
+    return collected, layouts[0]
+
+
+def _check_kinds(named: list[list[tuple[str, nn.Parameter]]]) -> None:
     for params in named:
         if len({p.device for _, p in params}) > 1:
             raise ValueError("DiLoCo: a replica's parameters lie on several devices; put each replica on one device")
@@ -336,7 +399,6 @@ def _collect(replicas: list[nn.Module]) -> tuple[list[list[Tensor]], Layout]:
                 )
             if not p.is_floating_point():
                 raise ValueError(f"DiLoCo: parameter {name!r} is {p.dtype}; only floating-point parameters can train")
-    return [[p.detach() for _, p in params] for params in named], layouts[0]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, str]:

@@ -160,6 +160,13 @@ def parse_axes(words: Sequence[Sequence[str]], base: Any) -> list[Axis]:
     return axes
 
 
+def extends(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether a `Sweep.spec()` holds all cells of another of the same name and base, and perhaps more."""
+    alike = all(ours[key] == theirs[key] for key in ("name", "base"))
+    cells = [{key: cell[key] for key in ("arm", "run", "control_of")} for cell in ours["cells"]]
+    return alike and all({key: cell[key] for key in ("arm", "run", "control_of")} in cells for cell in theirs["cells"])
+
+
 def spec_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """What differs between two `Sweep.spec()`s, one phrase each, in the words of the one who gave the command."""
     phrases = [f"its name is {theirs['name']} there, {ours['name']} here"] if theirs["name"] != ours["name"] else []

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twophase.config import UsageError, to_tree
-from twophase.experiment.grid import Sweep, spec_differences
+from twophase.experiment.grid import Sweep, extends, spec_differences
 from twophase.experiment.run import check_place, list_some, lock_folder, read_summary
 from twophase.experiment.table import rows_of, write_rows
 from twophase.files import write_atomic
@@ -110,7 +110,7 @@ def run_sweep(
     folder: Path,
     *,
     workers: int,
-    command: Sequence[str] = (sys.executable, "-m", "twophase", "sweep-worker"),
+    command: Sequence[str] = (sys.executable, "-P", "-m", "twophase", "sweep-worker"),
     progress: Callable[[Status], None] | None = None,
     threads: int = 1,
     grace_seconds: float = 20.0,
@@ -161,6 +161,9 @@ def _claim(sweep: Sweep, folder: Path) -> None:
             write_atomic(folder / SPEC, json.dumps(spec, indent=1) + "\n")
         saved = json.loads((folder / SPEC).read_text(encoding="utf-8"))
         different = spec_differences(spec, saved)
+        if different and extends(spec, saved):  # more seeds or values: what is there stays and counts
+            write_atomic(folder / SPEC, json.dumps(spec, indent=1) + "\n")
+            different = []
         if not different:
             (folder / RUNS).mkdir(exist_ok=True)
             (folder / FIGURES).mkdir(exist_ok=True)

@@ -27,7 +27,7 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
     """
     found = settings(rows)
     axes = {path: list(dict.fromkeys(setting.values[path] for setting in found)) for path in found[0].values}
-    across, up, *others = [*axes, ""] if len(axes) == 1 else axes
+    across, up, *others = [*axes, "", ""][: max(2, len(axes))]
     frames = list(itertools.product(*(axes[path] for path in others)))
     if len(frames) > _MOST_PANELS:
         return []
@@ -35,10 +35,10 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
     panels = [_panel(found, axes, across, up, dict(zip(others, frame, strict=True))) for frame in frames]
     return heatmaps(
         [panels[start : start + width] for start in range(0, len(panels), width)],
-        x_label=across,
+        x_label=across or "seed",
         y_label=up,
         colour_label="validation perplexity a token",
-        title=f"Sweep over {', '.join(axes)} ({form})",
+        title=f"Sweep over {', '.join(axes) or 'seeds'} ({form})",
         note=_seeds_note(found),
         path_stem=folder / "sweep",
     )
@@ -49,7 +49,7 @@ def describe(rows: Sequence[Row]) -> str:
     found = settings(rows)
     finished = sorted((s for s in found if s.perplexity is not None), key=lambda s: s.perplexity or 0.0)
     table = [[*s.values.values(), readable(s.perplexity)] for s in finished[:_TOP]]
-    counts = {state: sum(s.state == state for s in found) for state in ("diverged", "missing", "failed")}
+    counts = {state: sum(s.state == state for s in found) for state in ("diverged", "missing")}
     shown = f"best {len(table)} of {len(found)} settings" + "".join(
         f", {n} {state}" for state, n in counts.items() if n
     )
@@ -58,16 +58,17 @@ def describe(rows: Sequence[Row]) -> str:
 
 def _panel(found: Sequence[Setting], axes: Mapping[str, Sequence[Any]], x: str, y: str, fixed: dict[str, Any]) -> Panel:
     at = {
-        (setting.values[x], setting.values.get(y)): setting
+        (setting.values.get(x), setting.values.get(y)): setting
         for setting in found
         if all(setting.values[path] == value for path, value in fixed.items())
     }
-    ups: Sequence[Any] = axes[y] if y else [None]
-    grid = [[at.get((across, up)) for across in axes[x]] for up in ups]
+    acrosses, ups = axes.get(x, [None]), axes.get(y, [None])
+    grid = [[at.get((across, up)) for across in acrosses] for up in ups]
     values = [[setting.perplexity if setting else None for setting in line] for line in grid]
     states: list[list[State]] = [[setting.state if setting else "missing" for setting in line] for line in grid]
     title = ", ".join(f"{path} {value}" for path, value in fixed.items())
-    return Panel(title, axes[x], ["" if up is None else up for up in ups], values, states)
+    x_values, y_values = (["" if value is None else value for value in line] for line in (acrosses, ups))
+    return Panel(title, x_values, y_values, values, states)
 
 
 def _seeds_note(found: Sequence[Setting]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from twophase.diloco.comm import Communicator
 from twophase.files import sync_folder, write_atomic
 
 _PREFIX = "step-"
+_NAME = re.compile(rf"{_PREFIX}\d{{8,}}")
 _WRITING = ".writing-"
 _MANIFEST = "manifest.json"
 
@@ -137,11 +139,12 @@ class Checkpoint:
 def _damaged(path: Path, why: str) -> UsageError:
     others = [other.name for other in _complete(path.parent) if other != path]
     back = f"the run then resumes from {others[-1]}" if others else "the run then starts from the beginning"
-    return UsageError(f"checkpoint {path} is damaged: {why}; move that folder away and repeat the command, {back}")
+    remedy = f"rename that folder (for example to {path.name}.bad) and repeat the command, {back}"
+    return UsageError(f"checkpoint {path} is damaged: {why}; {remedy}")
 
 
 def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir())
 
 
 def _write_part(path: Path, part: Any) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def _check_numbers(config: TrainConfig) -> None:
     _require(inner.clip_norm >= 0, "inner.clip_norm", inner.clip_norm, ">= 0 (0 means no clipping)")
     _require(config.evaluate_every >= 0, "evaluate_every", config.evaluate_every, ">= 0 (0 means at the end only)")
     _require(config.divergence_loss >= 0, "divergence_loss", config.divergence_loss, ">= 0 (0 means 3 ln(vocabulary))")
-    _require(config.seed >= 0, "seed", config.seed, "a whole number >= 0")
+    _require(0 <= config.seed < 2**63, "seed", config.seed, "a whole number >= 0 and below 2^63")
 
 
 def _require(holds: bool, path: str, value: object, wanted: str) -> None:

@@ -42,7 +42,10 @@ class Vocabulary:
 
     @property
     def token_bytes(self) -> NDArray[np.int64]:
-        """UTF-8 bytes that each token stands for, (size,): perplexity per byte divides by their sum."""
+        """UTF-8 bytes of what each token decodes to, (size,): perplexity per byte divides by their sum.
+
+        One for every token of both vocabularies; of `char` it is the text as it was encoded, tabs already expanded.
+        """
         return np.ones(self.size, np.int64)
 
     def encode(self, text: str) -> Ids:

@@ -107,7 +107,7 @@ def train(
 
         line: dict[str, Any] = {"step": done.step, "round": report.round, "train_loss": run.mean_loss(report)}
         done.round_loss = 0.0
-        done.exit_reason = run.exit_reason(line["train_loss"], should_stop)
+        done.exit_reason = run.exit_reason(report, line["train_loss"], should_stop)
         due = config.evaluate_every and report.round % config.evaluate_every == 0
         if run.lead:
             if due or done.exit_reason in (FINISHED, DIVERGED):
@@ -125,7 +125,7 @@ def train(
         return run.summary()
     # After the checkpoint and before the summary: whatever is interrupted here is done again by a repeated command.
     validation = validation or run.replicas[0].evaluate()
-    if not math.isfinite(validation.loss):
+    if not validation.loss <= config.loss_bound:  # blown up by the very last outer step
         done.exit_reason = DIVERGED
     summary = _fields(validation) | run.summary()
     write_atomic(folder.weights, run.weights())
@@ -143,6 +143,11 @@ class _Run:
         self.lead = comm.rank == 0
         self.done = Progress()
         corpus, device = preflight(config, comm.size)
+        self.text: str = corpus.description["fingerprint"]
+        if len(set(comm.gather(self.text))) > 1:
+            raise UsageError(
+                f"--data.corpus {config.data.corpus}: the processes see different texts; give all the same"
+            )
         torch.set_num_threads(config.threads)
         share = config.replicas // comm.size
         numbers = range(comm.rank * share, (comm.rank + 1) * share)
@@ -173,9 +178,10 @@ class _Run:
         self.comm.launch_sum(total).wait()
         return total.item() / (report.inner_steps * report.replicas)
 
-    def exit_reason(self, loss: float, should_stop: Callable[[], bool]) -> str:
+    def exit_reason(self, report: RoundReport, loss: float, should_stop: Callable[[], bool]) -> str:
         """How the run stands after a round with this training loss; the same on all processes."""
-        if not loss <= self.config.loss_bound:  # a NaN is not <= anything
+        # A NaN is not <= anything.
+        if not (loss <= self.config.loss_bound and math.isfinite(report.pseudo_gradient_norm)):
             return DIVERGED
         if self.done.step == self.config.steps:
             return FINISHED
@@ -191,10 +197,18 @@ class _Run:
             for replica in self.replicas:
                 replica.load_state_dict(saved.part(checkpoint.replica_file(replica.number)))
             numbers = saved.progress()
-            logs = numbers.pop("logs")
+            logs, text = numbers.pop("logs"), numbers.pop("text")
+            if text != self.text:
+                raise UsageError(
+                    f"--data.corpus {self.config.data.corpus}: the text is not the one that this run began with "
+                    f"(fingerprint {self.text[:12]}, at {newest} {text[:12]}); put the old text back, or choose "
+                    "another --out"
+                )
             self.done = Progress(**numbers)
             if self.done.exit_reason == STOPPED:
                 self.done.exit_reason = RUNNING
+            if not self.lead:
+                self.done.round_loss = 0.0  # what was saved inside a round is a sum over all replicas; count it once
         if self.lead:
             self.folder.rewind(logs)  # lines written after the checkpoint will be written again
         return self.done
@@ -208,7 +222,7 @@ class _Run:
             self.folder.checkpoint_dir,
             self.done.step,
             parts,
-            dataclasses.asdict(self.done) | {"logs": self.folder.position() if self.lead else {}},
+            dataclasses.asdict(self.done) | {"logs": self.folder.position() if self.lead else {}, "text": self.text},
             fingerprint=fingerprint(self.config),
             keep=self.config.keep_checkpoints,
             communicator=self.comm,
@@ -337,7 +351,7 @@ def preflight(config: TrainConfig, processes: int = 1) -> tuple[Corpus, torch.de
         )
     try:
         device = torch.device(config.device)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {config.device} cannot be used here ({reason}); use --device cpu") from None

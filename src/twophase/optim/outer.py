@@ -102,7 +102,7 @@ class OuterSGD(Optimizer):
         restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "form": form, "restart": str(parse(restart))}
-        check_rule("OuterSGD", lr, momentum, form)
+        check_rule("OuterSGD", lr, momentum, form, nesterov)
         super().__init__(params, defaults)
         self.last_round: list[GroupRound] = []
 
@@ -157,6 +157,7 @@ class OuterSGD(Optimizer):
         gradients: list[Tensor] = [p.grad for p in params if p.grad is not None]
         if any(g.is_sparse for g in gradients):
             raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() before the step")
+        _check(group)  # a scheduler may have changed it; after the update would be too late
         policy = parse(group["restart"])
         if not isinstance(group["restart"], str):  # the user put a policy there: it starts without memory,
             group["policy_state"] = policy.initial_state()
@@ -228,6 +229,7 @@ class OuterSGD(Optimizer):
             for key in ("dampening", "weight_decay", "maximize"):
                 if group.get(key):
                     raise ValueError(f"OuterSGD: the loaded state has {key}={group[key]}; an outer step has no {key}")
+            _complete(dict(group))  # refuse before anything is loaded
         super().load_state_dict(state_dict)
         # The base class has just cast every buffer to its parameter's dtype (and shares the others with the caller's
         # dictionary), so the buffers are put back from the original: as they were, and our own copy.
@@ -287,4 +289,8 @@ def _complete(group: dict[str, Any]) -> None:
     for key in _COUNTERS:
         group.setdefault(key, 0)
     group.setdefault("policy_state", policy.initial_state())
-    check_rule("OuterSGD", group["lr"], group["momentum"], group["form"])
+    _check(group)
+
+
+def _check(group: dict[str, Any]) -> None:
+    check_rule("OuterSGD", group["lr"], group["momentum"], group["form"], group["nesterov"])
