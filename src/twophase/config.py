@@ -154,8 +154,8 @@ def check_tree(tree: Mapping[str, Any], default: Any, where: str) -> None:
     known = flatten(to_tree(default))
     for path, value in flatten(tree).items():
         if path not in known:
-            near = difflib.get_close_matches(path, known, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(known)}"
+            near = difflib.get_close_matches(path, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
             raise UsageError(f"{where}: {path} is no value of the configuration; {hint}")
         like = known[path]
         kind = "true or false" if isinstance(like, bool) else "a list" if isinstance(like, list) else "one value"
