@@ -39,7 +39,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipes": {"experiment", "lm.config", "theory"} | BASE,
     "explorer": {"theory"} | BASE,
     "studies": {"recipes", "experiment", "lm", "lm.config", "diloco", "optim", "theory"} | BASE,
-    "cli": {"studies", "explorer", "recipes", "experiment", "lm", "lm.config", "diloco", "optim", "theory"} | BASE,
+    "cli": {"studies", "explorer", "recipes", "experiment", "lm", "lm.config", "diloco", "optim", "theory"}
+    | BASE
+    | {"session", "worker"},
+    "session": {"experiment", "lm.config", "diloco"} | BASE,
+    "worker": {"session", "experiment", "lm", "lm.config"} | BASE,
     "__main__": {"cli"},
     "__init__": set(),  # its names are lazy: they are in _HOMES
 }
@@ -211,7 +215,7 @@ def breaches_of_quick_help(house: House) -> Iterator[str]:
 def breaches_of_distributed(house: House) -> Iterator[str]:
     """Uses of torch.distributed outside diloco, except that the program joins the group that torchrun started."""
     for module, tree in house.trees.items():
-        if house.room(module) in {"diloco", "cli"}:
+        if house.room(module) in {"diloco", "session"}:
             continue
         lines = {
             found.line

@@ -8,17 +8,13 @@ what was asked, told in one message; 130 or 143 stopped by Ctrl-C or SIGTERM, re
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import shlex
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from twophase.config import UsageError
 
@@ -177,9 +173,10 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
     """Train what is not finished yet."""
     from twophase.lm.train import preflight, train
     from twophase.progress import meter, round_text
+    from twophase.session import claimed, process_group, signals
 
     preflight(config, int(os.environ.get("WORLD_SIZE", "1")))  # before a folder is made for what cannot be run
-    with _process_group(config) as communicator, _signals() as stopped, _claimed(out, config, communicator) as folder:
+    with process_group(config) as communicator, signals() as stopped, claimed(out, config, communicator) as folder:
         with meter("train", config.steps, quiet=options.quiet or communicator.rank > 0) as show:
             summary = train(
                 config,
@@ -200,77 +197,6 @@ def _describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> st
         f"{head}: validation perplexity {summary['perplexity']:.3f} a token ({per_byte:.3f} a byte), "
         f"{summary['rounds']} rounds, {summary['restarts']} restarts, {summary['seconds']:.1f} s"
     )
-
-
-class _Stop(threading.Event):
-    """Set by the first SIGINT or SIGTERM; `number` says which."""
-
-    number = 0
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Stop]:
-    """Let the first SIGINT or SIGTERM ask for a checkpoint and a good end; a second one acts at once."""
-    stop = _Stop()
-
-    def ask(number: int, _frame: object) -> None:
-        stop.number = number
-        stop.set()
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _process_group(config: TrainConfig) -> Iterator[Any]:
-    """The processes that torchrun started, or this one alone."""
-    from twophase.diloco.comm import ProcessGroup, SingleProcess
-
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield SingleProcess()
-        return
-    import torch
-    import torch.distributed as dist
-
-    if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # one device a process
-    dist.init_process_group("gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl")
-    try:
-        communicator = ProcessGroup()
-        yield communicator
-        communicator.gather(None)  # leave together: a process that goes first takes its connections with it
-    finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _claimed(out: Path, config: TrainConfig, communicator: Any) -> Iterator[Any]:
-    """The run's folder, claimed by process 0 on behalf of all; a refusal ends every process."""
-    from twophase.experiment.run import RunFolder
-
-    if communicator.size == 1:
-        with RunFolder.claim(out, config) as folder:
-            yield folder
-        return
-    folder, refusal = None, None
-    if communicator.rank == 0:
-        try:
-            folder = RunFolder.claim(out, config)
-        except UsageError as error:
-            refusal = str(error)
-    refusal = communicator.gather(refusal)[0]
-    if refusal is not None:
-        raise UsageError(refusal)
-    try:
-        yield folder or RunFolder(out, "", -1, resumed=True)  # the others read checkpoints and write no logs
-    finally:
-        if folder:
-            folder.release()
 
 
 # ------------------------------------------------------------------------------------------------------------- sweeps
@@ -408,49 +334,9 @@ def _figures(paths: list[Path], out: Path) -> str:
 
 def _sweep_worker(words: list[str]) -> int:
     """Train the runs that a sweep hands over on stdin, one line of JSON each (see experiment/launch.py)."""
+    from twophase.worker import serve
+
     if words:
         raise UsageError("sweep-worker takes no options; it is started by twophase sweep")
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not look like an answer
-    with _signals() as stopped:
-        for line in _lines_until_stop(sys.stdin, stopped):
-            job = json.loads(line)
-            answer = _work(job, stopped)
-            if answer is not None:
-                print(json.dumps({"run": job["run"]} | answer), file=answers, flush=True)
-    return 128 + stopped.number if stopped.number else 0
-
-
-def _work(job: dict[str, Any], stopped: _Stop) -> dict[str, str] | None:
-    """Train one run; None when it was stopped, and so is not done."""
-    import traceback
-
-    from twophase.config import from_tree
-    from twophase.experiment.run import RunFolder
-    from twophase.lm.config import TrainConfig
-    from twophase.lm.train import train
-
-    try:
-        config = from_tree(TrainConfig, job["config"])
-        with RunFolder.claim(Path(job["folder"]), config) as folder:
-            summary = folder.summary() or train(config, folder, should_stop=stopped.is_set)
-    except Exception as error:  # one bad run must not take the others with it; the parent is told
-        traceback.print_exc()
-        return {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-    return None if summary["exit_reason"] == "stopped" else {"status": "finished"}
-
-
-def _lines_until_stop(source: TextIO, stopped: _Stop) -> Iterator[str]:
-    """Lines of `source` as they come; its end means that the parent is gone or done, and stops a run under way."""
-    import queue
-
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in source:
-            lines.put(line)
-        stopped.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    while not stopped.is_set():
-        with contextlib.suppress(queue.Empty):
-            yield lines.get(timeout=0.1)  # wake up to see a signal: a blocking get would sleep through it
+    return serve(sys.stdin, answers)

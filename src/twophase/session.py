@@ -1,0 +1,86 @@
+"""What a command needs around a run: a good end on a signal, the processes of torchrun, the claimed folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from twophase.config import UsageError
+from twophase.diloco.comm import Communicator, ProcessGroup, SingleProcess
+from twophase.experiment.run import RunFolder
+from twophase.lm.config import TrainConfig
+
+
+class Stop(threading.Event):
+    """Set by the first SIGINT or SIGTERM; `number` says which."""
+
+    number = 0
+
+
+@contextmanager
+def signals() -> Iterator[Stop]:
+    """Let the first SIGINT or SIGTERM ask for a checkpoint and a good end; a second one acts at once."""
+    stop = Stop()
+
+    def ask(number: int, _frame: object) -> None:
+        stop.number = number
+        stop.set()
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def process_group(config: TrainConfig) -> Iterator[Communicator]:
+    """The processes that torchrun started, or this one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield SingleProcess()
+        return
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # one device a process
+    dist.init_process_group("gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl")
+    try:
+        communicator = ProcessGroup()
+        yield communicator
+        communicator.gather(None)  # leave together: a process that goes first takes its connections with it
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def claimed(out: Path, config: TrainConfig, communicator: Communicator) -> Iterator[RunFolder]:
+    """The run's folder, claimed by process 0 on behalf of all.
+
+    Raises:
+        UsageError: on every process, when process 0's claim is refused.
+    """
+    if communicator.size == 1:
+        with RunFolder.claim(out, config) as folder:
+            yield folder
+        return
+    folder, refusal = None, None
+    if communicator.rank == 0:
+        try:
+            folder = RunFolder.claim(out, config)
+        except UsageError as error:
+            refusal = str(error)
+    refusal = communicator.gather(refusal)[0]
+    if refusal is not None:
+        raise UsageError(refusal)
+    try:
+        yield folder or RunFolder(out, "", -1, resumed=True)  # the others read checkpoints and write no logs
+    finally:
+        if folder:
+            folder.release()
