@@ -1,6 +1,6 @@
 # Everything a newcomer needs: `make demo` or `make test` alone also does the set-up.
-# PYTHON: an interpreter >= 3.11.  TORCH_INDEX: a package index to take torch from, for example
-#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu     (a CPU build: far smaller than PyPI's CUDA build)
+# PYTHON: an interpreter >= 3.11.  TORCH_INDEX: a package index to take torch from, such as PyTorch's own index of CPU
+# wheels (far smaller than PyPI's, which bring CUDA).  ARGS: more words for the command, as in make demo ARGS=--quick
 
 PYTHON ?= python3
 TORCH_INDEX ?=
