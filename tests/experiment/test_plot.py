@@ -126,7 +126,7 @@ def test_colour_bar_says_when_it_is_clipped(worst: float, clipped: bool) -> None
     figure, colours = plot._draw([[panel([[8.0, worst]])]], scale, "x", "y")
     plot._draw_colour_bar(figure, colours, scale, "perplexity", worst)
     label = figure.axes[-1].get_ylabel()
-    assert label.startswith("perplexity (log scale")
+    assert label.startswith("perplexity\n(log scale")
     assert ("colours end at 24.0" in label) == clipped
     assert colours.colorbar is not None
     assert colours.colorbar.extend == ("max" if clipped else "neither")

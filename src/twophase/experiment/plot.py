@@ -239,7 +239,7 @@ def _draw_colour_bar(figure: Figure, colours: ScalarMappable, scale: Scale, labe
     if scale.low < scale.bound < scale.high:
         bar.ax.axhline(scale.bound, color=_INK, linewidth=1.6)
     end = f"; colours end at {readable(scale.high)}" if clipped else ""
-    bar.set_label(f"{label} (log scale{end})")
+    bar.set_label(f"{label}\n(log scale{end})")  # two lines: a figure of one row is lower than one line is long
 
 
 def _readable_on(face: Any) -> str:
