@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,21 @@ def test_python_blocks(page: str, code: str, tmp_path: Path) -> None:
     claimed = re.findall(r"^# prints: (.*)$", code, re.MULTILINE)
     if claimed:
         assert done.stdout.splitlines() == claimed, page
+
+
+EXAMPLES = sorted(
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+    for path in (ROOT / "src").rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_docstring_examples(name: str) -> None:
+    """Each example in a docstring prints what it says."""
+    outcome = doctest.testmod(import_module(name))
+    assert outcome.attempted > 0
+    assert outcome.failed == 0
 
 
 @pytest.mark.parametrize(("page", "text"), blocks("console"))

@@ -315,9 +315,10 @@ def _outcome_text(outcome: Outcome) -> str:
 
 def _sweep_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
     from twophase.experiment.overview import describe, draw
+    from twophase.rule import FORM_WORDS
 
     forms = sorted({config.outer.form for config in sweep.runs.values()})
-    form = " and ".join({"sum": "sum form", "ema": "EMA form"}[form] for form in forms)
+    form = " and ".join(FORM_WORDS[form] for form in forms)
     return f"{describe(rows)}\n{_figures(draw(rows, form, out / 'figures'), out)}"
 
 

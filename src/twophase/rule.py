@@ -23,6 +23,8 @@ from typing import Literal, get_args
 
 Form = Literal["ema", "sum"]
 FORMS: tuple[Form, ...] = get_args(Form)
+FORM_WORDS: dict[str, str] = {"sum": "sum form", "ema": "EMA form"}
+"""How a form is named to people."""
 
 
 def check_rule(where: str, lr: float, momentum: float, form: str, nesterov: object = False) -> None:
@@ -93,5 +95,4 @@ class OuterRule:
     def describe(self) -> str:
         """One line for people: kind, numbers and form, for example `Nesterov lr 0.7 momentum 0.9 (sum form)`."""
         kind = "momentum-free" if self.momentum == 0 else "Nesterov" if self.nesterov else "heavy ball"
-        name = {"sum": "sum form", "ema": "EMA form"}[self.form]
-        return f"{kind} lr {self.lr:g} momentum {self.momentum:g} ({name})"
+        return f"{kind} lr {self.lr:g} momentum {self.momentum:g} ({FORM_WORDS[self.form]})"

@@ -83,7 +83,7 @@ class OuterSGD(Optimizer):
     Source: paper sections 2 and 3; theory notes R2 to R4.
 
     >>> x = torch.nn.Parameter(torch.tensor([1.0]))
-    >>> outer = OuterSGD([x], lr=0.5, momentum=0.9, restart=Periodic(2))
+    >>> outer = OuterSGD([x], lr=0.5, momentum=0.9, restart=2)
     >>> for _ in range(3):
     ...     x.grad = torch.tensor([0.1])
     ...     outer.step()

@@ -38,6 +38,7 @@ from twophase.experiment.table import (
 )
 from twophase.lm.config import TrainConfig
 from twophase.restart import Never, mean_outer_gain
+from twophase.rule import FORM_WORDS
 
 PERIOD = 3
 MOMENTUM_FREE = "momentum-free"
@@ -334,7 +335,7 @@ def _place(setting: Setting) -> str:
 
 
 def _form(sweep: Sweep) -> str:
-    return {"sum": "sum form", "ema": "EMA form"}[sweep.base.outer.form]
+    return FORM_WORDS[sweep.base.outer.form]
 
 
 def _seeds(sweep: Sweep) -> list[int]:
