@@ -1,0 +1,111 @@
+"""Double-double arithmetic on arrays: every number is an unevaluated sum hi + lo, about 32 digits.
+
+Why it is here: the phase after K rounds is K times an angle, and a matrix near critical damping is a difference of
+nearly equal numbers. In doubles the one loses K units, the other half of the digits. Twice the digits make both
+exact to the last double. NumPy's `longdouble` would do on some machines and silently be a double on others.
+
+Source: T. J. Dekker, A floating-point technique for extending the available precision, Numer. Math. 18 (1971).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = Any  # an array of doubles or a double
+_SPLITTER = 134217729.0  # 2^27 + 1: halves a double's 53 bits
+
+
+class Doubled:
+    """An array of double-doubles. `+ - *` take another one or an array of doubles; parts must stay below 1e290."""
+
+    __slots__ = ("hi", "lo")
+    __array_ufunc__ = None  # so that array * Doubled asks Doubled
+
+    def __init__(self, hi: Array, lo: Array = 0.0) -> None:
+        self.hi = hi
+        self.lo = lo
+
+    def __neg__(self) -> Doubled:
+        return Doubled(-self.hi, -self.lo)
+
+    def __add__(self, other: Doubled | Array) -> Doubled:
+        if not isinstance(other, Doubled):
+            high, low = two_sum(self.hi, other)
+            return _normal(high, low + self.lo)
+        high, low = two_sum(self.hi, other.hi)
+        high2, low2 = two_sum(self.lo, other.lo)
+        high, low = _fast_two_sum(high, low + high2)
+        return _normal(high, low + low2)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Doubled | Array) -> Doubled:
+        return self + (-other)
+
+    def __rsub__(self, other: Array) -> Doubled:
+        return -self + other
+
+    def __mul__(self, other: Doubled | Array) -> Doubled:
+        if not isinstance(other, Doubled):
+            high, low = two_product(self.hi, other)
+            return _normal(high, low + self.lo * other)
+        high, low = two_product(self.hi, other.hi)
+        return _normal(high, low + (self.hi * other.lo + self.lo * other.hi))
+
+    __rmul__ = __mul__
+
+    def __getitem__(self, index: Any) -> Doubled:
+        return Doubled(self.hi[index], self.lo[index])
+
+    def scaled(self, exponent: Array) -> Doubled:
+        """This times 2^exponent, without rounding."""
+        return Doubled(np.ldexp(self.hi, exponent), np.ldexp(self.lo, exponent))
+
+    def sqrt(self) -> Doubled:
+        """Square root of numbers >= 0, by one Newton step from the double's."""
+        root = np.sqrt(self.hi)
+        rest = self - Doubled(*two_product(root, root))
+        return _normal(root, np.divide(rest.hi, 2 * root, out=np.zeros_like(root), where=root > 0))
+
+    def over(self, other: Doubled) -> Doubled:
+        """This divided by `other`, nonzero."""
+        first = self.hi / other.hi
+        rest = self - other * first
+        return _normal(first, rest.hi / other.hi)
+
+
+def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """The rounded sum and its exact rounding error."""
+    total = a + b
+    back = total - a
+    return total, (a - (total - back)) + (b - back)
+
+
+def two_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """The rounded product and its exact rounding error, for magnitudes below 1e290 whose error does not underflow."""
+    product = a * b
+    a_hi, a_lo = _split(a)
+    b_hi, b_lo = _split(b)
+    return product, ((a_hi * b_hi - product) + a_hi * b_lo + a_lo * b_hi) + a_lo * b_lo
+
+
+def where(condition: Array, yes: Doubled, no: Doubled) -> Doubled:
+    """Elementwise choice."""
+    return Doubled(np.where(condition, yes.hi, no.hi), np.where(condition, yes.lo, no.lo))
+
+
+def _split(a: Array) -> tuple[Array, Array]:
+    wide = _SPLITTER * a
+    high = wide - (wide - a)
+    return high, a - high
+
+
+def _fast_two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    total = a + b
+    return total, b - (total - a)
+
+
+def _normal(high: Array, low: Array) -> Doubled:
+    return Doubled(*_fast_two_sum(high, low))

@@ -1,0 +1,151 @@
+"""What every function of the theory takes, checked once: rules (one or an array of them), sigma, weights, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from twophase.rule import Form, OuterRule
+
+Floats: TypeAlias = NDArray[np.float64]
+Rules: TypeAlias = OuterRule | Sequence[Any] | NDArray[np.object_]
+"""One rule, or an array (or nested list) of rules that broadcasts like any array."""
+
+_LARGEST_STEP = 1e100  # beyond it squares overflow, and no learning rate is meant that large
+
+
+@dataclass(frozen=True, slots=True)
+class RuleArrays:
+    """The numbers of one or several rules as arrays of one shape."""
+
+    lr: Floats
+    momentum: Floats
+    injection: Floats
+    """Weight with which a pseudo-gradient enters the buffer: 1 (sum form) or 1 - momentum (EMA form)."""
+    nesterov: NDArray[np.bool_]
+    ema: NDArray[np.bool_]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array of rules; () for one rule."""
+        return self.lr.shape
+
+
+def rule_grid(lr: ArrayLike, momentum: ArrayLike, nesterov: ArrayLike = False, form: Form = "sum") -> NDArray[Any]:
+    """An array of outer rules, for calculations on many at once.
+
+    Args:
+        lr: outer learning rates in the named form, any shape.
+        momentum: outer momenta, broadcast against `lr`.
+        nesterov: whether each looks ahead, broadcast too.
+        form: `"sum"` or `"ema"`, the form of all of them.
+
+    Returns:
+        Array of `OuterRule` objects of the broadcast shape.
+
+    Raises:
+        ValueError: a value that `OuterRule` refuses.
+
+    >>> rule_grid([[0.5], [0.7]], [0.0, 0.9]).shape
+    (2, 2)
+    """
+    make = np.frompyfunc(lambda a, b, c: OuterRule(float(a), float(b), bool(c), form), 3, 1)
+    return np.asarray(make(*np.broadcast_arrays(lr, momentum, nesterov)), dtype=object)
+
+
+def rule_arrays(where: str, rule: Rules) -> RuleArrays:
+    """The numbers of a rule or of an array of rules; anything else is a ValueError that begins with `where`."""
+    if isinstance(rule, OuterRule):
+        items, shape = [rule], ()
+    else:
+        array = np.asarray(rule, dtype=object)
+        items, shape = list(array.flat), array.shape
+    wrong = next((item for item in items if not isinstance(item, OuterRule)), None)
+    if wrong is not None or not items:
+        raise ValueError(
+            f"{where}: rule is {wrong if items else rule!r}; give an OuterRule such as OuterRule(0.7, 0.9), "
+            "or an array of them (rule_grid makes one)"
+        )
+
+    def column(name: str, dtype: type) -> Any:
+        return np.array([getattr(item, name) for item in items], dtype=dtype).reshape(shape)
+
+    ema = np.array([item.form == "ema" for item in items], dtype=bool).reshape(shape)
+    return RuleArrays(
+        column("lr", float), column("momentum", float), column("injection", float), column("nesterov", bool), ema
+    )
+
+
+def check_sigma(where: str, sigma: ArrayLike) -> Floats:
+    """`sigma` as a float64 array if every entry lies in [0, 1]; otherwise a ValueError that names the entry."""
+    values = _numbers(where, "sigma", sigma)
+    _refuse(
+        where,
+        "sigma",
+        values,
+        ~((values >= 0) & (values <= 1)),
+        "effective progress lies in [0, 1]; effective_progress computes it from eigenvalues",
+    )
+    return values
+
+
+def check_modes(where: str, sigma: ArrayLike) -> Floats:
+    """`sigma` with its modes along the last axis, at least one mode; a single number is one mode."""
+    values = np.atleast_1d(check_sigma(where, sigma))
+    if values.shape[-1] == 0:
+        raise ValueError(f"{where}: sigma is empty; give at least one mode")
+    return values
+
+
+def check_weights(where: str, weights: ArrayLike | None, modes: int) -> Floats:
+    """Weights of the modes, normalised to sum 1; equal weights when None."""
+    if weights is None:
+        return np.full(modes, 1 / modes)
+    values = np.atleast_1d(_numbers(where, "weights", weights))
+    if values.shape != (modes,):
+        raise ValueError(f"{where}: weights have shape {values.shape}; give one a mode, shape ({modes},)")
+    _refuse(where, "weights", values, ~((values >= 0) & np.isfinite(values)), "a weight is a finite number >= 0")
+    largest = values.max()
+    if largest == 0:
+        raise ValueError(f"{where}: weights are all 0; at least one must be positive")
+    scaled = values / largest  # first, so that tiny or huge weights neither vanish nor overflow in the sum
+    return scaled / scaled.sum()
+
+
+def check_counts(where: str, what: str, value: ArrayLike, least: int = 1) -> NDArray[np.int64]:
+    """Whole numbers >= `least` as an int64 array; floats that are whole are taken, others are a ValueError."""
+    array = np.asarray(value)
+    remedy = f"it must be a whole number >= {least}"
+    if array.dtype == bool or not np.issubdtype(array.dtype, np.number) or array.size == 0:
+        raise ValueError(f"{where}: {what} is {value!r}; {remedy}")
+    if np.iscomplexobj(array):
+        raise ValueError(f"{where}: {what} is {value!r}; {remedy}")
+    _refuse(where, what, array, ~((array == np.floor(array)) & (array >= least) & (array < 2**53)), remedy)
+    return array.astype(np.int64)
+
+
+def check_steps(where: str, step: Floats) -> None:
+    """Refuse effective steps lr injection sigma beyond any meaning, where squares would overflow."""
+    if step.size and step.max() > _LARGEST_STEP:
+        raise ValueError(f"{where}: the effective step lr * sigma reaches {step.max():g}; lr must keep it below 1e100")
+
+
+def _numbers(where: str, what: str, value: ArrayLike) -> Floats:
+    try:
+        array = np.asarray(value)
+        if array.dtype == bool or np.iscomplexobj(array):
+            raise TypeError
+        return array.astype(np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: {what} is {value!r}; give a number or an array of numbers") from None
+
+
+def _refuse(where: str, what: str, values: NDArray[Any], wrong: NDArray[np.bool_], remedy: str) -> None:
+    if np.any(wrong):
+        index = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(wrong)))
+        place = f"[{', '.join(map(str, index))}]" if values.ndim else ""
+        raise ValueError(f"{where}: {what}{place} is {np.atleast_1d(values)[index].item()!r}; {remedy}")
