@@ -1,0 +1,92 @@
+"""The exact theory of outer momentum and its restarts: `from twophase import theory`.
+
+Every function takes the rule first, then sigma, and broadcasts. NumPy and SciPy only; no torch. docs/theory.md lists
+the results by number (R1 to R31) with the functions and the tests that hold them.
+"""
+
+from twophase.theory.benefit import (
+    beats_envelope,
+    hurt_share,
+    restart_can_help,
+    restart_stable_limit,
+    useful_share,
+)
+from twophase.theory.contraction import (
+    closed_form,
+    log_restart_factor,
+    restart_factor,
+    restart_rate,
+    restart_table,
+)
+from twophase.theory.inputs import rule_grid
+from twophase.theory.mixing import (
+    Mixture,
+    Schedule,
+    best_schedule,
+    chebyshev_rate,
+    mixed_periods,
+    schedule_factor,
+)
+from twophase.theory.modes import (
+    asymptotic_rate,
+    effective_progress,
+    effective_step,
+    envelope,
+    oscillatory_interval,
+    phase,
+    phase_shift,
+    regime,
+    stable_limit,
+    transition,
+)
+from twophase.theory.periods import (
+    best_period,
+    block_periods,
+    cancellation_periods,
+    heuristic_period,
+    log_final_loss,
+    rounded_period,
+    rounding_bound,
+)
+from twophase.theory.soft import best_injection, cycle_matrix, soft_restart, warm_restart_factor
+
+__all__ = [
+    "Mixture",
+    "Schedule",
+    "asymptotic_rate",
+    "beats_envelope",
+    "best_injection",
+    "best_period",
+    "best_schedule",
+    "block_periods",
+    "cancellation_periods",
+    "chebyshev_rate",
+    "closed_form",
+    "cycle_matrix",
+    "effective_progress",
+    "effective_step",
+    "envelope",
+    "heuristic_period",
+    "hurt_share",
+    "log_final_loss",
+    "log_restart_factor",
+    "mixed_periods",
+    "oscillatory_interval",
+    "phase",
+    "phase_shift",
+    "regime",
+    "restart_can_help",
+    "restart_factor",
+    "restart_rate",
+    "restart_stable_limit",
+    "restart_table",
+    "rounded_period",
+    "rounding_bound",
+    "rule_grid",
+    "schedule_factor",
+    "soft_restart",
+    "stable_limit",
+    "transition",
+    "useful_share",
+    "warm_restart_factor",
+]

@@ -1,0 +1,129 @@
+"""Where restarts help and where they harm: single modes, shares of a spectrum, and the edge of stability."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import brentq, minimize_scalar
+
+from twophase.rule import OuterRule
+from twophase.theory.contraction import log_restart_factor
+from twophase.theory.inputs import Rules, check_counts, check_modes, check_weights, rule_arrays
+from twophase.theory.modes import Mode, asymptotic_rate, stable_limit
+
+
+def beats_envelope(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
+    """Whether restarting every K rounds contracts an oscillating mode faster than its envelope: `r_K > r_infinity`.
+
+    Equivalent: `|chi_K| < rho^K`, `|cos K phase + C sin K phase| < 1`. A weak statement: `useful_share` of all
+    periods satisfy it.
+
+    Returns:
+        bool; False where the mode does not oscillate (there a restart never helps, Theorem 1).
+
+    Source: paper section 3, proposition 2; theory note R15.
+
+    >>> beats_envelope(OuterRule(1.0, 0.9, form="ema"), 0.95, [5, 10]).tolist()
+    [True, True]
+    """
+    mode, periods = Mode.of("beats_envelope", rule, sigma), check_counts("beats_envelope", "period", period)
+    rho = mode.oscillation().log_rho
+    return (log_restart_factor(rule, sigma, periods)[1] < periods * np.where(np.isnan(rho), -np.inf, rho))[()]
+
+
+def useful_share(rule: Rules, sigma: ArrayLike) -> Any:
+    """Share of all periods that beat the envelope of an oscillating mode: `1 - 2 |theta| / pi`; 0 without oscillation.
+
+    Source: theory note R15.
+
+    >>> useful_share(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.1, 0.05]).round(3).tolist()
+    [0.995, 0.685, 0.499]
+    """
+    shift = Mode.of("useful_share", rule, sigma).oscillation().shift
+    return np.where(np.isnan(shift), 0.0, 1 - 2 * np.abs(np.nan_to_num(shift)) / np.pi)[()]
+
+
+def restart_can_help(rule: Rules, sigma: ArrayLike) -> Any:
+    """Whether any restart schedule can contract a mode faster than none as the rounds go on: only if it oscillates.
+
+    Theorem 1: with real eigenvalues `|chi_K| >= (spectral radius)^K` for every K, strictly if b > 0 and s > 0.
+    Theorem 2, its consequence: a mode that diverges without restarts (spectral radius >= 1, always a real one)
+    diverges under every restart schedule.
+
+    Source: theory note R17 and R18; paper appendix A.6 says less (its errors E16 and E17).
+
+    >>> restart_can_help(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.5]).tolist()
+    [False, True]
+    """
+    return Mode.of("restart_can_help", rule, sigma).oscillating()[()]
+
+
+def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLike | None = None) -> float:
+    """Share of the modes, by weight, that contract more slowly with a restart every `period` rounds than without.
+
+    `sum of w_j over modes with r_K(sigma_j) < r_infinity(sigma_j)`. Slow modes outside the oscillatory interval always
+    belong to it (Theorem 1).
+
+    Source: theory note R15 and R17.
+
+    >>> round(hurt_share(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.2, 0.5, 0.9], 5), 2)
+    0.25
+    """
+    values = check_modes("hurt_share", sigma)
+    shares = check_weights("hurt_share", weights, values.shape[-1])
+    periods = int(check_counts("hurt_share", "period", period))
+    with_restart = -log_restart_factor(rule, values, periods)[1] / periods
+    without = asymptotic_rate(rule, values)
+    # Without momentum both are the same number in exact arithmetic.
+    hurt = with_restart < without - 1e-12 * np.abs(without)
+    return float(np.sum(shares[hurt]))
+
+
+def restart_stable_limit(rule: OuterRule, period: int) -> float:
+    """The sigma above which a restart every `period` rounds first makes a mode grow: smallest with `|chi_K| > 1`.
+
+    Never above `stable_limit` (Theorem 2), and it may lie below: a restart can destabilise a stable mode, and beyond
+    the value there may be stable stretches again.
+
+    Args:
+        rule: the outer rule.
+        period: K >= 1.
+
+    Returns:
+        sigma, which may exceed 1; infinite at lr 0.
+
+    Source: theory note R19.
+
+    >>> round(restart_stable_limit(OuterRule(1.0, 0.95), 3), 2)
+    0.69
+    """
+    rounds = int(check_counts("restart_stable_limit", "period", period))
+    size = float(rule_arrays("restart_stable_limit", rule).lr * rule.injection)
+    if size == 0:
+        return np.inf
+    top = float(stable_limit(OuterRule(1.0, rule.momentum, rule.nesterov)))
+    wide = OuterRule(top, rule.momentum, rule.nesterov)
+
+    def log_size(angle: Any) -> Any:
+        # In units in which sigma = s / top lies in [0, 1]: chi_K is about a cosine of K times this angle.
+        return log_restart_factor(wide, (1 - np.cos(angle)) / 2, rounds)[1]
+
+    angles = np.linspace(0, np.pi, 48 * (rounds + 2))[1:]
+    logs = log_size(angles)
+    beyond = int(np.argmax(logs > 0)) if np.any(logs > 0) else len(angles)
+    end = float(angles[beyond]) if beyond < len(angles) else None
+    inner = logs[1:-1]
+    peaks = 1 + np.flatnonzero((inner >= logs[:-2]) & (inner >= logs[2:]) & (inner > -0.1))
+    for i in peaks[peaks < beyond]:  # a peak between two points of the grid may rise above 0 where neither does
+        around = (float(angles[i - 1]), float(angles[i + 1]))
+        found: Any = minimize_scalar(lambda a: -log_size(a), bounds=around, method="bounded", options={"xatol": 1e-12})
+        if found.fun < 0:
+            beyond, end = i, float(found.x)
+            break
+    if end is None:
+        return top / size
+    start = float(angles[beyond - 1]) if beyond else end / 2
+    crossing: Any = brentq(lambda a: max(float(log_size(a)), -1.0), start, end, xtol=1e-15)
+    return float(top * (1 - np.cos(crossing)) / 2 / size)

@@ -1,0 +1,292 @@
+"""Mixed restart periods: cycles of several lengths, the best mix, a whole schedule, and the limit of all schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import linprog
+from scipy.special import logsumexp
+
+from twophase.restart import AtRounds, Never, RestartPolicy
+from twophase.rule import OuterRule
+from twophase.theory.contraction import log_restart_factor, restart_table
+from twophase.theory.inputs import Floats, Rules, check_counts, check_modes, check_weights
+from twophase.theory.periods import log_final_loss
+
+_LOG_ZERO = -700.0  # stands for the log of an exact zero in the linear program, which takes no infinities
+_SMALL_SHARE = 1e-9  # of the rounds, below which a period is not part of a mix
+_PAIRS_UP_TO = 24  # periods up to which the search also exchanges pairs of cycles
+
+
+def schedule_factor(rule: Rules, sigma: ArrayLike, cycles: Sequence[int] | Mapping[int, int]) -> tuple[Any, Any]:
+    """Sign and log of what a sequence of cycles leaves of a mode: `prod_i chi_{K_i}(sigma)`.
+
+    Each cycle begins with an empty buffer, so only the number of cycles of each length matters, not their order
+    (losses on the way do depend on it). An unfinished last cycle of r rounds is one more cycle of length r.
+
+    Args:
+        rule: one rule or an array of rules.
+        sigma: effective progress in [0, 1].
+        cycles: lengths in any order, or a mapping from length to count.
+
+    Returns:
+        (sign, log), as `log_restart_factor`.
+
+    Raises:
+        ValueError: sigma outside [0, 1], lengths that are no whole numbers >= 1.
+
+    Source: theory note R23.
+
+    >>> sign, log = schedule_factor(OuterRule(1.0, 0.9, form="ema"), 0.95, {5: 2, 3: 1})
+    >>> round(float(sign * np.exp(log) * 1e5), 3)
+    4.926
+    """
+    counts = dict(cycles) if isinstance(cycles, Mapping) else {k: list(cycles).count(k) for k in set(cycles)}
+    check_counts("schedule_factor", "a count", list(counts.values()) or [0], 0)
+    sign: Any = 1
+    total: Any = 0.0
+    for length, count in sorted(counts.items()):
+        one_sign, one_log = log_restart_factor(rule, sigma, check_counts("schedule_factor", "a length", length))
+        if count:
+            sign, total = sign * one_sign**count, total + count * one_log
+    return sign, total
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mix of restart periods in the long run.
+
+    Args:
+        periods: the lengths of the cycles in it, ascending.
+        shares: share of the rounds spent in cycles of each length; sums to 1.
+        rate: contraction a round of the slowest mode, in nats.
+        fixed_period: the best single period, the smallest if several are.
+        fixed_rate: its rate.
+    """
+
+    periods: tuple[int, ...]
+    shares: tuple[float, ...]
+    rate: float
+    fixed_period: int
+    fixed_rate: float
+
+
+def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixture:
+    """The mix of restart periods with the best worst-case rate in the long run, by a linear program.
+
+    Variables: f_K >= 0, cycles of length K a round, and t. `min t` subject to
+    `sum_K f_K log|chi_K(sigma_j)| <= t` for every mode j and `sum_K K f_K = 1`; the rate is -t. Solved by HiGHS
+    (SciPy). Never below the best single period up to the same max_period, never above `chebyshev_rate`; no gain where
+    the slowest modes do not oscillate.
+
+    Args:
+        rule: the outer rule.
+        sigma: effective progress of the modes, shape (M,); leave out modes with sigma 0, which nothing moves.
+        max_period: the longest cycle, a whole number >= 1.
+
+    Raises:
+        ValueError: values out of range.
+
+    Source: theory note R24.
+
+    >>> mix = mixed_periods(OuterRule(1.0, 0.9, form="ema"), np.linspace(0.3, 0.95, 241), max_period=40)
+    >>> round(mix.rate, 4), mix.fixed_period
+    (0.1946, 7)
+    """
+    values = check_modes("mixed_periods", sigma).reshape(-1)
+    longest = int(check_counts("mixed_periods", "max_period", max_period))
+    periods = np.arange(1, longest + 1)
+    logs = np.maximum(restart_table(rule, values, longest)[1], _LOG_ZERO)  # (K, M)
+    worst = np.max(logs / periods[:, None], axis=1)
+    fixed = int(np.argmax(-worst >= -worst.min() - 1e-12))
+    # In shares of rounds u_K = K f_K, whose coefficients are rates: of one size whatever K is.
+    solved = linprog(
+        np.append(np.zeros(longest), 1.0),
+        A_ub=np.hstack([(logs / periods[:, None]).T, -np.ones((values.size, 1))]),
+        b_ub=np.zeros(values.size),
+        A_eq=np.append(np.ones(longest), 0.0)[None],
+        b_eq=[1.0],
+        bounds=[(0, None)] * longest + [(None, None)],
+        method="highs",
+    )
+    if solved.status != 0:
+        raise RuntimeError(f"mixed_periods: the linear program was not solved: {solved.message}")
+    shares = np.where(solved.x[:-1] > _SMALL_SHARE, solved.x[:-1], 0.0)
+    shares /= shares.sum()
+    rate = -float(np.max(logs.T @ (shares / periods)))  # of the mix that is returned, not of the solver's
+    if rate <= -worst[fixed]:  # the solver's tolerance must not make a mix worse than one period
+        shares, rate = np.eye(longest)[fixed], -float(worst[fixed])
+    used = np.flatnonzero(shares)
+    return Mixture(
+        tuple(int(k) for k in periods[used]),
+        tuple(float(u) for u in shares[used]),
+        rate,
+        int(periods[fixed]),
+        -float(worst[fixed]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Cycles of whole lengths that fill a run.
+
+    Args:
+        counts: for each length, ascending, how many whole cycles.
+        tail: rounds of the unfinished last cycle, 0 if none.
+        log_loss: natural log of the loss at the end, initial loss 1/2.
+    """
+
+    counts: dict[int, int]
+    tail: int
+    log_loss: float
+
+    @property
+    def policy(self) -> RestartPolicy:
+        """The schedule as a restart policy, short cycles first."""
+        ends = list(accumulate(length for length, count in self.counts.items() for _ in range(count)))
+        if not self.tail:
+            ends = ends[:-1]  # a restart after the last round shows nowhere
+        return AtRounds(tuple(ends)) if ends else Never()
+
+
+def best_schedule(
+    rule: OuterRule, sigma: ArrayLike, *, rounds: int, max_period: int, weights: ArrayLike | None = None
+) -> Schedule:
+    """Whole cycles of mixed lengths with the lowest loss after `rounds` rounds that a local search finds.
+
+    Starts from the linear program's mix, from every single period and from no restart; exchanges one or two cycles
+    at a time, the unfinished last cycle taking up the difference, until nothing improves. Good, not proven optimal;
+    never worse than any single period up to max_period, or than no restart.
+
+    Args:
+        rule: the outer rule.
+        sigma: effective progress of the modes, shape (M,).
+        rounds: T, the length of the run.
+        max_period: the longest cycle, a whole number >= 1.
+        weights: one a mode, >= 0; equal when None.
+
+    Raises:
+        ValueError: values out of range.
+
+    Source: theory note R24 (finite horizon).
+
+    >>> schedule = best_schedule(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], rounds=40, max_period=12)
+    >>> bool(schedule.log_loss < log_final_loss(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], 40, range(1, 41)).min())
+    True
+    """
+    where = "best_schedule"
+    values = check_modes(where, sigma).reshape(-1)
+    total = int(check_counts(where, "rounds", rounds))
+    longest = min(int(check_counts(where, "max_period", max_period)), total)
+    shares = check_weights(where, weights, values.size)
+    values, log_weights = values[shares > 0], np.log(shares[shares > 0])
+    table = np.concatenate([np.zeros((1, values.size)), restart_table(rule, values, longest)[1]])
+    search = _Search(np.maximum(table, 2 * _LOG_ZERO), log_weights, total)
+    best = min((search.improved(start) for start in search.starts(rule, values)), key=lambda found: found[1])
+    never = float(log_final_loss(rule, values, total, total, shares[shares > 0]))
+    if never <= best[1]:
+        return Schedule({}, total, never)
+    counts = {int(k): int(best[0][k]) for k in np.flatnonzero(best[0])}
+    tail = total - sum(k * count for k, count in counts.items())
+    return Schedule(counts, tail, best[1])
+
+
+class _Search:
+    """Local search over how many cycles of each length; position k of an array of counts is length k."""
+
+    def __init__(self, table: Floats, log_weights: Floats, total: int) -> None:
+        self.table, self.log_weights, self.total = table, log_weights, total
+        self.lengths = np.arange(len(table))
+        single = [(0,), *((k,) for k in range(1, len(table)))]
+        pairs = (
+            [(i, k) for i in range(1, len(table)) for k in range(i, len(table))] if len(table) <= _PAIRS_UP_TO else []
+        )
+        moves = [*single, *pairs]
+        self.cycles = np.array([np.bincount(move, minlength=len(table)) for move in moves])
+        self.cycles[:, 0] = 0
+        self.length, self.logs = self.cycles @ self.lengths, self.cycles @ table
+
+    def starts(self, rule: OuterRule, values: Floats) -> Iterator[Any]:
+        """Counts to begin with: the best single periods, and the mix rounded down."""
+        single = []
+        for k in range(1, len(self.table)):
+            counts = np.zeros(len(self.table), np.int64)
+            counts[k] = self.total // k
+            single.append((self.loss(counts), counts))
+        yield from (counts for _, counts in sorted(single, key=lambda pair: pair[0])[:3])
+        moving = values[values > 0]
+        if moving.size:
+            mix = mixed_periods(rule, moving, max_period=len(self.table) - 1)
+            counts = np.zeros(len(self.table), np.int64)
+            for k, share in zip(mix.periods, mix.shares, strict=True):
+                counts[k] = int(share * self.total / k)
+            while self.total - counts @ self.lengths >= len(self.table):
+                counts[mix.periods[0]] += 1
+            yield counts
+
+    def loss(self, counts: Any) -> float:
+        """Log of the final loss."""
+        tail = self.total - int(counts @ self.lengths)
+        return float(logsumexp(2 * (counts @ self.table + self.table[tail]) + self.log_weights) - np.log(2))
+
+    def improved(self, counts: Any) -> tuple[Any, float]:
+        """Exchange cycles while that lowers the loss."""
+        best = self.loss(counts)
+        while True:
+            found, change = best - 1e-9, None
+            base, used = counts @ self.table, int(counts @ self.lengths)
+            for out in range(len(self.cycles)):
+                if np.any(self.cycles[out] > counts):
+                    continue
+                tails = self.total - (used - self.length[out]) - self.length
+                fits = np.flatnonzero((tails >= 0) & (tails < len(self.table)))
+                logs = base - self.logs[out] + self.logs[fits] + self.table[tails[fits]]
+                losses = logsumexp(2 * logs + self.log_weights, axis=1) - np.log(2)
+                if losses.size and losses.min() < found:
+                    found, change = float(losses.min()), self.cycles[fits[np.argmin(losses)]] - self.cycles[out]
+            if change is None:
+                return counts, best
+            counts, best = counts + change, found
+
+
+def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike | None = None) -> Any:
+    """The worst-case contraction a round that no schedule can exceed on an interval of sigma.
+
+    After T rounds of any schedule, at fixed lr and momentum, x_T is a polynomial of degree T in sigma that is 1 at 0:
+    `rate <= (1/T) log cosh(T arccosh((k+1)/(k-1)))`, k = sigma_max/sigma_min, which tends to
+    `-log((sqrt k - 1)/(sqrt k + 1))`.
+
+    Args:
+        sigma_min: lower end, 0 <= sigma_min <= sigma_max.
+        sigma_max: upper end, in (0, 1].
+        rounds: T >= 1; None for the limit of many rounds.
+
+    Returns:
+        Nats a round; 0 at sigma_min 0, infinite where both ends are one.
+
+    Raises:
+        ValueError: ends outside [0, 1] or in the wrong order.
+
+    Source: theory note R25.
+
+    >>> round(float(chebyshev_rate(0.3, 0.95)), 3), round(float(chebyshev_rate(0.3, 0.95, rounds=24)), 4)
+    (1.271, 1.2425)
+    """
+    where = "chebyshev_rate"
+    low, high = check_modes(where, sigma_min), check_modes(where, sigma_max)
+    if np.any(low > high) or np.any(high == 0):
+        raise ValueError(
+            f"{where}: sigma_min {sigma_min}, sigma_max {sigma_max}; sigma_max must be positive and larger"
+        )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        angle = 2 * np.arctanh(np.sqrt(low / high))
+        if rounds is not None:
+            times = check_counts(where, "rounds", rounds)
+            angle = (times * angle + np.log1p(np.exp(-2 * times * angle)) - np.log(2)) / times
+    scalar = np.ndim(sigma_min) == np.ndim(sigma_max) == 0 and np.ndim(rounds if rounds is not None else 0) == 0
+    return angle[0] if scalar else angle

@@ -1,0 +1,305 @@
+"""When to restart: cancellation times, heuristics for them, and the best period by each criterion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import logsumexp
+
+from twophase.rule import OuterRule
+from twophase.theory.contraction import log_restart_factor, restart_table
+from twophase.theory.inputs import Floats, Rules, check_counts, check_modes, check_weights, rule_arrays
+from twophase.theory.modes import Mode, effective_step
+
+Objective: TypeAlias = Literal["loss", "minimax", "rate", "factor"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+_TIE = 1e-11  # relative difference below which two periods are equally good, and the smaller one is taken
+
+
+# ----------------------------------------------------------------------------------------------------- cancellations
+
+
+def cancellation_periods(rule: Rules, sigma: ArrayLike, count: int) -> Floats:
+    """Real-valued times at which an oscillating mode passes through 0: `t_l = (theta + pi/2 + l pi) / phase`.
+
+    l = 0, 1, 2, ...: the paper's main text begins at 1 and so skips the first and best one (its error E3).
+
+    Args:
+        rule: one rule or an array of rules.
+        sigma: effective progress in [0, 1].
+        count: how many, a whole number >= 1.
+
+    Returns:
+        Times in rounds, > 0, shape (..., count); nan where the mode does not oscillate.
+
+    Raises:
+        ValueError: sigma outside [0, 1], a count that is no whole number >= 1.
+
+    Source: paper section 3, proposition 2, and appendix A.7; theory note R13.
+
+    >>> cancellation_periods(OuterRule(1.0, 0.9, form="ema"), 0.95, 2).round(2).tolist()
+    [5.04, 15.07]
+    """
+    turn = Mode.of("cancellation_periods", rule, sigma).oscillation()
+    numbers = np.arange(int(check_counts("cancellation_periods", "count", count)))
+    return (turn.delay[..., None] + np.pi * numbers) / turn.phase[..., None]
+
+
+def rounded_period(rule: Rules, sigma: ArrayLike) -> Any:
+    """The first cancellation as a whole number of rounds: `K_0 = max(1, floor(K_c + 1/2))`; 0 without oscillation.
+
+    A good guess, not the best period: argmax of the rate in about 92 % of random modes, within 1 in about 99 %.
+    `rounding_bound` says what the rounding can cost.
+
+    Source: paper appendix A.7; theory note R13.
+
+    >>> rounded_period(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3, 0.01]).tolist()
+    [5, 10, 0]
+    """
+    first = cancellation_periods(rule, sigma, 1)[..., 0]
+    return np.where(np.isnan(first), 0, np.maximum(1, np.floor(np.nan_to_num(first) + 0.5))).astype(np.int64)[()]
+
+
+def rounding_bound(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
+    """What rounding the first cancellation to K_0 rounds leaves at most: (holds, bound).
+
+    `|chi_{K_0}| / rho^{K_0} <= sqrt(1+C^2) sin(phase/2)`, where K_c >= 1/2, that is `s <= 1 + sqrt b` for heavy ball
+    and `s <= 1 - b (sqrt(5+4b) - 1)^2 / (4 (1+b)^2)` for Nesterov. The paper claims it always (its error E4); beyond,
+    the forced period 1 does not even beat the envelope.
+
+    Returns:
+        (holds, bound): whether the bound applies, and its value (nan where the mode does not oscillate).
+
+    Source: paper appendix A.7; theory note R14.
+
+    >>> holds, bound = rounding_bound(OuterRule(1.0, 0.9, form="ema"), 0.95)
+    >>> bool(holds), round(float(bound), 3)
+    (True, 0.156)
+    """
+    mode = Mode.of("rounding_bound", rule, sigma)
+    turn, b = mode.oscillation(), mode.momentum
+    nesterov = 1 - b * (np.sqrt(5 + 4 * b) - 1) ** 2 / (4 * (1 + b) ** 2)
+    limit = np.where(mode.nesterov, nesterov, 1 + np.sqrt(b))
+    holds = ~np.isnan(turn.phase) & (np.where(mode.linear, 0.0, mode.step.hi) <= limit)
+    return holds[()], (np.exp(turn.log_amplitude) * np.sin(turn.phase / 2))[()]
+
+
+def heuristic_period(rule: Rules, sigma: ArrayLike, corrected: bool = True) -> Any:
+    """The first cancellation for momentum near 1, in closed form; a real number of rounds.
+
+    Paper: `pi / (2 sqrt s)`. Corrected by the terms of order 1 that it drops: plus `((1-b)/s - 1)/2` for heavy ball,
+    plus `(1-b)/(2s) - 1` for Nesterov, with `s = nu sigma (1-b)` in EMA form. Neither holds near the lower edge of
+    the oscillatory interval. With sigma known, `cancellation_periods` is exact.
+
+    Args:
+        rule: one rule or an array of rules.
+        sigma: effective progress in [0, 1].
+        corrected: False gives the paper's formula.
+
+    Returns:
+        The period; infinite at s = 0.
+
+    Raises:
+        ValueError: sigma outside [0, 1].
+
+    Source: paper appendix A.9; theory note R16, paper error E7.
+
+    >>> rule = OuterRule(1.0, 0.99, form="ema")
+    >>> [round(float(heuristic_period(rule, 0.22, corrected=c)), 2) for c in (False, True)]
+    [33.49, 35.26]
+    """
+    mode = Mode.of("heuristic_period", rule, sigma)
+    step = np.asarray(effective_step(rule, sigma))
+    with np.errstate(divide="ignore"):
+        period = np.pi / (2 * np.sqrt(step))
+        if corrected:
+            period = period + mode.decay.hi / (2 * step) - np.where(mode.nesterov, 1.0, 0.5)
+    return period[()]
+
+
+# ------------------------------------------------------------------------------------------------- the best period
+
+
+def log_final_loss(
+    rule: Rules, sigma: ArrayLike, rounds: int, period: ArrayLike, weights: ArrayLike | None = None
+) -> Any:
+    """Logarithm of the loss after `rounds` rounds with a restart every `period` rounds, exactly.
+
+    `loss(K) = 1/2 sum_j w_j (chi_K(sigma_j)^(T div K) chi_{T mod K}(sigma_j))^2`, from x_j = 1, m = 0, so that the
+    initial loss is 1/2. A period at or above `rounds` means no restart.
+
+    Args:
+        rule: one rule or an array of rules.
+        sigma: effective progress, the modes along the last axis; leading axes broadcast against the rules.
+        rounds: T >= 1.
+        period: K >= 1, one or a list of them.
+        weights: one a mode, >= 0, normalised to sum 1; equal when None.
+
+    Returns:
+        Natural logarithm of the loss, -inf at an exact 0; shape (periods, ...), without the first axis for one period.
+
+    Raises:
+        ValueError: values out of range.
+
+    Source: theory note R20.
+
+    >>> round(float(log_final_loss(OuterRule(1.0, 0.9, form="ema"), 0.95, 80, 5) / np.log(10)), 2)
+    -64.54
+    """
+    where = "log_final_loss"
+    total, periods = int(check_counts(where, "rounds", rounds)), check_counts(where, "period", period)
+    rules, values, log_weights = _weighted(where, rule, sigma, weights)
+    cut = np.minimum(np.atleast_1d(periods), total)
+    if cut.size > 4 and cut.max() <= 20000:  # a table costs its largest period, single factors cost each
+        logs = restart_table(rules, values, int(cut.max()))[1]
+        logs = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])
+        full, rest = logs[cut], logs[total % cut]
+    else:
+        column = cut.reshape(-1, *[1] * np.ndim(np.broadcast_to(0, np.broadcast_shapes(rules.shape, values.shape))))
+        full, rest = (log_restart_factor(rules, values, k)[1] for k in (column, total % column))
+    times = (total // cut).reshape(-1, *[1] * (full.ndim - 1))
+    result = _log_mean_square(times * full + rest, log_weights) - np.log(2)
+    return result[0][()] if periods.ndim == 0 else result
+
+
+def best_period(
+    rule: Rules,
+    sigma: ArrayLike,
+    *,
+    weights: ArrayLike | None = None,
+    max_period: int,
+    rounds: int | None = None,
+    objective: Objective | None = None,
+) -> Any:
+    """The best restart period of one mode or of several, among 1 ... max_period.
+
+    | objective | what it makes best | when |
+    |---|---|---|
+    | `"loss"` | the exact loss after `rounds` rounds (`log_final_loss`) | default with a known horizon |
+    | `"minimax"` | the rate of the slowest mode, `min_j r_K(sigma_j)` | default without one |
+    | `"rate"` | `-log(sum_j w_j chi_K^2) / (2K)`; r_K for one mode | |
+    | `"factor"` | `sum_j w_j chi_K^2`, whatever K costs | the paper's; depends on max_period |
+
+    With a horizon, periods at or above `rounds` are one and the same, no restart; that one always competes, whatever
+    max_period is, and is returned as `rounds`. Ties go to the smaller period. Modes of weight 0 do not count.
+
+    Args:
+        rule: one rule or an array of rules.
+        sigma: effective progress, the modes along the last axis; leading axes broadcast against the rules. For
+            `"minimax"` leave out modes with sigma 0, which no period moves.
+        weights: one a mode, >= 0; equal when None.
+        max_period: largest period, a whole number >= 1.
+        rounds: T, the horizon; None when unknown.
+        objective: see above.
+
+    Returns:
+        The period, an int, or an array of them of the broadcast shape without the axis of modes.
+
+    Raises:
+        ValueError: values out of range, an unknown objective, or `"loss"` without `rounds`.
+
+    Source: theory note R20 to R22; paper appendix A.7 (`"factor"`), its errors E1 and E2.
+
+    >>> rule, six = OuterRule(1.0, 0.9, form="ema"), [0.95, 0.85, 0.75, 0.60, 0.45, 0.30]
+    >>> best_period(rule, six, max_period=120, rounds=120), best_period(rule, 0.95, max_period=40)
+    (7, 5)
+    """
+    where = "best_period"
+    largest = int(check_counts(where, "max_period", max_period))
+    total = None if rounds is None else int(check_counts(where, "rounds", rounds))
+    chosen = objective or ("minimax" if total is None else "loss")
+    if chosen not in OBJECTIVES:
+        raise ValueError(f"{where}: objective is {objective!r}; it must be one of {', '.join(OBJECTIVES)}")
+    if chosen == "loss" and total is None:
+        raise ValueError(f'{where}: objective "loss" needs rounds, the horizon; without one use "minimax"')
+    rules, values, log_weights = _weighted(where, rule, sigma, weights)
+    periods = np.arange(1, (largest if total is None else min(largest, total)) + 1)
+    logs = restart_table(rules, values, int(periods[-1]))[1]
+    if total is not None and total > largest:
+        periods = np.append(periods, total)
+        logs = np.concatenate([logs, log_restart_factor(rules, values, total)[1][None]])
+    column = periods.reshape(-1, *[1] * (logs.ndim - 1))
+    if chosen == "loss":
+        assert total is not None
+        padded = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])
+        score = -_log_mean_square((total // column) * logs + padded[total % periods], log_weights)
+    elif chosen == "minimax":
+        score = np.min(-logs / column, axis=-1)
+    else:
+        score = -_log_mean_square(logs, log_weights) / (2 * column[..., 0] if chosen == "rate" else 1)
+    best = periods[_first_best(score)]
+    return int(best) if best.ndim == 0 else best
+
+
+def block_periods(
+    rule: OuterRule | Sequence[OuterRule],
+    blocks: Sequence[ArrayLike],
+    *,
+    weights: Sequence[ArrayLike] | None = None,
+    max_period: int,
+    rounds: int | None = None,
+    objective: Objective | None = None,
+) -> tuple[int, ...]:
+    """The best period of each block, K_b: `best_period` for every block by itself.
+
+    With blocks of one mode each this is the per-mode oracle of the paper's figure 1.
+
+    Args:
+        rule: one rule for all blocks, or one a block.
+        blocks: sigma of the modes of each block.
+        weights: for each block one weight a mode; equal when None.
+        max_period: as in `best_period`, like the two below.
+        rounds: the horizon.
+        objective: the criterion.
+
+    Raises:
+        ValueError: as `best_period`; numbers of rules, blocks and weights that differ.
+
+    Source: paper appendix A.9; theory note R20 to R22.
+
+    >>> rule = OuterRule(1.0, 0.9, form="ema")
+    >>> block_periods(rule, [[0.92, 1.0], [0.55, 0.65], [0.18, 0.26]], max_period=40, rounds=120)
+    (5, 7, 13)
+    """
+    rules = [rule] * len(blocks) if isinstance(rule, OuterRule) else list(rule)
+    each: Sequence[ArrayLike | None] = [None] * len(blocks) if weights is None else weights
+    if not blocks or len(rules) != len(blocks) or len(each) != len(blocks):
+        raise ValueError(
+            f"block_periods: {len(blocks)} blocks, {len(rules)} rules, {len(each)} weights; give one of each a block"
+        )
+    return tuple(
+        best_period(r, s, weights=w, max_period=max_period, rounds=rounds, objective=objective)
+        for r, s, w in zip(rules, blocks, each, strict=True)
+    )
+
+
+def _weighted(
+    where: str, rule: Rules, sigma: ArrayLike, weights: ArrayLike | None
+) -> tuple[NDArray[np.object_], Floats, Floats]:
+    """Rules with an axis for the modes, the modes that count, and the logarithms of their weights."""
+    rule_arrays(where, rule)
+    values = check_modes(where, sigma)
+    shares = check_weights(where, weights, values.shape[-1])
+    counts = shares > 0
+    array = np.empty((), dtype=object) if isinstance(rule, OuterRule) else np.asarray(rule, dtype=object)
+    if isinstance(rule, OuterRule):
+        array[()] = rule
+    return array[..., None], values[..., counts], np.log(shares[counts])
+
+
+def _log_mean_square(logs: Floats, log_weights: Floats) -> Floats:
+    """Return log sum_j w_j exp(2 logs_j) over the last axis."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(logsumexp(2 * logs + log_weights, axis=-1))
+
+
+def _first_best(score: Floats) -> NDArray[np.int64]:
+    """Index along the first axis of the first score that is as good as the best, ties forgiven."""
+    best = score.max(axis=0)
+    finite = np.where(np.isfinite(best), best, 0.0)
+    floor = np.where(np.isfinite(best), finite - _TIE * np.maximum(1, np.abs(finite)), best)
+    return np.argmax(score >= floor, axis=0)

@@ -1,0 +1,154 @@
+"""Soft restarts `m <- retain m + inject g` in closed form, and the warm restart that some optimizers do by accident.
+
+Soft restarts happen after the ordinary update of a round, with g the pseudo-gradient that the round has just used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from twophase.theory.contraction import Column
+from twophase.theory.inputs import Floats, Rules, check_counts, check_sigma, rule_arrays
+from twophase.theory.modes import Mode, effective_step, transition
+
+
+def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
+    """The soft restart every R rounds that removes a mode completely: (retain, inject), on the rule's own buffer.
+
+    Heavy ball `retain = -chi_R / (b p_R)`, `inject = chi_R / (lr b sigma p_R)`; Nesterov the same `retain` and
+    `inject = (1-s) chi_R / (lr b^2 sigma p_R)`; with `[T^R]_12 = p_R T_12`. The cycle of R rounds is then nilpotent:
+    from any state the mode is exactly 0 after two cycles. Where chi_R = 0 both are 0: a hard restart is the best one
+    exactly at a cancellation. Elsewhere one of them is negative (Nesterov: while s < 1), outside the paper's [0, 1].
+    This is the optimum of one mode; it does not carry over to several.
+
+    Args:
+        rule: one rule or an array of rules; momentum and lr must be positive.
+        sigma: effective progress in (0, 1].
+        period: R >= 1 in rounds; all three broadcast.
+
+    Returns:
+        (retain, inject), for `Soft(period, retain, inject)` with a rule of this form.
+
+    Raises:
+        ValueError: values out of range, momentum, lr or sigma 0, or p_R = 0 (no such restart exists).
+
+    Source: theory note R26 and R27; paper appendix on soft restarts.
+
+    >>> from twophase.rule import OuterRule
+    >>> retain, inject = soft_restart(OuterRule(1.0, 0.9, form="ema"), 0.95, 3)
+    >>> round(float(retain), 3), round(float(inject), 3)
+    (-0.24, 0.253)
+    """
+    where = "soft_restart"
+    rules = rule_arrays(where, rule)
+    mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
+    shape = np.broadcast_shapes(mode.shape, periods.shape)
+    for name, values in (("momentum", rules.momentum), ("lr", rules.lr), ("sigma", np.asarray(sigma, dtype=float))):
+        if np.any(values == 0):
+            raise ValueError(f"{where}: {name} is 0; it must be positive, there is nothing to restart otherwise")
+    x, n, step, b = _column(mode, periods, shape)
+    if np.any(n == 0):
+        raise ValueError(f"{where}: after period {period} this mode leaves no trace in the buffer; use another period")
+    ahead, injection = (np.broadcast_to(v, shape) for v in (mode.nesterov, rules.injection))
+    retain = -x * step / (b * n) + 0.0
+    inject = injection * x / (b * n) * np.where(ahead, (1 - step) / b, 1.0) + 0.0
+    return retain[()], inject[()]
+
+
+def best_injection(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
+    """Heavy ball with `m <- inject g` after every round: the injection that contracts fastest, and its rate.
+
+    `inject = (1-s)^2 / (4 lr b sigma)`, on the rule's own buffer; the spectral radius is then `|1-s| / 2` a round.
+
+    Returns:
+        (inject, rate), the rate in nats a round.
+
+    Raises:
+        ValueError: a Nesterov rule; values out of range; momentum, lr or sigma 0.
+
+    Source: theory note R27.
+
+    >>> from twophase.rule import OuterRule
+    >>> inject, rate = best_injection(OuterRule(1.0, 0.5, form="ema"), 1.0)
+    >>> float(inject), round(float(rate), 3)
+    (0.125, 1.386)
+    """
+    where = "best_injection"
+    rules, values = rule_arrays(where, rule), check_sigma(where, sigma)
+    if np.any(rules.nesterov):
+        raise ValueError(f"{where}: the rule looks ahead; the closed form is that of heavy ball (nesterov=False)")
+    scale = 4 * rules.lr * rules.momentum * values
+    if np.any(scale == 0):
+        raise ValueError(f"{where}: lr, momentum or sigma is 0; all must be positive")
+    left = 1 - np.asarray(effective_step(rule, sigma))
+    with np.errstate(divide="ignore"):
+        return (left * left / scale)[()], -np.log(np.abs(left) / 2)[()]
+
+
+def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0, inject: float = 0.0) -> Floats:
+    """The matrix of one whole cycle, R rounds and a soft restart: `(x, m) -> C (x, m)`, m of the rule's own form.
+
+    `C = [[T^R]_1 ; retain [T^R]_2 + inject sigma [T^(R-1)]_1]`, rows of the powers of T. A hard restart is retain 0,
+    inject 0: C has chi_R in its corner and 0 below.
+
+    Returns:
+        Array of shape (..., 2, 2); the eigenvalues of C are the contraction of one cycle.
+
+    Raises:
+        ValueError: sigma outside [0, 1], a period that is no whole number >= 1.
+
+    Source: theory note R26.
+
+    >>> from twophase.rule import OuterRule
+    >>> cycle_matrix(OuterRule(0.5, 0.5), 1.0, 2).tolist()
+    [[0.0, -0.25], [0.0, 0.0]]
+    """
+    rounds = int(check_counts("cycle_matrix", "period", period))
+    t, values = transition(rule, sigma), check_sigma("cycle_matrix", sigma)
+    before = np.linalg.matrix_power(t, rounds - 1)
+    last = t @ before
+    below = retain * last[..., 1, :] + inject * np.asarray(values)[..., None] * before[..., 0, :]
+    return np.stack([last[..., 0, :], below], axis=-2)
+
+
+def warm_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
+    """What a cycle leaves of a mode when the buffer begins as the pseudo-gradient: the restart that is not one.
+
+    `chi_K + sigma [T^K]_12` in EMA form. It happens when a buffer is dropped (set to None) under PyTorch's
+    `dampening = momentum`, whose first buffer is g and not (1-b) g; the mode may then grow. `OuterSGD` has no
+    dampening and zeroes its buffer.
+
+    Args:
+        rule: one rule or an array of rules, in either form (the same trajectory).
+        sigma: effective progress in [0, 1].
+        period: K >= 1; all three broadcast.
+
+    Raises:
+        ValueError: values out of range.
+
+    Source: theory note R28.
+
+    >>> from twophase.rule import OuterRule
+    >>> warm_restart_factor(OuterRule(1.0, 0.9, form="ema"), 1.0, [1, 2, 3]).round(2).tolist()
+    [0.0, -0.9, -1.62]
+    """
+    where = "warm_restart_factor"
+    mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
+    shape = np.broadcast_shapes(mode.shape, periods.shape)
+    x, n, _, b = _column(mode, periods, shape)
+    # sigma [T^K]_12 = -lr sigma b^(1 or 2) p_K in EMA form, lr sigma = s / (1-b), p_K = n / s.
+    decay, ahead = np.broadcast_to(mode.decay.hi, shape), np.broadcast_to(mode.nesterov, shape)
+    return (x - b * np.where(ahead, b, 1.0) * n / decay)[()]
+
+
+def _column(mode: Mode, periods: Any, shape: tuple[int, ...]) -> tuple[Floats, Floats, Floats, Floats]:
+    """x_K and n_K from (1, 0), the step, the momentum, of one shape; n is lr times the buffer."""
+    points = mode.flat()[np.broadcast_to(np.arange(mode.size).reshape(mode.shape), shape).reshape(-1)]
+    column = Column.power(points, np.broadcast_to(periods, shape).reshape(-1))
+    exponent = np.clip(column.exponent, -3000, 3000)
+    x, n = np.ldexp(column.x.hi, exponent), points.real_size(np.ldexp(column.n.hi, exponent))
+    step = points.real_size(points.step.hi)
+    return x.reshape(shape), n.reshape(shape), step.reshape(shape), points.momentum.reshape(shape)
