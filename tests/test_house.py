@@ -38,8 +38,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experiment": BASE,
     "recipes": {"experiment", "lm.config", "theory"} | BASE,
     "explorer": {"theory"} | BASE,
+    "period": {"theory"} | BASE,
+    "period_figure": {"theory", "experiment", "period"} | BASE,
     "studies": {"recipes", "experiment", "lm", "lm.config", "diloco", "optim", "theory"} | BASE,
-    "cli": {"studies", "explorer", "recipes", "experiment", "lm", "lm.config", "diloco", "optim", "theory"}
+    "cli": {
+        "period",
+        "period_figure",
+        "studies",
+        "explorer",
+        "recipes",
+        "experiment",
+        "lm",
+        "lm.config",
+        "diloco",
+        "optim",
+        "theory",
+    }
     | BASE
     | {"session", "worker"},
     "session": {"experiment", "lm.config", "diloco"} | BASE,
@@ -62,6 +76,8 @@ TORCH_FREE = {
     "recipes",
     "lm.config",
     "explorer",
+    "period",
+    "period_figure",
 }
 TORCH = {"torch", "torchft", "transformers"}
 

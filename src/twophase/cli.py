@@ -1,4 +1,4 @@
-"""The command line: `twophase train | sweep | demo`.
+"""The command line: `twophase train | sweep | demo | period | study`.
 
 Each command is a plain function of its words. Commands import what they need when they run, so that `--help` answers
 without torch. Exit status: 0 done; 1 a failure while running (a single run that diverged included); 2 a mistake in
@@ -29,6 +29,8 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("_demo", "train a small language model over a grid, with and without restarts, and draw it"),
     "train": ("_train", "one run; repeat the command to resume it"),
     "sweep": ("_sweep", "a grid of runs; repeat the command to resume it"),
+    "period": ("_period", "when to restart a rule on a spectrum, what it gains, and where it cannot help"),
+    "study": ("_study", "check a claim of the theory: compute it, draw it, say what holds and what does not"),
     "sweep-worker": ("_sweep_worker", ""),
 }
 
@@ -331,6 +333,71 @@ def _demo_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
 def _figures(paths: list[Path], out: Path) -> str:
     pictures = [str(path) for path in paths if path.suffix == ".png"]
     return f"table {out / 'cells.csv'}" + "".join(f"\nfigure {picture}" for picture in pictures)
+
+
+# ------------------------------------------------------------------------------------------------------------- theory
+
+
+def _period(words: list[str]) -> int:
+    from twophase.config import parse_arguments
+    from twophase.period import Question, answer, describe, to_json
+
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} period", description=_COMMANDS["period"][1], allow_abbrev=False, add_help=False
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the oscillation, and rate and loss against the period, into FILE (.png or .pdf; numbers as .csv)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    if "-h" in words or "--help" in words:
+        parser.print_help()
+        print("\nand the question:\n")
+    options, rest = parser.parse_known_args(words)
+    advice = answer(parse_arguments(Question(), rest, prog=parser.prog))
+    print(to_json(advice) if options.json else describe(advice), flush=True)
+    if options.plot:
+        from twophase.period_figure import draw
+
+        paths = draw(advice, options.plot)
+        if not options.json:
+            print("figure " + ", numbers ".join(map(str, paths)))
+    return 0
+
+
+def _study(words: list[str]) -> int:
+    from twophase.studies.study import load, questions, run
+
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} study", description=_COMMANDS["study"][1], allow_abbrev=False, epilog="--list shows the names"
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="of the study")
+    parser.add_argument("--list", action="store_true", help="list the studies and their questions, and stop")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=Path("runs") / "studies",
+        help="folder of NAME.png, .pdf, .csv and .json (%(default)s)",
+    )
+    parser.add_argument("--quick", action="store_true", help="coarser and faster")
+    options = parser.parse_args(words)
+    if options.list:
+        found = questions()
+        width = max(map(len, found))
+        print("\n".join(f"{name:{width}}  {question}" for name, question in found.items()))
+        return 0
+    if options.name is None:
+        raise UsageError(f"name a study: {', '.join(questions())}")
+    print(load(options.name).QUESTION, flush=True)
+    outcome = run(options.name, options.out, options.quick)
+    print("\n".join(["", outcome.answer, "", *map(str, outcome.paths)]))
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------- for sweeps
 
 
 def _sweep_worker(words: list[str]) -> int:

@@ -1,8 +1,4 @@
-"""Figures: grids of heatmaps on one colour scale, as `.png`, `.pdf` and the `.csv` of what they show.
-
-matplotlib (extra `plot`) is loaded when a figure is drawn. Only its object interface is used, with the Agg canvas, so
-that drawing needs no display and leaves no global state behind.
-"""
+"""Grids of heatmaps on one colour scale, as `.png`, `.pdf` and the `.csv` of what they show."""
 
 from __future__ import annotations
 
@@ -14,31 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twophase.config import UsageError
+from twophase.experiment.figure import DIVERGED, HATCH, INK, PAPER, new_figure, rendered, styled, write_files
 from twophase.experiment.table import State, readable
-from twophase.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-WIDTH_INCHES = 6.75
-"""The text width of a two-column journal page."""
 WIDEST_RANGE = 3.0
 """The colour scale ends at this multiple of the best value; a blow-up beyond it must not flatten the rest."""
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8.0,
-    "axes.titlesize": 8.5,
-    "axes.labelsize": 8.0,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
-    "axes.linewidth": 0.6,
-    "hatch.linewidth": 0.5,
-    "pdf.fonttype": 42,  # TrueType, so that the text stays text
-}
-_INK, _PAPER, _MISSING, _DIVERGED, _HATCH = "#000000", "#ffffff", "#d4d4d4", "#f2f2f2", "#8c8c8c"
+_INK, _PAPER, _MISSING = INK, PAPER, "#d4d4d4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +114,13 @@ def heatmaps(
     _check_shapes(panels)
     shown = [value for row in panels for panel in row for *_, value in panel.cells() if value is not None]
     scale = scale or scale_of(shown)
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 - an extra, and half a second that `import twophase` should not cost
-    except ImportError:
-        raise UsageError("drawing needs matplotlib, which is not installed; pip install 'twophase[plot]'") from None
-    with mpl.rc_context(_STYLE):
+    with styled():
         figure, colours = _draw(panels, scale, x_label, y_label)
         _draw_colour_bar(figure, colours, scale, colour_label, max(shown, default=0.0))
         figure.suptitle(title, fontsize=9.5, fontweight="bold")
         figure.supxlabel(note, fontsize=7, color="#444444")
-        png, pdf = io.BytesIO(), io.BytesIO()
-        figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
-        figure.savefig(pdf, format="pdf", metadata={"CreationDate": None, "Producer": None, "Creator": None})
-    contents = {".png": png.getvalue(), ".pdf": pdf.getvalue(), ".csv": _csv(panels, scale, x_label, y_label)}
-    paths = [path_stem.with_name(path_stem.name + ending) for ending in contents]
-    try:
-        for path, content in zip(paths, contents.values(), strict=True):
-            write_atomic(path, content)
-    except OSError as error:
-        raise UsageError(f"{path_stem}: the figure cannot be written ({error.strerror}); check the folder") from None
-    return paths
+        pictures = rendered(figure)
+    return write_files(path_stem, pictures | {".csv": _csv(panels, scale, x_label, y_label)})
 
 
 def _check_shapes(panels: Sequence[Sequence[Panel]]) -> None:
@@ -170,13 +139,12 @@ def _check_shapes(panels: Sequence[Sequence[Panel]]) -> None:
 
 
 def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> tuple[Figure, ScalarMappable]:
-    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - as above
+    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see figure.py
     from matplotlib.colors import LogNorm  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
 
     heights = [max(len(panel.y) for panel in row) for row in panels]
-    figure = Figure(figsize=(WIDTH_INCHES, 1.0 + sum(0.35 + 0.26 * max(n, 3) for n in heights)), layout="constrained")
-    grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, gridspec_kw={"height_ratios": heights})
+    height = 1.0 + sum(0.35 + 0.26 * max(n, 3) for n in heights)
+    figure, grid = new_figure(height, len(panels), len(panels[0]), gridspec_kw={"height_ratios": heights})
     # Reversed viridis: light is good, and lightness alone orders the values, in grey and for every kind of sight.
     colours = ScalarMappable(LogNorm(scale.low, scale.high), "viridis_r")
     for j, row in enumerate(panels):
@@ -205,11 +173,11 @@ def _draw_panel(axes: Axes, panel: Panel, scale: Scale, colours: ScalarMappable)
             ink, text = _readable_on(face), readable(value)
             inside |= {(i, j)} if value <= scale.bound else set()
         elif state == "diverged":
-            face, hatch, text = _DIVERGED, "//////", "div."
-        axes.add_patch(Rectangle((i - 0.5, j - 0.5), 1, 1, facecolor=face, hatch=hatch, edgecolor=_HATCH, linewidth=0))
+            face, hatch, text = DIVERGED, "//////", "div."
+        axes.add_patch(Rectangle((i - 0.5, j - 0.5), 1, 1, facecolor=face, hatch=hatch, edgecolor=HATCH, linewidth=0))
         label = axes.text(i, j, text, color=ink, ha="center", va="center_baseline", fontsize=7.5)
         if hatch:
-            label.set_bbox({"facecolor": _DIVERGED, "edgecolor": "none", "pad": 1.2})
+            label.set_bbox({"facecolor": DIVERGED, "edgecolor": "none", "pad": 1.2})
         elif value is None:
             label.set(fontsize=6.5, fontstyle="italic", color="#555555")
     for i in range(1, len(panel.x)):

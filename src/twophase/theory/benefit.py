@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import brentq, minimize_scalar
 
 from twophase.rule import OuterRule
 from twophase.theory.contraction import log_restart_factor
@@ -99,6 +98,8 @@ def restart_stable_limit(rule: OuterRule, period: int) -> float:
     >>> round(restart_stable_limit(OuterRule(1.0, 0.95), 3), 2)
     0.69
     """
+    from scipy.optimize import brentq, minimize_scalar  # noqa: PLC0415 - a third of a second that few callers need
+
     rounds = int(check_counts("restart_stable_limit", "period", period))
     size = float(rule_arrays("restart_stable_limit", rule).lr * rule.injection)
     if size == 0:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.optimize import linprog
 from scipy.special import logsumexp
 
 from twophase.restart import AtRounds, Never, RestartPolicy
@@ -98,6 +97,8 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
     >>> round(mix.rate, 4), mix.fixed_period
     (0.1946, 7)
     """
+    from scipy.optimize import linprog  # noqa: PLC0415 - a third of a second that few callers need
+
     values = check_modes("mixed_periods", sigma).reshape(-1)
     longest = int(check_counts("mixed_periods", "max_period", max_period))
     periods = np.arange(1, longest + 1)

@@ -1,0 +1,1 @@
+"""Studies: one claim per file, computed, drawn and answered by `twophase study NAME`; see `study.py`."""

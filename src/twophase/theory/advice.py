@@ -1,0 +1,286 @@
+"""Advice: what the theory says about restarting a given rule on a given spectrum, in one value.
+
+Used by `twophase period` and by reports; it prints nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from twophase.restart import Never, Periodic, RestartPolicy, mean_outer_gain
+from twophase.rule import OuterRule
+from twophase.theory.benefit import hurt_share, restart_can_help
+from twophase.theory.contraction import log_restart_factor, restart_table
+from twophase.theory.inputs import Floats, check_counts, check_modes, check_weights
+from twophase.theory.modes import REGIMES, asymptotic_rate, effective_step, regime, stable_limit
+from twophase.theory.periods import (
+    OBJECTIVES,
+    Objective,
+    best_period,
+    cancellation_periods,
+    heuristic_period,
+    log_final_loss,
+)
+
+_PERIODS_BY_DEFAULT = 60
+_MOST_PERIODS = 10_000  # by default; a longer search can be asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What one criterion chooses.
+
+    Args:
+        objective: its name (see `best_period`).
+        period: the period it chooses; None for no restart.
+        rate: contraction a round of the slowest mode at that period, nats.
+        log_loss: natural log of the loss at the horizon; None without one.
+    """
+
+    objective: str
+    period: int | None
+    rate: float
+    log_loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What the theory says of a rule and a spectrum.
+
+    Args:
+        rule: the rule asked about.
+        sigma: the modes, without those of weight 0 or sigma 0.
+        weights: theirs, summing to 1.
+        rounds: the horizon, or None.
+        max_period: the longest period that was tried.
+        regimes: share of the weight in each regime.
+        criteria: what each criterion chooses; the first is the recommended one.
+        without: no restart, in the same terms.
+        hurt: share of the weight in modes that the recommended period slows down; 0 if that is no restart.
+        first_cancellation: shortest and longest first cancellation among the modes that oscillate, or None.
+        heuristics: the paper's and the corrected closed form, at the weighted mean of sigma.
+        controls: rates of the slowest mode that a restart must be compared with, by name.
+        warnings: plain sentences, where restarts cannot help or would harm.
+    """
+
+    rule: OuterRule
+    sigma: Floats
+    weights: Floats
+    rounds: int | None
+    max_period: int
+    regimes: dict[str, float]
+    criteria: tuple[Criterion, ...]
+    without: Criterion
+    hurt: float
+    first_cancellation: tuple[float, float] | None
+    heuristics: tuple[float, float]
+    controls: dict[str, float]
+    warnings: tuple[str, ...]
+
+    @property
+    def recommended(self) -> Criterion:
+        """The choice of the criterion that fits: exact loss with a horizon, minimax rate without one."""
+        return self.criteria[0]
+
+    @property
+    def policy(self) -> RestartPolicy:
+        """The recommended period as a restart policy."""
+        return Never() if self.recommended.period is None else Periodic(self.recommended.period)
+
+
+def advise(
+    rule: OuterRule,
+    sigma: ArrayLike,
+    *,
+    weights: ArrayLike | None = None,
+    rounds: int | None = None,
+    max_period: int | None = None,
+) -> Advice:
+    """What to expect of restarts, and which period to choose, for a rule on modes of known effective progress.
+
+    Args:
+        rule: the outer rule, in either form.
+        sigma: effective progress of the modes in [0, 1], shape (M,). Modes with sigma 0 are left out: nothing moves
+            them.
+        weights: one a mode, >= 0; equal when None.
+        rounds: the horizon T; without it the recommendation is the minimax rate.
+        max_period: longest period tried; by default the horizon, or three times the longest first cancellation (at
+            most 10000).
+
+    Raises:
+        ValueError: values out of range, or no mode with positive sigma and weight.
+
+    Source: theory note R13 to R22 and R31.
+
+    >>> advice = advise(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.6, 0.3], rounds=120)
+    >>> str(advice.policy), round(advice.hurt, 2), advice.warnings
+    ('7', 0.0, ())
+    """
+    where = "advise"
+    values = check_modes(where, sigma).reshape(-1)
+    shares = check_weights(where, weights, values.size)
+    moving = (values > 0) & (shares > 0)
+    if not moving.any() or rule.lr == 0:
+        raise ValueError(f"{where}: no mode moves (lr {rule.lr:g}, sigma {values.max():g}); both must be positive")
+    values, shares = values[moving], shares[moving] / shares[moving].sum()
+    total = None if rounds is None else int(check_counts(where, "rounds", rounds))
+    first = cancellation_periods(rule, values, 1)[:, 0]
+    first = first[~np.isnan(first)]
+    longest = _longest_period(max_period, total, first)
+    criteria, without = _criteria(rule, values, shares, total, longest)
+    chosen = criteria[0].period
+    names = regime(rule, values)
+    mean = float(np.sum(shares * values))
+    return Advice(
+        rule=rule,
+        sigma=values,
+        weights=shares,
+        rounds=total,
+        max_period=longest,
+        regimes={name: float(np.sum(shares[names == name])) for name in REGIMES if np.any(names == name)},
+        criteria=criteria,
+        without=without,
+        hurt=0.0 if chosen is None else hurt_share(rule, values, chosen, shares),
+        first_cancellation=(float(first.min()), float(first.max())) if first.size else None,
+        heuristics=(float(heuristic_period(rule, mean, corrected=False)), float(heuristic_period(rule, mean))),
+        controls=controls(rule, values, chosen, total),
+        warnings=(
+            *(["modes with sigma 0 are left out: nothing moves them"] if np.any(~moving) else []),
+            *_warnings(rule, values, shares, total, longest, chosen=chosen),
+        ),
+    )
+
+
+def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int | None = None) -> dict[str, float]:
+    """Rates of the slowest mode without restarts that any gain by restarts must be held against.
+
+    A restart lowers the mean outer gain, so it is also a smaller step; and a gain at a badly tuned momentum is no gain
+    over a tuned one. Three controls, at the rule's own kind: no momentum at the same step `lr` (sum form); no momentum
+    with the mean outer gain that the period has; and the best momentum of a fine grid on [0, 1) at the same EMA lr.
+
+    Args:
+        rule: the outer rule.
+        sigma: effective progress of the modes.
+        period: the restart period whose gain is matched; None for none.
+        rounds: length of the run, for the gain; in the long run when None.
+
+    Returns:
+        Rate of the slowest mode, nats a round, by the control's name.
+
+    Source: theory note R25 and R31; paper error E11.
+
+    >>> found = controls(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], 3)
+    >>> [round(rate, 3) for rate in found.values()]
+    [0.03, 0.058, 0.619]
+    """
+    values = check_modes("controls", sigma)
+    same = rule.to("sum").lr
+    if period is None:
+        gain = rule.to("ema").lr if rounds is None else mean_outer_gain(rule, Never(), rounds)
+    else:
+        gain = mean_outer_gain(rule, Periodic(period), rounds or period)
+
+    def slowest(other: OuterRule) -> float:
+        return float(np.min(asymptotic_rate(other, values)))
+
+    grid = [OuterRule(rule.to("ema").lr, b, rule.nesterov, "ema") for b in np.linspace(0, 0.995, 200)]
+    tuned = max(grid, key=slowest)
+    return {
+        f"no momentum, the same step (lr {same:.4g})": slowest(OuterRule(same, 0.0)),
+        f"no momentum, the same mean gain (lr {gain:.4g})": slowest(OuterRule(gain, 0.0)),
+        f"momentum tuned to {tuned.momentum:.3g} at EMA lr {tuned.lr:.4g}, no restart": slowest(tuned),
+    }
+
+
+def _longest_period(asked: int | None, rounds: int | None, first: Floats) -> int:
+    if asked is not None:
+        return int(check_counts("advise", "max_period", asked))
+    if rounds is not None:
+        return min(rounds, _MOST_PERIODS)
+    reach = int(np.ceil(3 * first.max())) + 5 if first.size else 0
+    return min(max(reach, _PERIODS_BY_DEFAULT), _MOST_PERIODS)
+
+
+def _criteria(
+    rule: OuterRule, sigma: Floats, weights: Floats, rounds: int | None, longest: int
+) -> tuple[tuple[Criterion, ...], Criterion]:
+    """What each criterion chooses, the fitting one first, and no restart at all."""
+
+    def judged(objective: str, period: int | None) -> Criterion:
+        if period is None:
+            rate = float(np.min(asymptotic_rate(rule, sigma)))
+        else:
+            rate = float(np.min(-log_restart_factor(rule, sigma, period)[1] / period))
+        loss = None if rounds is None else float(log_final_loss(rule, sigma, rounds, period or rounds, weights))
+        return Criterion(objective, period, rate, loss)
+
+    without = judged("none", None)
+    found: dict[Objective, Criterion] = {}
+    for objective in OBJECTIVES:
+        if objective != "loss" or rounds is not None:
+            best = best_period(rule, sigma, weights=weights, max_period=longest, rounds=rounds, objective=objective)
+            found[objective] = judged(objective, None if rounds is not None and best >= rounds else best)
+    if rounds is None and found["minimax"].rate <= without.rate:  # in the long run no restart competes by its own rate
+        found["minimax"] = judged("minimax", None)
+    return tuple(found.values()), without
+
+
+def _warnings(
+    rule: OuterRule, sigma: Floats, weights: Floats, rounds: int | None, longest: int, *, chosen: int | None
+) -> list[str]:
+    said = []
+    if chosen == 1 and rule.momentum > 0:
+        lr = rule.to("sum").lr * (1 + rule.momentum if rule.nesterov else 1)
+        said.append(f"period 1 is no momentum at all: the same as momentum 0 with lr {lr:.4g} (sum form)")
+    helped = restart_can_help(rule, sigma)
+    unstable = effective_step(rule, sigma) >= stable_limit(OuterRule(1.0, rule.momentum, rule.nesterov))
+    if unstable.any():
+        limit = float(stable_limit(rule)) / float(sigma.max())
+        said.append(
+            f"{_modes(sigma[unstable])} diverge without restarts, and no restart schedule can stabilise what "
+            f"diverges (Theorem 2): lower lr below {rule.lr * limit:.4g} ({rule.form} form)"
+        )
+    if not helped.any():
+        said.append(
+            "no mode oscillates (all eigenvalues are real), so every restart slows every mode down (Theorem 1): "
+            "do not restart"
+        )
+    elif not helped.all():
+        said.append(
+            f"{100 * np.sum(weights[~helped]):.3g} % of the weight is in modes that do not oscillate, down to sigma "
+            f"{sigma.min():.3g}; every restart slows those down (Theorem 1)"
+        )
+    if rounds is not None and helped.any():
+        soonest = float(np.nanmin(cancellation_periods(rule, sigma, 1)))
+        if rounds <= soonest:
+            said.append(
+                f"the horizon of {rounds} rounds is too short: the first phase cancellation comes after "
+                f"{soonest:.1f} rounds"
+            )
+        elif chosen is None:
+            said.append(
+                f"within {rounds} rounds no restart is best: every period up to {longest} ends with a higher loss"
+            )
+    if (~unstable).any():
+        logs = restart_table(rule, sigma[~unstable], longest)[1].max(axis=1)
+        bad = np.flatnonzero(logs > 0) + 1
+        if bad.size:
+            worst = int(bad[np.argmax(logs[bad - 1])])
+            said.append(
+                f"restarting every {_listed(bad)} rounds would make stable modes grow "
+                f"(by {np.exp(logs[worst - 1]):.4g} a cycle at {worst}): avoid these periods"
+            )
+    return said
+
+
+def _modes(sigma: Floats) -> str:
+    span = f"sigma {sigma.min():.3g}" if sigma.size == 1 else f"sigma {sigma.min():.3g} to {sigma.max():.3g}"
+    return f"{sigma.size} mode{'s' if sigma.size > 1 else ''} ({span})"
+
+
+def _listed(numbers: ArrayLike) -> str:
+    words = [str(int(n)) for n in np.asarray(numbers)]
+    return ", ".join(words) if len(words) <= 6 else f"{', '.join(words[:5])}, ... ({len(words)} periods)"
