@@ -1,4 +1,4 @@
-"""`DiLoCo`: equal to a loop in plain torch, to several processes, to itself resumed, and to the theory.
+"""`DiLoCo`: equal to a loop in plain torch, to several processes, and to itself resumed (to the theory: agreement/).
 
 Run as a program, this file is one of the two processes of its own tests.
 """
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from twophase.diloco.comm import Communicator, Done, ProcessGroup, SingleProcess
 from twophase.diloco.engine import DiLoCo, RoundReport
 from twophase.diloco.flat import checksum
 from twophase.optim.outer import OuterSGD
-from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State, parse
+from twophase.restart import Never, Periodic, Restart, RestartPolicy, RoundSignal, State, parse
 from twophase.rule import OuterRule
 
 RULES = [
@@ -548,91 +547,6 @@ def test_period_one_is_momentum_free(policy: str):
     theirs.go(range(12))
     for a, b in zip(ours.engine.anchor.values(), theirs.engine.anchor.values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
-# --- equal to the theory ------------------------------------------------------------------------------------------
-
-CURVATURES = np.array([0.02, 0.1, 0.3, 0.55, 0.8, 1.0])
-KEYSTONE = [Never(), Periodic(1), Periodic(3), Cycle((2, 5)), AtRounds((4, 9)), Soft(3, 0.2, 0.1), Soft(4, -0.4, 0.8)]
-
-
-def exact(rule: OuterRule, sigma: np.ndarray, rounds: int, restart: RestartPolicy) -> np.ndarray:
-    """Residuals of the modes after each round, shape (rounds + 1, modes), from x = 1 and m = 0.
-
-    The quadratic model of the theory note, R1 to R4: g = sigma x. `theory.rollout(rule, sigma, rounds, restart)` takes
-    the place of this function when the theory package exists.
-    """
-    x, m, b, w = np.ones_like(sigma), np.zeros_like(sigma), rule.momentum, rule.injection
-    places, state = [x], restart.initial_state()
-    for t in range(1, rounds + 1):
-        g = sigma * x
-        m = b * m + w * g
-        x = x - rule.lr * (b * m + w * g if rule.nesterov else m)
-        state, event = restart.decide(state, RoundSignal(t, t))
-        m = m if event is None else event.retain * m + event.inject * g
-        places.append(x)
-    return np.array(places)
-
-
-@pytest.mark.parametrize(
-    ("nesterov", "factors"),
-    [
-        (False, [0.905, 0.73352, 0.50951, 0.25950, 0.0098321, -0.21580, -0.39837]),
-        (True, [0.8195, 0.59463, 0.35498, 0.12607, -0.07236]),
-    ],
-)
-def test_exact_modes_are_the_theory_notes(nesterov: bool, factors: list[float]):
-    """The simulation gives the restart factors of anchor A0 (sigma 0.95), and their powers when it restarts."""
-    rule, sigma = OuterRule(1.0, 0.9, nesterov, "ema"), np.array([0.95])
-    modes = exact(rule, sigma, len(factors), Never())[1:, 0]
-    np.testing.assert_allclose(modes, factors, rtol=5e-5)
-    for period in (1, 3, 5):
-        restarted = exact(rule, sigma, 4 * period, Periodic(period))[period::period, 0]
-        np.testing.assert_allclose(restarted, modes[period - 1] ** np.arange(1, 5), rtol=1e-12)
-
-
-def quadratic_replicas(count: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    """Replicas whose loss is `sum(curvature x^2) / 2`, with gradient descent as the inner optimizer."""
-    models = [nn.ParameterDict({"x": torch.ones(len(CURVATURES), dtype=torch.float64)}) for _ in range(count)]
-    return models, [torch.optim.SGD(model.parameters(), lr=0.25) for model in models]  # type: ignore[return-value]
-
-
-@each_rule
-@pytest.mark.parametrize("policy", KEYSTONE, ids=str)
-def test_keystone(rule: OuterRule, policy: RestartPolicy):
-    """On a float64 quadratic, two replicas with equal data follow the exact modes to 1e-12, restarts included."""
-    inner_steps, rounds = 4, 16
-    models, inners = quadratic_replicas(2)
-    engine = DiLoCo(models, rule, restart=policy, inner_steps=inner_steps)
-    curvatures = torch.from_numpy(CURVATURES)
-    places = [np.ones_like(CURVATURES)]
-    for _ in range(rounds * inner_steps):
-        for model, inner in zip(models, inners, strict=True):
-            x: Any = model.get_parameter("x")
-            inner.zero_grad()
-            (0.5 * curvatures * x * x).sum().backward()
-            inner.step()
-        if engine.step():
-            places.append(engine.anchor["x"].numpy().copy())
-    sigma = -np.expm1(inner_steps * np.log1p(-0.25 * CURVATURES))
-    expected = exact(rule, sigma, rounds, policy)
-    assert expected.shape == (rounds + 1, len(CURVATURES))
-    assert np.abs(expected).max() < 10  # the modes are stable, so that 1e-12 means something
-    np.testing.assert_allclose(np.array(places), expected, rtol=0, atol=1e-12)
-
-
-def test_keystone_sees_a_wrong_rule():
-    """The keystone test can fail: another momentum, form, kind or period is 1e-3 and more away."""
-    sigma = -np.expm1(7 * np.log1p(-0.25 * CURVATURES))
-    base = exact(OuterRule(0.1, 0.9), sigma, 20, Periodic(3))
-    for rule, policy in [
-        (OuterRule(0.1, 0.89), Periodic(3)),
-        (OuterRule(0.1, 0.9, form="ema"), Periodic(3)),
-        (OuterRule(0.1, 0.9, nesterov=True), Periodic(3)),
-        (OuterRule(0.1, 0.9), Periodic(4)),
-        (OuterRule(0.1, 0.9), Soft(3, 0.1, 0.0)),
-    ]:
-        assert np.abs(exact(rule, sigma, 20, policy) - base).max() > 1e-3
 
 
 # --- rounds and reports -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Every function takes the rule first, then sigma, and broadcasts. NumPy and SciPy
 the results by number (R1 to R31) with the functions and the tests that hold them.
 """
 
+from twophase.theory.advice import Advice, Criterion, advise, controls
 from twophase.theory.benefit import (
     beats_envelope,
     hurt_share,
@@ -48,11 +49,26 @@ from twophase.theory.periods import (
     rounded_period,
     rounding_bound,
 )
+from twophase.theory.rollout import Block, BlockRollout, Rollout, rollout, rollout_blocks
 from twophase.theory.soft import best_injection, cycle_matrix, soft_restart, warm_restart_factor
+from twophase.theory.spectrum import (
+    ProgressEstimate,
+    ProgressEstimator,
+    estimate_from_products,
+    estimate_progress,
+)
 
 __all__ = [
+    "Advice",
+    "Block",
+    "BlockRollout",
+    "Criterion",
     "Mixture",
+    "ProgressEstimate",
+    "ProgressEstimator",
+    "Rollout",
     "Schedule",
+    "advise",
     "asymptotic_rate",
     "beats_envelope",
     "best_injection",
@@ -62,10 +78,13 @@ __all__ = [
     "cancellation_periods",
     "chebyshev_rate",
     "closed_form",
+    "controls",
     "cycle_matrix",
     "effective_progress",
     "effective_step",
     "envelope",
+    "estimate_from_products",
+    "estimate_progress",
     "heuristic_period",
     "hurt_share",
     "log_final_loss",
@@ -80,6 +99,8 @@ __all__ = [
     "restart_rate",
     "restart_stable_limit",
     "restart_table",
+    "rollout",
+    "rollout_blocks",
     "rounded_period",
     "rounding_bound",
     "rule_grid",

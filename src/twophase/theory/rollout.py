@@ -1,0 +1,377 @@
+"""The outer iteration on quadratic modes, round by round: any rule, any restart policy, with noise, with blocks.
+
+In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`, and the outer rule and
+the restart policy act on it as the optimizer does: the same rule objects, the same policy objects, the equations of
+the rule's own form. What closed forms say about a schedule can be checked here, and adaptive policies, for which there
+is no closed form, can be studied here.
+
+The model: every replica has the same curvature. Replicas of different curvature in one eigenbasis average their sigmas
+(pass the mean); different eigenbases are outside the model (R1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from twophase.restart import Never, Restart, RestartPolicy, RoundSignal, State, check_count, parse
+from twophase.theory.inputs import Floats, Rules, check_counts, check_modes, check_weights, rule_arrays
+
+_MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """What happened, for every trajectory: rounds first, modes last, the trajectories' own axes between.
+
+    Args:
+        residual: x before the first round and after each, shape (rounds + 1, ..., modes).
+        buffer: m of the rule's own form at the same times, after any restart, shape (rounds + 1, ..., modes).
+        pseudo_gradient: g that the outer rule saw, averaged over replicas, shape (rounds, ..., modes).
+        restarts: whether the buffer restarted in each round, shape (rounds, ...).
+        loss: `1/2 sum_j w_j x_j^2` with weights of sum 1, at the times of `residual`, shape (rounds + 1, ...).
+    """
+
+    residual: Floats
+    buffer: Floats
+    pseudo_gradient: Floats
+    restarts: NDArray[np.bool_]
+    loss: Floats
+
+
+def rollout(
+    rule: Rules,
+    sigma: ArrayLike,
+    rounds: int,
+    restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
+    *,
+    weights: ArrayLike | None = None,
+    initial: ArrayLike = 1.0,
+    noise: ArrayLike = 0.0,
+    replicas: int = 1,
+    seeds: int | Sequence[int] | None = None,
+) -> Rollout:
+    """Simulate the outer rule with a restart policy on quadratic modes.
+
+    `g = sigma x + mean of the replicas' noise`; `m <- b m + w g` with w = 1 (sum form) or 1 - b (EMA form);
+    `x <- x - lr m` (heavy ball) or `x <- x - lr (w g + b m)` (Nesterov, the new m); then the policy's restart, if any:
+    `m <- retain m + inject g`, on the buffer of the rule's own form.
+
+    The policy is asked once a round and sees what it would see in `OuterSGD`: the counters and, if it `needs` them,
+    norms and cosine over all modes of its trajectory, before g is mixed in (at momentum 0 the buffer counts as 0). One
+    that needs none is asked once for all trajectories, others for each. A mode that diverges becomes inf and nan
+    without a warning, and the policy is shown the inf and nan norms, as the optimizer would.
+
+    Args:
+        rule: an outer rule, or an array of rules of any shape B.
+        sigma: effective progress of the modes, in [0, 1], modes on the last axis: shape (modes,), or leading axes that
+            broadcast with B.
+        rounds: T >= 1.
+        restart: a policy, its text form, or a period.
+        weights: w_j >= 0 of the modes in the loss, shape (modes,), normalised to sum 1; None means equal.
+        initial: x before the first round: a number, or an array that broadcasts as `sigma` does.
+        noise: standard deviation >= 0 of the white Gaussian noise in every replica's pseudo-gradient, mode and round;
+            or the disturbances themselves, shape (rounds, replicas, modes). All rules see the same noise.
+        replicas: how many draw noise of their own and are averaged, >= 1; explicit noise brings its own number.
+        seeds: a count N (seeds 0 to N - 1) or a list of whole numbers >= 0: one independent draw of the noise each, as
+            a leading axis of all trajectories. The draws of a seed depend neither on the other seeds nor on the number
+            of rounds. None is seed 0 without the axis.
+
+    Returns:
+        Rollout with trajectories of shape ([seeds], broadcast of B and the leading axes of sigma).
+
+    Raises:
+        ValueError: a value outside its range, shapes that do not broadcast, or a policy that needs what the model
+            does not have.
+
+    Source: paper section 2; theory notes R1 to R4, loss R20.
+
+    >>> from twophase.rule import OuterRule
+    >>> run = rollout(OuterRule(1.0, 0.9, form="ema"), [0.95], 80, "5")
+    >>> run.residual.shape, round(float(np.log10(run.loss[-1])), 2)
+    ((81, 1), -64.54)
+    """
+    where = "rollout"
+    modes = check_modes(where, sigma)
+    share = check_weights(where, weights, modes.shape[-1])
+    rounds = check_count(where, "rounds", rounds)
+    noise_mean = _disturbance(where, noise, replicas, seeds, size=(rounds, modes.shape[-1]))
+    return _simulate(
+        where,
+        rule,
+        modes,
+        rounds,
+        restart=restart,
+        weights=share,
+        initial=_finite(where, "initial", initial),
+        noise=noise_mean,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Modes that have an outer rule and a restart policy of their own, as a param group of `OuterSGD` has.
+
+    Args:
+        sigma: effective progress of the modes, in [0, 1], modes on the last axis.
+        rule: an outer rule, or an array of rules.
+        restart: a policy, its text form, or a period. It sees the norms of this block only.
+        weights: weights >= 0 of the modes in the loss, not normalised: `rollout_blocks` normalises over all blocks.
+            None means 1 each.
+    """
+
+    sigma: ArrayLike
+    rule: Rules
+    restart: RestartPolicy | str | int = Never()  # noqa: RUF009 - a frozen value
+    weights: ArrayLike | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockRollout:
+    """What happened in each block, and to the loss over all of them.
+
+    Args:
+        blocks: a `Rollout` for each block, whose own loss has the block's weights normalised to sum 1.
+        loss: `1/2 sum w_j x_j^2` over the modes of all blocks, weights of sum 1 over all, shape (rounds + 1, ...).
+    """
+
+    blocks: tuple[Rollout, ...]
+    loss: Floats
+
+
+def rollout_blocks(
+    blocks: Sequence[Block],
+    rounds: int,
+    *,
+    initial: ArrayLike = 1.0,
+    noise: ArrayLike = 0.0,
+    replicas: int = 1,
+    seeds: int | Sequence[int] | None = None,
+) -> BlockRollout:
+    """Simulate blocks of modes, each with a rule and a restart policy of its own.
+
+    Args:
+        blocks: at least one; their trajectories' axes must broadcast.
+        rounds: T >= 1.
+        initial: as in `rollout`; its last axis, if longer than 1, runs over the modes of all blocks in their order.
+        noise: as in `rollout`; explicit disturbances have the modes of all blocks on their last axis.
+        replicas: as in `rollout`.
+        seeds: as in `rollout`. Noise is independent between blocks, and the same as in one `rollout` of all modes.
+
+    Returns:
+        BlockRollout: a Rollout a block, and the joint loss.
+
+    Raises:
+        ValueError: no blocks, or what `rollout` refuses.
+
+    Source: blockwise periods of the paper's section 4; theory notes R20 and A3.
+
+    >>> from twophase.rule import OuterRule
+    >>> rule = OuterRule(1.0, 0.9, form="ema")
+    >>> run = rollout_blocks([Block([0.95], rule, "5"), Block([0.6, 0.5], rule, "7")], 35)
+    >>> [block.residual.shape for block in run.blocks], run.loss.shape
+    ([(36, 1), (36, 2)], (36,))
+    """
+    where = "rollout_blocks"
+    blocks = list(blocks)
+    wrong = next((block for block in blocks if not isinstance(block, Block)), None)
+    if wrong is not None or not blocks:
+        raise ValueError(
+            f"{where}: blocks is {wrong if blocks else blocks!r}; give one or more, as [Block(sigma, rule, 3)]"
+        )
+    rounds = check_count(where, "rounds", rounds)
+    names = [f"{where}: blocks[{number}]" for number in range(len(blocks))]
+    sigmas = [check_modes(name, block.sigma) for name, block in zip(names, blocks, strict=True)]
+    ends = np.cumsum([sigma.shape[-1] for sigma in sigmas]).tolist()
+    modes = [slice(end - sigma.shape[-1], end) for sigma, end in zip(sigmas, ends, strict=True)]
+    start = _finite(where, "initial", initial)
+    if start.ndim == 0 or start.shape[-1] == 1:
+        start = np.broadcast_to(start, (*start.shape[:-1], ends[-1]))
+    if start.shape[-1] != ends[-1]:
+        raise ValueError(f"{where}: initial has {start.shape[-1]} modes; give a number, or all {ends[-1]} values")
+    noise_mean = _disturbance(where, noise, replicas, seeds, size=(rounds, ends[-1]))
+    runs, raw = [], []
+    for name, block, sigma, part in zip(names, blocks, sigmas, modes, strict=True):
+        share = check_weights(name, block.weights, sigma.shape[-1])
+        raw.append(np.ones_like(share) if block.weights is None else np.atleast_1d(block.weights))
+        own = None if noise_mean is None else noise_mean[..., part]
+        at = start[..., part]
+        run = _simulate(name, block.rule, sigma, rounds, restart=block.restart, weights=share, initial=at, noise=own)
+        runs.append(run)
+    joint = check_weights(where, np.concatenate(raw), ends[-1])
+    _broadcast(where, **{f"blocks[{number}]": run.loss.shape[1:] for number, run in enumerate(runs)})
+    with np.errstate(all="ignore"):
+        loss = sum(joint[part].sum() * run.loss for run, part in zip(runs, modes, strict=True))
+    return BlockRollout(tuple(runs), np.asarray(loss))
+
+
+def _simulate(
+    where: str,
+    rule: Rules,
+    sigma: Floats,
+    rounds: int,
+    *,
+    restart: RestartPolicy | str | int,
+    weights: Floats,
+    initial: Floats,
+    noise: Floats | None,
+) -> Rollout:
+    """The dynamics on a flat list of trajectories, shape (trajectories, modes); `noise` is the replicas' mean."""
+    rules = rule_arrays(where, rule)
+    own = _broadcast(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
+    modes = sigma.shape[-1]
+    if initial.ndim and initial.shape[-1] not in (1, modes):
+        raise ValueError(f"{where}: initial has {initial.shape[-1]} modes; give a number, or all {modes} values")
+    shape = own if noise is None else (*noise.shape[1:-1], *own)
+    count = math.prod(shape)
+
+    def flat(values: NDArray[Any]) -> Any:  # of shape (..., modes or 1)
+        return np.broadcast_to(values, (*shape, values.shape[-1])).reshape(count, values.shape[-1])
+
+    sigma, lr, b, w = flat(sigma), *(flat(v[..., None]) for v in (rules.lr, rules.momentum, rules.injection))
+    nesterov = flat(rules.nesterov[..., None])
+    places = np.empty((rounds + 1, count, modes))
+    buffers, gradients = np.zeros_like(places), np.empty((rounds, count, modes))
+    restarts = np.zeros((rounds, count), dtype=bool)
+    places[0] = flat(np.atleast_1d(initial))
+    policy = _Asked(where, restart, count)
+    for t in range(rounds):
+        x, m = places[t], buffers[t]
+        with np.errstate(all="ignore"):
+            g = sigma * x
+            if noise is not None:
+                g = g + flat(noise[t].reshape(*noise.shape[1:-1], *(1 for _ in own), modes))
+            signals = policy.measure(g, np.where(b == 0, 0.0, m)) if policy.measures else None
+        events = policy.ask(t + 1, signals)
+        with np.errstate(all="ignore"):
+            m = b * _restarted(m, g, events, before=True) + w * g
+            gradients[t], places[t + 1] = g, x - lr * np.where(nesterov, b * m + w * g, m)
+            buffers[t + 1] = _restarted(m, g, events, before=False)
+        for rows in events.values():
+            restarts[t, rows] = True
+    with np.errstate(all="ignore"):
+        counted = weights > 0  # a mode without weight may diverge: 0 times inf would be nan
+        loss = 0.5 * (weights[counted] * places[..., counted] ** 2).sum(axis=-1)
+    return Rollout(
+        places.reshape(rounds + 1, *shape, modes),
+        buffers.reshape(rounds + 1, *shape, modes),
+        gradients.reshape(rounds, *shape, modes),
+        restarts.reshape(rounds, *shape),
+        loss.reshape(rounds + 1, *shape),
+    )
+
+
+Events: TypeAlias = dict[Restart, slice | list[int]]
+"""The restarts of a round, and the trajectories that each befalls."""
+
+
+class _Asked:
+    """A policy and its memory: of all trajectories together if it measures nothing, otherwise of each."""
+
+    def __init__(self, where: str, restart: RestartPolicy | str | int, count: int) -> None:
+        # A policy object is taken as it is: here it needs no text form, which `parse` would ask for.
+        self.policy = restart if isinstance(restart, RestartPolicy) else parse(restart)
+        missing = self.policy.needs - _MEASURED
+        if missing:
+            raise ValueError(
+                f"{where}: restart policy {self.policy!r} needs {', '.join(sorted(missing))}, which the model does not "
+                f"have; use a policy that needs none but {', '.join(sorted(_MEASURED))}"
+            )
+        self.measures = bool(self.policy.needs)
+        self.states: list[State] = [self.policy.initial_state() for _ in range(count if self.measures else 1)]
+        self.ages = [0] * len(self.states)
+
+    def measure(self, g: Floats, m: Floats) -> list[tuple[float, float, float]]:
+        """Norms of g and m and their cosine, as `twophase.optim.functional.angles` takes them."""
+        dots = [(g * g).sum(axis=1).tolist(), (m * m).sum(axis=1).tolist(), (g * m).sum(axis=1).tolist()]
+        seen = []
+        for gg, mm, gm in zip(*dots, strict=True):
+            scale = (gg * mm) ** 0.5
+            cosine = gm / scale if scale != 0 else 0.0
+            seen.append((gg**0.5, mm**0.5, math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine))
+        return seen
+
+    def ask(self, number: int, signals: list[tuple[float, float, float]] | None) -> Events:
+        """One round's decisions."""
+        events: dict[Restart, Any] = {}
+        for row, age in enumerate(self.ages):
+            g_norm, m_norm, cosine = signals[row] if signals else (None, None, None)
+            signal = RoundSignal(number, age + 1, g_norm, m_norm, cosine)
+            state = self.policy.initial_state() | self.states[row]
+            self.states[row], event = self.policy.decide(state, signal)
+            self.ages[row] = age + 1 if event is None else 1 if event.before else 0
+            if event is not None:
+                events.setdefault(event, []).append(row)
+        return events if self.measures else dict.fromkeys(events, slice(None))
+
+
+def _restarted(m: Floats, g: Floats, events: Events, *, before: bool) -> Floats:
+    """The buffers after the restarts of one moment; exact zeros for retain = inject = 0, whatever m holds."""
+    for event, rows in events.items():
+        if event.before == before:
+            kept = event.retain * m[rows] if event.retain != 0 else np.zeros_like(m[rows])
+            m = m.copy()
+            m[rows] = kept + event.inject * g[rows] if event.inject != 0 else kept
+    return m
+
+
+def _disturbance(
+    where: str, noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, *, size: tuple[int, int]
+) -> Floats | None:
+    """Mean of the replicas' noise, shape (rounds, [seeds], modes); None without noise and seeds."""
+    values, replicas = _finite(where, "noise", noise), check_count(where, "replicas", replicas)
+    if values.ndim:
+        if values.ndim != 3 or values.shape[::2] != size or values.shape[1] == 0:
+            raise ValueError(
+                f"{where}: noise has shape {values.shape}; give a standard deviation, or every disturbance: shape "
+                f"(rounds, replicas, modes) = ({size[0]}, replicas, {size[1]})"
+            )
+        if replicas not in (1, values.shape[1]):
+            raise ValueError(f"{where}: replicas is {replicas}, but noise holds {values.shape[1]}; leave replicas out")
+        if seeds is not None:
+            raise ValueError(f"{where}: seeds go with noise that is drawn; leave them out, or give noise as a number")
+        return values.mean(axis=1)
+    if values < 0:
+        raise ValueError(f"{where}: noise is {values.item()!r}; a standard deviation is >= 0")
+    if seeds is None:
+        return values * _draws(0, replicas, size) if values else None
+    if np.ndim(seeds) == 0:
+        chosen = range(check_count(where, "seeds", seeds))
+    else:
+        chosen = check_counts(where, "seeds", seeds, least=0).ravel().tolist()
+    return np.stack([values * _draws(seed, replicas, size) for seed in chosen], axis=1)
+
+
+def _draws(seed: int, replicas: int, size: tuple[int, int]) -> Floats:
+    """Mean over replicas of standard normal draws, shape (rounds, modes); every replica has a stream of its own."""
+    total = np.zeros(size)
+    for replica in range(replicas):
+        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(replica,)))
+        total += stream.standard_normal(size)
+    return total / replicas
+
+
+def _finite(where: str, what: str, value: ArrayLike) -> Floats:
+    try:
+        array = np.asarray(value)
+        if array.dtype == bool or np.iscomplexobj(array):
+            raise TypeError
+        array = array.astype(np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: {what} is {value!r}; give a number or an array of numbers") from None
+    if not np.isfinite(array).all():
+        raise ValueError(f"{where}: {what} holds {array[~np.isfinite(array)][0].item()!r}; give finite numbers")
+    return array
+
+
+def _broadcast(where: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{where}: trajectories' shapes do not broadcast: {found}; make them alike") from None

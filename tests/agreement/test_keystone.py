@@ -1,0 +1,287 @@
+"""The keystone: theory and torch, which never import each other, give the same numbers on a float64 quadratic.
+
+`DiLoCo` with in-process replicas, and `OuterSGD` alone, follow `theory.rollout` to 1e-12: every kind, form and policy,
+restarts of blocks, adaptive decisions round by round, and replicas that are disturbed differently.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from twophase.diloco.engine import DiLoCo, OuterFactory, RoundReport
+from twophase.optim.outer import OuterSGD
+from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State
+from twophase.rule import OuterRule
+from twophase.theory.rollout import Block, rollout, rollout_blocks
+
+RULES = [
+    OuterRule(lr, 0.9, nesterov, form)  # type: ignore[arg-type]
+    for nesterov, (form, lr) in itertools.product([False, True], [("sum", 0.1), ("ema", 1.0)])
+]
+KEYSTONE = [Never(), Periodic(1), Periodic(3), Cycle((2, 5)), AtRounds((4, 9)), Soft(3, 0.2, 0.1), Soft(4, -0.4, 0.8)]
+CURVATURES = np.array([0.02, 0.1, 0.3, 0.55, 0.8, 1.0])
+INNER_LR, INNER_STEPS, ROUNDS = 0.25, 4, 24
+SIGMA = -np.expm1(INNER_STEPS * np.log1p(-INNER_LR * CURVATURES))
+
+each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
+
+
+def disturbances(replicas: int) -> np.ndarray:
+    """A different disturbance of every replica, mode and round, large enough to change what adaptive policies do."""
+    return 0.2 * np.random.default_rng(replicas).normal(size=(ROUNDS, replicas, len(CURVATURES)))
+
+
+# --- the engine on a quadratic ------------------------------------------------------------------------------------
+
+
+class Disturbed(torch.optim.SGD):
+    """Gradient descent that in the last inner step of a round also moves by minus the disturbance."""
+
+    def __init__(self, params: Any, disturbance: np.ndarray | None) -> None:
+        super().__init__(params, lr=INNER_LR)
+        self.disturbance = disturbance
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """An inner step."""
+        super().step(closure)
+        self.steps += 1
+        if self.disturbance is not None and self.steps % INNER_STEPS == 0:
+            values = torch.from_numpy(self.disturbance[self.steps // INNER_STEPS - 1])
+            (x,) = self.param_groups[0]["params"]
+            x.sub_(values)
+
+
+def engine_run(
+    outer: OuterRule | OuterFactory, restart: RestartPolicy | None = None, noise: np.ndarray | None = None
+) -> tuple[np.ndarray, list[RoundReport]]:
+    """The anchor before and after every round, shape (rounds + 1, modes), and the reports.
+
+    The loss of a replica is `sum(curvature x^2) / 2`. Its parameters are one tensor, or, when `outer` is a function,
+    one for every two modes, so that blocks can have param groups.
+    """
+    size = 2 if callable(outer) else len(CURVATURES)
+    slices = [slice(i, i + size) for i in range(0, len(CURVATURES), size)]
+    names = [f"x{number}" for number in range(len(slices))]
+    models, inners = [], []
+    for replica in range(2 if noise is None else noise.shape[1]):
+        model = nn.ParameterDict({name: torch.ones(size, dtype=torch.float64) for name in names})
+        models.append(model)
+        for name, part in zip(names, slices, strict=True):
+            own = None if noise is None else noise[:, replica, part]
+            inners.append(Disturbed([model.get_parameter(name)], own))
+    engine = DiLoCo(models, outer, restart=restart, inner_steps=INNER_STEPS)
+    curvatures = torch.from_numpy(CURVATURES)
+    places, reports = [np.ones_like(CURVATURES)], []
+    for _ in range(ROUNDS * INNER_STEPS):
+        for inner in inners:
+            inner.zero_grad()
+        for model in models:
+            x = torch.cat([model.get_parameter(name) for name in names])
+            (0.5 * curvatures * x * x).sum().backward()
+        for inner in inners:
+            inner.step()
+        report = engine.step()
+        if report is not None:
+            places.append(torch.cat([engine.anchor[name] for name in names]).numpy().copy())
+            reports.append(report)
+    return np.array(places), reports
+
+
+def assert_agree(places: np.ndarray, reports: Sequence[Any], expected: np.ndarray, restarts: np.ndarray) -> None:
+    """Equal decisions in every round and equal residuals to 1e-12."""
+    assert [report.restarted for report in reports] == restarts.tolist()
+    assert places.shape == expected.shape
+    assert np.abs(expected).max() < 10  # the modes are stable, so that 1e-12 means something
+    np.testing.assert_allclose(places, expected, rtol=0, atol=1e-12)
+
+
+@each_rule
+@pytest.mark.parametrize("policy", KEYSTONE, ids=str)
+def test_keystone(rule: OuterRule, policy: RestartPolicy):
+    """Two replicas with equal data follow the exact modes, restarts included; the report has the modes' norms."""
+    places, reports = engine_run(rule, policy)
+    expected = rollout(rule, SIGMA, ROUNDS, policy)
+    assert_agree(places, reports, expected.residual, expected.restarts)
+    for t, report in enumerate(reports):
+        g, m = expected.pseudo_gradient[t], expected.buffer[t]
+        assert report.pseudo_gradient_norm == pytest.approx(np.linalg.norm(g), abs=1e-12)
+        assert report.buffer_norm == pytest.approx(np.linalg.norm(m), abs=1e-12)
+
+
+@each_rule
+@pytest.mark.parametrize("policy", KEYSTONE, ids=str)
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_disturbed_replicas(rule: OuterRule, policy: RestartPolicy, replicas: int):
+    """Replicas that are disturbed differently follow the rollout with the same disturbances."""
+    noise = disturbances(replicas)
+    places, reports = engine_run(rule, policy, noise)
+    expected = rollout(rule, SIGMA, ROUNDS, policy, noise=noise)
+    assert_agree(places, reports, expected.residual, expected.restarts)
+
+
+@each_rule
+def test_outer_optimizer_alone(rule: OuterRule):
+    """`OuterSGD` on `g = sigma x` has the residuals and the buffers, in its own form, of the rollout."""
+    for policy in KEYSTONE:
+        expected = rollout(rule, SIGMA, ROUNDS, policy)
+        x = nn.Parameter(torch.ones(len(SIGMA), dtype=torch.float64))
+        outer = OuterSGD.from_rule([x], rule, policy)
+        for t in range(ROUNDS):
+            x.grad = torch.from_numpy(SIGMA) * x.detach()
+            outer.step()
+            np.testing.assert_allclose(x.detach(), expected.residual[t + 1], rtol=0, atol=1e-12)
+            np.testing.assert_allclose(outer.state[x]["momentum_buffer"], expected.buffer[t + 1], rtol=0, atol=1e-12)
+
+
+# --- policies that measure ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def against(register_policy: Callable[[str], Any]) -> type[RestartPolicy]:
+    """The gradient rule: restart when g points against the buffer, hard or soft, before the mixing or after it."""
+
+    @register_policy("against")
+    @dataclass(frozen=True, slots=True)
+    class Against(RestartPolicy):
+        retain: float = 0.0
+        inject: float = 0.0
+        before: int = 1
+
+        needs: ClassVar[frozenset[str]] = frozenset({"cosine"})
+
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+            assert signal.cosine is not None
+            fires = signal.cosine < 0 and signal.rounds_since_restart > 1
+            return state, Restart(self.retain, self.inject, self.before == 1) if fires else None
+
+    return Against
+
+
+def policies(against: Any, norm_ratio: Any) -> list[RestartPolicy]:
+    """Adaptive policies that fire in some rounds and not in others."""
+    return [against(), against(0.3, -0.1), against(0.2, 0.1, 0), norm_ratio(0.6, 1)]
+
+
+@each_rule
+@pytest.mark.parametrize("replicas", [None, 1, 3])
+@pytest.mark.parametrize("number", range(4))
+def test_adaptive_decisions_coincide(rule: OuterRule, replicas: int | None, number: int, against: Any, norm_ratio: Any):
+    """Adaptive policies, shown the engine's measures and the theory's, decide alike in every round."""
+    policy = policies(against, norm_ratio)[number]
+    noise = None if replicas is None else disturbances(replicas)
+    places, reports = engine_run(rule, policy, noise)
+    expected = rollout(rule, SIGMA, ROUNDS, policy, noise=0.0 if noise is None else noise)
+    assert_agree(places, reports, expected.residual, expected.restarts)
+    assert 0 < expected.restarts.sum() < ROUNDS
+
+
+def test_restarts_of_blocks(against: Any, norm_ratio: Any):
+    """Param groups with rules and policies of their own follow the rollout of blocks, disturbed or not."""
+    outers = [
+        (OuterRule(0.15, 0.9), [Never(), Periodic(3), against(), Soft(2, -0.2, 0.3)]),
+        (OuterRule(1.0, 0.8, nesterov=True, form="ema"), [against(), Cycle((2, 5)), norm_ratio(0.6, 1), Periodic(1)]),
+        (OuterRule(0.3, 0.7, nesterov=True), [norm_ratio(0.6, 1), against(0.3, -0.1), AtRounds((4, 9)), Never()]),
+    ]
+    fired = set()
+    for choice, replicas in itertools.product(range(4), [None, 2, 4]):
+        rules = [(rule, options[choice]) for rule, options in outers]
+
+        def build(params: list[tuple[str, Any]], rules: Any = rules) -> OuterSGD:
+            groups = [
+                {
+                    "params": [p],
+                    "lr": r.lr,
+                    "momentum": r.momentum,
+                    "nesterov": r.nesterov,
+                    "form": r.form,
+                    "restart": k,
+                }
+                for (_, p), (r, k) in zip(params, rules, strict=True)
+            ]
+            return OuterSGD(groups, lr=0.1)
+
+        noise = None if replicas is None else disturbances(replicas)
+        places, reports = engine_run(build, noise=noise)
+        blocks = [Block(SIGMA[2 * i : 2 * i + 2], rule, policy) for i, (rule, policy) in enumerate(rules)]
+        expected = rollout_blocks(blocks, ROUNDS, noise=0.0 if noise is None else noise)
+        joined = np.concatenate([run.residual for run in expected.blocks], axis=-1)
+        for number, run in enumerate(expected.blocks):
+            groups = [report.groups[number] for report in reports]
+            assert_agree(places[:, 2 * number : 2 * number + 2], groups, run.residual, run.restarts)
+            fired.add(tuple(run.restarts))
+        np.testing.assert_allclose((places**2).mean(axis=-1) / 2, expected.loss, rtol=0, atol=1e-12)
+        assert not np.allclose(joined, rollout(rules[0][0], SIGMA, ROUNDS, rules[0][1]).residual, atol=1e-3)
+    assert len(fired) > 8  # the blocks and the disturbances made for different decisions
+
+
+@pytest.mark.parametrize("rule", [*RULES, OuterRule(0.5, 0.0), OuterRule(1e60, 0.9), OuterRule(1e200, 0.9, True)])
+@pytest.mark.parametrize("rounds", [(), (4, 7, 12)])
+def test_policies_are_shown_the_same(rule: OuterRule, rounds: tuple[int, ...], register_policy: Callable[[str], Any]):
+    """Counters, norms and cosine are the optimizer's: after restarts, without momentum, and when all diverges."""
+    seen: list[RoundSignal] = []
+
+    @register_policy("witness")
+    @dataclass(frozen=True, slots=True)
+    class Witness(RestartPolicy):
+        needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
+
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+            seen.append(signal)
+            due = signal.round in rounds
+            return state, Restart(0.5, 0.1, before=signal.round % 2 == 1) if due else None
+
+    rollout(rule, SIGMA, ROUNDS, "witness")
+    x = nn.Parameter(torch.ones(len(SIGMA), dtype=torch.float64))
+    outer = OuterSGD.from_rule([x], rule, "witness")
+    for _ in range(ROUNDS):
+        x.grad = torch.from_numpy(SIGMA) * x.detach()
+        outer.step()
+    assert len(seen) == 2 * ROUNDS
+    for theory, ours in zip(seen[:ROUNDS], seen[ROUNDS:], strict=True):
+        assert (theory.round, theory.rounds_since_restart) == (ours.round, ours.rounds_since_restart)
+        for name in ("pseudo_gradient_norm", "buffer_norm", "cosine"):
+            a, b = getattr(theory, name), getattr(ours, name)
+            assert a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True), (name, theory, ours)
+    if rule.lr > 1:
+        assert math.isnan(seen[-1].cosine or 0)
+
+
+# --- the keystone can fail ----------------------------------------------------------------------------------------
+
+
+def test_keystone_sees_a_wrong_rule():
+    """Another momentum, form, kind, lr, period, soft restart or sigma is 1e-3 and more away from the engine."""
+    rule, policy = OuterRule(0.1, 0.9), Periodic(3)
+    places, _ = engine_run(rule, policy)
+    for other, restart, sigma in [
+        (replace(rule, momentum=0.89), policy, SIGMA),
+        (replace(rule, form="ema"), policy, SIGMA),
+        (replace(rule, nesterov=True), policy, SIGMA),
+        (replace(rule, lr=0.101), policy, SIGMA),
+        (rule, Periodic(4), SIGMA),
+        (rule, Soft(3, 0.1, 0.0), SIGMA),
+        (rule, policy, 0.99 * SIGMA),
+    ]:
+        assert np.abs(rollout(other, sigma, ROUNDS, restart).residual - places).max() > 1e-3
+
+
+def test_keystone_sees_wrong_disturbances(against: Any):
+    """Disturbances that are left out, shifted by a round, given to other modes or only of one replica show."""
+    rule, policy, noise = OuterRule(0.1, 0.9), against(), disturbances(3)
+    places, reports = engine_run(rule, policy, noise)
+    for wrong in (0 * noise, np.roll(noise, 1, axis=0), noise[..., ::-1], noise[:, :1], 1.01 * noise):
+        run = rollout(rule, SIGMA, ROUNDS, policy, noise=wrong)
+        assert np.abs(run.residual - places).max() > 1e-3
+    quiet = rollout(rule, SIGMA, ROUNDS, policy)
+    assert [report.restarted for report in reports] != quiet.restarts.tolist()

@@ -1,0 +1,662 @@
+"""`theory.rollout`: equal to literal loops, to 50 digits, to parameter space, and to the theory note's numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twophase.restart import (
+    AtRounds,
+    Cycle,
+    Never,
+    Periodic,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    Soft,
+    State,
+    convert,
+    mean_outer_gain,
+)
+from twophase.rule import OuterRule
+from twophase.theory.inputs import rule_grid
+from twophase.theory.rollout import Block, Rollout, rollout, rollout_blocks
+
+RULES = [
+    OuterRule(lr, 0.9, nesterov, form)  # type: ignore[arg-type]
+    for nesterov, (form, lr) in itertools.product([False, True], [("sum", 0.1), ("ema", 1.3)])
+]
+POLICIES = [Never(), Periodic(1), Periodic(3), Cycle((2, 5)), AtRounds((4, 9)), Soft(3, 0.2, 0.1), Soft(4, -0.4, 0.8)]
+SIX = np.array([0.95, 0.85, 0.75, 0.60, 0.45, 0.30])  # A2
+THREE = [np.linspace(low, high, 9) for low, high in [(0.92, 1), (0.55, 0.65), (0.18, 0.26)]]  # A3
+WIDE = np.logspace(-2, 0, 12)  # A5
+HB = OuterRule(1.0, 0.9, False, "ema")
+NAG = OuterRule(1.0, 0.9, True, "ema")
+
+each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
+each_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
+
+
+def rules(stable: bool = True) -> st.SearchStrategy[OuterRule]:
+    """Rules in both forms; the stable ones keep every mode of sigma <= 1 from growing (theory note R6)."""
+    steps = st.floats(0.01, 0.6) if stable else st.floats(0.01, 50)
+    return st.builds(
+        lambda step, momentum, nesterov, form: OuterRule(step, momentum, nesterov).to(form),
+        steps,
+        st.floats(0, 0.98),
+        st.booleans(),
+        st.sampled_from(["sum", "ema"]),
+    )
+
+
+def log_loss(run: Rollout | Any) -> float:
+    """log10 of the last loss."""
+    return float(np.log10(run.loss[-1]))
+
+
+# --- policies that measure ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gradient(RestartPolicy):
+    """Restart before the mixing when g points against the buffer (R30)."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"cosine"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """By the sign of the cosine, which is 0 in the round after a restart."""
+        assert signal.cosine is not None
+        return state, Restart(before=True) if signal.rounds_since_restart > 1 and signal.cosine < 0 else None
+
+
+@dataclass(frozen=True)
+class Speed(RestartPolicy):
+    """Restart before the mixing when the buffer has become shorter (R30)."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"buffer_norm"})
+
+    def initial_state(self) -> State:
+        """No length yet."""
+        return {"last": 0.0}
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """By the length that the last round left in the state."""
+        assert signal.buffer_norm is not None
+        shorter = signal.buffer_norm < state["last"]
+        return {"last": 0.0 if shorter else signal.buffer_norm}, Restart(before=True) if shorter else None
+
+
+@dataclass(frozen=True)
+class Told(RestartPolicy):
+    """Does what it was told for each round, and writes down what it is shown."""
+
+    events: dict[int, Restart] = field(default_factory=dict)
+    seen: list[RoundSignal] = field(default_factory=list)
+    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """As told."""
+        self.seen.append(signal)
+        return state, self.events.get(signal.round)
+
+
+class Blind(Told):
+    """The same without measuring."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+
+# --- equal to plain arithmetic ------------------------------------------------------------------------------------
+
+
+def literal(
+    rule: OuterRule,
+    sigma: float,
+    rounds: int,
+    events: dict[int, Restart],
+    disturbances: Callable[[int], float] = lambda t: 0.0,  # noqa: ARG005
+) -> tuple[list[float], list[float], list[float]]:
+    """One mode with plain numbers and the printed equations: x, m and g of every round."""
+    nu, beta = rule.lr, rule.momentum
+    x, m, places, buffers, gradients = 1.0, 0.0, [1.0], [0.0], []
+    for t in range(1, rounds + 1):
+        g = sigma * x + disturbances(t)
+        event = events.get(t)
+        if event and event.before:
+            m = event.retain * m + event.inject * g
+        if rule.form == "ema":
+            new = beta * m + (1 - beta) * g
+            x -= nu * ((1 + beta) * new - beta * m if rule.nesterov else new)
+        else:
+            new = beta * m + g
+            x -= nu * (g + beta * new if rule.nesterov else new)
+        m = new
+        if event and not event.before:
+            m = event.retain * m + event.inject * g
+        places.append(x)
+        buffers.append(m)
+        gradients.append(g)
+    return places, buffers, gradients
+
+
+DUE: list[tuple[Any, dict[int, Restart]]] = [
+    ("never", {}),
+    ("1", {t: Restart() for t in range(1, 21)}),
+    (3, {t: Restart() for t in (3, 6, 9, 12, 15, 18)}),
+    ("cycle:2,5", {t: Restart() for t in (2, 7, 9, 14, 16)}),
+    (AtRounds((4, 9)), {4: Restart(), 9: Restart()}),
+    ("soft:4:-0.4:0.8", {t: Restart(-0.4, 0.8) for t in (4, 8, 12, 16, 20)}),
+]
+
+
+@each_rule
+@pytest.mark.parametrize(("restart", "events"), DUE, ids=lambda value: "" if isinstance(value, dict) else str(value))
+def test_equals_a_literal_loop(rule: OuterRule, restart: Any, events: dict[int, Restart]):
+    """x, m and g of each mode equal the printed equations in plain numbers; restarts are those of the schedule."""
+    sigma, start = np.array([0.0, 0.03, 0.4, 0.95, 1.0]), np.array([1.0, -2.0, 3.0, 0.5, 1.0])
+    run = rollout(rule, sigma, 20, restart, initial=start)
+    for j, s in enumerate(sigma):
+        places, buffers, gradients = literal(rule, s, 20, events)
+        np.testing.assert_allclose(run.residual[:, j], start[j] * np.array(places), rtol=0, atol=1e-13)
+        np.testing.assert_allclose(run.buffer[:, j], start[j] * np.array(buffers), rtol=0, atol=1e-13)
+        np.testing.assert_allclose(run.pseudo_gradient[:, j], start[j] * np.array(gradients), rtol=0, atol=1e-13)
+    assert [t + 1 for t in np.flatnonzero(run.restarts)] == list(events)
+    np.testing.assert_allclose(run.loss, (run.residual**2).mean(axis=-1) / 2, rtol=1e-14)
+
+
+@each_rule
+def test_restarts_before_the_mixing(rule: OuterRule):
+    """A policy may restart before the mixing, hard or soft, and after it, in one run."""
+    events = {3: Restart(before=True), 5: Restart(), 8: Restart(-0.3, 0.7, before=True), 11: Restart(0.5, -0.2)}
+    for policy in (Told(events), Blind(events)):
+        run = rollout(rule, [0.3], 14, policy)
+        places, buffers, _ = literal(rule, 0.3, 14, events)
+        np.testing.assert_allclose(run.residual[:, 0], places, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(run.buffer[:, 0], buffers, rtol=0, atol=1e-14)
+        assert [t + 1 for t in np.flatnonzero(run.restarts)] == list(events)
+
+
+@each_rule
+def test_equals_fifty_digits(rule: OuterRule):
+    """Without restart x_K is [T^K]_11 of the one-round matrix (R2), computed with 50 digits."""
+    sigma = [0.02, 0.3, 0.95]
+    run = rollout(rule, sigma, 40)
+    nu, beta = mpmath.mpf(rule.to("ema").lr), mpmath.mpf(rule.momentum)
+    with mpmath.workdps(50):
+        for j, s in enumerate(map(mpmath.mpf, sigma)):
+            step = nu * (1 - beta) * s
+            if rule.nesterov:
+                matrix = mpmath.matrix([[1 - (1 + beta) * step, -nu * beta**2], [(1 - beta) * s, beta]])
+            else:
+                matrix = mpmath.matrix([[1 - step, -nu * beta], [(1 - beta) * s, beta]])
+            powers = [(matrix**k)[0, 0] for k in range(41)]
+            np.testing.assert_allclose(run.residual[:, j], [float(p) for p in powers], rtol=0, atol=5e-15)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factors"),
+    [
+        (HB, [0.905, 0.73352, 0.50951, 0.25950, 0.0098321, -0.21580, -0.39837]),
+        (NAG, [0.8195, 0.59463, 0.35498, 0.12607, -0.07236]),
+    ],
+    ids=["HB", "NAG"],
+)
+def test_factors_of_the_theory_note(rule: OuterRule, factors: list[float]):
+    """Restart factors of A0 (sigma 0.95) without restarts, and their powers with them."""
+    modes = rollout(rule, 0.95, len(factors)).residual[1:, 0]
+    np.testing.assert_allclose(modes, factors, rtol=5e-5)
+    for period in (1, 3, 5):
+        ends = rollout(rule, 0.95, 4 * period, period).residual[period::period, 0]
+        np.testing.assert_allclose(ends, modes[period - 1] ** np.arange(1, 5), rtol=1e-12)
+
+
+def test_what_a_policy_sees():
+    """Counters and measures are those of the optimizer: taken over all modes, before g is mixed in."""
+    events = {3: Restart(), 6: Restart(0.5, 0.2, before=True), 7: Restart(before=True)}
+    policy = Told(events)
+    run = rollout(RULES[1], SIX, 10, policy)
+    assert [signal.round for signal in policy.seen] == list(range(1, 11))
+    assert [signal.rounds_since_restart for signal in policy.seen] == [1, 2, 3, 1, 2, 3, 2, 2, 3, 4]
+    for t, signal in enumerate(policy.seen):
+        g, m = run.pseudo_gradient[t], run.buffer[t]
+        lengths = np.linalg.norm(g), np.linalg.norm(m)
+        assert (signal.pseudo_gradient_norm, signal.buffer_norm) == pytest.approx(lengths, rel=1e-14)
+        assert signal.cosine == pytest.approx(g @ m / lengths[0] / lengths[1] if m.any() else 0, abs=1e-14)
+    assert policy.seen[3].cosine == 0
+
+
+def test_cosines_stay_in_their_range():
+    """In one mode the cosine is 1, -1 or 0, also where rounding would make it larger than 1."""
+    policy = Told()
+    run = rollout(HB, np.linspace(0.1, 1, 200)[:, None], 30, policy)
+    assert {round(abs(signal.cosine or 0), 12) for signal in policy.seen} == {0, 1}
+    assert max(abs(signal.cosine or 0) for signal in policy.seen) == 1
+    g, m = run.pseudo_gradient[1:], run.buffer[1:-1]
+    assert (np.abs(g * m) > np.sqrt((g * g) * (m * m))).any()
+
+
+def test_what_is_not_needed_is_not_measured():
+    """A policy without needs sees counters only, and is asked once a round for all trajectories."""
+    policy = Blind({2: Restart(), 5: Restart(before=True)})
+    run = rollout(rule_grid([0.1, 0.2], 0.9), SIX, 6, policy, noise=0.1, seeds=3)
+    assert [(s.round, s.rounds_since_restart) for s in policy.seen] == [(1, 1), (2, 2), (3, 1), (4, 2), (5, 3), (6, 2)]
+    assert all(s.cosine is s.buffer_norm is s.pseudo_gradient_norm is None for s in policy.seen)
+    assert run.restarts.shape == (6, 3, 2)
+    assert (run.restarts == np.isin(np.arange(1, 7), [2, 5])[:, None, None]).all()
+
+
+def test_without_momentum_the_policy_sees_no_buffer():
+    """At momentum 0 the optimizer keeps no buffer: the policy sees 0, also where other rules have momentum."""
+    policy = Told()
+    rollout([OuterRule(0.5, 0.0), OuterRule(0.5, 0.5)], SIX, 3, policy)
+    assert [signal.buffer_norm == signal.cosine == 0 for signal in policy.seen] == [True, True] + [True, False] * 2
+
+
+# --- results of the theory note -----------------------------------------------------------------------------------
+
+
+@given(rules(), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_mixed_periods_commute(rule: OuterRule, lengths: list[int], random: Any):
+    """R23: the final residual is the product of the factors of the cycles' lengths, in any order."""
+    sigma = np.array([0.05, 0.4, 0.97])
+    factors = rollout(rule, sigma, 9).residual
+    shuffled = random.sample(lengths, len(lengths))
+    for order in (lengths, shuffled):
+        end = rollout(rule, sigma, sum(lengths), Cycle(tuple(order))).residual[-1]
+        np.testing.assert_allclose(end, factors[lengths].prod(axis=0), rtol=0, atol=1e-13)
+
+
+@given(rules(stable=False), st.integers(1, 12), st.integers(1, 40))
+def test_finite_horizon_is_exact(rule: OuterRule, period: int, rounds: int):
+    """R20: with period K, x_T is chi_K^(T div K) chi_(T mod K), also where modes grow."""
+    sigma = np.array([0.02, 0.5, 1.0])
+    chi = rollout(rule, sigma, period).residual
+    expected = chi[period] ** (rounds // period) * chi[rounds % period]
+    run = rollout(rule, sigma, rounds, period)
+    np.testing.assert_allclose(run.residual[-1], expected, rtol=1e-9, atol=1e-12)
+    assert run.restarts.sum() == rounds // period
+
+
+@given(rules(), st.sampled_from([*POLICIES, Gradient()]), st.sampled_from([0.0, 0.1]))
+def test_forms_are_one_trajectory(rule: OuterRule, policy: RestartPolicy, noise: float):
+    """R3: rule and policy in the other form give the same residuals, and buffers in their own unit."""
+    other, theirs = convert(rule, policy, "sum" if rule.form == "ema" else "ema")
+    a, b = (rollout(r, SIX, 25, p, noise=noise) for r, p in ((rule, policy), (other, theirs)))
+    assert (a.restarts == b.restarts).all()
+    ours, others = a.buffer / rule.injection, b.buffer / other.injection
+    np.testing.assert_allclose(a.residual, b.residual, rtol=0, atol=1e-13 * np.abs(a.residual).max())
+    np.testing.assert_allclose(ours, others, rtol=0, atol=1e-13 * np.abs(ours).max())
+
+
+@given(rules(), st.integers(1, 12))
+def test_reductions(rule: OuterRule, period: int):
+    """R4: period 1 is momentum-free at lr w (Nesterov lr w (1 + b)); long periods never show; Soft(K, 0, 0) is hard."""
+    rounds = 12
+    step = rule.lr * rule.injection * (1 + rule.momentum if rule.nesterov else 1)
+    every = rollout(rule, SIX, rounds, 1).residual
+    np.testing.assert_allclose(every, rollout(OuterRule(step, 0.0), SIX, rounds).residual, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(every[-1], (1 - step * SIX) ** rounds, rtol=0, atol=1e-13)
+    never, hard = rollout(rule, SIX, rounds), rollout(rule, SIX, rounds, period)
+    for same, restart in [(never, rounds), (never, rounds + 5), (hard, Soft(period, 0, 0)), (hard, Cycle((period,)))]:
+        assert (rollout(rule, SIX, rounds, restart).residual == same.residual).all()
+
+
+@pytest.mark.parametrize("inner_steps", [1, 7, 64])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_end_to_end_in_parameter_space(inner_steps: int, nesterov: bool):
+    """R5: a linear model trained in parameter space has the residual modes of the rollout, restarts included."""
+    random = np.random.default_rng(5)
+    jacobian, target, theta = random.normal(size=(30, 60)), random.normal(size=30), random.normal(size=60)
+    values, vectors = np.linalg.eigh(jacobian @ jacobian.T)
+    eta, rule = 1 / values[-1], OuterRule(1.1, 0.85, nesterov, "ema")
+    m, modes = np.zeros(60), [vectors.T @ (jacobian @ theta - target)]
+    for t in range(1, 27):
+        inner = theta.copy()
+        for _ in range(inner_steps):
+            inner -= eta * jacobian.T @ (jacobian @ inner - target)
+        new = 0.85 * m + 0.15 * (theta - inner)
+        theta = theta - 1.1 * ((1 + 0.85) * new - 0.85 * m if nesterov else new)
+        m = np.zeros(60) if t % 4 == 0 else new
+        modes.append(vectors.T @ (jacobian @ theta - target))
+    sigma = np.clip(1 - (1 - eta * values) ** inner_steps, 0, 1)
+    run = rollout(rule, sigma, 26, "4", initial=modes[0])
+    assert np.abs(modes[0]).max() > 5
+    np.testing.assert_allclose(run.residual, modes, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("form", ["sum", "ema"])
+@pytest.mark.parametrize("period", [2, 3, 5])
+def test_optimal_soft_restart_is_nilpotent(nesterov: bool, form: Any, period: int):
+    """R26: with the exact retain and inject, residual and buffer vanish after two cycles, from any start."""
+    sigma, beta, nu = 0.6, 0.9, 1.0
+    step, rule = nu * (1 - beta) * sigma, OuterRule(nu, beta, nesterov, "ema")
+    chi = float(rollout(rule, sigma, period).residual[-1, 0])
+    trace, determinant = ((1 + beta) * (1 - step), beta * (1 - step)) if nesterov else (1 + beta - step, beta)
+    p = [0.0, 1.0]
+    for _ in range(period):
+        p.append(trace * p[-1] - determinant * p[-2])
+    inject = (
+        (1 - step) * chi / (nu * beta**2 * sigma * p[period]) if nesterov else chi / (nu * beta * sigma * p[period])
+    )
+    soft = convert(rule, Soft(period, -chi / (beta * p[period]), inject), form)
+    run = rollout(soft[0], sigma, 2 * period, soft[1], initial=3.0)
+    assert np.abs(run.residual[1:-1]).min() > 1e-3
+    assert np.abs([run.residual[-1], run.buffer[-1]]).max() < 1e-13
+
+
+@each_rule
+@each_policy
+def test_slow_modes_move_by_the_mean_gain(rule: OuterRule, policy: RestartPolicy):
+    """R31: as sigma goes to 0, a mode moves by sigma times the mean outer gain of rule and policy in each round."""
+    moved = (1 - rollout(rule, 1e-9, 30, policy).residual[-1, 0]) / 30e-9
+    assert moved == pytest.approx(mean_outer_gain(rule, policy, 30), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sigma", "rounds", "restart", "expected"),
+    [
+        (HB, [0.95], 80, "never", -3.96),  # A1
+        (HB, [0.95], 80, "5", -64.54),
+        (HB, [0.95], 80, "15", -24.5),
+        (HB, [0.95], 80, "4", -23.7),
+        (HB, [0.95], 80, "6", -17.9),
+        (HB, [0.95], 80, "75", -10.0),
+        (NAG, [0.95], 80, "never", -7.45),
+        (OuterRule(1.0, 0.0, False, "ema"), [0.95], 80, "never", -208),
+        (HB, SIX, 120, "never", -6.16),  # A2
+        (HB, SIX, 120, "7", -14.45),
+        (HB, SIX, 120, "6", -12.5),
+        (HB, SIX, 120, "5", -10.6),
+        (HB, SIX, 120, "3", -7.3),
+        (HB, SIX, 120, "17", -6.64),
+        (HB, SIX, 120, "120", -6.16),
+        (HB, SIX, 120, Cycle((2,) + (5,) * 2 + (6,) * 7 + (8,) + (10,) * 5 + (8,)), -20.94),  # R24
+        (OuterRule(1.0, 0.0, False, "ema"), SIX, 120, "never", -38.3),
+        (HB, np.concatenate(THREE), 120, "never", -6.01),  # A3
+        (HB, np.concatenate(THREE), 120, "8", -8.85),
+        (HB, SIX, 60, Gradient(), -7.65),  # R30
+        (HB, SIX, 60, Speed(), -7.75),
+        (OuterRule(1.0, 0.7, False, "ema"), SIX, 60, Gradient(), -16.6),
+        (OuterRule(1.0, 0.7, False, "ema"), SIX, 60, Speed(), -13.4),
+        (OuterRule(1.0, 0.97, False, "ema"), SIX, 60, Gradient(), -4.63),
+        (NAG, SIX, 60, Gradient(), -9.11),
+        (NAG, SIX, 60, Speed(), -9.04),
+        (OuterRule(0.7, 0.9), SIX, 60, Gradient(), -19.9),
+        (OuterRule(0.7, 0.9), SIX, 60, Speed(), -2.8),
+        (OuterRule(0.7, 0.9, True), SIX, 60, Gradient(), -37.3),
+        (OuterRule(0.7, 0.9, True), SIX, 60, Speed(), -20.6),
+        (HB, np.concatenate(THREE), 60, Gradient(), -6.64),
+        (HB, np.concatenate(THREE), 60, Speed(), -5.34),
+        (HB, WIDE, 60, Gradient(), -1.48),
+        (OuterRule(0.7, 0.9), WIDE, 60, Gradient(), -3.49),
+    ],
+)
+def test_losses_of_the_theory_note(rule: OuterRule, sigma: Any, rounds: int, restart: Any, expected: float):
+    """The final losses of A1, A2, A3, R24 and R30, to the digits that the note gives."""
+    tolerance = 0.6 if expected == round(expected) else 0.06 if round(expected, 1) == expected else 0.006
+    assert log_loss(rollout(rule, sigma, rounds, restart)) == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "periods", "expected"),
+    [
+        (SIX[:, None], [5, 5, 6, 7, 8, 10], -32.04),  # A2: a period for each mode
+        (THREE, [5, 7, 13], -17.81),  # A3: a period for each block
+        (THREE, [5, 6, 11], -13.55),
+        (THREE, [5, 7, 12], -15.56),
+    ],
+)
+def test_losses_of_blocks_of_the_theory_note(blocks: Any, periods: list[int], expected: float):
+    """The joint losses of A2 and A3 when each block has its own period."""
+    run = rollout_blocks([Block(s, HB, k) for s, k in zip(blocks, periods, strict=True)], 120)
+    assert log_loss(run) == pytest.approx(expected, abs=0.005)
+
+
+# --- many trajectories --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("restart", [*POLICIES, Gradient(), Speed()], ids=repr)
+def test_many_equal_singles(restart: Any):
+    """Arrays of rules, sigmas, starts and seeds give the bits of one rollout each, whatever the policy."""
+    grid = rule_grid([[0.05], [0.2], [0.3]], [0.0, 0.9], [False, True])
+    sigma, start = np.array([SIX, SIX / 3])[:, None, None], np.array([[1.0], [-2.0]])
+    many = rollout(grid, sigma, 30, restart, initial=start, noise=0.05, replicas=2, seeds=[4, 0], weights=range(6))
+    assert many.residual.shape == (31, 2, 2, 3, 2, 6)
+    for n, i, j, k in itertools.product(range(2), range(2), range(3), range(2)):
+        one = rollout(
+            grid[j, k], sigma[i, 0, 0], 30, restart, initial=start[k, 0], noise=0.05, replicas=2, seeds=[[4], [0]][n],
+            weights=range(6),
+        )  # fmt: skip
+        for name in ("residual", "buffer", "pseudo_gradient", "restarts", "loss"):
+            np.testing.assert_array_equal(getattr(many, name)[:, n, i, j, k], getattr(one, name)[:, 0], err_msg=name)
+    adaptive = isinstance(restart, (Gradient, Speed))
+    assert (many.restarts != many.restarts[:, :1, :1, :1, :1]).any() == adaptive  # otherwise one decision for all
+
+
+def test_shapes():
+    """One number is one mode; the trajectories' axes are seeds, then the broadcast of rules and sigma."""
+    assert rollout(HB, 0.5, 3).residual.shape == (4, 1)
+    run = rollout([HB, NAG], np.full((5, 1, 4), 0.5), 3, noise=0.1, seeds=7)
+    assert run.residual.shape == run.buffer.shape == (4, 7, 5, 2, 4)
+    assert run.pseudo_gradient.shape == (3, 7, 5, 2, 4)
+    assert run.restarts.shape == (3, 7, 5, 2)
+    assert run.loss.shape == (4, 7, 5, 2)
+    assert rollout(HB, np.zeros((0, 4)), 3, Gradient()).loss.shape == (4, 0)
+
+
+def test_weights():
+    """The loss takes weights up to a factor; a mode without weight does not count, even when it diverges."""
+    run = rollout(HB, SIX[:3], 5, weights=[2, 6, 0])
+    np.testing.assert_allclose(run.loss, (0.25 * run.residual[:, 0] ** 2 + 0.75 * run.residual[:, 1] ** 2) / 2)
+    assert run.loss[0] == 0.5
+    wild = rollout(OuterRule(1e3, 0.9), [1e-3, 1.0], 400, weights=[1, 0])
+    assert not np.isfinite(wild.residual[-1, 1])
+    assert np.isfinite(wild.loss).all()
+
+
+# --- noise --------------------------------------------------------------------------------------------------------
+
+
+@each_rule
+def test_explicit_noise_equals_a_literal_loop(rule: OuterRule):
+    """Given disturbances enter the pseudo-gradient as the mean over replicas."""
+    noise = np.random.default_rng(1).normal(size=(12, 3, 2))
+    run = rollout(rule, [0.3, 0.8], 12, 4, noise=noise)
+    for j, s in enumerate((0.3, 0.8)):
+        mean = noise[:, :, j].mean(axis=1)
+        places, _, gradients = literal(rule, s, 12, dict.fromkeys((4, 8, 12), Restart()), lambda t, e=mean: e[t - 1])
+        np.testing.assert_allclose(run.residual[:, j], places, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(run.pseudo_gradient[:, j], gradients, rtol=0, atol=1e-13)
+
+
+def test_noise_has_the_stated_deviation():
+    """What is added to sigma x is white and Gaussian with the given deviation, over its root for several replicas."""
+    for replicas in (1, 4, 9):
+        run = rollout(HB, np.full(50, 0.5), 40, noise=0.3, replicas=replicas, seeds=20)
+        added = (run.pseudo_gradient - 0.5 * run.residual[:-1]) / (0.3 / math.sqrt(replicas))
+        assert added.mean() == pytest.approx(0, abs=4 / math.sqrt(added.size))
+        assert added.var() == pytest.approx(1, abs=4 * math.sqrt(2 / added.size))
+        assert (added**4).mean() == pytest.approx(3, abs=4 * math.sqrt(96 / added.size))
+        for axis in range(3):  # rounds, seeds, modes
+            a, b = np.delete(added, 0, axis), np.delete(added, -1, axis)
+            assert (a * b).mean() == pytest.approx(0, abs=4 / math.sqrt(a.size))
+
+
+def test_seeds_are_reproducible():
+    """A seed's draws depend on nothing but the seed: not on other seeds, more rounds, or the rule."""
+    base = rollout(HB, SIX, 9, noise=0.1, seeds=[3])
+    for other in (
+        rollout(HB, SIX, 9, noise=0.1, seeds=[5, 3]).residual[:, 1:],
+        rollout(HB, SIX, 9, noise=0.1, seeds=4).residual[:, 3:],
+        rollout(HB, SIX, 15, noise=0.1, seeds=[3]).residual[:10],
+        rollout([NAG, HB], SIX, 9, noise=0.1, seeds=[3]).residual[:, :, 1],
+    ):
+        np.testing.assert_array_equal(other, base.residual)
+    drawn = [rollout(HB, SIX, 9, noise=0.1, seeds=[s]).residual for s in (3, 4, 2**32 + 3)]
+    assert all((a[1:] != b[1:]).all() for a, b in itertools.combinations(drawn, 2))
+    np.testing.assert_array_equal(
+        rollout(HB, SIX, 9, noise=0.1).residual, rollout(HB, SIX, 9, noise=0.1, seeds=1).residual[:, 0]
+    )
+    quiet = rollout(HB, SIX, 9, noise=0.0, seeds=2).residual
+    np.testing.assert_array_equal(quiet, np.stack([rollout(HB, SIX, 9).residual] * 2, axis=1))
+
+
+def test_replicas_have_streams_of_their_own():
+    """Two replicas are the mean of the first and of another draw, not of equal ones."""
+    one, two = (rollout(HB, SIX, 5, noise=1.0, replicas=r).pseudo_gradient[0] - SIX for r in (1, 2))
+    second = 2 * two - one
+    assert np.abs(second - one).min() > 1e-3
+
+
+# --- blocks -------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_separate():
+    """Each block equals a rollout of its own with the block's share of the noise; its policy sees only this block."""
+    noise = np.random.default_rng(2).normal(size=(20, 2, 5)) * 0.1
+    blocks = [
+        Block([0.9, 0.3], OuterRule(0.7, 0.9), Gradient()),
+        Block([0.5], NAG, "soft:3:0.2:0.1", weights=[3.0]),
+        Block([0.2, 0.1], OuterRule(0.3, 0.8, True), Gradient(), weights=[0.5, 0.0]),
+    ]
+    start = np.array([1.0, 2.0, 3.0, -1.0, 1.0])
+    run = rollout_blocks(blocks, 20, noise=noise, initial=start)
+    parts = [slice(0, 2), slice(2, 3), slice(3, 5)]
+    for block, part, ours in zip(blocks, parts, run.blocks, strict=True):
+        alone = rollout(
+            block.rule, block.sigma, 20, block.restart, noise=noise[..., part], initial=start[part],
+            weights=block.weights,
+        )  # fmt: skip
+        for name in ("residual", "buffer", "pseudo_gradient", "restarts", "loss"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(alone, name))
+    fired = [block.restarts.sum() for block in run.blocks]
+    assert min(fired) > 0
+    assert (run.blocks[0].restarts != run.blocks[2].restarts).any()
+    x = np.concatenate([block.residual for block in run.blocks], axis=-1)
+    np.testing.assert_allclose(run.loss, (x**2 @ [1, 1, 3, 0.5, 0]) / 5.5 / 2, rtol=1e-13)
+
+
+def test_blocks_of_one_rule_are_one_rollout():
+    """With one rule and schedule, blocks equal one rollout of all modes: noise, starts, loss and seeds."""
+    options: dict[str, Any] = {"noise": 0.2, "replicas": 2, "seeds": 3, "initial": 2.0}
+    whole = rollout([HB, NAG], SIX, 15, 4, **options)
+    run = rollout_blocks([Block(SIX[:2], [HB, NAG], 4), Block(SIX[2:], [HB, NAG], 4)], 15, **options)
+    joined = np.concatenate([block.residual for block in run.blocks], axis=-1)
+    np.testing.assert_array_equal(joined, whole.residual)
+    np.testing.assert_allclose(run.loss, whole.loss, rtol=1e-14)
+
+
+# --- divergence ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("restart", [*POLICIES, Gradient(), Speed()], ids=repr)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_divergence_is_data(restart: Any, nesterov: bool):
+    """Modes that overflow end as inf or nan, without a warning and without harm to the others or to policies."""
+    wild, tame = OuterRule(100.0, 0.9, nesterov), OuterRule(0.1, 0.9, nesterov)
+    run = rollout([wild, tame], SIX, 400, restart)
+    assert not np.isfinite(run.residual[-1, 0]).any()
+    assert not np.isfinite(run.loss[-1, 0])
+    np.testing.assert_array_equal(run.residual[:, 1], rollout(tame, SIX, 400, restart).residual)
+    assert run.loss[-1, 1] < 1e-3
+
+
+def test_a_policy_sees_divergence():
+    """Norms that overflow are shown as inf, and nan as nan; the cosine is then nan, not 1 and not an error."""
+    policy = Told()
+    rollout(OuterRule(1e60, 0.9), SIX, 12, policy)
+    norms = [signal.pseudo_gradient_norm for signal in policy.seen]
+    assert any(norm == math.inf for norm in norms if norm is not None)
+    assert math.isnan(policy.seen[-1].pseudo_gradient_norm or 0)
+    assert math.isnan(policy.seen[-1].cosine or 0)
+
+
+def test_hard_restart_forgets_anything():
+    """A hard restart makes exact zeros even of an infinite buffer."""
+    run = rollout(OuterRule(1e200, 0.5), [1.0], 4, 2)
+    assert not np.isfinite(run.buffer[3]).any()
+    assert (run.buffer[[2, 4]] == 0).all()
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NeedsLoss(RestartPolicy):
+    """A policy that the model cannot serve."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"cosine", "validation_loss"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """Never asked."""
+        del signal
+        return state, None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rule": 0.7}, ["rollout: rule is 0.7", "OuterRule(0.7, 0.9)"]),
+        ({"sigma": [0.5, 1.5]}, ["rollout: sigma[1] is 1.5", "[0, 1]"]),
+        ({"sigma": []}, ["sigma is empty", "at least one"]),
+        ({"rounds": 0}, ["rollout: rounds is 0", ">= 1"]),
+        ({"rounds": 2.5}, ["rollout: rounds is 2.5", "whole number"]),
+        ({"restart": "sometimes"}, ["'sometimes'", "never"]),
+        ({"restart": NeedsLoss()}, ["rollout: restart policy NeedsLoss()", "needs validation_loss", "cosine"]),
+        ({"weights": [1.0]}, ["rollout: weights have shape (1,)", "(2,)"]),
+        ({"weights": [1.0, -1.0]}, ["rollout: weights[1] is -1.0", ">= 0"]),
+        ({"initial": [1.0, np.nan]}, ["rollout: initial holds nan", "finite"]),
+        ({"initial": "one"}, ["rollout: initial is 'one'", "number"]),
+        ({"initial": [1.0, 1.0, 1.0]}, ["rollout: initial has 3 modes", "all 2 values"]),
+        ({"noise": -0.1}, ["rollout: noise is -0.1", ">= 0"]),
+        ({"noise": math.inf}, ["rollout: noise holds inf", "finite"]),
+        ({"noise": True}, ["rollout: noise is True", "number"]),
+        ({"noise": np.zeros((5, 2))}, ["noise has shape (5, 2)", "(5, replicas, 2)"]),
+        ({"noise": np.zeros((4, 1, 2))}, ["noise has shape (4, 1, 2)", "(5, replicas, 2)"]),
+        ({"noise": np.zeros((5, 0, 2))}, ["noise has shape (5, 0, 2)"]),
+        ({"noise": np.zeros((5, 3, 2)), "replicas": 2}, ["replicas is 2, but noise holds 3", "leave replicas out"]),
+        ({"noise": np.zeros((5, 3, 2)), "seeds": 2}, ["seeds go with noise that is drawn", "as a number"]),
+        ({"replicas": 0}, ["rollout: replicas is 0", ">= 1"]),
+        ({"seeds": 0}, ["rollout: seeds is 0", ">= 1"]),
+        ({"seeds": 2.5}, ["rollout: seeds is 2.5", "whole number"]),
+        ({"seeds": [1, -1]}, ["rollout: seeds[1] is -1", ">= 0"]),
+        ({"seeds": []}, ["rollout: seeds is []"]),
+        ({"rule": [HB, NAG], "sigma": np.full((3, 2), 0.5)}, ["rollout: ", "rule (2,), sigma (3,)", "broadcast"]),
+    ],
+)
+def test_mistakes_say_what_to_do(changes: dict[str, Any], words: list[str]):
+    """Each impossible value is a ValueError that names it and the remedy."""
+    arguments: dict[str, Any] = {"rule": HB, "sigma": [0.5, 0.9], "rounds": 5} | changes
+    with pytest.raises(ValueError, match=r"rollout: |restart ") as caught:
+        rollout(**arguments)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("blocks", "options", "words"),
+    [
+        ([], {}, ["blocks is []", "one or more"]),
+        ([SIX], {}, ["blocks is array", "Block(sigma, rule, 3)"]),
+        ([Block([0.5], HB), Block([1.5], HB)], {}, ["blocks[1]: sigma[0] is 1.5"]),
+        ([Block([0.5], HB), Block([0.5], HB, weights=[0.0])], {}, ["blocks[1]: weights are all 0"]),
+        ([Block([0.5], [HB] * 2), Block([0.5], [HB] * 3)], {}, ["blocks[0] (2,), blocks[1] (3,)", "broadcast"]),
+        ([Block(SIX, HB), Block([0.5], HB)], {"initial": [1.0] * 6}, ["initial has 6 modes", "all 7 values"]),
+        ([Block(SIX, HB)], {"noise": np.zeros((5, 1, 5))}, ["noise has shape (5, 1, 5)", "(5, replicas, 6)"]),
+        ([Block(SIX, HB, NeedsLoss())], {}, ["blocks[0]: restart policy NeedsLoss()", "needs validation_loss"]),
+    ],
+)
+def test_mistakes_with_blocks_say_what_to_do(blocks: Any, options: dict[str, Any], words: list[str]):
+    """The same for blocks, which the message names."""
+    with pytest.raises(ValueError, match="rollout_blocks: ") as caught:
+        rollout_blocks(blocks, 5, **options)
+    assert all(word in str(caught.value) for word in words), caught.value

@@ -1,0 +1,335 @@
+"""Estimating effective progress: exact without noise, honest about its error with noise, equal in all three ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twophase.restart import AtRounds, Never, Periodic, Soft
+from twophase.rule import OuterRule
+from twophase.theory.rollout import rollout
+from twophase.theory.spectrum import ProgressEstimate, ProgressEstimator, estimate_from_products, estimate_progress
+
+HB = OuterRule(1.0, 0.9, False, "ema")
+SIX = np.array([0.95, 0.85, 0.75, 0.60, 0.45, 0.30])
+THREE = np.concatenate([np.linspace(low, high, 9) for low, high in [(0.92, 1), (0.55, 0.65), (0.18, 0.26)]])
+
+
+def observed(sigma: Any, rounds: int, rule: OuterRule = HB, restart: Any = "never", **options: Any) -> tuple[Any, Any]:
+    """Anchors and pseudo-gradients of a rollout, each of shape (rounds, ..., coordinates)."""
+    run = rollout(rule, sigma, rounds, restart, **options)
+    return run.residual[:-1], run.pseudo_gradient
+
+
+def streamed(x: Any, g: Any, blocks: Any = None) -> ProgressEstimate:
+    estimator = ProgressEstimator(x.shape[1], blocks)
+    for anchor, pseudo_gradient in zip(x, g, strict=True):
+        estimator.add(anchor, pseudo_gradient)
+    return estimator.estimate()
+
+
+def products(x: Any, g: Any, blocks: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What a distributed run would all-reduce: inner products with the previous step, a column for each block."""
+    steps, changes, members = np.diff(x, axis=0), np.diff(g, axis=0), np.eye(max(blocks) + 1)[blocks]
+    return (steps[1:] * steps[:-1]) @ members, (changes[1:] * steps[:-1]) @ members
+
+
+def assert_same(a: ProgressEstimate, b: ProgressEstimate) -> None:
+    for name in ("sigma", "standard_error", "usable", "labels"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+
+
+# --- without noise ------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.floats(0.01, 1),
+    st.builds(OuterRule, st.floats(0.05, 0.6), st.floats(0, 0.98), st.booleans()),
+    st.sampled_from([Never(), Periodic(1), Periodic(3), AtRounds((2,)), Soft(2, -0.3, 0.5)]),
+    st.integers(3, 12),
+)
+def test_one_mode_is_exact(sigma: float, rule: OuterRule, restart: Any, rounds: int):
+    """R29: without noise and with one sigma the estimate is sigma, for any rule, restarts and starts."""
+    x, g = observed(np.full(5, sigma), rounds, rule, restart, initial=[1.0, -2.0, 0.5, 3.0, 0.1])
+    steps, _ = products(x, g, [0] * 5)
+    estimate = estimate_progress(x, g)
+    assert estimate.usable == (steps.sum() > 0)
+    if np.abs(steps).sum() < 100 * steps.sum():  # otherwise steps cancel, and rounding decides
+        assert estimate.sigma == pytest.approx(sigma, rel=1e-9)
+        assert estimate.standard_error < 1e-8
+        assert estimate_from_products(steps, sigma * steps).sigma[0] == pytest.approx(sigma, rel=1e-12)
+
+
+def test_modes_are_averaged():
+    """Several modes give the average with weights <dx_t, dx_{t-1}>; coordinates that stand still do not count."""
+    sigma = np.array([0.2, 0.5, 0.9, 0.0])
+    x, g = observed(sigma, 8)
+    weights = (np.diff(x, axis=0)[1:] * np.diff(x, axis=0)[:-1]).sum(axis=0)
+    assert weights[3] == 0
+    assert estimate_progress(x, g).sigma == pytest.approx(weights @ sigma / weights.sum(), rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "periods", "expected"),
+    [
+        ([0.95], [3, 5, 5, 5], -41.5),
+        (SIX, [3, 6, 6, 7, 9, 10], -8.73),
+        (THREE, [3, 5, 6, 9, 13, 13], -6.65),
+    ],
+)
+def test_periods_from_estimates(sigma: Any, periods: list[int], expected: float):
+    """R29, rule "est": a period for each cycle from the estimate of the last gives the note's periods and losses."""
+
+    def period(s: float) -> int:  # K_0 of R13
+        rho, trace = math.sqrt(0.9), 1.9 - 0.1 * s
+        phi = math.acos(trace / 2 / rho)
+        offset = math.atan(0.1 * (1 - s) / (2 * rho * math.sin(phi)))
+        return max(2, math.floor((offset + math.pi / 2) / phi + 0.5))
+
+    ends = [0, 3]
+    while ends[-1] < 60:
+        x, g = observed(sigma, ends[-1], restart=AtRounds(tuple(ends[1:])))
+        ends.append(ends[-1] + period(float(estimate_progress(x[ends[-2] :], g[ends[-2] :]).sigma)))
+    assert np.diff(ends)[: len(periods)].tolist() == periods
+    loss = rollout(HB, sigma, 60, AtRounds(tuple(ends[1:]))).loss[-8:].mean()
+    assert np.log10(loss) == pytest.approx(expected, abs=0.05 if len(sigma) == 1 else 0.005)
+
+
+# --- with noise ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("noise", "spread"), [(0.2, 0.011), (0.5, 0.027)])
+def test_accuracy_under_noise(noise: float, spread: float):
+    """R29: sigma .6, 7 rounds, 1000 coordinates: no bias, and the standard deviation that the note gives."""
+    x, g = observed(np.full(1000, 0.6), 7, noise=0.6 * noise, seeds=400)
+    found = np.array([estimate_progress(x[:, i], g[:, i]).sigma for i in range(400)])
+    assert found.std() / 0.6 == pytest.approx(spread, rel=0.12)  # 3 standard errors of a deviation of 400
+    assert found.mean() == pytest.approx(0.6, abs=3.5 * found.std() / 20)
+    steps, changes = np.diff(x, axis=0), np.diff(g, axis=0)
+    naive = (changes * steps).sum(axis=(0, 2)) / (steps**2).sum(axis=(0, 2))
+    assert naive.mean() / 0.6 > 1.09  # without the instrument the bias is many standard errors
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "noise", "rounds", "restart", "low"),
+    [(100, 0.2, 7, "never", 0.93), (100, 0.5, 7, "never", 0.93), (300, 0.5, 7, "3", 0.93), (10, 0.5, 7, "never", 0.88)],
+)
+def test_standard_error_covers(coordinates: int, noise: float, rounds: int, restart: str, low: float):
+    """Two standard errors (1.96) hold the truth about 95 times in 100, and one about 68 times."""
+    count = 1000
+    x, g = observed(np.full(coordinates, 0.6), rounds, restart=restart, noise=0.6 * noise, seeds=count)
+    estimates = [estimate_progress(x[:, i], g[:, i]) for i in range(count)]
+    away = np.array([abs(e.sigma - 0.6) / e.standard_error for e in estimates if e.usable])
+    assert len(away) > 0.98 * count
+    assert low < (away < 1.96).mean() < 0.97
+    assert 0.64 < (away < 1).mean() < 0.73
+
+
+def test_standard_error_shrinks():
+    """With four times the coordinates, or half the noise, the standard error halves."""
+
+    def error(coordinates: int, noise: float) -> float:
+        x, g = observed(np.full(coordinates, 0.6), 7, noise=noise, seeds=20)
+        return float(np.mean([estimate_progress(x[:, i], g[:, i]).standard_error for i in range(20)]))
+
+    base = error(500, 0.1)
+    assert error(2000, 0.1) / base == pytest.approx(0.5, rel=0.05)
+    assert error(500, 0.05) / base == pytest.approx(0.5, rel=0.05)
+
+
+def test_standard_error_is_the_printed_one():
+    """The standard error equals its equation, written out coordinate by coordinate."""
+    x, g = observed([0.3, 0.6, 0.9], 6, noise=0.1)
+    sigma = float(estimate_progress(x, g).sigma)
+    squares, denominator = 0.0, 0.0
+    for i in range(3):
+        u = 0.0
+        for t in range(1, 5):
+            before, dx, dg = x[t, i] - x[t - 1, i], x[t + 1, i] - x[t, i], g[t + 1, i] - g[t, i]
+            u += before * (dg - sigma * dx)
+            denominator += before * dx
+        squares += u**2
+    expected = math.sqrt(3 / 2 * squares) / denominator
+    assert estimate_progress(x, g).standard_error == pytest.approx(expected, rel=1e-12)
+
+
+# --- the three ways -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [None, [0, 1, 0, 2, 2, 1, 0]])
+def test_round_by_round_is_the_same(blocks: Any):
+    """The streaming estimator has the bits of the whole, after every round, and again after a reset."""
+    x, g = observed(np.linspace(0.2, 0.9, 7), 15, restart="4", noise=0.05)
+    estimator = ProgressEstimator(7, blocks)
+    for begin in (0, 6):
+        for end in range(begin + 1, 16):
+            anchor, pseudo_gradient = x[end - 1].copy(), g[end - 1].copy()
+            estimator.add(anchor, pseudo_gradient)
+            anchor[:], pseudo_gradient[:] = 1e9, -1e9  # a run's anchor changes in place
+            assert estimator.rounds == end - begin
+            if end - begin < 3:
+                assert not estimator.estimate().usable.any()
+                assert np.isnan(estimator.estimate().sigma).all()
+            else:
+                assert_same(estimator.estimate(), estimate_progress(x[begin:end], g[begin:end], blocks=blocks))
+        estimator.reset()
+
+
+def test_blocks_are_separate():
+    """Each block's estimate is that of its coordinates alone; labels come sorted, whole numbers or text."""
+    labels = np.array(["head", "body", "body", "tail", "head", "body"])
+    x, g = observed(np.linspace(0.2, 0.9, 6), 9, noise=0.02)
+    found = estimate_progress(x, g, blocks=labels)
+    assert found.labels is not None
+    assert found.labels.tolist() == ["body", "head", "tail"]
+    for number, label in enumerate(found.labels):
+        own = estimate_progress(x[:, labels == label], g[:, labels == label])
+        assert found.sigma[number] == pytest.approx(own.sigma, rel=1e-13)
+        assert found.standard_error[number] == pytest.approx(own.standard_error, rel=1e-10, nan_ok=True)
+    assert np.isnan(found.standard_error).tolist() == [False, False, True]  # one coordinate has no spread
+    numbers = np.unique(labels, return_inverse=True)[1]
+    np.testing.assert_array_equal(found.sigma, estimate_progress(x, g, blocks=5 - 2 * numbers).sigma[::-1])
+    singles = estimate_progress(*observed(np.linspace(0.2, 0.9, 200), 9), blocks=range(200))
+    assert singles.usable.all()
+    assert np.isnan(singles.standard_error).all()
+    whole = estimate_progress(x, g)
+    assert whole.sigma.shape == whole.standard_error.shape == whole.usable.shape == ()
+    assert whole.labels is None
+    assert estimate_progress(x, g, blocks=[7] * 6).sigma[0] == pytest.approx(whole.sigma, rel=1e-13)
+
+
+def test_products_are_the_same():
+    """The inner products alone give the estimate, of all and of blocks, without a standard error."""
+    blocks = [0, 1, 0, 2, 2, 1, 0]
+    x, g = observed(np.linspace(0.2, 0.9, 7), 10, noise=0.05)
+    steps, changes = products(x, g, blocks)
+    found = estimate_from_products(steps, changes)
+    np.testing.assert_allclose(found.sigma, estimate_progress(x, g, blocks=blocks).sigma, rtol=1e-12)
+    assert np.isnan(found.standard_error).all()
+    assert found.usable.all()
+    whole = estimate_from_products(steps.sum(axis=1), changes.sum(axis=1))
+    assert whole.sigma.shape == ()
+    assert whole.sigma == pytest.approx(estimate_progress(x, g).sigma, rel=1e-12)
+
+
+# --- no usable estimate, and odd scales ---------------------------------------------------------------------------
+
+ways = pytest.mark.parametrize(
+    "way", [estimate_progress, streamed, lambda x, g: estimate_from_products(*products(x, g, [0] * x.shape[1]))]
+)
+
+
+@ways
+def test_estimates_above_one_are_reported(way: Callable[..., ProgressEstimate]):
+    """A ratio above 1 is no error and is not clipped."""
+    x, _ = observed(np.full(4, 0.5), 6)
+    assert way(x, 1.7 * x).sigma == pytest.approx(1.7, rel=1e-12)
+
+
+@ways
+@pytest.mark.parametrize("case", ["falling", "alternating", "still", "flat", "inf", "nan", "growing"])
+def test_no_estimate(way: Callable[..., ProgressEstimate], case: str):
+    """A ratio <= 0, a denominator <= 0, no movement and no finite data give nan that is marked, and no warning."""
+    x, _ = observed(np.full(4, 0.5), 6)
+    g = 0.5 * x
+    if case == "falling":
+        g = -g
+    elif case == "alternating":
+        x = x * np.array([1, -1, 1, -1, 1, -1])[:, None]
+        g = 0.5 * x
+    elif case == "still":
+        x = np.ones_like(x)
+    elif case == "flat":
+        g = np.ones_like(g)
+    elif case == "growing":
+        x, g = observed(np.ones(4), 6, OuterRule(1e200, 0.9))
+    else:
+        x[3, 1] = g[4, 2] = float(case)
+    with np.errstate(invalid="ignore"):  # the products that this test makes of infinities
+        found = way(x, g)
+    assert not found.usable.any()
+    assert np.isnan(found.sigma).all()
+    assert np.isnan(found.standard_error).all()
+
+
+def test_a_diverged_block_leaves_the_others():
+    """Infinities and nan of one block do not reach another's estimate."""
+    x, g = (np.ldexp(values, -600) for values in observed([0.3, 0.3, 0.8, 0.8], 6))
+    wild = x.copy()
+    wild[1:, 0], wild[1:, 1] = np.inf, np.nan
+    labels = [0, 0, 1, 1]
+    found, before = estimate_progress(wild, g, blocks=labels), estimate_progress(x, g, blocks=labels)
+    assert found.usable.tolist() == [False, True]
+    assert found.sigma[1] == before.sigma[1]
+
+
+@pytest.mark.parametrize("step", [-1000, -600, 0, 900])
+@pytest.mark.parametrize("change", [-600, 0, 900])
+def test_scales_do_not_matter(step: int, change: int):
+    """Data times powers of two give the bits of the estimate and its error, times powers of two, or no estimate."""
+    x, g = observed(np.linspace(0.2, 0.9, 6), 12, noise=0.02)
+    base, found = estimate_progress(x, g), estimate_progress(np.ldexp(x, step), np.ldexp(g, change))
+    if abs(change - step) < 1020:
+        assert found.sigma == np.ldexp(base.sigma, change - step)
+        assert found.standard_error == np.ldexp(base.standard_error, change - step)
+    else:
+        assert not found.usable
+    small, large = (estimate_from_products(a * np.ones(5), a * np.full(5, 0.5)).sigma for a in (1e-308, 1e308))
+    assert small == large == 0.5
+
+
+@pytest.mark.parametrize("ratio", [1e12, 1e-12])
+def test_steps_may_grow_or_shrink(ratio: float):
+    """Steps that change by hundreds of orders of magnitude within a window, each block at its own pace."""
+    x = np.array([1e-5, 2e-5, 1e-5]) * np.array([ratio, ratio, math.sqrt(ratio)]) ** np.arange(20)[:, None]
+    found = estimate_progress(x, 0.99 * x, blocks=[0, 0, 1])
+    np.testing.assert_allclose(found.sigma, 0.99, rtol=1e-12)
+    assert estimate_progress(x[::-1], 0.99 * x[::-1]).sigma == pytest.approx(0.99, rel=1e-12)
+
+
+def test_single_precision_input():
+    """float32 and whole numbers are taken; sums are in float64."""
+    x, g = observed(np.full(50, 0.5), 8)
+    found = estimate_progress(x.astype(np.float32), g.astype(np.float32))
+    assert found.sigma == pytest.approx(0.5, rel=1e-5)
+    assert estimate_progress([[4], [2], [1]], [[8], [4], [2]]).sigma == 2
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+X = np.arange(12.0).reshape(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: estimate_progress(X[:2], X[:2]), ["estimate_progress: 2 rounds", "at least 3"]),
+        (lambda: estimate_progress(X, X[:3]), ["anchors have shape (4, 3)", "(3, 3)", "(rounds, coordinates)"]),
+        (lambda: estimate_progress(X[:, 0], X[:, 0]), ["anchors have shape (4,)", "(rounds, coordinates)"]),
+        (lambda: estimate_progress(X[:, :0], X[:, :0]), ["anchors have shape (4, 0)"]),
+        (lambda: estimate_progress("x", X), ["estimate_progress: anchors", "'x'", "real numbers"]),
+        (lambda: estimate_progress(X, X > 0), ["estimate_progress: pseudo_gradients", "real numbers"]),
+        (lambda: estimate_progress(X, X * 1j), ["estimate_progress: pseudo_gradients", "real numbers"]),
+        (lambda: estimate_progress(X, [[1.0], [1.0, 2.0]]), ["estimate_progress: pseudo_gradients", "real numbers"]),
+        (lambda: estimate_progress(X, X, blocks=[0, 1]), ["ProgressEstimator: blocks have shape (2,)", "shape (3,)"]),
+        (lambda: estimate_progress(X, X, blocks=[0.5, 1, 2]), ["blocks", "float64", "whole number or a text"]),
+        (lambda: ProgressEstimator(0), ["ProgressEstimator: dimension is 0", ">= 1"]),
+        (lambda: ProgressEstimator(3).add(X[0], X[0, :2]), ["add: pseudo_gradient has shape (2,)", "(3,)"]),
+        (lambda: ProgressEstimator(3).add(X, X), ["ProgressEstimator.add: anchor has shape (4, 3)", "(3,)"]),
+        (lambda: estimate_from_products([], []), ["estimate_from_products: step_products have shape (0,)"]),
+        (lambda: estimate_from_products(X, X[0]), ["step_products have shape (4, 3)", "(rounds, blocks)"]),
+        (lambda: estimate_from_products(1.0, 1.0), ["step_products have shape ()", "(rounds,)"]),
+        (lambda: estimate_from_products("1", [1.0]), ["estimate_from_products: step_products", "real numbers"]),
+    ],
+)
+def test_mistakes_say_what_to_do(call: Callable[[], Any], words: list[str]):
+    """Each impossible input is a ValueError that names it and the remedy."""
+    with pytest.raises(ValueError, match=r"estimate_|ProgressEstimator") as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), caught.value
