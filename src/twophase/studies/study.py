@@ -129,9 +129,13 @@ def run(name: str, out: Path, quick: bool = False) -> Outcome:
         UsageError: no such study, matplotlib is not installed, or the files cannot be written.
     """
     study = load(name)
-    with styled():  # before the computation: what is missing is told at once
+    with styled():  # this and the folder before the computation: what is wrong is told at once
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
         result = study.table(quick=quick)
-        pictures = rendered(study.draw(result))
+        pictures = rendered(study.draw(result), palette=True)
     answer = study.answer(result)
     facts = {
         "study": name,
@@ -141,10 +145,6 @@ def run(name: str, out: Path, quick: bool = False) -> Outcome:
         "numbers": result.numbers,
         "answer": answer.splitlines(),
     }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
     text = json.dumps(_plain(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return Outcome(write_files(out / name, pictures | {".csv": table_text(result.rows), ".json": text}), answer)
 

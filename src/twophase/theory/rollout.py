@@ -5,8 +5,10 @@ the restart policy act on it as the optimizer does: the same rule objects, the s
 the rule's own form. What closed forms say about a schedule can be checked here, and adaptive policies, for which there
 is no closed form, can be studied here.
 
-The model: every replica has the same curvature. Replicas of different curvature in one eigenbasis average their sigmas
-(pass the mean); different eigenbases are outside the model (R1).
+The model: every replica has the same curvature. Replicas r of curvatures H_r still make `g = P x` with the mean
+progress operator `P = mean_r (I - (I - inner_lr H_r)^S)`: pass its eigenvalues as sigma (in one eigenbasis, the mean
+of the sigmas). What fails for them is the formula of `effective_progress` on the pooled curvature (R1); the study
+`linear_network` measures both.
 """
 
 from __future__ import annotations

@@ -1,0 +1,94 @@
+"""Spectra, rules and losses that several theory studies share. Losses are log10; "dex" is a difference of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from twophase.restart import Periodic, mean_outer_gain
+from twophase.rule import OuterRule
+from twophase.theory.inputs import Rules, rule_grid
+from twophase.theory.periods import log_final_loss
+
+LOG_10 = float(np.log(10))
+SIX = (0.95, 0.85, 0.75, 0.60, 0.45, 0.30)
+"""The paper's six modes (its figure 1b)."""
+BLOCK_INTERVALS = ((0.92, 1.00), (0.55, 0.65), (0.18, 0.26))
+"""The paper's three blocks (its figure 1c); it does not say how many modes each has."""
+WIDE = tuple(float(s) for s in np.geomspace(0.01, 1, 12))
+"""A wide spectrum of our own: 12 modes, log-spaced over two decades."""
+HEAVY_BALL = OuterRule(1.0, 0.9, form="ema")
+NESTEROV = OuterRule(1.0, 0.9, nesterov=True, form="ema")
+"""The rule of the paper's figure 1, with and without look-ahead."""
+PLAIN = OuterRule(1.0, 0.0, form="ema")
+"""The same learning rate without momentum: outer SGD."""
+
+
+def blocks(modes: int = 9) -> list[np.ndarray]:
+    """Sigma of the modes of each of the three blocks, equispaced."""
+    return [np.linspace(*ends, modes) for ends in BLOCK_INTERVALS]
+
+
+def log10_loss(rule: Rules, sigma: ArrayLike, rounds: int, period: ArrayLike | None = None) -> Any:
+    """Exact log10 of the final loss (`theory.log_final_loss`); no period is no restart. Initial loss 1/2."""
+    return log_final_loss(rule, sigma, rounds, rounds if period is None else period) / LOG_10
+
+
+def log10_joint(rule: OuterRule, parts: Sequence[ArrayLike], rounds: int, periods: Iterable[int]) -> float:
+    """Log10 of the final loss over blocks of modes that have a period each; every mode weighs the same."""
+    sizes = [np.size(part) for part in parts]
+    losses = [
+        np.log(size) + log_final_loss(rule, part, rounds, period)
+        for part, size, period in zip(parts, sizes, periods, strict=True)
+    ]
+    return float((np.logaddexp.reduce(losses) - np.log(sum(sizes))) / LOG_10)
+
+
+def same_gain(rule: OuterRule, period: int, rounds: int) -> OuterRule:
+    """Outer SGD whose step is the mean outer gain of the rule with restarts (theory note R31): a control."""
+    return OuterRule(mean_outer_gain(rule, Periodic(period), rounds), 0.0, form="ema")
+
+
+def tuned_momentum(sigma: ArrayLike, rounds: int, momenta: np.ndarray, *, nesterov: bool) -> dict[str, Any]:
+    """The momentum whose final loss without restarts is least on a grid, at learning rate 1 (EMA form)."""
+    losses = log10_loss(rule_grid(1.0, momenta, nesterov, "ema"), sigma, rounds)
+    best = int(np.argmin(losses))
+    return {"points": len(momenta), "momentum": float(momenta[best]), "log10_loss": float(losses[best])}
+
+
+def loss_rows(losses: np.ndarray, **values: Any) -> list[dict[str, Any]]:
+    """One row a round with its log10 loss, None where the loss is 0 or not finite."""
+    with np.errstate(divide="ignore"):
+        logs = np.log10(losses)
+    return [values | {"round": t, "log10_loss": v if np.isfinite(v) else None} for t, v in enumerate(logs.tolist())]
+
+
+def nearest(period: float, largest: int) -> int:
+    """A real-valued period as a whole number from 1 to `largest`."""
+    return int(min(max(1, np.floor(period + 0.5)), largest))
+
+
+def listed(values: Iterable[Any]) -> str:
+    """Numbers in brackets, without spaces."""
+    return "[" + ",".join(map(str, values)) + "]"
+
+
+def wrapped(lines: Iterable[str]) -> str:
+    """The lines of an answer, long ones folded; lines of a table, which hold runs of spaces, stay."""
+    return "\n".join(
+        line if "   " in line else fill(line, 110, subsequent_indent="  ", break_on_hyphens=False) for line in lines
+    )
+
+
+def verdict(condition: bool) -> str:
+    """How an answer begins that states a claim: computed, so that it cannot outlive its numbers."""
+    return "Holds" if condition else "Does not hold"
+
+
+def select(rows: Iterable[Mapping[str, Any]], **values: Any) -> list[Mapping[str, Any]]:
+    """The rows that have these values."""
+    return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
