@@ -48,7 +48,8 @@ def test_help_without_torch() -> None:
         "with contextlib.suppress(SystemExit): main(sys.argv[1:])\n"
         "assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules), 'heavy imports'"
     )
-    for words in (["--help"], ["train", "--help"], ["sweep", "--help"], ["demo", "--help"], ["--version"]):
+    commands = ("train", "sweep", "demo", "study")
+    for words in (["--help"], ["--version"], ["study", "--list"], *([command, "--help"] for command in commands)):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout
@@ -73,6 +74,9 @@ def test_help_without_torch() -> None:
         ("sweep --axis outer.momentum 0.5 1", "momentum"),
         ("sweep --axis outer.lr 1 --workers 0", "--workers is 0"),
         ("demo --seeds -1", "seed"),
+        ("study", "twophase study: error: name a study: "),
+        ("study figure_1", "twophase study: error: 'figure_1' is no study; choose from "),
+        ("study robustness_toy --fast", "unrecognized arguments: --fast"),
     ],
 )
 def test_mistakes(tmp_path: Path, words: str, message: str) -> None:
@@ -82,6 +86,27 @@ def test_mistakes(tmp_path: Path, words: str, message: str) -> None:
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
     assert snapshot(tmp_path) == {}
+
+
+def test_list_of_studies() -> None:
+    """`study --list` is one line a study: its name and its question."""
+    lines = call("study", "--list").stdout.splitlines()
+    assert len(lines) >= 4
+    assert all(line.split()[0].isidentifier() and line.endswith("?") for line in lines)
+    assert call("study", "figure_1").stderr.endswith(", ".join(line.split()[0] for line in lines) + "\n")
+
+
+def test_study(tmp_path: Path) -> None:
+    """A study prints its question, its answer and its four files, which lie in runs/studies."""
+    pytest.importorskip("matplotlib")
+    done = call("study", "period_criteria", "--quick", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "How much does each criterion for the restart period lose against the best period?"
+    assert "oes not hold: '" in done.stdout or "Holds: '" in done.stdout
+    files = [f"runs/studies/period_criteria{ending}" for ending in (".png", ".pdf", ".csv", ".json")]
+    assert lines[-4:] == files
+    assert sorted(snapshot(tmp_path)) == sorted(files)
 
 
 BAD_TEXTS = {

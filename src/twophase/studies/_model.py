@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -75,13 +74,6 @@ def nearest(period: float, largest: int) -> int:
 def listed(values: Iterable[Any]) -> str:
     """Numbers in brackets, without spaces."""
     return "[" + ",".join(map(str, values)) + "]"
-
-
-def wrapped(lines: Iterable[str]) -> str:
-    """The lines of an answer, long ones folded; lines of a table, which hold runs of spaces, stay."""
-    return "\n".join(
-        line if "   " in line else fill(line, 110, subsequent_indent="  ", break_on_hyphens=False) for line in lines
-    )
 
 
 def verdict(condition: bool) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from twophase import __version__
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FOLDER = Path(__file__).parent
+_COLUMNS = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Outcome:
 
     Args:
         paths: the files written.
-        answer: the lines for people.
+        answer: the lines for people, long ones folded.
     """
 
     paths: list[Path]
@@ -146,7 +148,15 @@ def run(name: str, out: Path, quick: bool = False) -> Outcome:
         "answer": answer.splitlines(),
     }
     text = json.dumps(_plain(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    return Outcome(write_files(out / name, pictures | {".csv": table_text(result.rows), ".json": text}), answer)
+    return Outcome(write_files(out / name, pictures | {".csv": table_text(result.rows), ".json": text}), folded(answer))
+
+
+def folded(text: str) -> str:
+    """Text whose long lines are folded for a terminal; lines of a table, which hold runs of spaces, stay."""
+    return "\n".join(
+        line if "   " in line else fill(line, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,333 @@
+"""What do mixed restart periods gain over one period, and over what a tuned rule without restarts does anyway?
+
+Three comparisons. In the long run, on intervals of sigma: the best single period, the best mix (a linear program), the
+ceiling of every schedule. After a finite run, on the paper's spectra: schedules of whole cycles. And the same question
+when learning rate and momentum are tuned as well, where restarts have least to offer.
+
+Source: theory notes R22 to R25, anchors A2 and A3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from twophase.experiment.figure import HATCH, INK, look, name_panels, new_page, signed
+from twophase.restart import RestartPolicy
+from twophase.rule import OuterRule
+from twophase.studies._model import (
+    HEAVY_BALL,
+    LOG_10,
+    PLAIN,
+    SIX,
+    blocks,
+    log10_loss,
+    loss_rows,
+    same_gain,
+    select,
+    tuned_momentum,
+    verdict,
+)
+from twophase.studies.study import Result
+from twophase.theory.contraction import restart_rate, restart_table
+from twophase.theory.inputs import rule_grid
+from twophase.theory.mixing import best_schedule, chebyshev_rate, mixed_periods
+from twophase.theory.modes import asymptotic_rate
+from twophase.theory.periods import best_period
+from twophase.theory.rollout import rollout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+QUESTION = "What do mixed restart periods gain, and is it more than tuning the rule gains?"
+
+INTERVALS = ((0.3, 0.95), (0.1, 1.0), (0.02, 1.0))
+LRS, MOMENTUM = (1.0, 7.0), 0.9
+MODES, MAX_PERIOD = 241, 40
+ROUNDS, SCHEDULE_MAX_PERIOD = 120, 20
+SPECTRA = {"six modes": np.array(SIX), "three blocks of 9": np.concatenate(blocks())}
+TUNED_ROUNDS, LARGEST_LR, LARGEST_MOMENTUM = 24, 4.0, 0.95
+GRIDS = {"coarse": (80, 39), "fine": (160, 77)}
+"""Learning rates up to 4 (sum form) and momenta from 0 to 0.95, over which rules are tuned."""
+_KINDS = {"HB": False, "NAG": True}
+_RATES = {
+    "none": ("no restart", 0),
+    "fixed": ("best single period", 2),
+    "mix": ("mix of periods", 5),
+    "tuned_momentum": ("no restart, momentum tuned", 3),
+    "sgd_gain": ("SGD, gain of best period", 6),
+    "sgd_ema": ("SGD, same lr in EMA form", 7),
+    "sgd_sum": ("SGD, same lr in sum form", 1),
+    "sgd_tuned": ("SGD, lr tuned", 4),
+}
+
+
+def table(*, quick: bool = False) -> Result:
+    """Rates in the long run, loss curves of schedules, and rates of tuned rules.
+
+    Args:
+        quick: 61 instead of 241 modes an interval, and one grid of 20 learning rates and 10 momenta.
+    """
+    modes = 61 if quick else MODES
+    grids = {"quick": (20, 10)} if quick else GRIDS
+    rates = {f"{low:g} to {high:g}, {kind}, lr {lr:g}": _rates(low, high, lr, nesterov, modes)
+             for low, high in INTERVALS for kind, nesterov in _KINDS.items() for lr in LRS}  # fmt: skip
+    rows: list[dict[str, Any]] = [
+        {"panel": "a", "case": case, "curve": name, "rate": facts[name]}
+        for case, facts in rates.items()
+        for name in [*_RATES, "chebyshev"]
+    ]
+    schedules = {}
+    for panel, (name, sigma) in zip("bc", SPECTRA.items(), strict=True):
+        some, schedules[name] = _schedules(panel, sigma)
+        rows += some
+    tuned = {
+        grid: {
+            f"{low:g} to {high:g}, {kind}": _tuned(low, high, nesterov, sizes, modes)
+            for low, high in INTERVALS
+            for kind, nesterov in _KINDS.items()
+        }
+        for grid, sizes in grids.items()
+    }
+    rows += [
+        {"panel": "d", "case": f"{grid}: {case}", "curve": name, "rate": facts[name]}
+        for grid, cases in tuned.items()
+        for case, facts in cases.items()
+        for name in ("none", "restart", "chebyshev", "sgd")
+    ]
+    settings = {
+        "rates": f"nats a round, slowest of {modes} equispaced modes; momentum {MOMENTUM}, lr in EMA form; "
+        f"periods up to {MAX_PERIOD}",
+        "schedules": f"{HEAVY_BALL.describe()}, {ROUNDS} rounds, cycles up to {SCHEDULE_MAX_PERIOD}, short ones "
+        "first; log10 of 1/2 sum w x^2, equal weights",
+        "tuned": f"{TUNED_ROUNDS} rounds, worst mode; momentum 0 to {LARGEST_MOMENTUM}, lr up to {LARGEST_LR} (sum "
+        "form); grids (lrs, momenta) " + ", ".join(f"{name} {sizes}" for name, sizes in grids.items()),
+    }
+    return Result(rows, {"rates": rates, "schedules": schedules, "tuned": tuned}, settings)
+
+
+def _rates(low: float, high: float, lr: float, nesterov: bool, modes: int) -> dict[str, Any]:
+    """Rates in the long run of the slowest mode of an interval."""
+    rule = OuterRule(lr, MOMENTUM, nesterov, "ema")
+    sigma = np.linspace(low, high, modes)
+    mix = mixed_periods(rule, sigma, max_period=MAX_PERIOD)
+    momenta = np.linspace(0, 0.99, 100)
+    by_momentum = asymptotic_rate(rule_grid(lr, momenta, nesterov, "ema")[:, None], sigma).min(axis=1)
+
+    # Polyak's values: every mode of the interval then has complex or double roots of one modulus.
+    root = np.sqrt(low / high)
+    polyak = OuterRule(4 / (np.sqrt(low) + np.sqrt(high)) ** 2, ((1 - root) / (1 + root)) ** 2)
+
+    def plain(step: float) -> float:
+        return float(np.min(restart_rate(OuterRule(step, 0.0), sigma, 1)))
+
+    return {
+        "none": float(np.min(asymptotic_rate(rule, sigma))),
+        "fixed": mix.fixed_rate,
+        "fixed_period": mix.fixed_period,
+        "mix": mix.rate,
+        "mix_shares": dict(zip(mix.periods, mix.shares, strict=True)),
+        "chebyshev": float(chebyshev_rate(low, high)),
+        "tuned_momentum": float(by_momentum.max()),
+        "momentum": float(momenta[by_momentum.argmax()]),
+        "heavy_ball_tuned": float(np.min(asymptotic_rate(polyak, sigma))),
+        "sgd_gain": plain(same_gain(rule, mix.fixed_period, MAX_PERIOD * mix.fixed_period).lr),
+        "sgd_ema": plain(lr),
+        "sgd_sum": plain(rule.to("sum").lr),
+        "sgd_tuned": plain(2 / (low + high)),
+    }
+
+
+def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Loss curves of one period, of the best schedule found, and of controls."""
+    best = best_period(HEAVY_BALL, sigma, max_period=ROUNDS, rounds=ROUNDS)
+    schedule = best_schedule(HEAVY_BALL, sigma, rounds=ROUNDS, max_period=SCHEDULE_MAX_PERIOD)
+    momentum = tuned_momentum(sigma, ROUNDS, np.linspace(0, 0.99, 100), nesterov=False)
+    gain = same_gain(HEAVY_BALL, best, ROUNDS)
+    tuned = OuterRule(1.0, momentum["momentum"], form="ema")
+    curves: dict[str, tuple[str, OuterRule, RestartPolicy | str | int]] = {
+        "none": ("no restart", HEAVY_BALL, "never"),
+        "sgd_gain": (f"SGD, gain of K={best}", gain, "never"),
+        "fixed": (f"K={best}", HEAVY_BALL, best),
+        "mix": ("mixed periods", HEAVY_BALL, schedule.policy),
+        "sgd_ema": ("SGD, same lr", PLAIN, "never"),
+        "tuned_momentum": (f"HB, β={tuned.momentum:.2f}, no restart", tuned, "never"),
+    }
+    rows = []
+    for kind, (name, rule, restart) in curves.items():
+        rows += loss_rows(rollout(rule, sigma, ROUNDS, restart).loss, panel=panel, curve=kind, case=name)
+    numbers = {
+        "none": log10_loss(HEAVY_BALL, sigma, ROUNDS),
+        "fixed_period": best,
+        "fixed": log10_loss(HEAVY_BALL, sigma, ROUNDS, best),
+        "mix": schedule.log_loss / LOG_10,
+        "counts": schedule.counts,
+        "tail": schedule.tail,
+        "sgd": log10_loss(PLAIN, sigma, ROUNDS),
+        "sgd_gain": log10_loss(gain, sigma, ROUNDS),
+        "tuned_momentum": momentum,
+    }
+    return rows, numbers
+
+
+def _tuned(low: float, high: float, nesterov: bool, sizes: tuple[int, int], modes: int) -> dict[str, Any]:
+    """The best worst-case rate after a finite run, learning rate and momentum tuned on a grid, with and without K."""
+    lrs = np.linspace(0, LARGEST_LR, sizes[0] + 1)[1:]
+    sigma, periods = np.linspace(low, high, modes), np.arange(1, TUNED_ROUNDS + 1)
+    found: dict[str, dict[str, Any]] = {"none": {"rate": -np.inf}, "restart": {"rate": -np.inf}}
+    for momentum in np.linspace(0, LARGEST_MOMENTUM, sizes[1]):
+        logs = restart_table(rule_grid(lrs, momentum, nesterov)[:, None], sigma, TUNED_ROUNDS)[1]
+        rest = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])[TUNED_ROUNDS % periods]
+        worst = ((TUNED_ROUNDS // periods)[:, None, None] * logs + rest).max(axis=-1)
+        rates = -worst / TUNED_ROUNDS  # of shape (periods, learning rates); the last period is no restart
+        for name, some in (("none", rates[-1:]), ("restart", rates)):
+            k, i = np.unravel_index(np.argmax(some), some.shape)
+            if some[k, i] > found[name]["rate"]:
+                period = int(k) + 1 if name == "restart" else TUNED_ROUNDS
+                found[name] = {
+                    "rate": float(some[k, i]), "lr": float(lrs[i]), "momentum": float(momentum), "period": period
+                }  # fmt: skip
+    return {
+        "none": found["none"]["rate"],
+        "restart": found["restart"]["rate"],
+        "at": found,
+        "chebyshev": float(chebyshev_rate(low, high, TUNED_ROUNDS)),
+        "sgd": float(np.min(restart_rate(OuterRule(2 / (low + high), 0.0), sigma, 1))),
+    }
+
+
+# ------------------------------------------------------------------------------------------------- answer and figure
+
+
+def answer(result: Result) -> str:
+    """What mixing gains, where it gains nothing, and what tuning gains instead."""
+    rates, schedules, tuned = (result.numbers[name] for name in ("rates", "schedules", "tuned"))
+    lines = [
+        f"Rate in nats a round of the slowest mode, momentum {MOMENTUM}, lr in EMA form:",
+        f"{'sigma, rule':26}{'none':>8}  {'fixed (K)':12}{'mix':>8}{'ceiling':>9}{'β tuned':>9}{'SGD tuned':>11}",
+    ]
+    for case, f in rates.items():
+        fixed = f"{f['fixed']:.4f} ({f['fixed_period']})"
+        rest = "".join(f"{f[key]:9.4f}" for key in ("chebyshev", "tuned_momentum"))
+        lines.append(f"{case:26}{f['none']:8.4f}  {fixed:12}{f['mix']:8.4f}{rest}{f['sgd_tuned']:11.4f}")
+    gains = {case: f["mix"] / f["fixed"] for case, f in rates.items()}
+    useless = [case for case, gain in gains.items() if gain < 1.005]
+    polyak = min(f["heavy_ball_tuned"] / f["chebyshev"] for f in rates.values())
+    replaces = all(f["mix"] > f["tuned_momentum"] for f in rates.values())
+
+    def beaten(one: str, other: str) -> str:
+        return f"{sum(f[one] > f[other] for f in rates.values())} of {len(rates)}"
+
+    lines += [
+        f"{verdict(not useless)}: 'a mix of periods is faster than one': "
+        f"{min(gains.values()):.2f} to {max(gains.values()):.2f} times"
+        + (f"; nothing where the slowest modes do not oscillate ({'; '.join(useless)})." if useless else "."),
+        f"No restart at all is faster than the best period up to {MAX_PERIOD} in {beaten('none', 'fixed')} cases, than "
+        f"the mix in {beaten('none', 'mix')}.",
+        f"{verdict(replaces)}: 'mixing replaces tuning': at the same learning rate, a tuned momentum without restarts "
+        f"is faster than the mix in {beaten('tuned_momentum', 'mix')} cases; outer SGD with a tuned step is in "
+        f"{beaten('sgd_tuned', 'mix')}; SGD at the same learning rate in {beaten('sgd_ema', 'mix')} (EMA form) and "
+        f"{beaten('sgd_sum', 'mix')} (sum form), with the gain of the best period in {beaten('sgd_gain', 'mix')}. "
+        f"Heavy ball without restarts, both tuned, has {polyak:.4f} of the ceiling's rate.",
+        *_schedule_lines(schedules),
+        f"Learning rate and momentum tuned too ({TUNED_ROUNDS} rounds, worst mode), without and with a period:",
+    ]
+    for grid, cases in tuned.items():
+        lines += [
+            f"  {grid} grid, {case}: {f['none']:.4f} and {f['restart']:.4f} "
+            f"({100 * (f['restart'] / f['none'] - 1):+.1f}%), ceiling {f['chebyshev']:.4f}, SGD {f['sgd']:.4f}"
+            for case, f in cases.items()
+        ]
+    last = list(tuned.values())[-1]
+    nothing = all(f["restart"] <= f["none"] for case, f in last.items() if case.endswith("HB"))
+    more = [f["restart"] / f["none"] - 1 for case, f in last.items() if case.endswith("NAG")]
+    slower = all(last[f"{low:g} to {high:g}, NAG"]["restart"] < last[f"{low:g} to {high:g}, HB"]["none"]
+                 for low, high in INTERVALS)  # fmt: skip
+    lines.append(
+        f"{verdict(not nothing)}: 'a period helps tuned heavy ball'. Tuned NAG gains {100 * min(more):.0f} to "
+        f"{100 * max(more):.0f}% (the grid matters), and with it stays "
+        f"{'slower' if slower else 'no slower'} than tuned heavy ball without."
+    )
+    return "\n".join(lines)
+
+
+def _schedule_lines(schedules: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, f in schedules.items():
+        cycles = ", ".join(f"{count}x{length}" for length, count in f["counts"].items())
+        lines.append(
+            f"{name}, {ROUNDS} rounds, log10 loss: no restart {f['none']:.2f}, K={f['fixed_period']} {f['fixed']:.2f}, "
+            f"mixed {f['mix']:.2f} (cycles {cycles}, then {f['tail']} rounds); controls: SGD at the same learning rate "
+            f"{f['sgd']:.2f}, SGD with the gain of K={f['fixed_period']} {f['sgd_gain']:.2f}, heavy ball with tuned "
+            f"momentum {f['tuned_momentum']['momentum']:.2f} and no restart {f['tuned_momentum']['log10_loss']:.2f}."
+        )
+    return lines
+
+
+def draw(result: Result) -> Figure:
+    """Rates by interval and rule, loss curves of schedules, and rates of tuned rules."""
+    figure = new_page(7.8)
+    # Parts of their own: the long labels of the upper one shall not narrow the lower one.
+    top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=(1.2, 1))[:, 0]
+    axes = {"a": top.subplots()} | dict(zip("bcd", bottom.subplots(1, 3), strict=True))
+    last = list(result.numbers["tuned"])[-1]
+    titles = [f"rate of the slowest mode in the long run, momentum {MOMENTUM}", *SPECTRA, "lr and momentum tuned"]
+    name_panels([axes[name] for name in "abcd"], titles)
+    _draw_rates(axes["a"], select(result.rows, panel="a"))
+    for name in "bc":
+        _draw_curves(axes[name], select(result.rows, panel=name))
+    _draw_tuned(axes["d"], [row for row in select(result.rows, panel="d") if row["case"].startswith(f"{last}: ")])
+    return figure
+
+
+def _draw_rates(axes: Axes, rows: list[Any]) -> None:
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    for place, case in enumerate(cases):
+        rates = {row["curve"]: row["rate"] for row in select(rows, case=case)}
+        ceiling = rates["chebyshev"]
+        axes.plot([ceiling] * 2, [place - 0.4, place + 0.4], color=INK, linewidth=2.5,
+                  label=None if place else "ceiling of every schedule (Chebyshev)")  # fmt: skip
+        for name, (text, number) in _RATES.items():
+            style = look(number, every=1) | {"linestyle": "none", "markersize": 4.5, "zorder": 3}
+            axes.plot([max(rates[name], np.nan)], [place], label=None if place else text, **style)
+    labels = []
+    for case in cases:
+        interval, kind, lr = case.split(", ")
+        labels.append(f"σ from {interval}, {kind}, {lr}")
+    axes.set_yticks(range(len(cases)), labels)
+    axes.set_xscale("log")
+    axes.grid(axis="y", linewidth=0.4, color=HATCH)
+    axes.set(xlabel="nats a round (log scale; rules that diverge are left out)", ylim=(len(cases) - 0.5, -0.5))
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.35, -0.15), ncols=3)
+
+
+def _draw_curves(axes: Axes, rows: list[Any]) -> None:
+    for name in dict.fromkeys(row["curve"] for row in rows):
+        some = [row for row in select(rows, curve=name) if row["log10_loss"] is not None]
+        x, y = [row["round"] for row in some], [row["log10_loss"] for row in some]
+        axes.plot(x, y, label=f"{some[0]['case']} ({signed(y[-1])})", **look(_RATES[name][1], every=24))
+    axes.set(xlabel="outer round", ylabel="log₁₀ loss", xlim=(0, ROUNDS))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2))
+
+
+def _draw_tuned(axes: Axes, rows: list[Any]) -> None:
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    names = {"none": ("no restart", "none", 0.2), "restart": ("best period", "fixed", -0.2)}
+    for name, (text, like, shift) in names.items():
+        rates = [row["rate"] for row in select(rows, curve=name)]
+        places = [place - shift for place in range(len(cases))]
+        axes.barh(places, rates, height=0.36, color=look(_RATES[like][1])["color"], label=text,
+                  hatch="///" if name == "restart" else None, edgecolor="white", linewidth=0)  # fmt: skip
+    for place, case in enumerate(cases):
+        ceiling = select(rows, curve="chebyshev", case=case)[0]["rate"]
+        label = None if place else "ceiling"
+        axes.plot([ceiling] * 2, [place - 0.42, place + 0.42], color=INK, linewidth=2, label=label)
+    labels = [case.split(": ")[1].replace(" to ", "–").replace(", ", "\n") for case in cases]
+    axes.set_yticks(range(len(cases)), labels, fontsize=7)
+    axes.set(xlabel=f"nats a round, {TUNED_ROUNDS} rounds", ylim=(len(cases) - 0.4, -0.6))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2))

@@ -1,0 +1,265 @@
+"""How much does a criterion for the restart period lose against the best period, when the spectrum is random?
+
+Each criterion sees the rule and the spectrum (the paper's heuristic only the mean sigma), picks one period, and pays
+its regret: log10 of its final loss minus log10 of the least final loss over all periods, no restart among them.
+
+Source: paper section 3 and its choice of K, appendix A.9; theory notes E1, E2, E7, R16, R20 to R22.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy.special import logsumexp
+
+from twophase.experiment.figure import HATCH, look, name_panels, new_page
+from twophase.studies._model import LOG_10, select, verdict
+from twophase.studies.study import Result
+from twophase.theory.contraction import restart_table
+from twophase.theory.inputs import rule_grid
+from twophase.theory.periods import heuristic_period
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+QUESTION = "How much does each criterion for the restart period lose against the best period?"
+
+SPECTRA, MODES, SEED = 1500, 6, 0
+ROUNDS, HORIZONS = 60, (12, 24, 60, 120)
+RANGES = (11, 20, 60)
+"""Largest periods that the criteria without a range of their own are given."""
+BOOTSTRAPS = 400
+EXACT = 1e-9
+"""Regret in dex below which a criterion has picked the best period, or an equal one."""
+CRITERIA = {
+    "loss": "final loss (exact)",
+    "minimax": "rate of the slowest mode",
+    **{f"rate {k}": f"rate of Σwχ², K ≤ {k}" for k in RANGES},
+    **{f"factor {k}": f"paper: least Σwχ², K ≤ {k}" for k in RANGES},
+    "heuristic": "paper: π/(2√s) at mean σ",
+    "corrected": "corrected, at mean σ",
+    "3": "K = 3",
+    "never": "no restart",
+}
+_CURVES = {"minimax": 2, "factor 20": 1, "factor 60": 4, "corrected": 3, "3": 6, "never": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Random problems: rules of shape (N,), sigma and weights of shape (N, modes), a table of log|chi| on top."""
+
+    rules: np.ndarray
+    sigma: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def make(cls, count: int) -> Draws:
+        """The first `count` problems of the seed."""
+        stream = np.random.default_rng(SEED)
+        draws = [  # one problem after the other, so that fewer problems are the first of more
+            (
+                stream.uniform(0.3, 1.3),
+                stream.uniform(0.6, 0.98),
+                stream.integers(2) == 1,
+                stream.uniform(0.05, 1, MODES),
+                stream.dirichlet(np.ones(MODES)),
+            )
+            for _ in range(count)
+        ]
+        lr, momentum, nesterov, sigma, weights = (np.array(column) for column in zip(*draws, strict=True))
+        return cls(rule_grid(lr, momentum, nesterov, "ema"), sigma, weights)
+
+    def losses(self, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+        """log|chi_K| for K = 1 ... rounds, shape (K, N, modes), and log10 of the final losses, shape (K, N)."""
+        logs = restart_table(self.rules[:, None], self.sigma, rounds)[1]
+        periods = np.arange(1, rounds + 1)
+        rest = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])[rounds % periods]
+        return logs, (self.sum_of_squares((rounds // periods)[:, None, None] * logs + rest) - np.log(2)) / LOG_10
+
+    def sum_of_squares(self, logs: np.ndarray) -> np.ndarray:
+        """Return log sum_j w_j exp(2 logs_j)."""
+        return np.asarray(logsumexp(2 * logs + np.log(self.weights), axis=-1))
+
+
+def table(*, quick: bool = False) -> Result:
+    """Every criterion's choice and regret on random spectra, for several horizons.
+
+    Args:
+        quick: the first 200 spectra instead of 1500.
+    """
+    count = 200 if quick else SPECTRA
+    draws = Draws.make(count)
+    rows: list[dict[str, Any]] = []
+    numbers: dict[str, Any] = {}
+    for rounds in HORIZONS:
+        logs, losses = draws.losses(rounds)
+        best = losses.min(axis=0)
+        choices = _choices(draws, logs, losses)
+        facts: dict[str, Any] = {}
+        for name, index in choices.items():
+            regret = losses[index, np.arange(count)] - best
+            facts[name] = _summary(regret)
+            rows.append({"rounds": rounds, "criterion": name, "meaning": CRITERIA[name]} | facts[name])
+        plain = draws.sum_of_squares(rounds * _log_plain(draws)) / LOG_10 - np.log10(2)
+        facts["sgd"] = {
+            "better_than_best_period": float((plain < best).mean()),
+            "median": float(np.median(plain - best)),
+            "better_than_never": float((plain < losses[-1]).mean()),
+        }
+        facts["never_is_best"] = float((losses[-1] <= best + EXACT).mean())
+        numbers[str(rounds)] = facts
+    settings = {
+        "spectra": count,
+        "seed": SEED,
+        "draws": f"{MODES} modes sigma ~ U(0.05, 1), weights ~ Dirichlet(1), momentum ~ U(0.6, 0.98), "
+        "lr ~ U(0.3, 1.3) in EMA form, heavy ball or Nesterov",
+        "regret": "log10 final loss minus that of the best period of 1 to rounds (= no restart)",
+        "range": "minimax and loss: K up to rounds; 'K <= k' criteria: up to min(k, rounds)",
+        "standard_errors": f"{BOOTSTRAPS} bootstrap samples of the spectra",
+    }
+    return Result(rows, numbers, settings)
+
+
+def _choices(draws: Draws, logs: np.ndarray, losses: np.ndarray) -> dict[str, np.ndarray]:
+    """For each criterion the index (period - 1) that it picks for each problem; ties go to the smaller period."""
+    rounds, count = losses.shape
+    column = np.arange(1, rounds + 1)[:, None]
+    squares = draws.sum_of_squares(logs)
+    mean = draws.sigma.mean(axis=1)
+    picked = {"loss": losses.argmin(axis=0), "minimax": (logs.max(axis=-1) / column).argmin(axis=0)}
+    for largest in RANGES:
+        picked[f"rate {largest}"] = (squares / column)[:largest].argmin(axis=0)
+        picked[f"factor {largest}"] = squares[:largest].argmin(axis=0)
+    for name, corrected in (("heuristic", False), ("corrected", True)):
+        period = np.floor(heuristic_period(draws.rules, mean, corrected) + 0.5)
+        picked[name] = np.clip(period, 1, rounds).astype(int) - 1
+    picked["3"], picked["never"] = np.full(count, 2), np.full(count, rounds - 1)
+    return {name: picked[name] for name in CRITERIA}
+
+
+def _log_plain(draws: Draws) -> np.ndarray:
+    """Log|1 - lr sigma|: one round of momentum-free SGD at the same learning rate."""
+    lr = np.array([rule.lr for rule in draws.rules])[:, None]
+    with np.errstate(divide="ignore"):
+        return np.log(np.abs(1 - lr * draws.sigma))
+
+
+def _summary(regret: np.ndarray) -> dict[str, float]:
+    """Quantiles and mean of the regret with their standard errors, and how often there is none."""
+    stream = np.random.default_rng(SEED)
+    again = regret[stream.integers(regret.size, size=(BOOTSTRAPS, regret.size))]
+    exact = float((regret < EXACT).mean())
+    return {
+        "median": float(np.median(regret)),
+        "median_error": float(np.median(again, axis=1).std()),
+        "mean": float(regret.mean()),
+        "mean_error": float(regret.std() / np.sqrt(regret.size)),
+        "q10": float(np.quantile(regret, 0.1)),
+        "q90": float(np.quantile(regret, 0.9)),
+        "q90_error": float(np.quantile(again, 0.9, axis=1).std()),
+        "exact": exact,
+        "exact_error": float(np.sqrt(exact * (1 - exact) / regret.size)),
+    }
+
+
+# ------------------------------------------------------------------------------------------------- answer and figure
+
+
+def answer(result: Result) -> str:
+    """Which criterion to use, and what it is worth."""
+    facts = result.numbers[str(ROUNDS)]
+    count = result.settings["spectra"]
+    rivals = [name for name in CRITERIA if name not in ("loss", "minimax")]
+    lines = [
+        f"Regret in dex against the best period, {count} random spectra, {ROUNDS} rounds (standard errors):",
+        f"{'criterion':28}{'median':>14}{'mean':>14}{'90 %':>14}  picks the best",
+    ]
+    for name, text in CRITERIA.items():
+        f = facts[name]
+        cells = "".join(f"{f[key]:7.2f} ({f[key + '_error']:.2f})" for key in ("median", "mean", "q90"))
+        lines.append(f"{text:28}{cells}{100 * f['exact']:12.0f} %")
+    best = all(facts["minimax"][key] <= min(facts[name][key] for name in rivals) for key in ("median", "mean", "q90"))
+    never = facts["never"]
+    better = all(
+        never["mean"] - f["mean"] > 2 * np.hypot(never["mean_error"], f["mean_error"])
+        for f in (facts[f"factor {k}"] for k in RANGES)
+    )
+    shortest, longest = result.numbers[str(HORIZONS[0])], result.numbers[str(HORIZONS[-1])]
+    lines += [
+        f"{verdict(best)}: 'without the horizon, take the period whose slowest mode is fastest': least median, mean "
+        f"and 90 % of all criteria but the exact loss. It is not exact: it misses the best period in "
+        f"{100 * (1 - facts['minimax']['exact']):.0f} % of the spectra. With the horizon known, compute the loss.",
+        f"{verdict(better)}: 'the paper's criterion is better than no restart whatever its range': mean regret "
+        + ", ".join(f"{facts[f'factor {k}']['mean']:.2f}" for k in RANGES)
+        + f" for K up to {', '.join(map(str, RANGES))}, no restart {never['mean']:.2f}.",
+        f"Its heuristic at the mean sigma: mean {facts['heuristic']['mean']:.2f}, corrected "
+        f"{facts['corrected']['mean']:.2f}; K = 3 everywhere: {facts['3']['mean']:.2f}.",
+        f"With more rounds more is at stake: median regret of no restart {shortest['never']['median']:.2f} at "
+        f"{HORIZONS[0]} rounds, {longest['never']['median']:.2f} at {HORIZONS[-1]}; of the paper's criterion (K up to "
+        f"20) {shortest['factor 20']['median']:.2f} and {longest['factor 20']['median']:.2f}.",
+        f"No restart at all is best in {100 * facts['never_is_best']:.0f} % of the spectra. Control: outer SGD without "
+        f"momentum at the same learning rate is better than the best period in "
+        f"{100 * facts['sgd']['better_than_best_period']:.0f} %, and than no restart in "
+        f"{100 * facts['sgd']['better_than_never']:.0f} %: the regrets compare periods, not optimizers.",
+    ]
+    return "\n".join(lines)
+
+
+def draw(result: Result) -> Figure:
+    """Regret by criterion, how often each picks the best period, and the median regret over the horizon."""
+    figure = new_page(5.9)
+    axes = figure.subplot_mosaic("aab;cc|", height_ratios=(1.35, 1))
+    name_panels(
+        [axes[name] for name in "abc"], [f"regret after {ROUNDS} rounds", "picks the best period", "regret over rounds"]
+    )
+    rows = select(result.rows, rounds=ROUNDS)
+    _draw_regret(axes["a"], rows)
+    _draw_exact(axes["b"], rows)
+    _draw_horizons(axes["c"], result)
+    axes["|"].axis("off")
+    axes["|"].legend(*axes["c"].get_legend_handles_labels(), loc="center left")
+    return figure
+
+
+def _draw_regret(axes: Axes, rows: list[Any]) -> None:
+    for place, row in enumerate(rows):
+        label = None if place else {"range": "10 % to 90 %", "median": "median", "mean": "mean"}
+        names = label or dict.fromkeys(("range", "median", "mean"))
+        axes.plot([row["q10"], row["q90"]], [place, place], color=HATCH, linewidth=3, label=names["range"])
+        axes.plot([row["median"]], [place], "o", color=look(0)["color"], label=names["median"], markersize=4.5)
+        axes.plot([row["mean"]], [place], "D", color=look(2)["color"], label=names["mean"], markersize=4)
+    axes.set_yticks(range(len(rows)), [row["meaning"] for row in rows])
+    axes.set(xlabel="regret in dex (0: as good as the best period)", ylim=(len(rows) - 0.5, -0.5))
+    axes.set_xlim(left=-0.1)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", linewidth=0.4)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(loc="upper right")
+
+
+def _draw_exact(axes: Axes, rows: list[Any]) -> None:
+    places = range(len(rows))
+    shares, errors = ([100 * row[key] for row in rows] for key in ("exact", "exact_error"))
+    axes.barh(places, shares, xerr=errors, color=look(6)["color"], height=0.6, error_kw={"linewidth": 0.8})
+    for place, share in zip(places, shares, strict=True):
+        axes.text(share + 4, place, f"{share:.0f}", va="center", fontsize=7)
+    axes.set_yticks([])
+    axes.set(xlabel="% of the spectra", ylim=(len(rows) - 0.5, -0.5), xlim=(0, 115))
+    axes.set_xticks([0, 50, 100])
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_horizons(axes: Axes, result: Result) -> None:
+    for name, number in _CURVES.items():
+        some = select(result.rows, criterion=name)
+        x = [row["rounds"] for row in some]
+        y, errors = [row["median"] for row in some], [row["median_error"] for row in some]
+        axes.errorbar(x, y, errors, label=CRITERIA[name], capsize=2, elinewidth=0.8, **look(number, every=1))
+    axes.set_xscale("log")
+    axes.set_xticks(HORIZONS, [str(rounds) for rounds in HORIZONS])
+    axes.minorticks_off()
+    axes.set(xlabel="rounds (log scale)", ylabel="median regret in dex")

@@ -1,0 +1,275 @@
+"""Do restarts enlarge the region of good outer hyperparameters? The paper's figure 2, with its missing settings.
+
+The paper gives neither the spectrum, horizon, grid and clipping of its heatmaps, nor a momentum-free control. Here:
+both forms of the rule, two spectra, and outer SGD at the same learning rate and at the mean gain of the restarted rule.
+
+Source: paper figure 2; theory notes E15, E16, R18, R20, R31, anchor A5.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from twophase.experiment.figure import DIVERGED, HATCH, INK, look, new_page, signed
+from twophase.restart import Periodic, mean_outer_gain
+from twophase.rule import FORM_WORDS, FORMS, Form, OuterRule
+from twophase.studies._model import SIX, WIDE, log10_loss, select, verdict
+from twophase.studies.study import Result
+from twophase.theory.inputs import rule_grid
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+QUESTION = "Do restarts enlarge the region of good outer learning rates and momenta (paper figure 2)?"
+
+ROUNDS, MAX_PERIOD, PERIOD = 60, 20, 3
+LARGEST_MOMENTUM = 0.99
+LRS = {"ema": (0.1, 4.0), "sum": (0.05, 2.0)}
+SPECTRA = {"six modes": (SIX, -6.0), "wide": (WIDE, -2.0)}
+"""Modes, and the log10 loss at or below which a cell counts as good."""
+MARGIN = 0.1
+"""A difference beyond this many dex counts."""
+INITIAL = float(np.log10(0.5))
+"""Cells whose final loss is above the initial one count as diverged."""
+DEEPEST = -20.0
+"""Colours end here."""
+COLUMNS = {
+    "none": "no restart",
+    "best": f"best K ≤ {MAX_PERIOD} per cell",
+    "every_3": f"K={PERIOD}",
+    "sgd_gain_3": f"SGD, gain of K={PERIOD}",
+    "sgd_gain_best": "SGD, gain of best K",
+    "sgd": "SGD, same learning rate",
+}
+_SHORT = {
+    "none": "none",
+    "best": "best K",
+    "every_3": f"K={PERIOD}",
+    "sgd_gain_3": f"SGD gain K={PERIOD}",
+    "sgd_gain_best": "SGD gain best K",
+    "sgd": "SGD same lr",
+}
+_SHOWN = ("none", "best", "every_3", "sgd_gain_3")
+_MARKS = {"none": 0, "best": 2, "every_3": 1, "sgd_gain_3": 6, "sgd_gain_best": 4, "sgd": 7}
+_KINDS = {"HB": False, "NAG": True}
+
+
+def table(*, quick: bool = False) -> Result:
+    """Final loss of every cell of the grid, form, rule and spectrum, without and with restarts, and of the controls.
+
+    Args:
+        quick: 12 momenta and 10 learning rates instead of 34 and 27.
+    """
+    momenta = np.linspace(0, LARGEST_MOMENTUM, 12 if quick else 34)
+    rows: list[dict[str, Any]] = []
+    numbers: dict[str, Any] = {}
+    for spectrum, (sigma, good) in SPECTRA.items():
+        for form in FORMS:
+            lrs = np.linspace(*LRS[form], 10 if quick else 27)
+            for kind, nesterov in _KINDS.items():
+                cells = _cells(sigma, form, nesterov, lrs, momenta)
+                numbers[f"{spectrum}, {form}, {kind}"] = _facts(cells, good)
+                rows += _rows(cells, {"spectrum": spectrum, "form": form, "rule": kind}, lrs, momenta)
+    settings = {
+        "rounds": ROUNDS,
+        "max_period": MAX_PERIOD,
+        "best": "over K = 1 to max_period and no restart",
+        "momenta": momenta,
+        "lrs": {form: np.linspace(*LRS[form], 10 if quick else 27) for form in FORMS},
+        "spectra": {name: {"sigma": sigma, "good": f"log10 loss <= {good}"} for name, (sigma, good) in SPECTRA.items()},
+        "diverged": "final loss above the initial 1/2",
+        "loss": "log10 of 1/2 sum w x^2, equal weights of sum 1, x = 1 and m = 0 at first",
+    }
+    return Result(rows, numbers, settings)
+
+
+def _cells(sigma: Any, form: Form, nesterov: bool, lrs: np.ndarray, momenta: np.ndarray) -> dict[str, np.ndarray]:
+    """Log10 losses by column, and the best periods; arrays of shape (momenta, learning rates)."""
+    periods = [*range(1, MAX_PERIOD + 1), ROUNDS]
+    losses = log10_loss(rule_grid(lrs, momenta[:, None], nesterov, form), sigma, ROUNDS, periods)
+    best = np.argmin(losses, axis=0)
+    units = [OuterRule(1.0, momentum, nesterov, form) for momentum in momenta]
+    gains = np.array([[mean_outer_gain(unit, Periodic(k), ROUNDS) for k in periods] for unit in units])
+
+    def sgd(steps: np.ndarray) -> np.ndarray:
+        return log10_loss(rule_grid(steps, 0.0, nesterov, form), sigma, ROUNDS)
+
+    return {
+        "none": losses[-1],
+        "best": losses.min(axis=0),
+        "best_period": np.array(periods)[best],
+        "best_restart": losses[:-1].min(axis=0),
+        "every_3": losses[PERIOD - 1],
+        "sgd_gain_3": sgd(lrs * gains[:, [PERIOD - 1]]),
+        "sgd_gain_best": sgd(lrs * np.take_along_axis(gains, best, axis=1)),
+        "sgd": np.broadcast_to(sgd(lrs), losses[0].shape),
+    }
+
+
+def _facts(cells: dict[str, np.ndarray], good: float) -> dict[str, Any]:
+    """Shares of cells, and the minimum over the grid."""
+
+    def share(condition: np.ndarray) -> float:
+        return float(condition.mean())
+
+    gain = cells["none"] - cells["every_3"]
+    over_sgd = cells["sgd_gain_3"] - cells["every_3"]
+    return {
+        "good": {name: share(cells[name] <= good) for name in COLUMNS},
+        "diverged": {name: share(cells[name] > INITIAL + 1e-9) for name in COLUMNS},
+        "minimum": {name: float(cells[name].min()) for name in COLUMNS},
+        "every_3_helps": share(gain > MARGIN),
+        "every_3_hurts": share(gain < -MARGIN),
+        "best_restart_hurts": share(cells["best_restart"] - cells["none"] > MARGIN),
+        "every_3_better_than_sgd_of_its_gain": share(over_sgd > MARGIN),
+        "every_3_worse_than_sgd_of_its_gain": share(over_sgd < -MARGIN),
+        "best_worse_than_sgd": share(cells["best"] - cells["sgd"] > MARGIN),
+    }
+
+
+def _rows(
+    cells: dict[str, np.ndarray], where: dict[str, str], lrs: np.ndarray, momenta: np.ndarray
+) -> list[dict[str, Any]]:
+    return [
+        where
+        | {"momentum": float(momentum), "lr": float(lr), "best_period": int(cells["best_period"][i, j])}
+        | {name: round(float(cells[name][i, j]), 6) for name in COLUMNS}
+        for i, momentum in enumerate(momenta)
+        for j, lr in enumerate(lrs)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- answer and figure
+
+
+def answer(result: Result) -> str:
+    """Whether restarts enlarge the good region, for which spectrum, form and rule, and against which control."""
+    numbers = result.numbers
+    lines = [
+        f"Share of cells (momentum, learning rate) with a good final loss after {ROUNDS} rounds:",
+        f"{'':20}{'good at':>9}" + "".join(f"{text:>{_width(text)}}" for text in _SHORT.values()),
+    ]
+    for name, facts in numbers.items():
+        good = SPECTRA[name.split(", ", maxsplit=1)[0]][1]
+        shares = "".join(f"{facts['good'][key]:>{_width(text)}.2f}" for key, text in _SHORT.items())
+        lines.append(f"{name:20}{f'1e{good:.0f}':>9}{shares}")
+    six = [facts for name, facts in numbers.items() if name.startswith("six")]
+    wide = [facts for name, facts in numbers.items() if name.startswith("wide")]
+    names = [name.split(", ", 1)[1] for name in numbers if name.startswith("six")]
+
+    def change(facts: list[Any], column: str) -> list[float]:
+        return [f["good"][column] - f["good"]["none"] for f in facts]
+
+    def share(key: str, facts: list[Any]) -> str:
+        found = sorted(100 * f[key] for f in facts)
+        return f"{found[0]:.0f} to {found[-1]:.0f}%"
+
+    def each(texts: list[str]) -> str:
+        return "; ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
+
+    rescued = any(f["diverged"]["best"] < f["diverged"]["none"] for f in six + wide)
+    lines += [
+        f"{verdict(min(change(six, 'best')) > 0)}: 'on six modes the best period of each cell enlarges the good "
+        f"region' ({_range(change(six, 'best'))}; it is chosen in hindsight, with no restart among the candidates).",
+        f"{verdict(min(change(six, 'every_3')) > 0)}: 'on six modes K={PERIOD} does' "
+        f"({_range(change(six, 'every_3'))}); it helps in {share('every_3_helps', six)} of the cells and hurts in "
+        f"{share('every_3_hurts', six)}, by more than {MARGIN} dex.",
+        f"{verdict(min(change(wide, 'best')) > 0)}: 'on the wide spectrum the best period does' "
+        f"({_range(change(wide, 'best'))}); K={PERIOD} changes its region by {_range(change(wide, 'every_3'))} and "
+        f"hurts in {share('every_3_hurts', wide)} of the cells. Slow modes do not oscillate.",
+        f"{verdict(rescued)}: 'restarts stabilise': diverged cells of six modes, none / best / K={PERIOD}: "
+        + each([" / ".join(f"{f['diverged'][key]:.3f}" for key in ("none", "best", "every_3")) for f in six])
+        + ".",
+        f"No restart must be a candidate: on six modes the best K of 1 to {MAX_PERIOD} alone hurts in "
+        f"{share('best_restart_hurts', six)} of the cells.",
+        f"Momentum-free controls, six modes: K={PERIOD} is better than SGD of its gain in "
+        f"{share('every_3_better_than_sgd_of_its_gain', six)} of the cells and worse in "
+        f"{share('every_3_worse_than_sgd_of_its_gain', six)}; the best K is worse than SGD at the same learning rate "
+        "in " + each([f"{100 * f['best_worse_than_sgd']:.0f}%" for f in six]) + ".",
+        "Minimum over the grid, none / best K / SGD at the same learning rate: "
+        + each([" / ".join(f"{f['minimum'][key]:.1f}" for key in ("none", "best", "sgd")) for f in six])
+        + ".",
+    ]
+    return "\n".join(lines)
+
+
+def _width(text: str) -> int:
+    return max(len(text), 6) + 2
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):+.3f} to {max(values):+.3f}"
+
+
+def draw(result: Result) -> Figure:
+    """Heatmaps for six modes (rows: form and rule; columns: restarts and a control), shares for both spectra."""
+    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see figure.py
+    from matplotlib.colors import Normalize  # noqa: PLC0415
+
+    figure = new_page(9.2)
+    top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 1))[:, 0]
+    names = [[f"{form} {kind} {column}" for column in _SHOWN] for form in FORMS for kind in _KINDS]
+    axes = top.subplot_mosaic(names)
+    colours = ScalarMappable(Normalize(DEEPEST, INITIAL), "viridis_r")  # light is good, as in all our heatmaps
+    for form in FORMS:
+        for kind in _KINDS:
+            rows = select(result.rows, spectrum="six modes", form=form, rule=kind)
+            for column in _SHOWN:
+                panel = axes[f"{form} {kind} {column}"]
+                _draw_heatmap(panel, rows, column, colours)
+                if form == FORMS[0] and kind == "HB":
+                    panel.set_title(COLUMNS[column])
+                if column == _SHOWN[0]:
+                    panel.set_ylabel(f"{kind}, {FORM_WORDS[form]}\nmomentum")
+                else:
+                    panel.set_yticklabels([])
+                if kind == "NAG":
+                    panel.set_xlabel("learning rate", labelpad=1)
+                else:
+                    panel.set_xticklabels([])
+    bar = top.colorbar(colours, ax=list(axes.values()), aspect=50, pad=0.01, extend="min")
+    bar.set_label(
+        f"log₁₀ loss after {ROUNDS} rounds, six modes (colours end at {signed(DEEPEST, 0)}; hatched: above ½)"
+    )
+    bar.set_ticks([-20, -16, -12, -8, -4], labels=[signed(tick, 0) for tick in (-20, -16, -12, -8, -4)])
+    bar.ax.axhline(SPECTRA["six modes"][1], color=INK, linewidth=1.2)
+    _draw_shares(bottom.subplots(), result)
+    return figure
+
+
+def _draw_heatmap(axes: Axes, rows: list[Any], column: str, colours: Any) -> None:
+    lrs, momenta = (sorted({row[name] for row in rows}) for name in ("lr", "momentum"))
+    values = np.array([row[column] for row in rows]).reshape(len(momenta), len(lrs))
+    # What has diverged shows the hatched ground below it.
+    axes.patch.set(facecolor=DIVERGED, edgecolor=HATCH, hatch="//////", linewidth=0)
+    step_x, step_y = lrs[1] - lrs[0], momenta[1] - momenta[0]
+    axes.imshow(
+        np.ma.masked_greater(values, INITIAL + 1e-9),
+        extent=(lrs[0] - step_x / 2, lrs[-1] + step_x / 2, momenta[0] - step_y / 2, momenta[-1] + step_y / 2),
+        cmap=colours.cmap,
+        norm=colours.norm,
+        origin="lower",
+        aspect="auto",
+        interpolation="none",
+    )
+    axes.contour(lrs, momenta, np.minimum(values, 0), [SPECTRA["six modes"][1]], colors=INK, linestyles="solid")
+
+
+def _draw_shares(axes: Axes, result: Result) -> None:
+    for place, facts in enumerate(result.numbers.values()):
+        for key, text in COLUMNS.items():
+            style = look(_MARKS[key], every=1) | {"linestyle": "none", "clip_on": False, "zorder": 3}
+            axes.plot([facts["good"][key]], [place], label=None if place else text, **style)
+    labels = []
+    for name in result.numbers:
+        spectrum, form, kind = name.split(", ")
+        labels.append(f"{spectrum} (≤ 10$^{{{SPECTRA[spectrum][1]:.0f}}}$), {kind}, {FORM_WORDS[form]}")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.grid(axis="y", linewidth=0.4, color=HATCH)
+    axes.set(xlabel="share of the cells at or below the threshold", xlim=(0, 1), ylim=(len(labels) - 0.5, -0.5))
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), markerscale=1.3, handlelength=1)

@@ -1,0 +1,196 @@
+"""The machinery of studies: discovery, files, determinism, messages."""
+
+from __future__ import annotations
+
+import builtins
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import twophase
+from twophase.config import UsageError
+from twophase.studies import study
+
+THEORY = ("mixed_periods", "period_criteria", "restart_mechanism", "robustness_toy")
+TOY = '''
+"""A study that costs nothing."""
+
+import numpy as np
+
+from twophase.experiment.figure import look, new_figure
+from twophase.studies.study import Result
+
+QUESTION = "Is it " "so?"
+CALLS = []
+
+
+def table(*, quick=False):
+    CALLS.append(quick)
+    nan = float("nan")
+    rows = [{"x": 1, "y": 0.1 + 0.2}, {"x": np.int64(2), "y": nan, "z": True}, {"x": np.float64(3), "y": None}]
+    numbers = {"nan": nan, "inf": np.inf, "list": np.array([1.0, -np.inf]), 3: np.float64(1) / 3, "n": np.int8(4)}
+    return Result(rows, numbers, {"interval": (0, np.bool_(True))})
+
+
+def answer(result):
+    return f"It is.\\n{len(result.rows)} rows."
+
+
+def draw(result):
+    figure, axes = new_figure(2.0)
+    axes[0, 0].plot([row["x"] for row in result.rows], **look(1, every=1))
+    return figure
+'''
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A folder of studies with `toy` in it, in place of the package's own."""
+    folder = tmp_path / "studies"
+    folder.mkdir()
+    (folder / "toy.py").write_text(TOY, encoding="utf-8")
+    (folder / "_helper.py").write_text("", encoding="utf-8")
+    monkeypatch.setattr(study, "_FOLDER", folder)
+    monkeypatch.setattr(sys.modules["twophase.studies"], "__path__", [str(folder)])
+    yield study.load("toy")
+    sys.modules.pop("twophase.studies.toy", None)
+
+
+def test_a_study_is_found_by_its_file(toy: Any) -> None:
+    """A module in the folder is a study without being named anywhere; helpers with an underscore are none."""
+    assert study.names() == ["toy"]
+    assert study.questions() == {"toy": "Is it so?"} == {"toy": toy.QUESTION}
+
+
+def test_listing_imports_no_study(toy: Any) -> None:
+    """A study that cannot be imported here is listed with its question all the same."""
+    (study._FOLDER / "broken.py").write_text('import nonexistent\n\nQUESTION: str = "What?"\n', encoding="utf-8")
+    assert study.questions() == {"broken": "What?", "toy": toy.QUESTION}
+
+
+def test_every_study_is_complete() -> None:
+    """Each module of the folder has its question, one line with a question mark, and the theory studies their parts."""
+    questions = study.questions()
+    assert set(THEORY) <= set(questions)
+    for question in questions.values():
+        assert question.endswith("?")
+        assert len(question.splitlines()) == 1
+        assert len(question) <= 100
+    for name in THEORY:
+        module = study.load(name)
+        assert questions[name] == module.QUESTION
+        assert all(callable(getattr(module, part)) for part in ("table", "answer", "draw"))
+
+
+def test_four_files(toy: Any, tmp_path: Path) -> None:
+    """A study leaves picture, PDF, rows and facts, and nothing else; `quick` reaches the computation and the facts."""
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "deep" / "out"
+    outcome = study.run("toy", out, quick=True)
+    assert [path.name for path in outcome.paths] == ["toy.png", "toy.pdf", "toy.csv", "toy.json"]
+    assert set(out.iterdir()) == set(outcome.paths)
+    assert outcome.answer == "It is.\n3 rows."
+    assert toy.CALLS == [True]
+    png = outcome.paths[0].read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert int.from_bytes(png[16:20]) == round(6.75 * 200)
+    assert b"/FontFile2" in outcome.paths[1].read_bytes()  # the fonts travel with the PDF
+    with outcome.paths[2].open(newline="") as file:
+        assert list(csv.reader(file)) == [["x", "y", "z"], ["1", "0.3", ""], ["2", "", "true"], ["3", "", ""]]
+    text = outcome.paths[3].read_text(encoding="utf-8")
+    assert not any(word in text for word in ("NaN", "Infinity"))
+    assert json.loads(text) == {
+        "study": "toy",
+        "question": "Is it so?",
+        "version": twophase.__version__,
+        "settings": {"quick": True, "interval": [0, True]},
+        "numbers": {"nan": None, "inf": None, "list": [1.0, None], "3": 0.333333333333, "n": 4},
+        "answer": ["It is.", "3 rows."],
+    }
+
+
+@pytest.mark.usefixtures("toy")
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    """Run twice, all four files are equal byte for byte, whatever the user's own matplotlib settings are."""
+    mpl = pytest.importorskip("matplotlib")
+    first = study.run("toy", tmp_path / "a").paths
+    with mpl.rc_context({"font.size": 20, "lines.linewidth": 9, "savefig.bbox": "tight"}):
+        second = study.run("toy", tmp_path / "b").paths
+        assert mpl.rcParams["font.size"] == 20  # and those are left as they were
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_long_lines_are_folded() -> None:
+    """Long lines are folded with an indent and keep every word; tables and short lines stay as they are."""
+    text = "short\n" + "word " * 50 + "\n" + "a   b" * 40
+    lines = study.folded(text).splitlines()
+    assert (lines[0], lines[-1]) == ("short", "a   b" * 40)
+    assert all(len(line) <= 110 for line in lines[1:-1])
+    assert all(line.startswith("  word") for line in lines[2:-1])
+    assert " ".join(lines[1:-1]).split() == ["word"] * 50
+
+
+def test_unknown_name() -> None:
+    """A name that is no study is one line that names those there are."""
+    with pytest.raises(UsageError, match=r"^'figure_1' is no study; choose from .*mixed_periods, .*robustness_toy$"):
+        study.run("figure_1", Path("nowhere"))
+    for name in ("study", "_model", "__init__"):
+        with pytest.raises(UsageError, match="is no study"):
+            study.load(name)
+
+
+def test_missing_matplotlib_is_told_before_the_work(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without matplotlib the message says what to install, nothing is computed and nothing written."""
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(UsageError, match=r"pip install 'twophase\[plot\]'"):
+        study.run("toy", tmp_path / "out")
+    assert toy.CALLS == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_that_cannot_be_made(toy: Any, tmp_path: Path) -> None:
+    """A file where the folder should be is a usage error that names option and path, before anything is computed."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "out").write_text("")
+    with pytest.raises(UsageError, match=r"--out .*out: cannot be made \(File exists\); choose another folder"):
+        study.run("toy", tmp_path / "out")
+    assert toy.CALLS == []
+
+
+def test_theory_studies_need_no_torch_and_repeat(tmp_path: Path) -> None:
+    """Every theory study, run from the command line, loads no torch; in another process it repeats bit for bit.
+
+    Two of them are repeated: one with random draws, one with pictures in the PDF.
+    """
+    pytest.importorskip("matplotlib")
+    code = (
+        "import sys; from twophase.cli import main\n"
+        "for name in sys.argv[2:]: assert main(['study', name, '--quick', '--out', sys.argv[1]]) == 0\n"
+        "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules)"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "7", "MPLCONFIGDIR": str(tmp_path / "config")}
+    words = [sys.executable, "-W", "error", "-c", code, str(tmp_path / "a"), *THEORY]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    written = {name + ending for name in THEORY for ending in (".png", ".pdf", ".csv", ".json")}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == written
+    for name in THEORY:
+        facts = json.loads((tmp_path / "a" / f"{name}.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+        assert study.folded("\n".join(facts["answer"])) in done.stdout, name
+        assert facts["settings"]["quick"] is True
+    for name in ("period_criteria", "robustness_toy"):
+        for path in study.run(name, tmp_path / "b", quick=True).paths:
+            assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes(), path.name

@@ -1,0 +1,451 @@
+"""What the theory studies compute: the theory note's anchors to their printed digits, and independent oracles."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from twophase.rule import OuterRule
+from twophase.studies import mixed_periods, period_criteria, restart_mechanism, robustness_toy
+from twophase.studies._model import HEAVY_BALL, SIX, WIDE, blocks, select
+from twophase.studies.study import Result, folded
+from twophase.theory.inputs import rule_grid
+from twophase.theory.periods import best_period, log_final_loss
+from twophase.theory.rollout import rollout
+
+
+def printed(text: str) -> Any:
+    """The value that was printed, to half a unit of its last digit."""
+    digits = len(text.partition(".")[2])
+    return pytest.approx(float(text), abs=0.5000001 * 10**-digits, rel=0)
+
+
+# ------------------------------------------------------------------------------------------------ restart_mechanism
+
+
+@pytest.fixture(scope="module")
+def mechanism() -> Result:
+    """Paper figure 1, in full."""
+    return restart_mechanism.table()
+
+
+def test_single_mode(mechanism: Result) -> None:
+    """Anchor A1: one mode, 80 rounds, heavy ball by period, Nesterov, and outer SGD."""
+    one = mechanism.numbers["single"]
+    assert one["none"] == printed("-3.96")
+    assert (one["best_period"], one["rate_period"], one["factor_period"]) == (5, 5, 75)
+    assert one["best"] == printed("-64.54")
+    expected = {5: "-64.54", 15: "-24.5", 4: "-23.7", 6: "-17.9", 75: "-10.0"}
+    assert one["by_period"] == {k: printed(v) for k, v in expected.items()}
+    assert one["nag_none"] == printed("-7.45")
+    assert one["nag_best"] == printed("-36.8")
+    assert one["sgd"] == printed("-208")
+
+
+def test_tuned_nesterov_is_what_its_grid_makes_it(mechanism: Result) -> None:
+    """Anchor A1, paper error E18: final loss of NAG without restart by the grid of momenta."""
+    tuned = mechanism.numbers["single"]["nag_tuned"]
+    assert tuned["[0.5, 1)"]["momentum"] == printed("0.516")
+    assert tuned["[0.5, 1)"]["log10_loss"] == printed("-50.3")
+    assert tuned["0.5, 0.6, ..., 0.9"]["log10_loss"] == printed("-47.0")
+    assert tuned["[0.3, 0.99]"]["log10_loss"] == printed("-80.2")
+    assert tuned["0.1, 0.3, ..., 0.9"]["log10_loss"] == printed("-148")
+    assert tuned["[0, 1)"]["momentum"] == printed("0.0175")
+    assert tuned["[0, 1)"]["log10_loss"] == printed("-235")
+    assert mechanism.numbers["single"]["largest_momentum_that_beats_restart"]["NAG"] == printed("0.396")
+
+
+def test_momentum_that_beats_the_restart(mechanism: Result) -> None:
+    """Up to the momentum stated every one on the grid beats K=5, and the next one does not (direct evaluation)."""
+    one = mechanism.numbers["single"]
+    grid = np.linspace(0, 0.999, 2001)
+    for kind, nesterov in (("HB", False), ("NAG", True)):
+        end = one["momentum_up_to_which_all_beat_restart"][kind]
+        beats = log_final_loss(rule_grid(1.0, grid, nesterov, "ema"), 0.95, 80, 80) / np.log(10) < one["best"]
+        assert beats[grid <= end].all()
+        assert not beats[grid > end][0]
+
+
+def test_least_factor_depends_on_its_range(mechanism: Result) -> None:
+    """Paper error E1: argmin |chi_K| for K up to 10, 20, 40, 80 is 5, 15, 35, 75."""
+    picks = mechanism.numbers["single"]["factor_period_by_max_period"]
+    assert picks == {10: 5, 20: 15, 40: 35, 80: 75}
+
+
+def test_six_modes(mechanism: Result) -> None:
+    """Anchor A2: six modes, 120 rounds: global periods, a period per mode, the paper's criterion, tuned rules."""
+    six = mechanism.numbers["six"]
+    assert six["none"] == printed("-6.16")
+    assert (six["best_period"], six["minimax_period"]) == (7, 7)
+    expected = {3: "-7.3", 5: "-10.6", 6: "-12.5", 7: "-14.45", 17: "-6.64"}
+    assert six["by_period"] == {k: printed(v) for k, v in expected.items()}
+    assert six["own_periods"] == (5, 5, 6, 7, 8, 10)
+    assert six["own"] == printed("-32.04")
+    assert six["factor_period_by_max_period"] == {11: 6, 20: 17, 120: 120}
+    assert six["sgd"] == printed("-38.3")
+    tuned = six["tuned_without_restart"]
+    assert (tuned["nag"]["momentum"], tuned["nag"]["log10_loss"]) == (printed("0.41"), printed("-57.1"))
+    assert (tuned["hb"]["momentum"], tuned["hb"]["log10_loss"]) == (printed("0.30"), printed("-63.0"))
+
+
+def test_three_blocks(mechanism: Result) -> None:
+    """Anchor A3: blocks of 9 modes: one period, a period per block, both heuristics; other sizes rank the same."""
+    nine = mechanism.numbers["blocks"]["9"]
+    assert nine["none"] == printed("-6.01")
+    assert (nine["best_period"], nine["best"]) == (8, printed("-8.85"))
+    assert nine["periods"] == {"own": (5, 7, 13), "heuristic": (5, 6, 11), "corrected": (5, 7, 12)}
+    assert nine["own"] == printed("-17.81")
+    assert nine["heuristic"] == printed("-13.55")
+    assert nine["corrected"] == printed("-15.56")
+    assert nine["sgd"] == printed("-22.4")
+    every = mechanism.numbers["blocks"]
+    assert {modes: facts["best_period"] for modes, facts in every.items()} == {"3": 16, "5": 16, "9": 8, "21": 8}
+    for f in every.values():
+        assert f["none"] > f["best"] > f["heuristic"] > f["corrected"] > f["own"] > f["sgd"]
+
+
+def test_oscillation(mechanism: Result) -> None:
+    """Anchor A4 and R15: first zero, how far |x_t| exceeds rho^t, and the sigma from which a period gains."""
+    facts = mechanism.numbers["oscillation"]
+    assert facts["0.95"]["first_zero"] == printed("5.04")
+    for sigma, ratio in {"0.95": "1.000", "0.3": "1.023", "0.1": "1.136"}.items():
+        assert facts[sigma]["largest_ratio_to_radius"] == printed(ratio)
+        assert facts[sigma]["largest_ratio_to_envelope"] <= 1 + 1e-12
+    assert facts["lowest_sigma_that_gains"] == {3: printed("0.267"), 5: printed("0.184"), 7: printed("0.143")}
+
+
+def test_curves_end_at_the_exact_losses(mechanism: Result) -> None:
+    """The simulated curves that are drawn end at the exact final losses, to 1e-9 dex (heavy cancellation apart)."""
+    numbers = mechanism.numbers
+    ends = {
+        (panel, kind): select(mechanism.rows, panel=panel, kind=kind)[-1]["log10_loss"]
+        for panel in "abc"
+        for kind in dict.fromkeys(row["kind"] for row in select(mechanism.rows, panel=panel))
+    }
+    one, six, nine = numbers["single"], numbers["six"], numbers["blocks"]["9"]
+    exact = {
+        ("a", "none"): one["none"],
+        ("a", "factor"): one["by_period"][75],
+        ("a", "heuristic"): one["nag_none"],
+        ("a", "nag"): one["nag_tuned"]["[0.5, 1)"]["log10_loss"],
+        ("a", "global"): one["best"],
+        ("a", "gain"): one["sgd_same_gain"],
+        ("a", "sgd"): one["sgd"],
+        ("b", "none"): six["none"],
+        ("b", "factor"): six["factor"],
+        ("b", "gain"): six["sgd_same_gain"],
+        ("b", "global"): six["best"],
+        ("b", "own"): six["own"],
+        ("b", "sgd"): six["sgd"],
+        ("b", "nag"): six["tuned_without_restart"]["nag"]["log10_loss"],
+        ("c", "none"): nine["none"],
+        ("c", "gain"): nine["sgd_same_gain"],
+        ("c", "global"): nine["best"],
+        ("c", "factor"): nine["heuristic"],
+        ("c", "heuristic"): nine["corrected"],
+        ("c", "own"): nine["own"],
+        ("c", "sgd"): nine["sgd"],
+        ("c", "nag"): nine["tuned_without_restart"]["nag"]["log10_loss"],
+    }
+    assert ends == {key: pytest.approx(value, abs=1e-9) for key, value in exact.items()}
+
+
+def test_gain_control_moves_as_far(mechanism: Result) -> None:
+    """The SGD control's step is the mean gain of restarted heavy ball: mean of 1 - 0.9^j for j = 1 ... 5 (R31)."""
+    assert mechanism.numbers["single"]["gain"] == pytest.approx(np.mean([1 - 0.9**j for j in range(1, 6)]), rel=1e-12)
+
+
+# --------------------------------------------------------------------------------------------------- robustness_toy
+
+
+@pytest.fixture(scope="module")
+def robustness() -> Result:
+    """Paper figure 2, in full."""
+    return robustness_toy.table()
+
+
+GOOD = {  # anchor A5: shares of good cells without restarts, with the best period of each cell, with K=3
+    "six modes, ema, HB": (".66", ".79", ".70"),
+    "six modes, ema, NAG": (".59", ".65", ".60"),
+    "six modes, sum, HB": (".75", ".93", ".75"),
+    "six modes, sum, NAG": (".68", ".71", ".67"),
+    "wide, ema, HB": (".48", ".48", ".26"),
+    "wide, ema, NAG": (".35", ".35", ".20"),
+    "wide, sum, HB": (".57", ".62", ".42"),
+    "wide, sum, NAG": (".37", ".39", ".29"),
+}
+
+
+def test_good_cells(robustness: Result) -> None:
+    """Anchor A5's table: for both spectra, forms and rules."""
+    assert list(robustness.numbers) == list(GOOD)
+    for name, texts in GOOD.items():
+        good = robustness.numbers[name]["good"]
+        assert [good["none"], good["best"], good["every_3"]] == [printed(text) for text in texts], name
+
+
+def test_diverged_cells(robustness: Result) -> None:
+    """Anchor A5, in line with R18: the best period rescues no cell, K=3 loses some."""
+    for rule, texts in {"HB": (".092", ".105"), "NAG": (".220", ".227")}.items():
+        diverged = robustness.numbers[f"six modes, ema, {rule}"]["diverged"]
+        assert (diverged["none"], diverged["every_3"]) == (printed(texts[0]), printed(texts[1]))
+    for facts in robustness.numbers.values():
+        assert facts["diverged"]["best"] == facts["diverged"]["none"] <= facts["diverged"]["every_3"]
+
+
+def test_one_period_helps_and_hurts(robustness: Result) -> None:
+    """Anchor A5: share of cells in which K=3 helps and hurts by more than 0.1 dex (heavy ball)."""
+    expected = {
+        "six modes, ema, HB": (".35", ".58"),
+        "six modes, sum, HB": (".24", ".68"),
+        "wide, ema, HB": ("0", ".81"),
+        "wide, sum, HB": (".01", ".70"),
+    }
+    for name, (helps, hurts) in expected.items():
+        facts = robustness.numbers[name]
+        assert facts["every_3_helps"] == printed(helps), name
+        assert facts["every_3_hurts"] == printed(hurts), name
+
+
+def test_no_restart_must_compete(robustness: Result) -> None:
+    """Anchor A5: the best K of 1 to 20 alone hurts in 16 to 39 % of the six-mode cells."""
+    hurt = [facts["best_restart_hurts"] for name, facts in robustness.numbers.items() if name.startswith("six")]
+    assert (min(hurt), max(hurt)) == (printed(".16"), printed(".39"))
+
+
+def test_minima(robustness: Result) -> None:
+    """Anchor A5: over the EMA grid restarts do not deepen heavy ball's minimum, and Nesterov's from -47.0 to -59.6."""
+    heavy, nesterov = (robustness.numbers[f"six modes, ema, {rule}"]["minimum"] for rule in ("HB", "NAG"))
+    assert heavy["none"] == heavy["best"] == printed("-62.9")
+    assert (nesterov["none"], nesterov["best"]) == (printed("-47.0"), printed("-59.6"))
+
+
+def test_cells_against_simulation(robustness: Result) -> None:
+    """Cells drawn at random equal a simulation, the momentum-free controls included (rows are rounded to 1e-6)."""
+    stream = np.random.default_rng(0)
+    spectra = {"six modes": SIX, "wide": WIDE}
+    for index in stream.integers(len(robustness.rows), size=40):
+        row = robustness.rows[index]
+        rule = OuterRule(row["lr"], row["momentum"], row["rule"] == "NAG", row["form"])
+        sigma = spectra[row["spectrum"]]
+
+        def simulated(rule: OuterRule, period: int, sigma: Any = sigma) -> float:
+            return math.log10(rollout(rule, sigma, 60, period).loss[-1])
+
+        close = pytest.approx
+        assert row["none"] == close(simulated(rule, 60), abs=2e-6)
+        assert row["best"] == close(simulated(rule, row["best_period"]), abs=2e-6)
+        assert row["every_3"] == close(simulated(rule, 3), abs=2e-6)
+        assert row["sgd"] == close(simulated(OuterRule(row["lr"], 0.0, form=row["form"]), 60), abs=2e-6)
+        ahead = 2 if row["rule"] == "NAG" else 1  # R31: mean of 1 - b^j (Nesterov: b^(j+1)), over 1 - b in sum form
+        gain = np.mean([1 - rule.momentum ** (j + ahead) for j in range(3)]) * rule.injection / (1 - rule.momentum)
+        assert row["sgd_gain_3"] == close(simulated(OuterRule(row["lr"] * float(gain), 0.0), 60), abs=2e-6)
+
+
+# -------------------------------------------------------------------------------------------------- period_criteria
+
+
+@pytest.fixture(scope="module")
+def criteria() -> Result:
+    """The regret table, in full."""
+    return period_criteria.table()
+
+
+REGRETS = {  # R22: median and mean, from other draws of the same distribution
+    "minimax": (0.00, 0.33),
+    "factor 11": (1.31, 1.84),
+    "factor 20": (1.08, 1.75),
+    "factor 60": (1.20, 1.80),
+    "rate 11": (1.83, None),
+    "rate 20": (1.57, None),
+    "rate 60": (1.38, None),
+    "heuristic": (1.81, None),
+    "corrected": (1.52, None),
+    "3": (3.32, None),
+    "never": (1.48, None),
+}
+
+
+@pytest.mark.parametrize("name", REGRETS)
+def test_regrets(criteria: Result, name: str) -> None:
+    """R22's regrets at 60 rounds lie within three standard errors of ours; both have the sampling error of 1500."""
+    facts = criteria.numbers["60"][name]
+    median, mean = REGRETS[name]
+    assert abs(facts["median"] - median) <= 3 * math.sqrt(2) * facts["median_error"] + 0.005
+    if mean is not None:
+        assert abs(facts["mean"] - mean) <= 3 * math.sqrt(2) * facts["mean_error"] + 0.005
+
+
+def test_exact_loss_never_loses(criteria: Result) -> None:
+    """By definition the exact final loss has no regret, and no criterion has a negative one."""
+    for facts in criteria.numbers.values():
+        assert facts["loss"]["exact"] == 1
+        assert facts["loss"]["q90"] == 0
+        assert all(facts[name]["q10"] >= 0 for name in period_criteria.CRITERIA)
+
+
+@pytest.mark.parametrize("rounds", [12, 60])
+def test_choices_are_the_theorys(rounds: int) -> None:
+    """The vectorised choices and losses equal `best_period` and `log_final_loss`, problem by problem."""
+    draws = period_criteria.Draws.make(25)
+    logs, losses = draws.losses(rounds)
+    choices = period_criteria._choices(draws, logs, losses)
+    for i, (rule, sigma, weights) in enumerate(zip(draws.rules, draws.sigma, draws.weights, strict=True)):
+        exact = log_final_loss(rule, sigma, rounds, range(1, rounds + 1), weights) / np.log(10)
+        assert losses[:, i] == pytest.approx(exact, abs=1e-9)
+        assert choices["loss"][i] + 1 == best_period(rule, sigma, weights=weights, max_period=rounds, rounds=rounds)
+        limits = {"minimax": rounds} | {f"{kind} {k}": min(k, rounds) for kind in ("rate", "factor") for k in (11, 60)}
+        for name, largest in limits.items():
+            chosen = best_period(rule, sigma, weights=weights, max_period=largest, objective=name.split()[0])  # type: ignore[arg-type]
+            assert choices[name][i] + 1 == chosen, name
+
+
+def test_fewer_spectra_are_the_first() -> None:
+    """The quick table is about the first of the full table's spectra."""
+    few, many = period_criteria.Draws.make(3), period_criteria.Draws.make(5)
+    assert np.array_equal(few.sigma, many.sigma[:3])
+    assert list(few.rules) == list(many.rules[:3])
+
+
+# ---------------------------------------------------------------------------------------------------- mixed_periods
+
+
+@pytest.fixture(scope="module")
+def mixed() -> Iterator[Result]:
+    """The study on the theory note's grid; the finer one only costs time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixed_periods, "GRIDS", {"coarse": mixed_periods.GRIDS["coarse"]})
+        yield mixed_periods.table()
+
+
+RATES = {  # R24: no restart, best single period and its length, mix
+    "0.3 to 0.95, HB, lr 1": (".0527", ".1315", 7, ".1946"),
+    "0.3 to 0.95, HB, lr 7": (".0527", ".3605", 2, ".5051"),
+    "0.3 to 0.95, NAG, lr 7": (".1705", ".5092", 1, ".7152"),
+}
+GAINS = {
+    "0.3 to 0.95, HB, lr 1": "1.48",
+    "0.3 to 0.95, HB, lr 7": "1.40",
+    "0.3 to 0.95, NAG, lr 7": "1.40",
+    "0.1 to 1, HB, lr 1": "1.95",
+    "0.1 to 1, HB, lr 7": "2.50",
+    "0.1 to 1, NAG, lr 1": "1.55",
+    "0.1 to 1, NAG, lr 7": "1.58",
+    "0.02 to 1, HB, lr 1": "1.00",
+    "0.02 to 1, NAG, lr 1": "1.00",
+}
+
+
+def test_rates_of_mixes(mixed: Result) -> None:
+    """R24's table: no restart, best single period, mix; and the gain of the mix on three intervals."""
+    rates = mixed.numbers["rates"]
+    for case, (none, fixed, period, mix) in RATES.items():
+        facts = rates[case]
+        assert (facts["none"], facts["fixed"], facts["mix"]) == (printed(none), printed(fixed), printed(mix)), case
+        assert facts["fixed_period"] == period
+    for case, gain in GAINS.items():
+        assert rates[case]["mix"] / rates[case]["fixed"] == printed(gain), case
+
+
+def test_ceiling(mixed: Result) -> None:
+    """R25: Chebyshev's limits; no mix, and no rule without restarts, is above them; SGD's rates at ν=1 and tuned."""
+    rates = mixed.numbers["rates"]
+    for interval, limit in {"0.3 to 0.95": "1.271", "0.1 to 1": ".655", "0.02 to 1": ".285"}.items():
+        for case in (case for case in rates if case.startswith(interval)):
+            assert rates[case]["chebyshev"] == printed(limit)
+            tops = [rates[case][name] for name in mixed_periods._RATES if name != "fixed"]
+            assert max(tops) <= rates[case]["chebyshev"] + 1e-9
+            assert rates[case]["heavy_ball_tuned"] == pytest.approx(rates[case]["chebyshev"], rel=1e-6)
+    plain = rates["0.3 to 0.95, HB, lr 1"]
+    assert (plain["sgd_ema"], plain["sgd_tuned"]) == (printed(".357"), printed(".654"))
+
+
+def test_schedules(mixed: Result) -> None:
+    """R24, finite horizon: the losses and cycles of the best schedules on the spectra of A2 and A3."""
+    six, three = mixed.numbers["schedules"].values()
+    assert (six["none"], six["fixed"], six["mix"]) == (printed("-6.16"), printed("-14.45"), printed("-20.94"))
+    assert (three["none"], three["fixed"], three["mix"]) == (printed("-6.01"), printed("-8.85"), printed("-16.64"))
+    # An unfinished last cycle is one more cycle: only the lengths matter (R23).
+    lengths = [
+        sorted([*(k for k, count in facts["counts"].items() for _ in range(count)), facts["tail"]])
+        for facts in (six, three)
+    ]
+    assert lengths[0] == sorted([2, 5, 5, *[6] * 7, 8, *[10] * 5, 8])
+    assert lengths[1] == sorted([5, 6, 6, 7, 7, 7, 12, 12, 12, 14, 14, 15, 3])
+    for panel, facts in (("b", six), ("c", three)):
+        end = select(mixed.rows, panel=panel, curve="mix")[-1]["log10_loss"]
+        assert end == pytest.approx(facts["mix"], abs=1e-6)
+
+
+def test_tuned_rules(mixed: Result) -> None:
+    """R25, learning rate and momentum tuned, 24 rounds: a period adds nothing to heavy ball and a little to Nesterov.
+
+    Heavy ball's rates are the note's on this grid; Nesterov's depend on grid and modes more than on their last digit.
+    """
+    tuned = mixed.numbers["tuned"]["coarse"]
+    for interval, rate in {"0.3 to 0.95": "1.1235", "0.1 to 1": ".570", "0.02 to 1": ".216"}.items():
+        facts = tuned[f"{interval}, HB"]
+        assert facts["none"] == facts["restart"] == printed(rate)
+        assert facts["at"]["restart"]["period"] == 24
+    for interval, pair in {
+        "0.3 to 0.95": (0.896, 0.948),
+        "0.1 to 1": (0.401, 0.425),
+        "0.02 to 1": (0.149, 0.165),
+    }.items():
+        facts = tuned[f"{interval}, NAG"]
+        assert (facts["none"], facts["restart"]) == pytest.approx(pair, rel=0.02)
+        assert facts["none"] < facts["restart"] < tuned[f"{interval}, HB"]["none"] < facts["chebyshev"]
+    ceilings = [tuned[f"{interval}, HB"]["chebyshev"] for interval in ("0.3 to 0.95", "0.1 to 1", "0.02 to 1")]
+    assert ceilings == [printed("1.2425"), printed(".6260"), printed(".2559")]
+
+
+def test_a_tuned_rate_is_what_the_rule_does(mixed: Result) -> None:
+    """The rule and period that a tuned rate names have that rate in a simulation of the interval's modes."""
+    facts = mixed.numbers["tuned"]["coarse"]["0.1 to 1, NAG"]
+    found = facts["at"]["restart"]
+    rule = OuterRule(found["lr"], found["momentum"], nesterov=True)
+    worst = np.abs(rollout(rule, np.linspace(0.1, 1, 241), 24, found["period"]).residual[-1]).max()
+    assert -np.log(worst) / 24 == pytest.approx(facts["restart"], rel=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------ the answers
+
+
+def test_verdicts_are_computed(mechanism: Result, robustness: Result, criteria: Result, mixed: Result) -> None:
+    """Each answer states what holds and what does not, and a verdict turns when its numbers do."""
+    results = (mechanism, robustness, criteria, mixed)
+    modules = (restart_mechanism, robustness_toy, period_criteria, mixed_periods)
+    for module, result in zip(modules, results, strict=True):
+        assert "olds: '" in module.answer(result) or "hold: '" in module.answer(result)
+    claim = "'one period is better than none, a period per block or mode better still'"
+    assert f"Holds: {claim}" in restart_mechanism.answer(mechanism)
+    numbers = copy.deepcopy(mechanism.numbers)
+    numbers["six"]["own"] = 0.0
+    assert f"Does not hold: {claim}" in restart_mechanism.answer(Result([], numbers))
+    assert "Does not hold: 'restarts stabilise'" in robustness_toy.answer(robustness)
+    assert "Does not hold: 'mixing replaces tuning'" in mixed_periods.answer(mixed)
+    assert "Holds: 'without the horizon" in period_criteria.answer(criteria)
+
+
+def test_reproduce_page(mechanism: Result, robustness: Result, criteria: Result, mixed: Result) -> None:
+    """docs/reproduce.md shows what the commands print (of the longest one, all but the lines about the finer grid)."""
+    page = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    assert folded(restart_mechanism.answer(mechanism)) in page
+    assert folded(robustness_toy.answer(robustness)) in page
+    assert folded(period_criteria.answer(criteria)) in page
+    before, _, _ = mixed_periods.answer(mixed).partition("Does not hold: 'a period helps tuned heavy ball'")
+    assert before.count("coarse grid") == 6
+    assert folded(before) in page
+
+
+def test_shared_model() -> None:
+    """The spectra and the rule of the paper's figure 1."""
+    assert HEAVY_BALL.describe() == "heavy ball lr 1 momentum 0.9 (EMA form)"
+    assert [(part[0], part[-1], part.size) for part in blocks()] == [(0.92, 1.0, 9), (0.55, 0.65, 9), (0.18, 0.26, 9)]
+    assert (WIDE[0], WIDE[-1], len(WIDE)) == (pytest.approx(0.01), pytest.approx(1), 12)
