@@ -78,3 +78,41 @@ def test_links(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
     for target in targets:
         assert re.match(r"https?://", target) or (page.parent / target).exists(), f"{page.name}: {target} is missing"
+
+
+SHOWN = [
+    (str(page.relative_to(ROOT)), command, output)
+    for page in PAGES
+    for command, output in re.findall(
+        r"^```console\n(?:\$ )?(twophase period [^\n]*)\n```\n+```text\n(.*?)^```",
+        page.read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+]
+
+
+@pytest.mark.parametrize(("page", "command", "output"), SHOWN)
+def test_shown_output(page: str, command: str, output: str) -> None:
+    """What a page shows below a `twophase period` command is what the command prints."""
+    words = shlex.split(command)[1:]
+    done = subprocess.run([sys.executable, "-m", "twophase", *words], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == output.split("\n"), page
+
+
+def test_theory_page_names_what_exists() -> None:
+    """Every result R1 to R31 has a row in docs/theory.md whose functions and tests exist; so has every paper error."""
+    text = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (R[0-9]+) \| (.*) \|$", text, re.MULTILINE))
+    assert list(rows) == [f"R{n}" for n in range(1, 32)]
+    assert re.findall(r"^\| (E[0-9]+) \|", text, re.MULTILINE) == [f"E{n}" for n in range(1, 19)]
+    homes = [import_module(name) for name in ("twophase.theory", "twophase.restart", "twophase")]
+    for number, row in rows.items():
+        *_, functions, tests = row.split(" | ")
+        names = re.findall(r"`(?:[a-z]+\.)?([A-Za-z_]+)(?:\.[a-z]+)?`", functions)
+        assert names, number
+        for name in names:
+            assert any(hasattr(home, name) for home in homes), f"{number}: no function {name}"
+        places = re.findall(r"\[([a-z0-9_]+)\]\(\.\./(tests/[^)]+)\)", tests)
+        assert places, number
+        for name, path in places:
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{number}: no test {name} in {path}"
