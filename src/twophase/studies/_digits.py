@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -24,6 +25,17 @@ from twophase.theory.rollout import rollout
 Floats: TypeAlias = NDArray[np.float64]
 Data: TypeAlias = tuple[Tensor, Tensor]
 """Images, one a row, and targets."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it torch has one thread: sums have one order, and matrices this small gain nothing by more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------- data, networks, training
