@@ -48,15 +48,15 @@ class Question:
     """Curvatures of the modes; needs --inner-lr and --inner-steps."""
     inner_lr: float | None = None
     """Learning rate of the inner gradient descent, for --eigenvalues."""
-    inner_steps: int | None = None
+    inner_steps: float | None = None
     """Inner steps a round (S), for --eigenvalues."""
     spectrum: Path | None = None
     """A csv file with columns sigma and weight (or only sigma), with or without a line of names."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[float, ...] | None = None
     """One weight a mode; equal when left out."""
-    rounds: int | None = None
+    rounds: float | None = None
     """Outer rounds of the run; without it the advice is for a long run."""
-    max_period: int | None = None
+    max_period: float | None = None
     """Longest period to try; chosen from the spectrum when left out."""
 
 
@@ -70,11 +70,19 @@ def answer(question: Question) -> Advice:
     try:
         rule = OuterRule(outer.lr, outer.momentum, outer.nesterov, outer.form)
         sigma, weights = _spectrum(question)
-        return advise(rule, sigma, weights=weights, rounds=question.rounds, max_period=question.max_period)
+        rounds, max_period = _whole("--rounds", question.rounds), _whole("--max-period", question.max_period)
+        return advise(rule, sigma, weights=weights, rounds=rounds, max_period=max_period)
     except UsageError:
         raise
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def _whole(option: str, value: float | None) -> int | None:
+    """A whole number from an option that takes any number, so that its mistakes are told in one line too."""
+    if value is not None and not (1 <= value < 2**53 and value == int(value)):
+        raise UsageError(f"{option} is {value:g}; it must be a whole number >= 1")
+    return None if value is None else int(value)
 
 
 def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
@@ -90,7 +98,11 @@ def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
             f"{' and '.join(named) or 'no spectrum'} given; give one of --sigma 0.95 0.6, --sigma-range 0.3 0.95, "
             "--eigenvalues with --inner-lr and --inner-steps, --spectrum FILE.csv"
         )
-    weights = np.array(question.weights) if question.weights else None
+    if not question.eigenvalues and (question.inner_lr, question.inner_steps) != (None, None):
+        raise UsageError("--inner-lr and --inner-steps go with --eigenvalues; leave them out, or give the eigenvalues")
+    if question.weights is not None and not question.weights:
+        raise UsageError("--weights: no numbers given; write one a mode, or leave it out for equal weights")
+    weights = None if question.weights is None else np.array(question.weights)
     if question.spectrum is not None:
         sigma, own = read_spectrum(question.spectrum)
         if own is not None and weights is not None:
@@ -99,21 +111,23 @@ def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
     if question.sigma_range:
         return _range(question.sigma_range), weights
     if question.eigenvalues:
-        if question.inner_lr is None or question.inner_steps is None:
+        inner_steps = _whole("--inner-steps", question.inner_steps)
+        if question.inner_lr is None or inner_steps is None:
             raise UsageError(
                 "--eigenvalues needs --inner-lr and --inner-steps, for example --inner-lr 0.1 --inner-steps 50"
             )
-        return effective_progress(np.array(question.eigenvalues), question.inner_lr, question.inner_steps), weights
+        return effective_progress(np.array(question.eigenvalues), question.inner_lr, inner_steps), weights
     return np.array(question.sigma), weights
 
 
 def _range(ends: tuple[float, ...]) -> Floats:
-    if not 2 <= len(ends) <= 3 or ends[0] > ends[1] or (len(ends) == 3 and (ends[2] != int(ends[2]) or ends[2] < 2)):
+    count = ends[2] if len(ends) == 3 else _RANGE_MODES
+    if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or not 2 <= count < math.inf or count != int(count):
         raise UsageError(
             f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= HIGH "
             "and a whole COUNT of at least 2, for example --sigma-range 0.3 0.95 20"
         )
-    return np.linspace(ends[0], ends[1], int(ends[2]) if len(ends) == 3 else _RANGE_MODES)
+    return np.linspace(ends[0], ends[1], int(count))
 
 
 def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
@@ -123,22 +137,27 @@ def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
         UsageError: a file that cannot be read or is no such table; the message names the line.
     """
     try:
-        lines = [line for line in csv.reader(path.read_text(encoding="utf-8-sig").splitlines()) if any(line)]
+        reader = csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), skipinitialspace=True)
+        lines = [(reader.line_num, line) for line in reader if any(word.strip() for word in line)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"--spectrum {path}: cannot be read ({error}); give a csv file") from None
     columns = {"sigma": 0, "weight": 1}
-    names = [word.strip().lower() for word in lines[0]] if lines else []
-    start = 0
+    names = [word.strip().lower() for word in lines[0][1]] if lines else []
+    named = False
     if names and not _is_number(names[0]):
         if "sigma" not in names:
             raise UsageError(f"--spectrum {path}: columns are {', '.join(names)}; one must be named sigma")
+        if "weight" not in names and any("weight" in name for name in names):
+            raise UsageError(f"--spectrum {path}: columns are {', '.join(names)}; weights must be named weight")
         columns = {name: names.index(name) for name in ("sigma", "weight") if name in names}
-        start = 1
+        named = True
     elif len(names) == 1:
         columns = {"sigma": 0}
     rows = []
-    for number, line in enumerate(lines[start:], start=start + 1):
+    for number, line in lines[named:]:
         try:
+            if not named and len(line) != len(columns):
+                raise IndexError
             rows.append([float(line[place]) for place in columns.values()])
         except (ValueError, IndexError):
             raise UsageError(

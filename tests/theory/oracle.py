@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import mpmath
@@ -20,8 +24,8 @@ def step(rule: OuterRule, sigma: float) -> Any:
 def matrix(rule: OuterRule, sigma: float) -> Any:
     """T of one round, from the literal update of the rule's own form applied to (1, 0) and (0, 1)."""
     columns = []
-    for x, m in ((1, 0), (0, 1)):
-        x, m, b, lr = (mpmath.mpf(v) for v in (x, m, rule.momentum, rule.lr))
+    for start in ((1, 0), (0, 1)):
+        x, m, b, lr = (mpmath.mpf(v) for v in (*start, rule.momentum, rule.lr))
         g = mpmath.mpf(sigma) * x
         new = b * m + (1 - b) * g if rule.form == "ema" else b * m + g
         if not rule.nesterov:
@@ -45,9 +49,10 @@ def power(t: Any, period: int) -> Any:
 
 
 def digits_for(rule: OuterRule, sigma: float) -> int:
-    """Working digits so that 1 - chi keeps 50 of its own even where it is as small as the step."""
+    """Working digits so that 1 - chi keeps 50 of its own even where it is as small as the step, or as the momentum."""
     small = step(rule, sigma)
-    return 2 * DIGITS + 20 + (2 * int(-mpmath.log10(small)) if 0 < small < 1 else 0)
+    digits = 2 * DIGITS + 20 + (2 * int(-mpmath.log10(small)) if 0 < small < 1 else 0)
+    return digits + (2 * int(-math.log10(rule.momentum)) if rule.momentum > 0 else 0)
 
 
 def factor(rule: OuterRule, sigma: float, period: int) -> Any:
@@ -84,7 +89,7 @@ def eigenvalues(rule: OuterRule, sigma: float) -> tuple[Any, Any]:
 
 
 def log_envelope(rule: OuterRule, sigma: float, period: int) -> Any:
-    """log of sqrt(1+C^2) rho^K where the mode oscillates, of |l1|^K elsewhere: what an error near a zero is part of."""
+    """Log of sqrt(1+C^2) rho^K where the mode oscillates, of |l1|^K elsewhere: what an error near a zero is part of."""
     with mpmath.workdps(digits_for(rule, sigma)):
         first, _ = eigenvalues(rule, sigma)
         if first == 0:
@@ -95,3 +100,134 @@ def log_envelope(rule: OuterRule, sigma: float, period: int) -> Any:
             c = (t[0, 0] - t[1, 1]) / (2 * abs(mpmath.im(first)))
             log += mpmath.log(1 + c * c) / 2
         return log
+
+
+def exact(rule: OuterRule, sigma: float) -> tuple[Fraction, Fraction, Fraction]:
+    """Trace, determinant and discriminant tr^2 - 4 D of T, without any rounding."""
+    columns = []
+    for x, m in ((1, 0), (0, 1)):
+        b, lr, g = Fraction(rule.momentum), Fraction(rule.lr), Fraction(sigma) * x
+        new = b * m + ((1 - b) * g if rule.form == "ema" else g)
+        if not rule.nesterov:
+            move = new
+        elif rule.form == "ema":
+            move = (1 + b) * new - b * m
+        else:
+            move = g + b * new
+        columns.append((x - lr * move, new))
+    (a, lower), (upper, corner) = columns
+    trace, determinant = a + corner, a * corner - upper * lower
+    return trace, determinant, trace * trace - 4 * determinant
+
+
+def regime(rule: OuterRule, sigma: float) -> str:
+    """The regime, from the exact signs (theory note R6 to R12)."""
+    trace, determinant, disc = exact(rule, sigma)
+    if trace == 0 and determinant == 0:
+        return "nilpotent"
+    if disc == 0:
+        return "critical"
+    if disc < 0:
+        return "oscillatory"
+    if determinant < 0:
+        return "negative_determinant"
+    return "real_below" if trace > 0 else "real_above"
+
+
+def rate(rule: OuterRule, sigma: float) -> Any:
+    """-log of the spectral radius."""
+    with mpmath.workdps(digits_for(rule, sigma)):
+        first, _ = eigenvalues(rule, sigma)
+        return -mpmath.log(abs(first)) if first else mpmath.inf
+
+
+def oscillation(rule: OuterRule, sigma: float) -> tuple[Any, Any, Any, Any]:
+    """Phase, theta, sqrt(1+C^2) and log rho of an oscillating mode (theory note R7)."""
+    with mpmath.workdps(digits_for(rule, sigma)):
+        first, _ = eigenvalues(rule, sigma)
+        t, half = matrix(rule, sigma), abs(mpmath.im(first))
+        c = (t[0, 0] - t[1, 1]) / (2 * half)
+        angle = mpmath.atan2(half, mpmath.re(first))
+        return angle, mpmath.atan(c), mpmath.sqrt(1 + c * c), mpmath.log(abs(first))
+
+
+# --- where numbers are delicate -----------------------------------------------------------------------------------
+
+Point = tuple[OuterRule, float]
+"""A rule and a sigma: one mode."""
+
+
+def at(step: Any, momentum: float, nesterov: bool, form: str, sigma: float) -> Point:
+    """The rule whose mode at sigma has an effective step next to `step` (to the rounding of lr)."""
+    with mpmath.workdps(DIGITS):
+        weight = 1 - mpmath.mpf(momentum) if form == "ema" else mpmath.mpf(1)
+        return OuterRule(float(step / sigma / weight), momentum, nesterov, form), sigma  # type: ignore[arg-type]
+
+
+def edge(name: str, momentum: float, nesterov: bool) -> Any:
+    """The step at an edge of theory note R6: `lower`, `upper` (of the oscillatory interval) or `stable`."""
+    with mpmath.workdps(DIGITS):
+        b = mpmath.mpf(momentum)
+        if name == "lower":
+            return ((1 - b) / (1 + b)) ** 2 if nesterov else (1 - mpmath.sqrt(b)) ** 2
+        if name == "upper":
+            return mpmath.mpf(1) if nesterov else (1 + mpmath.sqrt(b)) ** 2
+        return 2 * (1 + b) / (1 + 2 * b if nesterov else 1)
+
+
+def points(name: str, count: int) -> list[Point]:
+    """Random modes of one kind, always the same ones: the names are the keys of `DRAWS`."""
+    rng = random.Random(name)
+    return [DRAWS[name](rng) for _ in range(count)]
+
+
+def _form(rng: random.Random) -> str:
+    return rng.choice(["sum", "ema"])
+
+
+def _momentum_to_one(rng: random.Random) -> float:
+    return 1 - max(2.0**-53, 2.0 ** -rng.uniform(6, 53.5))
+
+
+def _any_momentum(rng: random.Random) -> float:
+    return rng.choice([rng.uniform(0.001, 0.999), rng.uniform(0.001, 0.999), _momentum_to_one(rng)])
+
+
+def _near(rng: random.Random, name: str, nesterov: bool, momentum: float | None = None, closest: float = 17) -> Point:
+    b = _any_momentum(rng) if momentum is None else momentum
+    with mpmath.workdps(DIGITS):
+        distance = rng.choice([-1, 1]) * mpmath.mpf(10) ** -rng.uniform(2 if name == "stable" else 4, closest)
+        step = edge(name, b, nesterov) * (1 + distance)
+    return at(step, b, nesterov, _form(rng), rng.choice([1.0, rng.uniform(0.01, 1)]))
+
+
+def _rule(rng: random.Random, lr: float, momentum: float) -> OuterRule:
+    return OuterRule(lr, momentum, rng.random() < 0.5, _form(rng))  # type: ignore[arg-type]
+
+
+def _tiny(rng: random.Random) -> float:
+    return rng.choice([0.0, 5e-324, 1e-300, 1e-160, 1e-20, 10 ** rng.uniform(-20, -2)])
+
+
+DRAWS: dict[str, Callable[[random.Random], Point]] = {
+    "generic": lambda rng: (_rule(rng, rng.uniform(0.01, 4), rng.uniform(0, 0.999)), rng.random()),
+    "lower edge": lambda rng: _near(rng, "lower", rng.random() < 0.5),
+    "upper edge": lambda rng: _near(rng, "upper", False),
+    "nearly nilpotent": lambda rng: _near(rng, "upper", True),
+    "stability edge": lambda rng: _near(rng, "stable", rng.random() < 0.5),
+    "momentum to 1": lambda rng: (_rule(rng, 10 ** rng.uniform(-2, 1), _momentum_to_one(rng)), rng.random()),
+    "slow": lambda rng: (_rule(rng, 10 ** rng.uniform(-2, 1), rng.random()), 10 ** rng.uniform(-300, 0)),
+    "slow, to 1e-20": lambda rng: (_rule(rng, 10 ** rng.uniform(-2, 1), rng.random()), 10 ** rng.uniform(-20, 0)),
+    "slow, momentum to 1": lambda rng: (
+        _rule(rng, 10 ** rng.uniform(-2, 1), _momentum_to_one(rng)),
+        10 ** rng.uniform(*rng.choice([(-300, 0), (-20, 0)])),
+    ),
+    "unstable": lambda rng: (_rule(rng, 10 ** rng.uniform(0.5, 90), rng.random()), rng.uniform(0.1, 1)),
+    "unstable under restarts": lambda rng: at(
+        rng.uniform(0.2, 3), rng.uniform(0.9, 0.999), rng.random() < 0.3, _form(rng), rng.uniform(0.1, 1)
+    ),
+    "tiny momentum": lambda rng: (_rule(rng, 10 ** rng.uniform(-3, 1), _tiny(rng)), rng.random()),
+    "tiny momentum, edges": lambda rng: _near(
+        rng, rng.choice(["lower", "upper"]), rng.random() < 0.5, 10 ** rng.uniform(-20, -2), 15
+    ),
+}

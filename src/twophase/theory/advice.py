@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.restart import Never, Periodic, RestartPolicy, mean_outer_gain
+from twophase.restart import Never, Periodic, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.theory.benefit import hurt_share, restart_can_help
 from twophase.theory.contraction import log_restart_factor, restart_table
-from twophase.theory.inputs import Floats, check_counts, check_modes, check_weights
+from twophase.theory.inputs import Floats, check_counts, check_modes, check_weights, rule_grid
 from twophase.theory.modes import REGIMES, asymptotic_rate, effective_step, regime, stable_limit
 from twophase.theory.periods import (
     OBJECTIVES,
@@ -124,7 +124,9 @@ def advise(
     shares = check_weights(where, weights, values.size)
     moving = (values > 0) & (shares > 0)
     if not moving.any() or rule.lr == 0:
-        raise ValueError(f"{where}: no mode moves (lr {rule.lr:g}, sigma {values.max():g}); both must be positive")
+        largest = values[shares > 0].max()
+        raise ValueError(f"{where}: no mode moves (lr {rule.lr:g}, sigma {largest:g}); both must be positive")
+    still = bool(np.any(values == 0))
     values, shares = values[moving], shares[moving] / shares[moving].sum()
     total = None if rounds is None else int(check_counts(where, "rounds", rounds))
     first = cancellation_periods(rule, values, 1)[:, 0]
@@ -148,7 +150,7 @@ def advise(
         heuristics=(float(heuristic_period(rule, mean, corrected=False)), float(heuristic_period(rule, mean))),
         controls=controls(rule, values, chosen, total),
         warnings=(
-            *(["modes with sigma 0 are left out: nothing moves them"] if np.any(~moving) else []),
+            *(["modes with sigma 0 are left out: nothing moves them"] if still else []),
             *_warnings(rule, values, shares, total, longest, chosen=chosen),
         ),
     )
@@ -178,21 +180,43 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     """
     values = check_modes("controls", sigma)
     same = rule.to("sum").lr
-    if period is None:
-        gain = rule.to("ema").lr if rounds is None else mean_outer_gain(rule, Never(), rounds)
-    else:
-        gain = mean_outer_gain(rule, Periodic(period), rounds or period)
+    gain = _mean_gain(rule, period, rounds)
 
     def slowest(other: OuterRule) -> float:
         return float(np.min(asymptotic_rate(other, values)))
 
-    grid = [OuterRule(rule.to("ema").lr, b, rule.nesterov, "ema") for b in np.linspace(0, 0.995, 200)]
-    tuned = max(grid, key=slowest)
+    grid = rule_grid(rule.to("ema").lr, np.linspace(0, 0.995, 200), rule.nesterov, "ema")
+    tuned = grid[np.argmax(asymptotic_rate(grid[:, None], values).min(axis=1))]
     return {
         f"no momentum, the same step (lr {same:.4g})": slowest(OuterRule(same, 0.0)),
         f"no momentum, the same mean gain (lr {gain:.4g})": slowest(OuterRule(gain, 0.0)),
         f"momentum tuned to {tuned.momentum:.3g} at EMA lr {tuned.lr:.4g}, no restart": slowest(tuned),
     }
+
+
+def _mean_gain(rule: OuterRule, period: int | None, rounds: int | None) -> float:
+    """`mean_outer_gain` with a restart every `period` rounds (None: none), however many rounds there are."""
+    b, largest = rule.momentum, rule.to("ema").lr
+
+    def filling(count: int) -> tuple[float, float]:
+        # The sum over rounds j = 1 ... count of 1 - b^j, and the last of these, by halves: the second half begins with
+        # a buffer that is already filled to `full`. All terms are positive, so that nothing cancels at b near 1.
+        if count == 0:
+            return 0.0, 0.0
+        half, full = filling(count // 2)
+        total, full = half + count // 2 * full + (1 - full) * half, full + (1 - full) * full
+        if count % 2:
+            full += (1 - full) * (1 - b)
+            total += full
+        return total, full
+
+    total = rounds or period
+    if total is None:
+        return largest
+    cycles, rest = divmod(total, min(period or total, total))
+    filled = cycles * filling(min(period or total, total))[0] + filling(rest)[0]
+    mean = filled / total
+    return largest * ((1 - b) + b * mean if rule.nesterov else mean)
 
 
 def _longest_period(asked: int | None, rounds: int | None, first: Floats) -> int:
@@ -239,11 +263,14 @@ def _warnings(
     unstable = effective_step(rule, sigma) >= stable_limit(OuterRule(1.0, rule.momentum, rule.nesterov))
     if unstable.any():
         limit = float(stable_limit(rule)) / float(sigma.max())
+        verb = "diverges" if unstable.sum() == 1 else "diverge"
         said.append(
-            f"{_modes(sigma[unstable])} diverge without restarts, and no restart schedule can stabilise what "
+            f"{_modes(sigma[unstable])} {verb} without restarts, and no restart schedule can stabilise what "
             f"diverges (Theorem 2): lower lr below {rule.lr * limit:.4g} ({rule.form} form)"
         )
-    if not helped.any():
+    if rule.momentum == 0:
+        said.append("the rule has no momentum: there is nothing to restart, and every period does the same")
+    elif not helped.any():
         said.append(
             "no mode oscillates (all eigenvalues are real), so every restart slows every mode down (Theorem 1): "
             "do not restart"
@@ -251,7 +278,7 @@ def _warnings(
     elif not helped.all():
         said.append(
             f"{100 * np.sum(weights[~helped]):.3g} % of the weight is in modes that do not oscillate, down to sigma "
-            f"{sigma.min():.3g}; every restart slows those down (Theorem 1)"
+            f"{sigma[~helped].min():.3g}; every restart slows those down (Theorem 1)"
         )
     if rounds is not None and helped.any():
         soonest = float(np.nanmin(cancellation_periods(rule, sigma, 1)))
@@ -260,9 +287,10 @@ def _warnings(
                 f"the horizon of {rounds} rounds is too short: the first phase cancellation comes after "
                 f"{soonest:.1f} rounds"
             )
-        elif chosen is None:
+        elif chosen is None and rounds > 1:
             said.append(
-                f"within {rounds} rounds no restart is best: every period up to {longest} ends with a higher loss"
+                f"within {rounds} rounds no restart is best: every period up to {min(longest, rounds - 1)} ends with "
+                "a higher loss"
             )
     if (~unstable).any():
         logs = restart_table(rule, sigma[~unstable], longest)[1].max(axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,8 @@ def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLik
     with_restart = -log_restart_factor(rule, values, periods)[1] / periods
     without = asymptotic_rate(rule, values)
     # Without momentum both are the same number in exact arithmetic.
-    hurt = with_restart < without - 1e-12 * np.abs(without)
+    slack = np.where(np.isfinite(without), 1e-12 * np.abs(without), 0.0)
+    hurt = with_restart < without - slack
     return float(np.sum(shares[hurt]))
 
 
@@ -127,4 +129,4 @@ def restart_stable_limit(rule: OuterRule, period: int) -> float:
         return top / size
     start = float(angles[beyond - 1]) if beyond else end / 2
     crossing: Any = brentq(lambda a: max(float(log_size(a)), -1.0), start, end, xtol=1e-15)
-    return float(top * (1 - np.cos(crossing)) / 2 / size)
+    return top * (1 - math.cos(crossing)) / 2 / size

@@ -17,7 +17,8 @@ from twophase.theory.contraction import log_restart_factor, restart_table
 from twophase.theory.inputs import Floats, Rules, check_counts, check_modes, check_weights
 from twophase.theory.periods import log_final_loss
 
-_LOG_ZERO = -700.0  # stands for the log of an exact zero in the linear program, which takes no infinities
+_TIE = 1e-12  # relative difference below which two single periods are equally good
+_LARGEST_RATE = 1e4  # of a mode in the linear program, in units of the slowest one's: exact zeros have an infinite one
 _SMALL_SHARE = 1e-9  # of the rounds, below which a period is not part of a mix
 _PAIRS_UP_TO = 24  # periods up to which the search also exchanges pairs of cycles
 
@@ -47,12 +48,11 @@ def schedule_factor(rule: Rules, sigma: ArrayLike, cycles: Sequence[int] | Mappi
     """
     counts = dict(cycles) if isinstance(cycles, Mapping) else {k: list(cycles).count(k) for k in set(cycles)}
     check_counts("schedule_factor", "a count", list(counts.values()) or [0], 0)
-    sign: Any = 1
-    total: Any = 0.0
+    sign, total = log_restart_factor(rule, sigma, 0)  # nothing done yet: 1, of the right shape
     for length, count in sorted(counts.items()):
         one_sign, one_log = log_restart_factor(rule, sigma, check_counts("schedule_factor", "a length", length))
         if count:
-            sign, total = sign * one_sign**count, total + count * one_log
+            sign, total = sign * one_sign ** (2 - count % 2), total + count * one_log
     return sign, total
 
 
@@ -102,13 +102,20 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
     values = check_modes("mixed_periods", sigma).reshape(-1)
     longest = int(check_counts("mixed_periods", "max_period", max_period))
     periods = np.arange(1, longest + 1)
-    logs = np.maximum(restart_table(rule, values, longest)[1], _LOG_ZERO)  # (K, M)
-    worst = np.max(logs / periods[:, None], axis=1)
-    fixed = int(np.argmax(-worst >= -worst.min() - 1e-12))
-    # In shares of rounds u_K = K f_K, whose coefficients are rates: of one size whatever K is.
+    logs = restart_table(rule, values, longest)[1] / periods[:, None] + 0.0  # a round, (K, M)
+    worst = np.max(logs, axis=1)
+    best = float(worst.min())
+    if np.isneginf(best):  # every mode is gone after one cycle
+        fixed = int(np.argmin(worst))
+        return Mixture((fixed + 1,), (1.0,), np.inf, fixed + 1, np.inf)
+    fixed = int(np.argmax(worst <= best + _TIE * abs(best)))
+    # In shares of rounds u_K = K f_K, whose coefficients are rates, in units of the slowest mode's: the solver's
+    # tolerances then mean the same for slow modes and fast ones.
+    with np.errstate(over="ignore"):
+        scaled = np.clip(logs / (abs(best) or 1.0), -_LARGEST_RATE, _LARGEST_RATE)
     solved = linprog(
         np.append(np.zeros(longest), 1.0),
-        A_ub=np.hstack([(logs / periods[:, None]).T, -np.ones((values.size, 1))]),
+        A_ub=np.hstack([scaled.T, -np.ones((values.size, 1))]),
         b_ub=np.zeros(values.size),
         A_eq=np.append(np.ones(longest), 0.0)[None],
         b_eq=[1.0],
@@ -119,16 +126,16 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
         raise RuntimeError(f"mixed_periods: the linear program was not solved: {solved.message}")
     shares = np.where(solved.x[:-1] > _SMALL_SHARE, solved.x[:-1], 0.0)
     shares /= shares.sum()
-    rate = -float(np.max(logs.T @ (shares / periods)))  # of the mix that is returned, not of the solver's
-    if rate <= -worst[fixed]:  # the solver's tolerance must not make a mix worse than one period
-        shares, rate = np.eye(longest)[fixed], -float(worst[fixed])
     used = np.flatnonzero(shares)
+    rate = -float(np.max(shares[used] @ logs[used])) + 0.0  # of the mix that is returned, not of the solver's
+    if rate <= -worst[fixed]:  # the solver's tolerance must not make a mix worse than one period
+        shares, rate, used = np.eye(longest)[fixed], -float(worst[fixed]) + 0.0, np.array([fixed])
     return Mixture(
         tuple(int(k) for k in periods[used]),
         tuple(float(u) for u in shares[used]),
         rate,
         int(periods[fixed]),
-        -float(worst[fixed]),
+        -float(worst[fixed]) + 0.0,
     )
 
 
@@ -187,14 +194,18 @@ def best_schedule(
     shares = check_weights(where, weights, values.size)
     values, log_weights = values[shares > 0], np.log(shares[shares > 0])
     table = np.concatenate([np.zeros((1, values.size)), restart_table(rule, values, longest)[1]])
-    search = _Search(np.maximum(table, 2 * _LOG_ZERO), log_weights, total)
-    best = min((search.improved(start) for start in search.starts(rule, values)), key=lambda found: found[1])
-    never = float(log_final_loss(rule, values, total, total, shares[shares > 0]))
-    if never <= best[1]:
-        return Schedule({}, total, never)
-    counts = {int(k): int(best[0][k]) for k in np.flatnonzero(best[0])}
+    finite = np.where(np.isneginf(table), 0.0, table)
+    # An exact zero: lower than what is left of any mode in any other way, so that the search has no infinities.
+    gone = total * float((finite[1:] / np.arange(1, longest + 1)[:, None]).min()) - 1000
+    search = _Search(np.where(np.isneginf(table), gone, table), log_weights, total)
+    best, _ = min((search.improved(start) for start in search.starts(rule, values)), key=lambda found: found[1])
+    counts = {int(k): int(best[k]) for k in np.flatnonzero(best)}
     tail = total - sum(k * count for k, count in counts.items())
-    return Schedule(counts, tail, best[1])
+    with np.errstate(divide="ignore"):
+        left = sum(count * table[k] for k, count in counts.items()) + table[tail]
+        log_loss = float(logsumexp(2 * left + log_weights) - np.log(2))
+    never = float(log_final_loss(rule, values, total, total, shares[shares > 0]))
+    return Schedule({}, total, never) if never <= log_loss else Schedule(counts, tail, log_loss)
 
 
 class _Search:
@@ -284,10 +295,13 @@ def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike
         raise ValueError(
             f"{where}: sigma_min {sigma_min}, sigma_max {sigma_max}; sigma_max must be positive and larger"
         )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        angle = 2 * np.arctanh(np.sqrt(low / high))
+    with np.errstate(divide="ignore"):
+        # -log((sqrt k - 1)/(sqrt k + 1)) = arccosh((k+1)/(k-1)), without a difference of roots
+        angle = np.log1p(2 * np.sqrt(low) * (np.sqrt(low) + np.sqrt(high)) / (high - low))
         if rounds is not None:
             times = check_counts(where, "rounds", rounds)
-            angle = (times * angle + np.log1p(np.exp(-2 * times * angle)) - np.log(2)) / times
+            turned = times * angle
+            far = turned + np.log1p(np.exp(-2 * turned)) - np.log(2)
+            angle = np.where(turned < 1, np.log1p(2 * np.sinh(np.minimum(turned, 1) / 2) ** 2), far) / times
     scalar = np.ndim(sigma_min) == np.ndim(sigma_max) == 0 and np.ndim(rounds if rounds is not None else 0) == 0
     return angle[0] if scalar else angle

@@ -211,7 +211,7 @@ def best_period(
     where = "best_period"
     largest = int(check_counts(where, "max_period", max_period))
     total = None if rounds is None else int(check_counts(where, "rounds", rounds))
-    chosen = objective or ("minimax" if total is None else "loss")
+    chosen = ("minimax" if total is None else "loss") if objective is None else objective
     if chosen not in OBJECTIVES:
         raise ValueError(f"{where}: objective is {objective!r}; it must be one of {', '.join(OBJECTIVES)}")
     if chosen == "loss" and total is None:
@@ -294,12 +294,16 @@ def _weighted(
 def _log_mean_square(logs: Floats, log_weights: Floats) -> Floats:
     """Return log sum_j w_j exp(2 logs_j) over the last axis."""
     with np.errstate(divide="ignore"):
-        return np.asarray(logsumexp(2 * logs + log_weights, axis=-1))
+        total = np.asarray(logsumexp(2 * logs + log_weights, axis=-1))
+    near = np.abs(total) < 0.1
+    if near.any():  # slow modes keep their digits: next to 1 the sum is known by what it lacks
+        lacks = np.sum(np.exp(log_weights) * np.expm1(np.minimum(2 * logs[near], 700)), axis=-1)
+        total[near] = np.log1p(lacks)
+    return total
 
 
 def _first_best(score: Floats) -> NDArray[np.int64]:
     """Index along the first axis of the first score that is as good as the best, ties forgiven."""
     best = score.max(axis=0)
-    finite = np.where(np.isfinite(best), best, 0.0)
-    floor = np.where(np.isfinite(best), finite - _TIE * np.maximum(1, np.abs(finite)), best)
-    return np.argmax(score >= floor, axis=0)
+    slack = np.where(np.isfinite(best), _TIE * np.abs(best), 0.0)
+    return np.argmax(score >= best - slack, axis=0)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from twophase.theory.contraction import Column
 from twophase.theory.inputs import Floats, Rules, check_counts, check_sigma, rule_arrays
-from twophase.theory.modes import Mode, effective_step, transition
+from twophase.theory.modes import Mode, transition
 
 
 def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
@@ -49,13 +49,17 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
     for name, values in (("momentum", rules.momentum), ("lr", rules.lr), ("sigma", np.asarray(sigma, dtype=float))):
         if np.any(values == 0):
             raise ValueError(f"{where}: {name} is 0; it must be positive, there is nothing to restart otherwise")
-    x, n, step, b = _column(mode, periods, shape)
+    column, size = _column(mode, periods, shape)
+    points, x, n = column.mode, column.x.hi, column.n.hi
     if np.any(n == 0):
         raise ValueError(f"{where}: after period {period} this mode leaves no trace in the buffer; use another period")
-    ahead, injection = (np.broadcast_to(v, shape) for v in (mode.nesterov, rules.injection))
-    retain = -x * step / (b * n) + 0.0
-    inject = injection * x / (b * n) * np.where(ahead, (1 - step) / b, 1.0) + 0.0
-    return retain[()], inject[()]
+    # x and n bear the same power of 2, which underflows where their quotient does not; so do n and the step.
+    injection = np.broadcast_to(rules.injection, shape).reshape(-1)
+    with np.errstate(over="ignore", divide="ignore"):
+        retain = -(x / n) * points.step.hi / points.momentum
+        ahead = np.where(points.nesterov, (1 - points.step * size).hi / points.momentum, 1.0)
+        inject = injection * (x / n) / points.momentum * ahead / size
+    return (retain + 0.0).reshape(shape)[()], (inject + 0.0).reshape(shape)[()]
 
 
 def best_injection(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
@@ -83,8 +87,9 @@ def best_injection(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
     scale = 4 * rules.lr * rules.momentum * values
     if np.any(scale == 0):
         raise ValueError(f"{where}: lr, momentum or sigma is 0; all must be positive")
-    left = 1 - np.asarray(effective_step(rule, sigma))
-    with np.errstate(divide="ignore"):
+    mode = Mode.of(where, rule, sigma)
+    left = (1 - mode.step * _size(mode)).hi
+    with np.errstate(divide="ignore", over="ignore"):
         return (left * left / scale)[()], -np.log(np.abs(left) / 2)[()]
 
 
@@ -138,17 +143,20 @@ def warm_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any
     where = "warm_restart_factor"
     mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
     shape = np.broadcast_shapes(mode.shape, periods.shape)
-    x, n, _, b = _column(mode, periods, shape)
+    column, size = _column(mode, periods, shape)
+    points, b = column.mode, column.mode.momentum
     # sigma [T^K]_12 = -lr sigma b^(1 or 2) p_K in EMA form, lr sigma = s / (1-b), p_K = n / s.
-    decay, ahead = np.broadcast_to(mode.decay.hi, shape), np.broadcast_to(mode.nesterov, shape)
-    return (x - b * np.where(ahead, b, 1.0) * n / decay)[()]
+    left = column.x.hi - b * np.where(points.nesterov, b, 1.0) * column.n.hi * size / points.decay.hi
+    with np.errstate(over="ignore"):
+        return np.ldexp(left, np.clip(column.exponent, -3000, 3000)).reshape(shape)[()]
 
 
-def _column(mode: Mode, periods: Any, shape: tuple[int, ...]) -> tuple[Floats, Floats, Floats, Floats]:
-    """x_K and n_K from (1, 0), the step, the momentum, of one shape; n is lr times the buffer."""
+def _column(mode: Mode, periods: Any, shape: tuple[int, ...]) -> tuple[Column, Floats]:
+    """The state from (1, 0) after K rounds, flat, and `_size` of its modes; n is lr times the buffer."""
     points = mode.flat()[np.broadcast_to(np.arange(mode.size).reshape(mode.shape), shape).reshape(-1)]
-    column = Column.power(points, np.broadcast_to(periods, shape).reshape(-1))
-    exponent = np.clip(column.exponent, -3000, 3000)
-    x, n = np.ldexp(column.x.hi, exponent), points.real_size(np.ldexp(column.n.hi, exponent))
-    step = points.real_size(points.step.hi)
-    return x.reshape(shape), n.reshape(shape), step.reshape(shape), points.momentum.reshape(shape)
+    return Column.power(points, np.broadcast_to(periods, shape).reshape(-1)), _size(points)
+
+
+def _size(mode: Mode) -> Floats:
+    """The power of 2 that step and buffer of a mode lack."""
+    return mode.real_size(np.ones(mode.shape))

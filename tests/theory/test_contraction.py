@@ -1,0 +1,923 @@
+"""`theory.contraction` against 50 digits: restart factors of one period and of all, rates, and the two theorems.
+
+What is required of log|chi|, and nowhere loosened: relative error at most 1e-12; next to a zero of chi (log|chi| more
+than 3 below the log of the mode's envelope) instead an error of chi of at most 1e-12 of the envelope. A single period
+keeps 1e-13 of the logarithm even there. Where log|chi| itself is below 2.3e-308, a double has fewer digits.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from theory import oracle
+from twophase.rule import OuterRule
+from twophase.theory.contraction import (
+    closed_form,
+    log_restart_factor,
+    restart_factor,
+    restart_rate,
+    restart_table,
+)
+from twophase.theory.inputs import rule_grid
+from twophase.theory.modes import asymptotic_rate, effective_step, regime
+
+REQUIRED = 1e-12
+SHARP = 1e-13  # what log_restart_factor keeps, next to zeros too
+SMALLEST = 2.3e-308  # below this doubles have fewer digits
+NEAR_ZERO = 3  # log of envelope over |chi| from which the error counts relative to the envelope
+HB = OuterRule(1.0, 0.9, False, "ema")
+NAG = OuterRule(1.0, 0.9, True, "ema")
+NILPOTENT = [  # R9: (rule, sigma) with s = 1 exactly
+    (OuterRule(2.0, 0.5, True, "ema"), 1.0),
+    (OuterRule(4.0, 0.75, True, "ema"), 1.0),
+    (OuterRule(1.0, 0.9, True), 1.0),
+    (OuterRule(1.0, 1e-300, True), 1.0),
+]
+Case = tuple[OuterRule, float, int]
+
+
+def columns(cases: list[Any]) -> tuple[Any, ...]:
+    """The arrays of rules and of sigmas (and of periods)."""
+    rule = np.empty(len(cases), object)
+    rule[:] = [case[0] for case in cases]
+    return rule, *(np.array(column) for column in list(zip(*cases, strict=True))[1:])
+
+
+factor = functools.lru_cache(maxsize=20_000)(oracle.log_factor)
+
+
+class Exact:
+    """One restart factor to 50 digits, and how wrong another is."""
+
+    def __init__(self, rule: OuterRule, sigma: float, period: int) -> None:
+        self.case = rule, sigma, period
+        self.sign, self.log = factor(rule, sigma, period)
+
+    def error(self, sign: int, log: float) -> float:
+        """Relative error of the logarithm; 0 if equal, or as far as doubles have digits; inf if the sign is wrong."""
+        if self.sign == 0 or sign == 0 or not math.isfinite(log):
+            return 0 if self.sign == sign == 0 and log == -math.inf else math.inf
+        if abs(self.log) < SMALLEST:
+            return 0 if sign == self.sign and abs(log - float(self.log)) <= 1e-323 else math.inf
+        with mpmath.workdps(60):
+            return float(abs((mpmath.mpf(log) - self.log) / self.log)) if sign == self.sign else math.inf
+
+    def error_required(self, sign: int, log: float) -> float:
+        """The same, but next to a zero the error of chi relative to the envelope."""
+        error = self.error(sign, log)
+        if error > REQUIRED and self.sign and log < math.inf:
+            with mpmath.workdps(60):
+                envelope = oracle.log_envelope(*self.case)
+                if self.log < envelope - NEAR_ZERO:
+                    ours = sign * mpmath.exp(mpmath.mpf(log) - envelope) if sign else 0
+                    return float(abs(ours - self.sign * mpmath.exp(self.log - envelope)))
+        return error
+
+
+def roots(momentum: float, nesterov: bool, period: int, target: int) -> list[Any]:
+    """Steps s at which an oscillating mode has chi_period = `target`, from sign changes on a grid, to 50 digits."""
+
+    def distance(step: Any) -> Any:
+        rule: Any = OneStep(step, momentum, nesterov)
+        return oracle.power(oracle.matrix(rule, 1.0), period)[0, 0] - target
+
+    with mpmath.workdps(50):
+        low, high = (oracle.edge(name, momentum, nesterov) for name in ("lower", "upper"))
+        grid = [low + (high - low) * (mpmath.mpf(i) / 24) ** 2 for i in range(1, 24)]
+        found, values = [], [distance(step) for step in grid]
+        for left, right, a, b in zip(grid, grid[1:], values, values[1:], strict=False):
+            if a * b < 0:
+                found.append(mpmath.findroot(distance, (left, right), solver="anderson", tol=1e-80, verify=False))
+        return found
+
+
+class OneStep:
+    """A rule in sum form whose lr has 50 digits."""
+
+    form = "sum"
+
+    def __init__(self, lr: Any, momentum: float, nesterov: bool) -> None:
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+
+
+@functools.cache
+def meeting(target: int, count: int) -> list[Case]:
+    """Modes whose chi_K is, but for the rounding of lr and sigma, 0 or 1 or -1."""
+    rng, cases = random.Random(target), []
+    while len(cases) < count:
+        b, nesterov, period = rng.choice([rng.uniform(0.05, 0.99), 1 - 10 ** -rng.uniform(1, 6)]), rng.random() < 0.5, 0
+        period = int(10 ** rng.uniform(0.31, 2))
+        for step in roots(b, nesterov, period, target)[:3]:
+            rule, sigma = oracle.at(step, b, nesterov, rng.choice(["sum", "ema"]), rng.uniform(0.1, 1))
+            closest = float(step / oracle.step(rule, 1.0))  # a sigma for the rounded lr, or a neighbour
+            cases.append((rule, min(1.0, rng.choice([sigma, closest, math.nextafter(closest, 0)])), period))
+    return cases[:count]
+
+
+def lasting(name: str, low: float, high: float) -> Callable[[], list[Case]]:
+    """Points of one kind, with periods from 10^low to 10^high."""
+
+    @functools.cache
+    def draw() -> list[Case]:
+        rng = random.Random(f"{name} {low} {high}")
+        return [(*point, int(10 ** rng.uniform(low, high))) for point in oracle.points(name, 100)]
+
+    return draw
+
+
+SETS: dict[str, Callable[[], list[Case]]] = {
+    **{name: lasting(name, 0, 2.5) for name in oracle.DRAWS},
+    **{f"{name}, to 1e4": lasting(name, 2.5, 4) for name in oracle.DRAWS},
+    "next to zeros": lambda: meeting(0, 100),
+    "|chi| next to 1": lambda: meeting(1, 60) + meeting(-1, 60),
+}
+LONG = {name: lasting(name, 4, 6) for name in oracle.DRAWS}
+
+
+def rules() -> st.SearchStrategy[OuterRule]:
+    """Rules of both kinds and forms, momentum 0, tiny and next to 1 among them."""
+    momentum = st.one_of(
+        st.floats(1e-20, 0.999), st.integers(2, 53).map(lambda k: 1 - 2.0**-k), st.sampled_from([0.0, 0.25, 0.5])
+    )
+    lr = st.one_of(st.floats(-3, 1.5).map(lambda x: 10.0**x), st.sampled_from([0.25, 0.5, 1.0, 2.0, 2.25, 4.0]))
+    return st.builds(OuterRule, lr, momentum, st.booleans(), st.sampled_from(["ema", "sum"]))
+
+
+SIGMAS = st.one_of(
+    st.floats(0, 1), st.floats(-300, 0).map(lambda x: 10.0**x), st.sampled_from([0.0, 0.25, 1.0, 1 - 2.0**-53])
+)
+PERIODS = st.one_of(st.integers(0, 100), st.floats(0, 6).map(lambda x: int(10**x)))
+
+
+# --- one period, all periods, rates: against 50 digits ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_restart_factors(name: str):
+    """One period keeps 1e-13 of log|chi|, a table what is required of it, in its last entry and on the way there."""
+    cases = SETS[name]()
+    signs, logs = log_restart_factor(*columns(cases))
+    for case, sign, log in zip(cases, signs, logs, strict=True):
+        assert Exact(*case).error(int(sign), float(log)) <= SHARP, case
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_tables(name: str):
+    """A table keeps what is required of log|chi|, in its last entry and on the way there."""
+    for rule, sigma, last in SETS[name]():
+        signs, logs = restart_table(rule, sigma, last)
+        for period in {last, 1 + last // 3, max(1, last - 1)}:
+            exact = Exact(rule, sigma, period)
+            assert exact.error_required(int(signs[period - 1]), float(logs[period - 1])) <= REQUIRED, exact.case
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_periods(name: str):
+    """One period of up to 1e6 rounds: relative error of log|chi| at most 1e-13, also where chi underflows by far."""
+    cases = LONG[name]()
+    for case, sign, log in zip(cases, *log_restart_factor(*columns(cases)), strict=True):
+        assert Exact(*case).error(int(sign), float(log)) <= SHARP, case
+
+
+@pytest.mark.parametrize("period", [10**5, 10**6 - 1, 10**6])
+def test_long_periods_of_nearly_nilpotent_modes(period: int):
+    """The same where a round leaves 1e-8 of a mode: s a double or two from 1 (theory note R9)."""
+    for gap, momentum in itertools.product([-(2.0**-52), -(2.0**-53), 2.0**-52], np.linspace(0.05, 0.999, 20)):
+        rule = OuterRule(1 + gap, float(momentum), True)
+        sign, log = log_restart_factor(rule, 1.0, period)
+        assert Exact(rule, 1.0, period).error(int(sign), float(log)) <= SHARP, rule
+
+
+@pytest.mark.parametrize("momentum", [1e-12, 1e-17, 1e-20])
+def test_long_periods_of_modes_whose_zero_is_the_momentum(momentum: float):
+    """The same for Nesterov at lr sigma = 1 in EMA form with a tiny momentum, where 1 - s is the momentum itself."""
+    rule = OuterRule(1.0, momentum, True, "ema")
+    for period in (1, 2, 3, 64, 1000, 10**5, 10**6):
+        sign, log = log_restart_factor(rule, 1.0, period)
+        assert Exact(rule, 1.0, period).error_required(int(sign), float(log)) <= REQUIRED, period
+
+
+@given(rules(), SIGMAS, PERIODS)
+@settings(max_examples=300)
+def test_any_factor(rule: OuterRule, sigma: float, period: int):
+    """Sign and log|chi| of one period for any rule, sigma and period up to 1e6."""
+    sign, log = log_restart_factor(rule, sigma, period)
+    assert Exact(rule, sigma, period).error_required(int(sign), float(log)) <= REQUIRED
+
+
+@given(rules(), SIGMAS, st.integers(1, 300))
+@settings(max_examples=200)
+def test_any_table(rule: OuterRule, sigma: float, rounds: int):
+    """A table of any rule and sigma, in some of its entries."""
+    signs, logs = restart_table(rule, sigma, rounds)
+    assert signs.shape == logs.shape == (rounds,)
+    for period in {1, 2, (rounds + 1) // 2, rounds}:
+        if period <= rounds:
+            exact = Exact(rule, sigma, period)
+            assert exact.error_required(int(signs[period - 1]), float(logs[period - 1])) <= REQUIRED
+
+
+def test_tables_next_to_zeros():
+    """Next to a zero of chi a table is as right as a single period: it looks there a second time."""
+    for rule, sigma, period in meeting(0, 100):
+        signs, logs = restart_table(rule, sigma, period)
+        assert Exact(rule, sigma, period).error(int(signs[-1]), float(logs[-1])) <= SHARP, rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "sigma", "period"),
+    [
+        (OuterRule(8.167624084050686, 0.9778552863374037), 0.48422119367838784, 124),
+        (OuterRule(171.62764386390137, 0.961711622980471, False, "ema"), 0.5963584373750699, 49),
+        (OuterRule(4.95175499994098, 0.9954543372572179), 0.8059014421032495, 185),
+    ],
+)
+def test_entries_next_to_the_upper_edge(rule: OuterRule, sigma: float, period: int):
+    """Single entries of tables of heavy ball with s next to (1 + sqrt b)^2, where rounding adds up fastest."""
+    signs, logs = restart_table(rule, sigma, period)
+    assert Exact(rule, sigma, period).error_required(int(signs[-1]), float(logs[-1])) <= REQUIRED
+
+
+def test_tables_next_to_the_upper_edge():
+    """Heavy ball, s next to (1 + sqrt b)^2, momentum .9 and more: rounding errors grow like K^3 within a stretch.
+
+    There |chi| also comes slowly past 1, where the logarithm has few digits to lose.
+    """
+    rng = random.Random(0)
+    for _ in range(600):
+        b = 1 - 10 ** -rng.uniform(0.5, 5)
+        step = float(oracle.edge("upper", b, False)) * (1 - 10 ** -rng.uniform(0.5, 5))
+        rule, sigma = oracle.at(step, b, False, rng.choice(["sum", "ema"]), rng.uniform(0.3, 1))
+        signs, logs = restart_table(rule, sigma, 200)
+        single = log_restart_factor(rule, sigma, np.arange(1, 201))[1]
+        worst = int(np.argmax(np.abs(logs - single) / np.abs(single)))
+        exact = Exact(rule, sigma, worst + 1)
+        assert exact.error_required(int(signs[worst]), float(logs[worst])) <= REQUIRED, exact.case
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        (HB, 0.95),
+        (OuterRule(0.7, 0.9, True), 1e-3),
+        (OuterRule(1.0, 1 - 1e-9, False, "ema"), 1e-7),
+        (OuterRule(1.0, 0.999, True), 1 - 1e-9),
+        (OuterRule(0.3, 0.99, True, "ema"), 1e-30),
+    ],
+    ids=lambda point: point[0].describe(),
+)
+def test_a_table_of_a_million_rounds(point: oracle.Point):
+    """A table of one mode over 1e6 rounds, at 30 entries from the first to the last, next to stretch ends too."""
+    signs, logs = restart_table(*point, 10**6)
+    assert logs.shape == (10**6,)
+    for period in {*np.geomspace(1, 10**6, 24).astype(int), 63, 64, 65, 64 * 4096, 64 * 4096 + 1, 10**6 - 1}:
+        exact = Exact(*point, int(period))
+        assert exact.error_required(int(signs[period - 1]), float(logs[period - 1])) <= REQUIRED, period
+
+
+@pytest.mark.parametrize("name", ["slow", "slow, momentum to 1", "slow, to 1e-20", "lower edge", "generic"])
+def test_rates(name: str):
+    """F2, F3: r_K = -log|chi_K| / K keeps its digits, for modes as slow as sigma 1e-300 too."""
+    cases = SETS[name]()
+    for case, rate in zip(cases, restart_rate(*columns(cases)), strict=True):
+        exact = -Exact(*case).log / case[2]
+        with mpmath.workdps(60):
+            assert abs(mpmath.mpf(float(rate)) - exact) <= max(REQUIRED * abs(exact), 1e-323), case
+
+
+def test_an_underflowed_factor_keeps_its_logarithm():
+    """F3's number: log chi_8000 = -421.58 (heavy ball, b .9, lr 1, sigma .95), and far beyond where chi is 0."""
+    sign, log = log_restart_factor(HB, 0.95, 8000)
+    assert (sign, log) == (1, pytest.approx(-421.58, abs=5e-3))
+    assert restart_factor(HB, 0.95, 8000) > 0
+    sign, log = log_restart_factor(HB, 0.95, 10**6)
+    assert log < -50_000
+    assert restart_factor(HB, 0.95, 10**6) == 0
+    with np.errstate(over="raise"):
+        assert log_restart_factor(OuterRule(1e90, 0.9), 1.0, 10**6)[1] > 1e8
+    assert restart_factor(OuterRule(1e90, 0.9), 1.0, 10) == math.inf
+
+
+@given(rules(), SIGMAS, PERIODS)
+def test_factor_and_rate_follow_from_the_logarithm(rule: OuterRule, sigma: float, period: int):
+    """`restart_factor` is sign e^log (0 or inf where doubles end), `restart_rate` is -log / K (+inf at a zero)."""
+    sign, log = log_restart_factor(rule, sigma, period)
+    with np.errstate(over="ignore"):
+        assert restart_factor(rule, sigma, period) == sign * np.exp(log)
+    if period:
+        assert restart_rate(rule, sigma, period) == -log / period
+
+
+# --- exact values -----------------------------------------------------------------------------------------------------
+
+
+@given(rules(), SIGMAS)
+def test_no_round_leaves_everything(rule: OuterRule, sigma: float):
+    """F3: K = 0 gives chi = 1 exactly: sign 1, log 0 (not -0.0)."""
+    sign, log = log_restart_factor(rule, sigma, 0)
+    assert (sign, log) == (1, 0)
+    assert math.copysign(1, log) == 1
+    assert restart_factor(rule, sigma, 0) == closed_form(rule, sigma, 0) == 1
+
+
+@pytest.mark.parametrize(
+    "rule", [HB, NAG, OuterRule(0.0, 0.9), OuterRule(1.0, 0.0), OuterRule(9.0, 1 - 2.0**-53, True)]
+)
+def test_a_mode_that_stands_still(rule: OuterRule):
+    """At sigma 0 (and at lr 0) chi = 1: log and rate are 0, never -0.0, in a table too."""
+    for sigma in (0.0, -0.0, 1.0 if rule.lr == 0 else 0.0):
+        signs, logs = restart_table(rule, sigma, 200)
+        values = [*logs, log_restart_factor(rule, sigma, 10**6)[1], restart_rate(rule, sigma, 7)]
+        assert signs.tolist() == [1] * 200
+        assert {(float(value), math.copysign(1, value)) for value in values} == {(0.0, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "sigma", "period"),
+    [
+        (OuterRule(2.0, 0.5, False, "ema"), 1.0, 1),
+        (OuterRule(0.5, 0.5), 1.0, 2),
+        (OuterRule(2.0, 0.5), 1.0, 2),
+        (OuterRule(1.0, 0.0), 1.0, 5),
+        (OuterRule(4.0, 0.0, True, "ema"), 0.25, 1),
+        *[(*point, period) for point in NILPOTENT for period in (2, 3, 1000, 10**6)],
+    ],
+)
+def test_exact_zeros(rule: OuterRule, sigma: float, period: int):
+    """F3, R9, R12: an exact zero is sign 0, log -inf, rate +inf, factor 0, in both ways, without a warning."""
+    assert log_restart_factor(rule, sigma, period) == (0, -math.inf)
+    assert restart_rate(rule, sigma, period) == math.inf
+    assert restart_factor(rule, sigma, period) == 0
+    if period <= 1000:
+        signs, logs = restart_table(rule, sigma, period)
+        assert (signs[-1], logs[-1]) == (0, -math.inf)
+
+
+@pytest.mark.parametrize("point", NILPOTENT)
+def test_nilpotent(point: oracle.Point):
+    """R9: T^2 = 0, so chi_1 = -b and nothing is left from the second round on."""
+    signs, logs = restart_table(*point, 70)
+    assert signs.tolist() == [-1] + [0] * 69
+    assert logs[0] == pytest.approx(math.log(point[0].momentum), rel=REQUIRED)
+    assert np.all(logs[1:] == -np.inf)
+    assert closed_form(*point, np.arange(1, 5)).tolist() == [-point[0].momentum, 0, 0, 0]
+
+
+def test_a_mode_that_only_changes_sign():
+    """Without momentum at s = 2, chi_K = (-1)^K: the logarithm is exactly 0, not -0.0."""
+    for nesterov in (False, True):
+        signs, logs = restart_table(OuterRule(2.0, 0.0, nesterov), 1.0, 130)
+        assert signs.tolist() == [-1, 1] * 65
+        assert {math.copysign(1, log) for log in logs if log == 0} == {1}
+        assert not logs.any()
+        assert log_restart_factor(OuterRule(2.0, 0.0, nesterov), 1.0, 10**6 + 1) == (-1, 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factors"),
+    [
+        (HB, [0.905, 0.73352, 0.50951, 0.25950, 0.0098321, -0.21580, -0.39837]),
+        (NAG, [0.8195, 0.59463, 0.35498, 0.12607, -0.07236]),
+    ],
+)
+def test_anchors(rule: OuterRule, factors: list[float]):
+    """A0: chi_1 ... of the mode s = .095 at b .9 to the digits printed, by all three ways; r_5 = .92442."""
+    periods = np.arange(1, len(factors) + 1)
+    signs, logs = restart_table(rule, 0.95, len(factors))
+    for values in (signs * np.exp(logs), restart_factor(rule, 0.95, periods), closed_form(rule, 0.95, periods)):
+        assert values == pytest.approx(factors, abs=6e-6)
+    assert restart_factor(HB, 0.95, 5) == pytest.approx(0.0098321, abs=6e-8)
+    assert restart_rate(HB, 0.95, 5) == pytest.approx(0.92442, abs=5e-6)
+
+
+# --- formulas of the note ---------------------------------------------------------------------------------------------
+
+
+def note(rule: OuterRule, sigma: float) -> tuple[Any, Any, Any, Any]:
+    """R6's a, trace and determinant in closed form, and b, at the working precision."""
+    b, s = mpmath.mpf(rule.momentum), oracle.step(rule, sigma)
+    if rule.nesterov:
+        return 1 - (1 + b) * s, (1 + b) * (1 - s), b * (1 - s), b
+    return 1 - s, 1 + b - s, b, b
+
+
+def formula(rule: OuterRule, sigma: float, period: int) -> Any:
+    """R7, R10, R11 and R12, each as the note writes it."""
+    a, trace, determinant, b = note(rule, sigma)
+    name = oracle.regime(rule, sigma)
+    if determinant == 0:  # R12
+        return a * trace ** (period - 1) if period else mpmath.mpf(1)
+    if name == "oscillatory":  # R7
+        rho = mpmath.sqrt(determinant)
+        angle = mpmath.acos(trace / (2 * rho))
+        c = (a - b) / (2 * rho * mpmath.sin(angle))
+        return rho**period * (mpmath.cos(period * angle) + c * mpmath.sin(period * angle))
+    if determinant > 0:  # R10
+        rho, sign = mpmath.sqrt(determinant), mpmath.sign(trace)
+        psi = mpmath.acosh(abs(trace) / (2 * rho))
+        c = sign * (a - b) / (2 * rho * mpmath.sinh(psi))
+        return (sign * rho) ** period * (mpmath.cosh(period * psi) + c * mpmath.sinh(period * psi))
+    rho = mpmath.sqrt(-determinant)  # R11
+    psi = mpmath.asinh(trace / (2 * rho))
+    c = (a - b) / (2 * rho * mpmath.cosh(psi))
+    even, odd = mpmath.cosh(period * psi), mpmath.sinh(period * psi)
+    return rho**period * ((even + c * odd) if period % 2 == 0 else (odd + c * even))
+
+
+FORMULA_CASES: dict[str, Callable[[random.Random], oracle.Point]] = {
+    "R7": lambda rng: oracle.at(rng.uniform(0.2, 0.9), rng.uniform(0.5, 0.99), rng.random() < 0.5, "sum", 1.0),
+    "R10 below": lambda rng: oracle.at(rng.uniform(0.001, 0.02), rng.uniform(0.2, 0.7), rng.random() < 0.5, "ema", 0.7),
+    "R10 above": lambda rng: oracle.at(rng.uniform(3.2, 5), rng.uniform(0.05, 0.5), False, "sum", 0.9),
+    "R11": lambda rng: oracle.at(rng.uniform(1.05, 2), rng.uniform(0.05, 0.99), True, "ema", 0.5),
+    "R12": lambda rng: oracle.at(rng.uniform(0.1, 3), 0.0, rng.random() < 0.5, "sum", 0.8),
+}
+REGIMES_OF = {
+    "R7": "oscillatory",
+    "R10 below": "real_below",
+    "R10 above": "real_above",
+    "R11": "negative_determinant",
+    "R12": "real_",
+}
+
+
+@pytest.mark.parametrize("name", FORMULA_CASES)
+def test_the_notes_formula_of_each_regime(name: str):
+    """R7, R10, R11, R12: the formula equals T^K to 40 digits, and both functions equal it, away from the edges."""
+    rng = random.Random(name)
+    for _ in range(60):
+        point, period = FORMULA_CASES[name](rng), rng.randrange(0, 60)
+        assert str(regime(*point)).startswith(REGIMES_OF[name])
+        with mpmath.workdps(oracle.digits_for(*point)):
+            exact, ours = oracle.factor(*point, period), formula(*point, period)
+            size = mpmath.exp(oracle.log_envelope(*point, period))
+            assert abs(ours - exact) <= mpmath.mpf(10) ** -40 * max(size, abs(exact))
+            sign, log = log_restart_factor(*point, period)
+            assert sign == mpmath.sign(ours)
+            if ours != 0:
+                assert abs(mpmath.mpf(float(log)) - mpmath.log(abs(ours))) <= SHARP * max(abs(float(log)), SHARP)
+            assert abs(float(closed_form(*point, period)) - ours) <= 1e-11 * max(size, abs(ours)), (point, period)
+
+
+@given(
+    st.integers(1, 25).flatmap(lambda bits: st.integers(1, 2**bits - 1).map(lambda n: n / 2**bits)),
+    st.booleans(),
+    st.one_of(st.integers(1, 60), st.integers(1, 10**6)),
+)
+def test_explicit_formulas_at_critical_damping(q: float, upper: bool, period: int):
+    """R8: at b = q^2 and s = (1 -+ q)^2 chi_K is q^K (1 + K(1-q)) below and (-q)^K (1 + K(1+q)) above, at any K."""
+    rule = OuterRule((1 + q) ** 2 if upper else (1 - q) ** 2, q * q)
+    assert regime(rule, 1.0) == "critical"
+    sign, log = log_restart_factor(rule, 1.0, period)
+    with mpmath.workdps(60):
+        exact = period * mpmath.log(mpmath.mpf(q)) + mpmath.log(1 + period * (1 + mpmath.mpf(q if upper else -q)))
+        assert abs(mpmath.mpf(float(log)) - exact) <= SHARP * max(abs(exact), 1e-15)
+    assert sign == (-1 if upper and period % 2 else 1)
+    if period <= 60:
+        assert closed_form(rule, 1.0, period) == pytest.approx(float(sign * mpmath.exp(exact)), rel=1e-11, abs=1e-300)
+
+
+@pytest.mark.parametrize("momentum", [0.25, 0.5, 0.9, 0.99])
+def test_nesterov_at_its_lower_edge(momentum: float):
+    """R8: Nesterov's lower edge, (2b/(1+b))^K (1 + K(1-b)/2), to the rounding of lr that keeps it from the edge."""
+    rule, sigma = oracle.at(oracle.edge("lower", momentum, True), momentum, True, "sum", 1.0)
+    b = momentum
+    for period in (1, 2, 7, 30):
+        exact = (2 * b / (1 + b)) ** period * (1 + period * (1 - b) / 2)
+        assert restart_factor(rule, sigma, period) == pytest.approx(exact, rel=1e-11)
+
+
+@given(st.floats(0.01, 0.999), st.booleans(), st.integers(0, 200))
+def test_a_pure_cosine(momentum: float, nesterov: bool, period: int):
+    """R7: at lr sigma = 1 (EMA; Nesterov lr sigma (1+b) = 1) chi_K = rho^K cos(K phi), with cos phi = tr / (2 rho)."""
+    rule = OuterRule(1 / (1 + momentum) if nesterov else 1.0, momentum, nesterov, "ema")
+    with mpmath.workdps(50):
+        _, trace, determinant, _ = note(rule, 1.0)
+        rho = mpmath.sqrt(determinant)
+        exact = float(rho**period * mpmath.cos(period * mpmath.acos(trace / (2 * rho))))
+    assert restart_factor(rule, 1.0, period) == pytest.approx(exact, abs=float(1e-13 * rho**period + 1e-300))
+
+
+@given(rules(), st.floats(1e-6, 1), st.integers(2, 60))
+def test_recurrence_and_powers_of_r6(rule: OuterRule, sigma: float, period: int):
+    """R6: chi_K = tr chi_(K-1) - D chi_(K-2) = p_(K+1) - b p_K, in 120 digits and of ours to rounding."""
+    with mpmath.workdps(oracle.digits_for(rule, sigma)):
+        a, trace, determinant, b = note(rule, sigma)
+        chi, p = [mpmath.mpf(1), a], [mpmath.mpf(0), mpmath.mpf(1)]
+        for _ in range(period):
+            chi.append(trace * chi[-1] - determinant * chi[-2])
+            p.append(trace * p[-1] - determinant * p[-2])
+        exact = oracle.factors(rule, sigma, period)[-1]
+        scale = mpmath.mpf(10) ** -60 * max(*map(abs, chi[: period + 1]), 1e-200)
+        assert abs(chi[period] - exact) <= scale
+        assert abs(p[period + 1] - b * p[period] - exact) <= scale
+        sign, log = log_restart_factor(rule, sigma, period)
+        ours = sign * mpmath.exp(mpmath.mpf(float(log))) if sign else mpmath.mpf(0)
+        assert abs(ours - chi[period]) <= REQUIRED * (1 + abs(float(log)) if sign else 1) * max(
+            abs(exact), mpmath.exp(oracle.log_envelope(rule, sigma, period))
+        )
+
+
+@given(rules(), st.floats(0, 1))
+def test_one_round_is_plain_sgd(rule: OuterRule, sigma: float):
+    """R4: K = 1 is momentum-free SGD of step nu (1-b) (heavy ball), nu (1-b^2) (Nesterov)."""
+    s = float(oracle.step(rule, sigma))
+    exact = 1 - (1 + rule.momentum) * s if rule.nesterov else 1 - s
+    assert restart_factor(rule, sigma, 1) == pytest.approx(exact, rel=1e-12, abs=1e-14 * (1 + s))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("form", ["ema", "sum"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.999, 1 - 2.0**-50])
+def test_slow_modes(nesterov: bool, form: Literal["ema", "sum"], momentum: float):
+    """R31: chi_K = 1 - K nu_eff sigma + O(sigma^2), nu_eff the mean over j <= K of nu (1 - b^j) (Nesterov: b^(j+1))."""
+    rule = OuterRule(0.7, momentum, nesterov, form)
+    for period in (1, 3, 50):
+        with mpmath.workdps(60):
+            b = mpmath.mpf(momentum)
+            nu = mpmath.mpf(0.7) / (1 if form == "ema" else 1 - b)
+            effective = nu * sum(1 - b ** (j + nesterov) for j in range(1, period + 1)) / period
+            for sigma in (1e-300, 1e-100, 1e-30, 1e-16):
+                rate = mpmath.mpf(float(restart_rate(rule, sigma, period)))
+                assert abs(rate - effective * sigma) <= max(REQUIRED * effective * sigma, 1e-323)
+            for sigma in (1e-7, 1e-5):
+                left = 1 - float(restart_factor(rule, sigma, period))
+                assert left == pytest.approx(float(period * effective * sigma), rel=5e-9 + 100 * period * sigma)
+
+
+def test_numbers_of_slow_modes():
+    """R31's numbers: at b .9, K 3, lr .9, nu_eff = .187 nu, and chi_3 is within .042 of plain SGD's for every sigma."""
+    rule = OuterRule(0.9, 0.9, False, "ema")
+    sigma = np.linspace(0, 1, 401)
+    effective = restart_rate(rule, 1e-12, 3) / 1e-12
+    assert effective == pytest.approx(0.187 * 0.9, abs=5e-4)
+    difference = {
+        period: np.abs(
+            restart_factor(rule, sigma, period) - (1 - restart_rate(rule, 1e-12, period) / 1e-12 * sigma) ** period
+        ).max()
+        for period in (3, 5)
+    }
+    assert difference[3] == pytest.approx(0.042, abs=1e-3)
+    assert difference[5] == pytest.approx(0.209, abs=1e-3)
+
+
+@given(rules(), st.floats(1e-9, 1), st.integers(1, 200))
+def test_the_forms_are_one_rule(rule: OuterRule, sigma: float, period: int):
+    """R3: a rule written in the other form has the same factors, to the rounding of its lr."""
+    other = rule.to("sum" if rule.form == "ema" else "ema")
+    spread = 4e-16 * period * (1 + period) * (1 + effective_step(rule, sigma))
+    size = max(1, float(np.exp(min(600, -period * asymptotic_rate(rule, sigma)))))
+    first, second = restart_factor(rule, sigma, period), restart_factor(other, sigma, period)
+    assert second == pytest.approx(first, rel=spread, abs=spread * size)
+
+
+# --- the two theorems -------------------------------------------------------------------------------------------------
+
+
+def test_restarts_never_help_a_real_mode():
+    """R17 (Theorem 1): with real eigenvalues r_K <= -log(spectral radius) for every K; thousands of random modes."""
+    rng = np.random.default_rng(17)
+    count = 12000
+    momentum = np.where(rng.random(count) < 0.5, rng.uniform(0, 0.99, count), 10.0 ** -rng.uniform(0, 3, count) * 0.9)
+    lr = 10.0 ** rng.uniform(-4, 1.5, count)
+    rule, sigma = rule_grid(lr, momentum, rng.random(count) < 0.5), 10.0 ** rng.uniform(-3, 0, count)
+    real = regime(rule, sigma) != "oscillatory"
+    rule, sigma = rule[real], sigma[real]
+    assert len(sigma) > 5000
+    names = set(regime(rule, sigma))
+    assert {"real_below", "real_above", "negative_determinant"} <= names
+    logs = restart_table(rule, sigma, 40)[1]
+    radius = -asymptotic_rate(rule, sigma) * np.arange(1, 41)[:, None]
+    assert np.all(logs - radius >= -4e-16 * np.abs(radius))
+    assert np.all(restart_rate(rule, sigma, 7) <= asymptotic_rate(rule, sigma) * (1 + 1e-15 * np.sign(-radius[0])))
+
+
+@pytest.mark.parametrize("name", ["lower edge", "slow, to 1e-20", "unstable", "stability edge", "nearly nilpotent"])
+def test_restarts_strictly_hurt(name: str):
+    """R17: strictly, if momentum and step are positive, to 50 digits; and in doubles wherever they can tell."""
+    strict = 0
+    for rule, sigma in oracle.points(name, 120):
+        if oracle.regime(rule, sigma) in ("oscillatory", "nilpotent") or rule.momentum == 0:
+            continue
+        for period in (1, 2, 9):
+            with mpmath.workdps(oracle.digits_for(rule, sigma)):
+                gap = oracle.log_factor(rule, sigma, period)[1] + period * oracle.rate(rule, sigma)
+                assert gap > 0
+            log, radius = log_restart_factor(rule, sigma, period)[1], -period * asymptotic_rate(rule, sigma)
+            if gap > 1e-14 * (abs(log) + abs(radius)):
+                assert log > radius
+                strict += 1
+    assert strict > 20
+
+
+def test_restarts_cannot_stabilise():
+    """R18 (Theorem 2): radius > 1 gives |chi_K| > 1 for every K, in thousands of unstable modes of both kinds."""
+    rng = np.random.default_rng(18)
+    count = 6000
+    momentum = np.where(rng.random(count) < 0.3, 1 - 10.0 ** -rng.uniform(1, 8, count), rng.uniform(0, 0.99, count))
+    nesterov = rng.random(count) < 0.5
+    limit = 2 * (1 + momentum) / np.where(nesterov, 1 + 2 * momentum, 1)
+    excess = 10.0 ** rng.uniform(-12, 3, count)
+    sigma = rng.uniform(0.1, 1, count)
+    rule = rule_grid(limit * (1 + excess) / sigma, momentum, nesterov)
+    assert np.all(asymptotic_rate(rule, sigma) < 0)
+    logs = restart_table(rule, sigma, 30)[1]
+    assert np.all(logs > 0)
+    assert np.all(log_restart_factor(rule, sigma, 1000)[1] > 0)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.25, 0.5, 0.75])
+def test_restarts_at_the_limit(momentum: float):
+    """R18 at radius 1 exactly (heavy ball, s = 2 (1+b)): |chi_K| >= 1, and > 1 with momentum."""
+    rule = OuterRule(2 * (1 + momentum), momentum)
+    assert asymptotic_rate(rule, 1.0) == 0
+    logs = restart_table(rule, 1.0, 100)[1]
+    assert np.all(logs > 0 if momentum else logs == 0)
+
+
+@pytest.mark.parametrize(
+    ("nesterov", "momentum", "period", "first"),
+    [
+        *[(False, 0.9, period, s) for period, s in [(1, 2.00), (2, 1.13), (3, 2.01), (4, 1.51), (5, 2.03), (11, 2.93)]],
+        *[(True, 0.9, period, s) for period, s in [(1, 1.05), (2, 1.28), (3, 1.30), (4, 1.31), (5, 1.32), (11, 1.34)]],
+        (False, 0.95, 3, 0.69),
+        (False, 0.99, 3, 0.60),
+        (False, 0.99, 5, 0.29),
+    ],
+)
+def test_restarts_can_destabilise(nesterov: bool, momentum: float, period: int, first: float):
+    """R19's table: the first s at which |chi_K| > 1, though the mode is stable without restarts."""
+    step = np.linspace(0.001, first + 0.05, 4000)
+    above = log_restart_factor(rule_grid(step, momentum, nesterov), 1.0, period)[1] > 0
+    assert step[np.argmax(above)] == pytest.approx(first, abs=5.5e-3)
+    assert asymptotic_rate(OuterRule(first + 0.006, momentum, nesterov), 1.0) > 0
+
+
+def test_a_restart_that_destabilises():
+    """R19's numbers: s = .78, K = 3, heavy ball: chi_3 = -1.019342 at b .95, -1.093598 at b .99."""
+    assert restart_factor(OuterRule(0.78, 0.95), 1.0, 3) == pytest.approx(-1.019342, abs=5e-7)
+    assert restart_factor(OuterRule(0.78, 0.99), 1.0, 3) == pytest.approx(-1.093598, abs=5e-7)
+    assert restart_rate(OuterRule(0.78, 0.99), 1.0, 3) < 0
+
+
+def test_the_papers_grid_is_stable_under_restarts():
+    """R19: for b <= .9 and 0 < s <= 1.1 every K >= 2 keeps |chi_K| < 1, both kinds; Nesterov's K = 1 from s > 1.053."""
+    step = np.linspace(0.01, 1.1, 110)
+    for nesterov in (False, True):
+        rule = rule_grid(step[:, None], np.linspace(0, 0.9, 10), nesterov)
+        assert np.all(restart_table(rule, 1.0, 200)[1][1:] < 0)
+    assert np.array_equal(log_restart_factor(rule_grid(step, 0.9, True), 1.0, 1)[1] > 0, step > 2 / 1.9)
+
+
+@pytest.mark.parametrize(("period", "lowest"), [(3, 0.267), (5, 0.184), (7, 0.143)])
+def test_where_restarts_begin_to_help(period: int, lowest: float):
+    """A4: the lowest sigma from which K beats no restart asymptotically (heavy ball, b .9, lr 1)."""
+    sigma = np.linspace(0.001, lowest + 0.05, 3000)
+    better = restart_rate(HB, sigma, period) > asymptotic_rate(HB, sigma)
+    assert sigma[np.argmax(better)] == pytest.approx(lowest, abs=6e-4)
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def mixed(count: int, seed: int, names: Iterable[str] = oracle.DRAWS) -> list[oracle.Point]:
+    """Modes of both kinds and forms, and of every set that tests here draw from."""
+    each = -(-count // len(oracle.DRAWS))
+    drawn = [point for name in names for point in oracle.points(name, each)]
+    random.Random(seed).shuffle(drawn)
+    return drawn[:count]
+
+
+def assert_table_is_singles(points: list[oracle.Point], rounds: int) -> None:
+    """Every entry of a table agrees with the single period, or else is within what is required of it."""
+    rule, sigma = columns(points)
+    signs, logs = restart_table(rule, sigma, rounds)
+    assert signs.dtype == np.int8
+    assert signs.shape == logs.shape == (rounds, len(sigma))
+    single_signs, single_logs = log_restart_factor(rule, sigma, np.arange(1, rounds + 1)[:, None])
+    assert np.array_equal(np.isnan(logs), np.zeros(logs.shape, bool))
+    with np.errstate(invalid="ignore"):
+        near = np.abs(logs - single_logs) <= np.maximum(5e-13 * np.abs(single_logs), 1e-323)
+    for k, j in np.argwhere(~((logs == single_logs) | near) | (signs != single_signs)):
+        exact = Exact(rule[j], float(sigma[j]), int(k) + 1)
+        assert exact.error_required(int(signs[k, j]), float(logs[k, j])) <= REQUIRED, exact.case
+
+
+@pytest.mark.parametrize(("modes", "rounds"), [(1, 500), (7, 1000), (300, 300), (1000, 100)])
+def test_table_of_mixed_rules(modes: int, rounds: int):
+    """Rules of both kinds, forms and all regimes in one array: each entry of the table is that of the single period."""
+    assert_table_is_singles(mixed(modes, modes), rounds)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 63, 64, 65, 127, 128, 129, 191, 193])
+@pytest.mark.parametrize("modes", [1, 31, 33])
+def test_tables_around_the_ends_of_stretches(modes: int, rounds: int):
+    """A table begins anew every 64 rounds, several stretches at a time if modes are few: nothing is seen of it."""
+    assert_table_is_singles(mixed(modes, rounds), rounds)
+
+
+@pytest.mark.parametrize("modes", [4095, 4096, 4097, 8200])
+def test_tables_around_the_ends_of_chunks(modes: int):
+    """Many modes are done 4096 at a time: nothing is seen of it, where entries are looked at twice neither."""
+    rounds = 66
+    delicate = [case[:2] for target in (0, 1, -1) for case in meeting(target, 60)]
+    names = [name for name in oracle.DRAWS if name not in ("upper edge", "stability edge")]
+    rule, sigma = columns(delicate + mixed(260, 0, names))
+    pick = np.random.default_rng(modes).integers(0, len(sigma), modes)
+    signs, logs = restart_table(rule[pick], sigma[pick], rounds)
+    single = log_restart_factor(rule, sigma, np.arange(1, rounds + 1)[:, None])
+    with np.errstate(invalid="ignore"):
+        near = np.abs(logs - single[1][:, pick]) <= np.maximum(5e-13 * np.abs(single[1][:, pick]), 1e-323)
+    right = (signs == single[0][:, pick]) & (near | (logs == single[1][:, pick]))
+    for k, j in np.argwhere(~right):
+        exact = Exact(rule[pick[j]], float(sigma[pick[j]]), int(k) + 1)
+        assert exact.error_required(int(signs[k, j]), float(logs[k, j])) <= REQUIRED, exact.case
+    again = np.array(log_restart_factor(rule[pick], sigma[pick], rounds))
+    np.testing.assert_allclose(again, np.array(log_restart_factor(rule, sigma, rounds))[:, pick], rtol=1e-15)
+
+
+def test_long_tables_of_several_modes():
+    """Tables of 2e4 rounds for few modes, where groups of stretches follow one another: 40 entries of each mode."""
+    rule, sigma = columns(mixed(26, 3))
+    signs, logs = restart_table(rule, sigma, 20_000)
+    rng = random.Random(1)
+    for j, _ in itertools.product(range(26), range(40)):
+        period = int(10 ** rng.uniform(0, math.log10(20_000)))
+        exact = Exact(rule[j], float(sigma[j]), period)
+        assert exact.error_required(int(signs[period - 1, j]), float(logs[period - 1, j])) <= REQUIRED, exact.case
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "log_restart_factor": log_restart_factor,
+    "restart_factor": restart_factor,
+    "restart_rate": restart_rate,
+    "closed_form": closed_form,
+    "restart_table": restart_table,
+}
+each_call = pytest.mark.parametrize("name", CALLS)
+
+
+@pytest.mark.parametrize("call", [log_restart_factor, restart_factor, restart_rate, closed_form])
+def test_broadcasting(call: Callable[..., Any]):
+    """Rules (3, 1), sigma (4) with strides and periods (2, 1, 1) give (2, 3, 4), each entry that of its scalars."""
+    rule = rule_grid([[0.5], [1.0], [2.0]], 0.9, [[False], [True], [False]], "ema")
+    sigma, period = np.linspace(0, 1, 8)[::-2], np.array([3, 7])[:, None, None]
+    result = np.asarray(call(rule, sigma, period))
+    shape = (2, 3, 4)
+    assert result.shape[-3:] == shape
+    for k, i, j in np.ndindex(*shape):
+        one = call(rule[i, 0], float(sigma[j]), int(period[k, 0, 0]))
+        assert all(isinstance(part, np.generic) for part in (one if isinstance(one, tuple) else (one,)))
+        np.testing.assert_allclose(result[..., k, i, j], np.asarray(one), rtol=1e-14)
+    np.testing.assert_array_equal(np.asarray(call(HB, np.array(0.5), np.array(3))), np.asarray(call(HB, 0.5, 3)))
+    assert np.asarray(call([HB, NAG], 0.5, 3)).shape[-1:] == (2,)
+    assert np.asarray(call(HB, 0.5, [[1, 2, 3]])).shape[-2:] == (1, 3)
+
+
+def test_shapes_of_tables():
+    """A table has its periods along a new first axis, before the broadcast shape of rules and sigma."""
+    rule = rule_grid([[0.5], [1.0], [2.0]], 0.9)
+    sigma = np.asfortranarray(np.linspace(0, 1, 24).reshape(2, 3, 4))[:, :, ::2]
+    signs, logs = restart_table(rule, sigma, 5)
+    assert signs.shape == logs.shape == (5, 2, 3, 2)
+    for index in np.ndindex(2, 3, 2):
+        one = restart_table(rule[index[1], 0], float(sigma[index]), 5)
+        assert np.array_equal(signs[(slice(None), *index)], one[0])
+        np.testing.assert_allclose(logs[(slice(None), *index)], one[1], rtol=REQUIRED)
+    assert restart_table(HB, 0.5, 1)[1].shape == (1,)
+    assert restart_table([HB], 0.5, 3.0)[1].shape == (3, 1)  # type: ignore[arg-type]
+
+
+@each_call
+def test_no_modes_give_no_factors(name: str):
+    """An array without entries is no error: the result has none either."""
+    head = (4,) if name == "restart_table" else ()
+    for sigma in ([], np.empty((0, 3)), np.empty((3, 0))):
+        result = CALLS[name](HB, sigma, 4)
+        for part in result if isinstance(result, tuple) else (result,):
+            assert part.shape == head + np.shape(sigma)
+
+
+# --- periods and bad input --------------------------------------------------------------------------------------------
+
+
+@each_call
+def test_periods_of_any_type(name: str):
+    """NumPy's integers and whole floats count as whole numbers."""
+    expected = np.asarray(CALLS[name](HB, 0.5, 3))
+    for period in [np.int8(3), np.uint8(3), np.int64(3), np.uint64(3), 3.0, np.float32(3), np.array(3)]:
+        np.testing.assert_array_equal(np.asarray(CALLS[name](HB, 0.5, period)), expected)
+
+
+def test_periods_of_half_precision():
+    """A whole number in half precision is one too, and no warning comes of it."""
+    assert log_restart_factor(HB, 0.5, np.float16(3)) == log_restart_factor(HB, 0.5, 3)
+
+
+@each_call
+def test_refused_periods(name: str):
+    """What is no whole number is a ValueError that names the function, the argument, its value and the range."""
+    what = "max_period" if name == "restart_table" else "period"
+    for period in [2.5, -1, True, math.nan, math.inf, "3", None, [], 3 + 0j]:
+        with pytest.raises(ValueError, match=f"^{name}: {what} is .*whole number >= "):
+            CALLS[name](HB, 0.5, period)
+
+
+@each_call
+def test_huge_periods(name: str):
+    """From 2^53 on a period is refused, and the message says that this is the limit."""
+    for period in [2**53, 2.0**53, 2**70]:
+        with pytest.raises(ValueError, match=rf"^{name}: (max_)?period is .*2\^53"):
+            CALLS[name](HB, 0.5, period)
+
+
+@pytest.mark.parametrize("call", [restart_rate, restart_table])
+def test_period_0_has_no_rate(call: Callable[..., Any]):
+    """F3: K = 0 has no rate, and a table begins at 1."""
+    with pytest.raises(ValueError, match=f"^{call.__name__}: (max_)?period is 0; .*>= 1"):
+        call(HB, 0.5, 0)
+
+
+def test_a_refused_period_is_found():
+    """Of an array of periods the message names the entry; a table takes one number only."""
+    with pytest.raises(ValueError, match=r"^log_restart_factor: period\[1\] is -2; .*>= 0"):
+        log_restart_factor(HB, 0.5, [1, -2])
+    for several in ([3, 4], np.array([3])):
+        with pytest.raises(ValueError, match=r"^restart_table: max_period"):
+            restart_table(HB, 0.5, several)  # type: ignore[arg-type]
+
+
+@each_call
+def test_refused_sigma(name: str):
+    """What is no number in [0, 1] is a ValueError that begins with the name of the function that was called."""
+    for sigma in [math.nan, -0.1, 1.5, "high", True, None, 0.5j, {}]:
+        with pytest.raises(ValueError, match=f"^{name}: sigma is "):
+            CALLS[name](HB, sigma, 3)
+
+
+@each_call
+def test_refused_rules(name: str):
+    """What is no rule is a ValueError that begins with the function's name and says what to give."""
+    for rule in [None, 0.7, (0.7, 0.9), "sum", [], [HB, None]]:
+        with pytest.raises(ValueError, match=f"^{name}: rule is .*give an OuterRule such as"):
+            CALLS[name](rule, 0.5, 3)
+
+
+@each_call
+def test_shapes_that_do_not_fit(name: str):
+    """Arguments that do not broadcast are a ValueError that begins with the function's name."""
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        CALLS[name]([HB, NAG], [0.1, 0.2, 0.3], 3)
+
+
+@each_call
+def test_steps_without_meaning_are_refused(name: str):
+    """An effective step beyond 1e100 is a ValueError that says so; up to there nothing overflows."""
+    with pytest.raises(ValueError, match=f"^{name}: .*1e100"):
+        CALLS[name](OuterRule(1.7e308, 0.9), 1.0, 3)
+    sign, log = log_restart_factor(OuterRule(9e99, 1 - 2.0**-53, True), 1.0, 10**6)
+    assert sign == 1
+    assert log == pytest.approx(10**6 * math.log(18e99), rel=1e-12)
+
+
+@given(
+    st.builds(
+        OuterRule,
+        st.sampled_from([0.0, 5e-324, 1e-300, 1e-20, 0.7, 1.0, 4.0, 1e30, 1e90]),
+        st.sampled_from([0.0, 5e-324, 1e-160, 1e-20, 0.25, 0.5, 0.9, 1 - 2.0**-52, 1 - 2.0**-53]),
+        st.booleans(),
+        st.sampled_from(["ema", "sum"]),
+    ),
+    st.sampled_from([0.0, 5e-324, 1e-310, 1e-160, 1e-17, 0.25, 0.5, 1 - 2.0**-53, 1.0]),
+    st.sampled_from([1, 2, 3, 64, 65, 1000, 10**6, 2**53 - 1]),
+)
+@settings(max_examples=200)
+def test_the_whole_domain_is_quiet(rule: OuterRule, sigma: float, period: int):
+    """No corner of the domain warns, or gives nan: lr 0 to 1e90, momentum to 1 - 2^-53, denormal sigma, huge K."""
+    sign, log = log_restart_factor(rule, sigma, period)
+    assert (sign == 0) == (log == -math.inf)
+    assert not math.isnan(log)
+    assert not math.isnan(restart_factor(rule, sigma, period))
+    assert not math.isnan(restart_rate(rule, sigma, period))
+    signs, logs = restart_table(rule, sigma, min(period, 130))
+    assert not np.isnan(logs).any()
+    assert np.array_equal(signs == 0, np.isneginf(logs))
+
+
+@pytest.mark.parametrize("rule", [OuterRule(4.0, 0.9), OuterRule(1e90, 0.9), OuterRule(1e90, 0.9, True), HB, NAG])
+def test_the_closed_form_is_quiet(rule: OuterRule):
+    """It overflows to infinity and underflows to 0 without a warning, at any period."""
+    for sigma in (0.0, 1e-300, 0.5, 1.0):
+        values = closed_form(rule, sigma, [0, 1, 2, 10, 1000, 10**6, 2**53 - 1])
+        assert values[0] == 1
+        assert not np.isnan(values).any()

@@ -1,0 +1,589 @@
+"""`theory.modes` against loops, exact fractions and mpmath: progress, regimes, intervals, rates, phases, envelopes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from theory import oracle
+from twophase.rule import OuterRule
+from twophase.theory.contraction import restart_table
+from twophase.theory.inputs import rule_grid
+from twophase.theory.modes import (
+    REGIMES,
+    asymptotic_rate,
+    effective_progress,
+    effective_step,
+    envelope,
+    oscillatory_interval,
+    phase,
+    phase_shift,
+    regime,
+    stable_limit,
+    transition,
+)
+
+EXACT = 1e-12  # required relative accuracy of rates and angles
+SMALLEST = 2.3e-308  # below this doubles have fewer digits
+HB = OuterRule(1.0, 0.9, False, "ema")
+NAG = OuterRule(1.0, 0.9, True, "ema")
+BY_NAME: dict[str, Callable[..., Any]] = {
+    "effective_step": effective_step,
+    "transition": transition,
+    "regime": regime,
+    "asymptotic_rate": asymptotic_rate,
+    "phase": phase,
+    "phase_shift": phase_shift,
+    "envelope": lambda rule, sigma: envelope(rule, sigma, 3),
+}
+
+each_set = pytest.mark.parametrize("name", oracle.DRAWS)
+each_function = pytest.mark.parametrize("name", BY_NAME)
+
+
+def powers(low: float, high: float) -> st.SearchStrategy[float]:
+    """Numbers spread evenly in their logarithm."""
+    return st.floats(low, high).map(lambda exponent: min(10.0**exponent, 10.0**high))
+
+
+def rules(lr: st.SearchStrategy[float] | None = None) -> st.SearchStrategy[OuterRule]:
+    """Rules of both kinds and forms, momentum 0 and next to 1 among them."""
+    lr = powers(-3, 1) if lr is None else lr
+    momentum = st.one_of(st.floats(0, 0.999), st.integers(2, 53).map(lambda k: 1 - 2.0**-k))
+    return st.builds(OuterRule, lr, momentum, st.booleans(), st.sampled_from(["ema", "sum"]))
+
+
+SIGMAS = st.one_of(st.floats(0, 1), powers(-300, 0))
+
+
+def columns(points: list[oracle.Point]) -> tuple[Any, Any]:
+    """Arrays of the rules and the sigmas."""
+    rule = np.empty(len(points), object)
+    rule[:] = [point[0] for point in points]
+    return rule, np.array([point[1] for point in points])
+
+
+def wrong(value: float, exact: Any) -> float:
+    """Relative error; 0 if equal, and where both are so small that doubles have fewer digits."""
+    if value == exact or (abs(exact) < SMALLEST and abs(value - float(exact)) <= 1e-323):
+        return 0
+    if exact == 0 or not math.isfinite(value):
+        return math.inf
+    with mpmath.workdps(60):
+        return float(abs((mpmath.mpf(value) - exact) / exact))
+
+
+# --- effective progress ---------------------------------------------------------------------------------------------
+
+
+@given(powers(-300, 3), st.floats(0, 1), st.integers(1, 40))
+def test_progress_is_that_of_the_inner_loop(eigenvalue: float, product: float, steps: int):
+    """R1: what an explicit loop of gradient descent removes, to the last digits, for the tiniest eigenvalues too."""
+    inner_lr = product / eigenvalue
+    assume(inner_lr * eigenvalue <= 1)
+    with mpmath.workdps(700):
+        x = mpmath.mpf(1)
+        for _ in range(steps):
+            x -= mpmath.mpf(inner_lr) * mpmath.mpf(eigenvalue) * x
+        assert wrong(float(effective_progress(eigenvalue, inner_lr, steps)), 1 - x) < 1e-15
+
+
+@pytest.mark.parametrize("steps", [10, 10**4, 10**9, 2**53 - 1])
+@pytest.mark.parametrize("eigenvalue", [1e-300, 1e-20, 1e-9, 0.3, 1 - 2.0**-53])
+def test_progress_of_long_phases(eigenvalue: float, steps: int):
+    """R1 for many inner steps: `1 - (1 - eta lambda)^S` without the loop."""
+    with mpmath.workdps(700):
+        exact = 1 - (1 - mpmath.mpf(eigenvalue)) ** steps
+        assert wrong(float(effective_progress(eigenvalue, 1.0, steps)), exact) < 1e-15
+
+
+def test_progress_at_the_ends():
+    """A flat mode does not move, `inner_lr * eigenvalue = 1` removes a mode at once, and neither warns."""
+    assert effective_progress(4.0, 0.25, 7) == 1
+    assert effective_progress(0.0, 0.25, 7) == 0
+    assert effective_progress(3.0, 0.0, 7) == 0
+    assert math.copysign(1, effective_progress(0.0, 0.25, 7)) == 1
+
+
+def test_progress_broadcasts():
+    """All three arguments broadcast; whole floats count as numbers of steps; a scalar gives a NumPy scalar."""
+    values = effective_progress(np.array([[0.1], [0.5]]), 1.0, np.array([1, 2.0, 5]))
+    assert values.shape == (2, 3)
+    assert values[1].tolist() == [0.5, 0.75, 1 - 2.0**-5]
+    assert isinstance(effective_progress(0.1, 1.0, 3), np.float64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (([0.5, 2.0], 1.0, 3), ["mode 1", "inner_lr * eigenvalue", "2", "<= 1", "0.5"]),
+        (([[0.5, 0.2], [0.1, 3.0]], 1.0, 3), ["mode 1, 1", "3", "<= 1"]),
+        ((1.0, 1.0000000000000002, 3), ["1.0000000000000002", "<= 1"]),
+        ((1e300, 1e300, 3), ["inner_lr * eigenvalue", "<= 1"]),
+        ((-0.5, 1.0, 3), ["eigenvalue", "-0.5", ">= 0"]),
+        (([0.5, 0.1, -0.2], 1.0, 3), ["eigenvalue[2]", "-0.2", ">= 0"]),
+        ((math.nan, 1.0, 3), ["eigenvalue", "nan", ">= 0"]),
+        ((0.5, math.inf, 3), ["inner_lr", "inf", ">= 0"]),
+        ((0.5, -1.0, 3), ["inner_lr", "-1.0", ">= 0"]),
+        (("steep", 1.0, 3), ["eigenvalue", "'steep'"]),
+        ((1j, 1.0, 3), ["eigenvalue", "1j"]),
+        ((None, 1.0, 3), ["eigenvalue"]),
+        ((0.5, "fast", 3), ["inner_lr", "'fast'"]),
+        ((0.5, 1.0, 0), ["inner_steps", "0", ">= 1"]),
+        ((0.5, 1.0, 2.5), ["inner_steps", "2.5", "whole number"]),
+        ((0.5, 1.0, True), ["inner_steps", "True", "whole number"]),
+        ((0.5, 1.0, [3, -1]), ["inner_steps[1]", "-1"]),
+        (([0.1, 0.2], [1.0, 0.5, 0.1], 3), ["(2,)", "(3,)"]),
+    ],
+)
+def test_progress_refuses(arguments: tuple[Any, Any, Any], named: list[str]):
+    """Values out of range are a ValueError that begins with the function and names mode, value, range and remedy."""
+    with pytest.raises(ValueError, match=r"^effective_progress: ") as error:
+        effective_progress(*arguments)
+    for text in named:
+        assert text in str(error.value)
+    assert "np.float64" not in str(error.value)
+
+
+def test_the_remedy_of_an_inner_lr_works():
+    """Rates that differ between modes: lowering all of them to what the message says is enough."""
+    eigenvalues, rates = np.array([0.01, 2.0]), np.array([10.0, 1.0])
+    with pytest.raises(ValueError, match="lower inner_lr to") as error:
+        effective_progress(eigenvalues, rates, 1)
+    limit = float(str(error.value).split("lower inner_lr to ")[1].split()[0])
+    effective_progress(eigenvalues, np.minimum(rates, limit), 1)
+
+
+# --- one round ------------------------------------------------------------------------------------------------------
+
+
+@given(rules(st.one_of(powers(-20, 20), powers(-300, 90))), SIGMAS)
+def test_effective_step(rule: OuterRule, sigma: float):
+    """R2, R3: s = lr sigma (sum form), lr (1 - b) sigma (EMA form), to the last digit, however small."""
+    assert wrong(float(effective_step(rule, sigma)), oracle.step(rule, sigma)) < 1e-15
+
+
+@pytest.mark.parametrize("sigma", [1e-100, 1e-120, 1e-125, 1e-200, 1e-300, 5e-324, 0.0])
+def test_effective_step_of_slow_modes(sigma: float):
+    """At lr 1 in sum form the step is sigma itself."""
+    assert effective_step(OuterRule(1.0, 0.5), sigma) == sigma
+
+
+@given(rules(st.one_of(powers(-20, 20), powers(-300, 90))), SIGMAS)
+def test_transition_is_the_literal_update(rule: OuterRule, sigma: float):
+    """R2, R3: the columns of T are the update of the rule's own form, applied to (1, 0) and to (0, 1)."""
+    t = transition(rule, sigma)
+    with mpmath.workdps(700):
+        exact = oracle.matrix(rule, sigma)
+        for i in range(2):
+            for j in range(2):
+                scale = max(1, abs(exact[i, j])) if i == j else abs(exact[i, j])
+                assert abs(t[i, j] - exact[i, j]) <= max(1e-15 * scale, 1e-323)
+
+
+@given(rules(), SIGMAS)
+def test_the_forms_are_one_matrix_in_two_units(rule: OuterRule, sigma: float):
+    """R3: with m_ema = (1 - b) m_sum the two forms' matrices are the same, hence first entry, trace and determinant."""
+    ema, total = transition(rule.to("ema"), sigma), transition(rule.to("sum"), sigma)
+    weight = 1 - rule.momentum
+    assert ema[0, 0] == pytest.approx(total[0, 0], abs=1e-14 * (1 + abs(total[0, 0])))
+    assert ema[1, 1] == total[1, 1]
+    assert ema[0, 1] * weight == pytest.approx(total[0, 1], rel=1e-14)
+    assert ema[1, 0] == pytest.approx(total[1, 0] * weight, rel=1e-14, abs=1e-323)
+
+
+def test_transition_shape():
+    """The matrix lies along two new last axes behind the broadcast shape of rules and sigma."""
+    assert transition(HB, 0.5).shape == (2, 2)
+    grid = rule_grid([[1.0], [2.0], [3.0]], [0.5, 0.9])
+    assert transition(grid, 0.5).shape == (3, 2, 2, 2)
+    assert transition(grid[:, :1], np.linspace(0, 1, 4)).shape == (3, 4, 2, 2)
+
+
+@given(rules(), st.floats(0, 1))
+def test_the_table_of_r6(rule: OuterRule, sigma: float):
+    """R6: trace, determinant, discriminant, D - ab = -T12 T21 and (1-l1)(1-l2) = s, exactly, in both forms."""
+    b, lr, x = Fraction(rule.momentum), Fraction(rule.lr), Fraction(sigma)
+    s = lr * x * (1 - b if rule.form == "ema" else 1)
+    trace, determinant, disc = oracle.exact(rule, sigma)
+    a = trace - b
+    if rule.nesterov:
+        assert (a, trace, determinant) == (1 - (1 + b) * s, (1 + b) * (1 - s), b * (1 - s))
+        assert disc == (1 - s) * ((1 - b) ** 2 - (1 + b) ** 2 * s)
+        assert determinant - a * b == s * b**2
+    else:
+        assert (a, trace, determinant) == (1 - s, 1 + b - s, b)
+        assert disc == (s - 1 - b) ** 2 - 4 * b
+        assert determinant - a * b == s * b
+    assert 1 - trace + determinant == s
+
+
+# --- regimes --------------------------------------------------------------------------------------------------------
+
+
+@each_set
+def test_regime_of_delicate_modes(name: str):
+    """R6 to R12: the name that exact fractions give: to 1e-17 from an edge, slow, fast and nearly undamped."""
+    drawn = oracle.points(name, 300)
+    assert regime(*columns(drawn)).tolist() == [oracle.regime(*point) for point in drawn]
+
+
+@given(rules(powers(-3, 2)), SIGMAS)
+def test_regime(rule: OuterRule, sigma: float):
+    """R6: the name that exact fractions give."""
+    assert regime(rule, sigma) == oracle.regime(rule, sigma)
+
+
+@given(st.integers(1, 25), st.integers(0, 2**25), st.booleans(), st.integers(0, 4))
+def test_exactly_critical(bits: int, numerator: int, upper: bool, shift: int):
+    """R8: at b = q^2, s = (1 - q)^2 or (1 + q)^2 a mode is critical; one double to a side it is not."""
+    q = (numerator % 2**bits) / 2**bits
+    assume(q > 0)
+    step, sigma = (1 + q) ** 2 if upper else (1 - q) ** 2, 2.0**-shift
+    lr = step / sigma
+    names = [
+        str(regime(OuterRule(value, q * q), sigma)) for value in (np.nextafter(lr, 0), lr, np.nextafter(lr, math.inf))
+    ]
+    inside = "oscillatory"
+    assert names == ([inside, "critical", "real_above"] if upper else ["real_below", "critical", inside])
+
+
+@pytest.mark.parametrize(
+    ("rule", "sigma", "name"),
+    [
+        (OuterRule(0.25, 0.25), 1.0, "critical"),
+        (OuterRule(1.0, 0.25), 0.25, "critical"),
+        (OuterRule(2.25, 0.25), 1.0, "critical"),
+        (OuterRule(2.0, 0.5, True, "ema"), 1.0, "nilpotent"),  # R9
+        (OuterRule(4.0, 0.75, True, "ema"), 1.0, "nilpotent"),
+        (OuterRule(1.0, 0.9, True), 1.0, "nilpotent"),
+        (OuterRule(1.0, 0.0), 1.0, "nilpotent"),
+        (OuterRule(1.0, 0.0, True, "ema"), 1.0, "nilpotent"),
+        (OuterRule(1.0, 0.9, True), 1 - 2.0**-53, "oscillatory"),
+        (OuterRule(1 + 2.0**-52, 0.9, True), 1.0, "negative_determinant"),
+        (OuterRule(1.2, 0.5, True), 1.0, "negative_determinant"),
+        (OuterRule(1.2, 5e-324, True), 1.0, "negative_determinant"),
+        (OuterRule(0.5, 0.0), 1.0, "real_below"),
+        (OuterRule(1.5, 0.0, True), 1.0, "real_above"),
+        (OuterRule(3.9, 0.5), 1.0, "real_above"),
+        (HB, 0.02, "real_below"),
+        (HB, 0.03, "oscillatory"),
+        (HB, 0.0, "real_below"),
+        (OuterRule(0.0, 0.9), 1.0, "real_below"),
+        (OuterRule(1.0, 1 - 2.0**-53), 0.0, "real_below"),
+    ],
+)
+def test_regime_by_hand(rule: OuterRule, sigma: float, name: str):
+    """Modes whose regime a pencil decides, those at exact edges and the nilpotent ones of R9 among them."""
+    assert regime(rule, sigma) == name
+    assert name in REGIMES
+
+
+@given(rules(), st.lists(st.floats(0, 1), min_size=1, max_size=5))
+def test_regime_of_an_array(rule: OuterRule, sigma: list[float]):
+    """An array of sigma gives the array of names."""
+    assert regime(rule, sigma).tolist() == [regime(rule, value) for value in sigma]
+
+
+# --- intervals of sigma ---------------------------------------------------------------------------------------------
+
+
+@given(rules(powers(-3, 3)))
+def test_ends_of_the_intervals(rule: OuterRule):
+    """R6: the oscillatory interval's ends and the stability limit, to the last digits."""
+    unit = oracle.step(rule, 1.0)
+    low, high = oscillatory_interval(rule)
+    with mpmath.workdps(50):
+        lower, upper = (oracle.edge(name, rule.momentum, rule.nesterov) / unit for name in ("lower", "upper"))
+        assert wrong(float(low), lower) < 2e-15
+        assert wrong(float(high), upper if rule.momentum else lower) < 2e-15
+        assert wrong(float(stable_limit(rule)), oracle.edge("stable", rule.momentum, rule.nesterov) / unit) < 2e-15
+
+
+@given(rules(powers(-1, 3)), st.floats(1e-9, 0.5))
+def test_the_interval_is_where_modes_oscillate(rule: OuterRule, distance: float):
+    """Just inside either end a mode oscillates, just outside it does not, as far as sigma <= 1 lets one look."""
+    low, high = (float(end) for end in oscillatory_interval(rule))
+    assume(low * (1 + distance) < high * (1 - distance))
+    for sigma, inside in [
+        (low * (1 - distance), False),
+        (low * (1 + distance), True),
+        (high * (1 - distance), True),
+        (high * (1 + distance), False),
+    ]:
+        if sigma <= 1:
+            assert (regime(rule, sigma) == "oscillatory") is inside
+
+
+@given(rules(powers(-1, 3)), st.floats(1e-9, 0.5))
+def test_the_limit_is_where_modes_diverge(rule: OuterRule, distance: float):
+    """R6: below the stability limit the asymptotic rate is positive, above it negative, at 0 it is 0."""
+    limit = float(stable_limit(rule))
+    if limit * (1 - distance) <= 1:
+        assert asymptotic_rate(rule, limit * (1 - distance)) > 0
+    if limit * (1 + distance) <= 1:
+        assert asymptotic_rate(rule, limit * (1 + distance)) < 0
+    assert asymptotic_rate(rule, 0.0) == 0
+
+
+def test_intervals_by_hand():
+    """R6's numbers: heavy ball, lr 1, oscillates on (.026, 38) at b .9 and on (.0025, 398) at .99; stable to s 3.8."""
+    assert oscillatory_interval(HB) == pytest.approx((0.0263, 37.97), rel=2e-3)
+    assert oscillatory_interval(OuterRule(1.0, 0.99, form="ema")) == pytest.approx((0.00251, 398), rel=1e-2)
+    assert stable_limit(OuterRule(1.0, 0.9)) == pytest.approx(3.8)
+    assert stable_limit(OuterRule(1.0, 0.9, True)) == pytest.approx(1.357, abs=5e-4)
+    assert stable_limit(OuterRule(1.0, 0.0)) == stable_limit(OuterRule(1.0, 0.0, True)) == 2
+
+
+def test_intervals_without_step_or_momentum():
+    """At lr 0 nothing oscillates or diverges (ends at infinity); without momentum the interval is empty."""
+    frozen = OuterRule(0.0, 0.5)
+    assert oscillatory_interval(frozen) == (math.inf, math.inf)
+    assert stable_limit(frozen) == math.inf
+    low, high = oscillatory_interval(rule_grid([0.5, 2.0], 0.0, [False, True]))
+    assert low.tolist() == high.tolist() == [2, 0.5]
+    assert isinstance(oscillatory_interval(HB)[0], np.float64)
+    assert isinstance(stable_limit(HB), np.float64)
+
+
+@pytest.mark.parametrize("lr", [1e-300, 1e-308, 1e-310, 5e-324])
+def test_intervals_of_tiny_rates(lr: float):
+    """A tiny lr moves the ends up, to infinity where doubles end, without a warning."""
+    for momentum, form in itertools.product([0.0, 0.5, 1 - 2.0**-53], ["ema", "sum"]):
+        rule = OuterRule(lr, momentum, False, form)  # type: ignore[arg-type]
+        ends = [*oscillatory_interval(rule), stable_limit(rule)]
+        for name, end in zip(["lower", "upper" if momentum else "lower", "stable"], ends, strict=True):
+            exact = oracle.edge(name, momentum, False) / oracle.step(rule, 1.0)
+            assert end == math.inf if exact > sys.float_info.max else wrong(float(end), exact) < EXACT
+
+
+# --- rates ----------------------------------------------------------------------------------------------------------
+
+
+@each_set
+def test_asymptotic_rate(name: str):
+    """R7 to R12: -log of the spectral radius to 1e-12 relative, also where it is a difference of nearly equal numbers.
+
+    Slow modes down to sigma 1e-300, both edges of the oscillatory interval, the stability limit, momentum next to 1.
+    """
+    drawn = oracle.points(name, 300)
+    for point, rate in zip(drawn, asymptotic_rate(*columns(drawn)), strict=True):
+        assert wrong(float(rate), oracle.rate(*point)) < EXACT, point
+
+
+@given(rules(powers(-3, 2)), SIGMAS)
+def test_asymptotic_rate_of_any_mode(rule: OuterRule, sigma: float):
+    """The same for rules that Hypothesis chooses."""
+    assert wrong(float(asymptotic_rate(rule, sigma)), oracle.rate(rule, sigma)) < EXACT
+
+
+def test_rates_by_hand():
+    """R7: heavy ball -log(b)/2 for every oscillating sigma, Nesterov -(log b + log(1-s))/2; R9 +inf; R12 -log|1-s|."""
+    rates = asymptotic_rate(HB, [0.03, 0.3, 0.95])
+    assert rates == pytest.approx(-math.log(0.9) / 2, rel=1e-15)
+    step = 0.1 * 0.95
+    assert asymptotic_rate(NAG, 0.95) == pytest.approx(-(math.log(0.9) + math.log1p(-step)) / 2, rel=1e-15)
+    assert asymptotic_rate(OuterRule(2.0, 0.5, True, "ema"), 1.0) == math.inf
+    assert asymptotic_rate(OuterRule(0.25, 0.0), 1.0) == pytest.approx(-math.log(0.75), rel=1e-15)
+    assert asymptotic_rate(OuterRule(3.0, 0.0, True), 1.0) == pytest.approx(-math.log(2), rel=1e-15)
+    assert asymptotic_rate(OuterRule(2.0, 0.0), 1.0) == 0
+
+
+@pytest.mark.parametrize("sigma", [0.0, -0.0])
+@pytest.mark.parametrize("rule", [HB, NAG, OuterRule(0.0, 0.9), OuterRule(1.0, 0.0), OuterRule(1.0, 1 - 2.0**-53)])
+def test_a_mode_that_stands_still(rule: OuterRule, sigma: float):
+    """At sigma 0 rate and step are 0, never -0.0."""
+    for value in (asymptotic_rate(rule, sigma), effective_step(rule, sigma)):
+        assert value == 0
+        assert math.copysign(1, value) == 1
+
+
+# --- phases ---------------------------------------------------------------------------------------------------------
+
+
+@each_set
+def test_phase_and_shift(name: str):
+    """R7: both angles to 1e-12 relative where a mode oscillates, nan elsewhere."""
+    drawn = oracle.points(name, 300)
+    rule, sigma = columns(drawn)
+    for point, angle, shift in zip(drawn, phase(rule, sigma), phase_shift(rule, sigma), strict=True):
+        if oracle.regime(*point) == "oscillatory":
+            exact = oracle.oscillation(*point)
+            assert wrong(float(angle), exact[0]) < EXACT, point
+            assert wrong(float(shift), exact[1]) < EXACT, point
+        else:
+            assert math.isnan(angle), point
+            assert math.isnan(shift), point
+
+
+@given(rules(powers(-2, 1)), st.floats(0.001, 1))
+def test_angles_and_amplitude_obey_r6(rule: OuterRule, sigma: float):
+    """1 + C^2 = s / sin^2(phase) (heavy ball), b s / ((1-s) sin^2(phase)) (Nesterov); Nesterov's phase <= pi/2."""
+    trace, determinant, disc = (float(value) for value in oracle.exact(rule, sigma))
+    assume(disc < -1e-3 * (trace**2 + 4 * determinant))
+    s, angle, shift = effective_step(rule, sigma), phase(rule, sigma), phase_shift(rule, sigma)
+    assume(rule.nesterov is False or s < 0.999)
+    squared = 1 + np.tan(shift) ** 2
+    share = rule.momentum / (1 - s) if rule.nesterov else 1.0
+    assert squared == pytest.approx(share * s / np.sin(angle) ** 2, rel=1e-9)
+    assert 0 < angle < math.pi
+    assert abs(shift) < math.pi / 2
+    if rule.nesterov:
+        assert angle <= math.pi / 2
+
+
+@given(st.floats(0.01, 0.999), st.booleans())
+def test_a_pure_cosine(momentum: float, nesterov: bool):
+    """R7: at lr sigma = 1 (EMA form; Nesterov lr sigma (1+b) = 1) there is no shift; heavy ball's is exactly 0."""
+    if nesterov:
+        assert abs(phase_shift(OuterRule(1 / (1 + momentum), momentum, True, "ema"), 1.0)) < 1e-14
+    else:
+        assert phase_shift(OuterRule(2.0, momentum, False, "ema"), 0.5) == 0
+
+
+def test_the_first_zero_of_the_papers_mode():
+    """A4: the first zero of the mode of sigma .95 at b .9, lr 1 is at t = 5.04."""
+    assert (phase_shift(HB, 0.95) + math.pi / 2) / phase(HB, 0.95) == pytest.approx(5.04, abs=5e-3)
+
+
+# --- envelopes ------------------------------------------------------------------------------------------------------
+
+
+@each_set
+def test_envelope(name: str):
+    """R15: sqrt(1+C^2) rho^t at any real t, nan where a mode does not oscillate; at t = 0 too, without a warning."""
+    drawn = oracle.points(name, 100)
+    times = [0.0, 1.0, 2.5, 40.0]
+    rule, sigma = columns(drawn)
+    values = envelope(rule[:, None], sigma[:, None], times)
+    for point, row in zip(drawn, values, strict=True):
+        if oracle.regime(*point) != "oscillatory":
+            assert np.isnan(row).all()
+            continue
+        _, _, amplitude, log_rho = oracle.oscillation(*point)
+        for time, value in zip(times, row, strict=True):
+            exact = amplitude * mpmath.exp(log_rho * time)
+            assert wrong(float(value), exact) < EXACT * (1 + abs(float(log_rho)) * time) or exact < SMALLEST, point
+
+
+def test_the_envelope_bounds_and_is_attained():
+    """R15: no |chi_K| exceeds it, and where K phase - theta comes next to a multiple of pi it is reached."""
+    rng = np.random.default_rng(0)
+    closest = []
+    for _ in range(200):
+        rule = OuterRule(rng.uniform(0.1, 3), rng.uniform(0.3, 0.99), bool(rng.integers(2)), "ema")
+        sigma = rng.uniform(0.1, 1)
+        if regime(rule, sigma) != "oscillatory":
+            continue
+        periods = np.arange(1, 401)
+        log = restart_table(rule, sigma, 400)[1]
+        room = np.log(envelope(rule, sigma, 0)) - periods * asymptotic_rate(rule, sigma) - log
+        assert room.min() > -1e-12 * 400
+        closest.append(room.min())
+        turn = periods * phase(rule, sigma) - phase_shift(rule, sigma)
+        assert np.exp(-room) == pytest.approx(np.abs(np.cos(turn)), abs=1e-11)
+    assert len(closest) > 100
+    assert np.median(closest) < 1e-4
+
+
+@pytest.mark.parametrize(("sigma", "largest"), [(0.95, 1.000), (0.3, 1.023), (0.1, 1.136)])
+def test_rho_to_the_t_is_no_envelope(sigma: float, largest: float):
+    """R15's numbers: max over t <= 80 of |x_t| / rho^t; the paper's rho^t is exceeded, the true envelope is not."""
+    times = np.arange(1, 81)
+    excess = np.exp(restart_table(HB, sigma, 80)[1] + times * asymptotic_rate(HB, sigma))
+    assert max(1, excess.max()) == pytest.approx(largest, abs=5e-4)
+    assert excess.max() <= envelope(HB, sigma, 0) * (1 + 1e-13)
+
+
+@pytest.mark.parametrize(("sigma", "share"), [(0.95, 0.995), (0.1, 0.69), (0.05, 0.50)])
+def test_share_of_periods_below_rho_to_the_k(sigma: float, share: float):
+    """R15: |chi_K| < rho^K for a share 1 - 2|theta|/pi of all K."""
+    log = restart_table(HB, sigma, 20000)[1]
+    below = np.mean(log < -np.arange(1, 20001) * asymptotic_rate(HB, sigma))
+    assert below == pytest.approx(1 - 2 * abs(phase_shift(HB, sigma)) / math.pi, abs=5e-4)
+    assert below == pytest.approx(share, abs=5e-3)
+
+
+# --- arrays and bad input -------------------------------------------------------------------------------------------
+
+
+@each_function
+def test_arrays_are_elementwise(name: str):
+    """Rules and sigma broadcast, also object arrays of shape (3, 1), views with strides and lists; scalars stay so."""
+    call, tail = BY_NAME[name], (2, 2) if name == "transition" else ()
+    grid = rule_grid([[0.5], [1.0], [2.0]], 0.9, [[False], [True], [False]], "ema")
+    sigma = np.linspace(0, 1, 14)[::-2]
+    result = call(grid, sigma)
+    assert result.shape == (3, 7, *tail)
+    same = np.testing.assert_array_equal if name == "regime" else partial(np.testing.assert_allclose, rtol=1e-14)
+    for i, j in np.ndindex(3, 7):
+        same(result[i, j], call(grid[i, 0], sigma[j]))
+    same(result, call([[rule] for rule in grid[:, 0]], sigma.tolist()))
+    same(call(grid.T, sigma[:, None]), np.moveaxis(result, 0, 1))
+    if name != "transition":
+        assert isinstance(call(HB, np.array(0.5)), np.generic)
+    assert call(HB, np.empty((0, 3))).shape == (0, 3, *tail)
+    assert call(grid[:1], []).shape == (1, 0, *tail)
+
+
+BAD_SIGMA = [math.nan, -0.1, 1.5, math.inf, -5e-324, 0.5j, True, np.array([True]), {}, [[0.1], [0.2, 0.3]], None]
+NO_NUMBERS = ["high", "0.5", b"0.5", np.array(["0.5"]), np.datetime64(0, "s"), np.timedelta64(0, "s")]
+BAD_RULES = [None, 0.7, (0.7, 0.9), "sum", [], np.empty(0, object), [HB, None], [[HB], [HB, HB]], transition]
+
+
+@pytest.mark.parametrize("sigma", [*BAD_SIGMA, *NO_NUMBERS], ids=repr)
+def test_refused_sigma(sigma: Any):
+    """What is no number in [0, 1] is a ValueError that begins with the function's name and names sigma."""
+    for name, call in BY_NAME.items():
+        with pytest.raises(ValueError, match=f"^{name}: sigma is "):
+            call(HB, sigma)
+
+
+@each_function
+def test_a_refused_sigma_is_found(name: str):
+    """Of an array the message names the entry, its value, the range and where sigma comes from."""
+    with pytest.raises(ValueError, match=rf"^{name}: sigma\[1, 0\] is 1\.5; .*\[0, 1\]; effective_progress"):
+        BY_NAME[name](HB, [[0.1, 0.2], [1.5, math.nan]])
+
+
+@pytest.mark.parametrize("rule", BAD_RULES, ids=repr)
+def test_refused_rules(rule: Any):
+    """What is no rule is a ValueError that begins with the function's name and says what to give."""
+    for name, call in BY_NAME.items():
+        with pytest.raises(ValueError, match=f"^{name}: rule is .*give an OuterRule such as"):
+            call(rule, 0.5)
+    for name, call in {"oscillatory_interval": oscillatory_interval, "stable_limit": stable_limit}.items():
+        with pytest.raises(ValueError, match=f"^{name}: rule is .*give an OuterRule such as"):
+            call(rule)
+
+
+@each_function
+def test_shapes_that_do_not_fit(name: str):
+    """Rules and sigma that do not broadcast are a ValueError that begins with the function's name."""
+    with pytest.raises(ValueError, match=rf"^{name}: .*\(2,\)"):
+        BY_NAME[name]([HB, NAG], [0.1, 0.2, 0.3])
+
+
+@each_function
+def test_steps_without_meaning_are_refused(name: str):
+    """An effective step beyond 1e100 is a ValueError that says so, not an overflow."""
+    with pytest.raises(ValueError, match=f"^{name}: .*1e100"):
+        BY_NAME[name](OuterRule(1.7e308, 0.9, True), 1.0)
+
+
+@pytest.mark.parametrize("rounds", ["soon", -1, math.nan, None, [1, -2]])
+def test_refused_rounds(rounds: Any):
+    """The envelope takes times t >= 0 and refuses others by name."""
+    with pytest.raises(ValueError, match=r"^envelope: rounds"):
+        envelope(HB, 0.5, rounds)
