@@ -341,6 +341,7 @@ def _figures(paths: list[Path], out: Path) -> str:
 def _period(words: list[str]) -> int:
     from twophase.config import parse_arguments
     from twophase.period import Question, answer, describe, to_json
+    from twophase.period_figure import check_ending, draw
 
     parser = argparse.ArgumentParser(
         prog=f"{_PROGRAM} period", description=_COMMANDS["period"][1], allow_abbrev=False, add_help=False
@@ -356,11 +357,11 @@ def _period(words: list[str]) -> int:
         parser.print_help()
         print("\nand the question:\n")
     options, rest = parser.parse_known_args(words)
+    if options.plot:
+        check_ending(options.plot)
     advice = answer(parse_arguments(Question(), rest, prog=parser.prog))
     print(to_json(advice) if options.json else describe(advice), flush=True)
     if options.plot:
-        from twophase.period_figure import draw
-
         paths = draw(advice, options.plot)
         if not options.json:
             print("figure " + ", numbers ".join(map(str, paths)))

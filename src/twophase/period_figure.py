@@ -31,14 +31,19 @@ _MOST_PERIODS = 2000
 _ENDINGS = (".png", ".pdf")
 
 
+def check_ending(path: Path) -> None:
+    """Refuse a name that ends neither with .png nor with .pdf."""
+    if path.suffix not in _ENDINGS:
+        raise UsageError(f"--plot {path}: the name must end with {' or '.join(_ENDINGS)}")
+
+
 def draw(advice: Advice, path: Path) -> list[Path]:
     """Write the figure to `path` (.png or .pdf) and the numbers that it shows beside it, as .csv.
 
     Raises:
         UsageError: another ending, matplotlib missing, or files that cannot be written.
     """
-    if path.suffix not in _ENDINGS:
-        raise UsageError(f"--plot {path}: the name must end with {' or '.join(_ENDINGS)}")
+    check_ending(path)
     rows: list[dict[str, Any]] = []
     with styled():
         columns = 2 if advice.rounds is None else 3
@@ -68,7 +73,7 @@ def _motion(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
         axes.fill_between(fine, -bound, bound, color="#f0f0f0", linewidth=0)
         for side, label in ((bound, "true envelope"), (-bound, None)):
             axes.plot(fine, side, color=MUTED, linestyle=":", linewidth=1.0, label=label)
-        zeros = cancellation_periods(rule, sigma, 200)
+        zeros = cancellation_periods(rule, sigma, count + 2)  # at most one a round
         zeros = zeros[zeros <= count]
         axes.plot(
             zeros, np.zeros_like(zeros), linestyle="none", marker="|", color=INK, markersize=7, label="cancellations"
@@ -128,7 +133,8 @@ def _rates(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
             rows += _points("rate", periods, f"sigma {advice.sigma[j]:.6g}", values)
     axes.plot(periods, slowest, **look(2), label="slowest mode")
     without = float(np.min(asymptotic_rate(advice.rule, advice.sigma)))
-    axes.axhline(without, **look(1), label="no restart, slowest")
+    if np.isfinite(without):
+        axes.axhline(without, **look(1), label="no restart, slowest")
     best = advice.recommended
     if best.period is not None:
         axes.plot(
@@ -145,8 +151,9 @@ def _rates(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
         *_points("rate", periods, "slowest mode", slowest),
         {"panel": "rate", "series": "no restart", "y": without},
     ]
-    shown = np.append(slowest[np.isfinite(slowest)], without)
-    top = max(1.25 * shown.max(), 2 * abs(without), 1e-3)
+    known = np.append(slowest, without)
+    shown = known[np.isfinite(known)] if np.isfinite(known).any() else np.zeros(1)  # a mode may vanish altogether
+    top = max(1.25 * float(shown.max()), 2 * abs(without) if np.isfinite(without) else 0.0, 1e-3)
     axes.set(
         xlabel="restart period K",
         ylabel="rate (nats a round)",

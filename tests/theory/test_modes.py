@@ -557,7 +557,7 @@ def test_a_refused_sigma_is_found(name: str):
         BY_NAME[name](HB, [[0.1, 0.2], [1.5, math.nan]])
 
 
-@pytest.mark.parametrize("rule", BAD_RULES, ids=repr)
+@pytest.mark.parametrize("rule", BAD_RULES, ids=range(len(BAD_RULES)))
 def test_refused_rules(rule: Any):
     """What is no rule is a ValueError that begins with the function's name and says what to give."""
     for name, call in BY_NAME.items():

@@ -407,7 +407,6 @@ def test_loss_of_arrays_is_that_of_singles() -> None:
     np.testing.assert_array_equal(whole, log_final_loss(HB, sigma, 41, [3, 4]))
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="log_restart_factor fails on a spectrum without entries")
 def test_loss_of_no_spectra() -> None:
     """A leading axis without entries gives a result without entries, by single factors as by a table."""
     assert log_final_loss(HB, np.zeros((0, 3)), 10, 3).shape == (0,)

@@ -14,7 +14,7 @@ from twophase.restart import Never, Periodic, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.theory.benefit import hurt_share, restart_can_help
 from twophase.theory.contraction import log_restart_factor, restart_table
-from twophase.theory.inputs import Floats, check_counts, check_modes, check_weights, rule_grid
+from twophase.theory.inputs import Floats, check_count, check_modes, check_weights, rule_grid
 from twophase.theory.modes import REGIMES, asymptotic_rate, effective_step, regime, stable_limit
 from twophase.theory.periods import (
     OBJECTIVES,
@@ -128,7 +128,7 @@ def advise(
         raise ValueError(f"{where}: no mode moves (lr {rule.lr:g}, sigma {largest:g}); both must be positive")
     still = bool(np.any(values == 0))
     values, shares = values[moving], shares[moving] / shares[moving].sum()
-    total = None if rounds is None else int(check_counts(where, "rounds", rounds))
+    total = None if rounds is None else check_count(where, "rounds", rounds)
     first = cancellation_periods(rule, values, 1)[:, 0]
     first = first[~np.isnan(first)]
     longest = _longest_period(max_period, total, first)
@@ -221,7 +221,7 @@ def _mean_gain(rule: OuterRule, period: int | None, rounds: int | None) -> float
 
 def _longest_period(asked: int | None, rounds: int | None, first: Floats) -> int:
     if asked is not None:
-        return int(check_counts("advise", "max_period", asked))
+        return check_count("advise", "max_period", asked)
     if rounds is not None:
         return min(rounds, _MOST_PERIODS)
     reach = int(np.ceil(3 * first.max())) + 5 if first.size else 0

@@ -10,8 +10,9 @@ from numpy.typing import ArrayLike
 
 from twophase.rule import OuterRule
 from twophase.theory.contraction import log_restart_factor
-from twophase.theory.inputs import Rules, check_counts, check_modes, check_weights, rule_arrays
-from twophase.theory.modes import Mode, asymptotic_rate, stable_limit
+from twophase.theory.inputs import Rules, check_count, check_counts, check_modes, check_weights, rule_arrays
+from twophase.theory.kernel import Mode
+from twophase.theory.modes import asymptotic_rate, stable_limit
 
 
 def beats_envelope(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
@@ -73,7 +74,7 @@ def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLik
     """
     values = check_modes("hurt_share", sigma)
     shares = check_weights("hurt_share", weights, values.shape[-1])
-    periods = int(check_counts("hurt_share", "period", period))
+    periods = check_count("hurt_share", "period", period)
     with_restart = -log_restart_factor(rule, values, periods)[1] / periods
     without = asymptotic_rate(rule, values)
     # Without momentum both are the same number in exact arithmetic.
@@ -102,7 +103,7 @@ def restart_stable_limit(rule: OuterRule, period: int) -> float:
     """
     from scipy.optimize import brentq, minimize_scalar  # noqa: PLC0415 - a third of a second that few callers need
 
-    rounds = int(check_counts("restart_stable_limit", "period", period))
+    rounds = check_count("restart_stable_limit", "period", period)
     size = float(rule_arrays("restart_stable_limit", rule).lr * rule.injection)
     if size == 0:
         return np.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,10 +65,10 @@ def rule_arrays(where: str, rule: Rules) -> RuleArrays:
     else:
         array = np.asarray(rule, dtype=object)
         items, shape = list(array.flat), array.shape
-    wrong = next((item for item in items if not isinstance(item, OuterRule)), None)
-    if wrong is not None or not items:
+    wrong = [item for item in items if not isinstance(item, OuterRule)]
+    if wrong or not items:
         raise ValueError(
-            f"{where}: rule is {wrong if items else rule!r}; give an OuterRule such as OuterRule(0.7, 0.9), "
+            f"{where}: rule is {wrong[0] if wrong else rule!r}; give an OuterRule such as OuterRule(0.7, 0.9), "
             "or an array of them (rule_grid makes one)"
         )
 
@@ -82,8 +83,8 @@ def rule_arrays(where: str, rule: Rules) -> RuleArrays:
 
 def check_sigma(where: str, sigma: ArrayLike) -> Floats:
     """`sigma` as a float64 array if every entry lies in [0, 1]; otherwise a ValueError that names the entry."""
-    values = _numbers(where, "sigma", sigma)
-    _refuse(
+    values = check_numbers(where, "sigma", sigma)
+    refuse(
         where,
         "sigma",
         values,
@@ -105,10 +106,10 @@ def check_weights(where: str, weights: ArrayLike | None, modes: int) -> Floats:
     """Weights of the modes, normalised to sum 1; equal weights when None."""
     if weights is None:
         return np.full(modes, 1 / modes)
-    values = np.atleast_1d(_numbers(where, "weights", weights))
+    values = np.atleast_1d(check_numbers(where, "weights", weights))
     if values.shape != (modes,):
         raise ValueError(f"{where}: weights have shape {values.shape}; give one a mode, shape ({modes},)")
-    _refuse(where, "weights", values, ~((values >= 0) & np.isfinite(values)), "a weight is a finite number >= 0")
+    refuse(where, "weights", values, ~((values >= 0) & np.isfinite(values)), "a weight is a finite number >= 0")
     largest = values.max()
     if largest == 0:
         raise ValueError(f"{where}: weights are all 0; at least one must be positive")
@@ -117,35 +118,60 @@ def check_weights(where: str, weights: ArrayLike | None, modes: int) -> Floats:
 
 
 def check_counts(where: str, what: str, value: ArrayLike, least: int = 1) -> NDArray[np.int64]:
-    """Whole numbers >= `least` as an int64 array; floats that are whole are taken, others are a ValueError."""
-    array = np.asarray(value)
-    remedy = f"it must be a whole number >= {least}"
-    if array.dtype == bool or not np.issubdtype(array.dtype, np.number) or array.size == 0:
-        raise ValueError(f"{where}: {what} is {value!r}; {remedy}")
-    if np.iscomplexobj(array):
-        raise ValueError(f"{where}: {what} is {value!r}; {remedy}")
-    _refuse(where, what, array, ~((array == np.floor(array)) & (array >= least) & (array < 2**53)), remedy)
+    """Whole numbers >= `least` and below 2^53 as an int64 array; floats that are whole are taken, others refused."""
+    remedy = f"it must be a whole number >= {least} and below 2^53"
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind not in "iufO" or array.size == 0 or any(isinstance(v, NoneType | bool) for v in array.flat):
+            raise TypeError
+        numbers = array.astype(np.float64)  # from Python's integers beyond 64 bits, too
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: {what} is {value!r}; {remedy}") from None
+    refuse(where, what, array, ~((numbers == np.floor(numbers)) & (numbers >= least) & (numbers < 2.0**53)), remedy)
     return array.astype(np.int64)
 
 
+def check_count(where: str, what: str, value: ArrayLike, least: int = 1) -> int:
+    """One such number."""
+    array = check_counts(where, what, value, least)
+    if array.ndim:
+        raise ValueError(f"{where}: {what} is {value!r}; give one number, not several")
+    return int(array)
+
+
+def common_shape(where: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape to which the arguments broadcast; a ValueError that names theirs if they do not."""
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{where}: shapes do not broadcast: {given}; add axes of length 1 where they differ") from None
+
+
 def check_steps(where: str, step: Floats) -> None:
-    """Refuse effective steps lr injection sigma beyond any meaning, where squares would overflow."""
+    """Refuse effective steps lr sigma beyond any meaning, where squares would overflow."""
     if step.size and step.max() > _LARGEST_STEP:
         raise ValueError(f"{where}: the effective step lr * sigma reaches {step.max():g}; lr must keep it below 1e100")
 
 
-def _numbers(where: str, what: str, value: ArrayLike) -> Floats:
+def check_numbers(where: str, what: str, value: ArrayLike) -> Floats:
+    """`value` as a float64 array; what is no real number is a ValueError."""
     try:
         array = np.asarray(value)
-        if array.dtype == bool or np.iscomplexobj(array):
+        if array.dtype.kind not in "iufO" or (
+            array.dtype.kind == "O" and any(isinstance(v, bool | str) for v in array.flat)
+        ):
             raise TypeError
         return array.astype(np.float64)
     except (TypeError, ValueError):
         raise ValueError(f"{where}: {what} is {value!r}; give a number or an array of numbers") from None
 
 
-def _refuse(where: str, what: str, values: NDArray[Any], wrong: NDArray[np.bool_], remedy: str) -> None:
+def refuse(where: str, what: str, values: NDArray[Any], wrong: NDArray[np.bool_], remedy: str) -> None:
+    """Raise a ValueError that names the first wrong entry, if there is one."""
     if np.any(wrong):
         index = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(wrong)))
         place = f"[{', '.join(map(str, index))}]" if values.ndim else ""
-        raise ValueError(f"{where}: {what}{place} is {np.atleast_1d(values)[index].item()!r}; {remedy}")
+        entry = np.atleast_1d(values)[index]
+        entry = entry.item() if isinstance(entry, np.generic) else entry
+        raise ValueError(f"{where}: {what}{place} is {entry!r}; {remedy}")

@@ -14,7 +14,7 @@ from scipy.special import logsumexp
 from twophase.restart import AtRounds, Never, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.theory.contraction import log_restart_factor, restart_table
-from twophase.theory.inputs import Floats, Rules, check_counts, check_modes, check_weights
+from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_modes, check_weights
 from twophase.theory.periods import log_final_loss
 
 _TIE = 1e-12  # relative difference below which two single periods are equally good
@@ -100,7 +100,7 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
     from scipy.optimize import linprog  # noqa: PLC0415 - a third of a second that few callers need
 
     values = check_modes("mixed_periods", sigma).reshape(-1)
-    longest = int(check_counts("mixed_periods", "max_period", max_period))
+    longest = check_count("mixed_periods", "max_period", max_period)
     periods = np.arange(1, longest + 1)
     logs = restart_table(rule, values, longest)[1] / periods[:, None] + 0.0  # a round, (K, M)
     worst = np.max(logs, axis=1)
@@ -189,8 +189,8 @@ def best_schedule(
     """
     where = "best_schedule"
     values = check_modes(where, sigma).reshape(-1)
-    total = int(check_counts(where, "rounds", rounds))
-    longest = min(int(check_counts(where, "max_period", max_period)), total)
+    total = check_count(where, "rounds", rounds)
+    longest = min(check_count(where, "max_period", max_period), total)
     shares = check_weights(where, weights, values.size)
     values, log_weights = values[shares > 0], np.log(shares[shares > 0])
     table = np.concatenate([np.zeros((1, values.size)), restart_table(rule, values, longest)[1]])

@@ -11,8 +11,9 @@ from scipy.special import logsumexp
 
 from twophase.rule import OuterRule
 from twophase.theory.contraction import log_restart_factor, restart_table
-from twophase.theory.inputs import Floats, Rules, check_counts, check_modes, check_weights, rule_arrays
-from twophase.theory.modes import Mode, effective_step
+from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_modes, check_weights, rule_arrays
+from twophase.theory.kernel import Mode
+from twophase.theory.modes import effective_step
 
 Objective: TypeAlias = Literal["loss", "minimax", "rate", "factor"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -45,7 +46,7 @@ def cancellation_periods(rule: Rules, sigma: ArrayLike, count: int) -> Floats:
     [5.04, 15.07]
     """
     turn = Mode.of("cancellation_periods", rule, sigma).oscillation()
-    numbers = np.arange(int(check_counts("cancellation_periods", "count", count)))
+    numbers = np.arange(check_count("cancellation_periods", "count", count))
     return (turn.delay[..., None] + np.pi * numbers) / turn.phase[..., None]
 
 
@@ -151,7 +152,7 @@ def log_final_loss(
     -64.54
     """
     where = "log_final_loss"
-    total, periods = int(check_counts(where, "rounds", rounds)), check_counts(where, "period", period)
+    total, periods = check_count(where, "rounds", rounds), check_counts(where, "period", period)
     rules, values, log_weights = _weighted(where, rule, sigma, weights)
     cut = np.minimum(np.atleast_1d(periods), total)
     if cut.size > 4 and cut.max() <= 20000:  # a table costs its largest period, single factors cost each
@@ -209,8 +210,8 @@ def best_period(
     (7, 5)
     """
     where = "best_period"
-    largest = int(check_counts(where, "max_period", max_period))
-    total = None if rounds is None else int(check_counts(where, "rounds", rounds))
+    largest = check_count(where, "max_period", max_period)
+    total = None if rounds is None else check_count(where, "rounds", rounds)
     chosen = ("minimax" if total is None else "loss") if objective is None else objective
     if chosen not in OBJECTIVES:
         raise ValueError(f"{where}: objective is {objective!r}; it must be one of {', '.join(OBJECTIVES)}")

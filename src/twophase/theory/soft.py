@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.theory.contraction import Column
-from twophase.theory.inputs import Floats, Rules, check_counts, check_sigma, rule_arrays
-from twophase.theory.modes import Mode, transition
+from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_sigma, rule_arrays
+from twophase.theory.kernel import Mode
+from twophase.theory.modes import transition
+from twophase.theory.powers import Column
 
 
 def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
@@ -111,7 +112,7 @@ def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0
     >>> cycle_matrix(OuterRule(0.5, 0.5), 1.0, 2).tolist()
     [[0.0, -0.25], [0.0, 0.0]]
     """
-    rounds = int(check_counts("cycle_matrix", "period", period))
+    rounds = check_count("cycle_matrix", "period", period)
     t, values = transition(rule, sigma), check_sigma("cycle_matrix", sigma)
     before = np.linalg.matrix_power(t, rounds - 1)
     last = t @ before

@@ -1,0 +1,183 @@
+"""One round of modes as numbers that lose no digits: what every other module of the theory computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from twophase.theory import doubled
+from twophase.theory.doubled import Doubled
+from twophase.theory.inputs import Floats, Rules, check_sigma, check_steps, common_shape, rule_arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Oscillation:
+    """Numbers of the oscillatory regime; nan elsewhere. `chi_K = A rho^K sin(delay - K phase)`, A = exp(log_amplitude).
+
+    `shift` is theta and `delay = theta + pi/2` in (0, pi): the cancellations are at `(delay + l pi) / phase`.
+    """
+
+    phase: Floats
+    shift: Floats
+    delay: Floats
+    log_rho: Floats
+    log_amplitude: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One round of modes in the coordinates (x, n), n = lr times the buffer, which are the same in both forms.
+
+    `n <- b n + s x`, then `x <- x - n` (heavy ball) or `x <- x - (b n + s x)` (Nesterov, with the new n). All arrays
+    have one shape.
+    """
+
+    momentum: Floats
+    decay: Doubled
+    """w = 1 - momentum, exactly."""
+    step: Doubled
+    """s, as mantissas: the step is `step * 2^exponent`."""
+    exponent: NDArray[np.int64]
+    """0, except for steps so small that their squares are nothing even to 32 digits."""
+    nesterov: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, where: str, rule: Rules, sigma: ArrayLike) -> Mode:
+        """From the public arguments, checked."""
+        rules, values = rule_arrays(where, rule), check_sigma(where, sigma)
+        common_shape(where, rule=rules.shape, sigma=values.shape)
+        lr, momentum, ema, nesterov, values = np.broadcast_arrays(
+            rules.lr, rules.momentum, rules.ema, rules.nesterov, values
+        )
+        with np.errstate(over="ignore"):
+            check_steps(where, lr * values)
+        decay = Doubled(*doubled.two_sum(np.ones_like(momentum), -momentum))
+        one = Doubled(np.ones_like(momentum), np.zeros_like(momentum))
+        # Mantissas, so that a product of small numbers does not underflow on its way.
+        (lr_m, lr_e), (sigma_m, sigma_e) = np.frexp(lr), np.frexp(values)
+        step = doubled.where(ema, decay, one) * lr_m * sigma_m
+        exponent = (lr_e + sigma_e).astype(np.int64)
+        tiny = exponent < -400  # 1 - momentum is at least 2^-53, so that s below 2^-350 is meant
+        step = doubled.where(tiny, step, step.scaled(np.where(tiny, 0, exponent)))
+        return cls(momentum, decay, step, np.where(tiny, exponent, 0), nesterov)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all arrays."""
+        return self.momentum.shape
+
+    @property
+    def size(self) -> int:
+        """How many modes these are."""
+        return self.momentum.size
+
+    @property
+    def linear(self) -> NDArray[np.bool_]:
+        """Where the step is so small that only its first power counts."""
+        return self.exponent < 0
+
+    def flat(self) -> Mode:
+        """The same modes along one axis."""
+
+        def line(values: Any) -> Any:
+            return np.broadcast_to(values, self.shape).reshape(self.size)
+
+        decay, step = (Doubled(line(d.hi), line(d.lo)) for d in (self.decay, self.step))
+        return Mode(line(self.momentum), decay, step, line(self.exponent), line(self.nesterov))
+
+    def __getitem__(self, index: Any) -> Mode:
+        """Some of the modes."""
+        return Mode(
+            self.momentum[index], self.decay[index], self.step[index], self.exponent[index], self.nesterov[index]
+        )
+
+    def pieces(self) -> tuple[Doubled, Doubled, Doubled, Doubled]:
+        """Disc = tr^2 - 4 D, tr, D and a - b, free of cancellation; steps that count only once are 0 here.
+
+        | | heavy ball | Nesterov |
+        |---|---|---|
+        | disc | (w + s)^2 - 4 s | f (w^2 - (1 + b)^2 s) |
+        | tr, a - b | f + b, w - s | (1 + b) f, w - (1 + b) s |
+
+        with f = 1 - s. For b < 1/2 in terms of b and f, which next to nilpotent modes are both small; else of w.
+        """
+        b, w, small = self.momentum, self.decay, self.momentum < 0.5
+        zero = np.zeros(self.shape)
+        s = doubled.where(self.linear, Doubled(zero, zero), self.step)
+        wide, f, ahead = 2 - w, 1 - s, self.nesterov  # wide = 1 + b
+        ball = doubled.where(small, f * f - ((s + 1) * 2 - b) * b, (w + s) * (w + s) - 4 * s)
+        gap = doubled.where(small, wide * wide * f - 4 * b, w * w - wide * wide * s)
+        ball_lead = doubled.where(small, f - b, w - s)
+        lead = doubled.where(small, wide * f - 2 * b, w - wide * s)
+        return (
+            doubled.where(ahead, f * gap, ball),
+            doubled.where(ahead, wide * f, f + b),
+            doubled.where(ahead, f * b, Doubled(b, zero)),
+            doubled.where(ahead, lead, ball_lead),
+        )
+
+    def regime(self) -> NDArray[np.str_]:
+        """The names of `REGIMES`."""
+        disc, trace, _, _ = self.pieces()
+        # The sign of D = b (1 - s), whose product may underflow.
+        sign = np.sign(self.momentum) * np.where(self.nesterov & ~self.linear, np.sign((1 - self.step).hi), 1)
+        names = np.where(trace.hi > 0, "real_below", "real_above").astype("U20")
+        names[sign < 0] = "negative_determinant"
+        names[disc.hi < 0] = "oscillatory"
+        names[disc.hi == 0] = "critical"
+        names[(trace.hi == 0) & (sign == 0)] = "nilpotent"
+        return names
+
+    def oscillating(self) -> NDArray[np.bool_]:
+        """Where the eigenvalues are complex."""
+        return self.pieces()[0].hi < 0
+
+    def oscillation(self) -> Oscillation:
+        """Phase, delay, log rho and log amplitude (theory note R7)."""
+        disc, trace, _, lead = self.pieces()
+        turning = disc.hi < 0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            half = np.sqrt(np.where(turning, -disc.hi, np.nan)) / 2  # rho sin(phase)
+            angle = np.arctan2(half, trace.hi / 2)
+            shift = np.arctan2(lead.hi / 2, half)
+            delay = np.arctan2(half, -lead.hi / 2)  # not shift + pi/2, which would lose the digits of a small one
+            log_rho = self._log_rho()
+            amplitude = np.log(np.hypot(half, lead.hi / 2) / half)
+        return Oscillation(angle, shift, delay, np.where(turning, log_rho, np.nan), amplitude)
+
+    def _log_rho(self) -> Floats:
+        """Log sqrt(D), D > 0."""
+        b, w, s = self.momentum, self.decay, self.step
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log_b = np.where(b > 0.5, np.log1p(-w.hi), np.log(b))
+            free = (1 - s).hi  # by its own digits: next to s = 1 those of s are not enough
+            log_free = np.where(s.hi < 0.5, np.log1p(-s.hi), np.log(free))
+            return (log_b + np.where(self.nesterov & ~self.linear, log_free, 0.0)) / 2
+
+    def log_radius(self) -> Floats:
+        """Log of the spectral radius of T."""
+        disc, trace, determinant, _ = self.pieces()
+        w = self.decay
+        s = np.where(self.linear, 0.0, self.step.hi)
+        positive = trace.hi > 0
+        size = doubled.where(positive, trace, -trace)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            half = np.sqrt(np.maximum(disc.hi, 0)) / 2
+            radius = size.hi / 2 + half  # |l1|, the larger root: no cancellation
+            # Near 1 by |l1| - 1 = half - u with u = 1 - |tr|/2, where (half - u)(half + u) = -(1 - |tr| + D).
+            u = np.where(positive, np.where(self.nesterov, w.hi + (2 - w.hi) * s, w.hi + s) / 2, (1 - size * 0.5).hi)
+            product = np.where(positive, s, ((1 - size) + determinant).hi)
+            excess = np.where(u > 0, -product / (u + half), half - u)
+            real = np.where(radius > 0.5, np.log1p(excess), np.log(radius))
+            small = np.where(self.linear, -self.real_size(self.step.hi / w.hi), real)
+            return np.where(disc.hi < 0, self._log_rho(), small)
+
+    def _clipped(self) -> NDArray[np.int64]:
+        return np.maximum(self.exponent, -3000)  # ldexp takes C ints
+
+    def real_size(self, values: Floats) -> Floats:
+        """A quantity proportional to the step, which was computed with the mantissas, in its true size."""
+        return np.ldexp(values, self._clipped())
