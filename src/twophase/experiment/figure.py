@@ -132,7 +132,8 @@ def _settle(figure: Figure) -> None:
     for axes in figure.axes:
         for which in ("original", "active"):
             box = axes.get_position(original=which == "original")
-            axes.set_position([round(value, 5) for value in box.bounds], which=which)
+            x, y, width, height = (round(value, 5) for value in box.bounds)
+            axes.set_position((x, y, width, height), which=which)
 
 
 def rendered(figure: Figure, *, palette: bool = False) -> dict[str, bytes]:

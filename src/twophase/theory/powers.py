@@ -23,20 +23,27 @@ _CHUNK = 2048  # modes at a time: their arrays stay in the processor's cache
 def log_factors(points: Mode, where: NDArray[np.int64], periods: NDArray[np.int64]) -> tuple[Signs, Floats]:
     """Sign and log|chi| of the modes `points[where]` (all along one axis), each for its own period."""
     sign, log = np.empty(where.size, np.int8), np.empty(where.size)
-    collapsing = nearly_nilpotent(points)[where] & (periods > 2)
-    for way, chosen in ((_by_squaring, ~collapsing), (_by_doubling, collapsing)):
-        places = np.flatnonzero(chosen)
-        for left in range(0, places.size, _CHUNK):
-            some = places[left : left + _CHUNK]
-            sign[some], log[some] = way(points[where[some]], periods[some])
+    for left in range(0, where.size, _CHUNK):
+        part = slice(left, left + _CHUNK)
+        some, own = points[where[part]], periods[part]
+        by_doubling = nearly_nilpotent(some) & (own > 2)
+        if by_doubling.all():
+            sign[part], log[part] = _by_doubling(some, own)
+            continue
+        sign[part], log[part] = _by_squaring(some, own)
+        if by_doubling.any():
+            places = left + np.flatnonzero(by_doubling)
+            sign[places], log[places] = _by_doubling(some[by_doubling], own[by_doubling])
     return sign, log
 
 
 def nearly_nilpotent(points: Mode) -> NDArray[np.bool_]:
     """Where T is far larger than its eigenvalues: each of its powers is then a difference of nearly equal numbers."""
-    _, trace, determinant, _ = points.pieces()
-    radius = np.maximum(np.abs(trace.hi), np.sqrt(np.abs(determinant.hi)))
-    return (radius < _COLLAPSE) & (determinant.hi != 0)
+    b, ahead = points.momentum, points.nesterov
+    free = np.where(points.linear, 1.0, (1 - points.step.hi) - points.step.lo)  # 1 - s, roughly
+    trace, determinant = np.where(ahead, (1 + b) * free, free + b), np.where(ahead, b * free, b)
+    small = (np.abs(trace) < _COLLAPSE) & (np.abs(determinant) < _COLLAPSE**2)
+    return small & (determinant != 0)
 
 
 def _by_squaring(mode: Mode, periods: NDArray[np.int64]) -> tuple[Signs, Floats]:
