@@ -341,7 +341,8 @@ def test_stubborn_worker_is_killed_after_the_grace(tmp_path: Path, command: list
 def test_ctrl_c_reaches_the_parent_only(tmp_path: Path, command: list[str]) -> None:
     """SIGINT to the whole process group of the parent, as a terminal sends it, lets the workers save and end."""
     script = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "import signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits that it is ignored
         "from test_launch import sweep_of; from twophase.experiment.launch import run_sweep\n"
         "try:\n    run_sweep(sweep_of('hang', 'hang'), Path(sys.argv[2]), workers=2, command=sys.argv[3:])\n"
         "except KeyboardInterrupt:\n    sys.exit(77)"
