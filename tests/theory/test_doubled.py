@@ -33,9 +33,8 @@ def doubles(limit: int) -> st.SearchStrategy[Doubled]:
         high, low = two_sum(high, share * high * 2.0**-53)
         return Doubled(np.array([high]), np.array([low]))
 
-    shares = st.integers(-(2**40), 2**40).map(
-        lambda n: n / 2**40
-    )  # a share of 1e-300 is lost on the oracle's 80 digits
+    # Whole multiples: a share of 1e-300 would be lost on the oracle's 80 digits.
+    shares = st.integers(-(2**40), 2**40).map(lambda n: n / 2**40)
     return st.builds(build, sizes(limit), shares)
 
 
