@@ -271,6 +271,21 @@ def test_tables_next_to_the_upper_edge():
 
 
 @pytest.mark.parametrize(
+    "rule",
+    [
+        OuterRule(0.5, 1 - 1e-8),
+        OuterRule(0.0050517684027808684, 0.9999999609439657),
+        OuterRule(6.112404621720434e-06, 0.9999986135758772),
+    ],
+)
+def test_rounding_does_not_pile_up(rule: OuterRule):
+    """Weakly damped modes over 4096 rounds: log|chi| away from zeros is as right at the end as in the beginning."""
+    logs = restart_table(rule, 1.0, 4096)[1]
+    single = log_restart_factor(rule, 1.0, np.arange(1, 4097))[1]
+    assert np.abs(logs - single)[single > -3].max() <= 2.5e-14
+
+
+@pytest.mark.parametrize(
     "point",
     [
         (HB, 0.95),
