@@ -37,7 +37,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Question:
-    """A rule, a spectrum (one of the five ways) and, if known, the length of the run."""
+    """A rule, a spectrum (in one of four ways) and, if known, the length of the run."""
 
     outer: Rule = field(default_factory=Rule)
     sigma: tuple[float, ...] = ()

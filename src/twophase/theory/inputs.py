@@ -159,7 +159,7 @@ def check_numbers(where: str, what: str, value: ArrayLike) -> Floats:
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "iufO" or (
-            array.dtype.kind == "O" and any(isinstance(v, bool | str) for v in array.flat)
+            array.dtype.kind == "O" and any(isinstance(v, NoneType | bool | str) for v in array.flat)
         ):
             raise TypeError
         return array.astype(np.float64)

@@ -22,7 +22,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from twophase.restart import Never, Restart, RestartPolicy, RoundSignal, State, check_count, parse
-from twophase.theory.inputs import Floats, Rules, check_counts, check_modes, check_weights, rule_arrays
+from twophase.theory.inputs import (
+    Floats,
+    Rules,
+    check_counts,
+    check_modes,
+    check_numbers,
+    check_weights,
+    common_shape,
+    rule_arrays,
+)
 
 _MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
 
@@ -206,7 +215,7 @@ def rollout_blocks(
         run = _simulate(name, block.rule, sigma, rounds, restart=block.restart, weights=share, initial=at, noise=own)
         runs.append(run)
     joint = check_weights(where, np.concatenate(raw), ends[-1])
-    _broadcast(where, **{f"blocks[{number}]": run.loss.shape[1:] for number, run in enumerate(runs)})
+    common_shape(where, **{f"blocks[{number}]": run.loss.shape[1:] for number, run in enumerate(runs)})
     with np.errstate(all="ignore"):
         loss = sum(joint[part].sum() * run.loss for run, part in zip(runs, modes, strict=True))
     return BlockRollout(tuple(runs), np.asarray(loss))
@@ -225,7 +234,7 @@ def _simulate(
 ) -> Rollout:
     """The dynamics on a flat list of trajectories, shape (trajectories, modes); `noise` is the replicas' mean."""
     rules = rule_arrays(where, rule)
-    own = _broadcast(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
+    own = common_shape(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
     modes = sigma.shape[-1]
     if initial.ndim and initial.shape[-1] not in (1, modes):
         raise ValueError(f"{where}: initial has {initial.shape[-1]} modes; give a number, or all {modes} values")
@@ -359,21 +368,7 @@ def _draws(seed: int, replicas: int, size: tuple[int, int]) -> Floats:
 
 
 def _finite(where: str, what: str, value: ArrayLike) -> Floats:
-    try:
-        array = np.asarray(value)
-        if array.dtype == bool or np.iscomplexobj(array):
-            raise TypeError
-        array = array.astype(np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(f"{where}: {what} is {value!r}; give a number or an array of numbers") from None
+    array = check_numbers(where, what, value)
     if not np.isfinite(array).all():
         raise ValueError(f"{where}: {what} holds {array[~np.isfinite(array)][0].item()!r}; give finite numbers")
     return array
-
-
-def _broadcast(where: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
-    try:
-        return np.broadcast_shapes(*shapes.values())
-    except ValueError:
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"{where}: trajectories' shapes do not broadcast: {found}; make them alike") from None

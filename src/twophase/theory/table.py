@@ -1,8 +1,8 @@
 """All restart factors up to a largest period: the recurrence in doubles, and more digits where they do not suffice.
 
 The recurrence begins anew from the exact state every `_STRETCH` rounds, so that rounding cannot pile up. Entries next
-to a zero of chi, or where |chi| crosses 1, are computed once more by themselves, and modes that are nearly nilpotent
-with twice the digits throughout.
+to a zero of chi, or where |chi| crosses 1, are computed once more by themselves; modes that collapse (nearly nilpotent)
+or alternate in sign (s > 1 + b) have twice the digits throughout.
 """
 
 from __future__ import annotations
