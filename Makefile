@@ -37,7 +37,7 @@ $(VENV)/.torch: $(VENV)/.created
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing twophase"
-	@$(PIP) -e '.[plot]'
+	@$(PIP) -e '.[plot,sweep]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -15,7 +15,7 @@ import torch
 
 from twophase.diloco.engine import DiLoCo
 from twophase.lm.config import TrainConfig
-from twophase.lm.train import Replica, preflight
+from twophase.lm.trainer import Replica, preflight
 from twophase.restart import Periodic
 
 

@@ -23,10 +23,11 @@ import twophase
 ROOT = Path(twophase.__file__).parent
 NAME = "twophase"
 
-BASE = {"rule", "restart", "config", "files", "progress"}
+BASE = {"rule", "restart", "history", "config", "files", "progress"}
 MAY_IMPORT: dict[str, set[str]] = {
     "rule": set(),
     "restart": {"rule"},
+    "history": {"rule", "restart"},
     "config": set(),
     "files": set(),
     "progress": set(),
@@ -68,6 +69,7 @@ DOWN = (
 TORCH_FREE = {
     "rule",
     "restart",
+    "history",
     "config",
     "files",
     "progress",

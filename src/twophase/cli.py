@@ -173,7 +173,8 @@ def _train(words: list[str]) -> int:
 
 def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Train what is not finished yet."""
-    from twophase.lm.train import preflight, train
+    from twophase.lm.train import train
+    from twophase.lm.trainer import preflight
     from twophase.progress import meter, round_text
     from twophase.session import claimed, process_group, signals
 
@@ -272,7 +273,7 @@ def _run(
     for config in sweep.runs.values():
         check(config)
     if any(config.device != "cpu" for config in sweep.runs.values()):
-        from twophase.lm.train import preflight
+        from twophase.lm.trainer import preflight
 
         for config in sweep.runs.values():
             preflight(config)

@@ -18,8 +18,9 @@ from twophase.diloco.comm import SingleProcess
 from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
-from twophase.lm.train import _corpus as build
-from twophase.lm.train import _Run, inner_lr, preflight, train
+from twophase.lm.train import _restore, train
+from twophase.lm.trainer import Trainer, inner_lr, preflight
+from twophase.lm.trainer import _corpus as build
 
 
 @pytest.fixture
@@ -169,10 +170,10 @@ def test_a_round_begun_by_one_process_counts_once(config: TrainConfig, tmp_path:
     calls = iter(range(1, 1000))
     run(config, tmp_path / "run", should_stop=lambda: next(calls) >= 3)
     with RunFolder.claim(tmp_path / "run", config) as folder:
-        assert _Run(config, folder, SingleProcess()).restore().round_loss > 0
-        other = _Run(replace(config, replicas=2), folder, Second())
+        assert _restore(Trainer(config, SingleProcess()), folder).round_loss > 0
+        other = Trainer(replace(config, replicas=2), Second())
         other.replicas = []
-        assert other.restore().round_loss == 0
+        assert _restore(other, folder).round_loss == 0
 
 
 def test_seeds_differ(config: TrainConfig, tmp_path: Path) -> None:

@@ -1,0 +1,159 @@
+"""What a rule and a restart policy do to the pseudo-gradients, without any: which outer updates are the same.
+
+Every outer update is a linear combination of the pseudo-gradients so far, `u_t = sum_i c_ti g_i`, and for a policy
+that looks at nothing but the round number its coefficients are known in advance. Two runs on the same data stay the
+same run for as long as their updates are the same, in one of two senses:
+
+* **algebra**: equal coefficients in exact arithmetic, numbers being what they are in decimal (0.7 is 7/10). The usual
+  identities follow: momentum 0 makes heavy ball, Nesterov and all periods one rule; a period at or above the number of
+  rounds is no restart; period 1 is plain SGD; a rule in its other form is the same rule.
+* **bits**: the same floating-point operations on the same numbers, so that the same bits come out of
+  `twophase.optim.functional`. This implies the first, but not the other way round: lr 7 in EMA form and 0.7 in sum
+  form at momentum 0.9 are the same algebra and round differently.
+
+Source: theory notes R2 to R4; the operations are those of `outer_step_` and `restart_`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from twophase.restart import Restart, RestartPolicy, RoundSignal
+from twophase.rule import OuterRule
+
+ABSENT = "-"
+"""The buffer of a run that has none yet, or needs none (momentum 0)."""
+ZERO = "0"
+"""The buffer after a hard restart."""
+
+_PRIME = 2**127 - 1
+_POINT = 0x5DEECE66D1CE4E5B9A3F17C2D4B60A87 % _PRIME  # any fixed number that no grid of decimals knows of
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of a run, in names that are equal if and only if (up to chance 1e-30) the things are.
+
+    Args:
+        update: what is subtracted from the anchor.
+        buffer: the momentum buffer after the round, restart included.
+    """
+
+    update: str
+    buffer: str
+
+
+def is_scheduled(rule: OuterRule, policy: RestartPolicy) -> bool:
+    """Whether the updates are known in advance: the policy measures nothing, or there is no momentum to forget."""
+    return not policy.needs or rule.momentum == 0
+
+
+def restarts(policy: RestartPolicy, rounds: int) -> Iterator[Restart | None]:
+    """The restart of each round of a scheduled policy, or None."""
+    state, age = policy.initial_state(), 0
+    for number in range(1, rounds + 1):
+        age += 1
+        state, restart = policy.decide(state, RoundSignal(number, age))
+        if restart is not None:
+            age = 1 if restart.before else 0
+        yield restart
+
+
+def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
+    """A name for each round's update that is equal for equal coefficients `c_t1 ... c_tt`, in exact arithmetic.
+
+    The coefficients are not written out (their digits grow with the rounds): `sum_i c_ti X^i` is computed modulo a
+    prime of 127 bits at a fixed X, where two different updates agree with probability below rounds / 2^127.
+
+    Args:
+        rule: the outer rule; its numbers count as the decimals that they print as.
+        policy: the restart policy.
+        rounds: T >= 1.
+
+    Returns:
+        T names. An adaptive policy's updates are not known in advance: they are named after the policy itself.
+    """
+    if not is_scheduled(rule, policy):
+        return [_opaque(rule, policy, number) for number in range(1, rounds + 1)]
+    lr, momentum = _residue(rule.lr), _residue(rule.momentum)
+    weight = 1 if rule.form == "sum" else (1 - momentum) % _PRIME
+    buffer, gradient, names = 0, 1, []
+    for restart in restarts(policy, rounds) if rule.momentum else [None] * rounds:
+        gradient = gradient * _POINT % _PRIME
+        rewritten = None if restart is None else (_residue(restart.retain), _residue(restart.inject))
+        if rewritten and restart and restart.before:
+            buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
+        buffer = (momentum * buffer + weight * gradient) % _PRIME
+        direction = momentum * buffer + weight * gradient if rule.nesterov else buffer
+        names.append(f"{lr * direction % _PRIME:x}")
+        if rewritten and restart and not restart.before:
+            buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
+    return names
+
+
+def bits(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Round]:
+    """Names of each round's update and buffer that are equal only for the same floating-point operations.
+
+    Args:
+        rule: the outer rule.
+        policy: the restart policy.
+        rounds: T >= 1.
+    """
+    if not is_scheduled(rule, policy):
+        names = [_opaque(rule, policy, number) for number in range(1, rounds + 1)]
+        return [Round(name, f"m{name}") for name in names]
+    if rule.momentum == 0:
+        return [Round(_name("step", rule.lr, _scaled(1.0, t)), ABSENT) for t in range(1, rounds + 1)]
+    buffer, found = ABSENT, []
+    for number, restart in enumerate(restarts(policy, rounds), start=1):
+        if restart is not None and restart.before:
+            buffer = _rewritten(buffer, restart, number)
+        buffer = _mixed(buffer, rule.momentum, rule.injection, number)
+        direction = buffer
+        if rule.nesterov:
+            direction = _name("ahead", rule.form, rule.momentum, buffer, number)
+        update = _name("step", rule.lr, direction)
+        if restart is not None and not restart.before:
+            buffer = _rewritten(buffer, restart, number)
+        found.append(Round(update, buffer))
+    return found
+
+
+def _mixed(buffer: str, momentum: float, weight: float, number: int) -> str:
+    """`momentum m + weight g`; with m = 0 it is `weight g`, however that came about."""
+    if buffer in (ABSENT, ZERO):
+        return _scaled(weight, number)
+    return _name("mix", buffer, momentum, weight, number)
+
+
+def _rewritten(buffer: str, restart: Restart, number: int) -> str:
+    """`retain m + inject g`, as `restart_` computes it; a hard restart leaves exact zeros."""
+    if buffer in (ABSENT, ZERO) or restart.retain == 0:
+        kept = ZERO
+    else:
+        kept = buffer if restart.retain == 1 else _name("keep", buffer, float(restart.retain))
+    if restart.inject == 0:
+        return kept
+    weight = float(restart.inject)
+    return _scaled(weight, number) if kept == ZERO else _name("add", kept, weight, number)
+
+
+def _scaled(weight: float, number: int) -> str:
+    return _name("g", number) if weight == 1 else _name("g", number, weight)
+
+
+def _opaque(rule: OuterRule, policy: RestartPolicy, number: int) -> str:
+    return _name("adaptive", rule, policy, number)
+
+
+def _residue(value: float) -> int:
+    exact = Fraction(repr(float(value)))
+    return exact.numerator * pow(exact.denominator, -1, _PRIME) % _PRIME
+
+
+def _name(*parts: object) -> str:
+    # Names are chained: an expression's name is made of those of its operands, so it stays short at any round.
+    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=12).hexdigest()

@@ -1,0 +1,290 @@
+"""The parts of a run and what is done with all of them together: replicas, inner optimizers, engine, text, progress.
+
+`train` takes one of these from a run's start to its end; the forest of a sweep takes one through all its runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import twophase
+from twophase.config import UsageError, fingerprint
+from twophase.diloco.comm import Communicator
+from twophase.diloco.engine import DiLoCo, RoundReport
+from twophase.lm.config import TrainConfig, check
+from twophase.lm.corpus import Corpus, build
+from twophase.lm.evaluate import Evaluation, evaluate
+from twophase.lm.model import Llama
+
+RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
+
+
+class Trainer:
+    """Replicas, engine and text of one configuration, and how far they are.
+
+    Args:
+        config: the run.
+        communicator: the processes that share its replicas.
+
+    Raises:
+        UsageError: an impossible configuration, corpus or device.
+    """
+
+    def __init__(self, config: TrainConfig, communicator: Communicator) -> None:
+        self.config = config
+        self.comm = communicator
+        self.lead = communicator.rank == 0
+        self.done = Progress()
+        self.validation: Evaluation | None = None
+        """Of the present anchor, if it has been evaluated."""
+        self.corpus, device = preflight(config, communicator.size)
+        self.text: str = self.corpus.description["fingerprint"]
+        if len(set(communicator.gather(self.text))) > 1:
+            raise UsageError(
+                f"--data.corpus {config.data.corpus}: the processes see different texts; give all the same"
+            )
+        torch.set_num_threads(config.threads)
+        share = config.replicas // communicator.size
+        numbers = range(communicator.rank * share, (communicator.rank + 1) * share)
+        self.replicas = [Replica(config, number, self.corpus, device) for number in numbers]
+        self.engine = DiLoCo(
+            [replica.model for replica in self.replicas],
+            config.outer.rule(),
+            restart=config.outer.policy(),
+            inner_steps=config.inner_steps,
+            communicator=communicator,
+        )
+
+    def inner_step(self) -> None:
+        """One inner step of every replica."""
+        lr = inner_lr(self.config, self.done.step)
+        for replica in self.replicas:
+            self.done.round_loss += replica.step(self.done.step, lr)
+        self.done.step += 1
+        self.validation = None
+
+    def synchronize(self) -> RoundReport | None:
+        """Tell the engine that every replica has taken an inner step; the last round may be a shorter one."""
+        clock = time.perf_counter()
+        report = self.engine.step()
+        if self.done.step == self.config.steps:
+            report = report or self.engine.finish()
+        self.done.engine_seconds += time.perf_counter() - clock
+        return report
+
+    def end_round(self, report: RoundReport, should_stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Judge the round that has just ended, and set `done.exit_reason`.
+
+        Returns:
+            Its line of metrics, with a validation where one is due (in process 0).
+        """
+        loss = self._mean_loss(report)
+        line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
+        self.done.round_loss = 0.0
+        self.done.exit_reason = self._exit_reason(report, loss, should_stop)
+        every = self.config.evaluate_every
+        if self.lead and ((every and report.round % every == 0) or self.done.exit_reason in (FINISHED, DIVERGED)):
+            line |= _fields(self.validate())
+        return line | {"inner_lr": inner_lr(self.config, self.done.step - 1)}
+
+    def validate(self) -> Evaluation:
+        """The anchor on the held-out text; after a round every replica is the anchor."""
+        if self.validation is None:
+            self.validation = self.replicas[0].evaluate()
+        return self.validation
+
+    def _mean_loss(self, report: RoundReport) -> float:
+        """Mean training loss of the round over all replicas and inner steps, nats a token."""
+        total = torch.tensor([self.done.round_loss], dtype=torch.float64)
+        self.comm.launch_sum(total).wait()
+        return total.item() / (report.inner_steps * report.replicas)
+
+    def _exit_reason(self, report: RoundReport, loss: float, should_stop: Callable[[], bool]) -> str:
+        """How the run stands after a round with this training loss; the same on all processes."""
+        # A NaN is not <= anything.
+        if not (loss <= self.config.loss_bound and math.isfinite(report.pseudo_gradient_norm)):
+            return DIVERGED
+        if self.done.step == self.config.steps:
+            return FINISHED
+        return STOPPED if any(self.comm.gather(should_stop())) else RUNNING
+
+    def tokens(self) -> int:
+        """Tokens trained on so far, over all replicas."""
+        data = self.config.data
+        return self.done.step * self.config.replicas * data.batch_size * data.sequence_length
+
+    def weights(self, config: TrainConfig) -> bytes:
+        """The anchor as a safetensors file of the run of that configuration."""
+        tensors = {name: view.contiguous().clone() for name, view in self.engine.anchor.items()}
+        return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
+
+    def outcome(self) -> dict[str, Any]:
+        """The validation's numbers, after judging the last outer step by them; for a run that is at its end."""
+        validation = self.validate()
+        if not validation.loss <= self.config.loss_bound:  # blown up by the very last outer step
+            self.done.exit_reason = DIVERGED
+        return _fields(validation)
+
+    def summary(self, restarts: int | None = None) -> dict[str, Any]:
+        """The run in numbers, less its validation.
+
+        Args:
+            restarts: how many there were; None means as the engine has counted them.
+        """
+        done = self.done
+        if restarts is None:
+            restarts = sum(group["restarts"] for group in self.engine.outer.param_groups)
+        return {
+            "tokens": self.tokens(),
+            "seconds": done.seconds,
+            "engine_share": done.engine_seconds / done.seconds if done.seconds else 0.0,
+            "diverged": done.exit_reason == DIVERGED,
+            "exit_reason": done.exit_reason,
+            "steps": done.step,
+            "rounds": self.engine.round,
+            "restarts": restarts,
+            "checksum": self.engine.checksum(),
+        }
+
+    def environment(self) -> dict[str, Any]:
+        """Versions, machine and text."""
+        return {
+            "twophase": twophase.__version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "platform": platform.platform(),
+            "processor": platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "command": sys.argv,
+            "corpus": self.corpus.description,
+        }
+
+
+class Replica:
+    """One replica: a model, its own inner AdamW, which persists over rounds, and its own part of the text."""
+
+    def __init__(self, config: TrainConfig, number: int, corpus: Corpus, device: torch.device) -> None:
+        self.config = config
+        self.number = number
+        self.corpus = corpus
+        self.device = device
+        self.model = Llama(config.model, config.vocabulary_size, seed=config.seed).to(device)
+        self.inner = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.inner.lr,
+            betas=config.inner.betas,
+            weight_decay=config.inner.weight_decay,
+            fused=True,
+        )
+
+    def step(self, step: int, lr: float) -> float:
+        """One inner step; returns the training loss in nats a token."""
+        tokens, targets = self.corpus.batch(self.config.seed, step, self.number)
+        loss = self.model.loss(self._tensor(tokens), self._tensor(targets))
+        loss.backward()
+        if self.config.inner.clip_norm > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.inner.step()
+        self.inner.zero_grad()
+        return loss.item()
+
+    def evaluate(self) -> Evaluation:
+        """Loss and perplexity on the held-out documents."""
+        tokens, targets = self.corpus.validation()
+        token_bytes = self.corpus.vocabulary.token_bytes
+        return evaluate(self.model, self._tensor(tokens), self._tensor(targets), token_bytes, batch=64)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and inner optimizer."""
+        return {"model": self.model.state_dict(), "inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
+
+    def _tensor(self, ids: Any) -> Tensor:
+        return torch.from_numpy(ids).to(self.device)
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is; the plain numbers of a checkpoint."""
+
+    step: int = 0
+    round_loss: float = 0.0
+    """Sum of this process's training losses in the unfinished round."""
+    seconds: float = 0.0
+    engine_seconds: float = 0.0
+    """Time spent in the engine: everything that is not forward, backward and inner optimizer."""
+    exit_reason: str = RUNNING
+
+
+def inner_lr(config: TrainConfig, step: int) -> float:
+    """Inner learning rate at an inner step, counted from 0: linear warmup, then cosine decay to 0 at the end.
+
+    `lr (t + 1) / w` for t < w = warmup x steps, then `lr (1 + cos(pi (t - w) / (steps - w))) / 2`.
+    """
+    warmup = round(config.inner.warmup * config.steps)
+    if step < warmup:
+        return config.inner.lr * (step + 1) / warmup
+    return config.inner.lr * (1 + math.cos(math.pi * (step - warmup) / max(config.steps - warmup, 1))) / 2
+
+
+_corpus = lru_cache(maxsize=2)(build)  # a sweep's worker trains many runs on the same text
+
+
+def preflight(config: TrainConfig, processes: int = 1) -> tuple[Corpus, torch.device]:
+    """Everything about a run that can be refused before a folder is made for it.
+
+    Args:
+        config: the run.
+        processes: how many share its replicas.
+
+    Returns:
+        The corpus and the device.
+
+    Raises:
+        UsageError: an impossible value, corpus or device, or replicas that the processes cannot share.
+    """
+    check(config)
+    if config.replicas % processes:
+        raise UsageError(
+            f"--replicas is {config.replicas} and there are {processes} processes; replicas must be a multiple of the "
+            f"processes, for example --replicas {processes}"
+        )
+    try:
+        device = torch.device(config.device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {config.device} cannot be used here ({reason}); use --device cpu") from None
+    return _corpus(config.data, config.replicas), device
+
+
+def round_line(report: RoundReport, step: int) -> dict[str, Any]:
+    """A round's line in `rounds.jsonl`."""
+    totals = {"buffer_norm": report.buffer_norm, "cosine": report.cosine, "gain": report.gain}
+    return {"step": step} | dataclasses.asdict(report) | totals
+
+
+def _fields(validation: Evaluation) -> dict[str, float]:
+    return {
+        "validation_loss": validation.loss,
+        "perplexity": validation.perplexity,
+        "perplexity_per_byte": validation.perplexity_per_byte,
+    }
