@@ -36,7 +36,7 @@ class GroupRound:
 
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
-_COUNTERS = ("rounds", "rounds_since_restart", "restarts")
+COUNTERS = ("rounds", "rounds_since_restart", "restarts")
 _MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
 
 
@@ -286,7 +286,7 @@ def _complete(group: dict[str, Any]) -> None:
     group.setdefault("nesterov", False)
     policy = parse(group.get("restart", "never"))
     group["restart"] = str(policy)
-    for key in _COUNTERS:
+    for key in COUNTERS:
         group.setdefault(key, 0)
     group.setdefault("policy_state", policy.initial_state())
     _check(group)

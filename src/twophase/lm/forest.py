@@ -1,0 +1,557 @@
+"""Many runs as one walk: inner steps that several runs share are taken once, and the state is forked where they part.
+
+A forest (`twophase.experiment.plan`) is walked depth first in one process on one device, with one set of replicas. At
+a branch the state is copied; the smallest branch goes first and the largest last, which then needs no copy any more,
+so at most log2(runs) + 1 states are held at a time. Every branch state also goes to disk at once, so a walk that is
+killed goes on from the last branch, and copies beyond a limit are dropped from memory.
+
+While several runs share a stretch they share replicas and anchor, but not their momentum buffers: a period of 2 and no
+restart take the same first two updates and forget differently after the second. So every *class* of runs, those of one
+rule, buffer and restart event, takes its own outer step, the first on the anchor itself and the others on a scratch
+copy of it, which must come out with the same bits. That check holds the plan to its word, at every shared round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from twophase.config import UsageError
+from twophase.diloco.comm import SingleProcess
+from twophase.diloco.engine import RoundReport
+from twophase.files import TEMPORARY, write_atomic
+from twophase.history import ABSENT, ZERO, bits
+from twophase.lm.config import TrainConfig
+from twophase.lm.train import Recorder
+from twophase.lm.trainer import DIVERGED, RUNNING, Progress, Trainer, round_line
+from twophase.optim.outer import BUFFER, COUNTERS, OuterSGD
+from twophase.restart import RestartPolicy, RoundSignal
+
+State = dict[str, Any]
+"""Everything that a stretch of inner steps starts from; `torch.load(weights_only=True)` reads it."""
+_FORMAT = 1
+
+
+class Node(Protocol):
+    """A stretch of inner steps that several runs share; see `twophase.experiment.plan.Node`."""
+
+    @property
+    def id(self) -> str: ...  # noqa: D102 - as there
+    @property
+    def parent(self) -> str | None: ...  # noqa: D102
+    @property
+    def start(self) -> int: ...  # noqa: D102
+    @property
+    def stop(self) -> int: ...  # noqa: D102
+    @property
+    def runs(self) -> tuple[str, ...]: ...  # noqa: D102
+
+
+class Tree(Protocol):
+    """The nodes; see `twophase.experiment.plan.Forest`."""
+
+    @property
+    def nodes(self) -> Mapping[str, Any]: ...  # noqa: D102
+    @property
+    def total(self) -> Mapping[str, int]: ...  # noqa: D102
+    def below(self, node: Any) -> Sequence[Any]: ...  # noqa: D102
+
+
+class Place(Protocol):
+    """Where the runs are written."""
+
+    def finished(self, run: str) -> bool:
+        """Whether the run is finished and need not be done again."""
+        ...
+
+    def claim(self, run: str) -> AbstractContextManager[Recorder]:
+        """The run's folder, for this process alone."""
+        ...
+
+
+class Stopped(Exception):  # noqa: N818 - no error: it was asked for
+    """The walk was asked to stop; what it had is on disk."""
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What a walk has done.
+
+    Args:
+        steps: inner steps executed.
+        step_seconds: duration of each.
+        held: branch states in memory now; `most_held` at once so far.
+        held_bytes: their size.
+        spilled: branch states that were kept on disk only, because of the limit.
+        restored: times that a branch state was taken up again, from memory or disk.
+    """
+
+    steps: int = 0
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    held: int = 0
+    most_held: int = 0
+    held_bytes: int = 0
+    spilled: int = 0
+    restored: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Branch:
+    """The end of a node whose children are being walked: how many are left, and the state, unless it was spilled."""
+
+    node: Node
+    left: int
+    state: State | None
+
+
+class Grower:
+    """Walks a forest, or pieces of one.
+
+    Args:
+        tree: the nodes.
+        configs: from run id to configuration, for every run of the tree.
+        place: where the runs are written.
+        states: folder of the states on disk.
+        in_memory: branch states held in memory at most; those beyond are read back from disk.
+        save_seconds: time between saves inside a long stretch.
+        should_stop: asked after every inner step; true saves the state and raises `Stopped`.
+        on_progress: called with a line of text a few times a minute at most.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        configs: Mapping[str, TrainConfig],
+        place: Place,
+        states: Path,
+        *,
+        in_memory: int = 8,
+        save_seconds: float = 60.0,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.tree = tree
+        self.configs = configs
+        self.place = place
+        self.states = states
+        self.in_memory = in_memory
+        self.save_seconds = save_seconds
+        self.should_stop = should_stop
+        self.on_progress = on_progress
+        self.tally = Tally()
+        self._trainer: Trainer | None = None
+        self._scratch: OuterSGD | None = None
+        self._clear()
+
+    def grow(self, name: str, *, deep: bool = True) -> None:
+        """Do a node, and with `deep` everything below it; what is finished or saved is not done again.
+
+        Args:
+            name: id of the node. What lies above it is read from disk, or done again if it is not there.
+            deep: go on to the leaves; otherwise end with the state at the node's end on disk.
+
+        Raises:
+            Stopped: `should_stop` said so.
+            UsageError: a run's folder cannot be claimed.
+        """
+        self.states.mkdir(parents=True, exist_ok=True)
+        node: Node = self.tree.nodes[name]
+        if not self._left(node):
+            return
+        if not deep:
+            if not self._readable(node):
+                self._reach(node)
+            return
+        waiting: list[tuple[Node, _Branch | None]] = [(node, None)]
+        while waiting:
+            node, branch = waiting.pop()
+            if branch is not None and node is branch.node:  # its children are done
+                self._forget(node)
+                continue
+            state = self._leave(branch) if branch is not None else None
+            if not self._left(node):
+                continue
+            self._reach(node, state)
+            children = sorted((child for child in self.tree.below(node) if self._left(child)), key=self._size)
+            branch = _Branch(node, len(children), None)
+            waiting.append((node, branch))
+            waiting += [(child, branch) for child in reversed(children)]
+            if len(children) > 1:
+                self._hold(branch)
+
+    # --------------------------------------------------------------------------------------------------- branches
+
+    def _left(self, node: Node) -> list[str]:
+        """The runs below a node that are not finished."""
+        return [run for run in node.runs if not self.place.finished(run)]
+
+    def _size(self, node: Node) -> int:
+        return self.tree.total[node.id]
+
+    def _hold(self, branch: _Branch) -> None:
+        """Keep the present state for the children that come after the first one."""
+        if self.tally.held >= self.in_memory:
+            self.tally.spilled += 1
+            return
+        branch.state = _cloned(self._state())
+        self.tally.held += 1
+        self.tally.most_held = max(self.tally.most_held, self.tally.held)
+        self.tally.held_bytes += _size_bytes(branch.state)
+
+    def _leave(self, branch: _Branch) -> State | None:
+        """The state for the next child: None if the replicas stand there already or it must be read from disk."""
+        branch.left -= 1
+        state = branch.state
+        if state is not None and branch.left == 0:
+            branch.state = None
+            self.tally.held -= 1
+            self.tally.held_bytes -= _size_bytes(state)
+        elif state is not None and self._at != branch.node.id:
+            state = _cloned(state)  # others need it too
+        return None if self._at == branch.node.id else state
+
+    # --------------------------------------------------------------------------------------------------- stretches
+
+    def _reach(self, node: Node, start: State | None = None) -> None:
+        """Bring replicas, anchor and buffers to the end of a node.
+
+        Args:
+            node: the node.
+            start: the state at its parent's end, where it is at hand.
+        """
+        runs = self._left(node)
+        saved = self._read(node, "end", runs)
+        if saved is not None:
+            self._restore(saved, node)
+            return
+        saved = self._read(node, "part", runs)
+        if saved is not None:
+            self._restore(saved, node)
+        elif node.parent is None:
+            self._begin(node)
+        elif self._at != node.parent or not set(runs) <= set(self._counters):
+            parent = self.tree.nodes[node.parent]
+            if start is None:
+                self._reach(parent)
+            else:
+                self._restore(start, parent)
+        self._stretch(node, runs)
+
+    def _stretch(self, node: Node, runs: list[str]) -> None:
+        """From the end of the parent, or from inside the stretch, to its end."""
+        run = self._run
+        self._at = None
+        # The runs of a node differ in the outer optimizer only, or have had no round yet.
+        run.config = self.configs[max(runs, key=lambda one: self.configs[one].inner_steps)]
+        run.engine.inner_steps = run.config.inner_steps
+        leaf = not self.tree.below(node)
+        before, started = run.done.seconds, time.perf_counter()
+        saved_at = started
+        with ExitStack() as claims:
+            logs = {one: self._open(claims, one) for one in runs} if leaf else {}
+            if run.done.step == node.start > 0:
+                self._synchronize(runs, logs)
+            while run.done.step < node.stop and run.done.exit_reason == RUNNING:
+                clock = time.perf_counter()
+                run.inner_step()
+                self.tally.steps += 1
+                self.tally.step_seconds.append(time.perf_counter() - clock)
+                if run.done.step < node.stop or leaf:
+                    self._synchronize(runs, logs)
+                now = time.perf_counter()
+                run.done.seconds = before + now - started
+                if run.done.step == node.stop or run.done.exit_reason != RUNNING:
+                    break
+                stopping = self.should_stop()
+                if stopping or now - saved_at > self.save_seconds:
+                    self._write(node, "part")
+                    saved_at = time.perf_counter()
+                    self.on_progress(self._progress_text(node))
+                if stopping:
+                    raise Stopped
+            run.done.seconds = before + time.perf_counter() - started
+            if leaf:
+                self._finish(logs)
+        if run.done.exit_reason == DIVERGED:
+            for one in runs:  # below a shared stretch all of them have diverged
+                if not self.place.finished(one):
+                    with ExitStack() as claims:
+                        self._finish({one: self._open(claims, one)})
+        self._at = node.id
+        if not leaf and run.done.exit_reason == RUNNING and len(self.tree.below(node)) > 1:
+            self._write(node, "end")
+        self._path(node, "part").unlink(missing_ok=True)
+
+    def _synchronize(self, runs: list[str], logs: Mapping[str, Recorder]) -> None:
+        """Count an inner step; at the end of a round take the outer step of every class of runs, and log it."""
+        run, engine = self._run, self._run.engine
+        if engine.inner_step + 1 < engine.inner_steps and run.done.step < run.config.steps:
+            run.synchronize()
+            return
+        number = engine.round + 1
+        classes = self._classes(runs, number)
+        before = [view.clone() for view in engine.anchor.values()] if len(classes) > 1 else []
+        report: RoundReport | None = None
+        buffers: dict[str, list[Tensor]] = {}
+        rounds: list[list[Any]] = []
+        for members in classes:
+            if report is None:
+                outer = cast("OuterSGD", engine.outer)
+                self._load(outer, members[0])
+                report = one = run.synchronize()
+                assert report is not None
+            else:
+                outer = self._try(before, members[0])
+                groups = tuple(outer.last_round)
+                one = dataclasses.replace(report, groups=groups, restarted=any(group.restarted for group in groups))
+            assert one is not None
+            rounds.append([members if len(classes) > 1 else None, round_line(one, run.done.step)])
+            self._keep(outer, members, number, buffers)
+        assert report is not None
+        self._buffers = buffers
+        entry = {"metrics": run.end_round(report), "rounds": rounds}
+        self._lines.append(entry)
+        for one, log in logs.items():
+            _write_line(log, entry, one)
+
+    # ------------------------------------------------------------------------------------------------ outer states
+
+    def _classes(self, runs: list[str], number: int) -> list[list[str]]:
+        """The runs by what their outer optimizers do in this round: rule, buffer and restart."""
+        found: dict[Any, list[str]] = {}
+        for run in runs:
+            outer, counters = self.configs[run].outer, self._counters[run]
+            policy = outer.policy()
+            happening = (policy, repr(counters)) if policy.needs else _counted(policy, counters, number)[1]
+            found.setdefault((outer.rule(), self._held[run], happening), []).append(run)
+        return list(found.values())
+
+    def _load(self, outer: OuterSGD, run: str) -> None:
+        """Make an optimizer that of a run: its rule, policy, counters and buffer."""
+        config = self.configs[run].outer
+        (group,) = outer.param_groups
+        rule = {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov, "form": config.form}
+        group.update(rule | {"restart": str(config.policy())} | self._counters[run])
+        held = self._buffers.get(self._held[run])
+        for index, param in enumerate(group["params"]):
+            if held is None:
+                outer.state[param].pop(BUFFER, None)
+            else:
+                outer.state[param][BUFFER] = held[index].clone()  # others may hold the same one
+
+    def _keep(self, outer: OuterSGD, members: list[str], number: int, buffers: dict[str, list[Tensor]]) -> None:
+        """Take counters and buffer back after a class's outer step."""
+        (group,) = outer.param_groups
+        for run in members:
+            policy = self.configs[run].outer.policy()
+            if policy.needs:
+                self._counters[run] = {key: group[key] for key in (*COUNTERS, "policy_state")}
+            else:
+                self._counters[run] = _counted(policy, self._counters[run], number)[0]
+            name = self._held[run] = self._names(run)[number - 1]
+            if name not in (ABSENT, ZERO) and name not in buffers:
+                buffers[name] = [outer.state[param][BUFFER] for param in group["params"]]
+        for param in group["params"]:
+            outer.state[param].pop(BUFFER, None)  # it belongs to `buffers` now
+
+    def _try(self, before: list[Tensor], run: str) -> OuterSGD:
+        """Another class's outer step, on a scratch copy of the anchor, which must come out as the anchor has."""
+        anchor = list(self._run.engine.anchor.values())
+        if self._scratch is None:
+            self._scratch = OuterSGD([torch.empty_like(view) for view in anchor], lr=0.0)
+        params = self._scratch.param_groups[0]["params"]
+        for param, old, view in zip(params, before, anchor, strict=True):
+            param.copy_(old)
+            param.grad = view.grad
+        self._load(self._scratch, run)
+        self._scratch.step(measure=True)
+        if not all(_same(ours, theirs) for ours, theirs in zip(params, anchor, strict=True)):
+            raise RuntimeError(
+                f"forest: run {run} does not take the update of the runs that it should share this round with; please "
+                "report it, and sweep with --no-share"
+            )
+        return self._scratch
+
+    def _names(self, run: str) -> list[str]:
+        """The name of a run's buffer after each round."""
+        if run not in self._named:
+            config = self.configs[run]
+            self._named[run] = [one.buffer for one in bits(config.outer.rule(), config.outer.policy(), config.rounds)]
+        return self._named[run]
+
+    # --------------------------------------------------------------------------------------------------------- runs
+
+    def _open(self, claims: ExitStack, run: str) -> Recorder:
+        """Claim a run's folder and write what has happened so far."""
+        log = claims.enter_context(self.place.claim(run))
+        log.write_env(self._run.environment())
+        log.rewind({})
+        for entry in self._lines:
+            _write_line(log, entry, run)
+        return log
+
+    def _finish(self, logs: Mapping[str, Recorder]) -> None:
+        """Write the outcome of runs that have ended here."""
+        outcome = self._run.outcome()
+        for run, log in logs.items():
+            write_atomic(log.weights, self._run.weights(self.configs[run]))
+            log.finish(outcome | self._run.summary(self._counters[run]["restarts"]))
+
+    # ------------------------------------------------------------------------------------------------------- states
+
+    @property
+    def _run(self) -> Trainer:
+        assert self._trainer is not None
+        return self._trainer
+
+    def _clear(self) -> None:
+        self._at: str | None = None
+        """Node at whose end the replicas stand."""
+        self._buffers: dict[str, list[Tensor]] = {}
+        self._held: dict[str, str] = {}
+        self._counters: dict[str, dict[str, Any]] = {}
+        self._lines: list[dict[str, Any]] = []
+        self._named: dict[str, list[str]] = {}
+
+    def _begin(self, node: Node) -> None:
+        """A new tree: fresh replicas."""
+        self._trainer, self._scratch = Trainer(self.configs[node.runs[0]], SingleProcess()), None
+        self._clear()
+        for run in node.runs:
+            initial = self.configs[run].outer.policy().initial_state()
+            self._counters[run] = dict.fromkeys(COUNTERS, 0) | {"policy_state": initial}
+            self._held[run] = ABSENT
+
+    def _state(self) -> State:
+        """Everything, live: clone it or write it before the next step."""
+        run = self._run
+        engine = run.engine.state_dict()
+        engine["outer"]["state"] = {}  # the buffers are ours
+        return {
+            "format": _FORMAT,
+            "text": run.text,
+            "replicas": [replica.state_dict() for replica in run.replicas],
+            "engine": engine,
+            "buffers": self._buffers,
+            "held": dict(self._held),
+            "counters": dict(self._counters),
+            "done": dataclasses.asdict(run.done),
+            "lines": list(self._lines),
+        }
+
+    def _restore(self, state: State, node: Node) -> None:
+        """Continue from a state, which is ours from now on, at the end of a node or inside it."""
+        first = self.configs[node.runs[0]]
+        if self._trainer is None or _trunk(self._trainer.config) != _trunk(first):
+            self._trainer, self._scratch = Trainer(first, SingleProcess()), None
+            self._named = {}
+        run = self._trainer
+        if state["text"] != run.text:
+            raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")
+        run.engine.inner_steps = max(self.configs[one].inner_steps for one in node.runs)
+        run.engine.load_state_dict(state["engine"])
+        for replica, saved in zip(run.replicas, state["replicas"], strict=True):
+            replica.load_state_dict(saved)
+        run.done, run.validation = Progress(**state["done"]), None
+        self._buffers, self._held, self._counters = state["buffers"], state["held"], state["counters"]
+        self._lines = state["lines"]
+        self._at = node.id if run.done.step == node.stop else None
+        self.tally.restored += 1
+
+    def _path(self, node: Node, what: str) -> Path:
+        return self.states / f"{node.id}.{what}.pt"
+
+    def _write(self, node: Node, what: str) -> None:
+        path = self._path(node, what)
+        # A kill leaves the page cache as it is, so no fsync; a torn file after a power cut is read as none at all.
+        temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            torch.save(self._state(), temporary)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def _read(self, node: Node, what: str, runs: Sequence[str]) -> State | None:
+        """A saved state that covers the runs, or None."""
+        path = self._path(node, what)
+        if not path.exists():
+            return None
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever is wrong with it, it can be made again
+            self.on_progress(f"{path.name} cannot be read ({error}); that part is done again")
+            return None
+        if state.get("format") != _FORMAT or not set(runs) <= set(state["counters"]):
+            return None
+        return state
+
+    def _readable(self, node: Node) -> bool:
+        return self._read(node, "end", self._left(node)) is not None
+
+    def _forget(self, node: Node) -> None:
+        """Everything below a node is done: its states are of no use any more."""
+        for what in ("end", "part"):
+            self._path(node, what).unlink(missing_ok=True)
+
+    def _progress_text(self, node: Node) -> str:
+        tally, run = self.tally, self._run
+        return (
+            f"step {run.done.step} of {node.start}..{node.stop} for {len(node.runs)} runs; holding {tally.held} states "
+            f"({tally.held_bytes / 2**20:.0f} MiB, at most {tally.most_held}), {tally.spilled} spilled"
+        )
+
+
+def _counted(policy: RestartPolicy, counters: Mapping[str, Any], number: int) -> tuple[dict[str, Any], object]:
+    """A scheduled policy's counters after a round, as `OuterSGD` keeps them, and its restart."""
+    age = counters["rounds_since_restart"] + 1
+    state, restart = policy.decide(policy.initial_state() | counters["policy_state"], RoundSignal(number, age))
+    if restart is not None:
+        age = 1 if restart.before else 0
+    after = {"rounds": number, "rounds_since_restart": age, "restarts": counters["restarts"] + (restart is not None)}
+    return after | {"policy_state": state}, restart
+
+
+def _write_line(log: Recorder, entry: Mapping[str, Any], run: str) -> None:
+    """A round's lines in a run's logs."""
+    line = next(line for runs, line in entry["rounds"] if runs is None or run in runs)
+    log.log_round(line)
+    log.log_metrics(entry["metrics"])
+
+
+def _trunk(config: TrainConfig) -> TrainConfig:
+    """What the runs of a tree have in common."""
+    plain = TrainConfig()
+    return dataclasses.replace(config, outer=plain.outer, inner_steps=1)
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours, theirs) or bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
+
+
+def _cloned(value: Any) -> Any:
+    """A copy of a state; plain values and finished lines are shared, for they never change."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _cloned(item) for key, item in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "metrics" in value[0]:
+        return list(value)
+    return [_cloned(item) for item in value] if isinstance(value, list) else value
+
+
+def _size_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(_size_bytes, value.values()))
+    return sum(map(_size_bytes, value)) if isinstance(value, list) else 0

@@ -1,0 +1,272 @@
+"""A forest's leaves are the runs done alone, bit for bit, whatever is shared, spilled or interrupted."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import textmaker
+from twophase.config import with_values
+from twophase.experiment.grid import Axis, Cell, Sweep, product
+from twophase.experiment.plan import Plan, plan
+from twophase.experiment.run import RunFolder, read_lines, read_summary
+from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.lm.forest import Grower, Stopped
+from twophase.lm.train import train
+from twophase.lm.trainer import _corpus
+from twophase.restart import _REGISTRY, HARD, RestartPolicy, register
+
+TIMES = ("seconds", "engine_share")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> TrainConfig:
+    corpus = textmaker.write(tmp_path / "text.txt")
+    return TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=8, intermediate_size=8, heads=1),
+        data=DataConfig(corpus=f"file:{corpus}", sequence_length=8, batch_size=2, validation_windows=4),
+        steps=26,
+        inner_steps=4,
+    )
+
+
+class Shelf:
+    """Run folders side by side."""
+
+    def __init__(self, path: Path, made: Plan) -> None:
+        self.path, self.made = path, made
+        self.claims: list[str] = []
+
+    def finished(self, run: str) -> bool:
+        """As Place says."""
+        return read_summary(self.path / run, run) is not None
+
+    @contextmanager
+    def claim(self, run: str) -> Iterator[RunFolder]:
+        """As Place says."""
+        self.claims.append(run)
+        with RunFolder.claim(self.path / run, self.made.runs[run]) as folder:
+            yield folder
+
+
+def grower(made: Plan, path: Path, **options: Any) -> Grower:
+    return Grower(made.forest, made.runs, Shelf(path / "runs", made), path / "states", **options)
+
+
+def grow(made: Plan, path: Path, **options: Any) -> Grower:
+    one = grower(made, path, **options)
+    for root in made.forest.roots:
+        one.grow(root.id)
+    return one
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Everything that a run leaves, but times and the words of the machine."""
+    summary = json.loads((folder / "summary.json").read_text())
+    rounds, metrics = read_lines(folder / "rounds.jsonl"), read_lines(folder / "metrics.jsonl")
+    return {
+        "summary": {key: value for key, value in summary.items() if key not in TIMES},
+        "rounds": [{key: value for key, value in line.items() if key not in TIMES} for line in rounds],
+        "metrics": metrics,
+        "weights": (folder / "weights.safetensors").read_bytes(),
+        "config": (folder / "config.yaml").read_bytes(),
+    }
+
+
+def alone(made: Plan, path: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for run, config in made.runs.items():
+        with RunFolder.claim(path / run, config) as folder:
+            train(config, folder)
+        found[run] = outcome(path / run)
+    return found
+
+
+def check(made: Plan, path: Path, expected: dict[str, dict[str, Any]]) -> None:
+    for run, wanted in expected.items():
+        assert outcome(path / "runs" / run) == wanted, made.runs[run]
+    assert not list((path / "states").glob("*")), "states of finished nodes stay behind"
+
+
+POLICIES = ("never", "1", "2", "3", "5", "cycle:2,1", "at:2,4", "soft:2:0.5:0.25", "soft:3:0:1", "soft:2:1:0")
+
+
+def draw(base: TrainConfig, generator: random.Random, *, count: int) -> Sweep:
+    """Random runs around few values, so that much is shared, in both forms and with several inner steps a round."""
+    cells = {}
+    for _ in range(count):
+        values = {
+            "outer.lr": generator.choice([0.3, 0.7, 7.0]),
+            "outer.momentum": generator.choice([0.0, 0.5, 0.9]),
+            "outer.nesterov": generator.random() < 0.5,
+            "outer.form": generator.choice(["sum", "sum", "ema"]),
+            "outer.restart": generator.choice(POLICIES),
+            "inner_steps": generator.choice([4, 4, 4, 7, 13]),
+            "seed": generator.choice([0, 0, 0, 1]),
+        }
+        cell = Cell("", values, with_values(base, values))
+        cells[cell.run_id] = cell
+    return Sweep("random", base, list(cells.values()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_leaves_are_the_runs_alone(base: TrainConfig, tmp_path: Path, seed: int) -> None:
+    """On a random grid every leaf has the weights, logs and summary of its run done alone, and no step is repeated."""
+    generator = random.Random(seed)
+    base = with_values(base, {"evaluate_every": generator.choice([0, 2])})
+    made = plan(draw(base, generator, count=14), merge=seed % 2 == 0)
+    one = grow(made, tmp_path, in_memory=generator.choice([0, 1, 8]))
+    assert one.tally.steps == made.steps
+    check(made, tmp_path, alone(made, tmp_path / "alone"))
+    assert one.tally.held == 0 == one.tally.held_bytes
+
+
+def grid(base: TrainConfig, **values: tuple[Any, ...]) -> Sweep:
+    names = {"lr": "outer.lr", "momentum": "outer.momentum", "restart": "outer.restart", "nesterov": "outer.nesterov"}
+    return Sweep("grid", base, product(base, [Axis(names.get(name, name), some) for name, some in values.items()]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_interrupted_at_random_steps(base: TrainConfig, tmp_path: Path, seed: int) -> None:
+    """Stopped again and again and taken up by new processes' worth of state, it repeats no step and changes no bit."""
+    generator = random.Random(100 + seed)
+    made = plan(grid(base, lr=(0.3, 0.7), momentum=(0.5, 0.9), restart=("never", "2", "3", "1"), inner_steps=(4, 7)))
+    done = 0
+    while True:
+        left = generator.randrange(1, 60)
+
+        def stop(budget: list[int] = [left]) -> bool:  # noqa: B006 - the budget of this attempt
+            budget[0] -= 1
+            return budget[0] <= 0
+
+        one = grower(made, tmp_path, should_stop=stop, in_memory=generator.choice([0, 2]))
+        try:
+            for root in made.forest.roots:
+                one.grow(root.id)
+        except Stopped:
+            done += one.tally.steps
+            continue
+        done += one.tally.steps
+        break
+    assert done == made.steps
+    check(made, tmp_path, alone(made, tmp_path / "alone"))
+
+
+def test_jobs_in_any_order(base: TrainConfig, tmp_path: Path) -> None:
+    """Cut into jobs and done by several growers one after another, the forest takes the same steps to the same runs."""
+    made = plan(grid(base, lr=(0.3, 0.7), momentum=(0.5, 0.9), restart=("never", "2", "3")))
+    jobs = made.forest.jobs(40)
+    assert len(jobs) > 4
+    done, steps = set(), 0
+    generator = random.Random(0)
+    while len(done) < len(jobs):
+        job = generator.choice([job for job in jobs if job.id not in done and (job.after is None or job.after in done)])
+        one = grower(made, tmp_path)
+        one.grow(job.node, deep=job.deep)
+        steps += one.tally.steps
+        done.add(job.id)
+    assert steps == made.steps
+    for run, wanted in alone(made, tmp_path / "alone").items():
+        assert outcome(tmp_path / "runs" / run) == wanted
+
+
+def test_lost_states_are_made_again(base: TrainConfig, tmp_path: Path) -> None:
+    """A job whose states are gone, torn or of other runs goes back as far as it must; the result is the same."""
+    made = plan(grid(base, momentum=(0.5, 0.9), restart=("never", "2", "3")))
+    jobs = made.forest.jobs(30)
+    for job in jobs:
+        grower(made, tmp_path).grow(job.node, deep=job.deep)
+        for number, path in enumerate(sorted((tmp_path / "states").glob("*.pt"))):
+            if number % 2:
+                path.unlink()
+            else:
+                path.write_bytes(path.read_bytes()[:1000])
+    for run, wanted in alone(made, tmp_path / "alone").items():
+        assert outcome(tmp_path / "runs" / run) == wanted
+
+
+def test_divergence_in_a_shared_stretch(base: TrainConfig, tmp_path: Path) -> None:
+    """When runs diverge together, each is written as diverged, as if alone, and nothing below is trained."""
+    base = with_values(base, {"divergence_loss": 5.0, "outer.lr": 1000.0})
+    made = plan(grid(base, lr=(1000.0, 0.7), momentum=(0.5,), restart=("never", "3", "4", "5")))
+    one = grow(made, tmp_path)
+    assert one.tally.steps < made.steps
+    expected = alone(made, tmp_path / "alone")
+    assert sum(wanted["summary"]["diverged"] for wanted in expected.values()) >= 3
+    check(made, tmp_path, expected)
+
+
+def test_held_states_are_few(base: TrainConfig, tmp_path: Path) -> None:
+    """Depth first, smallest branch first: at most log2(runs) + 1 states at a time; a limit of 0 holds none."""
+    made = plan(
+        grid(
+            with_values(base, {"steps": 36}),
+            lr=(0.3, 0.5, 0.7),
+            momentum=(0.5, 0.9),
+            restart=("2", "3", "4", "5", "never"),
+        )
+    )
+    one = grow(made, tmp_path / "a")
+    assert 1 <= one.tally.most_held <= len(made.runs).bit_length()
+    assert one.tally.spilled == 0
+    other = grow(made, tmp_path / "b", in_memory=0)
+    assert (other.tally.most_held, other.tally.spilled > 0) == (0, True)
+
+
+def test_a_wrong_plan_is_noticed(base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the plan calls two different updates the same, the walk stops instead of mixing the runs up."""
+    made = plan(grid(base, lr=(0.3, 0.7), restart=("never", "2")))
+    true = made.forest.roots[0]
+    monkeypatch.setitem(made.forest.children, true.id, [])
+    with pytest.raises(RuntimeError, match="does not take the update"):
+        grower(made, tmp_path).grow(true.id)
+
+
+def test_two_runs_of_one_history(base: TrainConfig, tmp_path: Path) -> None:
+    """Without merging, runs of the same bits share all steps and still get a folder each."""
+    made = plan(grid(base, momentum=(0.0,), restart=("never", "2"), nesterov=(False, True)), merge=False)
+    assert len(made.runs) == 4
+    one = grow(made, tmp_path)
+    assert one.tally.steps == 26
+    check(made, tmp_path, alone(made, tmp_path / "alone"))
+
+
+def test_adaptive_policies_walk_alone(base: TrainConfig, tmp_path: Path) -> None:
+    """A policy that decides from measured signals shares the first round's inner steps only, and keeps its memory."""
+
+    @register("test_every_other")
+    @dataclass(frozen=True, slots=True)
+    class EveryOther(RestartPolicy):
+        needs = frozenset({"cosine"})
+
+        def decide(self, state, signal):  # type: ignore[no-untyped-def]
+            seen = state.get("seen", 0.0) + (signal.cosine is not None)
+            return {"seen": seen}, HARD if seen % 2 == 0 else None
+
+    try:
+        made = plan(grid(base, momentum=(0.5, 0.9), restart=("never", "test_every_other")))
+        assert made.steps == 4 * 26 - 3 * 4
+        grow(made, tmp_path)
+        check(made, tmp_path, alone(made, tmp_path / "alone"))
+    finally:
+        del _REGISTRY["test_every_other"]
+
+
+def test_other_text_is_refused(base: TrainConfig, tmp_path: Path) -> None:
+    """States of another text are not continued: one clear message."""
+    made = plan(grid(base, restart=("never", "2")))
+    calls = iter(range(1000))
+    with pytest.raises(Stopped):
+        grower(made, tmp_path, should_stop=lambda: next(calls) > 10).grow(made.forest.roots[0].id)
+    path = Path(base.data.corpus.removeprefix("file:"))
+    path.write_text(path.read_text()[::-1])
+    _corpus.cache_clear()
+    with pytest.raises(ValueError, match="text is not the one"):
+        grow(made, tmp_path)
