@@ -65,6 +65,19 @@ def test_rows_of_a_sweep() -> None:
     assert rows[0].seconds == 5.5
     assert rows[0].values == {"lr": 0.3, "restart": "never"}
     assert rows[2].values == {"lr": 0.7, "restart": "3"}
+    assert {r.twin_of for r in rows} == {None}
+
+
+def test_a_cell_has_the_results_of_the_run_that_stands_for_it() -> None:
+    """A cell whose run was not done because another one takes the same steps shows that run's result and names it."""
+    cells = product(Config(), [Axis("restart", ("never", "3", "4"))], "a")
+    sweep = Sweep("s", Config(), cells)
+    first, second, third = (cell.run_id for cell in cells)
+    rows = rows_of(sweep, {first: summary(8.0)}, failed=["lost"], stands_for={second: first, third: "lost"})
+    assert [r.run for r in rows] == [first, second, third]
+    assert [r.perplexity for r in rows] == [8.0, 8.0, None]
+    assert [r.state for r in rows] == ["finished", "finished", "failed"]
+    assert [r.twin_of for r in rows] == [None, first, "lost"]
 
 
 def test_rows_on_disk(tmp_path: Path) -> None:
@@ -80,6 +93,7 @@ def test_rows_on_disk(tmp_path: Path) -> None:
             None,
             1.0,
             "1f",
+            "4f",
         ),
         Row("c", "3f", {"lr": 1e-5, "restart": "at:4,9", "nesterov": False, "seed": 1}, "missing"),
         Row("c", "4f", {"lr": 0.1, "restart": "never", "nesterov": False, "seed": 1}, "failed"),
@@ -87,15 +101,28 @@ def test_rows_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "cells.csv"
     write_rows(path, rows)
     assert path.read_text().splitlines() == [
-        "arm,run,lr,restart,nesterov,seed,perplexity,validation_loss,diverged,state,seconds,control_of",
-        '"a, b",1f,0.3,3,true,0,8.25,2.11,false,finished,5.0,',
-        '"a, b",2f,1.0,never,false,1,,,true,diverged,1.0,1f',
-        'c,3f,1e-05,"at:4,9",false,1,,,,missing,,',
-        "c,4f,0.1,never,false,1,,,,failed,,",
+        "arm,run,lr,restart,nesterov,seed,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of",
+        '"a, b",1f,0.3,3,true,0,8.25,2.11,false,finished,5.0,,',
+        '"a, b",2f,1.0,never,false,1,,,true,diverged,1.0,1f,4f',
+        'c,3f,1e-05,"at:4,9",false,1,,,,missing,,,',
+        "c,4f,0.1,never,false,1,,,,failed,,,",
     ]
     back = read_rows(path)
     assert back == rows
     assert [type(value) for value in back[1].values.values()] == [float, str, bool, int]
+
+
+def test_a_table_without_twins_is_read(tmp_path: Path) -> None:
+    """A table written before there was a column for twins reads as one in which every cell's own run was done."""
+    path = tmp_path / "cells.csv"
+    path.write_text(
+        "arm,run,lr,perplexity,validation_loss,diverged,state,seconds,control_of\n"
+        "a,1f,0.3,8.25,2.11,false,finished,5.0,\na,2f,0.7,,,,missing,,1f\n"
+    )
+    assert read_rows(path) == [
+        Row("a", "1f", {"lr": 0.3}, "finished", 8.25, 2.11, 5.0),
+        Row("a", "2f", {"lr": 0.7}, "missing", control_of="1f"),
+    ]
 
 
 @given(
@@ -127,6 +154,8 @@ def test_any_rows_survive_the_disk(
     [
         b"",
         b"a,b\n1,2\n",
+        b"arm,run,perplexity,validation_loss,diverged,state,seconds\na,1,8.0,2.0,false,finished,1.0\n",
+        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of\na,1,,,,missing,,\n",
         b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,2\n",
         b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,,,,asleep,,\n",
         b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,many,,,finished,,\n",
@@ -162,6 +191,36 @@ def test_settings_take_seeds_together() -> None:
         (1.5, "diverged", None),
     ]
     assert found[0].runs == ("a,lr=0.3,seed=0", "a,lr=0.3,seed=1")
+    assert found[0].perplexities == (8.0, 10.0)
+    assert found[0].spread == pytest.approx(math.sqrt(2), rel=1e-15)
+    assert [(s.finished, s.diverged, s.missing) for s in found] == [(2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0)]
+    assert [s.perplexities for s in found[1:]] == [(None, 5.0), (9.0, None), (None,)]
+    assert [s.spread for s in found[1:]] == [None, None, None]
+    assert found[2].states == ("finished", "missing")  # a run that could not be done is not there
+    assert found[2].seeds == (0, 1)
+
+
+def test_one_seed_has_no_spread() -> None:
+    """One seed, or a sweep without an axis of seeds, gives a mean and no spread, not a spread of zero."""
+    (setting,) = settings([row("a", 8.0, lr=0.3)])
+    assert (setting.perplexity, setting.spread, setting.seeds) == (8.0, None, (None,))
+
+
+def test_a_shared_run_counts_once() -> None:
+    """Two cells of an arm that are one run, as controls of two cells may be, are one setting with one result."""
+    twice = [row("match", 8.0, control_of=f"of {i}", lr=0.3, seed=0) for i in range(2)]
+    (setting,) = settings([*twice, row("match", 10.0, lr=0.3, seed=1)])
+    assert (setting.seeds, setting.perplexities, setting.perplexity) == ((0, 1), (8.0, 10.0), 9.0)
+
+
+@pytest.mark.parametrize("perplexity", [None, math.nan, math.inf, 0.0, -1.0])
+def test_a_finished_run_without_a_perplexity_is_missing(perplexity: float | None) -> None:
+    """A number that can be no perplexity enters no mean, no ratio and no logarithm."""
+    rows = [row("a", 8.0, lr=0.3, seed=0), row("a", perplexity, lr=0.3, seed=1, control_of="a,lr=0.3,seed=0")]
+    (setting,) = settings(rows)
+    assert (setting.state, setting.perplexity, setting.perplexities) == ("missing", None, (8.0, None))
+    assert arms_summary(rows)[0].geometric_mean is None
+    assert pairs(rows)[0].ratio is None
 
 
 def test_arms_summary() -> None:

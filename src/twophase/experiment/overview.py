@@ -10,6 +10,8 @@ from typing import Any
 from twophase.experiment.plot import Panel, heatmaps
 from twophase.experiment.table import Row, Setting, State, format_table, readable, settings
 
+CONTROL = "momentum-free"
+"""Name of the arm of momentum-free controls."""
 _MOST_PANELS = 24
 _TOP = 10
 
@@ -25,7 +27,7 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
     Returns:
         The paths written; none when the other axes would make more panels than a page holds (`cells.csv` has all).
     """
-    found = settings(rows)
+    found = settings(_grid(rows))
     axes = {path: list(dict.fromkeys(setting.values[path] for setting in found)) for path in found[0].values}
     across, up, *others = [*axes, "", ""][: max(2, len(axes))]
     frames = list(itertools.product(*(axes[path] for path in others)))
@@ -48,12 +50,18 @@ def describe(rows: Sequence[Row]) -> str:
     """The best settings of a sweep, best first, and how many diverged or are missing, as plain text."""
     found = settings(rows)
     finished = sorted((s for s in found if s.perplexity is not None), key=lambda s: s.perplexity or 0.0)
-    table = [[*s.values.values(), readable(s.perplexity)] for s in finished[:_TOP]]
+    arms = len({s.arm for s in found}) > 1
+    table = [[*([s.arm] if arms else []), *s.values.values(), readable(s.perplexity)] for s in finished[:_TOP]]
     counts = {state: sum(s.state == state for s in found) for state in ("diverged", "missing")}
     shown = f"best {len(table)} of {len(found)} settings" + "".join(
         f", {n} {state}" for state, n in counts.items() if n
     )
-    return f"{shown}. {_seeds_note(found)}\n" + format_table([*found[0].values, "perplexity"], table)
+    return f"{shown}. {_seeds_note(found)}\n" + format_table([*(["arm"] if arms else []), *found[0].values, "perplexity"], table)
+
+
+def _grid(rows: Sequence[Row]) -> list[Row]:
+    """The rows without controls, whose places are not the grid's."""
+    return [row for row in rows if row.control_of is None and row.arm != CONTROL] or list(rows)
 
 
 def _panel(found: Sequence[Setting], axes: Mapping[str, Sequence[Any]], x: str, y: str, fixed: dict[str, Any]) -> Panel:

@@ -1,8 +1,10 @@
 """Tables of a sweep: one row a cell, summaries of its arms, controls beside what they control.
 
 With several seeds, the runs that differ in nothing but the seed are one setting. Its perplexity is the arithmetic mean
-over its seeds; it counts as diverged when one of them diverged and as missing when one of them is not there. Everything
-that compares settings (best, worst, geometric mean, share near the best) is computed on these means.
+over its seeds, with their sample standard deviation as its spread; it counts as diverged when one of them diverged and
+as missing when one of them is not there: a mean over the seeds that happened to work would flatter it. Everything that
+compares settings (best, worst, geometric mean, share near the best) is computed on these means. A run that ended
+without a positive, finite perplexity has no result and counts as missing.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +26,7 @@ State = Literal["finished", "diverged", "missing", "failed"]
 STATES: tuple[State, ...] = get_args(State)
 SEED = "seed"
 _BEFORE = ("arm", "run")
-_AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of")
+_AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of", "twin_of")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Row:
         validation_loss: nats a token; None when there is none.
         seconds: wall-clock time of the run; None when it has not ended.
         control_of: run id of the cell whose control it is, or None.
+        twin_of: run id of the canonical run whose results these are, because it takes the same steps in exact
+            arithmetic (`twophase.experiment.plan`); None when the cell's own run was done.
     """
 
     arm: str
@@ -49,6 +54,7 @@ class Row:
     validation_loss: float | None = None
     seconds: float | None = None
     control_of: str | None = None
+    twin_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,13 @@ class Setting:
         values: every axis value but the seed.
         state: `finished` when all its runs are; else `diverged` when one is; else `missing`, failed runs included.
         perplexity: mean over the seeds when finished, else None.
-        runs: their run ids.
+        runs: their run ids, in order of appearance; a run that several rows share is there once.
+        spread: sample standard deviation of the perplexities, s^2 = sum (p_i - mean)^2 / (n - 1); None for one seed
+            and for a setting that is not finished.
+        seeds: the seed of each run; None in a sweep that has no axis of seeds.
+        states: what became of each run; never `failed`, which counts as missing here.
+        perplexities: of each run; None for every run that is not `finished`.
+        canonical: for each run, the run whose results these are: its `twin_of`, or itself.
     """
 
     arm: str
@@ -68,6 +80,26 @@ class Setting:
     state: State
     perplexity: float | None
     runs: tuple[str, ...]
+    spread: float | None
+    seeds: tuple[Any, ...]
+    states: tuple[State, ...]
+    perplexities: tuple[float | None, ...]
+    canonical: tuple[str, ...]
+
+    @property
+    def finished(self) -> int:
+        """How many seeds have finished."""
+        return self.states.count("finished")
+
+    @property
+    def diverged(self) -> int:
+        """How many seeds have diverged."""
+        return self.states.count("diverged")
+
+    @property
+    def missing(self) -> int:
+        """How many seeds have no result, failed ones included."""
+        return self.states.count("missing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,33 +156,32 @@ class PairSummary:
     worse: int
 
 
-def rows_of(sweep: Sweep, summaries: Mapping[str, Mapping[str, Any]], failed: Collection[str] = ()) -> list[Row]:
+def rows_of(
+    sweep: Sweep,
+    summaries: Mapping[str, Mapping[str, Any]],
+    failed: Collection[str] = (),
+    stands_for: Mapping[str, str] | None = None,
+) -> list[Row]:
     """The rows of a sweep, in the order of its cells.
 
     Args:
         sweep: the sweep.
         summaries: from run id to the valid summary of a run that is finished.
         failed: run ids of runs that could not be run.
+        stands_for: from a cell's run id to that of the run that was done in its place, where that is another one.
     """
     rows = []
     for cell in sweep.cells:
-        values, summary = sweep.values(cell), summaries.get(cell.run_id)
+        values, twin = sweep.values(cell), (stands_for or {}).get(cell.run_id)
+        done = cell.run_id if twin is None else twin
+        summary = summaries.get(done)
         if summary is None:
-            state: State = "failed" if cell.run_id in failed else "missing"
-            rows.append(Row(cell.arm, cell.run_id, values, state, control_of=cell.control_of))
+            state: State = "failed" if done in failed else "missing"
+            rows.append(Row(cell.arm, cell.run_id, values, state, control_of=cell.control_of, twin_of=twin))
             continue
-        rows.append(
-            Row(
-                cell.arm,
-                cell.run_id,
-                values,
-                "diverged" if summary["diverged"] else "finished",
-                summary["perplexity"],
-                summary["validation_loss"],
-                summary["seconds"],
-                cell.control_of,
-            )
-        )
+        state = "diverged" if summary["diverged"] else "finished"
+        numbers = (summary["perplexity"], summary["validation_loss"], summary["seconds"])
+        rows.append(Row(cell.arm, cell.run_id, values, state, *numbers, cell.control_of, twin))
     return rows
 
 
@@ -162,7 +193,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     writer.writerow([*_BEFORE, *paths, *_AFTER])
     for row in rows:
         diverged = None if row.state in {"missing", "failed"} else row.state == "diverged"
-        after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of]
+        after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of, row.twin_of]
         writer.writerow([_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]])
     write_atomic(path, buffer.getvalue())
 
@@ -171,7 +202,7 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a `cells.csv`.
 
     Axis values come back as true/false, whole numbers, numbers or text, whichever fits first; restart policies stay
-    text.
+    text. A table written before there was a column `twin_of` has no twins.
 
     Raises:
         UsageError: the file is missing, is not UTF-8 text, or is no table of cells.
@@ -182,7 +213,9 @@ def read_rows(path: Path) -> list[Row]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
     header = lines[0] if lines else []
-    if tuple(header[: len(_BEFORE)]) != _BEFORE or tuple(header[-len(_AFTER) :]) != _AFTER:
+    if tuple(header[: len(_BEFORE)]) != _BEFORE or not any(
+        tuple(header[-len(after) :]) == after for after in (_AFTER, _AFTER[:-1])
+    ):
         raise UsageError(f"{path}: is not a table of cells; repeat the sweep's command to write it again")
     try:
         return [_row(dict(zip(header, line, strict=True))) for line in lines[1:]]
@@ -324,19 +357,38 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdo
 
 
 def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setting:
-    states = {row.state for row in group}
-    known = [row.perplexity for row in group if row.perplexity is not None]
-    if states == {"finished"} and len(known) == len(group):
-        state, perplexity = "finished", math.fsum(known) / len(known)
-    else:
-        state, perplexity = "diverged" if "diverged" in states else "missing", None
-    return Setting(arm, values, state, perplexity, tuple(row.run for row in group))
+    # Two cells of an arm may be one run; its result must not count twice.
+    once = list({(row.run, row.values.get(SEED)): row for row in group}.values())
+    perplexities = tuple(_result(row) for row in once)
+    known = [value for value in perplexities if value is not None]
+    states: tuple[State, ...] = tuple(
+        "finished" if value is not None else "diverged" if row.state == "diverged" else "missing"
+        for row, value in zip(once, perplexities, strict=True)
+    )
+    state: State = "finished" if len(known) == len(once) else "diverged" if "diverged" in states else "missing"
+    return Setting(
+        arm,
+        values,
+        state,
+        math.fsum(known) / len(known) if state == "finished" else None,
+        tuple(row.run for row in once),
+        statistics.stdev(known) if state == "finished" and len(known) > 1 else None,
+        tuple(row.values.get(SEED) for row in once),
+        states,
+        perplexities,
+        tuple(row.twin_of or row.run for row in once),
+    )
+
+
+def _result(row: Row) -> float | None:
+    """The perplexity of a run that finished with one."""
+    known = row.state == "finished" and row.perplexity is not None and 0 < row.perplexity < math.inf
+    return row.perplexity if known else None
 
 
 def _ratio(control: Row, of: Row) -> float | None:
-    if control.state != "finished" or of.state != "finished" or not control.perplexity or not of.perplexity:
-        return None
-    return control.perplexity / of.perplexity
+    above, below = _result(control), _result(of)
+    return None if above is None or below is None else above / below
 
 
 def _row(record: dict[str, str]) -> Row:
@@ -345,7 +397,8 @@ def _row(record: dict[str, str]) -> Row:
     state = cast(State, record["state"])
     axes = {path: _value(path, text) for path, text in record.items() if path not in {*_BEFORE, *_AFTER}}
     perplexity, loss, seconds = (_number(record[name]) for name in ("perplexity", "validation_loss", "seconds"))
-    return Row(record["arm"], record["run"], axes, state, perplexity, loss, seconds, record["control_of"] or None)
+    control_of, twin_of = record["control_of"] or None, record.get("twin_of") or None
+    return Row(record["arm"], record["run"], axes, state, perplexity, loss, seconds, control_of, twin_of)
 
 
 def _value(path: str, text: str) -> Any:
