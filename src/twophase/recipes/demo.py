@@ -37,12 +37,10 @@ from twophase.experiment.table import (
     settings,
 )
 from twophase.lm.config import TrainConfig
-from twophase.restart import Never, mean_outer_gain
+from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, gain_matched_all, momentum_free, with_averaging
 from twophase.rule import FORM_WORDS
 
 PERIOD = 3
-MOMENTUM_FREE = "momentum-free"
-AVERAGING_LR = 1.0
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best of all, relatively."""
 MARGIN = 0.05
@@ -89,13 +87,12 @@ def demo(
             axes = [seed_axis, Axis(_MOMENTUM, momenta), Axis(_LR, lrs)]
             cells += product(base, axes, _arm(kind, restart), {_NESTEROV: nesterov, _RESTART: restart})
     if controls:
-        free = [seed_axis, Axis(_LR, (0.3, 0.7, AVERAGING_LR, 1.1))]
-        fixed = {_NESTEROV: False, _MOMENTUM: 0.0, _RESTART: "never"}
         restarted = [cell for cell in cells if cell.values[_RESTART] != "never"]
         least = _QUICK_MATCHED_FROM if quick else _MATCHED_FROM
-        matched = [cell for cell in restarted if cell.values[_MOMENTUM] >= least]
-        cells += product(base, free, MOMENTUM_FREE, fixed)
-        cells += [_gain_matched(cell) for cell in matched]
+        cells += momentum_free(base, [seed_axis], with_averaging(_LRS))
+        for kind, nesterov in _RULES.items():
+            matched = [c for c in restarted if c.values[_NESTEROV] == nesterov and c.values[_MOMENTUM] >= least]
+            cells += gain_matched_all(matched, _matched_arm(kind))
     return Sweep("demo-quick" if quick else "demo", base, cells)
 
 
@@ -206,17 +203,6 @@ def _arm(kind: str, restart: str) -> str:
 
 def _matched_arm(kind: str) -> str:
     return f"{kind}, never, gain of K={PERIOD}"
-
-
-def _gain_matched(cell: Cell) -> Cell:
-    """The control of a restarted cell: no restart, and the learning rate that gives the same mean outer gain."""
-    outer, rounds = cell.config.outer, cell.config.rounds
-    ratio = mean_outer_gain(outer.rule(), outer.policy(), rounds) / mean_outer_gain(outer.rule(), Never(), rounds)
-    # Six digits: equal to any precision that matters, and readable in a table.
-    changed = {_LR: float(f"{outer.lr * ratio:.6g}"), _RESTART: "never"}
-    kind = next(kind for kind, nesterov in _RULES.items() if nesterov == outer.nesterov)
-    config = with_values(cell.config, changed)
-    return Cell(_matched_arm(kind), {**cell.values, **changed}, config, control_of=cell.run_id)
 
 
 Places = dict[tuple[float, float], Setting]

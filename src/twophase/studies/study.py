@@ -7,6 +7,13 @@ It holds
 * `answer(result) -> str`, a few plain lines: what was found, with its controls, and what does not hold;
 * `draw(result) -> Figure`, from the result alone.
 
+A study that also holds `sweep` is a *sweep study*: its numbers come from runs that have to be trained first. It holds
+
+* `sweep(scale, rows) -> Sweep`, the cells that can be known when `rows` are known; called with more rows until it adds
+  no cell, and each time it must begin with the cells that it had before;
+* `table(rows, scale) -> Result` in the place of the above, from the rows of the sweep's table;
+* `answer` and `draw` as above.
+
 `run` writes `NAME.png`, `NAME.pdf`, `NAME.csv` (the rows) and, last, `NAME.json` (the numbers, with settings, question
 and version), byte for byte the same for the same input.
 """
@@ -17,7 +24,7 @@ import ast
 import json
 import math
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -27,9 +34,15 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from twophase import __version__
 from twophase.config import UsageError
 from twophase.experiment.figure import DIGITS, rendered, styled, table_text, write_files
+from twophase.experiment.launch import RUNS, TABLE, Status, run_sweep
+from twophase.experiment.table import Row, read_rows
+from twophase.lm.config import check
+from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from twophase.experiment.grid import Sweep
 
 _FOLDER = Path(__file__).parent
 _COLUMNS = 110
@@ -81,6 +94,28 @@ class Study(Protocol):
         ...
 
 
+class SweepStudy(Protocol):
+    """What a module in this folder holds whose numbers come from trained runs."""
+
+    QUESTION: str
+
+    def sweep(self, scale: Scale, rows: Sequence[Row]) -> Sweep:
+        """The cells that can be known when these rows are known."""
+        ...
+
+    def table(self, rows: Sequence[Row], scale: Scale) -> Result:
+        """Compute from the runs."""
+        ...
+
+    def answer(self, result: Result) -> str:
+        """Say what was found."""
+        ...
+
+    def draw(self, result: Result) -> Figure:
+        """Draw it."""
+        ...
+
+
 def names() -> list[str]:
     """The studies there are, sorted."""
     return sorted(
@@ -108,7 +143,7 @@ def questions() -> dict[str, str]:
     return found
 
 
-def load(name: str) -> Study:
+def load(name: str) -> Study | SweepStudy:
     """The module of a study.
 
     Raises:
@@ -116,39 +151,123 @@ def load(name: str) -> Study:
     """
     if name not in names():
         raise UsageError(f"{name!r} is no study; choose from {', '.join(names())}")
-    return cast("Study", import_module(f"twophase.studies.{name}"))
+    return cast("Study | SweepStudy", import_module(f"twophase.studies.{name}"))
 
 
-def run(name: str, out: Path, quick: bool = False) -> Outcome:
+def run(
+    name: str,
+    out: Path,
+    quick: bool = False,
+    *,
+    scale: str | Scale | None = None,
+    workers: int = 1,
+    progress: Callable[[Status], None] | None = None,
+    **options: Any,
+) -> Outcome:
     """Compute a study, draw it, and write its four files.
+
+    A sweep study first trains what has not been trained yet, in the folder `NAME` beside its files (`NAME-SCALE` at
+    another scale than the laptop's). Repeating the call resumes it. The runs themselves lie in `runs`, so that a run
+    that several studies need is trained once.
 
     Args:
         name: of the study.
         out: folder of the files; made if it does not exist.
         quick: coarser and faster; the files say so.
+        scale: of a sweep study, by name or as a value: `laptop` when None and not quick, or `paper`.
+        workers: worker processes of a sweep study.
+        progress: called when a sweep begins and whenever a run ends (see `experiment.launch`).
+        options: further arguments of `run_sweep` for a sweep study, such as `devices`.
 
     Raises:
-        UsageError: no such study, matplotlib is not installed, or the files cannot be written.
+        UsageError: no such study or scale, matplotlib is not installed, a run that is impossible here, or the files
+            cannot be written.
+        RuntimeError: runs that could not be trained, by name; nothing is drawn without them.
     """
     study = load(name)
+    size = _scale(name, study, quick, scale)
     with styled():  # this and the folder before the computation: what is wrong is told at once
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
-        result = study.table(quick=quick)
+        if size is None:
+            result = cast("Study", study).table(quick=quick)
+        else:
+            trained = cast("SweepStudy", study)
+            folder = out / (name if size.name == LAPTOP.name else f"{name}-{size.name}")
+            options = {"runs": out / RUNS, "workers": workers, "progress": progress} | options
+            result = trained.table(_train(trained, size, folder, options), size)
         pictures = rendered(study.draw(result), palette=True)
     answer = study.answer(result)
     facts = {
         "study": name,
         "question": study.QUESTION,
         "version": __version__,
-        "settings": {"quick": quick} | result.settings,
+        "settings": {"quick": quick} | ({} if size is None else {"scale": size.name}) | result.settings,
         "numbers": result.numbers,
         "answer": answer.splitlines(),
     }
     text = json.dumps(_plain(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return Outcome(write_files(out / name, pictures | {".csv": table_text(result.rows), ".json": text}), folded(answer))
+
+
+def _scale(name: str, study: Study | SweepStudy, quick: bool, scale: str | Scale | None) -> Scale | None:
+    """The scale that is asked for; None for a study that trains nothing."""
+    if not hasattr(study, "sweep"):
+        if scale is not None:
+            raise UsageError(f"--scale: the study {name} trains nothing and has no scale; leave the option out")
+        return None
+    if isinstance(scale, Scale):
+        return scale
+    if scale is not None and quick and scale != QUICK.name:
+        raise UsageError(f"--quick is a scale of its own; leave out either it or --scale {scale}")
+    chosen = QUICK.name if quick else scale or LAPTOP.name
+    if chosen not in SCALES:
+        raise UsageError(f"--scale {chosen!r} is not known; choose from {', '.join(SCALES)}")
+    return SCALES[chosen]
+
+
+def _train(study: SweepStudy, scale: Scale, folder: Path, options: dict[str, Any]) -> list[Row]:
+    """Train what the study's sweep lacks, stage after stage, and return the rows of its table.
+
+    The rows that are there already come first: a folder that has reached a later stage belongs to the larger sweep.
+    """
+    rows = read_rows(folder / TABLE) if (folder / TABLE).is_file() else []
+    sweep = study.sweep(scale, rows)
+    while True:
+        _refuse_impossible(sweep)
+        threads = max(config.threads for config in sweep.runs.values())
+        outcome = run_sweep(sweep, folder, **({"threads": threads} | options))
+        if outcome.errors:
+            reasons = "".join(f"\n  run {run}: {reason}" for run, reason in outcome.errors.items())
+            raise RuntimeError(
+                f"{len(outcome.errors)} of the {len(sweep.runs)} runs of {sweep.name} could not be trained; "
+                f"repeat the command to try them again:{reasons}"
+            )
+        rows = read_rows(folder / TABLE)
+        further = study.sweep(scale, rows)
+        if len(further.cells) == len(sweep.cells):
+            return rows
+        sweep = further
+
+
+def _refuse_impossible(sweep: Sweep) -> None:
+    """Refuse what cannot be run here, text and device included, before a folder is made for it.
+
+    Raises:
+        UsageError: naming the option, its value, the range and the remedy.
+    """
+    from twophase.lm.corpus import build  # noqa: PLC0415 - this and the next load torch; theory studies do without
+    from twophase.lm.trainer import preflight  # noqa: PLC0415
+
+    configs = list(sweep.runs.values())
+    for config in configs:
+        check(config)
+    for config in {config.device: config for config in configs if config.device != "cpu"}.values():
+        preflight(config)
+    for data, replicas in {(config.data, config.replicas) for config in configs}:
+        build(data, replicas)
 
 
 def folded(text: str) -> str:

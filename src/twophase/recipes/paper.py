@@ -1,0 +1,367 @@
+"""The paper's language-model experiments as sweeps, at its own scale and at a laptop's, with controls that it lacks.
+
+* `robustness_heatmaps`: learning rate x momentum, without restarts and with one every 3 rounds, for a short and a long
+  communication period (paper figure 3 and its twin in the appendix).
+* `retuning`: rule tuned once at the short period; then the momentum without restarts against the restart period, over
+  communication periods (paper figure 4 and its long versions in the appendix). It has two stages: what the second runs
+  is decided by the results of the first.
+* `soft_restart`: what a restart keeps of the buffer and adds to it (the appendix's soft restart sweeps).
+
+The paper writes its rules in EMA form, and its pictures look like the sum form; at one learning rate and momentum the
+two are different rules, so every sweep has both, and every arm but the momentum-free one names its form. The controls
+are those of `recipes.controls`: momentum-free outer SGD, plain averaging, and runs without restarts at the mean outer
+gain of the restarted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twophase.experiment.grid import Axis, Cell, Sweep, product
+from twophase.experiment.table import Row, settings
+from twophase.lm.config import DataConfig, InnerConfig, ModelConfig, TrainConfig
+from twophase.recipes.controls import gain_matched_all, momentum_free, with_averaging
+from twophase.restart import Periodic, RestartPolicy, Soft
+from twophase.rule import Form
+
+LRS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1)
+"""Outer learning rates nu of the paper's table 1."""
+MOMENTA = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Outer momenta beta of the paper's table 1."""
+PERIODS = (2, 3, 5, 7, 9, 11)
+"""Restart periods K of the paper's table 1, in rounds."""
+INNER_STEPS = (64, 128, 512, 1024, 2048)
+"""Communication periods S of the paper's table 1, in inner steps."""
+RULES = {"heavy ball": False, "Nesterov": True}
+"""The paper's two outer rules, and whether they look ahead."""
+BOTH_FORMS: tuple[Form, ...] = ("sum", "ema")
+PERIOD = 3
+"""The restart period of the paper's heatmaps."""
+PAPER_TUNED = {"heavy ball": (1.1, 0.5), "Nesterov": (0.9, 0.7)}
+"""The learning rate and momentum that the paper found at S = 128 without restarts."""
+SOFT_RULE = ("Nesterov", 0.9, 0.7)
+"""Rule, learning rate and momentum of the paper's soft restart sweeps."""
+SOFT_PERIOD_SHORT, SOFT_PERIOD_LONG = 5, 3
+"""Their restart periods at the short and at the long communication period."""
+
+_LR, _MOMENTUM, _NESTEROV, _FORM = "outer.lr", "outer.momentum", "outer.nesterov", "outer.form"
+_RESTART, _INNER_STEPS, _SEED = "outer.restart", "inner_steps", "seed"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the experiments are.
+
+    Args:
+        name: of the scale; part of the sweeps' names.
+        base: what all runs share; its communication period is the short one.
+        lrs: outer learning rates of the grids.
+        momenta: outer momenta of the grids.
+        periods: restart periods of the sweeps over K, in rounds.
+        short: the short communication period, in inner steps: the paper's 128, at which it tunes.
+        long: the long one: the paper's 512.
+        retuning: communication periods of `retuning`, the short one among them.
+        retain: shares of the buffer that a soft restart keeps (the paper's alpha).
+        inject: weights with which it adds the pseudo-gradient (the paper's beta of the soft restart).
+        matched_from: cells of the heatmaps get a gain-matched control from this momentum on.
+        own_matched: periods of `retuning`'s second sweep over K, at the tuning with K = 3, that get a gain-matched
+            control; in the first sweep every period that fires has one.
+        seeds: every run is repeated for each.
+    """
+
+    name: str
+    base: TrainConfig
+    lrs: tuple[float, ...]
+    momenta: tuple[float, ...]
+    periods: tuple[int, ...]
+    short: int
+    long: int
+    retuning: tuple[int, ...]
+    retain: tuple[float, ...]
+    inject: tuple[float, ...]
+    matched_from: float
+    own_matched: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    def rounds(self, inner_steps: int) -> int:
+        """Rounds of a run with this communication period."""
+        return -(-self.base.steps // inner_steps)
+
+
+# The paper's text (C4), tokenizer (Mistral-7B) and precision (bf16-mixed) are not here: TrainConfig cannot say them
+# yet. Until it can, this scale trains the paper's model for the paper's schedule on the text of the default run. The
+# paper gives neither its seeds nor the grid of its soft restarts; one seed and steps of 0.2 are ours.
+PAPER = Scale(
+    name="paper",
+    base=TrainConfig(
+        model=ModelConfig(layers=12, hidden_size=1024, intermediate_size=2688, heads=16, norm_eps=1e-5),
+        data=DataConfig(sequence_length=2048, batch_size=64),
+        inner=InnerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999), warmup=1200 / 12500),
+        replicas=2,
+        steps=12500,
+        inner_steps=128,
+        device="cuda",
+    ),
+    lrs=LRS,
+    momenta=MOMENTA,
+    periods=PERIODS,
+    short=128,
+    long=512,
+    retuning=INNER_STEPS,
+    retain=(0.0, 0.2, 0.4, 0.6, 0.8),
+    inject=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
+    matched_from=0.1,
+    own_matched=PERIODS,
+    seeds=(0,),
+)
+# The demo's model and text. 480 inner steps make 96, 48, 24, 12 and 6 rounds, where the paper's communication periods
+# make 196, 98, 25, 13 and 7: the same numbers of restarts in a run, but for its shortest communication period.
+LAPTOP = Scale(
+    name="laptop",
+    base=TrainConfig(inner=InnerConfig(lr=4e-3), steps=480, inner_steps=5),
+    lrs=(0.3, 0.7, 1.1),
+    momenta=MOMENTA,
+    periods=PERIODS,
+    short=5,
+    long=20,
+    retuning=(5, 10, 20, 40, 80),
+    retain=(0.0, 0.25, 0.5, 0.75),
+    inject=(0.0, 0.25, 0.5, 1.0),
+    matched_from=0.5,
+    own_matched=(PERIOD,),
+    seeds=(0, 1, 2),
+)
+# Small enough for a test of the machinery; too small to show anything about restarts.
+QUICK = Scale(
+    name="quick",
+    base=TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=44, heads=2),
+        data=DataConfig(sequence_length=32, batch_size=4, validation_windows=64),
+        inner=InnerConfig(lr=4e-3),
+        steps=48,
+        inner_steps=4,
+    ),
+    lrs=(0.3, 1.1),
+    momenta=(0.5, 0.9),
+    periods=(2, 3, 5),
+    short=4,
+    long=8,
+    retuning=(4, 12),
+    retain=(0.0, 0.5),
+    inject=(0.0, 0.5),
+    matched_from=0.5,
+    own_matched=(2, 3, 5),
+    seeds=(0,),
+)
+SCALES = {scale.name: scale for scale in (LAPTOP, PAPER, QUICK)}
+"""The scales by name."""
+
+
+def arm_name(form: str, kind: str, what: str) -> str:
+    """Name of an arm: its form, its rule, and what its runs do.
+
+    >>> arm_name("sum", "heavy ball", "K=3")
+    'sum, heavy ball, K=3'
+    """
+    return f"{form}, {kind}, {what}"
+
+
+def control_name(arm: str) -> str:
+    """Name of the arm of the gain-matched controls of an arm of restarted runs.
+
+    >>> control_name("sum, heavy ball, K=3"), control_name("sum, heavy ball, K sweep")
+    ('sum, heavy ball, never, gain of K=3', 'sum, heavy ball, never, gain of K sweep')
+    """
+    form, kind, what = arm.split(", ", 2)
+    return arm_name(form, kind, f"never, gain of {what}")
+
+
+def robustness_heatmaps(scale: Scale) -> Sweep:
+    """Learning rate x momentum, without restarts and with K = 3, for two communication periods, rules and forms.
+
+    Args:
+        scale: the size of everything.
+
+    Returns:
+        The sweep. Arms, for each form and rule: `sum, heavy ball, never`, `sum, heavy ball, K=3`, and from momentum
+        `scale.matched_from` on the latter's controls `sum, heavy ball, never, gain of K=3`; and `momentum-free`.
+
+    Source: paper section 4, figure 3 (S = 512) and the last figure of the appendix (S = 128).
+    """
+    cells: list[Cell] = []
+    for inner_steps in (scale.short, scale.long):
+        for form in BOTH_FORMS:
+            for kind in RULES:
+                cells += _grid(scale, inner_steps, form, kind, "never")
+                restarted = _grid(scale, inner_steps, form, kind, str(PERIOD))
+                cells += restarted
+                cells += _matched([c for c in restarted if c.values[_MOMENTUM] >= scale.matched_from])
+        cells += _free(scale, inner_steps)
+    return Sweep(f"robustness-heatmaps-{scale.name}", scale.base, cells)
+
+
+def soft_restart(scale: Scale) -> Sweep:
+    """What a restart keeps of the buffer x what it adds to it, for two communication periods and forms.
+
+    The rule is Nesterov with learning rate 0.9 and momentum 0.7, as in the paper; K = 5 at the short communication
+    period and K = 3 at the long one. Coefficients act on the buffer of the rule's own form, so an equal injection is
+    relatively weaker in the sum form. Keeping and adding nothing is the hard restart, and is written as one.
+
+    Args:
+        scale: the size of everything.
+
+    Returns:
+        The sweep. Arms, for each form: `sum, Nesterov, soft K=5` (short) or `soft K=3` (long), its controls `sum,
+        Nesterov, never, gain of soft K=5`, and `sum, Nesterov, never`; and `momentum-free`.
+
+    Source: paper appendix, figure of the soft restart sweeps.
+    """
+    kind, lr, momentum = SOFT_RULE
+    cells: list[Cell] = []
+    for inner_steps, period in ((scale.short, SOFT_PERIOD_SHORT), (scale.long, SOFT_PERIOD_LONG)):
+        policies = [soft_policy(period, retain, inject) for retain in scale.retain for inject in scale.inject]
+        for form in BOTH_FORMS:
+            fixed = _fixed(form, kind, inner_steps) | {_MOMENTUM: momentum, _LR: lr}
+            cells += _runs(scale, arm_name(form, kind, "never"), fixed, [Axis(_RESTART, ("never",))])
+            restarted = _runs(
+                scale, arm_name(form, kind, f"soft K={period}"), fixed, [Axis(_RESTART, tuple(map(str, policies)))]
+            )
+            cells += restarted
+            cells += _matched(restarted)
+        cells += _free(scale, inner_steps)
+    return Sweep(f"soft-restart-{scale.name}", scale.base, cells)
+
+
+def soft_policy(period: int, retain: float, inject: float) -> RestartPolicy:
+    """The soft restart as a policy; the one that keeps and adds nothing is the hard one, of the same trajectory."""
+    return Soft(period, retain, inject) if retain or inject else Periodic(period)
+
+
+def retuning(scale: Scale, rows: Sequence[Row] = (), given: Mapping[str, tuple[float, float]] | None = None) -> Sweep:
+    """Tuning once at the short communication period, then momentum against restart period at all of them.
+
+    Stage 1 is, at the short communication period, the grid of learning rate and momentum without restarts and with
+    K = 3: the cells of `robustness_heatmaps`. When all its runs have ended, `tuned` names the best, and stage 2 follows
+    for every communication period, form and rule:
+
+    * `beta sweep`: no restart, learning rate nu* (the best without restarts), every momentum;
+    * `K sweep`: the best (nu*, beta*) without restarts, every period; `K sweep, own tuning`: the best with K = 3;
+    * the gain-matched controls of the periods, and the momentum-free arm.
+
+    Args:
+        scale: the size of everything.
+        rows: what is known so far, of this sweep or of `robustness_heatmaps`.
+        given: learning rate and momentum by rule, such as `PAPER_TUNED`, for both forms: then there is nothing to tune,
+            and the sweep is stage 2 at these values.
+
+    Returns:
+        The sweep; with stage 2 it begins with the cells of stage 1, so it extends a folder of that. Where no setting of
+        an arm has finished for all seeds there is nothing to carry on, and its sweeps are left out.
+
+    Source: paper section 4, figure 4, and the curves of the appendix.
+    """
+    name = f"retuning-{scale.name}"
+    if given is not None:
+        found = {(form, kind, "never"): given[kind] for form in BOTH_FORMS for kind in RULES}
+        return Sweep(f"{name}-given", scale.base, _second_stage(scale, found))
+    first = _first_stage(scale)
+    found = tuned(scale, rows)
+    return Sweep(name, scale.base, first if found is None else first + _second_stage(scale, found))
+
+
+def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple[float, float]] | None:
+    """The best learning rate and momentum of each arm of the first stage of `retuning`.
+
+    Best is the lowest perplexity, mean over the seeds, of the settings that finished for every seed; of equal ones that
+    of the smaller momentum, then of the smaller learning rate.
+
+    Args:
+        scale: the size of everything.
+        rows: of any sweep that has these runs.
+
+    Returns:
+        From (form, rule, restart) to (learning rate, momentum); an arm of which nothing has finished for all seeds is
+        left out. None as long as a run has not ended.
+    """
+    by_run = {row.run: row for row in rows}
+    cells = _first_stage(scale)
+    if any(cell.run_id not in by_run or by_run[cell.run_id].state in {"missing", "failed"} for cell in cells):
+        return None
+    # Taken by its run, not by its arm: the table may be that of another sweep with these runs.
+    known = [
+        Row(cell.arm, cell.run_id, cell.values, by_run[cell.run_id].state, by_run[cell.run_id].perplexity)
+        for cell in cells
+    ]
+    best: dict[tuple[str, str, str], tuple[float, float, float]] = {}
+    for setting in settings(known):
+        if setting.perplexity is None:
+            continue
+        kind = next(kind for kind, nesterov in RULES.items() if nesterov == setting.values[_NESTEROV])
+        place = (setting.perplexity, setting.values[_MOMENTUM], setting.values[_LR])
+        key = (setting.values[_FORM], kind, setting.values[_RESTART])
+        best[key] = min(best.get(key, place), place)
+    return {key: (lr, momentum) for key, (_, momentum, lr) in best.items()}
+
+
+BETA_SWEEP, K_SWEEP, OWN_K_SWEEP = "beta sweep", "K sweep", "K sweep, own tuning"
+"""What the arms of the second stage of `retuning` do."""
+
+
+def _first_stage(scale: Scale) -> list[Cell]:
+    return [
+        cell
+        for form in BOTH_FORMS
+        for kind in RULES
+        for restart in ("never", str(PERIOD))
+        for cell in _grid(scale, scale.short, form, kind, restart)
+    ]
+
+
+def _second_stage(scale: Scale, found: Mapping[tuple[str, str, str], tuple[float, float]]) -> list[Cell]:
+    cells: list[Cell] = []
+    periods = Axis(_RESTART, tuple(map(str, scale.periods)))
+    for inner_steps in scale.retuning:
+        for form in BOTH_FORMS:
+            for kind in RULES:
+                fixed = _fixed(form, kind, inner_steps)
+                if (form, kind, "never") in found:
+                    lr, _ = found[form, kind, "never"]
+                    shared = fixed | {_LR: lr, _RESTART: "never"}
+                    cells += _runs(scale, arm_name(form, kind, BETA_SWEEP), shared, [Axis(_MOMENTUM, scale.momenta)])
+                for what, restart in ((K_SWEEP, "never"), (OWN_K_SWEEP, str(PERIOD))):
+                    if (form, kind, restart) in found:
+                        lr, momentum = found[form, kind, restart]
+                        shared = fixed | {_LR: lr, _MOMENTUM: momentum}
+                        restarted = _runs(scale, arm_name(form, kind, what), shared, [periods])
+                        cells += restarted
+                        matched = scale.periods if what == K_SWEEP else scale.own_matched
+                        cells += _matched([c for c in restarted if c.values[_RESTART] in map(str, matched)])
+        cells += _free(scale, inner_steps)
+    return cells
+
+
+def _grid(scale: Scale, inner_steps: int, form: str, kind: str, restart: str) -> list[Cell]:
+    """Momentum x learning rate, for every seed."""
+    fixed = _fixed(form, kind, inner_steps) | {_RESTART: restart}
+    axes = [Axis(_MOMENTUM, scale.momenta), Axis(_LR, scale.lrs)]
+    return _runs(scale, arm_name(form, kind, "never" if restart == "never" else f"K={restart}"), fixed, axes)
+
+
+def _free(scale: Scale, inner_steps: int) -> list[Cell]:
+    """Outer SGD without momentum; without momentum the forms are one rule, written as the sum form here."""
+    fixed = {_INNER_STEPS: inner_steps, _FORM: "sum"}
+    return momentum_free(scale.base, [Axis(_SEED, scale.seeds)], with_averaging(scale.lrs), fixed)
+
+
+def _runs(scale: Scale, arm: str, fixed: Mapping[str, Any], axes: Sequence[Axis]) -> list[Cell]:
+    return product(scale.base, [Axis(_SEED, scale.seeds), *axes], arm, fixed)
+
+
+def _fixed(form: str, kind: str, inner_steps: int) -> dict[str, Any]:
+    return {_INNER_STEPS: inner_steps, _FORM: form, _NESTEROV: RULES[kind]}
+
+
+def _matched(restarted: Sequence[Cell]) -> list[Cell]:
+    return gain_matched_all(restarted, control_name(restarted[0].arm)) if restarted else []

@@ -1,0 +1,298 @@
+"""What the language-model studies share: settings as lines, comparisons seed by seed, and words for them.
+
+A setting is the runs of one arm that differ in the seed only. Its perplexity is the mean over its seeds and exists only
+when all of them have finished. Comparisons pair equal seeds: a seed shares initial weights and data order between arms,
+so the difference of a pair is less noisy than the difference of two means.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from twophase.experiment.table import SEED, Row, geometric_mean, readable, settings
+from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
+from twophase.recipes.paper import RULES, Scale
+from twophase.restart import parse
+
+WITHIN = 0.25
+"""A setting works when its perplexity is at most this much above the best, relatively."""
+MARGIN = 0.05
+"""One setting is clearly better or worse than another when their perplexities differ by more than this, relatively."""
+SHORT_KINDS = {"heavy ball": "HB", "Nesterov": "NAG"}
+
+Line = dict[str, Any]
+"""One setting: its place, its state, its perplexity over the seeds, and its rows by seed under `by_seed`."""
+
+
+def lines_of(rows: Sequence[Row], scale: Scale) -> list[Line]:
+    """The settings of a sweep, in its order, each with everything that a figure or an answer needs of it.
+
+    A control has the learning rate and the restart of what it controls under `of_lr` and `of_restart`. `restarts`
+    counts those that a run feels: 0 for a period that the run is too short for. `by_seed` is for comparisons;
+    `public` leaves it out, and the sweep's own `cells.csv` has every seed.
+    """
+    by_run = {row.run: row for row in rows}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        # Two controls of one arm may share a learning rate; what they control tells them apart.
+        of = by_run.get(row.control_of or "")
+        place = tuple((path, value) for path, value in row.values.items() if path != SEED)
+        controlled = (of.values["outer.lr"], of.values["outer.restart"]) if of else (None, None)
+        groups.setdefault((row.arm, place, controlled), []).append(row)
+    return [_line(group, scale, *controlled) for (*_, controlled), group in groups.items()]
+
+
+def _line(group: Sequence[Row], scale: Scale, of_lr: float | None, of_restart: str | None) -> Line:
+    (setting,) = settings(group)
+    values, free = setting.values, setting.arm == MOMENTUM_FREE
+    rounds = scale.rounds(values["inner_steps"])
+    found = [row.perplexity for row in group if row.state == "finished" and row.perplexity is not None]
+    states = [row.state for row in group]
+    return {
+        "arm": setting.arm,
+        "form": "" if free else values["outer.form"],
+        "rule": "" if free else next(kind for kind, ahead in RULES.items() if ahead == values["outer.nesterov"]),
+        "inner_steps": values["inner_steps"],
+        "rounds": rounds,
+        "momentum": values["outer.momentum"],
+        "lr": values["outer.lr"],
+        "restart": values["outer.restart"],
+        "restarts": restarts_that_count(parse(values["outer.restart"]), rounds),
+        "of_lr": of_lr,
+        "of_restart": of_restart,
+        "state": setting.state,
+        "perplexity": setting.perplexity,
+        "sd": statistics.stdev(found) if setting.perplexity is not None and len(found) > 1 else None,
+        "min": min(found, default=None),
+        "max": max(found, default=None),
+        "seeds": len(group),
+        **{state: states.count(state) for state in ("finished", "diverged", "missing", "failed")},
+        "by_seed": {row.values[SEED]: row for row in group},
+    }
+
+
+def public(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """The lines as rows of a study's table."""
+    return [{name: value for name, value in line.items() if name != "by_seed"} for line in lines]
+
+
+def pick(lines: Iterable[Mapping[str, Any]], **values: Any) -> list[Any]:
+    """The lines that have these values."""
+    return [line for line in lines if all(line[name] == value for name, value in values.items())]
+
+
+def one(lines: Iterable[Mapping[str, Any]], **values: Any) -> Any:
+    """The first line that has these values, or None."""
+    return next(iter(pick(lines, **values)), None)
+
+
+def best(lines: Iterable[Line]) -> Line | None:
+    """The line of the lowest perplexity, of equal ones that of the smaller momentum, then of the smaller lr."""
+    known = [line for line in lines if line["perplexity"] is not None]
+    return min(known, key=lambda line: (line["perplexity"], line["momentum"], line["lr"]), default=None)
+
+
+def free_and_averaging(lines: Sequence[Line], inner_steps: int) -> tuple[Line | None, Line | None]:
+    """The best momentum-free line at a communication period, and plain averaging there."""
+    free = pick(lines, arm=MOMENTUM_FREE, inner_steps=inner_steps)
+    return best(free), one(free, lr=AVERAGING_LR)
+
+
+def control_of(lines: Iterable[Line], arm: str, line: Line) -> Line | None:
+    """The gain-matched control of a line in an arm of controls, or None."""
+    place = {name: line[name] for name in ("inner_steps", "momentum")}
+    return one(lines, arm=arm, of_lr=line["lr"], of_restart=line["restart"], **place)
+
+
+def shown(line: Line | None) -> dict[str, Any] | None:
+    """A line as a number with its place."""
+    names = ("perplexity", "min", "max", "state", "lr", "momentum", "restart", "restarts")
+    return None if line is None else {name: line[name] for name in names}
+
+
+def summary(lines: Sequence[Line], bound: float | None) -> dict[str, Any]:
+    """An arm in numbers: how many settings, how many at or below a bound, the best with its place, the worst.
+
+    Diverged and missing settings are counted, are in no mean, and lie outside the bound.
+    """
+    known = [line["perplexity"] for line in lines if line["perplexity"] is not None]
+    return {
+        "settings": len(lines),
+        "within": sum(value <= bound for value in known) if bound is not None else 0,
+        "diverged": sum(line["state"] == "diverged" for line in lines),
+        "missing": sum(line["state"] == "missing" for line in lines),
+        "best": shown(best(lines)),
+        "worst": max(known, default=None),
+        "geometric_mean": geometric_mean(known),
+    }
+
+
+def difference(mine: Line | None, other: Line | None) -> dict[str, Any] | None:
+    """Perplexity of one setting minus that of another, paired by seed: mean, smallest, largest, number of seeds.
+
+    None when there is no seed for which both have finished; negative means that `mine` is better.
+    """
+    gaps = [a - b for a, b in _paired(mine, other)]
+    if not gaps:
+        return None
+    return {"mean": statistics.fmean(gaps), "min": min(gaps), "max": max(gaps), "seeds": len(gaps)}
+
+
+def contrast(pairs: Sequence[tuple[Line, Line | None]]) -> dict[str, Any]:
+    """Restarted settings against others, one pair each: the ratio other / restarted, above 1 where restarts win.
+
+    Returns:
+        `ratio` is the geometric mean over the pairs for each seed, then the mean over the seeds, with the seeds'
+        smallest and largest; only pairs that have finished for all seeds on both sides are in it (`compared`). A pair
+        is `better` when the restarted one is better by more than the margin, or the other alone has diverged
+        (`diverged_without`), and `worse` the other way round; `diverged_both` and `missing` pairs are neither.
+    """
+    per_seed: dict[Any, list[float]] = {}
+    names = ("compared", "better", "worse", "diverged_without", "diverged_with", "diverged_both", "missing")
+    counts: dict[str, int] = dict.fromkeys(names, 0)
+    for mine, other in pairs:
+        states = (mine["state"], other["state"] if other else "missing")
+        if "missing" in states:
+            counts["missing"] += 1
+        elif "diverged" in states:
+            which = "both" if states[0] == states[1] else "with" if states[0] == "diverged" else "without"
+            counts[f"diverged_{which}"] += 1
+            counts["better"] += which == "without"
+            counts["worse"] += which == "with"
+        else:
+            assert other is not None
+            ratios = {seed: b / a for seed, (a, b) in _by_seed(mine, other).items()}
+            for seed, ratio in ratios.items():
+                per_seed.setdefault(seed, []).append(ratio)
+            middle = geometric_mean(list(ratios.values())) or 1.0
+            counts["compared"] += 1
+            counts["better"] += middle > 1 + MARGIN
+            counts["worse"] += middle < 1 / (1 + MARGIN)
+    means = [math.exp(statistics.fmean(map(math.log, ratios))) for ratios in per_seed.values()]
+    mean = {"mean": statistics.fmean(means), "min": min(means), "max": max(means)} if means else None
+    return {"pairs": len(pairs), "seeds": len(means), "ratio": mean} | counts
+
+
+def _by_seed(mine: Line, other: Line) -> dict[Any, tuple[float, float]]:
+    return {
+        seed: (row.perplexity, other["by_seed"][seed].perplexity)
+        for seed, row in mine["by_seed"].items()
+        if row.state == "finished" and seed in other["by_seed"] and other["by_seed"][seed].state == "finished"
+    }
+
+
+def _paired(mine: Line | None, other: Line | None) -> list[tuple[float, float]]:
+    return [] if mine is None or other is None else list(_by_seed(mine, other).values())
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+
+
+def place_name(form: str, kind: str, inner_steps: int | None = None) -> str:
+    """`sum HB S=5`, for tables and lists."""
+    return f"{form} {SHORT_KINDS[kind]}" + ("" if inner_steps is None else f" S={inner_steps}")
+
+
+def difference_words(found: Mapping[str, Any] | None) -> str:
+    """`-0.12 [-0.20, -0.03]`: the mean over the seeds and their range."""
+    if found is None:
+        return "not known"
+    ends = f" [{found['min']:+.2f}, {found['max']:+.2f}]" if found["seeds"] > 1 else ""
+    return f"{found['mean']:+.2f}{ends}"
+
+
+def ratio_words(found: Mapping[str, Any]) -> str:
+    """`1.08 [1.05, 1.11], 2 div. without`: the mean over the seeds, their range, and what is in no ratio."""
+    ratio, words = found["ratio"], []
+    if ratio is not None:
+        ends = f" [{ratio['min']:.2f}, {ratio['max']:.2f}]" if found["seeds"] > 1 else ""
+        words = [f"{ratio['mean']:.2f}{ends}"]
+    words += [f"{found[f'diverged_{which}']} div. {which}" for which in _WHICH if found[f"diverged_{which}"]]
+    words += [f"{found['missing']} missing"] if found["missing"] else []
+    return ", ".join(words) or "no pair"
+
+
+_WHICH = ("without", "with", "both")
+
+
+def ratio_above(found: Mapping[str, Any]) -> bool | None:
+    """Whether restarts are better by more than the margin, as the mean over the seeds.
+
+    Runs that have diverged on one side only are in no ratio; they decide where nothing else can be compared, and a
+    restarted one that diverges alone refutes.
+    """
+    if found["diverged_with"]:
+        return False
+    if found["ratio"] is None:
+        return True if found["diverged_without"] else None
+    return found["ratio"]["mean"] > 1 + MARGIN
+
+
+def perplexity_words(found: Mapping[str, Any] | None) -> str:
+    """A setting's perplexity, or why there is none."""
+    if found is None:
+        return "none"
+    return readable(found["perplexity"]) or ("div." if found["state"] == "diverged" else str(found["state"]))
+
+
+def lower(found: Mapping[str, Any] | None) -> bool | None:
+    """Whether a difference is negative for every seed; None when it is not known."""
+    return None if found is None else found["max"] < 0
+
+
+def tally(claim: str, held: Mapping[str, bool | None], detail: Mapping[str, str] | None = None) -> str:
+    """A claim with where it holds: `Holds in 2 of 3: 'claim' (sum HB yes; ...)`, computed so that it cannot go stale.
+
+    Args:
+        claim: in words.
+        held: from place to whether it holds there, None where that is not known.
+        detail: from place to the numbers.
+    """
+    known = [answer for answer in held.values() if answer is not None]
+    if not known:
+        head = "Not known"
+    elif all(known):
+        head = "Holds" if len(known) > 1 or len(held) == 1 else "Holds in the one place that is known"
+    elif any(known):
+        head = f"Holds in {sum(known)} of {len(known)}"
+    else:
+        head = "Does not hold"
+    if known and len(known) < len(held):
+        head += f" ({len(held) - len(known)} not known)"
+    words = {True: "yes", False: "no", None: "not known"}
+    mixed = any(known) and not all(known)
+    parts = [
+        " ".join(part for part in (place, words[answer] if mixed else "", (detail or {}).get(place, "")) if part)
+        for place, answer in held.items()
+    ]
+    listed = f" ({'; '.join(parts)})" if mixed or detail else ""
+    return f"{head}: '{claim}'{listed}."
+
+
+def tally_by_group(claim: str, found: Mapping[str, Sequence[tuple[bool | None, float | None]]], form: str) -> str:
+    """A claim over several places a group: `Holds in 3 of 10: 'claim' (sum HB 2 of 5, -0.20 to +0.10; ...)`.
+
+    Args:
+        claim: in words.
+        found: from group to, for each place, whether the claim holds there and the number it rests on (None: unknown).
+        form: format of the numbers.
+    """
+    places = {f"{group} {number}": held for group, all_ in found.items() for number, (held, _) in enumerate(all_)}
+    head = tally("", places).partition(":")[0]
+    parts = []
+    for group, all_ in found.items():
+        known = [held for held, _ in all_ if held is not None]
+        numbers = [number for _, number in all_ if number is not None]
+        ends = f", {min(numbers):{form}} to {max(numbers):{form}}" if numbers else ""
+        parts.append(f"{group} {sum(known)} of {len(known)}{ends}")
+    return f"{head}: '{claim}' ({'; '.join(parts)})."
+
+
+def seeds_words(scale: Scale) -> str:
+    """How many seeds there are and how they are shown."""
+    if len(scale.seeds) == 1:
+        return f"seed {scale.seeds[0]} alone, so there is no spread to judge differences by"
+    return f"{len(scale.seeds)} seeds: means, and in brackets the smallest and largest of the seeds"

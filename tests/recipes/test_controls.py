@@ -1,0 +1,109 @@
+"""Controls: equal mean gain by a direct count, nothing superfluous, and which restarts a run feels."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twophase.config import with_values
+from twophase.experiment.grid import Axis, Cell, product
+from twophase.lm.config import TrainConfig
+from twophase.recipes.controls import gain_matched, gain_matched_all, momentum_free, restarts_that_count, with_averaging
+from twophase.restart import AtRounds, Never, Periodic, RoundSignal, Soft
+
+POLICIES = ("2", "3", "7", "cycle:2,5", "at:4,9", "soft:3:0.25:0.5", "soft:5:0.75:1.0", "soft:2:-0.3:0.1")
+
+
+def direct_gain(config: TrainConfig) -> float:
+    """Mean displacement a round under a constant pseudo-gradient of 1, by a plain loop over the periodic policies."""
+    outer, policy = config.outer, config.outer.policy()
+    enters = 1.0 if outer.form == "sum" else 1 - outer.momentum
+    buffer, total = 0.0, 0.0
+    for number in range(1, config.rounds + 1):
+        buffer = outer.momentum * buffer + enters
+        step = outer.momentum * buffer + enters if outer.nesterov else buffer
+        total += outer.lr * step
+        restart = policy.decide({}, RoundSignal(number, number))[1]
+        if restart is not None:
+            buffer = restart.retain * buffer + restart.inject
+    return total / config.rounds
+
+
+def restarted(restart: str, **values: object) -> Cell:
+    """One restarted cell of 23 rounds, the last of them short."""
+    base = with_values(TrainConfig(), {"steps": 90, "inner_steps": 4} | values)
+    (cell,) = product(base, [Axis("outer.restart", (restart,))], "arm")
+    return cell
+
+
+@given(
+    st.sampled_from(POLICIES),
+    st.sampled_from(["sum", "ema"]),
+    st.booleans(),
+    st.floats(0.05, 0.95),
+    st.floats(0.05, 3.0),
+)
+def test_gains_are_equal(restart: str, form: str, nesterov: bool, momentum: float, lr: float) -> None:
+    """Control and controlled cell have the same mean outer gain to six digits, counted round by round."""
+    cell = restarted(
+        restart, **{"outer.form": form, "outer.nesterov": nesterov, "outer.momentum": momentum, "outer.lr": lr}
+    )
+    control = gain_matched(cell, "control")
+    assert control is not None
+    assert direct_gain(control.config) == pytest.approx(direct_gain(cell.config), rel=1e-5)
+
+
+def test_only_restart_and_learning_rate_differ() -> None:
+    """The control names what it controls, and differs from it in the restart and the learning rate alone."""
+    cell = restarted("3", seed=4)
+    control = gain_matched(cell, "control")
+    assert control is not None
+    assert (control.arm, control.control_of) == ("control", cell.run_id)
+    assert control.config.outer.restart == "never"
+    assert with_values(control.config, {"outer.lr": cell.config.outer.lr, "outer.restart": "3"}) == cell.config
+    assert control.values == {"outer.restart": "never", "outer.lr": control.config.outer.lr}
+    assert control.config.outer.lr == float(f"{control.config.outer.lr:.6g}")
+
+
+@pytest.mark.parametrize(
+    ("restart", "values"),
+    [("never", {}), ("23", {}), ("24", {}), ("3", {"outer.momentum": 0.0}), ("soft:3:1.0:0.0", {})],
+)
+def test_no_control_where_it_would_be_the_same_run(restart: str, values: dict[str, object]) -> None:
+    """A restart that changes no gain (it never fires, there is no buffer, or it keeps all) needs no control."""
+    cell = restarted(restart, **values)
+    assert gain_matched(cell, "control") is None
+    assert gain_matched_all([cell, restarted("22")], "control")[0].control_of == restarted("22").run_id
+
+
+@pytest.mark.usefixtures("norm_ratio")
+def test_adaptive_policies_have_no_gain_in_advance() -> None:
+    """A policy that decides from what a run measures is refused by both functions."""
+    cell = restarted("norm-ratio:2.0:1")
+    with pytest.raises(ValueError, match="not known in advance"):
+        gain_matched(cell, "control")
+    with pytest.raises(ValueError, match=r"restarts_that_count: .*cannot be known in advance"):
+        restarts_that_count(cell.config.outer.policy(), 5)
+
+
+def test_momentum_free_is_plain_sgd() -> None:
+    """Momentum 0, no restart, no look-ahead, at every learning rate and place; plain averaging is among them."""
+    lrs = with_averaging((0.3, 1.1))
+    assert lrs == (0.3, 1.0, 1.1) == with_averaging(lrs)
+    cells = momentum_free(TrainConfig(), [Axis("seed", (0, 1))], lrs, {"inner_steps": 8})
+    assert [(cell.config.seed, cell.config.outer.lr) for cell in cells] == [(s, lr) for s in (0, 1) for lr in lrs]
+    for cell in cells:
+        outer = cell.config.outer
+        assert (cell.arm, outer.momentum, outer.nesterov, outer.restart) == ("momentum-free", 0.0, False, "never")
+        assert (cell.config.inner_steps, cell.values["inner_steps"], cell.control_of) == (8, 8, None)
+
+
+@given(st.integers(1, 40), st.integers(1, 45))
+def test_restarts_that_count(period: int, rounds: int) -> None:
+    """Of a period K, the multiples of K before the last round; hard, soft and listed restarts agree."""
+    count = len([t for t in range(1, rounds) if t % period == 0])
+    assert restarts_that_count(Periodic(period), rounds) == count
+    assert restarts_that_count(Soft(period, 0.5, 0.5), rounds) == count
+    assert restarts_that_count(AtRounds((period,)), rounds) == (period < rounds)
+    assert restarts_that_count(Never(), rounds) == 0

@@ -1,0 +1,478 @@
+"""The language-model studies: what they conclude from made-up runs, what they show, and that they really train."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import textmaker
+from twophase.config import UsageError, with_values
+from twophase.experiment import launch
+from twophase.experiment.figure import rendered, styled
+from twophase.experiment.grid import Cell, Sweep
+from twophase.experiment.table import Row, rows_of, write_rows
+from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale, robustness_heatmaps, soft_restart
+from twophase.restart import mean_outer_gain
+from twophase.studies import _lm, study
+from twophase.studies import retuning as retuning_study
+from twophase.studies import robustness_heatmaps as heatmaps_study
+from twophase.studies import soft_restart as soft_study
+
+NAMES = ("retuning", "robustness_heatmaps", "soft_restart")
+MODULES: dict[str, Any] = {
+    "retuning": retuning_study,
+    "robustness_heatmaps": heatmaps_study,
+    "soft_restart": soft_study,
+}
+Value = Callable[[Cell], float | str | None]
+"""A made-up perplexity, "diverged", or None for a run that is missing."""
+
+
+def rows(sweep: Sweep, value: Value) -> list[Row]:
+    summaries: dict[str, dict[str, Any]] = {}
+    for cell in sweep.cells:
+        found = value(cell)
+        if found is not None:
+            number = None if found == "diverged" else found
+            summaries[cell.run_id] = {
+                "perplexity": number, "validation_loss": number, "seconds": 1.0, "diverged": number is None,
+            }  # fmt: skip
+    return rows_of(sweep, summaries)
+
+
+def gain_only(cell: Cell) -> float:
+    """A world in which only the mean outer gain matters: 8 at gain 1, worse on both sides, a little by seed."""
+    outer = cell.config.outer
+    gain = mean_outer_gain(outer.rule(), outer.policy(), cell.config.rounds)
+    return 8 + 2 * abs(gain - 1) / (1 + abs(gain - 1)) + 0.1 * cell.config.seed
+
+
+def restarts_help(cell: Cell) -> float:
+    """A world in which every restart that a run feels takes a third off the perplexity, whatever else there is."""
+    felt = _lm.restarts_that_count(cell.config.outer.policy(), cell.config.rounds) > 0
+    return gain_only(cell) * (2 / 3 if felt else 1)
+
+
+def results(name: str, scale: Scale, value: Value) -> tuple[Any, list[Row]]:
+    """A study's result on made-up runs, all stages."""
+    module, known, cells = MODULES[name], [], 0
+    while True:
+        sweep = module.sweep(scale, known)
+        if len(sweep.cells) == cells:
+            return module.table(known, scale), known
+        cells, known = len(sweep.cells), rows(sweep, value)
+
+
+def line_of(text: str, words: str) -> str:
+    (line,) = [line for line in text.splitlines() if words in line]
+    return line
+
+
+# ----------------------------------------------------------------------------------------------------------- analysis
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [QUICK, LAPTOP], ids=["quick", "laptop"])
+def test_where_only_gain_matters_restarts_gain_nothing_over_their_control(name: str, scale: Scale) -> None:
+    """In a world of gain alone every comparison with the gain-matched controls is even, and the answer says so."""
+    result, _ = results(name, scale, gain_only)
+    for facts in result.numbers["places"].values():
+        for key in ("over_gain_matched",) if name != "retuning" else ("k_sweep", "own_k_sweep"):
+            found = facts[key] if name != "retuning" else facts[key]["over_gain_matched"]
+            assert found["ratio"]["mean"] == pytest.approx(1, abs=1e-5)
+            assert found["better"] == found["worse"] == 0
+            assert found["compared"] == found["pairs"] > 0
+            assert found["seeds"] == len(scale.seeds)
+    claims = [line for line in MODULES[name].answer(result).splitlines() if "gain-matched control" in line]
+    claims = [line for line in claims if "better than" in line]
+    assert claims
+    assert all(line.startswith("Does not hold: '") for line in claims)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_restarts_help_the_answers_say_so(name: str) -> None:
+    """In a world where every restart that fires helps, the claims against each control hold, with the numbers."""
+    result, _ = results(name, LAPTOP, restarts_help)
+    text = MODULES[name].answer(result)
+    best = {"retuning": "tuned at each S, K*", "robustness_heatmaps": "at its best", "soft_restart": "the best soft"}
+    held = [line for line in text.splitlines() if best[name] in line and "lower perplexity" in line]
+    held = [line for line in held if "the hard restart" not in line]
+    assert len(held) >= 4
+    assert all(line.startswith("Holds: '") for line in held), text
+
+
+def test_region_and_bests_of_the_heatmaps() -> None:
+    """Counts within 25 % of the best of the same S, bests and worsts are those of the made-up runs."""
+
+    def value(cell: Cell) -> float:
+        outer = cell.config.outer
+        bad = outer.restart == "never" and outer.momentum == 0.9 and outer.form == "sum" and not cell.control_of
+        return (30.0 if bad else 8.0 + outer.lr) * cell.config.inner_steps
+
+    result, _ = results("robustness_heatmaps", LAPTOP, value)
+    for inner_steps in (5, 20):
+        controls = result.numbers["controls"][str(inner_steps)]
+        assert controls["momentum_free"]["perplexity"] == pytest.approx(8.3 * inner_steps)
+        assert controls["averaging"]["perplexity"] == pytest.approx(9.0 * inner_steps)
+        for name, facts in result.numbers["places"].items():
+            if facts["inner_steps"] == inner_steps:
+                lost = 3 if name.startswith("sum") else 0
+                assert (facts["never"]["within"], facts["restarted"]["within"]) == (15 - lost, 15)
+                assert facts["never"]["worst"] == pytest.approx((30 if lost else 9.1) * inner_steps)
+                assert facts["best_minus"]["averaging"]["mean"] == pytest.approx(-0.7 * inner_steps)
+                ratio = facts["over_never_at_largest_momentum"]["ratio"]
+                assert (ratio["mean"] > 3) == bool(lost)
+    text = heatmaps_study.answer(result)
+    claim = line_of(text, "enlarges the region")
+    assert claim.startswith("Holds in 4 of 8: ")
+    assert "sum HB S=5 yes 12 to 15 of 15" in claim
+    assert "ema HB S=5 no 15 to 15 of 15" in claim
+
+
+def test_retuning_finds_flatness_and_the_price_of_not_retuning() -> None:
+    """Spread, kept value and its price follow from a known optimum that moves with S over beta and not over K."""
+
+    def value(cell: Cell) -> float:
+        outer = cell.config.outer
+        if outer.restart != "never" and cell.config.rounds > int(outer.restart):
+            return 8.0 + (0.0 if outer.restart == "3" else 0.08) + abs(outer.lr - 0.7) + abs(outer.momentum - 0.5)
+        best = 0.5 if cell.config.inner_steps == LAPTOP.short else 0.1
+        return 8.0 + 4 * abs(outer.momentum - best) + abs(outer.lr - 0.7)
+
+    result, _ = results("retuning", LAPTOP, value)
+    for tuned in result.numbers["tuned"].values():
+        assert tuned == {"never": {"lr": 0.7, "momentum": 0.5}, "K=3": {"lr": 0.7, "momentum": 0.5}}
+    for facts in result.numbers["places"].values():
+        moved = facts["inner_steps"] != LAPTOP.short
+        assert facts["k_sweep"]["worst_over_best"] == pytest.approx(8.08 / 8)
+        assert facts["k_sweep"]["best"]["restart"] == facts["k_sweep"]["kept"]["restart"] == "3"
+        assert facts["k_sweep"]["kept_over_best"] == 1
+        assert facts["beta_sweep"]["worst_over_best"] == pytest.approx((8 + 4 * (0.8 if moved else 0.4)) / 8)
+        assert facts["beta_sweep"]["kept_over_best"] == pytest.approx(9.6 / 8 if moved else 1)
+        assert facts["k_sweep"]["kept_minus_kept_momentum"]["mean"] == pytest.approx(-1.6 if moved else 0)
+        assert facts["k_sweep"]["settings"] + len(facts["k_sweep"]["never_fires"]) == len(LAPTOP.periods)
+    text = retuning_study.answer(result)
+    assert line_of(text, "varies less over K").startswith("Holds: ")
+    assert line_of(text, "keeping K costs less").startswith("Holds: ")
+    assert "S=80 has 6 rounds: K = 7, 9, 11 never fires there" in text
+
+
+def test_periods_that_never_fire_are_in_no_number() -> None:
+    """A period that the run is too short for is listed and drawn, and left out of spread, best and comparisons."""
+
+    def value(cell: Cell) -> float:
+        idle = cell.config.outer.restart != "never" and int(cell.config.outer.restart) >= cell.config.rounds
+        return 1.0 if idle else 8.0  # so good that it would be the best of everything
+
+    result, _ = results("retuning", LAPTOP, value)
+    for facts in result.numbers["places"].values():
+        assert facts["k_sweep"]["best"]["perplexity"] == 8.0
+        idle = ["7", "9", "11"] if facts["inner_steps"] == 80 else []
+        assert facts["k_sweep"]["never_fires"] == facts["own_k_sweep"]["never_fires"] == idle
+        assert facts["k_sweep"]["over_gain_matched"]["pairs"] == 6 - len(idle)
+    marked = [row for row in result.rows if row["restart"] != "never" and row["restarts"] == 0]
+    assert Counter((row["inner_steps"], row["restart"]) for row in marked) == dict.fromkeys(
+        [(80, "7"), (80, "9"), (80, "11")], 8
+    )
+    assert {row["perplexity"] for row in marked} == {1.0}
+
+
+def test_soft_optimum_and_whether_it_moves() -> None:
+    """The best soft setting, its gain over the hard one, and whether it is elsewhere at the other S."""
+
+    def value(cell: Cell) -> float:
+        found = cell.config.outer.policy()
+        retain, inject = getattr(found, "retain", 0.0), getattr(found, "inject", 0.0)
+        best = (0.25, 0.5) if cell.config.inner_steps == 5 or cell.config.outer.form == "sum" else (0.75, 1.0)
+        return 9 + abs(retain - best[0]) + abs(inject - best[1])
+
+    result, _ = results("soft_restart", LAPTOP, value)
+    for facts in result.numbers["places"].values():
+        far = facts["form"] == "ema" and facts["inner_steps"] == 20
+        assert (facts["soft"]["retain"], facts["soft"]["inject"]) == ((0.75, 1.0) if far else (0.25, 0.5))
+        assert facts["controls"]["hard"]["restart"] == str(facts["period"])
+        assert facts["soft_minus"]["hard"]["mean"] == pytest.approx(-1.75 if far else -0.75)
+    text = soft_study.answer(result)
+    assert line_of(text, "another one at the other").startswith("Holds in 1 of 2: ")
+    assert line_of(text, "is small, at most 1%").startswith("Does not hold: ")
+
+
+def test_differences_are_paired_by_seed() -> None:
+    """A constant gap under a large spread of seeds is found exactly; a seed that lacks one side is left out."""
+    sweep = robustness_heatmaps(LAPTOP)
+
+    def value(cell: Cell) -> float | None:
+        gap = 0.5 if cell.arm == "momentum-free" else 0.0
+        unknown = cell.arm == "momentum-free" and cell.config.outer.lr == 0.3 and cell.config.seed == 1
+        return None if unknown else 8 + gap + 10 * cell.config.seed
+
+    lines = _lm.lines_of(rows(sweep, value), LAPTOP)
+    mine = _lm.one(lines, arm="sum, heavy ball, K=3", inner_steps=5, lr=0.3, momentum=0.1)
+    other = _lm.one(lines, arm="momentum-free", inner_steps=5, lr=1.1)
+    assert _lm.difference(mine, other) == {"mean": -0.5, "min": -0.5, "max": -0.5, "seeds": 3}
+    partial = _lm.one(lines, arm="momentum-free", inner_steps=5, lr=0.3)
+    assert (partial["state"], partial["perplexity"], partial["missing"]) == ("missing", None, 1)
+    assert (_lm.difference(mine, partial) or {})["seeds"] == 2
+    assert _lm.difference(mine, None) is None
+    assert (mine["min"], mine["perplexity"], mine["max"]) == (8.0, 18.0, 28.0)
+
+
+def test_divergence_counts_for_the_side_that_did_not() -> None:
+    """In a contrast, divergence on one side alone makes the pair better or worse and is in no ratio."""
+    sweep = robustness_heatmaps(QUICK)
+
+    def value(cell: Cell) -> float | str | None:
+        lost = {"sum, heavy ball, never": (0.5, 0.3), "sum, heavy ball, K=3": (0.9, 0.3)}.get(cell.arm)
+        if cell.arm.startswith("sum, heavy ball") and (cell.config.outer.momentum, cell.config.outer.lr) == (0.9, 1.1):
+            return None if cell.arm.endswith("never") else 8.0
+        at = (cell.config.outer.momentum, cell.config.outer.lr)
+        return "diverged" if at == lost else 16.0 if cell.arm.endswith("never") else 8.0
+
+    facts = heatmaps_study.table(rows(sweep, value), QUICK).numbers["places"]["sum HB S=4"]
+    found = facts["over_never"]
+    counts = {name: found[name] for name in ("pairs", "compared", "better", "worse", "missing")}
+    assert counts == {"pairs": 4, "compared": 1, "better": 2, "worse": 1, "missing": 1}
+    assert (found["diverged_without"], found["diverged_with"], found["diverged_both"]) == (1, 1, 0)
+    assert found["ratio"]["mean"] == pytest.approx(2)
+    assert _lm.ratio_words(found) == "2.00, 1 div. without, 1 div. with, 1 missing"
+    assert _lm.ratio_above(found) is False  # a restarted run that diverges alone refutes
+
+
+@pytest.mark.parametrize(
+    ("held", "head"),
+    [
+        ({"a": True, "b": True}, "Holds: "),
+        ({"a": False, "b": False}, "Does not hold: "),
+        ({"a": True, "b": False}, "Holds in 1 of 2: "),
+        ({"a": None, "b": None}, "Not known: "),
+        ({"a": False, "b": None}, "Does not hold (1 not known): "),
+        ({"a": True, "b": None}, "Holds in the one place that is known (1 not known): "),
+    ],
+)
+def test_a_claim_says_where_it_holds(held: dict[str, bool | None], head: str) -> None:
+    """The beginning of a claim is computed from where it holds, and what is not known is never counted as either."""
+    assert _lm.tally("it is", held).startswith(f"{head}'it is'")
+
+
+# ------------------------------------------------------------------------------------------- what is shown and written
+
+
+def holes(cell: Cell) -> float | str | None:
+    """About a tenth of the runs diverged, another tenth missing; the tuning is complete."""
+    number = int(cell.run_id[:4], 16) % 10
+    first = cell.config.inner_steps == QUICK.short and cell.config.outer.restart in {"never", "3"}
+    return "diverged" if number == 3 else None if number == 7 and not first else gain_only(cell)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_diverged_and_missing_settings_stay(name: str) -> None:
+    """Every setting is a row; diverged and missing ones say so and have no perplexity, and the page is drawn."""
+    pytest.importorskip("matplotlib")
+    result, known = results(name, QUICK, holes)
+    assert len(result.rows) == len(known)  # one seed: a row a cell
+    states = Counter(row["state"] for row in result.rows)
+    assert states == Counter(row.state for row in known)
+    assert {"finished", "diverged", "missing"} <= set(states)
+    for row in result.rows:
+        assert (row["perplexity"] is None) == (row["state"] != "finished")
+    MODULES[name].answer(result)
+    with styled():
+        figure = MODULES[name].draw(result)
+        texts = Counter(text.get_text() for axes in figure.axes for text in axes.texts)
+        assert rendered(figure)[".png"].startswith(b"\x89PNG")
+    assert texts["div."] > 0
+    assert texts["miss."] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_known_yet(name: str) -> None:
+    """Before any run has ended, table, answer and page say so instead of failing."""
+    pytest.importorskip("matplotlib")
+    module = MODULES[name]
+    result = module.table(rows(module.sweep(QUICK, []), lambda _: None), QUICK)
+    assert {row["state"] for row in result.rows} == {"missing"}
+    text = module.answer(result)
+    assert "Not known" in text
+    assert "Holds" not in text
+    with styled():
+        rendered(module.draw(result))
+
+
+@pytest.mark.parametrize(("name", "cells"), [("robustness_heatmaps", 8 * 3 * 4), ("soft_restart", 4 * 2 * 4)])
+def test_heatmaps_show_every_cell_of_the_table(name: str, cells: int) -> None:
+    """Each number of the page is that of its row: a made-up world of distinct values is found again in the texts."""
+    pytest.importorskip("matplotlib")
+    sweep = {"robustness_heatmaps": robustness_heatmaps, "soft_restart": soft_restart}[name](QUICK)
+    numbers = {run: 100.0 + place for place, run in enumerate(sweep.runs)}
+    result, _ = results(name, QUICK, lambda cell: numbers[cell.run_id])
+    with styled():
+        figure = MODULES[name].draw(result)
+        drawn = [text.get_text() for axes in figure.axes for text in axes.texts]
+    known = {f"{row['perplexity']:.0f}" for row in result.rows if row["arm"] != "momentum-free"}
+    if name == "soft_restart":
+        known = {f"{row['perplexity']:.0f}" for row in result.rows if row["retain"] is not None}
+    assert len(drawn) == cells
+    assert {text for text in drawn if text != "\N{EN DASH}"} == known
+
+
+def test_hollow_markers_are_the_periods_that_never_fire() -> None:
+    """In the retuning page exactly the points of periods that never fire are hollow."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_hex
+
+    result, _ = results("retuning", QUICK, gain_only)
+    idle = [row for row in result.rows if row["restart"] != "never" and row["restarts"] == 0]
+    assert {(row["inner_steps"], row["restart"]) for row in idle} == {(12, "5")}
+    with styled():
+        figure = retuning_study.draw(result)
+        drawn = [(line, np.asarray(line.get_xdata())) for axes in figure.axes for line in axes.lines]
+        points = [(line, float(at[0])) for line, at in drawn if len(at) == 1]
+    hollow = [at for point, at in points if to_hex(point.get_markerfacecolor()) == "#ffffff"]
+    assert hollow == [2.0] * len(idle)
+    assert len(idle) == 8
+
+
+# ---------------------------------------------------------------------------------------------------------- machinery
+
+
+def small(tmp_path: Path) -> Scale:
+    """The quick scale on a small text, so that nothing depends on the Python that runs the tests."""
+    text = textmaker.write(tmp_path / "text.txt")
+    values = {"data.corpus": f"file:{text}", "steps": 24, "inner_steps": 2, "data.validation_windows": 8}
+    return replace(QUICK, base=with_values(QUICK.base, values), short=2, long=4, retuning=(2, 6), momenta=(0.5, 0.9))
+
+
+class Launcher:
+    """Stands for `run_sweep`: takes every run's perplexity from a function, and may break off or fail."""
+
+    def __init__(self, value: Value, fail: Sequence[str] = ()) -> None:
+        self.value, self.fail = value, fail
+        self.sweeps: list[Sweep] = []
+
+    def __call__(self, sweep: Sweep, folder: Path, **options: Any) -> launch.Outcome:
+        """Write the table as if the runs had ended."""
+        self.sweeps.append(sweep)
+        self.options = options
+        folder.mkdir(exist_ok=True)
+        write_rows(folder / "cells.csv", rows(sweep, self.value))
+        return launch.Outcome(len(sweep.runs), 0, len(self.fail), 0, 1.0, dict.fromkeys(self.fail, "it broke"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sweep_study_is_complete(name: str) -> None:
+    """Each is found by its file, and holds its question and the four parts of a sweep study."""
+    module = study.load(name)
+    assert study.questions()[name] == module.QUESTION
+    assert all(callable(getattr(module, part)) for part in ("sweep", "table", "answer", "draw"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heatmaps and soft restarts are one sweep, the retuning two; repeated, it begins where it had arrived."""
+    pytest.importorskip("matplotlib")
+    scale, launcher = small(tmp_path), Launcher(gain_only)
+    monkeypatch.setattr(study, "run_sweep", launcher)
+    outcome = study.run(name, tmp_path / "out", scale=scale, workers=3)
+    assert [path.name for path in outcome.paths] == [f"{name}.{ending}" for ending in ("png", "pdf", "csv", "json")]
+    assert len(launcher.sweeps) == (2 if name == "retuning" else 1)
+    assert (launcher.options["workers"], launcher.options["threads"]) == (3, 1)
+    assert launcher.options["runs"] == tmp_path / "out" / "runs"
+    bytes_of = [path.read_bytes() for path in outcome.paths]
+    again = Launcher(gain_only)
+    monkeypatch.setattr(study, "run_sweep", again)
+    assert [path.read_bytes() for path in study.run(name, tmp_path / "out", scale=scale).paths] == bytes_of
+    assert [sweep.spec() for sweep in again.sweeps] == [launcher.sweeps[-1].spec()]
+    facts = json.loads(outcome.paths[-1].read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert facts["settings"]["scale"] == "quick"
+    with outcome.paths[2].open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert len(written) == len(launcher.sweeps[-1].cells)
+    assert {"arm", "form", "inner_steps", "momentum", "lr", "restart", "state", "perplexity"} <= set(written[0])
+
+
+def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that could not be trained end the study with their names and reasons, before anything is written."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(study, "run_sweep", Launcher(gain_only, fail=["abc123"]))
+    with pytest.raises(
+        RuntimeError, match=r"1 of the \d+ runs of soft-restart-quick could not.*\n  run abc123: it broke"
+    ):
+        study.run("soft_restart", tmp_path / "out", scale=small(tmp_path))
+    assert not list((tmp_path / "out").glob("soft_restart.*"))
+
+
+def test_scales_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laptop by default, in NAME; quick and paper by their names, each in a folder of its own."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(study, "_refuse_impossible", lambda _: None)
+    monkeypatch.setattr(study, "rendered", lambda *_, **__: {})  # no need for pages here
+    asked: list[tuple[dict[str, Any], str, str]] = [
+        ({}, "soft_restart", "laptop"),
+        ({"quick": True}, "soft_restart-quick", "quick"),
+        ({"quick": True, "scale": "quick"}, "soft_restart-quick", "quick"),
+        ({"scale": "paper"}, "soft_restart-paper", "paper"),
+    ]
+    for options, folder, name in asked:
+        launcher = Launcher(gain_only)
+        monkeypatch.setattr(study, "run_sweep", launcher)
+        study.run("soft_restart", tmp_path, **options)
+        assert launcher.sweeps[0].spec() == soft_restart(SCALES[name]).spec()
+        assert (tmp_path / folder / "cells.csv").is_file()
+
+
+def test_scales_that_cannot_be_chosen(tmp_path: Path) -> None:
+    """An unknown scale, two at once, or one for a study that trains nothing is one clear message."""
+    with pytest.raises(UsageError, match="--scale 'huge' is not known; choose from laptop, paper, quick"):
+        study.run("soft_restart", tmp_path, scale="huge")
+    with pytest.raises(UsageError, match="--quick is a scale of its own; leave out either it or --scale paper"):
+        study.run("soft_restart", tmp_path, quick=True, scale="paper")
+    with pytest.raises(UsageError, match="--scale: the study robustness_toy trains nothing"):
+        study.run("robustness_toy", tmp_path, scale="laptop")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_impossible_run_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    """A text that is not there is told at once, with the remedy's option, and no sweep folder appears."""
+    pytest.importorskip("matplotlib")
+    scale = small(tmp_path)
+    scale = replace(scale, base=with_values(scale.base, {"data.corpus": "file:/nowhere/text.txt"}))
+    with pytest.raises(UsageError, match=r"--data\.corpus"):
+        study.run("soft_restart", tmp_path / "out", scale=scale)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def tiny(tmp_path: Path) -> Scale:
+    """Width 16, one layer, 24 steps and as few runs as a study can have."""
+    return replace(small(tmp_path), lrs=(0.7,), momenta=(0.9,), periods=(3, 5), inject=(0.0, 0.5), retain=(0.0,))
+
+
+@pytest.mark.slow
+def test_tiny_studies_really_train_and_resume(tmp_path: Path) -> None:
+    """All three are trained by real workers, all stages; a second call trains nothing and writes the same bytes.
+
+    The tuning's runs are those of the heatmaps, which lie in the same folder: its first stage finds them finished.
+    """
+    pytest.importorskip("matplotlib")
+    scale, out = tiny(tmp_path), tmp_path / "out"
+    for name in ("robustness_heatmaps", "soft_restart", "retuning"):
+        seen: list[launch.Status] = []
+        first = study.run(name, out, scale=scale, workers=1, progress=seen.append)
+        begun = [status for status in seen if status.event == "begun"]
+        assert len(begun) == (2 if name == "retuning" else 1)
+        assert (begun[0].skipped == begun[0].total) == (name == "retuning")
+        assert seen[-1].done == seen[-1].total
+        files = [path.read_bytes() for path in first.paths]
+        seen.clear()
+        again = study.run(name, out, scale=scale, progress=seen.append)
+        assert {status.event for status in seen} <= {"begun"}
+        assert [path.read_bytes() for path in again.paths] == files
+        with first.paths[2].open(newline="") as file:
+            assert {line["state"] for line in csv.DictReader(file)} <= {"finished", "diverged"}
