@@ -1,0 +1,129 @@
+"""What a forest of runs saves, and what walking it costs.
+
+First the exact counts on the paper's grid (6 learning rates x 5 momenta x 7 restart periods x 2 rules = 420 runs of
+12,500 inner steps): inner steps asked, and executed by the tree. Then a small forest of the demo's model is walked in
+this process, and its wall time compared with the inner steps that it executed times their median duration, so that
+everything else (outer steps, copies at branches, states on disk, logs, validation, weights) is the excess over 1.
+
+Last line: one JSON object. `wall_ratio` is that wall time over executed steps x median step; `executed_ratio` is
+executed / asked inner steps, counted while walking; `exact_ratio` is the same from the plan alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from twophase.config import with_values
+from twophase.diloco.comm import SingleProcess
+from twophase.experiment.grid import Axis, Sweep, product
+from twophase.experiment.plan import Plan, plan
+from twophase.experiment.run import RunFolder, read_summary
+from twophase.lm.config import TrainConfig
+from twophase.lm.forest import Grower
+from twophase.lm.trainer import Trainer
+
+LRS, MOMENTA = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9)
+PERIODS = ("2", "3", "5", "7", "9", "11", "never")
+STEPS = 12500
+
+
+def paper_plan(form: str, inner_steps: int) -> Plan:
+    base = with_values(TrainConfig(), {"outer.form": form, "steps": STEPS, "inner_steps": inner_steps})
+    axes = [
+        Axis("outer.nesterov", (False, True)),
+        Axis("outer.lr", LRS),
+        Axis("outer.momentum", MOMENTA),
+        Axis("outer.restart", PERIODS),
+    ]
+    return plan(Sweep("paper", base, product(base, axes)))
+
+
+def count() -> None:
+    print(f"{'form':>5}{'S':>6}{'rounds':>8}{'runs':>6}{'asked':>10}{'executed':>10}{'saving':>8}{'exact algebra':>15}")
+    for form in ("sum", "ema"):
+        for inner_steps in (64, 128, 512, 1024, 2048):
+            made = paper_plan(form, inner_steps)
+            print(
+                f"{form:>5}{inner_steps:6}{STEPS // inner_steps:8}{len(made.runs):6}{made.steps_asked:10}"
+                f"{made.steps:10}{made.steps_asked / made.steps:8.3f}{made.steps_algebra:15}"
+            )
+
+
+class Shelf:
+    """The run folders."""
+
+    def __init__(self, path: Path, made: Plan) -> None:
+        self.path, self.made = path, made
+
+    def finished(self, run: str) -> bool:
+        """As `twophase.lm.forest.Place`."""
+        return read_summary(self.path / run, run) is not None
+
+    @contextmanager
+    def claim(self, run: str) -> Iterator[RunFolder]:
+        """As `twophase.lm.forest.Place`."""
+        with RunFolder.claim(self.path / run, self.made.runs[run]) as folder:
+            yield folder
+
+
+def walk(made: Plan) -> tuple[Grower, float]:
+    """Walk a forest; returns what walked it, and the wall time in seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        grower = Grower(made.forest, made.runs, Shelf(Path(folder) / "runs", made), Path(folder) / "states")
+        began = time.perf_counter()
+        for root in made.forest.roots:
+            grower.grow(root.id)
+        return grower, time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=480, help="inner steps of a run (default 480)")
+    parser.add_argument("--inner-steps", type=int, default=20, help="inner steps a round (default 20)")
+    parser.add_argument("--form", choices=("sum", "ema"), default="sum")
+    parser.add_argument("--count", action="store_true", help="count only, and walk nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    count()
+    if options.count:
+        return
+    changed = {"steps": options.steps, "inner_steps": options.inner_steps, "outer.form": options.form}
+    base = with_values(TrainConfig(), changed)
+    axes = [
+        Axis("outer.nesterov", (False, True)),
+        Axis("outer.momentum", (0.5, 0.9)),
+        Axis("outer.restart", ("3", "7", "never")),
+    ]
+    made = plan(Sweep("small", base, product(base, axes)))
+    Trainer(base, SingleProcess()).inner_step()  # what happens once a process: reading the text, loading libraries
+    grower, seconds = walk(made)
+    tally = grower.tally
+    middle = statistics.median(tally.step_seconds)
+    rounds = options.steps // options.inner_steps
+    mean = statistics.mean(tally.step_seconds)
+    print(
+        f"\n{len(made.runs)} runs of the demo's model, {options.form} form, {rounds} rounds: {tally.steps} inner steps "
+        f"in {seconds:.1f} s, {1e3 * middle:.2f} ms each (median; mean {1e3 * mean:.2f}); at most {tally.most_held} "
+        f"states held, {tally.restored} taken up again"
+    )
+    figures = {
+        "wall_ratio": round(seconds / (tally.steps * middle), 4),
+        "wall_ratio_to_mean_step": round(seconds / sum(tally.step_seconds), 4),
+        "executed_ratio": round(tally.steps / made.steps_asked, 6),
+        "exact_ratio": round(made.steps / made.steps_asked, 6),
+        "algebra_ratio": round(made.steps_algebra / made.steps_asked, 6),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
