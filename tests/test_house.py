@@ -56,7 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "theory",
     }
     | BASE
-    | {"session", "worker"},
+    | {"session", "worker", "sweeping"},
+    "sweeping": {"experiment", "lm", "lm.config", "diloco"} | BASE,
     "session": {"experiment", "lm.config", "diloco"} | BASE,
     "worker": {"session", "experiment", "lm", "lm.config"} | BASE,
     "__main__": {"cli"},

@@ -1,4 +1,4 @@
-"""The command line: `twophase train | sweep | demo | period | study`.
+"""The command line: `twophase demo | train | sweep | sweep-worker | report | period | study`.
 
 Each command is a plain function of its words. Commands import what they need when they run, so that `--help` answers
 without torch. Exit status: 0 done; 1 a failure while running (a single run that diverged included); 2 a mistake in
@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from twophase.config import UsageError
 
 if TYPE_CHECKING:
     from twophase.experiment.grid import Sweep
-    from twophase.experiment.launch import Outcome
     from twophase.experiment.table import Row
     from twophase.lm.config import TrainConfig
 
@@ -29,9 +28,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("_demo", "train a small language model over a grid, with and without restarts, and draw it"),
     "train": ("_train", "one run; repeat the command to resume it"),
     "sweep": ("_sweep", "a grid of runs; repeat the command to resume it"),
+    "report": ("_report", "what a sweep's table says: each arm, and each against the controls, over seeds"),
     "period": ("_period", "when to restart a rule on a spectrum, what it gains, and where it cannot help"),
     "study": ("_study", "check a claim of the theory: compute it, draw it, say what holds and what does not"),
-    "sweep-worker": ("_sweep_worker", ""),
+    "sweep-worker": ("_sweep_worker", "one more worker for a sweep that was started elsewhere, here or on any machine"),
 }
 
 
@@ -68,7 +68,7 @@ def _visible() -> list[str]:
 
 
 def _overview() -> str:
-    lines = [f"  {name:8} {_COMMANDS[name][1]}" for name in _visible()]
+    lines = [f"  {name:12} {_COMMANDS[name][1]}" for name in _visible()]
     return "\n".join(
         [
             f"usage: {_PROGRAM} COMMAND [OPTIONS]",
@@ -207,11 +207,13 @@ def _describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> st
 
 def _sweep(words: list[str]) -> int:
     from twophase.config import dump_yaml
-    from twophase.experiment.grid import Sweep, parse_axes, product
+    from twophase.experiment.grid import Sweep, parse_axes
+    from twophase.recipes.arms import controls, in_arms
+    from twophase.sweeping import add_options, run, take_slurm_options
 
     parser = _parser("sweep")
     _config_options(parser)
-    _worker_option(parser)
+    add_options(parser)
     parser.add_argument(
         "--axis",
         nargs="+",
@@ -220,7 +222,14 @@ def _sweep(words: list[str]) -> int:
         metavar=("PATH VALUE", "VALUE"),
         help="an axis of the grid and its values, such as --axis outer.lr 0.3 0.7 or --axis outer.restart never 3",
     )
-    options, config = _train_config(parser, words)
+    parser.add_argument(
+        "--controls",
+        action="store_true",
+        help="add what restarts should be judged against: momentum-free runs, plain averaging, and for each restarted "
+        "run one without restarts at the same mean outer gain",
+    )
+    rest, slurm = take_slurm_options(words)
+    options, config = _train_config(parser, rest)
     if options.print_config:
         print(dump_yaml(config), end="")
         return 0
@@ -229,91 +238,27 @@ def _sweep(words: list[str]) -> int:
             "no --axis; name at least one, for example --axis outer.lr 0.3 0.7 --axis outer.restart never 3"
         )
     axes = parse_axes(options.axis, config)
-    sweep = Sweep("sweep", config, product(config, axes))
-    return _run(
-        sweep, options.out or Path("runs") / "sweep", options, words=words, command="sweep", results=_sweep_results
-    )
+    cells = in_arms(config, axes)
+    cells += controls(config, axes, cells) if options.controls else []
+    sweep = Sweep("sweep", config, cells)
+    out = options.out or Path("runs") / "sweep"
+    return run(sweep, out, options, repeat=_command(["sweep", *words]), results=_sweep_results, slurm=slurm)
 
 
 def _demo(words: list[str]) -> int:
     from twophase.recipes.demo import demo
+    from twophase.sweeping import add_options, run, take_slurm_options
 
     parser = _parser("demo")
-    _worker_option(parser)
+    add_options(parser)
     parser.add_argument("--quick", action="store_true", help="a smaller grid of shorter runs, under two minutes")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED", help="seeds, 60 runs each (0)")
     parser.add_argument("--no-controls", action="store_true", help="leave out the control runs")
-    options = parser.parse_args(words)
+    rest, slurm = take_slurm_options(words)
+    options = parser.parse_args(rest)
     sweep = demo(quick=options.quick, seeds=options.seeds, controls=not options.no_controls)
     out = options.out or Path("runs") / ("demo-quick" if options.quick else "demo")
-    return _run(sweep, out, options, words=words, command="demo", results=_demo_results)
-
-
-def _worker_option(parser: argparse.ArgumentParser) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument("--workers", type=int, default=cores, help=f"worker processes (default: one a core, {cores})")
-
-
-def _run(
-    sweep: Sweep,
-    out: Path,
-    options: argparse.Namespace,
-    *,
-    words: list[str],
-    command: str,
-    results: Callable[[list[Row], Sweep, Path], str],
-) -> int:
-    """Run a sweep, show it, and print its results."""
-    from twophase.experiment.launch import run_sweep
-    from twophase.experiment.table import read_rows
-    from twophase.lm.config import check
-    from twophase.lm.corpus import build
-    from twophase.progress import duration, meter
-
-    for config in sweep.runs.values():
-        check(config)
-    if any(config.device != "cpu" for config in sweep.runs.values()):
-        from twophase.lm.trainer import preflight
-
-        for config in sweep.runs.values():
-            preflight(config)
-    for data, replicas in {(config.data, config.replicas) for config in sweep.runs.values()}:
-        build(data, replicas)  # refuse a bad text once, here, before a folder is made
-    threads = max(config.threads for config in sweep.runs.values())
-    with meter(command, len(sweep.runs), quiet=options.quiet) as show:
-        try:
-            outcome = run_sweep(
-                sweep,
-                out,
-                workers=options.workers,
-                threads=threads,
-                progress=lambda status: show(status.done, _status_text(status)),
-            )
-        except RuntimeError as error:
-            print(f"{_PROGRAM} {command}: failed: {error}", file=sys.stderr)
-            return 1
-    print(f"{out}: {_outcome_text(outcome)} in {duration(outcome.seconds)}")
-    print(results(read_rows(out / "cells.csv"), sweep, out))
-    for run, error in outcome.errors.items():
-        print(f"{_PROGRAM} {command}: run {run} failed: {error}", file=sys.stderr)
-    if outcome.errors:
-        print(f"try the failed runs again with: {_command([command, *words])}", file=sys.stderr)
-    return 1 if outcome.errors else 0
-
-
-def _status_text(status: Any) -> str:
-    words = [f"{count} {name}" for name in ("skipped", "diverged", "failed") if (count := getattr(status, name))]
-    return ", ".join([*words, f"last {status.run}"] if status.run else words)
-
-
-def _outcome_text(outcome: Outcome) -> str:
-    parts = {
-        "runs finished": outcome.finished,
-        "diverged": outcome.diverged,
-        "failed": outcome.failed,
-        "were finished before": outcome.skipped,
-    }
-    return ", ".join(f"{count} {name}" for name, count in parts.items() if count or name == "runs finished")
+    return run(sweep, out, options, repeat=_command(["demo", *words]), results=_demo_results, slurm=slurm)
 
 
 def _sweep_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
@@ -322,7 +267,8 @@ def _sweep_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
 
     forms = sorted({config.outer.form for config in sweep.runs.values()})
     form = " and ".join(FORM_WORDS[form] for form in forms)
-    return f"{describe(rows)}\n{_figures(draw(rows, form, out / 'figures'), out)}"
+    more = f"what each arm is worth, and against the controls: {_PROGRAM} report {out}"
+    return f"{describe(rows)}\n{_figures(draw(rows, form, out / 'figures'), out)}\n{more}"
 
 
 def _demo_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
@@ -334,6 +280,34 @@ def _demo_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
 def _figures(paths: list[Path], out: Path) -> str:
     pictures = [str(path) for path in paths if path.suffix == ".png"]
     return f"table {out / 'cells.csv'}" + "".join(f"\nfigure {picture}" for picture in pictures)
+
+
+def _report(words: list[str]) -> int:
+    from twophase.experiment.verdict import WITHIN, describe, report, write
+
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} report", description=_COMMANDS["report"][1], allow_abbrev=False)
+    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="folder of the sweep, its --out")
+    parser.add_argument(
+        "--within",
+        type=float,
+        nargs="+",
+        default=WITHIN,
+        metavar="X",
+        help="distances from the best of all that robustness areas are given for, relative "
+        f"(default {' '.join(map(str, WITHIN))})",
+    )
+    parser.add_argument(
+        "--controls",
+        nargs="+",
+        default=(),
+        metavar="ARM",
+        help="further arms to compare the others with, besides linked and momentum-free ones",
+    )
+    options = parser.parse_args(words)
+    judged = report(options.sweep, options.within, options.controls)
+    paths = write(judged, options.sweep)
+    print("\n".join([describe(judged), "", *map(str, paths)]))
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------------------- theory
@@ -371,6 +345,7 @@ def _period(words: list[str]) -> int:
 
 def _study(words: list[str]) -> int:
     from twophase.studies.study import load, questions, run
+    from twophase.sweeping import add_workers, watched, workers_of
 
     parser = argparse.ArgumentParser(
         prog=f"{_PROGRAM} study", description=_COMMANDS["study"][1], allow_abbrev=False, epilog="--list shows the names"
@@ -385,6 +360,11 @@ def _study(words: list[str]) -> int:
         help="folder of NAME.png, .pdf, .csv and .json (%(default)s)",
     )
     parser.add_argument("--quick", action="store_true", help="coarser and faster")
+    parser.add_argument(
+        "--scale", metavar="NAME", help="of a study that trains: laptop (default), or paper, the paper's own, for GPUs"
+    )
+    add_workers(parser)
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
     options = parser.parse_args(words)
     if options.list:
         found = questions()
@@ -394,7 +374,19 @@ def _study(words: list[str]) -> int:
     if options.name is None:
         raise UsageError(f"name a study: {', '.join(questions())}")
     print(load(options.name).QUESTION, flush=True)
-    outcome = run(options.name, options.out, options.quick)
+    try:
+        with watched(options.name, quiet=options.quiet) as progress:
+            outcome = run(
+                options.name,
+                options.out,
+                options.quick,
+                scale=options.scale,
+                workers=workers_of(options),
+                progress=progress,
+            )
+    except RuntimeError as error:
+        print(f"{_PROGRAM} study: failed: {error}", file=sys.stderr)
+        return 1
     print("\n".join(["", outcome.answer, "", *map(str, outcome.paths)]))
     return 0
 
@@ -403,10 +395,29 @@ def _study(words: list[str]) -> int:
 
 
 def _sweep_worker(words: list[str]) -> int:
-    """Train the runs that a sweep hands over on stdin, one line of JSON each (see experiment/launch.py)."""
+    from twophase.experiment.launch import STORAGE_VARIABLE
     from twophase.worker import serve
 
-    if words:
-        raise UsageError("sweep-worker takes no options; it is started by twophase sweep")
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not look like an answer
-    return serve(sys.stdin, answers)
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} sweep-worker", description=_COMMANDS["sweep-worker"][1], allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the sweep's folder")
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        default=os.environ.get(STORAGE_VARIABLE),
+        help=f"database of the queue, as given to the sweep (also read from {STORAGE_VARIABLE})",
+    )
+    parser.add_argument(
+        "--in-memory",
+        type=int,
+        default=8,
+        metavar="N",
+        help="states at branches held in memory at most, each about the size of a checkpoint; others are read back "
+        "from disk (%(default)s)",
+    )
+    parser.add_argument("--leash", action="store_true", help="end when stdin does")
+    options = parser.parse_args(words)
+    if options.in_memory < 0:
+        raise UsageError(f"--in-memory is {options.in_memory}; it must be a whole number >= 0")
+    return serve(options.out, options.storage, in_memory=options.in_memory, leash=options.leash)

@@ -1,62 +1,127 @@
-"""A sweep's worker: trains the runs that it is handed, one after the other, in one process."""
+"""A sweep's worker: takes jobs off the sweep's queue and walks its part of the forest, in one process."""
 
 from __future__ import annotations
 
-import json
-import queue
+import os
+import sys
 import threading
-import traceback
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from twophase.config import from_tree
+from twophase.config import from_tree, with_values
+from twophase.experiment.plan import Job
+from twophase.experiment.queue import QueueError
 from twophase.experiment.run import RunFolder
+from twophase.experiment.work import STATES, Stopped, Work, report, work
+from twophase.lm import forest
 from twophase.lm.config import TrainConfig
-from twophase.lm.train import train
 from twophase.session import Stop, signals
 
 
-def serve(jobs: TextIO, answers: TextIO) -> int:
-    """Train the run of each line of JSON in `jobs` and answer with a line each, until the end or a signal.
+def serve(folder: Path, storage: str | None, *, in_memory: int, leash: bool) -> int:
+    """Do jobs of the sweep in a folder until nothing is left, or a signal.
 
-    A run that was stopped gets no answer: it is not done, and whoever handed it out will see this process end.
+    Args:
+        folder: the sweep's folder.
+        storage: of its queue, as the sweep's.
+        in_memory: branch states that are held in memory at most.
+        leash: end when stdin does, which means that the process that started this one is gone.
 
     Returns:
         The exit status.
     """
     with signals() as stopped:
-        for line in _lines_until_stop(jobs, stopped):
-            job = json.loads(line)
-            answer = _work(job, stopped)
-            if answer is not None:
-                print(json.dumps({"run": job["run"]} | answer), file=answers, flush=True)
+        if leash:
+            threading.Thread(target=_wait_for_end_of_stdin, args=(stopped,), daemon=True).start()
+        try:
+            work(folder, storage, _Executor(stopped, in_memory), stopped=stopped.is_set)
+        except QueueError as error:
+            print(f"twophase sweep-worker: failed: {error}", file=sys.stderr)
+            return 1
     return 128 + stopped.number if stopped.number else 0
 
 
-def _work(job: dict[str, Any], stopped: Stop) -> dict[str, str] | None:
-    """Train one run; None when it was stopped, and so is not done."""
-    try:
-        config = from_tree(TrainConfig, job["config"])
-        with RunFolder.claim(Path(job["folder"]), config) as folder:
-            summary = folder.summary() or train(config, folder, should_stop=stopped.is_set)
-    except Exception as error:  # one bad run must not take the others with it; the parent is told
-        traceback.print_exc()
-        return {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-    return None if summary["exit_reason"] == "stopped" else {"status": "finished"}
+class _Executor:
+    """Walks the nodes of a job; replicas and compiled code are kept from one job to the next."""
+
+    def __init__(self, stopped: Stop, in_memory: int) -> None:
+        self.stopped = stopped
+        self.in_memory = in_memory
+        self.plan: Work | None = None
+        self.grower: forest.Grower | None = None
+
+    def __call__(self, plan: Work, job: Job) -> None:
+        if self.grower is None or self.plan is not plan:
+            self.plan = plan
+            self.grower = self._grower(plan)
+        tally = self.grower.tally
+        began, before, seen = time.monotonic(), tally.steps, len(tally.step_seconds)
+        try:
+            self.grower.grow(job.node, deep=job.deep)
+        except forest.Stopped:
+            raise Stopped from None
+        except BaseException as error:
+            self.grower = None  # whatever state it was in
+            if isinstance(error, RuntimeError) and "inline_container" in str(error):  # torch's writer does not say why
+                raise OSError(f"a state cannot be written into {plan.folder / STATES}; is the disk full?") from error
+            raise
+        finally:
+            spent = tally.step_seconds[seen:]
+            record = {"job": job.id, "steps": tally.steps - before, "seconds": time.monotonic() - began}
+            middle = sorted(spent)[len(spent) // 2] if spent else None
+            words = (
+                f"job {job.id}: {len(job.runs)} runs, {record['steps']} inner steps in {record['seconds']:.1f} s; so "
+                f"far at most {tally.most_held} states in memory, {tally.spilled} on disk alone"
+            )
+            with suppress(OSError):  # these are for people: a full disk must not undo a job that is done
+                report(plan.folder, record | {"median_step_seconds": middle, "most_held": tally.most_held})
+                print(words, file=sys.stderr, flush=True)
+            tally.step_seconds.clear()
+
+    def _grower(self, plan: Work) -> forest.Grower:
+        base = from_tree(TrainConfig, plan.base)
+        configs = {run: with_values(base, _as_written(values)) for run, values in plan.runs.items()}
+        return forest.Grower(
+            plan.forest,
+            configs,
+            _Place(plan, configs),
+            plan.folder / STATES,
+            in_memory=self.in_memory,
+            should_stop=self.stopped.is_set,
+            on_progress=lambda text: print(text, file=sys.stderr, flush=True),
+        )
 
 
-def _lines_until_stop(source: TextIO, stopped: Stop) -> Iterator[str]:
-    """Lines of `source` as they come; its end means that the parent is gone or done, and stops a run under way."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+class _Place:
+    """The run folders of a sweep."""
 
-    def read() -> None:
-        for line in source:
-            lines.put(line)
-        stopped.set()
+    def __init__(self, plan: Work, configs: dict[str, TrainConfig]) -> None:
+        self.plan = plan
+        self.configs = configs
+        self.known: set[str] = set()
 
-    threading.Thread(target=read, daemon=True).start()
-    while not stopped.is_set():
-        with suppress(queue.Empty):
-            yield lines.get(timeout=0.1)  # wake up to see a signal: a blocking get would sleep through it
+    def finished(self, run: str) -> bool:
+        """Whether the run is finished; once so, always so."""
+        if run not in self.known and self.plan.finished(run):
+            self.known.add(run)
+        return run in self.known
+
+    @contextmanager
+    def claim(self, run: str) -> Iterator[RunFolder]:
+        """The run's folder."""
+        with RunFolder.claim(self.plan.run_folder(run), self.configs[run]) as folder:
+            yield folder
+
+
+def _as_written(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that have been through JSON, with lists as tuples again."""
+    return {path: tuple(value) if isinstance(value, list) else value for path, value in values.items()}
+
+
+def _wait_for_end_of_stdin(stopped: Stop) -> None:
+    while os.read(0, 1 << 16):  # not sys.stdin, whose lock the interpreter wants when it ends
+        pass
+    stopped.set()

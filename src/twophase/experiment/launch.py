@@ -1,16 +1,23 @@
-"""Running a sweep: long-lived worker processes, a queue, and a folder from which the same command resumes.
+"""Running a sweep: plan, queue, workers, and a folder from which the same command resumes.
 
-A sweep's folder holds `sweep.json` (what it is; written first), `runs/<run id>/` (one run folder each), `cells.csv`
-(the table, rewritten as runs end), `figures/`, and `worker-<n>.log` (what the workers said on stderr).
+A sweep's folder holds
 
-The workers live as long as the sweep, so that importing what trains is paid once a worker and not once a run. Parent
-and worker exchange lines of JSON:
+| file             | holds                                                                                |
+|------------------|--------------------------------------------------------------------------------------|
+| `sweep.json`     | what the sweep is; written first                                                     |
+| `plan.json`      | which runs are done for which cells, and what they share                             |
+| `runs/<run id>/` | one run folder each                                                                  |
+| `cells.csv`      | the table, rewritten as runs end                                                     |
+| `figures/`       | what is drawn of it                                                                  |
+| `forest/`        | states at branches that are still needed; empty at the end                           |
+| `queue.journal`  | the queue of jobs, unless it lies in a database                                      |
+| `workers/`       | the workers' signs of life                                                           |
+| `jobs.jsonl`     | inner steps and seconds of each piece of work                                        |
+| `worker-<n>.log` | what a worker that was started here said                                             |
 
-    parent -> worker, stdin:   {"run": "1f0c...", "folder": "/abs/runs/1f0c...", "config": {...}}
-    worker -> parent, stdout:  {"run": "1f0c...", "status": "finished"}   or   {..., "status": "failed", "error": "..."}
-
-Other lines on stdout are ignored. A worker ends at the end of its stdin; on SIGTERM it saves what it has and ends.
-Whether a run is finished is decided by its folder alone, never by what a worker said or failed to say.
+Workers are processes of their own: the same whether this call starts them, Slurm does, or somebody on another machine
+that sees the folder. This call starts as many as it is told to, replaces those that die, and watches the folder. A run
+is finished when its folder says so, never because a worker said so.
 """
 
 from __future__ import annotations
@@ -18,26 +25,34 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
+import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from twophase.config import UsageError, to_tree
+from twophase.config import UsageError
+from twophase.experiment.beat import hide_password
 from twophase.experiment.grid import Sweep, extends, spec_differences
+from twophase.experiment.plan import plan
+from twophase.experiment.queue import Queue
 from twophase.experiment.run import check_place, list_some, lock_folder, read_summary
 from twophase.experiment.table import rows_of, write_rows
+from twophase.experiment.work import PLAN, RUNS, Work, spec_id
 from twophase.files import write_atomic
 
-SPEC, TABLE, RUNS, FIGURES = "sweep.json", "cells.csv", "runs", "figures"
-ATTEMPTS = 3
-"""How often a run is handed out before a worker's death under it counts as the run's failure."""
+SPEC, TABLE, FIGURES = "sweep.json", "cells.csv", "figures"
+STORAGE_VARIABLE = "TWOPHASE_STORAGE"
+"""Environment variable from which a worker takes its `--storage` when none is given."""
+DEATHS = 5
+"""How often in a row workers that were started here are replaced, times their number, without any run having ended or
+failed meanwhile. A job fails at the third death under it, but several workers spread theirs over still more jobs."""
+JOBS_A_WORKER = 8
+"""Into about how many jobs a worker's share is cut, so that all end at about the same time."""
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -46,10 +61,11 @@ _THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
 )
 _TABLE_SECONDS = 1.0
-_END_SECONDS = 10.0
-"""How long a worker may take to end by itself after its last run, and again after SIGTERM."""
+_LOOK_SECONDS = 0.1
+"""Between two looks at the folder; more if a look takes long, so that looking is a tenth of the time at most."""
+_ERRORS_SECONDS = 2.0
 
-Happening = Literal["begun", "finished", "diverged", "failed", "retried"]
+Happening = Literal["begun", "finished", "diverged", "failed", "replaced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +79,9 @@ class Status:
         failed: could not be run in this call.
         skipped: had ended before this call.
         seconds: since the call began.
-        run: id of the run that this report is about; empty at the start.
-        event: what has just happened: the sweep began, this run ended so, or it is tried again.
-        error: why it failed or is tried again.
+        run: id of the run that this report is about; empty at the start and when a worker is replaced.
+        event: what has just happened: the sweep began, this run ended so, or a worker was replaced.
+        error: why a run failed or a worker was replaced.
     """
 
     total: int
@@ -80,13 +96,13 @@ class Status:
 
     @property
     def done(self) -> int:
-        """Runs that need no more work in this call."""
+        """Runs that need no more work."""
         return self.finished + self.diverged + self.failed + self.skipped
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call of `run_sweep` did; the counts are of runs and add up to the runs of the sweep.
+    """What a call of `run_sweep` did; the counts are of runs and add up to those of the sweep if it waited for them.
 
     Args:
         finished: ended normally in this call.
@@ -95,6 +111,7 @@ class Outcome:
         skipped: had ended before this call.
         seconds: duration of the call.
         errors: from run id to reason.
+        changed: whether `cells.csv` is another than before the call.
     """
 
     finished: int
@@ -103,6 +120,7 @@ class Outcome:
     skipped: int
     seconds: float
     errors: Mapping[str, str]
+    changed: bool = True
 
 
 def run_sweep(
@@ -114,316 +132,349 @@ def run_sweep(
     progress: Callable[[Status], None] | None = None,
     threads: int = 1,
     grace_seconds: float = 20.0,
+    merge: bool = True,
+    storage: str | None = None,
+    devices: Sequence[str] = (),
+    runs: Path | None = None,
+    launch: Callable[[Sequence[str]], None] | None = None,
 ) -> Outcome:
     """Run what is not finished yet of a sweep; repeating the call resumes it.
 
     Args:
         sweep: what to run.
         folder: the sweep's folder (`--out`).
-        workers: worker processes, >= 1; no more are started than there are runs to do.
-        command: the words that start a worker.
-        progress: called in the calling thread at the start and whenever a run ends or is tried again.
+        workers: worker processes, >= 1; no more are started than there are jobs. With 0 none is started, and the call
+            returns when the queue is filled: workers may be started elsewhere.
+        command: the words that start a worker; `--out` and what else it needs are added.
+        progress: called in the calling thread at the start and whenever a run ends or a worker is replaced.
         threads: CPU threads a worker, by environment variables that its libraries read when they are loaded.
         grace_seconds: how long a worker may take to save and end when the call is interrupted.
+        merge: do runs that are the same in exact arithmetic once (see `twophase.experiment.plan`).
+        storage: URL of a database for the queue; None keeps it in the folder.
+        devices: values of CUDA_VISIBLE_DEVICES for the workers, dealt out in turn.
+        runs: where the run folders lie, for sweeps that have runs in common: `runs/` becomes a link to it. None keeps
+            them in the sweep's own folder.
+        launch: starts workers elsewhere, given the command, which takes the storage from the environment
+            (`STORAGE_VARIABLE`); this call then starts none and does not wait.
 
     Returns:
-        What this call did. A run whose worker was killed is handed out at most three times; one that its worker reports
-        as failed, once.
+        What this call did.
 
     Raises:
-        UsageError: workers < 1, or a folder of another sweep, in use, or not writable; nothing is overwritten.
-        RuntimeError: the workers cannot be started, or end at once.
+        UsageError: workers < 0, a folder of another sweep, in use, or not writable, or a queue that cannot be used;
+            nothing is overwritten.
+        RuntimeError: the workers cannot be started, or die one after the other.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
-    if workers < 1:
-        raise UsageError(f"--workers is {workers}; it must be a whole number >= 1")
+    if workers < 0:
+        raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none here")
     folder = Path(folder).absolute()
     check_place(folder, SPEC, "sweep")  # refuse before anything is touched
     lock = lock_folder(folder, "is running a sweep")
     try:
-        _claim(sweep, folder)
-        return _Call(sweep, folder, progress).work(list(command), workers, threads, grace_seconds)
+        _claim(sweep, folder, runs, merge=merge)
+        work = _planned(sweep, folder, merge=merge, storage=storage, workers=workers)
+        call = _Call(sweep, work, progress)
+        left = call.left
+        if left:
+            with Queue.open(folder, storage, work.study) as queue:
+                _fill(queue, work, set(call.summaries))
+                words = [*command, "--out", str(folder)]
+                # The URL may hold a password, which an argument would show to everybody on the machine.
+                secret = {} if storage is None else {STORAGE_VARIABLE: storage}
+                if launch is not None:
+                    launch(words)
+                elif workers:
+                    environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)) | secret
+                    crew = _Crew(folder, words, min(workers, len(work.jobs)), environment, devices)
+                    call.watch(queue, crew, grace_seconds)
+        return call.outcome()
     finally:
         os.close(lock)
 
 
-def read_summaries(sweep: Sweep, folder: Path) -> dict[str, dict[str, Any]]:
+def read_plan(sweep: Sweep, folder: Path) -> Work | None:
+    """The plan in a sweep's folder if it is this sweep's, else None."""
+    found = Work.read(Path(folder).absolute())
+    return found if found is not None and found.spec == spec_id(sweep.spec()) else None
+
+
+def read_summaries(runs: Collection[str], folder: Path) -> dict[str, dict[str, Any]]:
     """The summaries of the runs that are finished in a sweep's folder, by run id."""
-    found = {run: read_summary(folder / RUNS / run, run) for run in sweep.runs}
+    found = {run: read_summary(folder / RUNS / run, run) for run in runs}
     return {run: summary for run, summary in found.items() if summary is not None}
 
 
-def _claim(sweep: Sweep, folder: Path) -> None:
+def _make_runs(path: Path, runs: Path | None) -> None:
+    """The folder of the runs, or a link to the one that is shared."""
+    if runs is None or path.exists():
+        path.mkdir(exist_ok=True)
+        return
+    runs.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(os.path.relpath(runs, path.parent), target_is_directory=True)
+
+
+def _planned(sweep: Sweep, folder: Path, *, merge: bool, storage: str | None, workers: int) -> Work:
+    """The plan in the folder, made if there is none or the sweep has been extended."""
+    spec = spec_id(sweep.spec())
+    old = _old_plan(folder, merge=merge)
+    shown = None if storage is None else hide_password(storage)
+    if old is not None and (old.spec, old.merge, old.storage) == (spec, merge, shown):
+        return old
+    finished = set(read_summaries(list(sweep.runs), folder))
+    made = plan(sweep, merge=merge, finished=finished)
+    # At least two runs' length: below that, handing a state from one process to another would not pay.
+    longest = max(config.steps for config in sweep.runs.values())
+    most = max(2 * longest, made.steps // (JOBS_A_WORKER * max(workers, 2)))
+    study = old.study if old is not None else f"twophase-{folder.name}-{secrets.token_hex(4)}"
+    work = Work.of(folder, made, spec=spec, merge=merge, study=study, storage=storage, most=most, base=sweep.base)
+    try:
+        work.write()
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {PLAN} cannot be written ({error.strerror}); choose another --out") from None
+    return work
+
+
+def _old_plan(folder: Path, *, merge: bool) -> Work | None:
+    """The plan in the folder, of this sweep or of the one that it extends, unless it was made in another way."""
+    old = Work.read(folder)
+    if old is not None and old.merge != merge:
+        words = ("with --no-merge there, without here", "without --no-merge there, with it here")[old.merge]
+        raise UsageError(f"--out {folder}: the sweep was begun {words}; repeat its command or choose another --out")
+    return old
+
+
+def _fill(queue: Queue, work: Work, finished: set[str]) -> None:
+    """Put what can be done now into the queue, failures of earlier calls and lost work included."""
+    queue.reset_failures()
+    ready = work.ready(finished.__contains__)
+    queue.reopen(ready)  # a job that counts as done although its files are not there
+    queue.offer(ready)
+
+
+def _claim(sweep: Sweep, folder: Path, runs: Path | None, *, merge: bool) -> None:
     """Write `sweep.json`, or make sure that it is this sweep's."""
     spec = json.loads(json.dumps(sweep.spec()))
+    new = not check_place(folder, SPEC, "sweep")
     try:
-        if not check_place(folder, SPEC, "sweep"):
-            write_atomic(folder / SPEC, json.dumps(spec, indent=1) + "\n")
-        saved = json.loads((folder / SPEC).read_text(encoding="utf-8"))
+        saved = spec if new else json.loads((folder / SPEC).read_text(encoding="utf-8"))
         different = spec_differences(spec, saved)
-        if different and extends(spec, saved):  # more seeds or values: what is there stays and counts
-            write_atomic(folder / SPEC, json.dumps(spec, indent=1) + "\n")
-            different = []
-        if not different:
-            (folder / RUNS).mkdir(exist_ok=True)
-            (folder / FIGURES).mkdir(exist_ok=True)
+        more = bool(different) and extends(spec, saved)  # more seeds or values: what is there stays and counts
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"--out {folder}: its {SPEC} is damaged; put it back or choose another --out") from None
-    if different:
+    if different and not more:
         raise UsageError(
             f"--out {folder}: belongs to another sweep: {list_some(different)}; "
             "choose another --out, or repeat that sweep's command to resume it"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """What a worker's thread reports: a run ended or is tried again, the thread is over, or nothing works."""
-
-    run: str = ""
-    kind: Literal["ended", "failed", "retried", "over", "broken"] = "over"
-    error: str = ""
-
-
-@dataclass(slots=True)
-class _Crew:
-    """What the worker threads share."""
-
-    command: list[str]
-    environment: dict[str, str]
-    folder: Path
-    jobs: queue.SimpleQueue[tuple[str, bytes]]
-    events: queue.SimpleQueue[_Event] = field(default_factory=queue.SimpleQueue)
-    stopping: threading.Event = field(default_factory=threading.Event)
-    answered: threading.Event = field(default_factory=threading.Event)
-    """Whether any worker has ever answered: until then, a worker that ends by itself is a broken command."""
+    _old_plan(folder, merge=merge)  # refuse before anything is changed
+    try:
+        if new or more:
+            write_atomic(folder / SPEC, json.dumps(spec, indent=1) + "\n")
+        _make_runs(folder / RUNS, runs)
+        (folder / FIGURES).mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
 
 
 class _Call:
-    """One call of `run_sweep`: counts, table and crew."""
+    """One call of `run_sweep`: counts and table."""
 
-    def __init__(self, sweep: Sweep, folder: Path, progress: Callable[[Status], None] | None) -> None:
-        self.sweep, self.folder, self.progress = sweep, folder, progress
+    def __init__(self, sweep: Sweep, work: Work, progress: Callable[[Status], None] | None) -> None:
+        self.sweep, self.work, self.progress = sweep, work, progress
         self.began = time.monotonic()
-        self.summaries: dict[str, Any] = read_summaries(sweep, folder)
+        self.summaries: dict[str, Any] = read_summaries(list(work.runs), work.folder)
         self.skipped = len(self.summaries)
         self.errors: dict[str, str] = {}
         self.finished = self.diverged = 0
+        self.changed = False
         self.table_at = 0.0
-
-    def work(self, command: list[str], workers: int, threads: int, grace_seconds: float) -> Outcome:
-        """Hand out what is left, keep the table up to date, and stop the crew whatever happens."""
-        left = [run for run in self.sweep.runs if run not in self.summaries]
-        crew = _Crew(
-            command,
-            os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)),
-            self.folder,
-            queue.SimpleQueue(),
-        )
-        for run in left:
-            job = {"run": run, "folder": str(self.folder / RUNS / run), "config": to_tree(self.sweep.runs[run])}
-            crew.jobs.put((run, json.dumps(job).encode() + b"\n"))
+        self._write_table()
         self._report("begun")
-        hands = [_Worker(number, crew) for number in range(min(workers, len(left)))]
+
+    @property
+    def left(self) -> list[str]:
+        """The runs that are neither finished nor known to fail."""
+        return [run for run in self.work.runs if run not in self.summaries and run not in self.errors]
+
+    def watch(self, queue: Queue, crew: _Crew, grace_seconds: float) -> None:
+        """Wait until nothing is left, with the table up to date; stop the crew whatever happens."""
         try:
-            for hand in hands:
-                hand.start()
-            over = 0
-            while over < len(hands):
-                event = crew.events.get()
-                over += event.kind == "over"
-                self._take(event)
+            crew.start()
+            asked = time.monotonic()
+            while self.left:
+                began = time.monotonic()
+                trouble = crew.over() or crew.lost()  # before the look: who finds nothing left may end, too
+                self._look()
+                if trouble or began - asked > _ERRORS_SECONDS:
+                    asked = began
+                    self._ask(queue)
+                if not self.left:
+                    break
+                ended = self.finished + self.diverged + len(self.errors)
+                for death in crew.replace(progressed=ended) if trouble else ():
+                    self._report("replaced", error=death)
+                if began - self.table_at > _TABLE_SECONDS:
+                    self._write_table()
+                time.sleep(max(_LOOK_SECONDS, 9 * (time.monotonic() - began)))
+            crew.finish()
         except BaseException:
-            _stop(hands, crew, grace_seconds)
-            self.summaries = read_summaries(self.sweep, self.folder)  # some have ended meanwhile
+            crew.stop(grace_seconds)
+            self._look()  # some have ended meanwhile
             raise
         finally:
+            crew.stop(0.0)
             self._write_table()
-        return Outcome(
-            self.finished,
-            self.diverged,
-            len(self.errors),
-            self.skipped,
-            time.monotonic() - self.began,
-            dict(self.errors),
-        )
 
-    def _take(self, event: _Event) -> None:
-        if event.kind == "broken":
-            raise RuntimeError(event.error)
-        if event.kind == "over":
+    def outcome(self) -> Outcome:
+        """What the call did."""
+        seconds = time.monotonic() - self.began
+        counts = (self.finished, self.diverged, len(self.errors), self.skipped)
+        return Outcome(*counts, seconds, dict(self.errors), self.changed)
+
+    def _look(self) -> None:
+        """Take note of the runs that have ended."""
+        for run in self.left:
+            summary = read_summary(self.work.run_folder(run), run)
+            if summary is not None:
+                self.summaries[run] = summary
+                self.diverged += summary["diverged"]
+                self.finished += not summary["diverged"]
+                self._report("diverged" if summary["diverged"] else "finished", run)
+
+    def _ask(self, queue: Queue) -> None:
+        """Take note of the jobs that have failed."""
+        failed = queue.errors()
+        if not failed:
             return
-        summary = read_summary(self.folder / RUNS / event.run, event.run)
-        if event.kind == "retried":
-            self._report("retried", event.run, event.error)
-        elif summary is None:
-            self.errors[event.run] = event.error or "the worker reported it as finished, but it left no valid summary"
-            self._report("failed", event.run, self.errors[event.run])
-        else:
-            self.summaries[event.run] = summary
-            self.diverged += summary["diverged"]
-            self.finished += not summary["diverged"]
-            self._report("diverged" if summary["diverged"] else "finished", event.run)
-        if time.monotonic() - self.table_at > _TABLE_SECONDS:
-            self._write_table()
+        self._look()  # what its jobs had finished before
+        for name, reason in failed.items():
+            job = self.work.jobs.get(name)
+            for run in job.runs if job is not None else ():
+                if run not in self.summaries and run not in self.errors:
+                    self.errors[run] = reason
+                    self._report("failed", run, reason)
 
     def _write_table(self) -> None:
-        write_rows(self.folder / TABLE, rows_of(self.sweep, self.summaries, self.errors))
+        path = self.work.folder / TABLE
+        before = path.read_bytes() if path.exists() else b""
+        failed = self.errors.keys()
+        write_rows(path, rows_of(self.sweep, self.summaries, failed, self.work.stands_for))
+        self.changed |= path.read_bytes() != before
         self.table_at = time.monotonic()
 
     def _report(self, event: Happening, run: str = "", error: str = "") -> None:
         if self.progress is not None:
-            counts = (len(self.sweep.runs), self.finished, self.diverged, len(self.errors), self.skipped)
+            counts = (len(self.work.runs), self.finished, self.diverged, len(self.errors), self.skipped)
             self.progress(Status(*counts, time.monotonic() - self.began, run, event, error))
 
 
-class _Worker(threading.Thread):
-    """A thread that keeps one worker process busy and replaces it when it dies."""
+class _Crew:
+    """The worker processes that this call has started."""
 
-    def __init__(self, number: int, crew: _Crew) -> None:
-        super().__init__(name=f"sweep-worker-{number}", daemon=True)
-        self.number, self.crew = number, crew
-        self.process: subprocess.Popen[bytes] | None = None
-        self._guard = threading.Lock()
-        self._code = 0
+    def __init__(
+        self, folder: Path, command: list[str], size: int, environment: Mapping[str, str], devices: Sequence[str]
+    ) -> None:
+        self.folder, self.command, self.size = folder, [*command, "--leash"], size
+        self.environment = dict(environment)
+        self.devices = list(devices)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.deaths = 0
+        self.progressed = 0
 
-    def run(self) -> None:
-        """Take jobs until there are none, then let the process end."""
+    def start(self) -> None:
+        """Start all of them."""
+        for number in range(self.size):
+            self._start(number)
+
+    def over(self) -> bool:
+        """Whether all have ended by themselves."""
+        return all(process.poll() is not None for process in self.processes.values())
+
+    def lost(self) -> bool:
+        """Whether one has ended otherwise than well."""
+        return any(process.poll() not in (None, 0) for process in self.processes.values())
+
+    def replace(self, progressed: int) -> list[str]:
+        """Start the dead ones anew.
+
+        Args:
+            progressed: runs that have ended or failed so far.
+
+        Returns:
+            How they died.
+
+        Raises:
+            RuntimeError: they do nothing but die.
+        """
+        if progressed > self.progressed:
+            self.deaths, self.progressed = 0, progressed
+        causes = []
+        for number, process in list(self.processes.items()):
+            code = process.poll()
+            if code is None or (code == 0 and not self.over()):
+                continue
+            # All have ended well, on an empty queue, and yet something is left: let another one look again.
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            cause = f"worker {number} {how}; see {self._log(number).name}"
+            self.deaths += 1
+            if self.deaths > DEATHS * self.size or (code == 2 and progressed == 0):
+                raise RuntimeError(f"{cause}: {self._last_words(number)}")
+            causes.append(cause)
+            process.stdin.close() if process.stdin else None
+            self._start(number)
+        return causes
+
+    def finish(self, patience: float = 10.0) -> None:
+        """Let them end by themselves, now that nothing is left."""
+        deadline = time.monotonic() + patience
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+
+    def stop(self, grace_seconds: float) -> None:
+        """Ask all to end, wait, and end those that do not; safe to repeat."""
+        alive = [process for process in self.processes.values() if process.poll() is None]
         try:
-            while not self.crew.stopping.is_set():
-                try:
-                    run, line = self.crew.jobs.get_nowait()
-                except queue.Empty:
-                    break
-                self._attempt(run, line)
-            self._end(_END_SECONDS)
-        except Exception as error:  # whatever it is, the call must hear of it instead of waiting for this thread
-            words = " ".join(self.crew.command)
-            self.crew.events.put(_Event(kind="broken", error=f"a worker cannot be run with {words!r}: {error}"))
+            for process in alive:
+                process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + grace_seconds
+            for process in alive:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0.0))
         finally:
-            self.crew.events.put(_Event(kind="over"))
+            for process in alive:
+                process.kill()
+                process.wait()
+            for process in self.processes.values():
+                if process.stdin is not None:
+                    with contextlib.suppress(OSError):
+                        process.stdin.close()
 
-    def send(self, number: signal.Signals) -> None:
-        """Send the process a signal, if there is one (from another thread)."""
-        with self._guard:
-            if self.process is not None:
-                self.process.send_signal(number)
+    def _start(self, number: int) -> None:
+        environment = self.environment
+        if self.devices:
+            environment = environment | {"CUDA_VISIBLE_DEVICES": self.devices[number % len(self.devices)]}
+        try:
+            with self._log(number).open("ab") as log:
+                self.processes[number] = subprocess.Popen(  # noqa: S603 - the command is the caller's own
+                    self.command,
+                    stdin=subprocess.PIPE,  # its end tells a worker that this process is gone
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    # Ctrl-C on the terminal reaches this process only, which then stops the workers in good order.
+                    process_group=0,
+                )
+        except OSError as error:
+            words = hide_password(" ".join(self.command))
+            raise RuntimeError(f"a worker cannot be run with {words!r}: {error}") from error
 
-    def _attempt(self, run: str, line: bytes) -> None:
-        """Have one run done, however many processes it takes, up to the limit."""
-        for attempt in range(1, ATTEMPTS + 1):
-            answer = self._converse(run, line)
-            if self.crew.stopping.is_set() and answer is None:
-                return
-            if answer is not None:
-                self.crew.answered.set()
-                failed = answer["status"] == "failed"
-                error = str(answer.get("error") or "the worker gave no reason") if failed else ""
-                self.crew.events.put(_Event(run, "failed" if failed else "ended", error))
-                return
-            # Killed between writing its summary and saying so: the folder knows better.
-            if read_summary(self.crew.folder / RUNS / run, run) is not None:
-                self.crew.events.put(_Event(run, "ended"))
-                return
-            error = f"{self._death()} (attempt {attempt} of {ATTEMPTS}); see {self._log_path().name}"
-            if attempt == ATTEMPTS and self._code >= 0 and not self.crew.answered.is_set():
-                # A crash in one run is answered, not died of: a worker that exits before any answer never worked.
-                self.crew.events.put(_Event(kind="broken", error=f"{error}: {self._last_words()}"))
-                return
-            self.crew.events.put(_Event(run, "failed" if attempt == ATTEMPTS else "retried", error))
+    def _log(self, number: int) -> Path:
+        return self.folder / f"worker-{number}.log"
 
-    def _converse(self, run: str, line: bytes) -> dict[str, Any] | None:
-        """The process's answer about a run, or None when it died first."""
-        process = self._living()
-        if process is None:
-            return None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(line)
-            process.stdin.flush()
-            for reply in process.stdout:
-                answer = _answer(reply, run)
-                if answer is not None:
-                    return answer
-        self._end(1.0)
-        return None
-
-    def _living(self) -> subprocess.Popen[bytes] | None:
-        """The process, started if need be; None when the sweep is being stopped."""
-        with self._guard:  # so that `send` never misses a process that is just being started
-            if self.crew.stopping.is_set():
-                return None
-            if self.process is None:
-                with self._log_path().open("ab") as log:
-                    self.process = subprocess.Popen(  # noqa: S603 - the command is the caller's own
-                        self.crew.command,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=log,
-                        env=self.crew.environment,
-                        # Ctrl-C on the terminal reaches the parent only, which then stops the workers in good order.
-                        process_group=0,
-                    )
-            return self.process
-
-    def _end(self, patience: float) -> None:
-        """Close the process's stdin and see it out: by itself, then by SIGTERM, then by SIGKILL."""
-        process = self.process
-        if process is None:
-            return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(OSError):  # what was not sent stays in the buffer, and closing tries to send it again
-            process.stdin.close()
-        for act in (process.terminate, process.kill, lambda: None):
-            try:
-                self._code = process.wait(timeout=patience)
-                break
-            except subprocess.TimeoutExpired:
-                act()
-        process.stdout.close()
-        with self._guard:
-            self.process = None
-
-    def _death(self) -> str:
-        how = f"was killed by signal {-self._code}" if self._code < 0 else f"ended with status {self._code}"
-        return f"worker {self.number} {how} before it answered"
-
-    def _log_path(self) -> Path:
-        return self.crew.folder / f"worker-{self.number}.log"
-
-    def _last_words(self) -> str:
-        lines = self._log_path().read_text(encoding="utf-8", errors="replace").split("\n")
+    def _last_words(self, number: int) -> str:
+        lines = self._log(number).read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-
-
-def _stop(hands: Sequence[_Worker], crew: _Crew, grace_seconds: float) -> None:
-    """Ask all processes to end, wait, and end those that do not."""
-    crew.stopping.set()
-    deadline = time.monotonic() + grace_seconds
-    try:
-        for hand in hands:
-            hand.send(signal.SIGTERM)
-        for hand in hands:
-            if hand.ident is not None:
-                hand.join(max(deadline - time.monotonic(), 0.0))
-    finally:
-        for hand in hands:
-            hand.send(signal.SIGKILL)
-        for hand in hands:
-            if hand.ident is not None:
-                hand.join(5.0)
-
-
-def _answer(line: bytes, run: str) -> dict[str, Any] | None:
-    """A line of a worker's stdout, if it is the answer about this run."""
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        return None
-    if isinstance(answer, dict) and answer.get("run") == run and answer.get("status") in {"finished", "failed"}:
-        return answer
-    return None

@@ -33,6 +33,10 @@ LOCK = ".lock"
 _LOGS = (METRICS, ROUNDS)
 
 
+class BusyError(UsageError):
+    """Another process is at work in the folder."""
+
+
 class RunFolder:
     """One run's folder, claimed by this process until `release()` or its death.
 
@@ -219,7 +223,8 @@ def lock_folder(path: Path, doing: str) -> int:
         A file descriptor; closing it, or the death of the process, releases the lock.
 
     Raises:
-        UsageError: another process holds the lock, or the folder cannot be written.
+        BusyError: another process holds the lock.
+        UsageError: the folder cannot be written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -230,7 +235,7 @@ def lock_folder(path: Path, doing: str) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise UsageError(
+        raise BusyError(
             f"--out {path}: another process {doing} in this folder; wait for it, stop it, or choose another --out"
         ) from None
     except OSError as error:

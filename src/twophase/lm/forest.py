@@ -165,12 +165,17 @@ class Grower:
         """
         self.states.mkdir(parents=True, exist_ok=True)
         node: Node = self.tree.nodes[name]
-        if not self._left(node):
-            return
-        if not deep:
-            if not self._readable(node):
-                self._reach(node)
-            return
+        if deep:
+            self._walk(node)
+        elif self._left(node) and not self._readable(node):
+            self._reach(node)
+        above: Node | None = node
+        while above is not None and not self._left(above):  # the last job below a node tidies it up
+            self._forget(above)
+            above = None if above.parent is None else self.tree.nodes[above.parent]
+
+    def _walk(self, node: Node) -> None:
+        """A node and everything below it, depth first."""
         waiting: list[tuple[Node, _Branch | None]] = [(node, None)]
         while waiting:
             node, branch = waiting.pop()
