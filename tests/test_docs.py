@@ -99,6 +99,15 @@ def test_shown_output(page: str, command: str, output: str) -> None:
     assert done.stdout.split("\n") == output.split("\n"), page
 
 
+@pytest.mark.slow
+def test_counts_of_the_performance_page() -> None:
+    """The table of inner steps in docs/performance.md is what the benchmark counts."""
+    words = [sys.executable, str(ROOT / "benchmarks" / "forest.py"), "--count"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"```console\npython benchmarks/forest.py --count\n```\n\n```text\n{done.stdout}```\n" in text
+
+
 def test_theory_page_names_what_exists() -> None:
     """Every result R1 to R31 has a row in docs/theory.md whose functions and tests exist; so has every paper error."""
     text = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")

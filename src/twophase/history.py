@@ -8,8 +8,9 @@ same run for as long as their updates are the same, in one of two senses:
   identities follow: momentum 0 makes heavy ball, Nesterov and all periods one rule; a period at or above the number of
   rounds is no restart; period 1 is plain SGD; a rule in its other form is the same rule.
 * **bits**: the same floating-point operations on the same numbers, so that the same bits come out of
-  `twophase.optim.functional`. This implies the first, but not the other way round: lr 7 in EMA form and 0.7 in sum
-  form at momentum 0.9 are the same algebra and round differently.
+  `twophase.optim.functional` (for float32 and float64 anchors; of 16-bit ones, momentum 0 rounds differently). This
+  implies the first up to how decimals are read, but not the other way round: lr 7 in EMA form and 0.7 in sum form at
+  momentum 0.9 are the same algebra and round differently.
 
 Source: theory notes R2 to R4; the operations are those of `outer_step_` and `restart_`.
 """

@@ -137,7 +137,7 @@ class Forest:
         while waiting:
             node, after = waiting.pop()
             deep = self.total[node.id] <= most or not self.below(node)
-            job = Job(_digest("job", node.id, deep, *node.runs), node.id, deep, node.runs, after)
+            job = Job(_digest("job", node.id, deep, *sorted(node.runs)), node.id, deep, node.runs, after)
             found.append(job)
             if not deep:
                 waiting += [(child, job.id) for child in reversed(self.below(node))]
@@ -185,11 +185,10 @@ def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) ->
     classes: dict[Any, list[str]] = {}
     for run, history in histories.items():
         classes.setdefault((history.trunk, history.algebra) if merge else run, []).append(run)
-    chosen = {
-        run: min(members, key=lambda run: (run not in finished, _plainness(sweep.runs[run]), members.index(run)))
-        for members in classes.values()
-        for run in members
-    }
+    chosen: dict[str, str] = {}
+    for members in classes.values():  # of equally plain ones the first
+        canonical = min(members, key=lambda run: (run not in finished, _plainness(sweep.runs[run])))
+        chosen |= dict.fromkeys(members, canonical)
     kept = {run: sweep.runs[run] for run in sweep.runs if chosen[run] == run}
     return Plan(
         runs=kept,

@@ -1,0 +1,137 @@
+"""What a run subtracts from its anchor, written out: the coefficient of every pseudo-gradient, in exact fractions.
+
+The oracle of `twophase.history` and of merging: it shares no code with them. Restarts come from the definition of each
+policy, not from its `decide`, and Nesterov's step in EMA form is the paper's `(1 + b) m - b m_old`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import ClassVar
+
+from twophase import restart
+from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State
+from twophase.rule import OuterRule
+
+Vector = tuple[Fraction, ...]
+"""c_t1 ... c_tt of an update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Early(RestartPolicy):
+    """A soft restart every `period` rounds, before the round's pseudo-gradient is mixed in."""
+
+    period: int
+    retain: float
+    inject: float
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """A restart when the round is a multiple of the period."""
+        return state, Restart(self.retain, self.inject, before=True) if signal.round % self.period == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Twice(RestartPolicy):
+    """Hard restarts when the momentum is `age` rounds old, two in all: it has memory and looks at the counter."""
+
+    age: int
+    before: int
+
+    def initial_state(self) -> State:
+        """Two restarts to come."""
+        return {"left": 2}
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """A restart when the momentum is old enough, twice."""
+        if state["left"] == 0 or signal.rounds_since_restart < self.age:
+            return state, None
+        return {"left": state["left"] - 1}, Restart(before=bool(self.before))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(RestartPolicy):
+    """Restarts when the buffer is more than `limit` times as long as the pseudo-gradient: known to nobody before."""
+
+    limit: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """A restart when the buffer is long."""
+        assert signal.pseudo_gradient_norm is not None
+        assert signal.buffer_norm is not None
+        return state, Restart() if signal.buffer_norm > self.limit * signal.pseudo_gradient_norm else None
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The policies above have text forms: `early:2:0.5:1`, `twice:2:0`, `measured:1.5`."""
+    for cls in (Early, Twice, Measured):
+        restart.register(cls.__name__.lower())(cls)
+    try:
+        yield
+    finally:
+        for cls in (Early, Twice, Measured):
+            del restart._REGISTRY[cls.__name__.lower()]
+        restart._parse_text.cache_clear()  # parsed texts keep instances of the classes
+
+
+def decimal(value: float) -> Fraction:
+    """The number that a float prints as: 0.7 is 7/10."""
+    return Fraction(Decimal(str(float(value))))
+
+
+def due(policy: RestartPolicy, number: int) -> tuple[float, float, bool] | None:
+    """(retain, inject, before) of round `number`, from the definition of the policy; None for no restart."""
+    hard = (0.0, 0.0, False)
+    match policy:
+        case Never():
+            return None
+        case Periodic(period):
+            return hard if number % period == 0 else None
+        case Cycle(periods):
+            ends = itertools.accumulate(itertools.cycle(periods))
+            return hard if number in itertools.takewhile(lambda end: end <= number, ends) else None
+        case AtRounds(rounds):
+            return hard if number in rounds else None
+        case Soft(period, retain, inject):
+            return (retain, inject, False) if number % period == 0 else None
+        case Early(period, retain, inject):
+            return (retain, inject, True) if number % period == 0 else None
+        case Twice(age, before):
+            # A restart before the mixing leaves a momentum of age 1, one after it none.
+            second = max(2 * age - 1, age + 1) if before else 2 * age
+            return (0.0, 0.0, bool(before)) if number in (age, second) else None
+    raise AssertionError(policy)
+
+
+def coefficients(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Vector]:
+    """The coefficients of each round's update, by direct simulation on coefficient vectors."""
+    lr, b = decimal(rule.lr), decimal(rule.momentum)
+    buffer, found = [Fraction(0)] * rounds, []
+    for t in range(rounds):
+        g = [Fraction(i == t) for i in range(rounds)]
+        restarted = due(policy, t + 1) if b else None
+
+        def rewrite(m: list[Fraction], g: list[Fraction] = g, how: tuple[float, ...] | None = restarted):
+            assert how is not None
+            return [decimal(how[0]) * x + decimal(how[1]) * y for x, y in zip(m, g, strict=True)]
+
+        if restarted and restarted[2]:
+            buffer = rewrite(buffer)
+        old = buffer
+        if rule.form == "sum":
+            buffer = [b * x + y for x, y in zip(old, g, strict=True)]
+            step = [y + b * x for x, y in zip(buffer, g, strict=True)] if rule.nesterov else buffer
+        else:
+            buffer = [b * x + (1 - b) * y for x, y in zip(old, g, strict=True)]
+            step = [(1 + b) * x - b * y for x, y in zip(buffer, old, strict=True)] if rule.nesterov else buffer
+        found.append(tuple(lr * c for c in step[: t + 1]))
+        if restarted and not restarted[2]:
+            buffer = rewrite(buffer)
+    return found
