@@ -124,7 +124,7 @@ def test_colour_bar_says_when_it_is_clipped(worst: float, clipped: bool) -> None
     scale = scale_of([8.0, worst])
     assert scale.high == min(worst, 24.0)
     figure, colours = plot._draw([[panel([[8.0, worst]])]], scale, "x", "y")
-    plot._draw_colour_bar(figure, colours, scale, "perplexity", worst)
+    plot.draw_colour_bar(figure, colours, scale, "perplexity", worst)
     label = figure.axes[-1].get_ylabel()
     assert label.startswith("perplexity\n(log scale")
     assert ("colours end at 24.0" in label) == clipped

@@ -56,7 +56,9 @@ def describe(rows: Sequence[Row]) -> str:
     shown = f"best {len(table)} of {len(found)} settings" + "".join(
         f", {n} {state}" for state, n in counts.items() if n
     )
-    return f"{shown}. {_seeds_note(found)}\n" + format_table([*(["arm"] if arms else []), *found[0].values, "perplexity"], table)
+    return f"{shown}. {_seeds_note(found)}\n" + format_table(
+        [*(["arm"] if arms else []), *found[0].values, "perplexity"], table
+    )
 
 
 def _grid(rows: Sequence[Row]) -> list[Row]:

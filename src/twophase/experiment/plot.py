@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,7 +116,7 @@ def heatmaps(
     scale = scale or scale_of(shown)
     with styled():
         figure, colours = _draw(panels, scale, x_label, y_label)
-        _draw_colour_bar(figure, colours, scale, colour_label, max(shown, default=0.0))
+        draw_colour_bar(figure, colours, scale, colour_label, max(shown, default=0.0))
         figure.suptitle(title, fontsize=9.5, fontweight="bold")
         figure.supxlabel(note, fontsize=7, color="#444444")
         pictures = rendered(figure)
@@ -139,14 +139,10 @@ def _check_shapes(panels: Sequence[Sequence[Panel]]) -> None:
 
 
 def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> tuple[Figure, ScalarMappable]:
-    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see figure.py
-    from matplotlib.colors import LogNorm  # noqa: PLC0415
-
     heights = [max(len(panel.y) for panel in row) for row in panels]
     height = 1.0 + sum(0.35 + 0.26 * max(n, 3) for n in heights)
     figure, grid = new_figure(height, len(panels), len(panels[0]), gridspec_kw={"height_ratios": heights})
-    # Reversed viridis: light is good, and lightness alone orders the values, in grey and for every kind of sight.
-    colours = ScalarMappable(LogNorm(scale.low, scale.high), "viridis_r")
+    colours = colours_of(scale)
     for j, row in enumerate(panels):
         for i, panel in enumerate(row):
             axes: Axes = grid[j, i]
@@ -162,44 +158,93 @@ def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label
     return figure, colours
 
 
+def colours_of(scale: Scale) -> ScalarMappable:
+    """The colours of all our heatmaps: light is good, and lightness alone orders the values, in grey and for every eye.
+
+    Args:
+        scale: their ends.
+    """
+    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see figure.py
+    from matplotlib.colors import LogNorm  # noqa: PLC0415
+
+    return ScalarMappable(LogNorm(scale.low, scale.high), "viridis_r")
+
+
 def _draw_panel(axes: Axes, panel: Panel, scale: Scale, colours: ScalarMappable) -> None:
+    draw_tiles(axes, list(panel.cells()), colours=colours, bound=scale.bound)
+    axes.set(title=panel.title)
+
+
+def draw_tiles(
+    axes: Axes,
+    cells: Sequence[tuple[int, int, State | None, float | None]],
+    *,
+    colours: ScalarMappable,
+    bound: float,
+    size: float = 7.5,
+    mark: Callable[[int, int], str] = lambda _i, _j: "",
+) -> None:
+    """A heatmap with its numbers: diverged cells hatched, missing ones grey, those within a bound outlined.
+
+    Args:
+        axes: where; limits are set to the cells, ticks are left to the caller.
+        cells: column, row, state and value of each; a state of None is a place where the design has no run.
+        colours: of the page.
+        bound: values at or below it are outlined.
+        size: of the numbers, in points.
+        mark: what is put behind the number of a cell.
+    """
     from matplotlib.patches import Rectangle  # noqa: PLC0415
 
     inside: set[tuple[int, int]] = set()
-    for i, j, state, value in panel.cells():
-        face, ink, hatch, text = _MISSING, _INK, None, state
+    for i, j, state, value in cells:
+        face, ink, hatch, text = _MISSING, _INK, None, str(state)
         if value is not None:
             face = colours.to_rgba(value)  # type: ignore[arg-type] - it takes a number too, which its stub does not say
-            ink, text = _readable_on(face), readable(value)
-            inside |= {(i, j)} if value <= scale.bound else set()
+            ink, text = _readable_on(face), readable(value) + mark(i, j)
+            inside |= {(i, j)} if value <= bound else set()
         elif state == "diverged":
             face, hatch, text = DIVERGED, "//////", "div."
+        elif state is None:
+            face, text = _PAPER, "\N{EN DASH}"
         axes.add_patch(Rectangle((i - 0.5, j - 0.5), 1, 1, facecolor=face, hatch=hatch, edgecolor=HATCH, linewidth=0))
-        label = axes.text(i, j, text, color=ink, ha="center", va="center_baseline", fontsize=7.5)
+        label = axes.text(i, j, text, color=ink, ha="center", va="center_baseline", fontsize=size)
         if hatch:
-            label.set_bbox({"facecolor": DIVERGED, "edgecolor": "none", "pad": 1.2})
+            label.set_bbox({"facecolor": DIVERGED, "edgecolor": "none", "pad": size / 6})
         elif value is None:
-            label.set(fontsize=6.5, fontstyle="italic", color="#555555")
-    for i in range(1, len(panel.x)):
-        axes.axvline(i - 0.5, color=_PAPER, linewidth=0.8)
-    for j in range(1, len(panel.y)):
-        axes.axhline(j - 0.5, color=_PAPER, linewidth=0.8)
+            label.set(fontsize=size - 1, fontstyle="italic", color="#555555")
+    columns, rows = 1 + max(cell[0] for cell in cells), 1 + max(cell[1] for cell in cells)
+    for i in range(1, columns):
+        axes.axvline(i - 0.5, color=_PAPER, linewidth=size / 9)
+    for j in range(1, rows):
+        axes.axhline(j - 0.5, color=_PAPER, linewidth=size / 9)
     for i, j in inside:
         for di, dj in ((1, 0), (-1, 0), (0, 1), (0, -1)):
             if (i + di, j + dj) not in inside:
                 x, y = i + di / 2, j + dj / 2
                 ends = ([x - abs(dj) / 2, x + abs(dj) / 2], [y - abs(di) / 2, y + abs(di) / 2])
-                axes.plot(*ends, color=_INK, linewidth=1.6, solid_capstyle="projecting", clip_on=False, zorder=5)
-    axes.set(title=panel.title, xlim=(-0.5, len(panel.x) - 0.5), ylim=(-0.5, len(panel.y) - 0.5))
+                axes.plot(*ends, color=_INK, linewidth=size / 4.7, solid_capstyle="projecting", clip_on=False, zorder=5)
+    axes.set(xlim=(-0.5, columns - 0.5), ylim=(-0.5, rows - 0.5))
     axes.tick_params(length=0, pad=3)
     axes.spines[:].set_visible(False)
 
 
-def _draw_colour_bar(figure: Figure, colours: ScalarMappable, scale: Scale, label: str, worst: float) -> None:
+def draw_colour_bar(
+    figure: Figure, colours: ScalarMappable, scale: Scale, label: str, worst: float, **where: Any
+) -> None:
+    """The colour bar of a page; its tip says that something that is shown lies beyond its end.
+
+    Args:
+        figure: the page.
+        colours: its colours.
+        scale: their ends, and the bound, which is marked if it lies inside.
+        label: what the numbers are.
+        worst: the largest number shown.
+        where: further arguments of `Figure.colorbar`.
+    """
     clipped = worst > scale.high * (1 + 1e-9)
-    bar = figure.colorbar(
-        colours, ax=figure.axes, aspect=32, fraction=0.05, pad=0.02, extend="max" if clipped else "neither"
-    )
+    where = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02} | where
+    bar = figure.colorbar(colours, extend="max" if clipped else "neither", **where)
     bar.set_ticks(_ticks(scale.low, scale.high), labels=[f"{tick:g}" for tick in _ticks(scale.low, scale.high)])
     bar.minorticks_off()
     bar.outline.set_visible(False)  # type: ignore[operator] - a spine, which the stubs take for a callable
