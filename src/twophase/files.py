@@ -10,10 +10,15 @@ TEMPORARY = ".tmp-"
 """Prefix of files that are being written; whatever bears it was left by a crash and means nothing."""
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path` in one indivisible step, durably.
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Write `content` to `path` in one indivisible step.
 
     The bytes go to a temporary file in the same folder, reach the disk, and take the name only then.
+
+    Args:
+        path: the file.
+        content: text or bytes.
+        durable: whether it must survive a power cut; False spares waiting for the disk, twice.
 
     Raises:
         OSError: the folder cannot be written or the disk is full; `path` is then as it was.
@@ -24,13 +29,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     try:
         with temporary.open("xb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

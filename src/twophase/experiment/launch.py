@@ -42,7 +42,7 @@ from twophase.experiment.plan import plan
 from twophase.experiment.queue import Queue
 from twophase.experiment.run import check_place, list_some, lock_folder, read_summary
 from twophase.experiment.table import rows_of, write_rows
-from twophase.experiment.work import PLAN, RUNS, Work, spec_id
+from twophase.experiment.work import PLAN, RUNS, STATES, Work, spec_id
 from twophase.files import write_atomic
 
 SPEC, TABLE, FIGURES = "sweep.json", "cells.csv", "figures"
@@ -62,7 +62,7 @@ _THREAD_VARIABLES = (
 )
 _TABLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.1
-"""Between two looks at the folder; more if a look takes long, so that looking is a tenth of the time at most."""
+"""Between two looks at the folder; more if a look takes long, so that looking is a fiftieth of the time at most."""
 _ERRORS_SECONDS = 2.0
 
 Happening = Literal["begun", "finished", "diverged", "failed", "replaced"]
@@ -188,6 +188,8 @@ def run_sweep(
                     environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)) | secret
                     crew = _Crew(folder, words, min(workers, len(work.jobs)), environment, devices)
                     call.watch(queue, crew, grace_seconds)
+        if len(call.summaries) == len(work.runs):
+            _tidy(folder / STATES)
         return call.outcome()
     finally:
         os.close(lock)
@@ -233,6 +235,13 @@ def _planned(sweep: Sweep, folder: Path, *, merge: bool, storage: str | None, wo
     except OSError as error:
         raise UsageError(f"--out {folder}: {PLAN} cannot be written ({error.strerror}); choose another --out") from None
     return work
+
+
+def _tidy(states: Path) -> None:
+    """Remove the states that no node needs any more: of a plan before an extension, or half-written by the killed."""
+    for path in states.glob("*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _old_plan(folder: Path, *, merge: bool) -> Work | None:
@@ -290,7 +299,8 @@ class _Call:
         self.errors: dict[str, str] = {}
         self.finished = self.diverged = 0
         self.changed = False
-        self.table_at = 0.0
+        self.table_at, self.tabled = 0.0, 0
+        """When the table was last written, and how many of this call's runs had ended then."""
         self._write_table()
         self._report("begun")
 
@@ -316,9 +326,9 @@ class _Call:
                 ended = self.finished + self.diverged + len(self.errors)
                 for death in crew.replace(progressed=ended) if trouble else ():
                     self._report("replaced", error=death)
-                if began - self.table_at > _TABLE_SECONDS:
+                if ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
                     self._write_table()
-                time.sleep(max(_LOOK_SECONDS, 9 * (time.monotonic() - began)))
+                time.sleep(max(_LOOK_SECONDS, 49 * (time.monotonic() - began)))
             crew.finish()
         except BaseException:
             crew.stop(grace_seconds)
@@ -363,7 +373,7 @@ class _Call:
         failed = self.errors.keys()
         write_rows(path, rows_of(self.sweep, self.summaries, failed, self.work.stands_for))
         self.changed |= path.read_bytes() != before
-        self.table_at = time.monotonic()
+        self.table_at, self.tabled = time.monotonic(), self.finished + self.diverged + len(self.errors)
 
     def _report(self, event: Happening, run: str = "", error: str = "") -> None:
         if self.progress is not None:

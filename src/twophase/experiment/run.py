@@ -135,7 +135,8 @@ class RunFolder:
     def write_env(self, env: Mapping[str, Any]) -> None:
         """Record versions and machine in `env.json`, unless an earlier part of this run has done so."""
         if not (self.path / ENV).exists():
-            write_atomic(self.path / ENV, json.dumps(_standard(env), indent=2, allow_nan=False) + "\n")
+            text = json.dumps(_standard(env), indent=2, allow_nan=False) + "\n"
+            write_atomic(self.path / ENV, text, durable=False)  # nothing depends on it
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line to `metrics.jsonl`; numbers that are not finite become null."""
