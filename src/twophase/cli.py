@@ -303,9 +303,20 @@ def _report(words: list[str]) -> int:
         metavar="ARM",
         help="further arms to compare the others with, besides linked and momentum-free ones",
     )
+    parser.add_argument(
+        "--where",
+        nargs="+",
+        default=(),
+        metavar="PATH=VALUE",
+        help="judge only the cells with these values, such as inner_steps=20",
+    )
     options = parser.parse_args(words)
-    judged = report(options.sweep, options.within, options.controls)
-    paths = write(judged, options.sweep)
+    for word in options.where:
+        if "=" not in word:
+            raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
+    where = dict(word.split("=", 1) for word in options.where)
+    judged = report(options.sweep, options.within, options.controls, where)
+    paths = write(judged, options.sweep, where)
     print("\n".join([describe(judged), "", *map(str, paths)]))
     return 0
 

@@ -225,6 +225,31 @@ def damaged_table(folder: Path) -> Path:
     return no_table(folder)
 
 
+def test_report_of_a_part(tmp_path: Path) -> None:
+    """`where` judges the cells with some values as if they were all, and names its files after it."""
+    rows = [
+        row(arm, 8.0 + lr + m, lr, m, seed)
+        for arm in ("a", "b")
+        for lr in (0.3, 1.0)
+        for m in (0.0, 0.5)
+        for seed in (0, 1)
+    ]
+    write_rows(tmp_path / "cells.csv", rows)
+    (tmp_path / "sweep.json").write_text("{}")
+    part = verdict([one for one in rows if one.values["outer.lr"] == 1.0])
+    for text in ("1.0", "1", "1e0"):
+        assert report(tmp_path, where={"outer.lr": text}) == part
+    assert report(tmp_path, where={"outer.lr": "1", "outer.momentum": "0"}).arms[0].settings == 1
+    names = {path.name for path in write(part, tmp_path, {"outer.lr": "1"})}
+    assert names == {"verdict-outer.lr=1.md", "verdict-outer.lr=1.csv", "verdict-outer.lr=1.json"}
+    for where, words in (
+        ({"outer.form": "sum"}, "does not vary outer.form; it varies outer.lr, outer.momentum, seed"),
+        ({"outer.lr": "2"}, "no cell has that value; there are 0.3, 1.0"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            report(tmp_path, where=where)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -143,16 +143,24 @@ def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Col
     return Verdict(distances, LEVEL, best, judged, comparisons, _notes(judged))
 
 
-def report(folder: Path, within: Sequence[float] = WITHIN, controls: Collection[str] = ()) -> Verdict:
+def report(
+    folder: Path,
+    within: Sequence[float] = WITHIN,
+    controls: Collection[str] = (),
+    where: Mapping[str, str] | None = None,
+) -> Verdict:
     """The verdict on a sweep's folder, from its `cells.csv`.
 
     Args:
         folder: the sweep's folder, its `--out`.
         within: distances x for the areas, relative.
         controls: further arms that the others are compared with, by name.
+        where: only the cells with these values, from dotted path to the value as text: a part of the sweep that is
+            judged by itself, such as one communication period.
 
     Raises:
-        UsageError: no sweep's folder, a table that is missing or damaged, or arguments that `verdict` refuses.
+        UsageError: no sweep's folder, a table that is missing or damaged, a path or value that no cell has, or
+            arguments that `verdict` refuses.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: is no folder; name the one that a sweep wrote, its --out")
@@ -162,11 +170,45 @@ def report(folder: Path, within: Sequence[float] = WITHIN, controls: Collection[
         )
     if not (folder / TABLE).exists():
         raise UsageError(f"{folder}: has no {TABLE} yet; repeat the sweep's command to write it")
-    return verdict(read_rows(folder / TABLE), within, controls)
+    return verdict(_select(read_rows(folder / TABLE), where or {}), within, controls)
 
 
-def write(judged: Verdict, folder: Path) -> list[Path]:
+def _select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
+    """The rows with some values; a number is equal however it is written."""
+    chosen = list(rows)
+    for path, text in where.items():
+        known = list(dict.fromkeys(row.values[path] for row in rows if path in row.values))
+        if not known:
+            paths = ", ".join(rows[0].values) if rows else "none"
+            raise UsageError(f"--where {path}={text}: the sweep does not vary {path}; it varies {paths}")
+        wanted = {value for value in known if _as_text(value) == text or _as_number(value) == _as_number(text)}
+        if not wanted:
+            values = ", ".join(map(_as_text, known))
+            raise UsageError(f"--where {path}={text}: no cell has that value; there are {values}")
+        chosen = [row for row in chosen if row.values.get(path) in wanted]
+    if not chosen:
+        raise UsageError(f"--where: no cell has all of {', '.join(f'{path}={text}' for path, text in where.items())}")
+    return chosen
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _as_number(value: Any) -> float | str:
+    try:
+        return float(str(value))
+    except ValueError:
+        return f"no number: {value}"
+
+
+def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None) -> list[Path]:
     """Write `verdict.md`, `verdict.csv` (one line a figure) and `verdict.json` (everything) into a sweep's folder.
+
+    Args:
+        judged: what `report` returned.
+        folder: the sweep's folder.
+        where: as for `report`; the files of a part are named after it, such as `verdict-inner_steps=20.md`.
 
     Returns:
         The paths, each written in one step. What is not known is empty in the table and null in JSON.
@@ -174,10 +216,11 @@ def write(judged: Verdict, folder: Path) -> list[Path]:
     Raises:
         UsageError: the folder cannot be written.
     """
+    stem = "-".join(["verdict", *(f"{path}={text}".replace("/", "_") for path, text in (where or {}).items())])
     contents = {
-        "verdict.md": describe(judged, markdown=True) + "\n",
-        "verdict.csv": to_csv(judged),
-        "verdict.json": json.dumps(_plain(judged), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
+        f"{stem}.md": describe(judged, markdown=True) + "\n",
+        f"{stem}.csv": to_csv(judged),
+        f"{stem}.json": json.dumps(_plain(judged), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
     }
     try:
         for name, content in contents.items():
