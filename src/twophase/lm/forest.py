@@ -381,8 +381,8 @@ class Grower:
         self._scratch.step(measure=True)
         if not all(_same(ours, theirs) for ours, theirs in zip(params, anchor, strict=True)):
             raise RuntimeError(
-                f"forest: run {run} does not take the update of the runs that it should share this round with; please "
-                "report it, and sweep with --no-share"
+                f"forest: run {run} does not take the update of the runs that it should share this round with: a fault "
+                "of the plan; please report it with the sweep's plan.json"
             )
         return self._scratch
 

@@ -57,7 +57,7 @@ def draw(result: Result) -> Figure:
     note(
         figure,
         f"{seeds}Tuned at S={settings['tuned_at']}, K** with K={settings['tuning_period']}. Hollow: the period never "
-        "fires.\nAt the upper edge: values beyond it, div. for diverged, miss. for missing. "
+        "fires.\nAt the upper edge: values beyond it, div. for diverged, miss. for missing.\n"
         "Horizontal: momentum-free SGD at its best (dashed), plain averaging (dotted).",
     )
     return figure
