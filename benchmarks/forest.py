@@ -1,9 +1,10 @@
 """What a forest of runs saves, and what walking it costs.
 
 First the exact counts on the paper's grid (6 learning rates x 5 momenta x 7 restart periods x 2 rules = 420 runs of
-12,500 inner steps): inner steps asked, and executed by the tree. Then a small forest of the demo's model is walked in
-this process, and its wall time compared with the inner steps that it executed times their median duration, so that
-everything else (outer steps, copies at branches, states on disk, logs, validation, weights) is the excess over 1.
+12,500 inner steps, T full rounds and a shorter one): inner steps asked, and executed by the tree. Then a small forest
+of the demo's model is walked in this process, and its wall time compared with the inner steps that it executed times
+their median duration, so that everything else (outer steps, copies at branches, states on disk, logs, validation,
+weights) is the excess over 1.
 
 Last line: one JSON object. `wall_ratio` is that wall time over executed steps x median step; `executed_ratio` is
 executed / asked inner steps, counted while walking; `exact_ratio` is the same from the plan alone.
@@ -48,7 +49,7 @@ def paper_plan(form: str, inner_steps: int) -> Plan:
 
 
 def count() -> None:
-    print(f"{'form':>5}{'S':>6}{'rounds':>8}{'runs':>6}{'asked':>10}{'executed':>10}{'saving':>8}{'exact algebra':>15}")
+    print(f"{'form':>5}{'S':>6}{'T':>8}{'runs':>6}{'asked':>10}{'executed':>10}{'saving':>8}{'exact algebra':>15}")
     for form in ("sum", "ema"):
         for inner_steps in (64, 128, 512, 1024, 2048):
             made = paper_plan(form, inner_steps)

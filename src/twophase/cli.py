@@ -208,6 +208,7 @@ def _describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> st
 def _sweep(words: list[str]) -> int:
     from twophase.config import dump_yaml
     from twophase.experiment.grid import Sweep, parse_axes
+    from twophase.lm.config import check
     from twophase.recipes.arms import controls, in_arms
     from twophase.sweeping import add_options, run, take_slurm_options
 
@@ -239,6 +240,8 @@ def _sweep(words: list[str]) -> int:
         )
     axes = parse_axes(options.axis, config)
     cells = in_arms(config, axes)
+    for cell in cells:
+        check(cell.config)
     cells += controls(config, axes, cells) if options.controls else []
     sweep = Sweep("sweep", config, cells)
     out = options.out or Path("runs") / "sweep"

@@ -47,6 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"(default: a file in the folder; also read from {STORAGE_VARIABLE})",
     )
     parser.add_argument(
+        "--in-memory",
+        type=int,
+        metavar="N",
+        help="states at branches that a worker holds in memory at most, each about the size of a checkpoint (8)",
+    )
+    parser.add_argument(
         "--launcher",
         choices=("local", "slurm"),
         default="local",
@@ -137,8 +143,8 @@ def run(
         build_texts(sweep)
         print(dry_run(sweep, out, workers=max(workers, 1), merge=not options.no_merge))
         return 0
-    if not _is_finished(sweep, out):
-        build_texts(sweep)  # refuse a bad text once, here, before a folder is made
+    # Refuse a bad text once, here, before a folder is made.
+    texts = None if _is_finished(sweep, out) else build_texts(sweep)
     launched: list[str] = []
 
     def launch(command: Sequence[str]) -> None:
@@ -160,6 +166,8 @@ def run(
                 storage=options.storage,
                 devices=devices,
                 launch=launch if options.launcher == "slurm" and workers > 0 else None,
+                texts=texts,
+                in_memory=options.in_memory,
                 progress=progress,
             )
         except RuntimeError as error:
@@ -211,16 +219,20 @@ def check(sweep: Sweep, *, yes: bool) -> None:
             preflight(device)
 
 
-def build_texts(sweep: Sweep) -> None:
+def build_texts(sweep: Sweep) -> dict[str, str]:
     """Read every text of the sweep once, which refuses those that cannot be used.
+
+    Returns:
+        The fingerprint of each, by `twophase.lm.config.text_name`.
 
     Raises:
         UsageError: as `twophase.lm.corpus.build`.
     """
+    from twophase.lm.config import text_name  # noqa: PLC0415
     from twophase.lm.corpus import build  # noqa: PLC0415
 
-    for data, replicas in {(config.data, config.replicas) for config in sweep.runs.values()}:
-        build(data, replicas)
+    different = {text_name(config): config for config in sweep.runs.values()}
+    return {name: build(config.data, config.replicas).description["fingerprint"] for name, config in different.items()}
 
 
 def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
@@ -291,6 +303,8 @@ def _workers(sweep: Sweep, options: argparse.Namespace) -> tuple[int, list[str]]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     if options.workers is not None:
+        if options.workers < 0:
+            raise UsageError(f"--workers is {options.workers}; it must be a whole number >= 0")
         return options.workers, devices
     return len(devices) or _cores(), devices
 

@@ -11,13 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from twophase.config import from_tree, with_values
+from twophase.config import UsageError, from_tree, with_values
 from twophase.experiment.plan import Job
 from twophase.experiment.queue import QueueError
 from twophase.experiment.run import RunFolder
 from twophase.experiment.work import STATES, Stopped, Work, report, work
 from twophase.lm import forest
-from twophase.lm.config import TrainConfig
+from twophase.lm.config import TrainConfig, text_name
+from twophase.lm.trainer import preflight
 from twophase.session import Stop, signals
 
 
@@ -37,11 +38,33 @@ def serve(folder: Path, storage: str | None, *, in_memory: int, leash: bool) -> 
         if leash:
             threading.Thread(target=_wait_for_end_of_stdin, args=(stopped,), daemon=True).start()
         try:
-            work(folder, storage, _Executor(stopped, in_memory), stopped=stopped.is_set)
+            work(folder, storage, _Executor(stopped, in_memory), stopped=stopped.is_set, prepare=_check_machine)
         except QueueError as error:
             print(f"twophase sweep-worker: failed: {error}", file=sys.stderr)
             return 1
     return 128 + stopped.number if stopped.number else 0
+
+
+def _check_machine(plan: Work) -> None:
+    """Refuse to take part where a device or text is missing, or the text is another one.
+
+    Raises:
+        UsageError: naming it.
+    """
+    different = {(text_name(config), config.device): config for config in _configs(plan).values()}
+    for (name, _), config in different.items():
+        seen = preflight(config)[0].description["fingerprint"]
+        if plan.texts.get(name, seen) != seen:
+            raise UsageError(
+                f"--data.corpus {config.data.corpus}: this machine's text is not the one that the sweep was begun with "
+                f"(fingerprint {seen[:12]}, there {plan.texts[name][:12]}); give it the same file, or the same Python "
+                "for the corpus `python`"
+            )
+
+
+def _configs(plan: Work) -> dict[str, TrainConfig]:
+    base = from_tree(TrainConfig, plan.base)
+    return {run: with_values(base, _as_written(values)) for run, values in plan.runs.items()}
 
 
 class _Executor:
@@ -82,8 +105,7 @@ class _Executor:
             tally.step_seconds.clear()
 
     def _grower(self, plan: Work) -> forest.Grower:
-        base = from_tree(TrainConfig, plan.base)
-        configs = {run: with_values(base, _as_written(values)) for run, values in plan.runs.items()}
+        configs = _configs(plan)
         return forest.Grower(
             plan.forest,
             configs,

@@ -67,7 +67,7 @@ SHARED = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9), restart=("never", "2", "3
 
 def written(folder: Path, sweep: Sweep = SHARED, *, most: int = 20, storage: str | None = None) -> Work:
     made = Work.of(folder, plan(sweep), spec=spec_id(sweep.spec()), merge=True, study="test", storage=storage,
-                   most=most, base=sweep.base)  # fmt: skip
+                   most=most, base=sweep.base, texts={"a": "1"})  # fmt: skip
     made.write()
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -190,6 +191,44 @@ def test_lost_states_are_made_again(base: TrainConfig, tmp_path: Path) -> None:
                 path.write_bytes(path.read_bytes()[:1000])
     for run, wanted in alone(made, tmp_path / "alone").items():
         assert outcome(tmp_path / "runs" / run) == wanted
+
+
+def test_a_finished_run_that_gets_lost_is_made_again(base: TrainConfig, tmp_path: Path) -> None:
+    """States speak for the runs that were under way alone: one that was finished, and is lost, starts where it must."""
+    made = plan(grid(base, momentum=(0.9,), restart=("never", "3", "4"), nesterov=(False,)))
+    expected = alone(made, tmp_path / "alone")
+    (never,) = (run for run, config in made.runs.items() if config.outer.restart == "never")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "alone" / never).rename(tmp_path / "runs" / never)
+    calls = iter(range(1000))
+    with pytest.raises(Stopped):
+        grow(made, tmp_path, should_stop=lambda: next(calls) > 22)
+    shutil.rmtree(tmp_path / "runs" / never)
+    grow(made, tmp_path)
+    check(made, tmp_path, expected)
+
+
+def test_one_bad_folder_does_not_starve_the_others(base: TrainConfig, tmp_path: Path) -> None:
+    """A run whose folder cannot be claimed is named at the end; all other runs are done."""
+    made = plan(grid(base, restart=("never", "2", "3", "4")))
+    (bad,) = (run for run, config in made.runs.items() if config.outer.restart == "2")
+    (tmp_path / "runs" / bad).mkdir(parents=True)
+    (tmp_path / "runs" / bad / "config.yaml").write_text("[")
+    with pytest.raises(ValueError, match="damaged") as caught:
+        grow(made, tmp_path)
+    assert caught.value.__notes__ == [f"run {bad}"]
+    assert [read_summary(tmp_path / "runs" / run, run) is not None for run in made.runs] == [
+        run != bad for run in made.runs
+    ]
+
+
+def test_many_late_branches_hold_few_states(base: TrainConfig, tmp_path: Path) -> None:
+    """However the runs branch, no more than log2(runs) + 1 states are held."""
+    base = with_values(base, {"steps": 64, "inner_steps": 1})
+    policies = ["never", *(f"at:{64 - 4**level - extra}" for level in range(3) for extra in range(2))]
+    made = plan(grid(base, restart=tuple(policies), momentum=(0.9,)))
+    one = grow(made, tmp_path)
+    assert 1 <= one.tally.most_held <= len(made.runs).bit_length()
 
 
 def test_divergence_in_a_shared_stretch(base: TrainConfig, tmp_path: Path) -> None:

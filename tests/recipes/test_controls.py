@@ -107,3 +107,10 @@ def test_restarts_that_count(period: int, rounds: int) -> None:
     assert restarts_that_count(Soft(period, 0.5, 0.5), rounds) == count
     assert restarts_that_count(AtRounds((period,)), rounds) == (period < rounds)
     assert restarts_that_count(Never(), rounds) == 0
+
+
+@pytest.mark.parametrize(("lr", "restart"), [(0.0, "3"), (0.7, "soft:3:-5:0")])
+def test_no_control_where_no_rate_has_the_gain(lr: float, restart: str) -> None:
+    """A rule that moves nothing, or backwards on average, has no gain-matched control, and that is no error."""
+    base = with_values(TrainConfig(), {"outer.lr": lr, "outer.momentum": 0.9, "outer.restart": restart})
+    assert gain_matched(Cell("", {}, base), "control") is None

@@ -41,6 +41,7 @@ from twophase.experiment.grid import Sweep, extends, spec_differences
 from twophase.experiment.plan import plan
 from twophase.experiment.queue import Queue
 from twophase.experiment.run import check_place, list_some, lock_folder, read_summary
+from twophase.experiment.storage import check_storage
 from twophase.experiment.table import rows_of, write_rows
 from twophase.experiment.work import PLAN, RUNS, STATES, Work, spec_id
 from twophase.files import write_atomic
@@ -63,6 +64,7 @@ _THREAD_VARIABLES = (
 _TABLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.1
 """Between two looks at the folder; more if a look takes long, so that looking is a fiftieth of the time at most."""
+_LONGEST_SECONDS = 5.0
 _ERRORS_SECONDS = 2.0
 
 Happening = Literal["begun", "finished", "diverged", "failed", "replaced"]
@@ -136,6 +138,8 @@ def run_sweep(
     storage: str | None = None,
     devices: Sequence[str] = (),
     runs: Path | None = None,
+    texts: Mapping[str, str] | None = None,
+    in_memory: int | None = None,
     launch: Callable[[Sequence[str]], None] | None = None,
 ) -> Outcome:
     """Run what is not finished yet of a sweep; repeating the call resumes it.
@@ -154,6 +158,9 @@ def run_sweep(
         devices: values of CUDA_VISIBLE_DEVICES for the workers, dealt out in turn.
         runs: where the run folders lie, for sweeps that have runs in common: `runs/` becomes a link to it. None keeps
             them in the sweep's own folder.
+        texts: fingerprints of what the runs train on, by name, which every worker compares with what it sees; None
+            where nothing is left to do.
+        in_memory: branch states that a worker holds in memory at most; None leaves it to the worker.
         launch: starts workers elsewhere, given the command, which takes the storage from the environment
             (`STORAGE_VARIABLE`); this call then starts none and does not wait.
 
@@ -170,16 +177,18 @@ def run_sweep(
         raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none here")
     folder = Path(folder).absolute()
     check_place(folder, SPEC, "sweep")  # refuse before anything is touched
+    check_storage(folder, storage)
     lock = lock_folder(folder, "is running a sweep")
     try:
-        _claim(sweep, folder, runs, merge=merge)
-        work = _planned(sweep, folder, merge=merge, storage=storage, workers=workers)
+        _claim(sweep, folder, runs, merge=merge, texts=texts)
+        work = _planned(sweep, folder, merge=merge, storage=storage, workers=workers, texts=texts)
         call = _Call(sweep, work, progress)
         left = call.left
         if left:
             with Queue.open(folder, storage, work.study) as queue:
                 _fill(queue, work, set(call.summaries))
                 words = [*command, "--out", str(folder)]
+                words += [] if in_memory is None else ["--in-memory", str(in_memory)]
                 # The URL may hold a password, which an argument would show to everybody on the machine.
                 secret = {} if storage is None else {STORAGE_VARIABLE: storage}
                 if launch is not None:
@@ -216,10 +225,18 @@ def _make_runs(path: Path, runs: Path | None) -> None:
     path.symlink_to(os.path.relpath(runs, path.parent), target_is_directory=True)
 
 
-def _planned(sweep: Sweep, folder: Path, *, merge: bool, storage: str | None, workers: int) -> Work:
+def _planned(
+    sweep: Sweep,
+    folder: Path,
+    *,
+    merge: bool,
+    storage: str | None,
+    workers: int,
+    texts: Mapping[str, str] | None,
+) -> Work:
     """The plan in the folder, made if there is none or the sweep has been extended."""
     spec = spec_id(sweep.spec())
-    old = _old_plan(folder, merge=merge)
+    old = _old_plan(folder, merge=merge, texts=texts)
     shown = None if storage is None else hide_password(storage)
     if old is not None and (old.spec, old.merge, old.storage) == (spec, merge, shown):
         return old
@@ -229,12 +246,31 @@ def _planned(sweep: Sweep, folder: Path, *, merge: bool, storage: str | None, wo
     longest = max(config.steps for config in sweep.runs.values())
     most = max(2 * longest, made.steps // (JOBS_A_WORKER * max(workers, 2)))
     study = old.study if old is not None else f"twophase-{folder.name}-{secrets.token_hex(4)}"
-    work = Work.of(folder, made, spec=spec, merge=merge, study=study, storage=storage, most=most, base=sweep.base)
+    work = Work.of(
+        folder,
+        made,
+        spec=spec,
+        merge=merge,
+        study=study,
+        storage=storage,
+        most=most,
+        base=sweep.base,
+        texts=dict(old.texts if old is not None else {}) | dict(texts or {}),
+    )
+    if old is not None:
+        _drop_states(old, work)
     try:
         work.write()
     except OSError as error:
         raise UsageError(f"--out {folder}: {PLAN} cannot be written ({error.strerror}); choose another --out") from None
     return work
+
+
+def _drop_states(old: Work, new: Work) -> None:
+    """Remove the states of nodes that have more runs now: they say nothing about these."""
+    for name, node in new.forest.nodes.items():
+        if name in old.forest.nodes and not set(node.runs) <= set(old.forest.nodes[name].runs):
+            new.state(name).unlink(missing_ok=True)
 
 
 def _tidy(states: Path) -> None:
@@ -244,12 +280,17 @@ def _tidy(states: Path) -> None:
             path.unlink()
 
 
-def _old_plan(folder: Path, *, merge: bool) -> Work | None:
+def _old_plan(folder: Path, *, merge: bool, texts: Mapping[str, str] | None) -> Work | None:
     """The plan in the folder, of this sweep or of the one that it extends, unless it was made in another way."""
     old = Work.read(folder)
     if old is not None and old.merge != merge:
         words = ("with --no-merge there, without here", "without --no-merge there, with it here")[old.merge]
         raise UsageError(f"--out {folder}: the sweep was begun {words}; repeat its command or choose another --out")
+    if old is not None and any(old.texts.get(name, text) != text for name, text in (texts or {}).items()):
+        raise UsageError(
+            f"--out {folder}: the text is not the one that this sweep was begun with; put the old text back, or choose "
+            "another --out"
+        )
     return old
 
 
@@ -261,7 +302,7 @@ def _fill(queue: Queue, work: Work, finished: set[str]) -> None:
     queue.offer(ready)
 
 
-def _claim(sweep: Sweep, folder: Path, runs: Path | None, *, merge: bool) -> None:
+def _claim(sweep: Sweep, folder: Path, runs: Path | None, *, merge: bool, texts: Mapping[str, str] | None) -> None:
     """Write `sweep.json`, or make sure that it is this sweep's."""
     spec = json.loads(json.dumps(sweep.spec()))
     new = not check_place(folder, SPEC, "sweep")
@@ -278,7 +319,7 @@ def _claim(sweep: Sweep, folder: Path, runs: Path | None, *, merge: bool) -> Non
             f"--out {folder}: belongs to another sweep: {list_some(different)}; "
             "choose another --out, or repeat that sweep's command to resume it"
         )
-    _old_plan(folder, merge=merge)  # refuse before anything is changed
+    _old_plan(folder, merge=merge, texts=texts)  # refuse before anything is changed
     try:
         if new or more:
             write_atomic(folder / SPEC, json.dumps(spec, indent=1) + "\n")
@@ -328,7 +369,7 @@ class _Call:
                     self._report("replaced", error=death)
                 if ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
                     self._write_table()
-                time.sleep(max(_LOOK_SECONDS, 49 * (time.monotonic() - began)))
+                time.sleep(min(max(_LOOK_SECONDS, 49 * (time.monotonic() - began)), _LONGEST_SECONDS))
             crew.finish()
         except BaseException:
             crew.stop(grace_seconds)

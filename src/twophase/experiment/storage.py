@@ -55,6 +55,14 @@ def open_study(folder: Path, url: str | None, name: str) -> tuple[Study, BaseSto
         return optuna.create_study(study_name=name, storage=storage, load_if_exists=True), storage
 
 
+def check_storage(folder: Path, url: str | None) -> None:
+    """Refuse a database that cannot be used, before anything is made on disk; arguments and errors as `open_study`."""
+    if url is not None:
+        with _explained(folder, url):
+            engine: Any = getattr(_database(url), "engine", None)
+            engine.dispose()
+
+
 def shown(folder: Path, url: str | None) -> str:
     """The option and value that say where the queue is, without a password."""
     return f"--out {folder}: the queue {JOURNAL}" if url is None else f"--storage {hide_password(url)}"

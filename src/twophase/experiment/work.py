@@ -46,6 +46,8 @@ class Work:
         forest: what the runs share.
         jobs: the pieces that workers take.
         counts: cells and steps of the plan, for people.
+        texts: fingerprints of the texts that the runs train on, by a name that the trainer knows; a worker that sees
+            another text must not take part.
     """
 
     folder: Path
@@ -59,10 +61,11 @@ class Work:
     forest: Forest
     jobs: Mapping[str, Job]
     counts: Mapping[str, int]
+    texts: Mapping[str, str]
 
     @classmethod
     def of(cls, folder: Path, made: Plan, *, spec: str, merge: bool, study: str, storage: str | None, most: int,
-           base: Any) -> Work:  # fmt: skip
+           base: Any, texts: Mapping[str, str]) -> Work:  # fmt: skip
         """The work of a plan, cut into jobs of at most `most` inner steps."""
         tree = to_tree(base)
         known = flatten(tree)
@@ -79,7 +82,7 @@ class Work:
         }
         jobs = {job.id: job for job in made.forest.jobs(most)}
         shown = None if storage is None else hide_password(storage)
-        return cls(folder, spec, merge, study, shown, tree, runs, made.stands_for, made.forest, jobs, counts)
+        return cls(folder, spec, merge, study, shown, tree, runs, made.stands_for, made.forest, jobs, counts, texts)
 
     @classmethod
     def read(cls, folder: Path) -> Work | None:
@@ -101,6 +104,7 @@ class Work:
                 jobs={job.id: job for job in jobs},
                 **{key: data[key] for key in ("spec", "merge", "study", "storage", "base", "runs")},
                 **{key: data[key] for key in ("stands_for", "counts")},
+                texts=data.get("texts", {}),
             )
         except FileNotFoundError:
             return None
@@ -119,6 +123,7 @@ class Work:
             "study": self.study,
             "storage": self.storage,
             "counts": dict(self.counts),
+            "texts": dict(self.texts),
             "base": dict(self.base),
             "runs": {run: dict(values) for run, values in self.runs.items()},
             "stands_for": dict(self.stands_for),
@@ -169,7 +174,14 @@ class Stopped(Exception):  # noqa: N818 - no error: it was asked for
     """The worker was asked to stop; what it had is on disk."""
 
 
-def work(folder: Path, storage: str | None, execute: Execute, *, stopped: Callable[[], bool]) -> int:
+def work(
+    folder: Path,
+    storage: str | None,
+    execute: Execute,
+    *,
+    stopped: Callable[[], bool],
+    prepare: Callable[[Work], None] = lambda _: None,
+) -> int:
     """Take jobs off a sweep's queue and do them, until nothing is left or the worker is stopped.
 
     As long as other workers have jobs it stays, because a job comes back if its worker dies.
@@ -179,6 +191,8 @@ def work(folder: Path, storage: str | None, execute: Execute, *, stopped: Callab
         storage: as the sweep's.
         execute: does a job; it raises `Stopped` when `stopped` became true, `BusyError` when somebody else is at a run.
         stopped: whether the worker has been asked to end.
+        prepare: called with the plan before any job is taken; it refuses what this machine cannot do, so that a worker
+            in a wrong place takes no job, instead of failing one after the other.
 
     Returns:
         The number of jobs done.
@@ -189,6 +203,7 @@ def work(folder: Path, storage: str | None, execute: Execute, *, stopped: Callab
     """
     folder = Path(folder).absolute()
     plan = _plan(folder, storage)
+    prepare(plan)
     done, pause = 0, _PAUSE_SECONDS
     with Beat(folder) as beat, Queue.open(folder, storage, plan.study) as queue:
         queue.offer(plan.ready(plan.finished))
@@ -204,6 +219,7 @@ def work(folder: Path, storage: str | None, execute: Execute, *, stopped: Callab
             pause = _PAUSE_SECONDS
             if claim.job not in plan.jobs:  # the sweep has been extended
                 plan = _plan(folder, storage)
+                prepare(plan)
             done += _do(plan, claim, queue, execute)
     return done
 
@@ -220,7 +236,9 @@ def _do(plan: Work, claim: Claim, queue: Queue, execute: Execute) -> bool:
         if missing and (job.deep or not plan.state(job.node).exists()):
             raise RuntimeError(f"the worker left no valid summary of {', '.join(missing[:3])}")
         # Before the job counts as done: whoever sees that nothing is left must be right.
-        queue.offer(plan.ready(plan.finished, below=job.id))
+        below = plan.ready(plan.finished, below=job.id)
+        queue.reopen(below)  # they may count as done from before their files were lost
+        queue.offer(below)
     except Stopped:
         claim.release()
     except BusyError:  # somebody who was taken for dead goes on with it after all
@@ -229,7 +247,8 @@ def _do(plan: Work, claim: Claim, queue: Queue, execute: Execute) -> bool:
     except Exception as error:  # one bad job must not take the others with it
         with suppress(OSError):  # the disk of the log may be full
             traceback.print_exc()
-        claim.failed(f"{type(error).__name__}: {error}")
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        claim.failed(f"{type(error).__name__}: {error}{notes}")
     else:
         return claim.done(_best(plan, job))
     return False

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from twophase.config import UsageError
+from twophase.config import UsageError, fingerprint, to_tree
 from twophase.restart import RestartPolicy, parse
 from twophase.rule import Form, OuterRule, check_rule
 
@@ -136,6 +136,11 @@ class TrainConfig:
     def loss_bound(self) -> float:
         """The training loss above which the run counts as diverged, in nats a token."""
         return self.divergence_loss or 3 * math.log(self.vocabulary_size)
+
+
+def text_name(config: TrainConfig) -> str:
+    """A name for the text that a run trains on, equal for runs that share it."""
+    return fingerprint({"data": to_tree(config.data), "replicas": config.replicas})
 
 
 def check(config: TrainConfig) -> TrainConfig:

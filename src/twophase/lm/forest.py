@@ -38,7 +38,7 @@ from twophase.restart import RestartPolicy, RoundSignal
 
 State = dict[str, Any]
 """Everything that a stretch of inner steps starts from; `torch.load(weights_only=True)` reads it."""
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Node(Protocol):
@@ -167,7 +167,7 @@ class Grower:
         node: Node = self.tree.nodes[name]
         if deep:
             self._walk(node)
-        elif self._left(node) and not self._readable(node):
+        elif self._left(node):
             self._reach(node)
         above: Node | None = node
         while above is not None and not self._left(above):  # the last job below a node tidies it up
@@ -176,6 +176,7 @@ class Grower:
 
     def _walk(self, node: Node) -> None:
         """A node and everything below it, depth first."""
+        failed: Exception | None = None
         waiting: list[tuple[Node, _Branch | None]] = [(node, None)]
         while waiting:
             node, branch = waiting.pop()
@@ -185,6 +186,9 @@ class Grower:
             state = self._leave(branch) if branch is not None else None
             if not self._left(node):
                 continue
+            if not self.tree.below(node):
+                failed = self._try_leaf(node, state) or failed
+                continue
             self._reach(node, state)
             children = sorted((child for child in self.tree.below(node) if self._left(child)), key=self._size)
             branch = _Branch(node, len(children), None)
@@ -192,6 +196,21 @@ class Grower:
             waiting += [(child, branch) for child in reversed(children)]
             if len(children) > 1:
                 self._hold(branch)
+        if failed is not None:
+            raise failed
+
+    def _try_leaf(self, node: Node, state: State | None) -> Exception | None:
+        """Do a leaf; one that cannot be done, say for what lies in its folder, must not take its siblings with it."""
+        try:
+            self._reach(node, state)
+        except (Stopped, OSError):  # with a full disk the next one would fare no better
+            raise
+        except Exception as error:
+            self._at = None
+            error.add_note(f"run {', '.join(node.runs)}")
+            return error
+        self._forget(node)
+        return None
 
     # --------------------------------------------------------------------------------------------------- branches
 
@@ -199,8 +218,9 @@ class Grower:
         """The runs below a node that are not finished."""
         return [run for run in node.runs if not self.place.finished(run)]
 
-    def _size(self, node: Node) -> int:
-        return self.tree.total[node.id]
+    def _size(self, node: Node) -> tuple[int, int]:
+        """By runs, which bounds the states held by the logarithm of their number; then by inner steps."""
+        return len(node.runs), self.tree.total[node.id]
 
     def _hold(self, branch: _Branch) -> None:
         """Keep the present state for the children that come after the first one."""
@@ -255,6 +275,9 @@ class Grower:
         """From the end of the parent, or from inside the stretch, to its end."""
         run = self._run
         self._at = None
+        # Those that are done with this stretch only: a state must not speak for others, whose counters stand still.
+        self._counters = {one: self._counters[one] for one in runs}
+        self._held = {one: self._held[one] for one in runs}
         # The runs of a node differ in the outer optimizer only, or have had no round yet.
         run.config = self.configs[max(runs, key=lambda one: self.configs[one].inner_steps)]
         run.engine.inner_steps = run.config.inner_steps
@@ -292,7 +315,7 @@ class Grower:
                     with ExitStack() as claims:
                         self._finish({one: self._open(claims, one)})
         self._at = node.id
-        if not leaf and run.done.exit_reason == RUNNING and len(self.tree.below(node)) > 1:
+        if not leaf and run.done.exit_reason == RUNNING:
             self._write(node, "end")
         self._path(node, "part").unlink(missing_ok=True)
 
@@ -467,7 +490,9 @@ class Grower:
         for replica, saved in zip(run.replicas, state["replicas"], strict=True):
             replica.load_state_dict(saved)
         run.done, run.validation = Progress(**state["done"]), None
-        self._buffers, self._held, self._counters = state["buffers"], state["held"], state["counters"]
+        device = run.replicas[0].device
+        self._buffers = {name: [part.to(device) for part in parts] for name, parts in state["buffers"].items()}
+        self._held, self._counters = state["held"], state["counters"]
         self._lines = state["lines"]
         self._at = node.id if run.done.step == node.stop else None
         self.tally.restored += 1
@@ -499,9 +524,6 @@ class Grower:
         if state.get("format") != _FORMAT or not set(runs) <= set(state["counters"]):
             return None
         return state
-
-    def _readable(self, node: Node) -> bool:
-        return self._read(node, "end", self._left(node)) is not None
 
     def _forget(self, node: Node) -> None:
         """Everything below a node is done: its states are of no use any more."""
@@ -544,9 +566,9 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _cloned(value: Any) -> Any:
-    """A copy of a state; plain values and finished lines are shared, for they never change."""
+    """A copy of a state in main memory; plain values and finished lines are shared, for they never change."""
     if isinstance(value, Tensor):
-        return value.clone()
+        return value.to("cpu", copy=True)  # an accelerator's memory is for the runs
     if isinstance(value, dict):
         return {key: _cloned(item) for key, item in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], dict) and "metrics" in value[0]:

@@ -77,7 +77,7 @@ def gain_matched(cell: Cell, arm: str) -> Cell | None:
 
     Returns:
         The control, with `control_of` set; None when its learning rate equals the cell's to six digits, because then
-        the run without restarts at the same learning rate is that control.
+        the run without restarts at the same learning rate is that control, and when no positive one has that gain.
 
     Raises:
         ValueError: an adaptive policy, whose gain is not known in advance.
@@ -85,8 +85,10 @@ def gain_matched(cell: Cell, arm: str) -> Cell | None:
     Source: theory note R31; the paper has no such control.
     """
     outer, rounds = cell.config.outer, cell.config.rounds
-    ratio = mean_outer_gain(outer.rule(), outer.policy(), rounds) / mean_outer_gain(outer.rule(), Never(), rounds)
-    lr = _six_digits(outer.lr * ratio)
+    restarted, plain = (mean_outer_gain(outer.rule(), policy, rounds) for policy in (outer.policy(), Never()))
+    if plain == 0 or restarted <= 0:
+        return None
+    lr = _six_digits(outer.lr * (restarted / plain))
     if lr == _six_digits(outer.lr):
         return None
     changed = {_LR: lr, _RESTART: "never"}
