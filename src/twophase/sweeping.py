@@ -304,7 +304,7 @@ def _workers(sweep: Sweep, options: argparse.Namespace) -> tuple[int, list[str]]
         devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     if options.workers is not None:
         if options.workers < 0:
-            raise UsageError(f"--workers is {options.workers}; it must be a whole number >= 0")
+            raise UsageError(f"--workers is {options.workers}; it must be a whole number >= 1, or 0 to start none")
         return options.workers, devices
     return len(devices) or _cores(), devices
 
