@@ -140,11 +140,10 @@ def run(
     workers, devices = _workers(sweep, options)
     check(sweep, yes=options.yes or options.dry_run)
     if options.dry_run:
-        build_texts(sweep)
+        _texts(sweep)
         print(dry_run(sweep, out, workers=max(workers, 1), merge=not options.no_merge))
         return 0
-    # Refuse a bad text once, here, before a folder is made.
-    texts = None if _is_finished(sweep, out) else build_texts(sweep)
+    texts = None if _is_finished(sweep, out) else _texts(sweep)  # refuses a bad one before a folder is made
     launched: list[str] = []
 
     def launch(command: Sequence[str]) -> None:
@@ -212,27 +211,13 @@ def check(sweep: Sweep, *, yes: bool) -> None:
         )
     for config in sweep.runs.values():
         check_config(config)
-    if any(config.device != "cpu" for config in sweep.runs.values()):
-        from twophase.lm.trainer import preflight  # noqa: PLC0415 - torch
-
-        for device in {config.device: config for config in sweep.runs.values()}.values():
-            preflight(device)
 
 
-def build_texts(sweep: Sweep) -> dict[str, str]:
-    """Read every text of the sweep once, which refuses those that cannot be used.
+def _texts(sweep: Sweep) -> dict[str, str]:
+    """Refuse texts and devices that cannot be used here; the fingerprints of the texts."""
+    from twophase.lm.trainer import preflight_all  # noqa: PLC0415 - torch, which a finished sweep does without
 
-    Returns:
-        The fingerprint of each, by `twophase.lm.config.text_name`.
-
-    Raises:
-        UsageError: as `twophase.lm.corpus.build`.
-    """
-    from twophase.lm.config import text_name  # noqa: PLC0415
-    from twophase.lm.corpus import build  # noqa: PLC0415
-
-    different = {text_name(config): config for config in sweep.runs.values()}
-    return {name: build(config.data, config.replicas).description["fingerprint"] for name, config in different.items()}
+    return preflight_all(sweep.runs.values())
 
 
 def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:

@@ -17,8 +17,8 @@ from twophase.experiment.queue import QueueError
 from twophase.experiment.run import RunFolder
 from twophase.experiment.work import STATES, Stopped, Work, report, work
 from twophase.lm import forest
-from twophase.lm.config import TrainConfig, text_name
-from twophase.lm.trainer import preflight
+from twophase.lm.config import TrainConfig
+from twophase.lm.trainer import preflight_all
 from twophase.session import Stop, signals
 
 
@@ -51,14 +51,12 @@ def _check_machine(plan: Work) -> None:
     Raises:
         UsageError: naming it.
     """
-    different = {(text_name(config), config.device): config for config in _configs(plan).values()}
-    for (name, _), config in different.items():
-        seen = preflight(config)[0].description["fingerprint"]
+    for name, seen in preflight_all(_configs(plan).values()).items():
         if plan.texts.get(name, seen) != seen:
             raise UsageError(
-                f"--data.corpus {config.data.corpus}: this machine's text is not the one that the sweep was begun with "
-                f"(fingerprint {seen[:12]}, there {plan.texts[name][:12]}); give it the same file, or the same Python "
-                "for the corpus `python`"
+                f"this machine's text is not the one that the sweep in {plan.folder} was begun with (fingerprint "
+                f"{seen[:12]}, there {plan.texts[name][:12]}); give it the same --data.corpus file, or for the corpus "
+                "`python` the same version of Python"
             )
 
 

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ import twophase
 from twophase.config import UsageError, fingerprint
 from twophase.diloco.comm import Communicator
 from twophase.diloco.engine import DiLoCo, RoundReport
-from twophase.lm.config import TrainConfig, check
+from twophase.lm.config import TrainConfig, check, text_name
 from twophase.lm.corpus import Corpus, build
 from twophase.lm.evaluate import Evaluation, evaluate
 from twophase.lm.model import Llama
@@ -274,6 +274,19 @@ def preflight(config: TrainConfig, processes: int = 1) -> tuple[Corpus, torch.de
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {config.device} cannot be used here ({reason}); use --device cpu") from None
     return _corpus(config.data, config.replicas), device
+
+
+def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
+    """Everything about several runs that can be refused before a folder is made for them; each text is read once.
+
+    Returns:
+        The fingerprint of each text, by `twophase.lm.config.text_name`.
+
+    Raises:
+        UsageError: as `preflight`.
+    """
+    different = {(text_name(check(config)), config.device): config for config in configs}
+    return {name: preflight(config)[0].description["fingerprint"] for (name, _), config in different.items()}
 
 
 def round_line(report: RoundReport, step: int) -> dict[str, Any]:

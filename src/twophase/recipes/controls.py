@@ -19,9 +19,10 @@ from typing import Any
 
 from twophase.config import with_values
 from twophase.experiment.grid import Axis, Cell, product
+from twophase.experiment.overview import CONTROL
 from twophase.restart import Never, RestartPolicy, RoundSignal, mean_outer_gain
 
-MOMENTUM_FREE = "momentum-free"
+MOMENTUM_FREE = CONTROL
 """Name of the arm of outer SGD without momentum."""
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""

@@ -36,7 +36,6 @@ from twophase.config import UsageError
 from twophase.experiment.figure import DIGITS, rendered, styled, table_text, write_files
 from twophase.experiment.launch import RUNS, TABLE, Status, run_sweep
 from twophase.experiment.table import Row, read_rows
-from twophase.lm.config import check
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 
 if TYPE_CHECKING:
@@ -233,12 +232,14 @@ def _train(study: SweepStudy, scale: Scale, folder: Path, options: dict[str, Any
 
     The rows that are there already come first: a folder that has reached a later stage belongs to the larger sweep.
     """
+    from twophase.lm.trainer import preflight_all  # noqa: PLC0415 - torch, which the theory's studies do without
+
     rows = read_rows(folder / TABLE) if (folder / TABLE).is_file() else []
     sweep = study.sweep(scale, rows)
     while True:
-        _refuse_impossible(sweep)
+        texts = preflight_all(sweep.runs.values())  # refuse what cannot be run here before a folder is made for it
         threads = max(config.threads for config in sweep.runs.values())
-        outcome = run_sweep(sweep, folder, **({"threads": threads} | options))
+        outcome = run_sweep(sweep, folder, **({"threads": threads, "texts": texts} | options))
         if outcome.errors:
             reasons = "".join(f"\n  run {run}: {reason}" for run, reason in outcome.errors.items())
             raise RuntimeError(
@@ -250,24 +251,6 @@ def _train(study: SweepStudy, scale: Scale, folder: Path, options: dict[str, Any
         if len(further.cells) == len(sweep.cells):
             return rows
         sweep = further
-
-
-def _refuse_impossible(sweep: Sweep) -> None:
-    """Refuse what cannot be run here, text and device included, before a folder is made for it.
-
-    Raises:
-        UsageError: naming the option, its value, the range and the remedy.
-    """
-    from twophase.lm.corpus import build  # noqa: PLC0415 - this and the next load torch; theory studies do without
-    from twophase.lm.trainer import preflight  # noqa: PLC0415
-
-    configs = list(sweep.runs.values())
-    for config in configs:
-        check(config)
-    for config in {config.device: config for config in configs if config.device != "cpu"}.values():
-        preflight(config)
-    for data, replicas in {(config.data, config.replicas) for config in configs}:
-        build(data, replicas)
 
 
 def folded(text: str) -> str:
