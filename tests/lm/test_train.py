@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import shutil
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 import textmaker
-from twophase.config import UsageError, with_values
+from twophase.config import UsageError, dump_yaml, fingerprint, with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.experiment.run import RunFolder, read_lines
-from twophase.lm import checkpoint
+from twophase.lm import checkpoint, parts
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
 from twophase.lm.train import _restore, train
 from twophase.lm.trainer import Trainer, inner_lr, preflight
@@ -76,11 +82,203 @@ def test_weights_are_the_anchor(config: TrainConfig, tmp_path: Path) -> None:
     """The weights file holds the final anchor, which after a round is what every replica holds."""
     run(config, tmp_path / "run")
     weights = load_file(tmp_path / "run" / "weights.safetensors")
+    trainer = Trainer(config, SingleProcess())
+    with RunFolder.claim(tmp_path / "run", config) as folder:
+        _restore(trainer, folder)
+    for state in (trainer.engine.anchor, *(replica.model.state_dict() for replica in trainer.replicas)):
+        assert state.keys() == weights.keys()
+        assert all(torch.equal(state[name], value) for name, value in weights.items())
+
+
+def test_step_log(config: TrainConfig, tmp_path: Path) -> None:
+    """Every `log_every` steps a line with the mean loss since the last one; a resumed run repeats and misses none."""
+    config = replace(config, log_every=4)
+    run(config, tmp_path / "whole")
+    for stop in (6, 3, 2):  # after 6, 9 and 11 steps
+        calls = iter(range(1, 1000))
+        run(config, tmp_path / "run", should_stop=lambda s=stop, c=calls: next(c) >= s)
+    run(config, tmp_path / "run")
+    lines = [read_lines(tmp_path / name / "steps.jsonl") for name in ("whole", "run")]
+    assert [line["step"] for line in lines[0]] == [4, 8, 12, 16, 20]
+    for key in ("step", "train_loss", "inner_lr"):
+        assert [line[key] for line in lines[0]] == [line[key] for line in lines[1]]
+    rounds = read_lines(tmp_path / "whole" / "metrics.jsonl")
+    by_step = sum(line["train_loss"] for line in lines[0][:3]) / 3
+    by_round = sum(line["train_loss"] for line in rounds[:2]) / 2
+    assert by_step == pytest.approx(by_round, rel=1e-6)  # the first 12 steps, in either partition
+    run(replace(config, log_every=0), tmp_path / "none")
+    assert not (tmp_path / "none" / "steps.jsonl").exists()
+
+
+@pytest.mark.parametrize("stop", [8, 12])
+def test_what_a_checkpoint_holds(config: TrainConfig, tmp_path: Path, stop: int) -> None:
+    """Tensors under their own names, and no pickle; a replica's weights inside a round only, when they are its own."""
+    calls = iter(range(1, 1000))
+    run(config, tmp_path / "run", should_stop=lambda: next(calls) >= stop)
     newest = checkpoint.latest(tmp_path / "run" / "checkpoint")
     assert newest is not None
-    for replica in (0, 1):
-        state = torch.load(newest / checkpoint.replica_file(replica), weights_only=True)
-        assert all(torch.equal(state["model"][name], value) for name, value in weights.items())
+    found = {path.name for path in newest.iterdir()}
+    replicas = [checkpoint.replica_file(number) for number in (0, 1)]
+    assert found == {checkpoint.ENGINE, *replicas, "manifest.json", "progress.json"}
+    parameters = dict(Trainer(config, SingleProcess()).replicas[0].model.named_parameters())
+    for name in replicas:
+        tensors = load_file(newest / name)
+        weights = {key.removeprefix("model.") for key in tensors if key.startswith("model.")}
+        assert weights == (set(parameters) if stop % config.inner_steps else set())
+        assert sum(key.startswith("inner.state.") for key in tensors) == 3 * len(parameters)
+    assert "anchor" in load_file(newest / checkpoint.ENGINE)
+
+
+def test_execution_is_restored(config: TrainConfig, tmp_path: Path) -> None:
+    """A resumed run computes in the way that its first part has chosen, whatever it would choose itself."""
+    calls = iter(range(1, 1000))
+    run(config, tmp_path / "run", should_stop=lambda: next(calls) >= 3)
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoint")
+    assert newest is not None
+    (saved,) = checkpoint.Checkpoint(newest, fingerprint(config)).progress()["execution"]
+    assert saved
+    trainer = Trainer(config, SingleProcess())
+    assert trainer.execution != saved
+    with RunFolder.claim(tmp_path / "run", config) as folder:
+        _restore(trainer, folder)
+    assert trainer.execution == saved
+
+
+def test_trains_on_while_a_checkpoint_is_written(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds end while a checkpoint is on its way, it holds the state from before them, and the run is the same."""
+    whole = run(config, tmp_path / "whole")
+    config = replace(config, checkpoint_every=1)
+    released = threading.Event()
+    write = parts.write
+
+    def slow(path: Path, *arguments: Any) -> dict[str, Any]:
+        if path.parent.name.endswith("06"):  # after the first round; the second one lets it go on
+            assert released.wait(30), "training waited for the disk"
+        return write(path, *arguments)
+
+    monkeypatch.setattr(parts, "write", slow)
+
+    def release(line: dict[str, Any]) -> None:
+        if line["step"] == 12:
+            assert checkpoint.latest(tmp_path / "run" / "checkpoint") is None
+            released.set()
+
+    summary = run(replace(config, keep_checkpoints=9), tmp_path / "run", on_round=release)
+    assert timeless(summary) == timeless(whole)
+    found = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir())
+    assert found == [f"step-{step:08d}" for step in (6, 12, 18, 22)]
+    # Each of them leads to the same end.
+    for newest in found[:0:-1]:
+        (tmp_path / "run" / "checkpoint" / newest).rename(tmp_path / f"{newest}.bad")
+        (tmp_path / "run" / "summary.json").unlink()
+        again = run(replace(config, keep_checkpoints=9), tmp_path / "run")
+        assert timeless(again) == timeless(whole)
+        shutil.rmtree(tmp_path / f"{newest}.bad")
+
+
+_KILLED = """
+import time
+import torch
+torch.set_num_threads(1)
+from twophase.lm import parts
+write = parts.write
+
+def slow(path, *arguments):
+    if path.parent.name.endswith("12") and path.name == "replica-001.safetensors":
+        path.write_bytes(b"half of it")
+        print("writing", flush=True)
+        time.sleep(600)
+    return write(path, *arguments)
+
+parts.write = slow
+from twophase.__main__ import run
+run()
+"""
+
+
+@pytest.mark.slow
+def test_killed_while_writing(config: TrainConfig, tmp_path: Path) -> None:
+    """SIGKILL in the middle of writing leaves the previous checkpoint, from which the run ends as if uninterrupted."""
+    config = replace(config, checkpoint_every=1, keep_checkpoints=1)
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    whole = run(config, tmp_path / "whole")
+    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
+    with subprocess.Popen([sys.executable, "-c", _KILLED, *words], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        rounds = tmp_path / "run" / "rounds.jsonl"
+        while len(rounds.read_text().splitlines()) < 3:  # so that lines are there that must go
+            time.sleep(0.01)
+        process.kill()
+    folder = tmp_path / "run" / "checkpoint"
+    assert sorted(path.name for path in folder.iterdir()) == [".writing-step-00000012", "step-00000006"]
+    assert timeless(run(config, tmp_path / "run")) == timeless(whole)
+    assert [path.name for path in folder.iterdir()] == ["step-00000022"]
+    same_files(tmp_path / "run", tmp_path / "whole")
+
+
+def test_full_disk(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full ends the run with one message, the earlier checkpoint stays, and a repeated run goes on."""
+    config = replace(config, checkpoint_every=1, keep_checkpoints=1)
+    whole = run(config, tmp_path / "whole")
+    write = parts.write
+
+    def full(path: Path, *arguments: Any) -> dict[str, Any]:
+        if path.parent.name.endswith("12"):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "write", full)
+        message = (
+            rf"checkpoint of step 12 cannot be written to {tmp_path}/run/checkpoint \(No space left on device\); free"
+        )
+        with pytest.raises(OSError, match=message):
+            run(config, tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-00000006"]
+    assert timeless(run(config, tmp_path / "run")) == timeless(whole)
+    same_files(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["write_env", "log_round", "log_metrics", "rewind", "finish"])
+def test_full_disk_elsewhere(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whatever file of the run the disk refuses, the message names the folder and the remedy."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, name, full)
+    message = rf"run's files cannot be written to {tmp_path}/run \(No space left on device\); free space there"
+    with pytest.raises(OSError, match=message):
+        run(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_command_on_a_full_disk(config: TrainConfig, tmp_path: Path) -> None:
+    """The command says it in one line with status 1; with space again, the same command does the run."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    command = [sys.executable, "-m", "twophase", "train", "--config", str(tmp_path / "config.yaml"), "--quiet"]
+    command += ["--out", str(tmp_path / "run")]
+    limited = ["sh", "-c", 'ulimit -f 40; exec "$@"', "sh", *command]  # 20 or 40 KiB a file, by the shell
+    done = subprocess.run(limited, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"twophase train: failed: the checkpoint of step 12 cannot be written to {tmp_path}/run/")
+    assert "(File too large); free space there" in line
+    assert list((tmp_path / "run" / "checkpoint").iterdir()) == []
+    assert timeless(run(config, tmp_path / "run")) == timeless(run(config, tmp_path / "whole"))
+    same_files(tmp_path / "run", tmp_path / "whole")
+
+
+def same_files(one: Path, other: Path) -> None:
+    """Equal weights, byte for byte, and equal lines in the logs, times excepted."""
+    assert (one / "weights.safetensors").read_bytes() == (other / "weights.safetensors").read_bytes()
+    for log in ("metrics.jsonl", "rounds.jsonl"):
+        lines = [[timeless(line) for line in read_lines(path / log)] for path in (one, other)]
+        assert lines[0] == lines[1]
 
 
 @pytest.mark.parametrize("stops", [(3,), (6,), (8, 14, 20), (21,), (1, 2, 3, 13)])
@@ -96,12 +294,7 @@ def test_resumed_equals_uninterrupted(config: TrainConfig, tmp_path: Path, stops
         assert part["steps"] == stop
     parts = run(config, tmp_path / "parts")
     assert timeless(parts) == timeless(whole)
-    assert (tmp_path / "parts" / "weights.safetensors").read_bytes() == (
-        tmp_path / "whole" / "weights.safetensors"
-    ).read_bytes()
-    for log in ("metrics.jsonl", "rounds.jsonl"):
-        lines = [[timeless(line) for line in read_lines(tmp_path / name / log)] for name in ("whole", "parts")]
-        assert lines[0] == lines[1]
+    same_files(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("lost", [["summary.json"], ["summary.json", "weights.safetensors"]])

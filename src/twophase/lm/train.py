@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from twophase.diloco.comm import Communicator, SingleProcess
 from twophase.files import write_atomic
 from twophase.lm import checkpoint
 from twophase.lm.config import TrainConfig
-from twophase.lm.trainer import RUNNING, STOPPED, Progress, Trainer, round_line
+from twophase.lm.trainer import RUNNING, STOPPED, Progress, Replica, Trainer, round_line
 
 
 class Recorder(Protocol):
@@ -38,12 +39,15 @@ class Recorder(Protocol):
     def log_round(self, line: dict[str, Any], /) -> None:
         """Append a line about the outer step."""
 
+    def log_step(self, line: dict[str, Any], /) -> None:
+        """Append a line about a stretch of inner steps."""
+
     def position(self) -> dict[str, int]:
-        """How far the two logs go."""
+        """How far the logs go."""
         ...
 
     def rewind(self, position: dict[str, int], /) -> None:
-        """Cut both logs back to a position."""
+        """Cut the logs back to a position."""
 
     def finish(self, summary: dict[str, Any], /) -> None:
         """Declare the run finished."""
@@ -55,6 +59,7 @@ def train(
     *,
     communicator: Communicator | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda _: None,
+    on_step: Callable[[dict[str, Any]], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Train, resuming from the folder's newest checkpoint, and write the run.
@@ -64,6 +69,7 @@ def train(
         folder: where it is written; process 0's counts.
         communicator: the processes that share the replicas; None means this one alone.
         on_round: called with each round's line of metrics (in process 0).
+        on_step: called with each line of `steps.jsonl` (in process 0).
         should_stop: asked after every step (after every round with several processes); true writes a checkpoint and
             returns early with `exit_reason` "stopped" and no summary on disk.
 
@@ -72,39 +78,81 @@ def train(
 
     Raises:
         UsageError: an impossible configuration, corpus, device or checkpoint.
+        OSError: the folder cannot be written, or the disk is full; says where, and what to do. Nothing is lost then
+            but the time since the newest checkpoint.
     """
     run = Trainer(config, communicator or SingleProcess())
     if run.lead:
-        folder.write_env(run.environment())
-        checkpoint.clean(folder.checkpoint_dir)
+        with _disk(folder):
+            folder.write_env(run.environment())
+            checkpoint.clean(folder.checkpoint_dir)
     done = _restore(run, folder)
-    before, started = done.seconds, time.perf_counter()
+    before, started, saved = done.seconds, time.perf_counter(), done.step
+    steps = _StepLog(run, folder, on_step)
 
-    while done.step < config.steps and done.exit_reason == RUNNING:
-        run.inner_step()
-        report = run.synchronize()
-        done.seconds = before + time.perf_counter() - started
-        if report is None:
-            if run.comm.size == 1 and should_stop():
-                done.exit_reason = STOPPED
-            continue
-        line = run.end_round(report, should_stop)
-        if run.lead:
-            folder.log_round(round_line(report, done.step))
-            folder.log_metrics(line)
-            on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
-        if done.exit_reason == RUNNING and report.round % config.checkpoint_every == 0:
-            _save(run, folder)
+    with _writer(run, folder) as writer:
+        while done.step < config.steps and done.exit_reason == RUNNING:
+            run.inner_step()
+            report = run.synchronize()
+            steps.write()
+            done.seconds = before + time.perf_counter() - started
+            if report is None:
+                if run.comm.size == 1 and should_stop():
+                    done.exit_reason = STOPPED
+                continue
+            line = run.end_round(report, should_stop)
+            if run.lead:
+                with _disk(folder):
+                    folder.log_round(round_line(report, done.step))
+                    folder.log_metrics(line)
+                on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
+            if done.exit_reason == RUNNING and report.round % config.checkpoint_every == 0:
+                _save(run, folder, writer)
+                saved = done.step
+            writer.poll()
+        if saved != done.step:
+            _save(run, folder, writer)
 
-    if checkpoint.latest_step(folder.checkpoint_dir) != done.step:
-        _save(run, folder)
+    # The last checkpoint is whole now, on all processes.
     if not run.lead or done.exit_reason == STOPPED:
         return run.summary()
     # After the checkpoint and before the summary: whatever is interrupted here is done again by a repeated command.
     summary = run.outcome() | run.summary()
-    write_atomic(folder.weights, run.weights(config))
-    folder.finish(summary)
+    with _disk(folder):
+        write_atomic(folder.weights, run.weights(config))
+        folder.finish(summary)
     return summary
+
+
+class _StepLog:
+    """Writes a line about the inner steps since the last one, every `log_every` of them."""
+
+    def __init__(self, run: Trainer, folder: Recorder, on_step: Callable[[dict[str, Any]], None]) -> None:
+        self.run = run
+        self.folder = folder
+        self.on_step = on_step
+        self.every = run.config.log_every if run.lead else 0
+        self._step, self._clock = run.done.step, time.perf_counter()
+
+    def write(self) -> None:
+        """To be called after every inner step."""
+        step = self.run.done.step
+        if self.every == 0 or step % self.every:
+            return
+        self.run.settle()  # before the clock is read: it waits for the device
+        now = time.perf_counter()
+        line = self.run.step_line(step - self._step, now - self._clock)
+        self._step, self._clock = step, now
+        with _disk(self.folder):
+            self.folder.log_step(line)
+        self.on_step(line)
+
+
+def _writer(run: Trainer, folder: Recorder) -> checkpoint.Writer:
+    config = run.config
+    return checkpoint.Writer(
+        folder.checkpoint_dir, fingerprint=fingerprint(config), keep=config.keep_checkpoints, communicator=run.comm
+    )
 
 
 def _restore(run: Trainer, folder: Recorder) -> Progress:
@@ -113,38 +161,56 @@ def _restore(run: Trainer, folder: Recorder) -> Progress:
     logs: dict[str, int] = {}
     if newest is not None:
         saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
-        run.engine.load_state_dict(saved.part("engine.pt"))
-        for replica in run.replicas:
-            replica.load_state_dict(saved.part(checkpoint.replica_file(replica.number)))
         numbers = saved.progress()
-        logs, text = numbers.pop("logs"), numbers.pop("text")
+        logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
         if text != run.text:
             raise UsageError(
                 f"--data.corpus {run.config.data.corpus}: the text is not the one that this run began with "
                 f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old text back, or choose "
                 "another --out"
             )
+        run.engine.load_state_dict(saved.part(checkpoint.ENGINE))  # at a round's end it also sets the models
+        for replica in run.replicas:
+            part = saved.part(checkpoint.replica_file(replica.number))
+            replica.load_state_dict({"model": replica.model.state_dict()} | part)
+        run.restore_execution(execution[run.comm.rank % len(execution)])
         run.done = Progress(**numbers)
         if run.done.exit_reason == STOPPED:
             run.done.exit_reason = RUNNING
         if not run.lead:
             run.done.round_loss = 0.0  # what was saved inside a round is a sum over all replicas; count it once
     if run.lead:
-        folder.rewind(logs)  # lines written after the checkpoint will be written again
+        with _disk(folder):
+            folder.rewind(logs)  # lines written after the checkpoint will be written again
     return run.done
 
 
-def _save(run: Trainer, folder: Recorder) -> None:
-    """Write a checkpoint."""
-    parts: dict[str, Any] = {checkpoint.replica_file(r.number): r.state_dict() for r in run.replicas}
+def _save(run: Trainer, folder: Recorder, writer: checkpoint.Writer) -> None:
+    """Have a checkpoint written of everything as it is now."""
+    run.settle()
+    parts = {checkpoint.replica_file(replica.number): _replica_part(run, replica) for replica in run.replicas}
     if run.lead:
-        parts["engine.pt"] = run.engine.state_dict()
-    checkpoint.save(
-        folder.checkpoint_dir,
-        run.done.step,
-        parts,
-        dataclasses.asdict(run.done) | {"logs": folder.position() if run.lead else {}, "text": run.text},
-        fingerprint=fingerprint(run.config),
-        keep=run.config.keep_checkpoints,
-        communicator=run.comm,
-    )
+        parts[checkpoint.ENGINE] = run.engine.state_dict()
+    progress = dataclasses.asdict(run.done) | {
+        "logs": folder.position() if run.lead else {},
+        "text": run.text,
+        "execution": run.comm.gather(run.execution),  # each process may have chosen for itself
+    }
+    writer.save(run.done.step, parts, progress)
+
+
+def _replica_part(run: Trainer, replica: Replica) -> dict[str, Any]:
+    """A replica's state, without the model where that is the anchor, as it is at the end of every round."""
+    state = replica.state_dict()
+    if run.engine.inner_step == 0 and state["model"].keys() <= run.engine.anchor.keys():
+        del state["model"]
+    return state
+
+
+@contextmanager
+def _disk(folder: Recorder) -> Iterator[None]:
+    """Say which folder it is that cannot be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise checkpoint.unwritable(folder.weights.parent, "the run's files", error) from error
