@@ -37,12 +37,14 @@ $(VENV)/.torch: $(VENV)/.created
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing twophase"
-	@$(PIP) -e '.[plot,sweep]'
+	@$(PIP) -e '.[plot,sweep,data]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what tests and checks need"
 	@$(PIP) -e '.[dev]'
+	@# for the one tokenizer file in it; what it depends on is not needed, and wants another numpy
+	@$(PIP) --no-deps mistral-common
 	@touch $@
 
 demo: setup

@@ -58,7 +58,7 @@ def test_help_without_torch() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("trian", "twophase: error: 'trian' is no command; choose from demo, train, sweep"),
+        ("trian", "twophase: error: 'trian' is no command; choose from demo, train, data, export, sweep"),
         ("train --outer.momentum 1", "--outer.momentum is 1.0; it must lie in [0, 1)"),
         ("train --outer.restart 0", "--outer.restart: Periodic: period is 0; it must be a whole number >= 1"),
         ("train --outer.lr -1", "--outer.lr is -1.0; it must be a finite number >= 0"),
@@ -217,12 +217,12 @@ def test_truncated_checkpoint(tmp_path: Path, corpus: str) -> None:
     whole = (tmp_path / "run" / "weights.safetensors").read_bytes()
     (tmp_path / "run" / "summary.json").unlink()
     newest = tmp_path / "run" / "checkpoint" / "step-00000022"
-    part = newest / "replica-001.pt"
+    part = newest / "replica-001.safetensors"
     part.write_bytes(part.read_bytes()[:1000])
     before = snapshot(tmp_path)
     done = call(*words)
     assert done.returncode == 2
-    assert f"checkpoint {newest} is damaged: replica-001.pt holds 1000 bytes instead of" in done.stderr
+    assert f"checkpoint {newest} is damaged: replica-001.safetensors holds 1000 bytes instead of" in done.stderr
     assert "rename that folder" in done.stderr
     assert snapshot(tmp_path) == before
     newest.rename(newest.with_name(f"{newest.name}.bad"))

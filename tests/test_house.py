@@ -35,7 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"rule", "restart", "config"},
     "diloco": {"optim", "rule", "restart", "config"},
     "lm.config": {"rule", "restart", "config"},
-    "lm": {"diloco", "optim", "lm.config"} | BASE,
+    "data": {"config", "files", "progress"},
+    "tracking": {"config", "files"},
+    "lm": {"diloco", "optim", "data", "lm.config"} | BASE,
     "experiment": BASE,
     "recipes": {"experiment", "lm.config", "theory"} | BASE,
     "explorer": {"theory"} | BASE,
@@ -56,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "theory",
     }
     | BASE
-    | {"session", "worker", "sweeping"},
+    | {"session", "worker", "sweeping", "data", "tracking"},
     "sweeping": {"experiment", "lm", "lm.config", "diloco"} | BASE,
     "session": {"experiment", "lm.config", "diloco"} | BASE,
     "worker": {"session", "experiment", "lm", "lm.config"} | BASE,
@@ -78,6 +80,7 @@ TORCH_FREE = {
     "experiment",
     "recipes",
     "lm.config",
+    "data",
     "explorer",
     "period",
     "period_figure",

@@ -1,4 +1,4 @@
-"""The command line: `twophase demo | train | sweep | sweep-worker | report | period | study`.
+"""The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | period | study`.
 
 Each command is a plain function of its words. Commands import what they need when they run, so that `--help` answers
 without torch. Exit status: 0 done; 1 a failure while running (a single run that diverged included); 2 a mistake in
@@ -8,6 +8,7 @@ what was asked, told in one message; 130 or 143 stopped by Ctrl-C or SIGTERM, re
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -27,6 +28,8 @@ _PROGRAM = "twophase"
 _COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("_demo", "train a small language model over a grid, with and without restarts, and draw it"),
     "train": ("_train", "one run; repeat the command to resume it"),
+    "data": ("_data", "turn text into token shards once, for all runs that train on it"),
+    "export": ("_export", "write a run's model as a Hugging Face folder, with its tokenizer"),
     "sweep": ("_sweep", "a grid of runs; repeat the command to resume it"),
     "report": ("_report", "what a sweep's table says: each arm, and each against the controls, over seeds"),
     "period": ("_period", "when to restart a rule on a spectrum, what it gains, and where it cannot help"),
@@ -59,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"{_PROGRAM} {name}: failed: {error}", file=sys.stderr)
-        return 1
+        return _complain(f"{_PROGRAM} {name}", str(error), "failed", status=1)
 
 
 def _visible() -> list[str]:
@@ -82,14 +84,14 @@ def _overview() -> str:
     )
 
 
-def _complain(where: str, text: str) -> int:
+def _complain(where: str, text: str, what: str = "error", status: int = 2) -> int:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         # Every process meets most mistakes, and torchrun ends the others when one has ended: let the first speak.
         time.sleep(2)
         where = f"{where} (process {rank})"
-    print(f"{where}: error: {text}", file=sys.stderr)
-    return 2
+    print(f"{where}: {what}: {text}", file=sys.stderr)
+    return status
 
 
 def _interrupted(words: Sequence[str]) -> int:
@@ -118,6 +120,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--recipe", metavar="NAME", help="start from a recipe's values: paper_150m, small, nano; files and options win"
+    )
+    parser.add_argument(
         "--config",
         type=Path,
         action="append",
@@ -132,13 +137,14 @@ def _train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[ar
     """Our own options and, from YAML files and all other options, the configuration."""
     from twophase.config import check_tree, load_yaml, parse_arguments, to_arguments
     from twophase.lm.config import TrainConfig, check
+    from twophase.recipes.pretraining import recipe
 
     if "-h" in words or "--help" in words:
         parser.print_help()
         print("\nand the values of the configuration:\n")
         parse_arguments(TrainConfig(), ["--help"], prog=parser.prog)
     options, rest = parser.parse_known_args(words)
-    config = TrainConfig()
+    config = recipe(options.recipe) if options.recipe else TrainConfig()
     for path in options.config:
         tree = load_yaml(path)
         check_tree(tree, config, f"--config {path}")
@@ -155,6 +161,13 @@ def _train(words: list[str]) -> int:
 
     parser = _parser("train")
     _config_options(parser)
+    parser.add_argument(
+        "--track",
+        nargs="+",
+        default=[],
+        metavar="TRACKER",
+        help="send the metrics to tensorboard, trackio or wandb as well; the run does not depend on them",
+    )
     options, config = _train_config(parser, words)
     if options.print_config:
         print(dump_yaml(config), end="")
@@ -173,22 +186,45 @@ def _train(words: list[str]) -> int:
 
 def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Train what is not finished yet."""
+    from twophase.config import to_tree
     from twophase.lm.train import train
     from twophase.lm.trainer import preflight
-    from twophase.progress import meter, round_text
+    from twophase.progress import meter, round_text, step_text
     from twophase.session import claimed, process_group, signals
+    from twophase.tracking import check, tracked
 
+    check(options.track)
     preflight(config, int(os.environ.get("WORLD_SIZE", "1")))  # before a folder is made for what cannot be run
-    with process_group(config) as communicator, signals() as stopped, claimed(out, config, communicator) as folder:
+    with (
+        process_group(config) as communicator,
+        signals() as stopped,
+        claimed(out, config, communicator) as folder,
+        tracked(
+            folder, options.track, run_name=out.name, config=to_tree(config), lead=communicator.rank == 0
+        ) as recorder,
+    ):
         with meter("train", config.steps, quiet=options.quiet or communicator.rank > 0) as show:
             summary = train(
                 config,
-                folder,
+                recorder,
                 communicator=communicator,
                 on_round=lambda line: show(line["step"], round_text(line)),
+                on_step=lambda line: show(line["step"], step_text(line)),
                 should_stop=stopped.is_set,
             )
         return summary | {"status": 128 + stopped.number}
+
+
+def _data(words: list[str]) -> int:
+    from twophase.data.command import main
+
+    return main(words)
+
+
+def _export(words: list[str]) -> int:
+    from twophase.lm.export import main
+
+    return main(words)
 
 
 def _describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> str:
@@ -196,8 +232,9 @@ def _describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> st
     if summary["diverged"]:
         return f"{head}: diverged at step {summary['steps']} of {config.steps}"
     per_byte = summary["perplexity_per_byte"]
+    known = "" if per_byte is None or math.isnan(per_byte) else f" ({per_byte:.3f} a byte)"
     return (
-        f"{head}: validation perplexity {summary['perplexity']:.3f} a token ({per_byte:.3f} a byte), "
+        f"{head}: validation perplexity {summary['perplexity']:.3f} a token{known}, "
         f"{summary['rounds']} rounds, {summary['restarts']} restarts, {summary['seconds']:.1f} s"
     )
 

@@ -64,3 +64,11 @@ def round_text(line: Mapping[str, Any]) -> str:
     if line.get("restarted"):
         words.append("restart")
     return "  ".join(words)
+
+
+def step_text(line: Mapping[str, Any]) -> str:
+    """A line of `steps.jsonl` in a few words."""
+    return (
+        f"loss {line['train_loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s  "
+        f"{line['flops_per_second'] / 1e12:.3g} TFLOP/s  {line['peak_memory_bytes'] / 1e9:.1f} GB"
+    )

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from twophase.diloco import flat
 from twophase.diloco.flat import ALIGNMENT, checksum, plan
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=12)
@@ -175,3 +176,13 @@ def test_checksum_is_the_same_on_every_machine():
         state = (state ^ total) * 0x100000001B3 % modulus
         state ^= state >> 29
     assert checksum(flat) == f"{state:016x}"
+
+
+@pytest.mark.parametrize("count", [1, 6, 7, 20, 21, 22, 100])
+def test_the_sums_of_an_accelerator_are_those_of_a_cpu(count: int):
+    """How many pieces are summed together, and in how many operations, changes no sum."""
+    words = torch.randint(-(2**31), 2**31 - 1, (count,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    weights = torch.tensor([2**62 + 1, -(2**63) + 3, 5, 7, -9, 11, 13])
+    plain = torch.cat(flat._sums(words, weights, rows=1, mixed=False))
+    for rows in (1, 2, 3, 50):
+        assert torch.equal(torch.cat(flat._sums(words, weights, rows=rows, mixed=True)), plain)

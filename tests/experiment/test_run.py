@@ -307,7 +307,7 @@ def test_rewind_repeats_and_loses_no_line(
 def test_rewind_of_missing_and_short_logs(tmp_path: Path) -> None:
     """A missing log stays missing, a shorter one keeps its whole lines, and no position means from the start."""
     with RunFolder.claim(tmp_path, Config()) as folder:
-        assert folder.position() == {"metrics.jsonl": 0, "rounds.jsonl": 0}
+        assert folder.position() == {"metrics.jsonl": 0, "rounds.jsonl": 0, "steps.jsonl": 0}
         folder.rewind({"metrics.jsonl": 10, "rounds.jsonl": 10})
         assert not (tmp_path / "rounds.jsonl").exists()
         (tmp_path / "rounds.jsonl").write_bytes(b'{"round": 0}\n{"rou')

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from twophase.config import UsageError
 from twophase.lm import corpus
 from twophase.lm.config import DataConfig
-from twophase.lm.corpus import Corpus, build, fingerprint, load_documents
+from twophase.lm.corpus import Corpus, build_text, fingerprint, load_documents
 from twophase.lm.tokens import vocabulary
 
 
@@ -165,8 +165,8 @@ def test_unusable_files_are_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("form", ["", "file:", "c4", "File:x", "/etc/hosts"])
 def test_unknown_forms_are_refused(form: str):
-    """What is neither `python` nor `file:PATH` is refused, with an example of what would do."""
-    with pytest.raises(UsageError, match=r"--data.corpus is .*; it must be python or file:PATH, for example"):
+    """What is neither `python`, `file:PATH` nor `tokens:PATH` is refused, with an example of what would do."""
+    with pytest.raises(UsageError, match=r"--data.corpus is .*; it must be python, file:PATH or tokens:PATH"):
         load_documents(form)
 
 
@@ -335,7 +335,7 @@ def words(ids: np.ndarray) -> set[str]:
 @pytest.mark.parametrize(("count", "share", "held"), [(50, 0.08, 4), (50, 0.001, 1), (50, 0.999, 49), (2, 0.5, 1)])
 def test_whole_documents_are_held_out(tmp_path: Path, count: int, share: float, held: int):
     """The held-out share counts documents, at least one and at most all but one; all others are trained on."""
-    built = build(data(numbered(tmp_path / "a.jsonl", count), held_out=share), replicas=1)
+    built = build_text(data(numbered(tmp_path / "a.jsonl", count), held_out=share), replicas=1)
     held_out, training = words(built.held_out), words(built.training[0])
     assert len(held_out) == held
     assert held_out.isdisjoint(training)
@@ -346,16 +346,16 @@ def test_whole_documents_are_held_out(tmp_path: Path, count: int, share: float, 
 def test_held_out_documents_depend_on_the_text_only(tmp_path: Path):
     """Other replicas, window lengths and batches see the same held-out documents; the order is shuffled."""
     path = numbered(tmp_path / "a.jsonl", 50)
-    streams = {build(data(path, **options), replicas).held_out.tobytes() for replicas, options in [
+    streams = {build_text(data(path, **options), replicas).held_out.tobytes() for replicas, options in [
         (1, {}), (2, {}), (3, {"sequence_length": 8, "batch_size": 2, "validation_windows": 3})
     ]}  # fmt: skip
     assert len(streams) == 1
-    assert words(build(data(path), 1).held_out) != {f"word{i}" for i in range(4)}
+    assert words(build_text(data(path), 1).held_out) != {f"word{i}" for i in range(4)}
 
 
 def test_documents_are_separated_by_a_blank_line(tmp_path: Path):
     """The training stream is the documents joined by blank lines, all of it in one replica's part."""
-    built = build(data(numbered(tmp_path / "a.jsonl", 10)), replicas=1)
+    built = build_text(data(numbered(tmp_path / "a.jsonl", 10)), replicas=1)
     documents = vocabulary("char").decode(built.training[0]).split("\n\n")
     held_out = vocabulary("char").decode(built.held_out).split("\n\n")
     assert sorted(documents + held_out) == sorted(paragraph(i, words=20) for i in range(10))
@@ -365,8 +365,8 @@ def test_documents_are_separated_by_a_blank_line(tmp_path: Path):
 def test_replicas_share_the_stream_equally(tmp_path: Path, replicas: int):
     """The parts are equal, contiguous, in order and disjoint, and leave out fewer tokens than there are replicas."""
     path = numbered(tmp_path / "a.jsonl", 50)
-    whole = build(data(path), replicas=1).training[0]
-    parts = build(data(path), replicas).training
+    whole = build_text(data(path), replicas=1).training[0]
+    parts = build_text(data(path), replicas).training
     assert parts.shape == (replicas, len(whole) // replicas)
     assert np.array_equal(parts.ravel(), whole[: parts.size])
 
@@ -448,7 +448,7 @@ def test_validation_windows_are_spread_evenly(windows: int, length: int, extra: 
 def test_description_counts_what_there_is(tmp_path: Path):
     """The record holds plain values: corpus, fingerprint, counts that add up, the replaced share and the vocabulary."""
     path = write_lines(tmp_path / "a.jsonl", [paragraph(i) + "\u2014" for i in range(20)])
-    description = build(data(path), replicas=2).description
+    description = build_text(data(path), replicas=2).description
     assert json.loads(json.dumps(description)) == description
     texts = load_documents(f"file:{path}").texts
     characters = description["training_characters"] + description["validation_characters"]
@@ -465,8 +465,8 @@ def test_a_text_of_other_letters_wants_bytes(tmp_path: Path):
     with pytest.raises(
         UsageError, match=r"7\d\.\d% of its characters .* 'char' \(at most 1% .*--data.vocabulary bytes"
     ):
-        build(data(path), replicas=1)
-    built = build(data(path, vocabulary="bytes"), replicas=1)
+        build_text(data(path), replicas=1)
+    built = build_text(data(path, vocabulary="bytes"), replicas=1)
     assert built.description["replaced_share"] == 0
     assert len(built.training[0]) > 1.5 * built.description["training_characters"]
 
@@ -476,11 +476,11 @@ def test_windows_that_do_not_fit_are_refused(tmp_path: Path):
     path = write_lines(tmp_path / "a.jsonl", [chr(97 + i) * 20 for i in range(10)])
     # One held-out document of 20 tokens, nine training documents of 20 with eight separators of 2: 196 tokens.
     with pytest.raises(UsageError, match=r"196 training tokens over --replicas 10 leave 19 to each.* takes 20; lower"):
-        build(data(path, sequence_length=19), replicas=10)
+        build_text(data(path, sequence_length=19), replicas=10)
     with pytest.raises(
         UsageError, match=r"1 of 10 documents are held out, which are 20 tokens.* takes 21; lower.*raise"
     ):
-        build(data(path, sequence_length=20), replicas=1)
-    built = build(data(path, sequence_length=19), replicas=9)
+        build_text(data(path, sequence_length=20), replicas=1)
+    built = build_text(data(path, sequence_length=19), replicas=9)
     assert built.batch(0, 0, 8)[0].shape == (4, 19)
     assert built.validation()[0].shape == (256, 19)

@@ -73,16 +73,46 @@ def checksum(flat: Tensor) -> str:
     # Integers modulo 2^64 add up to the same sum in any order. The weight of a word is odd, so no change of one word is
     # lost, and differs from place to place, so neither two words that change places nor opposite last bits cancel.
     weights = (torch.arange(min(_PIECE, words.numel()), device=flat.device) * _GOLDEN) | 1
-    scratch = torch.empty_like(weights)  # one for all pieces: a new one a piece costs more than the arithmetic
-    sums = [scratch[: piece.numel()].copy_(piece).mul_(weights[: piece.numel()]).sum() for piece in words.split(_PIECE)]
+    cpu = flat.device.type == "cpu"
+    sums = _sums(words, weights, rows=1 if cpu else _ROWS, mixed=not cpu)
     state = words.numel()
-    for value in torch.stack(sums).tolist():
+    for value in torch.cat(sums).tolist() if sums else ():
         state = ((state ^ (value & _MASK)) * _PRIME) & _MASK  # FNV-1a, a word at a time
         state ^= state >> 29
     return f"{state:016x}"
 
 
+def _sums(words: Tensor, weights: Tensor, *, rows: int, mixed: bool) -> list[Tensor]:
+    """The weighted sum of each piece of words, `rows` pieces at a time.
+
+    Args:
+        words: (n,) int32.
+        weights: (piece,) int64.
+        rows: pieces that are summed together; changes no sum.
+        mixed: multiply int32 by int64 in one operation, which saves an accelerator two passes over its memory and is
+            three times slower on a CPU; changes no sum.
+    """
+    piece = len(weights)
+    whole = words.numel() // piece * piece if piece else 0
+    batches = list(words[:whole].view(-1, piece).split(rows)) if whole else []
+    if whole < words.numel():
+        batches.append(words[None, whole:])
+    # One scratch for all batches: a new one for each costs more than the arithmetic.
+    scratch = torch.empty(rows * piece, dtype=torch.int64, device=words.device)
+    sums: list[Tensor] = []
+    for batch in batches:
+        height, width = batch.shape
+        product = scratch[: height * width].view(height, width)
+        if mixed:
+            torch.mul(batch, weights[:width], out=product)
+        else:
+            product.copy_(batch).mul_(weights[:width])
+        sums.append(product.sum(1))
+    return sums
+
+
 _PIECE = 1 << 16  # words: the weights and the products stay in cache
+_ROWS = 256  # pieces at a time on an accelerator: enough to fill it, and a scratch of 128 MiB
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed word
 _MASK = (1 << 64) - 1
 _PRIME = 0x100000001B3

@@ -6,6 +6,7 @@
 | `env.json`      | versions and machine                                             | once, atomically   |
 | `metrics.jsonl` | one line an evaluation or log step                               | appended           |
 | `rounds.jsonl`  | one line a round                                                 | appended           |
+| `steps.jsonl`   | one line every `log_every` steps: loss, speed, memory            | appended           |
 | `checkpoint/`   | the trainer's own                                                | by the trainer     |
 | `summary.json`  | the outcome; the run is finished if and only if this validates   | last, atomically   |
 
@@ -28,9 +29,10 @@ from typing import Any
 from twophase.config import Tree, UsageError, differences, dump_yaml, fingerprint, load_yaml, to_tree
 from twophase.files import TEMPORARY, write_atomic
 
-CONFIG, ENV, METRICS, ROUNDS, SUMMARY = "config.yaml", "env.json", "metrics.jsonl", "rounds.jsonl", "summary.json"
+CONFIG, ENV, SUMMARY = "config.yaml", "env.json", "summary.json"
+METRICS, ROUNDS, STEPS = "metrics.jsonl", "rounds.jsonl", "steps.jsonl"
 LOCK = ".lock"
-_LOGS = (METRICS, ROUNDS)
+_LOGS = (METRICS, ROUNDS, STEPS)
 
 
 class BusyError(UsageError):
@@ -145,6 +147,10 @@ class RunFolder:
     def log_round(self, record: Mapping[str, Any]) -> None:
         """Append one line to `rounds.jsonl`; numbers that are not finite become null."""
         self._append(ROUNDS, record)
+
+    def log_step(self, record: Mapping[str, Any]) -> None:
+        """Append one line to `steps.jsonl`; numbers that are not finite become null."""
+        self._append(STEPS, record)
 
     def position(self) -> dict[str, int]:
         """The present length of each log in bytes; a checkpoint keeps it for `rewind`."""

@@ -33,6 +33,8 @@ class ModelConfig:
     """Base of the rotary position embedding."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
+    vocabulary_size: int = 0
+    """Rows of embedding and head; 0 means as many as the data's vocabulary has, and it may not have fewer."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,19 @@ class DataConfig:
     """Text, tokens and batches."""
 
     corpus: str = "python"
-    """`python` (documentation and docstrings of the running Python) or `file:PATH` (text, or JSON lines, gzip too)."""
+    """`python` (documentation and docstrings of the running Python), `file:PATH` (text, or JSON lines, gzip too), or
+    `tokens:PATH` (a folder of `twophase data prepare`, or nanoGPT-style .bin files)."""
     vocabulary: Literal["char", "bytes"] = "char"
-    """`char` (95 printable ASCII characters and newline) or `bytes` (256)."""
+    """`char` (95 printable ASCII characters and newline) or `bytes` (256); tokens: brings its own."""
+    tokenizer: str = ""
+    """The tokenizer that tokens: must have been made with: its name, such as mistral, or 8 or more digits of its
+    SHA-256; empty takes any."""
     sequence_length: int = 64
     """Tokens of a training sequence."""
     batch_size: int = 8
     """Sequences a replica and inner step."""
     held_out: float = 0.08
-    """Share of the documents that is held out for validation."""
+    """Share of the documents that is held out for validation; tokens: brings its own validation split."""
     validation_windows: int = 256
     """Sequences of a validation, spread evenly over the held-out text."""
 
@@ -94,6 +100,22 @@ class OuterConfig:
 
 
 @dataclass(frozen=True)
+class ComputeConfig:
+    """How a step is computed; what it computes stays the same up to rounding."""
+
+    precision: Literal["float32", "bf16-mixed"] = "float32"
+    """`bf16-mixed`: weights, gradients' sums and optimizers in float32, everything between them in bfloat16."""
+    compile: bool = False
+    """Compile forward and backward (torch.compile), once for all replicas and runs of a process."""
+    micro_batch: int = 0
+    """Sequences a forward and backward pass, a divisor of the batch size; 0 means as many as the memory holds."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Attention kernel on a GPU; `auto` times those that there are at the run's shape and takes the fastest."""
+    recompute: bool = False
+    """Keep only each block's input for the backward pass and compute the rest again (activation checkpointing)."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One DiLoCo run of a small language model."""
 
@@ -101,6 +123,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     replicas: int = 2
     """Replicas in the whole run, over all processes."""
     steps: int = 960
@@ -113,6 +136,12 @@ class TrainConfig:
     """A torch device: cpu, cuda, cuda:1."""
     threads: int = 1
     """CPU threads a process; results are reproducible for a fixed number."""
+    deterministic: bool = False
+    """On a GPU, use kernels that give the same bits every time only (slower); a CPU always does."""
+    repeat: bool = False
+    """Let a run read its tokens: more than once when they do not last."""
+    log_every: int = 0
+    """Inner steps between lines of steps.jsonl (training loss, speed, memory); 0 means none."""
     evaluate_every: int = 0
     """Rounds between validations; 0 means at the end only."""
     checkpoint_every: int = 20
@@ -128,14 +157,9 @@ class TrainConfig:
         return math.ceil(self.steps / self.inner_steps)
 
     @property
-    def vocabulary_size(self) -> int:
-        """Number of tokens of the vocabulary."""
-        return VOCABULARY_SIZES[self.data.vocabulary]
-
-    @property
-    def loss_bound(self) -> float:
-        """The training loss above which the run counts as diverged, in nats a token."""
-        return self.divergence_loss or 3 * math.log(self.vocabulary_size)
+    def step_tokens(self) -> int:
+        """Tokens of an inner step of one replica."""
+        return self.data.batch_size * self.data.sequence_length
 
 
 def text_name(config: TrainConfig) -> str:
@@ -213,6 +237,20 @@ def _check_numbers(config: TrainConfig) -> None:
     _require(all(0 <= b < 1 for b in inner.betas), "inner.betas", inner.betas, "two numbers in [0, 1)")
     _require(0 <= inner.warmup <= 1, "inner.warmup", inner.warmup, "a share of the steps, in [0, 1]")
     _require(inner.clip_norm >= 0, "inner.clip_norm", inner.clip_norm, ">= 0 (0 means no clipping)")
+    _require(
+        config.model.vocabulary_size >= 0,
+        "model.vocabulary_size",
+        config.model.vocabulary_size,
+        ">= 0 (0 means as many as the data's vocabulary has)",
+    )
+    micro, batch = config.compute.micro_batch, config.data.batch_size
+    _require(
+        micro >= 0 and (micro == 0 or batch % micro == 0),
+        "compute.micro_batch",
+        micro,
+        f"0 (as many as the memory holds) or a divisor of --data.batch-size {batch}",
+    )
+    _require(config.log_every >= 0, "log_every", config.log_every, ">= 0 (0 means no lines inside a round)")
     _require(config.evaluate_every >= 0, "evaluate_every", config.evaluate_every, ">= 0 (0 means at the end only)")
     _require(config.divergence_loss >= 0, "divergence_loss", config.divergence_loss, ">= 0 (0 means 3 ln(vocabulary))")
     _require(0 <= config.seed < 2**63, "seed", config.seed, "a whole number >= 0 and below 2^63")

@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 from twophase.config import UsageError
 from twophase.files import write_atomic
 from twophase.lm.config import DataConfig
+from twophase.lm.shard_corpus import ShardCorpus, build_shards
 from twophase.lm.tokens import Ids, Vocabulary, vocabulary
 
 SEPARATOR = "\n\n"
+TOKENS = "tokens:"
 MIN_DOCUMENT = 1000
 """Characters that a document of a plain text file has at least, where the text lasts."""
 MIN_DOCSTRING = 120
@@ -56,7 +58,7 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token streams and the windows that are read from them; made by `build`.
+    """Token streams and the windows that are read from them; made by `build_text`.
 
     Args:
         vocabulary: what the ids mean.
@@ -115,8 +117,38 @@ class Corpus:
         return stream[places].astype(np.int64), stream[places + 1].astype(np.int64)
 
 
-def build(data: DataConfig, replicas: int) -> Corpus:
-    """Load, shuffle, hold out, encode and share out a corpus.
+AnyCorpus = Corpus | ShardCorpus
+
+
+def build(data: DataConfig, replicas: int, vocabulary_size: int = 0) -> AnyCorpus:
+    """The corpus of a run: text, which is read and encoded now, or prepared tokens, which are mapped into memory.
+
+    Args:
+        data: where it is, and the sizes of windows and batches.
+        replicas: number of equal parts of the training text.
+        vocabulary_size: of the model, which the data's may not exceed; 0 means that it will be as large.
+
+    Raises:
+        UsageError: a corpus that cannot be read, is too short for its windows, or does not fit its vocabulary.
+    """
+    if data.corpus.startswith(TOKENS):
+        return build_shards(data, replicas, vocabulary_size)
+    own = vocabulary(data.vocabulary).size
+    if 0 < vocabulary_size < own:
+        raise UsageError(
+            f"--model.vocabulary-size is {vocabulary_size}; --data.vocabulary {data.vocabulary} has {own} tokens; give "
+            "at least that, or 0"
+        )
+    if data.tokenizer:
+        raise UsageError(
+            f"--data.tokenizer is {data.tokenizer!r}, but --data.corpus {data.corpus} is text, which --data.vocabulary "
+            "encodes; leave it empty (--data.tokenizer ''), or prepare tokens with it: twophase data prepare --help"
+        )
+    return build_text(data, replicas)
+
+
+def build_text(data: DataConfig, replicas: int) -> Corpus:
+    """Load, shuffle, hold out, encode and share out a text.
 
     The documents are shuffled once and for all (not by the run's seed), so that every run on the same text is judged on
     the same held-out documents: whole documents, never windows of documents that were trained on.
@@ -126,7 +158,7 @@ def build(data: DataConfig, replicas: int) -> Corpus:
         replicas: number of equal, contiguous parts of the training text.
 
     Raises:
-        UsageError: a corpus that cannot be read, is too short for its windows, or does not fit its vocabulary.
+        UsageError: as `build`.
     """
     documents = load_documents(data.corpus)
     count = len(documents.texts)
@@ -198,7 +230,9 @@ def load_documents(corpus: str) -> Documents:
         source = f"text of {path.name}"
         texts = _file_documents(path, named)
     else:
-        raise UsageError(f"--data.corpus is {corpus!r}; it must be python or file:PATH, for example file:notes.txt")
+        raise UsageError(
+            f"--data.corpus is {corpus!r}; it must be python, file:PATH or tokens:PATH, for example file:notes.txt"
+        )
     texts = list(dict.fromkeys(texts))  # a held-out document must not be trained on under another number
     if not texts:
         raise UsageError(f"{named}: holds no text; name a file that does, for example file:notes.txt")

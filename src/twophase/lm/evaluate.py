@@ -30,7 +30,7 @@ class Evaluation:
 
 
 def evaluate(
-    model: nn.Module, tokens: Tensor, targets: Tensor, token_bytes: NDArray[np.integer], batch: int
+    model: nn.Module, tokens: Tensor, targets: Tensor, token_bytes: NDArray[np.integer] | None, batch: int
 ) -> Evaluation:
     """Mean cross-entropy over all targets, L = -(1/N) sum_i log softmax(logits_i)[target_i], and its exponentials.
 
@@ -41,7 +41,8 @@ def evaluate(
         model: from (batch, length) int64 to logits (batch, length, vocabulary).
         tokens: (windows, length) int64, on the model's device.
         targets: (windows, length) int64, on the model's device.
-        token_bytes: (vocabulary,), UTF-8 bytes of each token.
+        token_bytes: (vocabulary,), UTF-8 bytes of each token; None where they are not known, which makes the perplexity
+            per byte a NaN.
         batch: windows a forward pass; it changes the memory that is needed, not the result.
 
     Returns:
@@ -68,9 +69,9 @@ def evaluate(
         for module, training in modes:
             module.training = training
     count = targets.numel()
-    size_bytes = int(token_bytes[targets.cpu().numpy()].sum())
+    size_bytes = 0 if token_bytes is None else int(token_bytes[targets.cpu().numpy()].sum())
     loss = nats / count
-    return Evaluation(loss, _exp(loss), _exp(nats / size_bytes), count)
+    return Evaluation(loss, _exp(loss), _exp(nats / size_bytes) if size_bytes else math.nan, count)
 
 
 def _exp(exponent: float) -> float:

@@ -38,7 +38,7 @@ from twophase.restart import RestartPolicy, RoundSignal
 
 State = dict[str, Any]
 """Everything that a stretch of inner steps starts from; `torch.load(weights_only=True)` reads it."""
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Node(Protocol):
@@ -462,6 +462,7 @@ class Grower:
     def _state(self) -> State:
         """Everything, live: clone it or write it before the next step."""
         run = self._run
+        run.settle()
         engine = run.engine.state_dict()
         engine["outer"]["state"] = {}  # the buffers are ours
         return {
@@ -473,6 +474,7 @@ class Grower:
             "held": dict(self._held),
             "counters": dict(self._counters),
             "done": dataclasses.asdict(run.done),
+            "execution": run.execution,
             "lines": list(self._lines),
         }
 
@@ -490,6 +492,7 @@ class Grower:
         for replica, saved in zip(run.replicas, state["replicas"], strict=True):
             replica.load_state_dict(saved)
         run.done, run.validation = Progress(**state["done"]), None
+        run.restore_execution(state["execution"])
         device = run.replicas[0].device
         self._buffers = {name: [part.to(device) for part in parts] for name, parts in state["buffers"].items()}
         self._held, self._counters = state["held"], state["counters"]

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from twophase.lm.config import ModelConfig
+from twophase.lm.loss import cross_entropy
 
 EMBEDDING_STD = 0.02
 
@@ -37,6 +39,9 @@ class Llama(nn.Module):
         vocabulary_size: number of tokens.
         seed: seeds the initial weights through a private generator, so that the global one is left alone; the same
             seed gives the same weights on every device. None takes a fresh seed from the operating system.
+        compute_dtype: what products, attention and the residual stream are computed in; None means the weights' type.
+            bfloat16 with float32 weights is mixed precision: gradients are cast to float32 before they are summed.
+        recompute: keep only each block's input for the backward pass, and compute the rest again.
 
     Source: Touvron et al., "LLaMA" (2023); Su et al., "RoFormer" (2021); Zhang and Sennrich, "Root mean square layer
     normalization" (2019); Shazeer, "GLU variants improve Transformer" (2020); Ainslie et al., "GQA" (2023).
@@ -46,10 +51,20 @@ class Llama(nn.Module):
     (2, 5, 96)
     """
 
-    def __init__(self, config: ModelConfig, vocabulary_size: int, *, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocabulary_size: int,
+        *,
+        seed: int | None = None,
+        compute_dtype: torch.dtype | None = None,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
         self.vocabulary_size = vocabulary_size
+        self.compute_dtype = compute_dtype
+        self.recompute = recompute
         size = config.hidden_size
         self.embedding = nn.Parameter(torch.empty(vocabulary_size, size))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -88,9 +103,10 @@ class Llama(nn.Module):
             tokens: (batch, length) int64, in [0, vocabulary_size).
 
         Returns:
-            Logits, (batch, length, vocabulary_size), in the type of the weights.
+            Logits, (batch, length, vocabulary_size), in the type that is computed in.
         """
-        return self._logits(tokens).view(*tokens.shape, self.vocabulary_size)
+        x = self._hidden(tokens)
+        return F.linear(x, self._head.to(x.dtype)).view(*tokens.shape, self.vocabulary_size)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the targets, -log softmax(logits)[target], in nats a token.
@@ -102,18 +118,24 @@ class Llama(nn.Module):
         Returns:
             A scalar; float32 for weights of lower precision.
         """
-        logits = self._logits(tokens)
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()  # eight bits are too few for a sum over the vocabulary
-        return F.cross_entropy(logits, targets.flatten())
+        return cross_entropy(self._hidden(tokens), self._head, targets.flatten())
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    @property
+    def _head(self) -> Tensor:
+        return self.embedding if self.head is None else self.head
+
+    def _hidden(self, tokens: Tensor) -> Tensor:
+        """What the head reads, (batch x length, hidden_size)."""
         x = F.embedding(tokens.flatten(), self.embedding)
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
         cos, sin = self._rotary(tokens.shape[1], x)
         for block in self.blocks:
-            x = block(x, cos, sin)
-        x = rms_norm(x, self.norm, self.config.norm_eps)
-        return F.linear(x, self.embedding if self.head is None else self.head)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, cos, sin)
+        return rms_norm(x, self.norm, self.config.norm_eps)
 
     def _rotary(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """The rotation tables for a length, in the type and on the device of `like`."""
@@ -229,17 +251,18 @@ class Block(nn.Module):
         Returns:
             The shape of `x`.
         """
-        x = x + F.linear(self._attention(x, cos, sin), self.output)
+        dtype = x.dtype
+        x = x + F.linear(self._attention(x, cos, sin), self.output.to(dtype))
         h = rms_norm(x, self.mlp_norm, self.eps)
         # Two products with halves of one weight: their results are contiguous, on which SiLU and its gradient run twice
         # as fast as on the halves of one product, and no gradient has to be joined.
-        gate, up = self.gate_up.chunk(2)
-        return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), self.down)
+        gate, up = self.gate_up.to(dtype).chunk(2)
+        return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), self.down.to(dtype))
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads, kv_heads, size = self.heads, self.kv_heads, self.head_size
         h = rms_norm(x, self.attention_norm, self.eps)
-        qkv = F.linear(h, self.query_key_value).view(-1, cos.shape[0], heads + 2 * kv_heads, size)
+        qkv = F.linear(h, self.query_key_value.to(x.dtype)).view(-1, cos.shape[0], heads + 2 * kv_heads, size)
         qk, v = qkv.split((heads + kv_heads, kv_heads), 2)
         qk = qk * cos + qk.roll(size // 2, -1) * sin
         q, k = qk.split((heads, kv_heads), 2)
@@ -282,6 +305,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
         # PyTorch has one kernel for it on GPUs, but on CPUs takes more operations than these: 3 % of a demo step.
         return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / weight.shape[0] + eps) * weight
+    if weight.dtype != x.dtype:  # mixed precision: in the weight's type, and rounded once
+        y = x.to(weight.dtype)
+        return (y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 

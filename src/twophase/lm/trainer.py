@@ -9,9 +9,10 @@ import dataclasses
 import math
 import os
 import platform
+import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -24,10 +25,13 @@ from twophase.config import UsageError, fingerprint
 from twophase.diloco.comm import Communicator
 from twophase.diloco.engine import DiLoCo, RoundReport
 from twophase.lm.config import TrainConfig, check, text_name
-from twophase.lm.corpus import Corpus, build
+from twophase.lm.corpus import AnyCorpus, build
 from twophase.lm.evaluate import Evaluation, evaluate
-from twophase.lm.model import Llama
+from twophase.lm.shard_corpus import ShardCorpus
+from twophase.lm.speed import flops_per_token, rates
+from twophase.lm.step import Step, make_repeatable, model_of
 
+_EVALUATED_LOGITS = 1 << 28
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
 
 
@@ -50,15 +54,20 @@ class Trainer:
         self.validation: Evaluation | None = None
         """Of the present anchor, if it has been evaluated."""
         self.corpus, device = preflight(config, communicator.size)
+        self.vocabulary_size: int = config.model.vocabulary_size or self.corpus.vocabulary.size
+        self.loss_bound: float = config.divergence_loss or 3 * math.log(self.vocabulary_size)
         self.text: str = self.corpus.description["fingerprint"]
         if len(set(communicator.gather(self.text))) > 1:
             raise UsageError(
                 f"--data.corpus {config.data.corpus}: the processes see different texts; give all the same"
             )
         torch.set_num_threads(config.threads)
+        make_repeatable(config, device)
         share = config.replicas // communicator.size
         numbers = range(communicator.rank * share, (communicator.rank + 1) * share)
-        self.replicas = [Replica(config, number, self.corpus, device) for number in numbers]
+        self.compute = Step(config, self.vocabulary_size, device, share)
+        self.replicas = [Replica(config, number, self.corpus, self.compute) for number in numbers]
+        self._losses: list[Tensor] = []
         self.engine = DiLoCo(
             [replica.model for replica in self.replicas],
             config.outer.rule(),
@@ -70,10 +79,44 @@ class Trainer:
     def inner_step(self) -> None:
         """One inner step of every replica."""
         lr = inner_lr(self.config, self.done.step)
-        for replica in self.replicas:
-            self.done.round_loss += replica.step(self.done.step, lr)
+        self._losses += [replica.step(self.done.step, lr) for replica in self.replicas]
         self.done.step += 1
         self.validation = None
+
+    def settle(self) -> None:
+        """Read the losses that are still on the device, which waits for it, into `done`."""
+        if self._losses:
+            for loss in torch.stack(self._losses).tolist():
+                self.done.round_loss += loss
+                self.done.recent_loss += loss
+            self.done.recent_losses += len(self._losses)
+            self._losses.clear()
+
+    @property
+    def execution(self) -> dict[str, Any]:
+        """What this process has decided about how to compute; a resumed run must compute the same way."""
+        return dict(self.compute.chosen)
+
+    def restore_execution(self, execution: Mapping[str, Any]) -> None:
+        """Compute as an earlier part of the run has done; before the first step after it."""
+        self.compute.chosen = dict(execution)
+        self._losses.clear()
+
+    def step_line(self, steps: int, seconds: float) -> dict[str, Any]:
+        """A line of `steps.jsonl`: the mean training loss since the last one, in this process, and how fast it went.
+
+        Args:
+            steps: inner steps since the last line, or since this process began.
+            seconds: that they took.
+        """
+        self.settle()
+        done, config = self.done, self.config
+        loss = done.recent_loss / max(done.recent_losses, 1)
+        done.recent_loss, done.recent_losses = 0.0, 0
+        flops = flops_per_token(config.model, self.vocabulary_size, config.data.sequence_length)
+        line = {"step": done.step, "train_loss": loss, "inner_lr": inner_lr(config, done.step - 1)}
+        line |= rates(flops, steps * len(self.replicas) * config.step_tokens, seconds)
+        return line | {"peak_memory_bytes": _peak_bytes(self.compute.device)}
 
     def synchronize(self) -> RoundReport | None:
         """Tell the engine that every replica has taken an inner step; the last round may be a shorter one."""
@@ -90,6 +133,7 @@ class Trainer:
         Returns:
             Its line of metrics, with a validation where one is due (in process 0).
         """
+        self.settle()
         loss = self._mean_loss(report)
         line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
         self.done.round_loss = 0.0
@@ -114,7 +158,7 @@ class Trainer:
     def _exit_reason(self, report: RoundReport, loss: float, should_stop: Callable[[], bool]) -> str:
         """How the run stands after a round with this training loss; the same on all processes."""
         # A NaN is not <= anything.
-        if not (loss <= self.config.loss_bound and math.isfinite(report.pseudo_gradient_norm)):
+        if not (loss <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)):
             return DIVERGED
         if self.done.step == self.config.steps:
             return FINISHED
@@ -122,8 +166,7 @@ class Trainer:
 
     def tokens(self) -> int:
         """Tokens trained on so far, over all replicas."""
-        data = self.config.data
-        return self.done.step * self.config.replicas * data.batch_size * data.sequence_length
+        return self.done.step * self.config.replicas * self.config.step_tokens
 
     def weights(self, config: TrainConfig) -> bytes:
         """The anchor as a safetensors file of the run of that configuration."""
@@ -133,7 +176,7 @@ class Trainer:
     def outcome(self) -> dict[str, Any]:
         """The validation's numbers, after judging the last outer step by them; for a run that is at its end."""
         validation = self.validate()
-        if not validation.loss <= self.config.loss_bound:  # blown up by the very last outer step
+        if not validation.loss <= self.loss_bound:  # blown up by the very last outer step
             self.done.exit_reason = DIVERGED
         return _fields(validation)
 
@@ -167,6 +210,7 @@ class Trainer:
             "platform": platform.platform(),
             "processor": platform.processor() or platform.machine(),
             "cpus": os.cpu_count(),
+            "device": _device_name(self.compute.device),
             "command": sys.argv,
             "corpus": self.corpus.description,
         }
@@ -175,12 +219,13 @@ class Trainer:
 class Replica:
     """One replica: a model, its own inner AdamW, which persists over rounds, and its own part of the text."""
 
-    def __init__(self, config: TrainConfig, number: int, corpus: Corpus, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, number: int, corpus: AnyCorpus, compute: Step) -> None:
         self.config = config
         self.number = number
         self.corpus = corpus
-        self.device = device
-        self.model = Llama(config.model, config.vocabulary_size, seed=config.seed).to(device)
+        self.compute = compute
+        self.device = compute.device
+        self.model = model_of(config, compute.vocabulary_size, compute.device)
         self.inner = torch.optim.AdamW(
             self.model.parameters(),
             lr=config.inner.lr,
@@ -189,24 +234,28 @@ class Replica:
             fused=True,
         )
 
-    def step(self, step: int, lr: float) -> float:
-        """One inner step; returns the training loss in nats a token."""
+    def step(self, step: int, lr: float) -> Tensor:
+        """One inner step; returns the training loss in nats a token, a scalar that is still on the device.
+
+        Nothing here waits for the device, which so always has its next work at hand.
+        """
         tokens, targets = self.corpus.batch(self.config.seed, step, self.number)
-        loss = self.model.loss(self._tensor(tokens), self._tensor(targets))
-        loss.backward()
+        loss = self.compute.gradients(self.model, self._tensor(tokens), self._tensor(targets))
         if self.config.inner.clip_norm > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
         for group in self.inner.param_groups:
             group["lr"] = lr
         self.inner.step()
         self.inner.zero_grad()
-        return loss.item()
+        return loss
 
     def evaluate(self) -> Evaluation:
         """Loss and perplexity on the held-out documents."""
         tokens, targets = self.corpus.validation()
         token_bytes = self.corpus.vocabulary.token_bytes
-        return evaluate(self.model, self._tensor(tokens), self._tensor(targets), token_bytes, batch=64)
+        logits = tokens.shape[1] * self.compute.vocabulary_size  # of a window; in float32, they should not take over
+        batch = max(1, min(64, _EVALUATED_LOGITS // logits))
+        return evaluate(self.model, self._tensor(tokens), self._tensor(targets), token_bytes, batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Model and inner optimizer."""
@@ -218,7 +267,10 @@ class Replica:
         self.inner.load_state_dict(state["inner"])
 
     def _tensor(self, ids: Any) -> Tensor:
-        return torch.from_numpy(ids).to(self.device)
+        tensor = torch.from_numpy(ids)
+        if self.device.type == "cuda":  # from pinned memory the copy does not wait for the device
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
 
 @dataclasses.dataclass
@@ -228,6 +280,10 @@ class Progress:
     step: int = 0
     round_loss: float = 0.0
     """Sum of this process's training losses in the unfinished round."""
+    recent_loss: float = 0.0
+    """Sum of those since the last line of `steps.jsonl`."""
+    recent_losses: int = 0
+    """How many they are."""
     seconds: float = 0.0
     engine_seconds: float = 0.0
     """Time spent in the engine: everything that is not forward, backward and inner optimizer."""
@@ -248,7 +304,7 @@ def inner_lr(config: TrainConfig, step: int) -> float:
 _corpus = lru_cache(maxsize=2)(build)  # a sweep's worker trains many runs on the same text
 
 
-def preflight(config: TrainConfig, processes: int = 1) -> tuple[Corpus, torch.device]:
+def preflight(config: TrainConfig, processes: int = 1) -> tuple[AnyCorpus, torch.device]:
     """Everything about a run that can be refused before a folder is made for it.
 
     Args:
@@ -259,7 +315,8 @@ def preflight(config: TrainConfig, processes: int = 1) -> tuple[Corpus, torch.de
         The corpus and the device.
 
     Raises:
-        UsageError: an impossible value, corpus or device, or replicas that the processes cannot share.
+        UsageError: an impossible value, corpus or device, replicas that the processes cannot share, or tokens that do
+            not last for the run.
     """
     check(config)
     if config.replicas % processes:
@@ -273,7 +330,10 @@ def preflight(config: TrainConfig, processes: int = 1) -> tuple[Corpus, torch.de
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {config.device} cannot be used here ({reason}); use --device cpu") from None
-    return _corpus(config.data, config.replicas), device
+    corpus = _corpus(config.data, config.replicas, config.model.vocabulary_size)
+    if isinstance(corpus, ShardCorpus) and not config.repeat:
+        corpus.check_enough(config.steps)
+    return corpus, device
 
 
 def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
@@ -285,14 +345,28 @@ def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
     Raises:
         UsageError: as `preflight`.
     """
-    different = {(text_name(check(config)), config.device): config for config in configs}
-    return {name: preflight(config)[0].description["fingerprint"] for (name, _), config in different.items()}
+    # Of several runs on the same text, the longest one takes most tokens.
+    longest = sorted(configs, key=lambda config: config.steps)
+    different = {(text_name(check(one)), one.device, one.model.vocabulary_size, one.repeat): one for one in longest}
+    return {name: preflight(config)[0].description["fingerprint"] for (name, *_), config in different.items()}
 
 
 def round_line(report: RoundReport, step: int) -> dict[str, Any]:
     """A round's line in `rounds.jsonl`."""
     totals = {"buffer_norm": report.buffer_norm, "cosine": report.cosine, "gain": report.gain}
     return {"step": step} | dataclasses.asdict(report) | totals
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The largest memory so far: allocated on a GPU, else held by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _fields(validation: Evaluation) -> dict[str, float]:

@@ -127,7 +127,10 @@ def angles(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> Ang
     An empty `buffers` counts as m = 0.
     """
     batches = _batches(pseudo_gradients, buffers or pseudo_gradients)
-    dots = torch.stack([_dots(_joined(g), _joined(m)) for g, m in batches])
+    if pseudo_gradients[0].device.type == "cpu":  # joining small tensors is cheaper than an operation on each
+        dots = torch.stack([_dots(_joined(g), _joined(m)) for g, m in batches])
+    else:  # there it would only be two more passes over the memory
+        dots = torch.stack([_dots(_joined([a]), _joined([b])) for g, m in batches for a, b in zip(g, m, strict=True)])
     gg, mm, gm = dots.sum(dim=0).tolist()  # one transfer to the host
     if not buffers:
         mm = gm = 0.0

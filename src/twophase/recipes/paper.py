@@ -16,13 +16,14 @@ gain of the restarted ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twophase.experiment.grid import Axis, Cell, Sweep, product
 from twophase.experiment.table import Row, settings
 from twophase.lm.config import DataConfig, InnerConfig, ModelConfig, TrainConfig
 from twophase.recipes.controls import gain_matched_all, momentum_free, with_averaging
+from twophase.recipes.pretraining import paper_150m
 from twophase.restart import Periodic, RestartPolicy, Soft
 from twophase.rule import Form
 
@@ -90,20 +91,11 @@ class Scale:
         return -(-self.base.steps // inner_steps)
 
 
-# The paper's text (C4), tokenizer (Mistral-7B) and precision (bf16-mixed) are not here: TrainConfig cannot say them
-# yet. Until it can, this scale trains the paper's model for the paper's schedule on the text of the default run. The
-# paper gives neither its seeds nor the grid of its soft restarts; one seed and steps of 0.2 are ours.
+# The paper gives neither its seeds nor the grid of its soft restarts; one seed and steps of 0.2 are ours. In a sweep
+# only the end of a run is judged.
 PAPER = Scale(
     name="paper",
-    base=TrainConfig(
-        model=ModelConfig(layers=12, hidden_size=1024, intermediate_size=2688, heads=16, norm_eps=1e-5),
-        data=DataConfig(sequence_length=2048, batch_size=64),
-        inner=InnerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999), warmup=1200 / 12500),
-        replicas=2,
-        steps=12500,
-        inner_steps=128,
-        device="cuda",
-    ),
+    base=replace(paper_150m(inner_steps=128), evaluate_every=0, log_every=0),
     lrs=LRS,
     momenta=MOMENTA,
     periods=PERIODS,

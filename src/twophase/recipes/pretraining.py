@@ -1,0 +1,130 @@
+"""The paper's pretraining run, with every value of its tables 1 and 2, and two smaller siblings of the same kind.
+
+    twophase data prepare c4 --tokenizer mistral --tokens 3.3e9 --out data/c4
+    twophase train --recipe paper_150m --outer.restart 3
+
+The model is `PrimeIntellect/llama-150m-fresh`'s: 149 million parameters in its blocks, 215 million with embedding and
+head. The paper names neither the seed nor the initial weights' scale; those are ours (`lm.model.Llama`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from twophase.config import UsageError
+from twophase.lm.config import ComputeConfig, DataConfig, InnerConfig, ModelConfig, OuterConfig, TrainConfig
+from twophase.restart import Never, RestartPolicy, parse
+from twophase.rule import OuterRule
+
+C4 = "tokens:data/c4"
+"""Where the recipes look for their tokens unless `data.corpus` says otherwise."""
+VOCABULARY = 32000
+"""Of Mistral-7B-v0.1's tokenizer."""
+TUNED = OuterRule(0.9, 0.7, nesterov=True)
+"""What the paper found best at S = 128 without restarts, read in sum form (see docs/reproduce.md on the forms)."""
+
+
+def paper_150m(
+    inner_steps: int = 128, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
+) -> TrainConfig:
+    """A run of the paper's Llama-150M: 12,500 inner steps, 3.3 billion tokens of C4 over two replicas.
+
+    Args:
+        inner_steps: S, inner steps a round; the paper's are 64, 128, 512, 1024 and 2048.
+        rule: the outer rule; the paper's grid is `recipes.paper.LRS` x `MOMENTA`, heavy ball and Nesterov.
+        restart: when its momentum restarts, as a policy, a text or a period; None means never.
+
+    Returns:
+        The configuration; it wants a GPU with 24 GB or more, or one for each replica under torchrun.
+
+    Source: the restart paper, tables 1 and 2.
+
+    >>> paper_150m(restart=3).outer.restart, paper_150m().rounds
+    ('3', 98)
+    """
+    return TrainConfig(
+        model=ModelConfig(
+            layers=12,
+            hidden_size=1024,
+            intermediate_size=2688,
+            heads=16,
+            norm_eps=1e-5,
+            vocabulary_size=VOCABULARY,
+        ),
+        data=DataConfig(corpus=C4, tokenizer="mistral", sequence_length=2048, batch_size=64, validation_windows=512),
+        inner=InnerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999), warmup=1200 / 12500),
+        outer=_outer(rule, restart),
+        compute=ComputeConfig(precision="bf16-mixed", compile=True),
+        replicas=2,
+        steps=12500,
+        inner_steps=inner_steps,
+        device="cuda",
+        evaluate_every=max(1, 2048 // inner_steps),
+        # About every 1,000 inner steps, which are some ten minutes of one GPU.
+        checkpoint_every=max(1, 1024 // inner_steps),
+        log_every=50,
+    )
+
+
+def small(
+    inner_steps: int = 128, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
+) -> TrainConfig:
+    """About 40 million parameters (42 with the embedding, which is the head too), 0.8 billion tokens.
+
+    Args:
+        inner_steps: as for `paper_150m`.
+        rule: likewise.
+        restart: likewise.
+    """
+    model = ModelConfig(
+        layers=8, hidden_size=512, intermediate_size=1376, heads=8, tie_embeddings=True, vocabulary_size=VOCABULARY
+    )
+    return _smaller(paper_150m(inner_steps, rule, restart), model, length=1024, steps=6000)
+
+
+def nano(
+    inner_steps: int = 64, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
+) -> TrainConfig:
+    """About 10 million parameters (11 with the embedding, which is the head too), 0.2 billion tokens.
+
+    Args:
+        inner_steps: as for `paper_150m`.
+        rule: likewise.
+        restart: likewise.
+    """
+    model = ModelConfig(
+        layers=4, hidden_size=256, intermediate_size=688, heads=4, tie_embeddings=True, vocabulary_size=VOCABULARY
+    )
+    return _smaller(paper_150m(inner_steps, rule, restart), model, length=512, steps=3000)
+
+
+RECIPES = {"paper_150m": paper_150m, "small": small, "nano": nano}
+"""The recipes by name, as `--recipe` takes them."""
+
+
+def recipe(name: str) -> TrainConfig:
+    """A recipe with its own defaults, by name.
+
+    Raises:
+        UsageError: no such recipe.
+    """
+    found = RECIPES.get(name.replace("-", "_"))
+    if found is None:
+        raise UsageError(f"--recipe is {name!r}; it must be one of {', '.join(RECIPES)}")
+    return found()
+
+
+def _smaller(config: TrainConfig, model: ModelConfig, *, length: int, steps: int) -> TrainConfig:
+    return replace(
+        config,
+        model=model,
+        data=replace(config.data, sequence_length=length),
+        # The share of the steps that is warmup stays the paper's.
+        inner=replace(config.inner, lr=2e-3),
+        steps=steps,
+    )
+
+
+def _outer(rule: OuterRule, restart: RestartPolicy | str | int | None) -> OuterConfig:
+    policy = Never() if restart is None else parse(restart)
+    return OuterConfig(rule.lr, rule.momentum, rule.nesterov, rule.form, str(policy))

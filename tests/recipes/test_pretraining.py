@@ -1,0 +1,90 @@
+"""The pretraining recipes: the paper's tables 1 and 2, value by value, and the siblings' sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from twophase.config import UsageError
+from twophase.lm.config import check
+from twophase.lm.speed import parameter_count
+from twophase.lm.trainer import inner_lr
+from twophase.recipes.paper import INNER_STEPS, LRS, MOMENTA, PAPER, PERIODS, RULES
+from twophase.recipes.pretraining import RECIPES, nano, paper_150m, recipe, small
+from twophase.restart import Soft
+from twophase.rule import OuterRule
+
+
+def test_tables_1_and_2():
+    """Every value of the paper's tables."""
+    run = check(paper_150m())
+    model, data, inner = run.model, run.data, run.inner
+    assert (model.hidden_size, model.intermediate_size, model.layers, model.heads) == (1024, 2688, 12, 16)
+    assert (model.norm_eps, model.vocabulary_size, data.sequence_length, data.tokenizer) == (
+        1e-5,
+        32000,
+        2048,
+        "mistral",
+    )
+    assert (data.batch_size, run.replicas, data.batch_size * run.replicas) == (64, 2, 128)
+    assert (inner.lr, inner.weight_decay, inner.betas) == (1e-3, 0.1, (0.9, 0.999))
+    assert (run.steps, run.compute.precision) == (12500, "bf16-mixed")
+    assert run.replicas * run.steps * run.step_tokens == pytest.approx(3.3e9, rel=0.01)
+
+
+def test_schedule():
+    """1,200 steps of linear warmup to the peak, then a cosine to zero at 12,500."""
+    run = paper_150m()
+    assert inner_lr(run, 0) == pytest.approx(1e-3 / 1200)
+    assert inner_lr(run, 1199) == inner_lr(run, 1200) == pytest.approx(1e-3)
+    assert inner_lr(run, 1198) < 1e-3 > inner_lr(run, 1201)
+    assert inner_lr(run, (1200 + 12500) // 2) == pytest.approx(5e-4)
+    assert inner_lr(run, 12499) < 1e-10
+
+
+def test_every_cell_of_the_paper():
+    """Every communication period, rule, learning rate, momentum and restart period of table 1 can be run as it is."""
+    for inner_steps in INNER_STEPS:
+        for nesterov in RULES.values():
+            for restart in (None, *PERIODS):
+                for lr in LRS:
+                    for momentum in MOMENTA:
+                        run = check(paper_150m(inner_steps, OuterRule(lr, momentum, nesterov), restart))
+                        assert run.outer.rule() == OuterRule(lr, momentum, nesterov)
+                        assert run.outer.restart == ("never" if restart is None else str(restart))
+                        assert run.inner_steps == inner_steps
+
+
+def test_restart_in_any_form():
+    """A period, a text and a policy are taken alike."""
+    assert paper_150m(restart=Soft(3, 0.2, 0.1)).outer.restart == paper_150m(restart="soft:3:0.2:0.1").outer.restart
+
+
+@pytest.mark.parametrize(("build", "millions", "within"), [(nano, 10, 0.2), (small, 40, 0.1)])
+def test_siblings(build, millions: int, within: float):
+    """The siblings have about the size that they are named for and differ from the paper's run in shape and length."""
+    run = check(build())
+    assert parameter_count(run.model, 32000) == pytest.approx(millions * 1e6, rel=within)
+    tokens = run.replicas * run.steps * run.step_tokens
+    assert tokens == pytest.approx(20 * millions * 1e6, rel=0.1)  # Chinchilla's 20 a parameter
+    assert run.compute == paper_150m().compute
+
+
+def test_the_paper_model_itself():
+    """149 million in the blocks and 215 million in all, as in `PrimeIntellect/llama-150m-fresh` with 32,000 tokens."""
+    assert parameter_count(paper_150m().model, 32000) == 214_983_680
+
+
+def test_the_studies_run_this_recipe():
+    """The sweeps at the paper's scale train this model on this data."""
+    assert (PAPER.base.model, PAPER.base.data, PAPER.base.compute) == (
+        paper_150m().model,
+        paper_150m().data,
+        paper_150m().compute,
+    )
+
+
+def test_by_name():
+    """Recipes go by their names, with underscores or dashes; others are refused with the list."""
+    assert recipe("paper-150m") == paper_150m() == RECIPES["paper_150m"]()
+    with pytest.raises(UsageError, match="--recipe is 'large'; it must be one of paper_150m, small, nano"):
+        recipe("large")
