@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import shardmaker
 from twophase.config import UsageError
-from twophase.data.meta import META, TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, read_meta, write_meta
+from twophase.data.meta import META, TOKEN_BYTES, TRAIN, VALIDATION, read_meta, write_meta
 from twophase.data.shards import VERIFIED, open_bin, open_shards
 
 VOCABULARY = 500
@@ -25,23 +26,8 @@ def ids(seed: int, tokens: int, dtype: str = "uint16") -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).astype(dtype)
 
 
-def prepared(
-    folder: Path, train: Sequence[np.ndarray], validation: Sequence[np.ndarray], dtype: str = "uint16"
-) -> Path:
-    """A finished folder with these shards."""
-    folder.mkdir(exist_ok=True)
-    splits = {}
-    for split, arrays in ((TRAIN, train), (VALIDATION, validation)):
-        shards = []
-        for number, array in enumerate(arrays):
-            data = array.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
-            (folder / f"{split}-{number:05}.bin").write_bytes(data)
-            largest, digest = int(array.max(initial=0)), hashlib.sha256(data).hexdigest()
-            shards.append(Shard(f"{split}-{number:05}.bin", len(array), 1, len(array), largest, digest))
-        splits[split] = tuple(shards)
-    np.save(folder / TOKEN_BYTES, np.arange(VOCABULARY))
-    write_meta(folder, Meta("toy", "ab" * 32, VOCABULARY, 0, dtype, {"kind": "random"}, splits))
-    return folder
+def prepared(folder: Path, train: Sequence[np.ndarray], validation: Sequence[np.ndarray]) -> Path:
+    return shardmaker.prepared(folder, train, validation, VOCABULARY)
 
 
 def folder_of_two(tmp_path: Path) -> Path:
@@ -73,7 +59,7 @@ def slow_windows(arrays: Sequence[np.ndarray], length: int) -> list[list[int]]:
 def test_windows_are_those_of_a_plain_loop(tmp_path: Path, length: int, dtype: str):
     """Every window of every file in order, none across a border, whatever of the files is shorter than a window."""
     arrays = [ids(i, tokens, dtype) for i, tokens in enumerate([101, 1, 2, 64, 0, 8, 300])]
-    shards = open_shards(prepared(tmp_path / "toy", arrays, [ids(9, 40, dtype)], dtype))
+    shards = open_shards(prepared(tmp_path / "toy", arrays, [ids(9, 40, dtype)]))
     windows, slow = shards.windows(TRAIN, length), slow_windows(arrays, length)
     assert len(windows) == len(slow)
     assert windows.read(np.arange(len(slow))).tolist() == slow

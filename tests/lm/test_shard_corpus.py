@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -16,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import shardmaker
+from shardmaker import SHA256
 from twophase.config import UsageError
-from twophase.data.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
 from twophase.lm.config import DataConfig
 from twophase.lm.shard_corpus import ShardCorpus, build_shards
 
 VOCABULARY = 60_000
-SHA256 = "0123456789abcdef" * 4
 T = 5
 
 
@@ -32,21 +31,7 @@ def counting(start: int, tokens: int, dtype: str = "uint16") -> np.ndarray:
 
 
 def prepared(folder: Path, train: Sequence[np.ndarray], validation: Sequence[np.ndarray]) -> Path:
-    """A finished folder with these shards."""
-    folder.mkdir()
-    dtype = train[0].dtype.name
-    splits = {}
-    for split, arrays in ((TRAIN, train), (VALIDATION, validation)):
-        shards = []
-        for number, array in enumerate(arrays):
-            path = folder / f"{split}-{number:05}.bin"
-            array.astype(dtype).tofile(path)
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            shards.append(Shard(path.name, len(array), 1, len(array), int(array.max()), digest))
-        splits[split] = tuple(shards)
-    np.save(folder / TOKEN_BYTES, np.arange(VOCABULARY, dtype=np.uint8))
-    write_meta(folder, Meta("toy", SHA256, VOCABULARY, 0, dtype, {"kind": "counting"}, splits))
-    return folder
+    return shardmaker.prepared(folder, train, validation, VOCABULARY)
 
 
 @pytest.fixture
@@ -258,7 +243,7 @@ def test_the_vocabulary_is_the_tokenizers(folder: Path):
         assert (vocabulary.name, vocabulary.size) == ("toy", VOCABULARY)
         assert vocabulary.token_bytes is not None
         assert vocabulary.token_bytes.dtype == np.int64
-        assert vocabulary.token_bytes[[3, 255, 256]].tolist() == [3, 255, 0]
+        assert vocabulary.token_bytes[[3, 255, 256]].tolist() == [3, 255, 256]
 
 
 def test_a_model_with_too_few_rows_is_refused(folder: Path):
@@ -315,7 +300,7 @@ def test_the_description_is_for_the_record(folder: Path, tmp_path: Path):
     assert description["text"] == "token shards: 169 training tokens, 46 for validation, tokenizer toy"
     assert (description["vocabulary"], description["tokenizer_sha256"]) == ("toy", SHA256)
     assert (description["training_windows"], description["windows_per_replica"]) == (32, 10)
-    assert description["source"] == {"kind": "counting"}
+    assert description["source"] == {"kind": "made up"}
     shutil.copytree(folder, tmp_path / "moved")
     assert build_shards(data(tmp_path / "moved"), 3, 0).description["fingerprint"] == description["fingerprint"]
 

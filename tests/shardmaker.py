@@ -1,0 +1,35 @@
+"""Folders of token shards for tests: any ids in, what `twophase data prepare` would have left out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from twophase.data.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
+
+SHA256 = "0123456789abcdef" * 4
+"""Of the tokenizer, which nobody has."""
+
+
+def prepared(folder: Path, train: Sequence[np.ndarray], validation: Sequence[np.ndarray], vocabulary_size: int) -> Path:
+    """Write a finished folder of these shards, in the type of their ids; the tokenizer is named `toy`.
+
+    Id i stands for i bytes, and id 0 ends a text.
+    """
+    folder.mkdir(exist_ok=True)
+    dtype = (*train, *validation)[0].dtype
+    splits = {}
+    for split, arrays in ((TRAIN, train), (VALIDATION, validation)):
+        shards = []
+        for number, array in enumerate(arrays):
+            name, content = f"{split}-{number:05}.bin", array.astype(dtype.newbyteorder("<")).tobytes()
+            (folder / name).write_bytes(content)
+            digest = hashlib.sha256(content).hexdigest()
+            shards.append(Shard(name, len(array), 1, len(array), int(array.max(initial=0)), digest))
+        splits[split] = tuple(shards)
+    np.save(folder / TOKEN_BYTES, np.arange(vocabulary_size, dtype=np.uint32))
+    write_meta(folder, Meta("toy", SHA256, vocabulary_size, 0, dtype.name, {"kind": "made up"}, splits))
+    return folder
