@@ -269,3 +269,13 @@ def test_compiled_training_is_the_same_training():
     assert difference < 1e-4
     assert losses[0][0] != losses[0][-1]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch):
+    """Where nothing can be compiled, one message names the option and what would help."""
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/no/such/compiler"))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    with pytest.raises(UsageError, match=r"--compute.compile: the compiler failed \(.*--compute.no-compile"):
+        gradients(config_of(compile=True))

@@ -34,6 +34,7 @@ BACKENDS = {
 }
 _REPEATABLE = ("flash", "math")
 """Kernels whose backward pass can be told to add in a fixed order, the faster first."""
+_COMPILER = ("torch._inductor", "torch._dynamo")
 _CPU_IS_FULL = "can't allocate memory"
 _USABLE_SHARE = 0.85
 """Of the memory at hand; the rest is for what the estimate does not know."""
@@ -72,16 +73,21 @@ class Step:
             The mean loss in nats a token, a scalar on the device.
 
         Raises:
-            UsageError: out of memory with pieces that cannot be made smaller.
+            UsageError: out of memory with pieces that cannot be made smaller, or code that cannot be compiled.
         """
         self._choose(tokens.shape)
         while True:
             try:
                 return self._pass(model, tokens, targets)
             except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                if type(error).__module__.startswith(_COMPILER):
+                    raise UsageError(
+                        f"--compute.compile: the compiler failed ({reason}); a CPU needs a C++ compiler (package "
+                        "g++), a GPU triton, which comes with torch; or train without: --compute.no-compile"
+                    ) from error
                 if not (isinstance(error, torch.OutOfMemoryError) or _CPU_IS_FULL in str(error)):
                     raise
-                reason = str(error).splitlines()[0]
             # Outside the handler: the exception holds on to everything that the pass had allocated.
             model.zero_grad()
             self._shrink(reason)
