@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import textmaker
+from twophase import cli
 
 COMMAND = [sys.executable, "-m", "twophase"]
 SMALL = (
@@ -69,6 +71,17 @@ def test_help_without_torch() -> None:
         ("train --data.corpus file:absent.txt", "absent.txt"),
         ("train --data.corpus library", "library"),
         ("train --device cuda:77", "--device cuda:77 cannot be used here"),
+        ("train --recipe large", "--recipe is 'large'; it must be one of paper_150m, small, nano"),
+        ("train --recipe paper_150m --device cpu", "data/c4"),
+        ("train --data.corpus tokens:absent", "absent"),
+        ("train --data.tokenizer mistral", "--data.tokenizer is 'mistral', but --data.corpus python is text"),
+        ("train --model.vocabulary-size 50", "--model.vocabulary-size is 50; --data.vocabulary char has 96 tokens"),
+        ("train --compute.micro-batch 3", "--compute.micro-batch is 3; it must be 0 (as many as the memory holds)"),
+        ("train --compute.precision fp8", "fp8"),
+        ("train --track mlflow", "mlflow"),
+        ("data prepare absent.txt --out tokens", "absent.txt"),
+        ("data count", "count"),
+        ("export absent there", "absent"),
         ("sweep", "no --axis; name at least one"),
         ("sweep --axis outer.lrr 1 2", "outer.lr"),
         ("sweep --axis outer.momentum 0.5 1", "momentum"),
@@ -91,6 +104,26 @@ def test_mistakes(tmp_path: Path, words: str, message: str) -> None:
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
     assert snapshot(tmp_path) == {}
+
+
+def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A device too small for weights and optimizers ends with status 1 and one message; other errors stay errors."""
+
+    def full(_: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
+
+    monkeypatch.setattr(cli, "_train", full)
+    assert cli.main(["train"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "Tried to allocate 9 GiB); give a smaller model" in told
+
+    def broken(_: object) -> int:
+        raise RuntimeError("shapes")
+
+    monkeypatch.setattr(cli, "_train", broken)
+    with pytest.raises(RuntimeError, match="shapes"):
+        cli.main(["train"])
 
 
 def test_list_of_studies() -> None:

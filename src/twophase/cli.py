@@ -63,6 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         return _complain(f"{_PROGRAM} {name}", str(error), "failed", status=1)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which only some commands import
+            raise
+        reason = str(error).splitlines()[0]
+        return _complain(
+            f"{_PROGRAM} {name}",
+            f"weights and optimizers do not fit into the device's memory ({reason}); give a smaller model, fewer "
+            "--replicas, or a GPU to each by torchrun; what has been saved is intact",
+            "failed",
+            status=1,
+        )
 
 
 def _visible() -> list[str]:
