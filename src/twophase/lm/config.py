@@ -141,7 +141,8 @@ class TrainConfig:
     repeat: bool = False
     """Let a run read its tokens: more than once when they do not last."""
     log_every: int = 0
-    """Inner steps between lines of steps.jsonl (training loss, speed, memory); 0 means none."""
+    """Inner steps between lines of steps.jsonl (training loss, speed, memory) of `train`; 0 means none. The cells of a
+    sweep write none, because they share their steps."""
     evaluate_every: int = 0
     """Rounds between validations; 0 means at the end only."""
     checkpoint_every: int = 20
