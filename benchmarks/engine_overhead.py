@@ -66,9 +66,10 @@ class Loop:
 
         def after() -> None:
             nonlocal own
-            before = time.process_time()
+            ends = engine.inner_step + 1 == inner_steps
+            before = self.clock() if ends else 0.0  # the engine would wait for the inner steps, which are not its own
             engine.step()
-            own += time.process_time() - before
+            own += self.clock() - before if ends else 0.0
 
         self.inner(min(block, 4 * inner_steps), after)
         ratios, shares = [], []

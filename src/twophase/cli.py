@@ -148,7 +148,7 @@ def _train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[ar
     """Our own options and, from YAML files and all other options, the configuration."""
     from twophase.config import check_tree, load_yaml, parse_arguments, to_arguments
     from twophase.lm.config import TrainConfig, check
-    from twophase.recipes.pretraining import recipe
+    from twophase.recipes.pretraining import at_pace, recipe
 
     if "-h" in words or "--help" in words:
         parser.print_help()
@@ -156,11 +156,17 @@ def _train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[ar
         parse_arguments(TrainConfig(), ["--help"], prog=parser.prog)
     options, rest = parser.parse_known_args(words)
     config = recipe(options.recipe) if options.recipe else TrainConfig()
+    given = list(rest)
     for path in options.config:
         tree = load_yaml(path)
         check_tree(tree, config, f"--config {path}")
         config = parse_arguments(config, to_arguments(tree), prog=f"{parser.prog} --config {path}")
-    return options, check(parse_arguments(config, rest, prog=parser.prog))
+        given += to_arguments(tree)
+    config = parse_arguments(config, rest, prog=parser.prog)
+    if options.recipe:
+        named = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in given}
+        config = at_pace(config, keep=named)
+    return options, check(config)
 
 
 # ------------------------------------------------------------------------------------------------------------- train
@@ -201,10 +207,11 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
     from twophase.lm.train import train
     from twophase.lm.trainer import preflight
     from twophase.progress import meter, round_text, step_text
-    from twophase.session import claimed, process_group, signals
+    from twophase.session import claimed, process_group, signals, take_device
     from twophase.tracking import check, tracked
 
     check(options.track)
+    take_device(config)
     preflight(config, int(os.environ.get("WORLD_SIZE", "1")))  # before a folder is made for what cannot be run
     with (
         process_group(config) as communicator,

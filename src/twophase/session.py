@@ -42,14 +42,34 @@ def signals() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
+def take_device(config: TrainConfig) -> None:
+    """Under torchrun, make the GPU of this process's local rank the one that `cuda` means.
+
+    Raises:
+        UsageError: fewer GPUs than processes on this machine, or one GPU that is named for all of them.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not config.device.startswith("cuda"):
+        return
+    if config.device != "cuda":
+        raise UsageError(
+            f"--device {config.device} would be every process's; use --device cuda, which gives each its own"
+        )
+    rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= count > 0:  # without any, a later check says so
+        raise UsageError(
+            f"--device cuda: process {rank} of this machine has no GPU, there are {count}; give torchrun "
+            f"--nproc-per-node {count}"
+        )
+    if count:
+        torch.cuda.set_device(rank)
+
+
 @contextmanager
 def process_group(config: TrainConfig) -> Iterator[Communicator]:
     """The processes that torchrun started, or this one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield SingleProcess()
         return
-    if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # one device a process
     dist.init_process_group("gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl")
     try:
         communicator = ProcessGroup()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -264,6 +265,8 @@ def _steps_left(made: Plan, left: set[str]) -> int:
 
 def _timed(config: TrainConfig) -> tuple[float, float]:
     """Seconds of an inner step of all replicas, and of a run's validation."""
+    import torch  # noqa: PLC0415
+
     from twophase.diloco.comm import SingleProcess  # noqa: PLC0415 - torch
     from twophase.lm.trainer import Trainer  # noqa: PLC0415
 
@@ -273,10 +276,16 @@ def _timed(config: TrainConfig) -> tuple[float, float]:
         clock = time.perf_counter()
         trainer.inner_step()
         trainer.synchronize()
+        trainer.settle()  # a GPU's steps are only launched before
         times.append(time.perf_counter() - clock)
     clock = time.perf_counter()
     trainer.validate()
-    return statistics.median(times), time.perf_counter() - clock
+    judged = time.perf_counter() - clock
+    if trainer.compute.device.type == "cuda":  # the memory is for the workers
+        del trainer
+        gc.collect()
+        torch.cuda.empty_cache()
+    return statistics.median(times), judged
 
 
 def _workers(sweep: Sweep, options: argparse.Namespace) -> tuple[int, list[str]]:

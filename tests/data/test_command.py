@@ -94,6 +94,13 @@ def test_other_counts_are_refused(word: str):
         command._count(word)
 
 
+@pytest.mark.parametrize("word", ["1e400", "9e999b", "10000000000t"])
+def test_counts_beyond_any_disk_are_refused(word: str):
+    """A number that no file can hold is told and is no overflow."""
+    with pytest.raises(argparse.ArgumentTypeError, match="is too large"):
+        command._count(word)
+
+
 def test_mistakes_are_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Unknown commands, options and values, and a folder that holds nothing, are named."""
     with pytest.raises(UsageError, match="'shuffle' is no command of twophase data; choose from prepare, info"):
@@ -102,6 +109,8 @@ def test_mistakes_are_told(source: Path, tmp_path: Path, capsys: pytest.CaptureF
         main(words(source, tmp_path / "out", "--threads", "0"))
     with pytest.raises(UsageError, match=r"holds no meta\.json"):
         main(["info", str(tmp_path)])
+    with pytest.raises(UsageError, match=r"a\.jsonl is a file; name the folder"):
+        main(["info", str(source)])
     with pytest.raises(SystemExit, match="2"):
         main(words(source, tmp_path / "out", "--tokens", "many"))
     assert "--tokens: 'many' is no number" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from twophase.data import prepare as module
 from twophase.data import sources
 from twophase.data.meta import TOKENIZER, TRAIN, VALIDATION, Meta, read_meta
 from twophase.data.prepare import STATE, Request, is_held_out, prepare
-from twophase.data.tokenizer import load_tokenizer
+from twophase.data.tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("datasets", reason="the extra 'data' is not installed")
 pytest.importorskip("tokenizers", reason="the extra 'data' is not installed")
@@ -425,6 +425,8 @@ def test_holding_out_nothing_is_told(tmp_path: Path):
         ({"tokenizer": "bpe:many"}, "--tokenizer bpe:many: write bpe:SIZE"),
         ({"tokenizer": "bpe:9"}, "--tokenizer bpe:9"),
         ({"sources": ()}, "no source"),
+        ({"end_of_text": "<s>"}, "--end-of-text <s>: --tokenizer bytes has its own end of a text; leave"),
+        ({"end_of_text": "<s>", "tokenizer": "bpe:300"}, "--end-of-text <s>: --tokenizer bpe:300 has its own"),
     ],
 )
 def test_impossible_values_are_told(corpus: Path, tmp_path: Path, values: dict, message: str):
@@ -453,18 +455,16 @@ def test_two_at_once_are_refused(corpus: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_full_disk_keeps_what_was_complete(corpus: Path, tmp_path: Path):
-    """When files cannot grow, one message says so; with room again, the folder completes as if nothing had been."""
+    """A full disk is told as an OSError, no mistake; with room again, the folder completes as if nothing had been."""
     prepare(request(corpus, tmp_path / "whole", shard_tokens=20_000))
     code = """
 import resource, sys
 from pathlib import Path
-from twophase.config import UsageError
 from twophase.data.prepare import Request, prepare
-from twophase.data.tokenizer import load_tokenizer
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 try:
     prepare(Request((sys.argv[1],), Path(sys.argv[2]), tokenizer="bytes", held_out=0.1, shard_tokens=20_000))
-except UsageError as error:
+except OSError as error:
     print(error)
 """
     done = subprocess.run(
@@ -479,7 +479,38 @@ except UsageError as error:
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
+def test_a_link_to_what_is_trained_on_is_no_validation_text(corpus: Path, tmp_path: Path):
+    """Two names of one file are one file: it cannot be on both sides."""
+    file = min(path for path in corpus.rglob("*") if path.is_file())
+    link = tmp_path / f"other-{file.name}"
+    link.symlink_to(file)
+    with pytest.raises(UsageError, match=r"--validation .*other-.*: is also trained on"):
+        prepare(replace(request(corpus, tmp_path / "out"), validation=(str(link),)))
+
+
 # Memory
+
+
+def test_a_huge_record_is_encoded_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The parts of one record are encoded a few at a time, about `BATCH_BYTES` of text, and written in order."""
+    monkeypatch.setattr(sources, "MAX_DOCUMENT", 1000)
+    monkeypatch.setattr(module, "BATCH_BYTES", 5000)
+    text = " ".join(f"word{i}" for i in range(10_000))
+    write(tmp_path / "in.jsonl", [text])
+    largest: list[int] = []
+    encode = Tokenizer.encode_batch
+
+    def watched(self: Tokenizer, batch: list[str]):
+        largest.append(sum(map(len, batch)))
+        return encode(self, batch)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", watched)
+    asked = Request((str(tmp_path / "in.jsonl"),), tmp_path / "out", tokenizer="bytes", held_out=0.0)
+    (shard,) = prepare(asked).splits[TRAIN]
+    ids = np.fromfile(tmp_path / "out" / shard.file, "<u2")
+    assert bytes(ids[ids < 256].astype(np.uint8)).decode() == text
+    assert len(largest) > 10
+    assert max(largest) <= 6000
 
 
 @pytest.mark.slow

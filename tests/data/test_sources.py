@@ -182,6 +182,21 @@ def test_equal_names_in_two_folders_are_told_apart(tmp_path: Path):
     assert [file.name for file in files] == [str(tmp_path / "x" / "a.jsonl"), str(tmp_path / "y" / "a.jsonl")]
 
 
+def test_links_are_what_their_names_say(tmp_path: Path):
+    """Of links to nameless files, as in the hub's cache, the links' names count; two names of one file are told."""
+    (tmp_path / "snapshot").mkdir()
+    for number, name in enumerate(("c4-train.00000-of-01024.json.gz", "c4-validation.00000-of-00008.json.gz")):
+        write_json(tmp_path / name, TEXTS)
+        (tmp_path / name).rename(tmp_path / f"blob{number}")
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / f"blob{number}")
+    train, own = find([str(tmp_path / "snapshot")])
+    assert [file.name for file in own] == ["c4-validation.00000-of-00008.json.gz"]
+    assert [text for batch in batches(train) for text in batch.texts] == TEXTS
+    (tmp_path / "again.json.gz").symlink_to(tmp_path / "blob0")
+    with pytest.raises(UsageError, match=r"again\.json\.gz is named twice"):
+        find([str(tmp_path / "snapshot"), str(tmp_path / "again.json.gz")])
+
+
 def test_c4s_own_validation_files_are_set_apart(tmp_path: Path):
     """Of a folder with C4's files, those of its validation split are no training text; on the hub as well."""
     for name in ("c4-train.00000-of-01024.json.gz", "c4-validation.00000-of-00008.json.gz"):

@@ -310,7 +310,7 @@ def test_what_is_no_corpus_of_tokens_is_refused(folder: Path, tmp_path: Path):
     for corpus in ("tokens:", "file:x"):
         with pytest.raises(UsageError, match=r"must be tokens:PATH, for example"):
             build_shards(replace(data(folder), corpus=corpus), 2, 0)
-    with pytest.raises(UsageError, match=r"absent: there is no such file or folder; check the path"):
+    with pytest.raises(UsageError, match=r"absent: there is no such file or folder .*; make one with `twophase"):
         build_shards(data(tmp_path / "absent"), 2, 0)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"holds no meta\.json.*twophase data prepare"):

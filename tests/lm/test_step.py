@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -121,10 +122,10 @@ def test_a_step_never_waits_for_the_device():
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def full_above(size: int) -> Callable[[Llama, Tensor, Tensor], Tensor]:
+def full_above(size: int) -> Callable[[Llama, Tensor, Tensor, str], Tensor]:
     """A loss on a device whose memory holds `size` sequences."""
 
-    def loss(model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(model: Llama, tokens: Tensor, targets: Tensor, _: str) -> Tensor:
         value = model.loss(tokens, targets)
         if len(tokens) > size:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.8 GiB\nand so on")
@@ -154,7 +155,7 @@ def test_out_of_memory_in_a_later_piece_counts_nothing_twice():
     compute.chosen = {"micro_batch": 4, "attention": "default"}
     calls = iter([1, 9, 1, 1, 1, 1])  # the second piece of the first try fails
 
-    def loss(model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(model: Llama, tokens: Tensor, targets: Tensor, _: str) -> Tensor:
         if next(calls) == 9:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return model.loss(tokens, targets)
@@ -182,7 +183,7 @@ def test_the_cpus_own_words_for_it():
     """Torch has no exception of its own for a CPU that is full; other errors are not taken for it."""
     compute = Step(TrainConfig(), VOCABULARY, CPU, 1)
 
-    def loss(model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(model: Llama, tokens: Tensor, targets: Tensor, _: str) -> Tensor:
         if len(tokens) > 2:
             torch.empty(1 << 60, dtype=torch.uint8)
         return model.loss(tokens, targets)
@@ -250,6 +251,46 @@ def fresh_compiler() -> Iterator[None]:
     compiled_loss.cache_clear()
 
 
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
+    """Graphs are made and guarded as ever, but run as they are: what makes C++ of them takes most of the time."""
+    del fresh_compiler
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("traced_only")
+def test_compiled_code_takes_the_kernel_that_was_chosen():
+    """Compiled for one attention kernel and then asked for another, the step is compiled anew and runs that one."""
+    from torch.profiler import ProfilerActivity, profile
+
+    config = config_of(compile=True)
+    model = model_of(config, VOCABULARY, CPU)
+    compute = Step(config, VOCABULARY, CPU, 1)
+    ran: dict[str, bool] = {}
+    for name in ("flash", "math"):
+        compute.chosen = {"micro_batch": 8, "attention": name}
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            compute.gradients(model, *batch(config))
+        ran[name] = any("flash_attention" in event.key for event in trace.key_averages())
+    assert ran == {"flash": True, "math": False}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("traced_only")
+def test_many_shapes_in_one_process():
+    """More shapes than torch compiles by default for one function go through, as a sweep over sizes needs."""
+    config = with_values(config_of(compile=True), {"model.layers": 1, "data.batch_size": 1})
+    model = model_of(config, VOCABULARY, CPU)
+    compute = Step(config, VOCABULARY, CPU, 1)
+    assert torch._dynamo.config.recompile_limit < 10
+    for length in range(4, 14):
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        compute.gradients(model, tokens, tokens)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 10
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, about its own parts
@@ -275,7 +316,7 @@ def test_compiled_training_is_the_same_training():
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch):
     """Where nothing can be compiled, one message names the option and what would help."""
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/no/such/compiler"))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/no/such/compiler"))
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     with pytest.raises(UsageError, match=r"--compute.compile: the compiler failed \(.*--compute.no-compile"):
         gradients(config_of(compile=True))

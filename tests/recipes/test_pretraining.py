@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from twophase.config import UsageError
@@ -9,7 +11,7 @@ from twophase.lm.config import check
 from twophase.lm.speed import parameter_count
 from twophase.lm.trainer import inner_lr
 from twophase.recipes.paper import INNER_STEPS, LRS, MOMENTA, PAPER, PERIODS, RULES
-from twophase.recipes.pretraining import RECIPES, nano, paper_150m, recipe, small
+from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
 from twophase.restart import Soft
 from twophase.rule import OuterRule
 
@@ -81,6 +83,17 @@ def test_the_studies_run_this_recipe():
         paper_150m().data,
         paper_150m().compute,
     )
+
+
+@pytest.mark.parametrize("inner_steps", INNER_STEPS)
+def test_pace(inner_steps: int):
+    """Whatever the round's length, there is a checkpoint at least every 1,024 steps or every round; given ones stay."""
+    run = at_pace(replace(paper_150m(), inner_steps=inner_steps))
+    assert run == paper_150m(inner_steps)
+    assert run.checkpoint_every * inner_steps <= max(1024, inner_steps)
+    assert run.evaluate_every * inner_steps <= max(2048, inner_steps)
+    given = replace(paper_150m(), inner_steps=inner_steps, checkpoint_every=3)
+    assert at_pace(given, keep={"checkpoint_every"}).checkpoint_every == 3
 
 
 def test_by_name():

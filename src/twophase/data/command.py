@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from twophase.config import UsageError
@@ -18,6 +21,7 @@ _COMMANDS = {
     "info": "what a folder of token shards holds",
 }
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_LARGEST = 10**18
 
 
 def main(words: Sequence[str]) -> int:
@@ -59,9 +63,23 @@ def _prepare(words: Sequence[str]) -> int:
         train_bytes=options.train_bytes,
     )
     finished = (options.out / META).exists()
-    meta = prepare(request, quiet=options.quiet)
+    with _sigterm_interrupts():
+        meta = prepare(request, quiet=options.quiet)
     print(describe(options.out, meta) + ("\nit was finished before: nothing to do" if finished else ""))
     return 0
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, with the words that resume it."""
+    if threading.current_thread() is not threading.main_thread():  # a caller's own arrangements
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,8 +139,10 @@ def _count(word: str) -> int:
     found = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)([kmgbt]?)", word.strip().lower())
     if not found:
         raise argparse.ArgumentTypeError(f"{word!r} is no number; write for example 3.3e9, 10M or 500000")
-    number = found[1].replace("_", "")
-    return round(float(number) * _SUFFIXES[found[2]]) if not number.isdecimal() else int(number) * _SUFFIXES[found[2]]
+    number, scale = found[1].replace("_", ""), _SUFFIXES[found[2]]
+    if float(number) * scale >= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{word!r} is too large; it must be below {_LARGEST:.0e}")
+    return int(number) * scale if number.isdecimal() else round(float(number) * scale)
 
 
 def _info(words: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ import numpy as np
 
 from twophase.config import UsageError, differences, fingerprint
 from twophase.data.meta import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta, write_meta
-from twophase.data.sources import Batch, File, batches, find
-from twophase.data.tokenizer import SMALLEST_BPE, Tokenizer, load_tokenizer, train_bpe
+from twophase.data.sources import BATCH_BYTES, Batch, File, batches, find
+from twophase.data.tokenizer import OURS, SMALLEST_BPE, Ids, Tokenizer, load_tokenizer, train_bpe
 from twophase.data.writer import Splits
 from twophase.files import TEMPORARY, write_atomic
 from twophase.progress import meter
@@ -124,8 +124,8 @@ def prepare(request: Request, *, quiet: bool = True) -> Meta:
 
     Raises:
         UsageError: a value out of range; a source or tokenizer that is missing or damaged; a folder that holds
-            something else, or was begun with another request; a disk that is full. What was complete stays, and
-            repeating the call goes on from there.
+            something else, cannot be written, or was begun with another request.
+        OSError: the disk is full. Either way what was complete stays, and repeating the call goes on from there.
     """
     _check(request)
     train, own = find(request.sources, request.kind)
@@ -134,7 +134,8 @@ def prepare(request: Request, *, quiet: bool = True) -> Meta:
         own = named + official
     if not train:
         raise UsageError("the sources are validation files of C4 only; name its c4-train files as well")
-    both = {file.path for file in train} & {file.path for file in own}
+    trained = {file.place for file in train}
+    both = [file.path for file in own if file.place in trained]
     if both:
         raise UsageError(f"--validation {min(both)}: is also trained on; name other files")
     plan = _Plan(request, train, own)
@@ -144,9 +145,10 @@ def prepare(request: Request, *, quiet: bool = True) -> Meta:
             return finished or _Preparation(folder, plan, quiet).run()
     except OSError as error:
         kept = "what was complete stays there; repeat the command to go on from it"
-        remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "make it writable"
-        reason = error.strerror or error
-        raise UsageError(f"--out {request.out}: cannot be written ({reason}); {remedy}; {kept}") from None
+        told = f"--out {request.out}: cannot be written ({error.strerror or error})"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(f"{told}; make room; {kept}") from None  # a failure while running, and no mistake
+        raise UsageError(f"{told}; make it writable; {kept}") from None
 
 
 def _check(request: Request) -> None:
@@ -162,6 +164,11 @@ def _check(request: Request) -> None:
         size = request.tokenizer.removeprefix(_BPE)
         if not size.isdecimal() or int(size) < SMALLEST_BPE:
             raise UsageError(f"--tokenizer {request.tokenizer}: write bpe:SIZE, {SMALLEST_BPE} or more, as bpe:8000")
+    if request.end_of_text is not None and (request.tokenizer in OURS or request.tokenizer.startswith(_BPE)):
+        raise UsageError(
+            f"--end-of-text {request.end_of_text}: --tokenizer {request.tokenizer} has its own end of a text; leave "
+            f"--end-of-text out"
+        )
 
 
 @contextmanager
@@ -196,7 +203,8 @@ def _finished(folder: Path, plan: _Plan) -> Meta | None:
     changed = differences(plan.record(), meta.source)
     if changed:
         raise UsageError(f"--out {folder}: is finished, and of another request ({_few(changed)}); name another folder")
-    (folder / STATE).unlink(missing_ok=True)
+    with suppress(OSError):  # a folder that became read-only is finished all the same
+        (folder / STATE).unlink(missing_ok=True)
     return meta
 
 
@@ -259,9 +267,8 @@ class _Preparation:
     def _batch(self, stage: str, batch: Batch) -> bool:
         """Encode and write some documents; True if that closed a shard."""
         closed = False
-        encoded = self.tokenizer.encode_batch(batch.texts)
         end = np.array([self.tokenizer.end_of_text], self.tokenizer.dtype)
-        for text, size, ids in zip(batch.texts, batch.sizes, encoded, strict=True):
+        for text, size, ids in self._encoded(batch):
             split = VALIDATION if stage == VALIDATION or is_held_out(text, self.plan.held_out) else TRAIN
             if self._full(split):
                 continue
@@ -269,6 +276,16 @@ class _Preparation:
             if self._full(stage):
                 break  # here and not at the end of the batch, which may be elsewhere in a resumed run
         return closed
+
+    def _encoded(self, batch: Batch) -> Iterator[tuple[str, int, Ids]]:
+        """Each document of a batch, its bytes and its ids; a few at a time, because a huge record is one batch."""
+        start = held = 0
+        for end, size in enumerate(batch.sizes, start=1):
+            held += size
+            if held >= BATCH_BYTES or end == len(batch.sizes):
+                texts = batch.texts[start:end]
+                yield from zip(texts, batch.sizes[start:end], self.tokenizer.encode_batch(texts), strict=True)
+                start, held = end, 0
 
     def _save(self) -> None:
         self.splits.flush()

@@ -192,6 +192,14 @@ def open_shards(folder: Path, *, verify: bool = True) -> Shards:
     return Shards(folder, splits, meta.vocabulary_size, meta.fingerprint, meta, _token_bytes(folder, meta))
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder is one of `twophase data prepare`, finished or not, or at least none of bare `.bin` files."""
+    if (folder / META).exists():
+        return True
+    found = [file.name for file in folder.glob("*.bin") if not file.name.startswith(".")]
+    return not found or any(map(_PREPARED.fullmatch, found))
+
+
 def open_bin(path: Path, vocabulary_size: int) -> Shards:
     """Token files that say nothing of their vocabulary: nanoGPT's (bare uint16) or modded-nanogpt's (with a header).
 

@@ -14,6 +14,7 @@ import glob
 import gzip
 import itertools
 import json
+import os
 import queue
 import tempfile
 import threading
@@ -47,7 +48,7 @@ class File:
     """A file of documents.
 
     Args:
-        path: absolute, or an address on the hub.
+        path: absolute, or an address on the hub; links are not followed, because names tell what files are.
         name: for people and for the record.
         kind: `json`, `parquet` or `text`.
         size: bytes; -1 on the hub.
@@ -62,6 +63,11 @@ class File:
     def remote(self) -> bool:
         """Whether it is on the hub."""
         return self.path.startswith("hf://")
+
+    @property
+    def place(self) -> str:
+        """Where it really is: two names of one file have one place."""
+        return self.path if self.remote else os.path.realpath(self.path)
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,9 @@ def find(words: Sequence[str], kind: str = "auto") -> tuple[list[File], list[Fil
         files += _files(word, kind)
     seen: set[str] = set()
     for file in files:
-        if file.path in seen:
+        if file.place in seen:
             raise UsageError(f"{file.name} is named twice; name each file once")
-        seen.add(file.path)
+        seen.add(file.place)
     names = collections.Counter(file.name for file in files)
     files = [file if names[file.name] == 1 else replace(file, name=file.path) for file in files]
     held = [file for file in files if file.path.rpartition("/")[2].startswith(_OFFICIAL_VALIDATION)]
@@ -150,7 +156,7 @@ def _file(path: Path, kind: str) -> File | None:
         size = path.stat().st_size
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
-    return File(str(path.resolve()), path.name, chosen, size)
+    return File(str(path.absolute()), path.name, chosen, size)
 
 
 def _endings() -> str:
@@ -203,14 +209,17 @@ def _cut(text: str | None) -> Iterator[str]:
     """The parts of a record that become documents: none if it is blank, several if it is huge."""
     if text is None or not text.strip():
         return
-    while len(text) > MAX_DOCUMENT:
-        half = MAX_DOCUMENT // 2
-        at = max(text.rfind("\n", half, MAX_DOCUMENT), text.rfind(" ", half, MAX_DOCUMENT)) + 1 or MAX_DOCUMENT
-        part, text = text[:at], text[at:]
+    start, half = 0, MAX_DOCUMENT // 2
+    while len(text) - start > MAX_DOCUMENT:  # by places, because cutting the rest off each time would copy it
+        low, high = start + half, start + MAX_DOCUMENT
+        end = max(text.rfind("\n", low, high), text.rfind(" ", low, high)) + 1 or high
+        part = text[start:end]
         if part.strip():
             yield part
-    if text.strip():
-        yield text
+        start = end
+    rest = text[start:]
+    if rest.strip():
+        yield rest
 
 
 def _clean(text: str) -> tuple[str, int]:

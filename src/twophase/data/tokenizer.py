@@ -29,6 +29,8 @@ MISTRAL_INSTALL = "pip install --no-deps mistral-common==1.13.1"
 END_OF_TEXT = "<|endoftext|>"
 ENDS = ("</s>", END_OF_TEXT, "<|end_of_text|>")
 """Names that the end of a text usually has, where a tokenizer's own configuration names none."""
+OURS = ("bytes", "mistral")
+"""Names of tokenizers that need no folder and name the end of a text themselves."""
 SMALLEST_BPE = 257
 """Ids of 256 bytes and the end of a text: a BPE without merges."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -284,8 +286,10 @@ def _from_hub(name: str, end_of_text: str | None) -> Tokenizer:
     try:
         from huggingface_hub import hf_hub_download  # noqa: PLC0415 - an optional package
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError  # noqa: PLC0415 - the same
+        from huggingface_hub.utils import logging  # noqa: PLC0415 - the same
     except ImportError:
         raise UsageError(f"{named}: is fetched with huggingface_hub; run `pip install 'twophase[data]'`") from None
+    logging.set_verbosity(logging.CRITICAL)  # it warns of every attempt; what comes of them, our message says
     try:
         folder = Path(hf_hub_download(name, TOKENIZER_JSON)).parent
         for other in (CONFIG_JSON, "special_tokens_map.json"):

@@ -88,7 +88,7 @@ class Tally:
 
     Args:
         steps: inner steps executed.
-        step_seconds: duration of each.
+        step_seconds: duration of each; on a GPU, which does them later, the mean of each round.
         held: branch states in memory now; `most_held` at once so far.
         held_bytes: their size.
         spilled: branch states that were kept on disk only, because of the limit.
@@ -274,7 +274,7 @@ class Grower:
     def _stretch(self, node: Node, runs: list[str]) -> None:
         """From the end of the parent, or from inside the stretch, to its end."""
         run = self._run
-        self._at = None
+        self._at = self._launched = None
         # Those that are done with this stretch only: a state must not speak for others, whose counters stand still.
         self._counters = {one: self._counters[one] for one in runs}
         self._held = {one: self._held[one] for one in runs}
@@ -289,10 +289,7 @@ class Grower:
             if run.done.step == node.start > 0:
                 self._synchronize(runs, logs)
             while run.done.step < node.stop and run.done.exit_reason == RUNNING:
-                clock = time.perf_counter()
-                run.inner_step()
-                self.tally.steps += 1
-                self.tally.step_seconds.append(time.perf_counter() - clock)
+                self._inner_step(node)
                 if run.done.step < node.stop or leaf:
                     self._synchronize(runs, logs)
                 now = time.perf_counter()
@@ -318,6 +315,20 @@ class Grower:
         if not leaf and run.done.exit_reason == RUNNING:
             self._write(node, "end")
         self._path(node, "part").unlink(missing_ok=True)
+
+    def _inner_step(self, node: Node) -> None:
+        """One inner step and its duration; a GPU does it later, and is waited for at the end of a round."""
+        run = self._run
+        self._launched = self._launched or (0, time.perf_counter())
+        count, clock = self._launched[0] + 1, self._launched[1]
+        self._launched = count, clock
+        run.inner_step()
+        self.tally.steps += 1
+        ends = run.engine.inner_step + 1 >= run.engine.inner_steps or run.done.step == node.stop
+        if ends or run.compute.device.type == "cpu":
+            run.settle()
+            self.tally.step_seconds += count * [(time.perf_counter() - clock) / count]
+            self._launched = None
 
     def _synchronize(self, runs: list[str], logs: Mapping[str, Recorder]) -> None:
         """Count an inner step; at the end of a round take the outer step of every class of runs, and log it."""
@@ -442,6 +453,8 @@ class Grower:
         return self._trainer
 
     def _clear(self) -> None:
+        self._launched: tuple[int, float] | None = None
+        """Inner steps that have not been waited for yet, and when the first was launched."""
         self._at: str | None = None
         """Node at whose end the replicas stand."""
         self._buffers: dict[str, list[Tensor]] = {}

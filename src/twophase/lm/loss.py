@@ -34,6 +34,7 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     if logits <= WHOLE and weight.dtype == x.dtype and x.dtype in (torch.float32, torch.float64):
         return F.cross_entropy(F.linear(x, weight), targets)
     rows = max(PIECE.get(x.device.type, PIECE["cuda"]) // weight.shape[0], 1)
+    rows -= rows % 256 if rows > 256 else 0  # whole tiles of a matrix product
     return in_pieces(x, weight, targets, rows)
 
 

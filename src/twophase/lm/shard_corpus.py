@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.config import UsageError
-from twophase.data.meta import META, TRAIN, VALIDATION
+from twophase.data.meta import TRAIN, VALIDATION
 from twophase.data.sampling import window_of
-from twophase.data.shards import Shards, Windows, open_bin, open_shards
+from twophase.data.shards import Shards, Windows, is_prepared, open_bin, open_shards
 from twophase.lm.config import DataConfig
 
 PREFIX = "tokens:"
@@ -189,9 +189,14 @@ def _open(data: DataConfig, vocabulary_size: int, named: str) -> Shards:
         raise UsageError(f"{named}: it must be {PREFIX}PATH, for example {PREFIX}data/c4")
     path = Path(os.path.expanduser(data.corpus.removeprefix(PREFIX)))  # noqa: PTH111 - Path's raises for unknown users
     if not path.exists():
-        raise UsageError(f"{named}: there is no such file or folder; check the path (it is relative to {Path.cwd()})")
-    if path.is_dir() and ((path / META).exists() or not any(path.glob("*.bin"))):
+        raise UsageError(
+            f"{named}: there is no such file or folder (the path is relative to {Path.cwd()}); make one with `twophase "
+            "data prepare SOURCE … --out DIR`, where SOURCE is c4, files or folders"
+        )
+    if path.is_dir() and is_prepared(path):
         return open_shards(path)
+    if path.is_file() and is_prepared(path.parent):
+        raise UsageError(f"{named}: is a part of a prepared folder; name the folder: {PREFIX}{path.parent}")
     if vocabulary_size < 1:
         raise UsageError(
             f"{named}: .bin files do not say how many ids their vocabulary has; give --model.vocabulary-size, for "

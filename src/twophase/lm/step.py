@@ -7,11 +7,12 @@ keeps and a resumed run takes over.
 
 from __future__ import annotations
 
+import inspect
 import os
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import deterministic
 
 from twophase.config import UsageError
 from twophase.lm.config import ModelConfig, TrainConfig
@@ -32,7 +34,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_REPEATABLE = ("flash", "math")
+_REPEATABLE = ("flash", "efficient", "math")
 """Kernels whose backward pass can be told to add in a fixed order, the faster first."""
 _COMPILER = ("torch._inductor", "torch._dynamo")
 _CPU_IS_FULL = "can't allocate memory"
@@ -96,21 +98,18 @@ class Step:
 
     def _pass(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
         micro, batch = self.chosen["micro_batch"], len(tokens)
-        with self._attention():
+        # Around the backward pass, too: what is recomputed there must meet the same kernel.
+        with _attention(self.chosen["attention"]):
             if micro == batch:  # no scale, no sum: a whole batch has exactly its own loss
-                value = self._loss(model, tokens, targets)
+                value = self._loss(model, tokens, targets, self.chosen["attention"])
                 value.backward()
                 return value.detach()
             total = torch.zeros((), device=self.device)
             for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
-                value = self._loss(model, inputs, wanted) * (micro / batch)
+                value = self._loss(model, inputs, wanted, self.chosen["attention"]) * (micro / batch)
                 value.backward()
                 total += value.detach()
             return total
-
-    def _attention(self) -> Any:
-        name = self.chosen["attention"]
-        return sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
 
     def _shrink(self, reason: str) -> None:
         micro, data = self.chosen["micro_batch"], self.config.data
@@ -136,13 +135,22 @@ class Step:
         if "micro_batch" not in self.chosen:
             self.chosen["micro_batch"] = compute.micro_batch or self._largest_that_fits(batch)
         if "attention" not in self.chosen:
-            self.chosen["attention"] = compute.attention
             if self.device.type != "cuda":
                 self.chosen["attention"] = "default"
-            elif compute.attention == "auto":
-                names = _REPEATABLE if self.config.deterministic else tuple(BACKENDS)
-                shape = torch.Size((self.chosen["micro_batch"], shape[1]))
-                self.chosen["attention"] = fastest_attention(self.config.model, shape, compute.precision, names)
+                return
+            names = tuple(BACKENDS) if compute.attention == "auto" else (compute.attention,)
+            if self.config.deterministic:
+                names = tuple(name for name in _REPEATABLE if name in names)
+            shape = torch.Size((self.chosen["micro_batch"], shape[1]))
+            repeat = self.config.deterministic
+            found = fastest_attention(self.config.model, shape, compute.precision, names, self.device, timed=not repeat)
+            if found == "default" and compute.attention != "auto":
+                raise UsageError(
+                    f"--compute.attention {compute.attention}: this kernel does not work here for {compute.precision}, "
+                    f"heads of {self.config.model.hidden_size // self.config.model.heads}"
+                    f"{' and --deterministic' * repeat}; use --compute.attention auto"
+                )
+            self.chosen["attention"] = found
 
     def _largest_that_fits(self, batch: int) -> int:
         """The largest divisor of the batch whose activations should fit; what does not is found out by trying."""
@@ -154,15 +162,27 @@ class Step:
         return max((size for size in divisors(batch) if size * one <= room), default=1)
 
 
-def loss(model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The loss of a model: a function of the model, so that compiled code belongs to no single one."""
-    return model.loss(tokens, targets)
+def loss(model: Llama, tokens: Tensor, targets: Tensor, attention: str) -> Tensor:
+    """The loss of a model: a function of the model, so that compiled code belongs to no single one.
+
+    The attention kernel is chosen inside, because compiled code and its caches know of nothing else: with the choice
+    made outside, code that was compiled for one kernel is taken for another, even by a later process.
+    """
+    with _attention(attention):
+        return model.loss(tokens, targets)
+
+
+def _attention(name: str) -> AbstractContextManager[Any]:
+    return sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
 
 
 @cache
-def compiled_loss() -> Callable[[Llama, Tensor, Tensor], Tensor]:
+def compiled_loss() -> Callable[[Llama, Tensor, Tensor, str], Tensor]:
     """`loss`, compiled for exact shapes, which is markedly faster than for variable ones; one for the process."""
-    return torch.compile(loss, dynamic=False, fullgraph=True)
+    options: dict[str, Any] = {"dynamic": False, "fullgraph": True}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in older versions
+        options["recompile_limit"] = 256  # a sweep may bring many shapes, one after the other
+    return torch.compile(loss, **options)
 
 
 def divisors(number: int) -> list[int]:
@@ -199,14 +219,19 @@ def memory_bytes(device: torch.device) -> int:
 
 
 @cache
-def fastest_attention(model: ModelConfig, shape: torch.Size, precision: str, names: tuple[str, ...]) -> str:
-    """The attention kernel that takes least time forward and backward on the present GPU.
+def fastest_attention(
+    model: ModelConfig, shape: torch.Size, precision: str, names: tuple[str, ...], device: torch.device, *, timed: bool
+) -> str:
+    """The attention kernel that takes least time forward and backward on a GPU.
 
     Args:
         model: sizes.
         shape: (sequences, length).
         precision: as in the configuration.
-        names: kernels of `BACKENDS` to try; of `_REPEATABLE`, the first that works is taken without timing.
+        names: kernels of `BACKENDS` to try.
+        device: the GPU.
+        timed: whether the fastest is wanted; otherwise the first that works, for a choice by time could differ the
+            next time.
 
     Returns:
         Its name, or `default` when none works.
@@ -215,16 +240,17 @@ def fastest_attention(model: ModelConfig, shape: torch.Size, precision: str, nam
     heads, kv_heads, size = model.heads, model.kv_heads or model.heads, model.hidden_size // model.heads
     dtype = DTYPES[precision] or torch.float32
     # As in the model: one tensor from the product with query, key and value, heads behind the length.
-    qkv = torch.randn(*shape, heads + 2 * kv_heads, size, device="cuda", dtype=dtype, requires_grad=True)
+    qkv = torch.randn(*shape, heads + 2 * kv_heads, size, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(*shape, heads, size, device=device, dtype=dtype).transpose(1, 2)
 
     def once(name: str) -> float:
         with sdpa_kernel(BACKENDS[name]):
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
             clock = time.perf_counter()
             q, k, v = (part.transpose(1, 2) for part in qkv.split((heads, kv_heads, kv_heads), 2))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-            torch.autograd.grad(out.float().sum(), qkv)
-            torch.cuda.synchronize()
+            torch.autograd.grad(out, qkv, gradient)
+            torch.cuda.synchronize(device)
             return time.perf_counter() - clock
 
     for name in names:
@@ -232,8 +258,8 @@ def fastest_attention(model: ModelConfig, shape: torch.Size, precision: str, nam
             continue  # it holds length x length scores and has never been the fastest
         try:
             once(name)  # compiles, tunes, refuses
-            if names == _REPEATABLE:
-                return name  # a choice by time could differ the next time
+            if not timed:
+                return name
             seconds[name] = statistics.median(once(name) for _ in range(5))
         except RuntimeError:  # not built, not for this GPU, shape or type, or out of memory
             continue
@@ -245,6 +271,8 @@ def make_repeatable(config: TrainConfig, device: torch.device) -> None:
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         torch.use_deterministic_algorithms(config.deterministic)
+        # What this fills is for finding faults, and costs time.
+        deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def model_of(config: TrainConfig, vocabulary_size: int, device: torch.device) -> Llama:

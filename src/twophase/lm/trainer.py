@@ -120,6 +120,8 @@ class Trainer:
 
     def synchronize(self) -> RoundReport | None:
         """Tell the engine that every replica has taken an inner step; the last round may be a shorter one."""
+        if self.engine.inner_step + 1 >= self.engine.inner_steps or self.done.step == self.config.steps:
+            self.settle()  # the engine would have to wait for the inner steps, and that is not its time
         clock = time.perf_counter()
         report = self.engine.step()
         if self.done.step == self.config.steps:
@@ -199,6 +201,7 @@ class Trainer:
             "rounds": self.engine.round,
             "restarts": restarts,
             "checksum": self.engine.checksum(),
+            "execution": self.execution,
         }
 
     def environment(self) -> dict[str, Any]:
@@ -330,6 +333,11 @@ def preflight(config: TrainConfig, processes: int = 1) -> tuple[AnyCorpus, torch
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {config.device} cannot be used here ({reason}); use --device cpu") from None
+    if device.type != "cuda" and config.compute.attention != "auto":
+        raise UsageError(
+            f"--compute.attention is {config.compute.attention}; --device {config.device} has no choice of kernels, so "
+            "leave it at auto"
+        )
     corpus = _corpus(config.data, config.replicas, config.model.vocabulary_size)
     if isinstance(corpus, ShardCorpus) and not config.repeat:
         corpus.check_enough(config.steps)

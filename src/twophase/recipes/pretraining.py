@@ -9,6 +9,7 @@ head. The paper names neither the seed nor the initial weights' scale; those are
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from twophase.config import UsageError
@@ -20,6 +21,10 @@ C4 = "tokens:data/c4"
 """Where the recipes look for their tokens unless `data.corpus` says otherwise."""
 VOCABULARY = 32000
 """Of Mistral-7B-v0.1's tokenizer."""
+EVALUATED_STEPS = 2048
+"""Inner steps between two evaluations, at most unless a round is longer."""
+SAVED_STEPS = 1024
+"""Inner steps between two checkpoints, likewise."""
 TUNED = OuterRule(0.9, 0.7, nesterov=True)
 """What the paper found best at S = 128 without restarts, read in sum form (see docs/reproduce.md on the forms)."""
 
@@ -59,9 +64,8 @@ def paper_150m(
         steps=12500,
         inner_steps=inner_steps,
         device="cuda",
-        evaluate_every=max(1, 2048 // inner_steps),
-        # About every 1,000 inner steps, which are some ten minutes of one GPU.
-        checkpoint_every=max(1, 1024 // inner_steps),
+        evaluate_every=max(1, EVALUATED_STEPS // inner_steps),
+        checkpoint_every=max(1, SAVED_STEPS // inner_steps),
         log_every=50,
     )
 
@@ -112,6 +116,23 @@ def recipe(name: str) -> TrainConfig:
     if found is None:
         raise UsageError(f"--recipe is {name!r}; it must be one of {', '.join(RECIPES)}")
     return found()
+
+
+def at_pace(config: TrainConfig, keep: Collection[str] = ()) -> TrainConfig:
+    """A recipe with evaluations and checkpoints at its usual pace in inner steps, after its round's length was changed.
+
+    Args:
+        config: a changed recipe.
+        keep: which of `evaluate_every` and `checkpoint_every`, which count rounds, were given and stay.
+
+    >>> at_pace(replace(paper_150m(), inner_steps=2048)).checkpoint_every
+    1
+    """
+    pace = {
+        "evaluate_every": max(1, EVALUATED_STEPS // config.inner_steps),
+        "checkpoint_every": max(1, SAVED_STEPS // config.inner_steps),
+    }
+    return replace(config, **{name: value for name, value in pace.items() if name not in keep})
 
 
 def _smaller(config: TrainConfig, model: ModelConfig, *, length: int, steps: int) -> TrainConfig:
