@@ -98,13 +98,28 @@ def test_help_without_torch() -> None:
         ("study robustness_toy --fast", "unrecognized arguments: --fast"),
     ],
 )
-def test_mistakes(tmp_path: Path, words: str, message: str) -> None:
+def test_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
     """A mistake ends with status 2 and one message that names the thing; nothing is made on disk."""
-    done = call(*words.split(), cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert message in " ".join(done.stderr.replace("│", " ").split())
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("USE_TORCH", "1")  # a command's own setting must not reach other tests
+    try:
+        status = cli.main(words.split())
+    except SystemExit as end:
+        status = end.code
+    told = capfd.readouterr().err
+    assert status == 2, told
+    assert message in " ".join(told.replace("│", " ").split())
     assert snapshot(tmp_path) == {}
+
+
+def test_a_mistake_from_outside(tmp_path: Path) -> None:
+    """The process itself ends with status 2 and the message, and shows nobody a traceback."""
+    done = call(*"train --outer.momentum 1".split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("twophase train: error: --outer.momentum is 1.0; it must lie in [0, 1)")
+    assert "Traceback" not in done.stderr
 
 
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,15 +173,16 @@ BAD_TEXTS = {
 
 
 @pytest.mark.parametrize("name", BAD_TEXTS)
-def test_bad_texts(tmp_path: Path, name: str) -> None:
+def test_bad_texts(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
     """A text that is missing, empty, not UTF-8 or too small is refused by name; no run folder is made."""
     content, message = BAD_TEXTS[name]
     path = tmp_path / f"{name}.txt"
     path.write_bytes(content)
-    done = call("train", "--data.corpus", f"file:{path}", "--data.sequence-length", "4000", "--out", tmp_path / "run")
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    words = ["--data.corpus", f"file:{path}", "--data.sequence-length", "4000", "--out", str(tmp_path / "run")]
+    assert cli.main(["train", *words]) == 2
+    told = capfd.readouterr().err
+    assert message in told
+    assert len(told.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
