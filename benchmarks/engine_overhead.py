@@ -76,8 +76,9 @@ class Loop:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(ratios) < 3:
             own = 0.0
-            bare = self.inner(block)
+            bare = self.inner(block) if len(ratios) % 2 else 0.0  # in turn, so that neither is always the first
             whole = self.inner(block, after)
+            bare = bare or self.inner(block)
             ratios.append(bare / whole)
             shares.append(own / whole)
         return statistics.median(ratios), statistics.median(shares)
