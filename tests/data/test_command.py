@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,18 @@ def test_mistakes_are_told(source: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "--tokens: 'many' is no number" in capsys.readouterr().err
     assert main([]) == 0
     assert "prepare" in capsys.readouterr().out
+
+
+def test_sigterm_ends_it_like_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM while preparing is a KeyboardInterrupt, which the command line answers with how to resume."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def killed(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr("twophase.data.command.prepare", killed)
+    monkeypatch.setenv("USE_TORCH", "1")
+    with pytest.raises(KeyboardInterrupt):
+        main(["prepare", "text.txt", "--out", str(tmp_path / "out")])
+    assert signal.getsignal(signal.SIGTERM) is before

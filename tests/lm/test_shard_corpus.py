@@ -322,3 +322,13 @@ def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     corpus = build_shards(replace(data(folder), corpus="tokens:~/toy"), 2, 0)
     assert corpus.description["training_windows"] == 32
+
+
+def test_parts_of_a_prepared_folder_are_told_from_bare_files(tmp_path: Path):
+    """An unfinished folder and a single shard are refused for what they are, not for a vocabulary that is missing."""
+    (tmp_path / ".tmp-train-00000.bin").write_bytes(b"ab")
+    with pytest.raises(UsageError, match=r"holds no meta\.json; .*repeat the command if it was interrupted"):
+        build_shards(replace(data(tmp_path), corpus=f"tokens:{tmp_path}"), 2, 0)
+    (tmp_path / "train-00000.bin").write_bytes(b"ab")
+    with pytest.raises(UsageError, match="is a part of a prepared folder; name the folder"):
+        build_shards(replace(data(tmp_path), corpus=f"tokens:{tmp_path}/train-00000.bin"), 2, 0)

@@ -237,6 +237,39 @@ def test_sizes_that_do_not_divide_the_batch_are_refused(micro: int):
         check(config_of(micro_batch=micro))
 
 
+@pytest.mark.parametrize(
+    ("values", "names", "timed"),
+    [
+        ({}, ("flash", "cudnn", "efficient", "math"), True),
+        ({"deterministic": True}, ("flash", "efficient", "math"), False),
+        ({"compute.attention": "efficient"}, ("efficient",), True),
+        ({"compute.attention": "cudnn", "deterministic": True}, (), False),
+    ],
+)
+def test_which_kernels_are_tried_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], names: tuple[str, ...], timed: bool
+):
+    """All by default; those that repeat, untimed, under --deterministic; the given one alone, or a message."""
+    asked: list[tuple[Any, ...]] = []
+
+    def fastest(model: object, shape: object, precision: str, tried: tuple[str, ...], device: object, *, timed: bool):
+        del model, precision
+        asked.append((tuple(shape), tried, device, timed))  # pyright: ignore[reportArgumentType]
+        return tried[0] if tried else "default"
+
+    monkeypatch.setattr(step_module, "fastest_attention", fastest)
+    monkeypatch.setattr(step_module, "memory_bytes", lambda _: 1 << 40)
+    gpu = torch.device("cuda", 1)
+    compute = Step(with_values(TrainConfig(), values), VOCABULARY, gpu, 2)
+    if names:
+        compute._choose(torch.Size((8, 64)))
+        assert compute.chosen == {"micro_batch": 8, "attention": names[0]}
+    else:
+        with pytest.raises(UsageError, match=r"--compute.attention cudnn: .* and --deterministic; use .* auto"):
+            compute._choose(torch.Size((8, 64)))
+    assert asked == [((8, 64), names, gpu, timed)]
+
+
 # --- compiled -------------------------------------------------------------------------------------------------------
 
 

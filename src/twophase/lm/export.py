@@ -104,9 +104,9 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--no-tokenizer", action="store_true", help="write the model only")
     options = parser.parse_args(words)
-    words_of = {"dtype": options.dtype, "data": options.data, "tokenizer": not options.no_tokenizer}
+    tokenizer = not options.no_tokenizer
     try:
-        out = export(options.run, options.out, **words_of)
+        out = export(options.run, options.out, dtype=options.dtype, data=options.data, tokenizer=tokenizer)
     except OSError as error:
         raise OSError(
             f"{options.out} cannot be written ({error.strerror or error}); free space or choose another DIR; what was "
