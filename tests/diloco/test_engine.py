@@ -385,7 +385,34 @@ class Recorder:
     calls: list[str]
     replicas_elsewhere: int = 0
     rank: int = 0
-    size: int = 1
+    size: int = 2
+    elastic: bool = False
+    sharded: bool = False
+
+    def begin(self) -> bool:
+        """Always the same."""
+        return False
+
+    def commit(self) -> bool:
+        """Always well."""
+        return True
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The other holds the same."""
+        self.calls.append(f"exchange {len(numbers)}")
+        return [list(numbers)] * 2
+
+    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Alone."""
+        return [list(numbers)]
+
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Done:
+        """Not on this wire."""
+        raise AssertionError
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Done:
+        """Not on this wire."""
+        raise AssertionError
 
     def launch_sum(self, tensor: Tensor) -> Done:
         """One flat buffer, which nobody changes."""
@@ -400,7 +427,7 @@ class Recorder:
     def gather(self, value: Any) -> list[Any]:
         """Another process of the same kind."""
         self.calls.append("gather")
-        return [value, (value[0], self.replicas_elsewhere) if isinstance(value, tuple) else value]
+        return [value, [value[0], self.replicas_elsewhere]]
 
 
 def test_one_reduction_a_round():
@@ -408,7 +435,7 @@ def test_one_reduction_a_round():
     recorder = Recorder([], replicas_elsewhere=3)
     model = nn.Linear(3, 2)
     engine = DiLoCo(model, OuterRule(1.0, 0.0), inner_steps=1, communicator=recorder)
-    assert recorder.calls == ["gather", "broadcast", "gather"]
+    assert recorder.calls == ["gather", "broadcast"]
     assert all(torch.equal(p, torch.ones_like(p)) for p in model.parameters())
     recorder.calls.clear()
     for _ in range(3):
@@ -417,7 +444,7 @@ def test_one_reduction_a_round():
         report = engine.step()
         assert report is not None
         assert (report.replicas, report.bytes_sent) == (4, 7)
-    assert recorder.calls == ["sum 1-D of 32"] * 3
+    assert recorder.calls == ["sum 1-D of 32", "exchange 6"] * 3
     assert torch.equal(model.weight, torch.full((2, 3), 1.0 - 3 * 4.0 / 4))
 
 
@@ -945,7 +972,7 @@ def test_refused_state_changes_nothing():
     before, settings = engine.checksum(), dict(engine.outer.param_groups[0])
     other = DiLoCo(nn.Linear(3, 2), OuterRule(0.1, 0.5), inner_steps=2, restart=3).state_dict()
     for state, message in (
-        ({}, "lacks anchor, inner_step, layout, outer, round"),
+        ({}, "lacks anchor, fragments, inner_step, launching, layout, round, syncs, under_way"),
         (other | {"anchor": torch.zeros(3)}, "has 3 elements instead of"),
         (other | {"inner_step": 2}, "after 2 inner steps of its round"),
     ):

@@ -167,7 +167,7 @@ def test_of_another_version(tmp_path: Path) -> None:
     record = json.loads(manifest.read_text())
     del record["format"]
     manifest.write_text(json.dumps(record))
-    with pytest.raises(UsageError, match=r"in format 1 and this version of twophase reads format 2; finish the run wi"):
+    with pytest.raises(UsageError, match=r"in format 1 and this version of twophase reads format 3; finish the run wi"):
         checkpoint.Checkpoint(tmp_path / "step-00000003", "abc")
 
 

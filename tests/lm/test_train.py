@@ -353,7 +353,7 @@ def test_changed_text_is_refused(config: TrainConfig, tmp_path: Path) -> None:
 
 
 def test_a_round_begun_by_one_process_counts_once(config: TrainConfig, tmp_path: Path) -> None:
-    """The losses of an unfinished round are kept by the first process only when several go on with it."""
+    """The losses of an unfinished round are means over its replicas, which each of several processes takes over."""
 
     class Second(SingleProcess):
         """A second process of one, as far as the loading of progress is concerned."""
@@ -363,10 +363,12 @@ def test_a_round_begun_by_one_process_counts_once(config: TrainConfig, tmp_path:
     calls = iter(range(1, 1000))
     run(config, tmp_path / "run", should_stop=lambda: next(calls) >= 3)
     with RunFolder.claim(tmp_path / "run", config) as folder:
-        assert _restore(Trainer(config, SingleProcess()), folder).round_loss > 0
+        whole = _restore(Trainer(config, SingleProcess()), folder)
         other = Trainer(replace(config, replicas=2), Second())
         other.replicas = []
-        assert _restore(other, folder).round_loss == 0
+        taken = _restore(other, folder)
+    assert (taken.round_loss, taken.round_steps) == (whole.round_loss, 3)
+    assert whole.round_loss / 3 == pytest.approx(math.log(Trainer(config, SingleProcess()).vocabulary_size), rel=0.1)
 
 
 def test_seeds_differ(config: TrainConfig, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
-from twophase.optim.functional import angles, buffer_dtype
+from twophase.optim.functional import Angles, buffer_dtype, dots
 from twophase.optim.outer import OuterSGD
 from twophase.optim.reference import ReferenceOuter
 from twophase.restart import (
@@ -868,7 +868,7 @@ def test_angles_against_float64(dtype: torch.dtype):
     g, m = randoms(0, shapes, dtype), [x + y for x, y in zip(randoms(0, shapes), randoms(1, shapes), strict=True)]
     m = [x.to(torch.float64 if dtype == torch.float64 else torch.float32) for x in m]
     g[3], m[3] = randoms(2, [(5, 3)], dtype)[0].t(), m[3]
-    seen = angles(g, m)
+    seen = Angles.of(dots(g, m))
     a, b = flat(g), flat(m)
     tolerance = 1e-13 if dtype == torch.float64 else 2e-5  # each piece is a float32 dot product
     assert seen.pseudo_gradient_norm == pytest.approx(float(a.norm()), rel=tolerance)
@@ -883,16 +883,16 @@ def test_angles_at_the_edges():
     norm = pytest.approx(float(flat(g).norm()), rel=1e-6)
     zeros = [torch.zeros_like(x) for x in g]
     for buffers in ([], zeros):
-        seen = angles(g, buffers)
+        seen = Angles.of(dots(g, buffers))
         assert (seen.pseudo_gradient_norm, seen.buffer_norm, seen.cosine) == (norm, 0, 0)
-    assert angles(zeros, g).cosine == 0
+    assert Angles.of(dots(zeros, g)).cosine == 0
     for seed in range(20):
         x = randoms(seed, [(1000,)], torch.float32)
         for factor, sign in ((0.3, 1), (-7.1, -1)):
-            cosine = angles(x, [factor * x[0]]).cosine
+            cosine = Angles.of(dots(x, [factor * x[0]])).cosine
             assert cosine == pytest.approx(sign, abs=1e-6)
             assert abs(cosine) <= 1
-    poisoned = angles([torch.tensor([1.0, math.nan])], [torch.ones(2)])
+    poisoned = Angles.of(dots([torch.tensor([1.0, math.nan])], [torch.ones(2)]))
     assert math.isnan(poisoned.pseudo_gradient_norm)
     assert math.isnan(poisoned.cosine)
 

@@ -1,27 +1,34 @@
 """Who takes part: the small object through which the engine talks to the other processes.
 
 The engine is written once, against `Communicator`. One process (with any number of replicas in it) needs no messages;
-a `torch.distributed` group sums over its processes.
+a `torch.distributed` group sums over its processes; `twophase.diloco.torchft` is a group whose members come and go.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Interrupted(Exception):  # noqa: N818 - no fault: a process has gone, and the others go on
+    """A collective of an elastic communicator failed; the sync is tried again with the processes that are left."""
 
 
 class Pending(Protocol):
-    """A reduction under way."""
+    """A collective under way."""
 
     bytes_sent: int
-    """Bytes of payload that this process handed over."""
+    """Bytes that this process sends to others for it."""
 
     def wait(self) -> None:
-        """Return when the tensor holds the result."""
+        """Return when the result is there."""
         ...
 
 
@@ -30,6 +37,25 @@ class Communicator(Protocol):
 
     Every process makes the same calls in the same order, and after each call all processes hold the same bits.
     """
+
+    elastic: bool
+    """Whether processes may come and go. Then a sync lies between `begin` and a `commit` that may fail, collectives may
+    raise `Interrupted`, and `rank` and `size` change with `begin`."""
+
+    sharded: bool
+    """Whether several processes share one replica."""
+
+    def begin(self) -> bool:
+        """Begin a sync with the processes that take part in it.
+
+        Returns:
+            Whether this process came late and has just been given another's state.
+        """
+        ...
+
+    def commit(self) -> bool:
+        """Whether every collective since `begin` has succeeded, so that the sync counts."""
+        ...
 
     @property
     def rank(self) -> int:
@@ -45,6 +71,19 @@ class Communicator(Protocol):
         """Begin to replace `tensor` by its sum over the processes, in place."""
         ...
 
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
+        """Begin an all-to-all: the r-th of `size` equal parts of `sent` goes to process r, in the order of the ranks.
+
+        Args:
+            received: 1-D, as long as `sent`; its r-th part comes from process r.
+            sent: 1-D, contiguous, its length a multiple of `size`.
+        """
+        ...
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """Begin an all-gather: `received`, `size` times as long, holds every process's `sent` in order of rank."""
+        ...
+
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by process 0's, in place."""
         ...
@@ -53,10 +92,42 @@ class Communicator(Protocol):
         """The small picklable `value` of every process, in order of rank (for rare calls: it pickles)."""
         ...
 
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of every process, in order of rank: a few bytes, for every round.
+
+        Args:
+            numbers: as many on every process; floats, or whole numbers below 2^53.
+        """
+        ...
+
+    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The same between the processes that share one replica's shards; this process's alone where none does."""
+        ...
+
+
+class Elastic(Communicator, Protocol):
+    """A communicator whose processes come and go; see `DiLoCo.join`."""
+
+    def enter(self, syncs: int) -> None:
+        """Say, before `begin`, how far this process's state is; one that is behind another is given the other's.
+
+        Args:
+            syncs: that it has behind it, plus 1; 0 asks for any state that there is.
+        """
+        ...
+
+    def enough(self, count: int) -> bool:
+        """Whether a run may begin with this many replicas; waits a moment if not.
+
+        Raises:
+            RuntimeError: they have not come in time.
+        """
+        ...
+
 
 @dataclass(slots=True)
 class Done:
-    """A reduction that needed no messages."""
+    """A collective that needed no messages."""
 
     bytes_sent: int = 0
 
@@ -67,12 +138,31 @@ class Done:
 class SingleProcess:
     """All replicas live in this process."""
 
+    elastic = sharded = False
     rank = 0
     size = 1
+
+    def begin(self) -> bool:
+        """Always the same process."""
+        return False
+
+    def commit(self) -> bool:
+        """Nothing can fail."""
+        return True
 
     def launch_sum(self, tensor: Tensor) -> Pending:
         """The sum over one process is the tensor itself."""
         del tensor
+        return Done()
+
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
+        """Everything is for this process."""
+        received.copy_(sent)
+        return Done()
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """Everything is from this process."""
+        received.copy_(sent)
         return Done()
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -83,33 +173,82 @@ class SingleProcess:
         """The one value."""
         return [value]
 
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The one list."""
+        return [list(numbers)]
+
+    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The one list."""
+        return [list(numbers)]
+
 
 @dataclass(slots=True)
-class _Work:
-    work: Any
+class _Works:
+    works: list[Any]
     bytes_sent: int
+    kept: tuple[Tensor, ...] = field(default=())  # a buffer must not be freed under a collective that uses it
 
     def wait(self) -> None:
-        self.work.wait()
+        for work in self.works:
+            work.wait()
+        self.kept = ()
 
 
 class ProcessGroup:
     """The processes of a `torch.distributed` group (gloo, NCCL, …).
 
+    Where several processes share a replica (FSDP2's shards), `group` holds the processes that have the same shard of
+    every replica, and `shards` those that have the shards of one replica; `of_mesh` takes both from a mesh.
+
     Args:
         group: a process group; None means the default group, which must be initialised.
+        shards: the processes that share this replica; None means this one alone.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    elastic = False
+
+    def __init__(self, group: dist.ProcessGroup | None = None, shards: dist.ProcessGroup | None = None) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "ProcessGroup: torch.distributed is not initialised; call torch.distributed.init_process_group() "
                 "first, for example in a program started by torchrun"
             )
         self.group = group
+        self.shards = shards
+        self.sharded = shards is not None
+
+    def begin(self) -> bool:
+        """Always the same processes."""
+        return False
+
+    def commit(self) -> bool:
+        """A failed collective has raised an error before."""
+        return True
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh, replica: str = "replica", shard: str = "shard") -> ProcessGroup:
+        """The groups of a mesh with an axis of replicas and an axis of shards.
+
+        Args:
+            mesh: for example `init_device_mesh("cuda", (4, 2), mesh_dim_names=("replica", "shard"))`: 4 replicas of 2
+                shards; then `fully_shard(module, mesh=mesh["shard"])`.
+            replica: name of the axis along which DiLoCo synchronises.
+            shard: name of the axis along which a replica is sharded.
+
+        Raises:
+            ValueError: an axis that the mesh has not.
+        """
+        names = mesh.mesh_dim_names or ()
+        for name in (replica, shard):
+            if name not in names:
+                raise ValueError(
+                    f"ProcessGroup.of_mesh: the mesh has no axis {name!r} (it has {', '.join(names) or 'no names'}); "
+                    'make it with init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))'
+                )
+        return cls(mesh.get_group(replica), mesh.get_group(shard))
 
     @property
     def rank(self) -> int:
@@ -122,9 +261,22 @@ class ProcessGroup:
         return dist.get_world_size(self.group)
 
     def launch_sum(self, tensor: Tensor) -> Pending:
-        """All-reduce with SUM, asynchronously."""
+        """All-reduce with SUM, asynchronously.
+
+        A ring sends each of its `size` parts on 2 (size - 1) times, which is the least that any algorithm can do.
+        """
         work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
-        return _Work(work, tensor.numel() * tensor.element_size())
+        return _Works([work], 2 * (self.size - 1) * tensor.nbytes // self.size, (tensor,))
+
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
+        """All-to-all, asynchronously."""
+        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return _Works([work], (self.size - 1) * sent.nbytes // self.size, (received, sent))
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """All-gather, asynchronously."""
+        work = _all_gather(received, sent, self.group, asynchronously=True)
+        return _Works([work], (self.size - 1) * sent.nbytes, (received, sent))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Broadcast from the group's process 0."""
@@ -135,6 +287,32 @@ class ProcessGroup:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """All-gather of the numbers' eight bytes each."""
+        return _exchange(numbers, self.group)
+
+    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The same over the shards."""
+        return [list(numbers)] if self.shards is None else _exchange(numbers, self.shards)
+
+
+def _exchange(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+    # As bytes: a NaN keeps its bits, and NCCL, which takes tensors on its device only, takes them there.
+    count, size = len(numbers), dist.get_world_size(group)
+    on_host = "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
+    device = torch.device("cpu" if on_host else "cuda")
+    sent = torch.frombuffer(bytearray(struct.pack(f"={count}d", *numbers)), dtype=torch.uint8).to(device)
+    received = torch.empty(size * sent.numel(), dtype=torch.uint8, device=device)
+    _all_gather(received, sent, group, asynchronously=False)
+    words = struct.unpack(f"={size * count}d", bytes(received.tolist()))
+    return [list(words[start : start + count]) for start in range(0, size * count, count)]
+
+
+def _all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None, *, asynchronously: bool) -> Any:
+    # Newer releases warn about the older name, older ones do not know the newer one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(received, sent, group=group, async_op=asynchronously)
 
 
 def default_communicator() -> Communicator:

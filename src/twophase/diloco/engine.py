@@ -9,7 +9,12 @@ One round, with anchor a (the last agreed parameters) and R replicas theta_r ove
 
 (16-bit replicas hold a rounded to their type, and their progress counts from there.)
 
-Source: DiLoCo (arXiv 2311.08105), algorithm 1; the restart paper, section 2.
+In several fragments (streaming DiLoCo) each takes its rounds on its own, staggered over the inner steps; with a delay
+the reduction runs while the replicas train on, and its result is mixed into what they have reached by then:
+
+    theta_r <- mixing theta_r + (1 - mixing) a
+
+Source: DiLoCo (arXiv 2311.08105), algorithm 1; streaming DiLoCo (arXiv 2501.18512); the restart paper, section 2.
 """
 
 from __future__ import annotations
@@ -17,69 +22,51 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco.comm import Communicator, default_communicator
-from twophase.diloco.flat import Layout, checksum, plan
+from twophase.diloco.agreement import Attendance, Shared, agree, attend, prove, same_start
+from twophase.diloco.build import (
+    OuterFactory,
+    Restarts,
+    build_outer,
+    check_overlap,
+    cut,
+    replicas_alike,
+    restarts,
+    settings,
+)
+from twophase.diloco.comm import Communicator, Elastic, Interrupted, default_communicator
+from twophase.diloco.flat import checksum
+from twophase.diloco.fragment import Fragment, partition, reshard
+from twophase.diloco.report import FragmentRound, RoundReport, joined, merged
+from twophase.diloco.wire import Transfer, check_wire
 from twophase.optim.outer import GroupRound, OuterSGD
-from twophase.restart import Never, RestartPolicy, check_count
+from twophase.restart import check_count
 from twophase.rule import OuterRule
 
-OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
 
+@dataclass(slots=True)
+class _Sync:
+    """Fragments whose pseudo-gradients are being reduced."""
 
-@dataclass(frozen=True, slots=True)
-class RoundReport:
-    """What happened in a round. The same on every process, except `bytes_sent` and `seconds`.
-
-    Args:
-        round: number of the round, from 1.
-        inner_steps: inner steps that each replica took in it.
-        partial: whether the round was ended early, by `finish()`.
-        replicas: replicas that took part.
-        restarted: whether the momentum of any param group restarted.
-        groups: each param group's norms, cosine, gain and restart; empty for an outer optimizer other than `OuterSGD`.
-        pseudo_gradient_norm: Euclidean norm of g over all parameters.
-        bytes_sent: payload that this process handed to the reduction; 0 in a single process.
-        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`. On an
-            accelerator the first four only launch work, which is waited for where a number is read.
-        checksum: digits that depend on every bit of the new anchor.
-    """
-
-    round: int
-    inner_steps: int
-    partial: bool
+    fragments: list[Fragment]
+    steps: list[int]
+    """Inner steps of each fragment's round."""
+    transfers: list[Transfer]
+    weight: int
+    """Replicas of this process that count in the mean."""
     replicas: int
-    restarted: bool
-    groups: tuple[GroupRound, ...]
-    pseudo_gradient_norm: float
-    bytes_sent: int
-    seconds: Mapping[str, float]
-    checksum: str
-
-    @property
-    def buffer_norm(self) -> float:
-        """Euclidean norm of the momentum buffer before g was mixed in, over all groups."""
-        return sum(group.buffer_norm**2 for group in self.groups) ** 0.5
-
-    @property
-    def cosine(self) -> float:
-        """Cosine of the angle between g and that buffer, over all groups; 0 when either vanishes."""
-        scale = self.pseudo_gradient_norm * self.buffer_norm
-        inner = sum(group.cosine * group.pseudo_gradient_norm * group.buffer_norm for group in self.groups)
-        return inner / scale if scale != 0 else 0.0
-
-    @property
-    def gain(self) -> float:
-        """Effective outer gain <update, g> / <g, g> over all groups; 1 would be plain averaging."""
-        square = sum(group.pseudo_gradient_norm**2 for group in self.groups)
-        along = sum(group.gain * group.pseudo_gradient_norm**2 for group in self.groups if group.pseudo_gradient_norm)
-        return along / square if square != 0 else float("nan")
+    """Replicas of all processes that do."""
+    newcomers: int
+    attempts: int
+    age: int = 0
+    """Inner steps since it was launched."""
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class DiLoCo:
@@ -92,24 +79,33 @@ class DiLoCo:
         engine.finish()                          # the last, shorter round
 
     The same object serves one replica in each process of a `torch.distributed` group, several replicas in one process
-    (then `step()` follows the inner steps of all of them), and several in each of several processes. All replicas
-    start from process 0's first replica. Parameters that require a gradient take part; frozen parameters and module
-    buffers (batch-norm statistics) stay as they are.
+    (then `step()` follows the inner steps of all of them), several in each of several processes, and a replica that is
+    sharded over processes by FSDP2 (`ProcessGroup.of_mesh`). All replicas start from process 0's first replica.
+    Parameters that require a gradient take part; frozen parameters and module buffers (batch-norm statistics) stay as
+    they are.
 
-    The anchor and the pseudo-gradient are two flat buffers, allocated once, in float32 (float64 for float64 models)
-    whatever the parameters' dtype; `anchor` maps names to views of it.
+    The anchor is one flat buffer, allocated once, in float32 (float64 for float64 models) whatever the parameters'
+    dtype; `anchor` maps names to views of it.
 
     Args:
         replicas: the module, or a list of modules of the same parameters, that train in this process.
-        outer: an `OuterRule`, or a function from the named anchor parameters to any torch optimizer over them (param
-            groups give blocks their own rule and restart period).
+        outer: an `OuterRule`, or a function from the named anchor parameters of a fragment to any torch optimizer over
+            them (param groups give blocks their own rule and restart period).
         inner_steps: inner steps a round, >= 1 (S; H in DiLoCo papers).
-        restart: when the outer momentum restarts; only with an `OuterRule`.
+        restart: when the outer momentum restarts, or a mapping from fragment names to that; only with an `OuterRule`.
+        fragments: number of fragments, >= 1, or a mapping from names to patterns; see `fragment.partition`.
+        stagger: spread the fragments' syncs evenly over the inner steps of a round, the last at its end; else all are
+            synchronised at its end.
+        delay: inner steps between the launch of a reduction and its application, >= 0, < inner_steps.
+        mixing: share of a replica's own parameters that stays when the anchor comes back, in [0, 1).
+        wire: how pseudo-gradients travel: "float32" (the buffers' own type), "bfloat16", or "int8" (blocks with error
+            feedback).
         communicator: None means the default torch.distributed group where one is initialised.
+        alike: what else all processes must have been started with, by the words that name it (JSON values).
 
     Raises:
         ValueError: no trainable parameters, replicas that differ (in this process or between processes), parameters
-            spread over devices or sharded, or an argument outside its range.
+            spread over devices, or an argument outside its range.
     """
 
     def __init__(
@@ -118,149 +114,438 @@ class DiLoCo:
         outer: OuterRule | OuterFactory,
         *,
         inner_steps: int,
-        restart: RestartPolicy | str | int | None = None,
+        restart: Restarts | Mapping[str, Restarts] = None,
+        fragments: int | Mapping[str, str] = 1,
+        stagger: bool = True,
+        delay: int = 0,
+        mixing: float = 0.0,
+        wire: str = "float32",
         communicator: Communicator | None = None,
+        alike: Mapping[str, Any] | None = None,
     ) -> None:
         self.inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
+        self.stagger, self.delay, self.mixing, self.wire = stagger, delay, mixing, check_wire(wire)
+        check_overlap(delay, mixing, self.inner_steps)
         self.communicator = communicator or default_communicator()
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
-        self._slots, self.layout = _collect(self.replicas)
-        self.replica_count = self._agree()
-        first = self._params()[0]
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in first) else torch.float32
-        self._anchor = torch.zeros(self.layout.numel, dtype=dtype, device=first[0].device)
-        self._pseudo_gradient = torch.zeros_like(self._anchor)
-        self._anchor_views = self.layout.views(self._anchor)
-        with torch.no_grad():
-            torch._foreach_copy_(self._anchor_views, first)
-            self.communicator.broadcast(self._anchor)
-            self._restore()
-        self._gradient_views = self.layout.views(self._pseudo_gradient)
-        self.anchor: dict[str, Tensor] = dict(zip(self._names, self._anchor_views, strict=True))
-        self.outer = self._build_outer(outer, restart)
-        settings = {"outer settings": [_settings(group) for group in self.outer.param_groups]}
-        self._compare(settings, self.communicator.gather(settings))
+        slots = replicas_alike(self.replicas, self.communicator)
+        # Fragments that are never reduced at the same time share the room for their pseudo-gradients.
+        parts = partition({slot.name: slot.parameter.numel() for slot in slots[0]}, fragments)
+        gap = self.inner_steps // len(parts) if stagger else self.inner_steps
+        shared = stagger and delay < gap
+        if self.communicator.elastic and not delay < gap:
+            raise ValueError(
+                f"DiLoCo: delay is {delay} and the fragments' syncs lie {gap} inner steps apart; where processes come "
+                "and go one must end before the next begins, so take a shorter delay or fewer fragments"
+            )
+        self.fragments, self._anchor, self.layout = cut(slots, parts, self.wire, self.communicator, shared=shared)
+        self._launching = self.fragments
+        self._under_way: list[_Sync] = []
+        self._alike = dict(alike or {})
         self.round = 0
         self.inner_step = 0
+        self.syncs = 0
+        """Syncs that have been completed, over all fragments."""
+        for fragment, policy in zip(self.fragments, restarts(restart, self.fragments), strict=True):
+            fragment.outer = build_outer(fragment, outer, policy)
+        self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
+        self.replica_count = len(self.replicas)
+        self._absent = self.communicator.elastic
+        """Whether this process has still to `join` the others."""
+        if not self._absent:
+            counts = same_start(self.communicator, self._description(), len(self.replicas))
+            self.replica_count = sum(counts)
+            self.communicator.broadcast(self._anchor)
+        self._restore(self.fragments, mixing=0.0)
+
+    def _description(self) -> dict[str, Any]:
+        """What all processes must have been started with, by the words that name it."""
+        slots = [(f, slot) for f in self.fragments for slot in f.layout.slots]
+        return self._alike | {
+            "numbers of fragments": len(self.fragments),
+            "parameters": {slot.name: str(list(slot.shape)) for _, slot in slots},
+            "types": {slot.name: str(slot.dtype) for f in self.fragments for slot in f.slots[0]},
+            "fragments": {slot.name: f.name for f, slot in slots},
+            "inner_steps": self.inner_steps,
+            "schedules": {"stagger": self.stagger, "delay": self.delay, "mixing": self.mixing},
+            "wires": self.wire,
+            "outer settings": {f"fragment {f.name}": settings(f.outer) for f in self.fragments},
+        }
+
+    @property
+    def outer(self) -> Optimizer:
+        """The outer optimizer of a model in one fragment; several have `fragments[i].outer` each."""
+        (fragment,) = self.fragments
+        return fragment.outer
+
+    # ---------------------------------------------------------------------------------------------------- the rounds
 
     def step(self, signals: Mapping[str, float] | None = None) -> RoundReport | None:
-        """Count one inner step of every replica; end the round when it is the last one.
+        """Count one inner step of every replica; end what ends with it.
 
         Args:
-            signals: values for restart policies that need them, the same on every process (see `OuterSGD.step`).
+            signals: this process's values, such as its mean training loss, for the report and for restart policies
+                that need them; looked at where a round ends, and averaged over the replicas. The same names on every
+                process.
 
         Returns:
             The report of the round that has just ended, or None inside a round.
         """
+        self._check_joined()
         self.inner_step += 1
-        return self._synchronize(signals) if self.inner_step >= self.inner_steps else None
+        for fragment in self.fragments:
+            fragment.steps += 1
+        due = [f for f in self.fragments if self.offset(f) == self.inner_step]
+        if self.inner_step >= self.inner_steps:
+            self.inner_step = 0
+        report = None
+        for sync in list(self._under_way):
+            sync.age += 1
+            if sync.age == self.delay:
+                report = self._complete(sync, signals)
+            elif sync.age == (self.delay + 1) // 2:
+                for transfer in sync.transfers:  # at the same step everywhere: collectives go in one order
+                    transfer.advance()
+        if due:
+            sync = self._launch(due)
+            if self.delay == 0:
+                return self._complete(sync, signals)
+        return report
 
     def finish(self, signals: Mapping[str, float] | None = None) -> RoundReport | None:
-        """End the run: synchronise the inner steps of an unfinished round; None when there are none."""
-        return self._synchronize(signals) if self.inner_step > 0 else None
+        """End the run: apply what is under way and synchronise what is left; None when there is nothing.
+
+        Afterwards every replica is the anchor, whatever the mixing.
+        """
+        reports = []
+        for sync in list(self._under_way):
+            reports.append(self._complete(sync, signals))
+            for fragment in sync.fragments:
+                fragment.steps = 0  # what was trained during the delay has been mixed in, or is given up
+        left = [fragment for fragment in self.fragments if fragment.steps > 0]
+        reports += [self._complete(self._launch([fragment]), signals) for fragment in left]
+        if self.mixing:
+            self._restore(self.fragments, mixing=0.0)
+        self.inner_step = 0
+        if not reports:
+            return None
+        self.round = max(fragment.round for fragment in self.fragments)
+        return replace(merged(reports), round=self.round, complete=True)
+
+    def offset(self, fragment: Fragment) -> int:
+        """The inner step of a round, from 1, after which a fragment's pseudo-gradient is taken."""
+        if not self.stagger:
+            return self.inner_steps
+        return -(-(fragment.number + 1) * self.inner_steps // len(self.fragments))
+
+    @property
+    def reports_next(self) -> bool:
+        """Whether the next `step()` ends a round, and so looks at the signals."""
+        if self.delay:
+            return any(sync.age + 1 == self.delay for sync in self._under_way)
+        return any(self.offset(f) == self.inner_step + 1 for f in self.fragments)
+
+    @property
+    def at_anchor(self) -> bool:
+        """Whether the replicas are the anchor: no inner step has been taken since, and nothing is under way."""
+        return self.mixing == 0 and not self._under_way and all(fragment.steps == 0 for fragment in self.fragments)
+
+    @contextmanager
+    def anchored(self, number: int = 0) -> Iterator[nn.Module]:
+        """A replica of this process with the anchor's parameters, for an evaluation; its own come back afterwards.
+
+        Between the syncs of several fragments, or while a reduction is under way, no replica is the anchor.
+
+        Args:
+            number: of the replica in this process.
+        """
+        if self.at_anchor:
+            yield self.replicas[number]
+            return
+        reshard(self.replicas[number])
+        held = [[slot.tensor().clone() for slot in f.slots[number]] for f in self.fragments]
+        try:
+            self._set(number, [fragment.anchor_views for fragment in self.fragments])
+            yield self.replicas[number]
+        finally:
+            self._set(number, held)
 
     @torch.no_grad()
-    def _synchronize(self, signals: Mapping[str, float] | None) -> RoundReport:
+    def _set(self, number: int, values: Sequence[Sequence[Tensor]]) -> None:
+        reshard(self.replicas[number])
+        for fragment, of_fragment in zip(self.fragments, values, strict=True):
+            torch._foreach_copy_([slot.tensor() for slot in fragment.slots[number]], list(of_fragment))
+
+    @torch.no_grad()
+    def _launch(self, fragments: list[Fragment], attempts: int = 1) -> _Sync:
+        """Take the fragments' pseudo-gradients and begin to sum them."""
         seconds: dict[str, float] = {}
-        with _phase("pseudo_gradient", seconds):
-            self._write_pseudo_gradient()
-        with _phase("reduce", seconds):
-            pending = self.communicator.launch_sum(self._pseudo_gradient)
-            pending.wait()
-            if self.replica_count > 1:
-                self._pseudo_gradient.div_(self.replica_count)
-        with _phase("outer", seconds):
-            norm, groups = self._outer_step(signals)
-        with _phase("restore", seconds):
-            self._restore()
-        with _phase("checksum", seconds):
-            digits = self.checksum()
-        self.round += 1
-        steps, self.inner_step = self.inner_step, 0
-        return RoundReport(
-            round=self.round,
-            inner_steps=steps,
-            partial=steps < self.inner_steps,
-            replicas=self.replica_count,
-            restarted=any(group.restarted for group in groups),
-            groups=groups,
-            pseudo_gradient_norm=norm,
-            bytes_sent=pending.bytes_sent,
-            seconds=seconds,
-            checksum=digits,
+        self._launching = fragments  # whoever comes late is given it with our state
+        weight, replicas, newcomers = len(self.replicas), self.replica_count, 0
+        if self.communicator.elastic:
+            with _phase("quorum", seconds):
+                weight, here, attempts = self._attend(attempts)
+                replicas, newcomers = here.replicas, here.newcomers
+        return self._reduce(_Sync(self._launching, [], [], weight, replicas, newcomers, attempts, seconds=seconds))
+
+    def _reduce(self, sync: _Sync) -> _Sync:
+        alone = self.communicator.size == 1 and not self.communicator.elastic
+        with _phase("pseudo_gradient", sync.seconds):
+            for replica in self.replicas:
+                reshard(replica)
+            for fragment in sync.fragments:
+                if sync.weight:
+                    fragment.write_pseudo_gradient(alone=alone)
+                else:
+                    fragment.gradient.zero_()
+        with _phase("reduce", sync.seconds):
+            sync.transfers = [f.channel.launch(self.communicator, f.gradient, quantized=alone) for f in sync.fragments]
+        sync.steps = [fragment.steps for fragment in sync.fragments]
+        for fragment in sync.fragments:
+            fragment.steps = 0
+        self._under_way.append(sync)
+        return sync
+
+    @torch.no_grad()
+    def _complete(self, sync: _Sync, signals: Mapping[str, float] | None) -> RoundReport:
+        """Wait for the sums, take the outer steps, and give the replicas the new anchor."""
+        shared = self._receive(sync, signals)
+        while shared is None:  # processes went away: once more with those that are left
+            again = self._launch(sync.fragments, sync.attempts + 1)
+            again.seconds = {key: value + again.seconds.get(key, 0.0) for key, value in sync.seconds.items()}
+            sync = again
+            shared = self._receive(sync, signals)
+        self._under_way.remove(sync)
+        with _phase("outer", sync.seconds):
+            norms, groups = zip(*(_outer_step(f, shared, i) for i, f in enumerate(sync.fragments)), strict=True)
+        with _phase("restore", sync.seconds):
+            self._restore(sync.fragments, self.mixing)
+        for fragment in sync.fragments:
+            fragment.round += 1
+        with _phase("checksum", sync.seconds):
+            digests = [fragment.digest() for fragment in sync.fragments]
+        report = self._report(sync, shared, norms, groups, [digest["anchor"] for digest in digests])
+        prove(self.communicator, report.round, sync.fragments, digests)
+        return report
+
+    def _receive(self, sync: _Sync, signals: Mapping[str, float] | None) -> Shared | None:
+        """Wait for the mean pseudo-gradients and what is decided by; None when a process has gone meanwhile."""
+        shared = None
+        try:
+            with _phase("reduce", sync.seconds):
+                for transfer in sync.transfers:
+                    transfer.wait()
+                for fragment in sync.fragments:
+                    if sync.replicas > 1:
+                        fragment.gradient.div_(sync.replicas)
+                    fragment.hand_over()
+            with _phase("outer", sync.seconds):
+                shared = agree(self.communicator, sync.fragments, sync.weight, signals or {})
+        except Interrupted:
+            pass
+        if self.communicator.commit() and shared is not None:
+            for fragment in sync.fragments:
+                fragment.channel.commit()
+            return shared
+        self._under_way.remove(sync)
+        for fragment, steps in zip(sync.fragments, sync.steps, strict=True):
+            fragment.channel.rollback()
+            fragment.steps += steps
+        return None
+
+    def _report(
+        self,
+        sync: _Sync,
+        shared: Shared,
+        norms: Sequence[float],
+        groups: Sequence[tuple[GroupRound, ...]],
+        checksums: list[str],
+    ) -> RoundReport:
+        restarted = [any(group.restarted for group in of_fragment) for of_fragment in groups]
+        told = tuple(
+            FragmentRound(fragment.name, fragment.round, steps, whether, digits)
+            for fragment, steps, whether, digits in zip(sync.fragments, sync.steps, restarted, checksums, strict=True)
         )
+        complete = sync.fragments[-1] is self.fragments[-1]
+        self.round += complete
+        self.syncs += 1
+        return RoundReport(
+            round=self.round + (not complete),
+            inner_steps=max(sync.steps),
+            partial=any(steps < self.inner_steps for steps in sync.steps),
+            complete=complete,
+            replicas=sync.replicas,
+            newcomers=sync.newcomers,
+            attempts=sync.attempts,
+            restarted=any(restarted),
+            fragments=told,
+            groups=tuple(group for of_fragment in groups for group in of_fragment),
+            pseudo_gradient_norm=sum(norm**2 for norm in norms) ** 0.5 if len(norms) > 1 else norms[0],
+            signals=shared.signals,
+            bytes_sent=sum(transfer.bytes_sent for transfer in sync.transfers),
+            seconds=sync.seconds,
+            checksum=joined(checksums),
+        )
+
+    @torch.no_grad()
+    def _restore(self, fragments: Sequence[Fragment], mixing: float) -> None:
+        """theta_r <- mixing theta_r + (1 - mixing) a."""
+        for fragment in fragments:
+            fragment.restore(mixing)
 
     def checksum(self) -> str:
         """Sixteen hexadecimal digits that depend on every bit of the anchor; equal on all processes after a round."""
         return checksum(self._anchor)
 
-    def _write_pseudo_gradient(self) -> None:
-        """Write g <- sum over this process's replicas of (a - theta_r).
+    # ----------------------------------------------------------------------------------- processes that come and go
 
-        Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
-        difference, and the order (difference first, then sum) is the one that a reduction over processes has, which
-        keeps two replicas in one process equal, bit for bit, to two processes.
+    @torch.no_grad()
+    def join(
+        self, signals: Mapping[str, float] | None = None, *, restore: Callable[[], None] = lambda: None
+    ) -> RoundReport | None:
+        """Join the others, where processes come and go; once, before the first `step()`.
 
-        A 16-bit replica began its round at the anchor rounded to its type, so its progress is counted from there: from
-        the anchor itself, a replica that stands still would push the rounding error into the momentum every round.
+        Into a run that is under way it leads by another replica's state, at the moment when that one has ended its
+        inner steps: this replica then takes part in that sync without weight, because what it has was the other's. At a
+        run's beginning it waits until enough replicas are there; each restores what it has on disk, and those that are
+        behind are given the state of one that is not.
+
+        Args:
+            signals: as for `step`.
+            restore: loads this replica's newest checkpoint, if there is one; called where no run is under way.
+
+        Returns:
+            The report of the sync that this replica has come into, if that ended a round.
+
+        Raises:
+            ValueError: the replicas were not started alike.
+            RuntimeError: too few of them came in time.
         """
-        for number, params in enumerate(self._params()):
-            for anchor, gradient, theta in zip(self._anchor_views, self._gradient_views, params, strict=True):
-                start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
-                theta = theta.to(anchor.device)  # noqa: PLW2901 - a replica may live on another device
-                if number == 0:
-                    torch.sub(start, theta, out=gradient)
-                    anchor.grad = gradient  # anew in every round: a user's zero_grad() may have taken it away
-                else:
-                    gradient.add_(torch.sub(start, theta))
+        if not self._absent:
+            return None
+        elastic = cast("Elastic", self.communicator)
+        self._launching = []
+        restored = False
+        while True:
+            elastic.enter(1 + self.syncs if restored else 0)
+            elastic.begin()
+            try:
+                here = attend(elastic, self.fragments, own=len(self.replicas), weight=0, running=False)
+                if here.running:
+                    break
+                if elastic.enough(here.present):
+                    same_start(elastic, self._description(), len(self.replicas))
+                    if restored and elastic.commit():
+                        self._absent = False
+                        return None
+                    if not restored:
+                        restore()
+                        restored = True
+            except Interrupted:
+                elastic.commit()  # which it does not; it is what ends an attempt
+        self._absent = False
+        sync = self._reduce(_Sync(self._launching, [], [], 0, here.replicas, here.newcomers, attempts=1))
+        return self._complete(sync, signals) if self.delay == 0 else None
 
-    def _outer_step(self, signals: Mapping[str, float] | None) -> tuple[float, tuple[GroupRound, ...]]:
-        """The norm of g, and each param group's round."""
-        if isinstance(self.outer, OuterSGD):
-            self.outer.step(signals=signals, measure=True)
-            groups = tuple(self.outer.last_round)
-            return sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5, groups
-        norm = float(torch.linalg.vector_norm(self._pseudo_gradient))  # before the step: some optimizers overwrite g
-        self.outer.step()
-        return norm, ()
+    def _check_joined(self) -> None:
+        if self._absent:
+            raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
 
-    def _restore(self) -> None:
-        """theta_r <- a."""
-        for params in self._params():
-            torch._foreach_copy_(params, self._anchor_views)
+    def _attend(self, attempts: int) -> tuple[int, Attendance, int]:
+        """Begin a sync with those who are there: the weight of this process, who they are, and attempts so far."""
+        while True:
+            weight = len(self.replicas)
+            if self.communicator.begin():  # this process was left behind
+                weight = 0
+                self.load_wire_state_dict({})
+            try:
+                return weight, self._roll_call(weight), attempts
+            except Interrupted:
+                self.communicator.commit()
+                attempts += 1
 
-    def _params(self) -> list[list[Tensor]]:
-        """The parameters of each replica as they are now, checked to be those that the engine was built for."""
-        return [[slot.tensor() for slot in slots] for slots in self._slots]
+    def _roll_call(self, weight: int) -> Attendance:
+        return attend(self.communicator, self.fragments, own=len(self.replicas), weight=weight, running=True)
+
+    # ------------------------------------------------------------------------------------------------------- states
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchor, outer optimizer and position in the round: with the models and inner optimizers, the whole run.
+        """Anchor, outer optimizers and position, the same on every process.
 
-        It holds tensors, numbers and text only, so `torch.load(weights_only=True)` reads it. The tensors are the live
-        ones; save them before the next step, or clone them.
+        With the models, the inner optimizers, and what a lossy wire owes (`wire_state_dict`), it is the whole run. It
+        holds tensors, numbers and text only, so `torch.load(weights_only=True)` reads it. The tensors are the live
+        ones; save them before the next step, or clone them. With a reduction under way, which is waited for, it must be
+        called on all processes.
         """
+        for sync in self._under_way:
+            for transfer in sync.transfers:
+                transfer.wait()
         return {
             "anchor": self._anchor,
             "layout": self.layout.describe(),
-            "outer": self.outer.state_dict(),
+            "fragments": [
+                {"name": f.name, "round": f.round, "steps": f.steps, "outer": f.outer.state_dict()}
+                for f in self.fragments
+            ],
+            "under_way": [
+                {
+                    "fragments": [fragment.number for fragment in sync.fragments],
+                    "steps": sync.steps,
+                    "sums": [fragment.gradient for fragment in sync.fragments],
+                    "age": sync.age,
+                }
+                for sync in self._under_way
+            ],
+            "launching": [fragment.number for fragment in self._launching],
             "round": self.round,
             "inner_step": self.inner_step,
+            "syncs": self.syncs,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
 
         As for every torch optimizer, the saved settings (lr, momentum, restart policy) win over the constructor's. A
-        state of a round's end also sets the replicas to the anchor, as they were.
+        state in which the replicas were the anchor also sets them to it.
 
         Raises:
-            ValueError: no engine's state, the state of another model, or a position beyond this engine's rounds;
-                nothing has been changed.
+            ValueError: no engine's state, the state of another model, or a position that this engine's rounds do not
+                have; nothing has been changed.
         """
-        missing = {"anchor", "layout", "outer", "round", "inner_step"} - set(state)
+        self._check_state(state)
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
+        with torch.no_grad():
+            self._anchor.copy_(state["anchor"])
+            for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+                fragment.round, fragment.steps = saved["round"], saved["steps"]
+            self.round, self.inner_step, self.syncs = state["round"], state["inner_step"], state["syncs"]
+            self._launching = [self.fragments[number] for number in state["launching"]]
+            self._under_way = []
+            for saved in state["under_way"]:
+                fragments = [self.fragments[number] for number in saved["fragments"]]
+                for fragment, total in zip(fragments, saved["sums"], strict=True):
+                    fragment.gradient.copy_(total)
+                own = len(self.replicas)
+                sync = _Sync(fragments, list(saved["steps"]), [], own, self.replica_count, 0, 1, saved["age"])
+                self._under_way.append(sync)
+            if self.at_anchor:
+                self._restore(self.fragments, mixing=0.0)
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        missing = {"anchor", "layout", "fragments", "under_way", "launching", "round", "inner_step", "syncs"} - set(
+            state
+        )
         if missing:
             raise ValueError(
                 f"DiLoCo.load_state_dict: the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
+            )
+        names = [fragment.name for fragment in self.fragments]
+        saved = [fragment["name"] for fragment in state["fragments"]]
+        if saved != names:
+            raise ValueError(
+                f"DiLoCo.load_state_dict: the state has the fragments {', '.join(saved)} and this engine "
+                f"{', '.join(names)}; build the engine with the checkpoint's fragments"
             )
         if state["layout"] != self.layout.describe():
             raise ValueError(
@@ -277,133 +562,39 @@ class DiLoCo:
                 f"DiLoCo.load_state_dict: the state was saved after {state['inner_step']} inner steps of its round, "
                 f"but inner_steps is {self.inner_steps}; use the checkpoint's, or a checkpoint of a round's end"
             )
-        self.outer.load_state_dict(state["outer"])  # first: it may refuse
-        with torch.no_grad():
-            self._anchor.copy_(state["anchor"])
-            if state["inner_step"] == 0:
-                self._restore()
-        self.round = state["round"]
-        self.inner_step = state["inner_step"]
-
-    @property
-    def _names(self) -> list[str]:
-        return [slot.name for slot in self.layout.slots]
-
-    def _agree(self) -> int:
-        """Number of replicas in the whole run, after comparing what all processes bring."""
-        types = [str(p.dtype) for p in self._params()[0]]
-        ours = {"parameters": self.layout.describe(), "types": types, "inner_steps": self.inner_steps}
-        everyone = self.communicator.gather((ours, len(self.replicas)))
-        self._compare(ours, [theirs for theirs, _ in everyone])
-        return sum(count for _, count in everyone)
-
-    def _compare(self, ours: dict[str, Any], everyone: list[dict[str, Any]]) -> None:
-        """Refuse to train, on every process alike, when the processes were not started alike."""
-        rank = self.communicator.rank
-        for other, theirs in enumerate(everyone):
-            for what, here in ours.items():
-                if here != theirs[what]:
-                    raise ValueError(
-                        f"DiLoCo: {what} differ between process {rank} ({str(here)[:200]}) and process {other} "
-                        f"({str(theirs[what])[:200]}); start all processes with the same program and options"
-                    )
-
-    def _build_outer(self, outer: OuterRule | OuterFactory, restart: RestartPolicy | str | int | None) -> Optimizer:
-        named = list(self.anchor.items())
-        if isinstance(outer, OuterRule):
-            return OuterSGD.from_rule(named, outer, Never() if restart is None else restart)
-        if isinstance(outer, Optimizer) or not callable(outer):
+        if any(sync["age"] >= max(self.delay, 1) for sync in state["under_way"]):
             raise ValueError(
-                f"DiLoCo: outer is {type(outer).__name__}; pass an OuterRule, or a function of the engine's anchor "
-                "parameters such as lambda params: OuterSGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+                f"DiLoCo.load_state_dict: a reduction is under way in the state that this engine's delay of "
+                f"{self.delay} inner steps would have ended; use the checkpoint's delay"
             )
-        if restart is not None:
-            raise ValueError("DiLoCo: restart goes with an OuterRule; here give it to the optimizer that outer builds")
-        optimizer = outer(named)
-        taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        left = [name for name, p in named if id(p) not in taken]
-        if left:
-            raise ValueError(
-                f"DiLoCo: the optimizer that outer built does not hold {', '.join(left[:3])}{' …' * (len(left) > 3)}; "
-                "parameters that no group takes would be set back in every round, so give it all that outer receives"
-            )
-        return optimizer
+
+    def wire_state_dict(self) -> dict[str, Any]:
+        """What this process still owes the others on a lossy wire, by fragment; empty on float32.
+
+        It differs between processes, so each saves its own.
+        """
+        return {f.name: state for f in self.fragments if (state := f.channel.state_dict())}
+
+    def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `wire_state_dict()`; what is not in it is owed no longer."""
+        for fragment in self.fragments:
+            if fragment.name in state:
+                fragment.channel.load_state_dict(state[fragment.name])
+            else:
+                fragment.channel.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """A trainable parameter and where its module keeps it."""
-
-    name: str
-    module: nn.Module
-    leaf: str
-    parameter: nn.Parameter
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self) -> Tensor:
-        """Its present values; training on after a silent replacement would synchronise nothing."""
-        p = self.parameter
-        if self.module._parameters.get(self.leaf) is not p or p.dtype != self.dtype or p.device != self.device:
-            raise ValueError(
-                f"DiLoCo: parameter {self.name!r} was replaced, moved or cast after the engine was built; call "
-                ".to(), .double() or load_state_dict(assign=True) first and build the engine last"
-            )
-        return p.detach()
-
-
-def _slots(replica: nn.Module) -> list[_Slot]:
-    slots = []
-    for name, p in replica.named_parameters():
-        if p.requires_grad:
-            path, _, leaf = name.rpartition(".")
-            slots.append(_Slot(name, replica.get_submodule(path), leaf, p, p.dtype, p.device))
-    return slots
-
-
-def _collect(replicas: list[nn.Module]) -> tuple[list[list[_Slot]], Layout]:
-    """The trainable parameters of each replica and their layout, checked to be alike."""
-    if not replicas:
-        raise ValueError("DiLoCo: replicas is empty; pass at least one module")
-    for replica in replicas:
-        if not isinstance(replica, nn.Module):
-            raise ValueError(
-                f"DiLoCo: replicas holds a {type(replica).__name__}; pass the module itself, or a list of modules"
-            )
-    if len({id(replica) for replica in replicas}) < len(replicas):
-        raise ValueError("DiLoCo: the same module is listed twice in replicas; make one copy.deepcopy() a replica")
-    collected = [_slots(replica) for replica in replicas]
-    named = [[(slot.name, slot.parameter) for slot in slots] for slots in collected]
-    layouts = [plan((name, tuple(p.shape)) for name, p in params) for params in named]
-    if not layouts[0].slots:
-        raise ValueError("DiLoCo: the module has no parameter that requires a gradient; nothing could be synchronised")
-    for number, layout in enumerate(layouts):
-        if layout != layouts[0]:
-            raise ValueError(
-                f"DiLoCo: replica {number} has other trainable parameters than replica 0; build them alike"
-            )
-    if len({id(p) for params in named for _, p in params}) < len(named) * len(named[0]):
-        raise ValueError("DiLoCo: replicas share parameters; make one copy.deepcopy() of the module a replica")
-    _check_kinds(named)
-    return collected, layouts[0]
-
-
-def _check_kinds(named: list[list[tuple[str, nn.Parameter]]]) -> None:
-    for params in named:
-        if len({p.device for _, p in params}) > 1:
-            raise ValueError("DiLoCo: a replica's parameters lie on several devices; put each replica on one device")
-        for name, p in params:
-            if hasattr(p, "to_local"):
-                raise ValueError(
-                    f"DiLoCo: parameter {name!r} is sharded (a DTensor); this engine takes whole parameters"
-                )
-            if not p.is_floating_point():
-                raise ValueError(f"DiLoCo: parameter {name!r} is {p.dtype}; only floating-point parameters can train")
-
-
-def _settings(group: dict[str, Any]) -> dict[str, str]:
-    """A param group without its tensors, as text, to be compared between processes."""
-    return {key: str(value) for key, value in group.items() if key != "params"}
+def _outer_step(fragment: Fragment, shared: Shared, index: int) -> tuple[float, tuple[GroupRound, ...]]:
+    """The norm of g, and each param group's round."""
+    measured = shared.dots[index] if shared.dots is not None else None
+    if isinstance(fragment.outer, OuterSGD):
+        fragment.outer.step(signals=shared.signals, measure=True, measured=measured)
+        groups = tuple(fragment.outer.last_round)
+        return sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5, groups
+    # Before the step: some optimizers overwrite g.
+    norm = measured[0][0] ** 0.5 if measured else float(torch.linalg.vector_norm(fragment.gradient))
+    fragment.outer.step()
+    return norm, ()
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 `checkpoint/step-00000320/` holds `engine.safetensors` (anchor, outer optimizer, position), `replica-000.safetensors`, …
 (a model, where it differs from the anchor, and its inner optimizer each, written by the process that trains it, so that
-the processes may be dealt differently when the run resumes), `progress.json` (plain numbers), and `manifest.json` with
+the processes may be dealt differently when the run resumes), `wire-000.safetensors`, … where a lossy wire leaves a
+process owing something to the others, `progress.json` (plain numbers), and `manifest.json` with
 the length and SHA-256 of each. Nothing in it is a pickle; see `twophase.lm.parts` for the format.
 
 A `Writer` copies the state, which takes as long as moving that many bytes, and a thread does the rest: it writes the
@@ -33,7 +34,7 @@ from twophase.lm.snapshot import Snapshot, Snapshots
 
 ENGINE = f"engine{files.ENDING}"
 """The file of the engine's part."""
-_FORMAT = 2
+_FORMAT = 3
 _PREFIX = "step-"
 _NAME = re.compile(rf"{_PREFIX}\d{{8,}}")
 _WRITING = ".writing-"
@@ -44,6 +45,11 @@ _PROGRESS = "progress.json"
 def replica_file(replica: int) -> str:
     """The file name of a replica's part."""
     return f"replica-{replica:03d}{files.ENDING}"
+
+
+def wire_file(rank: int) -> str:
+    """The file name of what a process owes the others on a lossy wire."""
+    return f"wire-{rank:03d}{files.ENDING}"
 
 
 class Writer:

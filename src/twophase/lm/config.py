@@ -100,6 +100,52 @@ class OuterConfig:
 
 
 @dataclass(frozen=True)
+class SyncConfig:
+    """When the replicas' progress is combined, and how it travels."""
+
+    fragments: tuple[str, ...] = ("1",)
+    """A number of fragments of about equal size, each with its own outer optimizer and rounds; or NAME=PATTERN for
+    each, such as ends=embedding|head blocks=blocks: a parameter takes the first pattern that its name contains."""
+    restart: tuple[str, ...] = ()
+    """NAME=POLICY for each fragment, such as ends=3 blocks=5; none means outer.restart for all."""
+    stagger: bool = True
+    """Spread the fragments' syncs evenly over a round; else all come at its end."""
+    delay: int = 0
+    """Inner steps between the launch of a reduction and its application: the replicas train on meanwhile."""
+    mixing: float = 0.0
+    """Share of its own parameters that a replica keeps when the anchor comes back, in [0, 1)."""
+    wire: Literal["float32", "bfloat16", "int8"] = "float32"
+    """What pseudo-gradients travel as; `int8` is in blocks with error feedback. Replicas in one process count as one a
+    process here, so that a run is the same wherever its replicas are."""
+
+    def parts(self) -> int | dict[str, str]:
+        """The number of fragments, or their patterns by name."""
+        if len(self.fragments) == 1 and self.fragments[0].isdecimal():
+            return int(self.fragments[0])
+        return _pairs("sync.fragments", self.fragments, "ends=embedding|head blocks=blocks, or one number")
+
+    def policies(self) -> dict[str, RestartPolicy] | None:
+        """Each fragment's restart policy by name; None where all have outer.restart."""
+        if not self.restart:
+            return None
+        return {name: parse(text) for name, text in _pairs("sync.restart", self.restart, "ends=3 blocks=5").items()}
+
+    @property
+    def plain(self) -> bool:
+        """Whether the whole model is combined at a round's end, as it is: what the sweeps share their steps by."""
+        return self.parts() == 1 and self.delay == 0 and self.mixing == 0 and not self.restart
+
+
+def _pairs(path: str, words: tuple[str, ...], example: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        _require(bool(name and equals and value) and name not in found, path, word, f"NAME=VALUE, such as {example}")
+        found[name] = value
+    return found
+
+
+@dataclass(frozen=True)
 class ComputeConfig:
     """How a step is computed; what it computes stays the same up to rounding."""
 
@@ -123,6 +169,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     replicas: int = 2
     """Replicas in the whole run, over all processes."""
@@ -207,7 +254,33 @@ def check(config: TrainConfig) -> TrainConfig:
         config.outer.policy()
     except ValueError as error:
         raise UsageError(f"--outer.restart: {error}") from None
+    _check_sync(config)
     return config
+
+
+def _check_sync(config: TrainConfig) -> None:
+    sync = config.sync
+    _require(
+        0 <= sync.delay < config.inner_steps,
+        "sync.delay",
+        sync.delay,
+        f"at least 0 and below inner_steps ({config.inner_steps}), so that a reduction ends before the next begins",
+    )
+    _require(0 <= sync.mixing < 1, "sync.mixing", sync.mixing, "at least 0 and below 1")
+    parts = sync.parts()
+    _require(not isinstance(parts, int) or parts >= 1, "sync.fragments", parts, "a whole number >= 1")
+    names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
+    try:
+        policies = sync.policies()
+    except UsageError:
+        raise
+    except ValueError as error:  # a policy's
+        raise UsageError(f"--sync.restart: {error}") from None
+    if policies is not None and set(policies) != names:
+        raise UsageError(
+            f"--sync.restart names {', '.join(sorted(policies))}, and the fragments are {', '.join(sorted(names))}; "
+            "give each fragment its policy"
+        )
 
 
 def _check_model(model: ModelConfig) -> None:

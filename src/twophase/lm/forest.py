@@ -27,7 +27,7 @@ from torch import Tensor
 
 from twophase.config import UsageError
 from twophase.diloco.comm import SingleProcess
-from twophase.diloco.engine import RoundReport
+from twophase.diloco.report import RoundReport
 from twophase.files import TEMPORARY, write_atomic
 from twophase.history import ABSENT, ZERO, bits
 from twophase.lm.config import TrainConfig
@@ -38,7 +38,7 @@ from twophase.restart import RestartPolicy, RoundSignal
 
 State = dict[str, Any]
 """Everything that a stretch of inner steps starts from; `torch.load(weights_only=True)` reads it."""
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Node(Protocol):
@@ -351,7 +351,9 @@ class Grower:
             else:
                 outer = self._try(before, members[0])
                 groups = tuple(outer.last_round)
-                one = dataclasses.replace(report, groups=groups, restarted=any(group.restarted for group in groups))
+                whether = any(group.restarted for group in groups)
+                parts = tuple(dataclasses.replace(part, restarted=whether) for part in report.fragments)
+                one = dataclasses.replace(report, groups=groups, restarted=whether, fragments=parts)
             assert one is not None
             rounds.append([members if len(classes) > 1 else None, round_line(one, run.done.step)])
             self._keep(outer, members, number, buffers)
@@ -477,12 +479,13 @@ class Grower:
         run = self._run
         run.settle()
         engine = run.engine.state_dict()
-        engine["outer"]["state"] = {}  # the buffers are ours
+        engine["fragments"][0]["outer"]["state"] = {}  # the buffers are ours
         return {
             "format": _FORMAT,
             "text": run.text,
             "replicas": [replica.state_dict() for replica in run.replicas],
             "engine": engine,
+            "wire": run.engine.wire_state_dict(),
             "buffers": self._buffers,
             "held": dict(self._held),
             "counters": dict(self._counters),
@@ -502,6 +505,7 @@ class Grower:
             raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")
         run.engine.inner_steps = max(self.configs[one].inner_steps for one in node.runs)
         run.engine.load_state_dict(state["engine"])
+        run.engine.load_wire_state_dict(state["wire"])
         for replica, saved in zip(run.replicas, state["replicas"], strict=True):
             replica.load_state_dict(saved)
         run.done, run.validation = Progress(**state["done"]), None

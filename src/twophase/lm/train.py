@@ -93,20 +93,21 @@ def train(
     with _writer(run, folder) as writer:
         while done.step < config.steps and done.exit_reason == RUNNING:
             run.inner_step()
-            report = run.synchronize()
+            report = run.synchronize(should_stop)
             steps.write()
             done.seconds = before + time.perf_counter() - started
             if report is None:
                 if run.comm.size == 1 and should_stop():
                     done.exit_reason = STOPPED
                 continue
-            line = run.end_round(report, should_stop)
+            line = run.end_round(report)
             if run.lead:
                 with _disk(folder):
                     folder.log_round(round_line(report, done.step))
                     folder.log_metrics(line)
                 on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
-            if done.exit_reason == RUNNING and report.round % config.checkpoint_every == 0:
+            due = report.complete and report.round % config.checkpoint_every == 0
+            if done.exit_reason == RUNNING and due:
                 _save(run, folder, writer)
                 saved = done.step
             writer.poll()
@@ -163,6 +164,7 @@ def _restore(run: Trainer, folder: Recorder) -> Progress:
         saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
         numbers = saved.progress()
         logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
+        processes = numbers.pop("processes")
         if text != run.text:
             raise UsageError(
                 f"--data.corpus {run.config.data.corpus}: the text is not the one that this run began with "
@@ -170,6 +172,8 @@ def _restore(run: Trainer, folder: Recorder) -> Progress:
                 "another --out"
             )
         run.engine.load_state_dict(saved.part(checkpoint.ENGINE))  # at a round's end it also sets the models
+        if run.config.sync.wire != "float32" and processes == run.comm.size:  # else nobody owes anything any more
+            run.engine.load_wire_state_dict(saved.part(checkpoint.wire_file(run.comm.rank)))
         for replica in run.replicas:
             part = saved.part(checkpoint.replica_file(replica.number))
             replica.load_state_dict({"model": replica.model.state_dict()} | part)
@@ -177,8 +181,6 @@ def _restore(run: Trainer, folder: Recorder) -> Progress:
         run.done = Progress(**numbers)
         if run.done.exit_reason == STOPPED:
             run.done.exit_reason = RUNNING
-        if not run.lead:
-            run.done.round_loss = 0.0  # what was saved inside a round is a sum over all replicas; count it once
     if run.lead:
         with _disk(folder):
             folder.rewind(logs)  # lines written after the checkpoint will be written again
@@ -189,20 +191,24 @@ def _save(run: Trainer, folder: Recorder, writer: checkpoint.Writer) -> None:
     """Have a checkpoint written of everything as it is now."""
     run.settle()
     parts = {checkpoint.replica_file(replica.number): _replica_part(run, replica) for replica in run.replicas}
+    engine, owed = run.engine.state_dict(), run.engine.wire_state_dict()
     if run.lead:
-        parts[checkpoint.ENGINE] = run.engine.state_dict()
+        parts[checkpoint.ENGINE] = engine
+    if owed:
+        parts[checkpoint.wire_file(run.comm.rank)] = owed
     progress = dataclasses.asdict(run.done) | {
         "logs": folder.position() if run.lead else {},
         "text": run.text,
         "execution": run.comm.gather(run.execution),  # each process may have chosen for itself
+        "processes": run.comm.size,
     }
     writer.save(run.done.step, parts, progress)
 
 
 def _replica_part(run: Trainer, replica: Replica) -> dict[str, Any]:
-    """A replica's state, without the model where that is the anchor, as it is at the end of every round."""
+    """A replica's state, without the model where that is the anchor, as it mostly is at the end of a round."""
     state = replica.state_dict()
-    if run.engine.inner_step == 0 and state["model"].keys() <= run.engine.anchor.keys():
+    if run.engine.at_anchor and state["model"].keys() <= run.engine.anchor.keys():
         del state["model"]
     return state
 

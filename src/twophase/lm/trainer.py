@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 import twophase
-from twophase.config import UsageError, fingerprint
+from twophase.config import UsageError, fingerprint, flatten, to_tree
 from twophase.diloco.comm import Communicator
-from twophase.diloco.engine import DiLoCo, RoundReport
+from twophase.diloco.engine import DiLoCo
+from twophase.diloco.report import RoundReport, merged
 from twophase.lm.config import TrainConfig, check, text_name
 from twophase.lm.corpus import AnyCorpus, build
 from twophase.lm.evaluate import Evaluation, evaluate
@@ -32,6 +33,8 @@ from twophase.lm.speed import flops_per_token, rates
 from twophase.lm.step import Step, make_repeatable, model_of
 
 _EVALUATED_LOGITS = 1 << 28
+LOSS, STOP = "train_loss", "stop"
+"""What the processes tell one another at the end of a round."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
 
 
@@ -57,10 +60,6 @@ class Trainer:
         self.vocabulary_size: int = config.model.vocabulary_size or self.corpus.vocabulary.size
         self.loss_bound: float = config.divergence_loss or 3 * math.log(self.vocabulary_size)
         self.text: str = self.corpus.description["fingerprint"]
-        if len(set(communicator.gather(self.text))) > 1:
-            raise UsageError(
-                f"--data.corpus {config.data.corpus}: the processes see different texts; give all the same"
-            )
         torch.set_num_threads(config.threads)
         make_repeatable(config, device)
         share = config.replicas // communicator.size
@@ -68,13 +67,26 @@ class Trainer:
         self.compute = Step(config, self.vocabulary_size, device, share)
         self.replicas = [Replica(config, number, self.corpus, self.compute) for number in numbers]
         self._losses: list[Tensor] = []
-        self.engine = DiLoCo(
-            [replica.model for replica in self.replicas],
-            config.outer.rule(),
-            restart=config.outer.policy(),
-            inner_steps=config.inner_steps,
-            communicator=communicator,
-        )
+        self.engine = self._engine()
+
+    def _engine(self) -> DiLoCo:
+        config, sync = self.config, self.config.sync
+        try:
+            return DiLoCo(
+                [replica.model for replica in self.replicas],
+                config.outer.rule(),
+                restart=sync.policies() or config.outer.policy(),
+                inner_steps=config.inner_steps,
+                fragments=sync.parts(),
+                stagger=sync.stagger,
+                delay=sync.delay,
+                mixing=sync.mixing,
+                wire=sync.wire,
+                communicator=self.comm,
+                alike={"texts": self.text[:12]} | _alike(config),
+            )
+        except ValueError as error:  # processes, or fragments, that do not fit
+            raise UsageError(str(error)) from None
 
     def inner_step(self) -> None:
         """One inner step of every replica."""
@@ -87,7 +99,7 @@ class Trainer:
         """Read the losses that are still on the device, which waits for it, into `done`."""
         if self._losses:
             for loss in torch.stack(self._losses).tolist():
-                self.done.round_loss += loss
+                self.done.round_loss += loss / len(self.replicas)
                 self.done.recent_loss += loss
             self.done.recent_losses += len(self._losses)
             self._losses.clear()
@@ -118,53 +130,57 @@ class Trainer:
         line |= rates(flops, steps * len(self.replicas) * config.step_tokens, seconds)
         return line | {"peak_memory_bytes": _peak_bytes(self.compute.device)}
 
-    def synchronize(self) -> RoundReport | None:
-        """Tell the engine that every replica has taken an inner step; the last round may be a shorter one."""
-        if self.engine.inner_step + 1 >= self.engine.inner_steps or self.done.step == self.config.steps:
+    def synchronize(self, should_stop: Callable[[], bool] = lambda: False) -> RoundReport | None:
+        """Tell the engine that every replica has taken an inner step; the last round may be a shorter one.
+
+        Args:
+            should_stop: asked where a round ends; all processes learn of it.
+        """
+        self.done.round_steps += 1
+        last = self.done.step == self.config.steps
+        signals = None
+        if last or self.engine.reports_next:
             self.settle()  # the engine would have to wait for the inner steps, and that is not its time
+            signals = {LOSS: self.done.round_loss / self.done.round_steps, STOP: float(should_stop())}
         clock = time.perf_counter()
-        report = self.engine.step()
-        if self.done.step == self.config.steps:
-            report = report or self.engine.finish()
+        report = self.engine.step(signals)
+        if last:
+            reports = [one for one in (report, self.engine.finish(signals)) if one is not None]
+            report = merged(reports)
         self.done.engine_seconds += time.perf_counter() - clock
         return report
 
-    def end_round(self, report: RoundReport, should_stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    def end_round(self, report: RoundReport) -> dict[str, Any]:
         """Judge the round that has just ended, and set `done.exit_reason`.
 
         Returns:
             Its line of metrics, with a validation where one is due (in process 0).
         """
-        self.settle()
-        loss = self._mean_loss(report)
+        loss = report.signals[LOSS]
         line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
-        self.done.round_loss = 0.0
-        self.done.exit_reason = self._exit_reason(report, loss, should_stop)
+        self.done.round_loss, self.done.round_steps = 0.0, 0
+        self.done.exit_reason = self._exit_reason(report)
         every = self.config.evaluate_every
-        if self.lead and ((every and report.round % every == 0) or self.done.exit_reason in (FINISHED, DIVERGED)):
+        due = every and report.complete and report.round % every == 0
+        if self.lead and (due or self.done.exit_reason in (FINISHED, DIVERGED)):
             line |= _fields(self.validate())
         return line | {"inner_lr": inner_lr(self.config, self.done.step - 1)}
 
     def validate(self) -> Evaluation:
-        """The anchor on the held-out text; after a round every replica is the anchor."""
+        """The anchor on the held-out text."""
         if self.validation is None:
-            self.validation = self.replicas[0].evaluate()
+            with self.engine.anchored():
+                self.validation = self.replicas[0].evaluate()
         return self.validation
 
-    def _mean_loss(self, report: RoundReport) -> float:
-        """Mean training loss of the round over all replicas and inner steps, nats a token."""
-        total = torch.tensor([self.done.round_loss], dtype=torch.float64)
-        self.comm.launch_sum(total).wait()
-        return total.item() / (report.inner_steps * report.replicas)
-
-    def _exit_reason(self, report: RoundReport, loss: float, should_stop: Callable[[], bool]) -> str:
-        """How the run stands after a round with this training loss; the same on all processes."""
+    def _exit_reason(self, report: RoundReport) -> str:
+        """How the run stands after a round; the same on all processes."""
         # A NaN is not <= anything.
-        if not (loss <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)):
+        if not (report.signals[LOSS] <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)):
             return DIVERGED
         if self.done.step == self.config.steps:
             return FINISHED
-        return STOPPED if any(self.comm.gather(should_stop())) else RUNNING
+        return STOPPED if report.signals[STOP] else RUNNING
 
     def tokens(self) -> int:
         """Tokens trained on so far, over all replicas."""
@@ -190,7 +206,8 @@ class Trainer:
         """
         done = self.done
         if restarts is None:
-            restarts = sum(group["restarts"] for group in self.engine.outer.param_groups)
+            optimizers = [fragment.outer for fragment in self.engine.fragments]
+            restarts = sum(group["restarts"] for outer in optimizers for group in outer.param_groups)
         return {
             "tokens": self.tokens(),
             "seconds": done.seconds,
@@ -282,7 +299,9 @@ class Progress:
 
     step: int = 0
     round_loss: float = 0.0
-    """Sum of this process's training losses in the unfinished round."""
+    """Sum of this process's training losses since the last report, each the mean over its replicas."""
+    round_steps: int = 0
+    """Inner steps since then."""
     recent_loss: float = 0.0
     """Sum of those since the last line of `steps.jsonl`."""
     recent_losses: int = 0
@@ -291,6 +310,12 @@ class Progress:
     engine_seconds: float = 0.0
     """Time spent in the engine: everything that is not forward, backward and inner optimizer."""
     exit_reason: str = RUNNING
+
+
+def _alike(config: TrainConfig) -> dict[str, Any]:
+    """The values that must be the same in all processes; how one computes and what it writes is its own matter."""
+    own = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
+    return {f"--{path}": value for path, value in flatten(to_tree(config)).items() if not path.startswith(own)}
 
 
 def inner_lr(config: TrainConfig, step: int) -> float:
@@ -362,7 +387,9 @@ def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
 def round_line(report: RoundReport, step: int) -> dict[str, Any]:
     """A round's line in `rounds.jsonl`."""
     totals = {"buffer_norm": report.buffer_norm, "cosine": report.cosine, "gain": report.gain}
-    return {"step": step} | dataclasses.asdict(report) | totals
+    fields = dataclasses.asdict(report)
+    del fields["signals"]  # the loss is a metric, and the wish to stop does not belong to the run
+    return {"step": step} | fields | totals
 
 
 def _device_name(device: torch.device) -> str:

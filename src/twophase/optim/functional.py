@@ -112,6 +112,10 @@ def restart_(buffers: list[Tensor], pseudo_gradients: list[Tensor], retain: floa
             torch._foreach_add_(m, g, alpha=inject)
 
 
+Dots = tuple[float, float, float]
+"""<g, g>, <m, m> and <g, m> over a group of parameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Angles:
     """Norms of pseudo-gradient and buffer and the cosine between them (0 when either vanishes)."""
@@ -120,25 +124,29 @@ class Angles:
     buffer_norm: float
     cosine: float
 
+    @classmethod
+    def of(cls, dots: Dots) -> Angles:
+        """From the inner products."""
+        gg, mm, gm = dots
+        scale = (gg * mm) ** 0.5
+        cosine = gm / scale if scale != 0 else 0.0
+        if abs(cosine) > 1:  # by rounding; a NaN stays a NaN, for it is a divergence that the report must show
+            cosine = math.copysign(1.0, cosine)
+        return cls(gg**0.5, mm**0.5, cosine)
 
-def angles(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> Angles:
-    """Norms of g and m and their cosine, over all tensors together, accumulated in float64.
+
+def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> Dots:
+    """<g, g>, <m, m> and <g, m> over all tensors together, accumulated in float64.
 
     An empty `buffers` counts as m = 0.
     """
     batches = _batches(pseudo_gradients, buffers or pseudo_gradients)
     if pseudo_gradients[0].device.type == "cpu":  # joining small tensors is cheaper than an operation on each
-        dots = torch.stack([_dots(_joined(g), _joined(m)) for g, m in batches])
+        parts = torch.stack([_dots(_joined(g), _joined(m)) for g, m in batches])
     else:  # there it would only be two more passes over the memory
-        dots = torch.stack([_dots(_joined([a]), _joined([b])) for g, m in batches for a, b in zip(g, m, strict=True)])
-    gg, mm, gm = dots.sum(dim=0).tolist()  # one transfer to the host
-    if not buffers:
-        mm = gm = 0.0
-    scale = (gg * mm) ** 0.5
-    cosine = gm / scale if scale != 0 else 0.0
-    if abs(cosine) > 1:  # by rounding; a NaN stays a NaN, for it is a divergence that the report must show
-        cosine = math.copysign(1.0, cosine)
-    return Angles(gg**0.5, mm**0.5, cosine)
+        parts = torch.stack([_dots(_joined([a]), _joined([b])) for g, m in batches for a, b in zip(g, m, strict=True)])
+    gg, mm, gm = parts.sum(dim=0).tolist()  # one transfer to the host
+    return (gg, mm, gm) if buffers else (gg, 0.0, 0.0)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

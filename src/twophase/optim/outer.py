@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from twophase.optim.functional import Angles, angles, buffer_dtype, outer_step_, restart_
+from twophase.optim.functional import Angles, Dots, buffer_dtype, dots, outer_step_, restart_
 from twophase.restart import Never, Restart, RestartPolicy, RoundSignal, parse
 from twophase.rule import Form, OuterRule, check_rule
 
@@ -128,6 +128,7 @@ class OuterSGD(Optimizer):
         *,
         signals: Mapping[str, float] | None = None,
         measure: bool = False,
+        measured: Sequence[Dots] | None = None,
     ) -> Any:
         """Take one outer round.
 
@@ -136,6 +137,8 @@ class OuterSGD(Optimizer):
             signals: further values for policies that need them (all-reduced: every replica must pass the same), such
                 as losses.
             measure: also leave each group's norms, cosine and gain in `last_round` (three more reads of g and m).
+            measured: what `dots()` has returned, to be used instead of measuring again; of several processes that hold
+                the same bits on unlike machines, all should be given one's.
 
         Returns:
             The closure's value, or None.
@@ -145,14 +148,34 @@ class OuterSGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.last_round = []
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._step_group(group, params, signals, measure=measure)
+        for index, (group, params) in enumerate(self._taking_part()):
+            seen = None if measured is None else Angles.of(measured[index])
+            self._step_group(group, params, signals, measure=measure, seen=seen)
         return loss
 
+    @property
+    def needs_measuring(self) -> bool:
+        """Whether the policy of any group decides by norms or angles."""
+        return any(parse(group["restart"]).needs & _MEASURED for group in self.param_groups)
+
+    @torch.no_grad()
+    def dots(self) -> list[Dots]:
+        """<g, g>, <m, m> and <g, m> of each group that has a gradient, before g is mixed in."""
+        return [self._measure(params) for _, params in self._taking_part()]
+
+    def _taking_part(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
+        """The groups that take a round, and their parameters that do."""
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        return [(group, params) for group, params in groups if params]
+
     def _step_group(
-        self, group: dict[str, Any], params: list[Tensor], signals: Mapping[str, float] | None, *, measure: bool
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        signals: Mapping[str, float] | None,
+        *,
+        measure: bool,
+        seen: Angles | None,
     ) -> None:
         gradients: list[Tensor] = [p.grad for p in params if p.grad is not None]
         if any(g.is_sparse for g in gradients):
@@ -163,7 +186,8 @@ class OuterSGD(Optimizer):
             group["policy_state"] = policy.initial_state()
             group["restart"] = str(policy)  # and becomes text, which every checkpoint can hold
         number, age = group["rounds"] + 1, group["rounds_since_restart"] + 1
-        seen = self._measure(params) if measure or policy.needs & _MEASURED else None
+        if seen is None and (measure or policy.needs & _MEASURED):
+            seen = Angles.of(self._measure(params))
         signal = _signal(policy, number, age, seen, signals)
         group["policy_state"], restart = policy.decide(policy.initial_state() | group["policy_state"], signal)
         group["rounds"] = number  # not before: a round that a missing signal stops has not happened
@@ -185,14 +209,13 @@ class OuterSGD(Optimizer):
         if measure and seen is not None:
             self.last_round.append(_report(group, seen, restart))
 
-    def _measure(self, params: list[Tensor]) -> Angles:
+    def _measure(self, params: list[Tensor]) -> Dots:
         held = [p for p in params if BUFFER in self.state[p]]
         fresh = [p for p in params if BUFFER not in self.state[p]]  # their m is 0
-        seen = angles([_gradient(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held])
+        seen = dots([_gradient(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held])
         if not (held and fresh):
             return seen
-        norm = math.hypot(seen.pseudo_gradient_norm, angles([_gradient(p) for p in fresh], []).pseudo_gradient_norm)
-        return Angles(norm, seen.buffer_norm, seen.cosine * seen.pseudo_gradient_norm / norm if norm != 0 else 0.0)
+        return seen[0] + dots([_gradient(p) for p in fresh], [])[0], seen[1], seen[2]
 
     def _restart(self, params: list[Tensor], restart: Restart) -> None:
         held = [p for p in params if BUFFER in self.state[p]]

@@ -1,0 +1,225 @@
+"""What the processes must agree on: how they were started, what a round's decisions rest on, and what it has led to.
+
+Replicas that drift apart go on training and nobody notices; so everything that they must have in common is compared,
+by a few bytes, and a difference ends the run with its name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import twophase
+from twophase.diloco.comm import Communicator
+from twophase.diloco.fragment import Fragment
+from twophase.optim.outer import Dots, OuterSGD
+
+
+class Disagreement(RuntimeError):  # noqa: N818 - it says what there is
+    """Processes that should hold the same bits do not. The message names the first fragment that differs, and how."""
+
+
+def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: int) -> list[int]:
+    """Refuse to train, on every process alike, when the processes were not started alike.
+
+    Args:
+        communicator: the processes.
+        ours: what this process was started with, by the words that name it; JSON values.
+        replicas: how many this process has.
+
+    Returns:
+        How many each process has.
+
+    Raises:
+        ValueError: naming the first difference.
+    """
+    here: dict[str, Any] = {"version of twophase": twophase.__version__, "version of torch": torch.__version__, **ours}
+    here = json.loads(json.dumps(here))
+    rank = communicator.rank
+    everyone = communicator.gather([here, replicas])
+    for other, (theirs, _) in enumerate(everyone):
+        for what, value in here.items():
+            if value != theirs.get(what):
+                mine, its = _difference(value, theirs.get(what))
+                raise ValueError(
+                    f"DiLoCo: {what} differ between process {rank} ({mine}) and process {other} ({its}); start all "
+                    "processes with the same program and options"
+                )
+    return [count for _, count in everyone]
+
+
+def _difference(ours: Any, theirs: Any) -> tuple[str, str]:
+    """The first place where two JSON values part, as text: a whole list of parameters would hide it."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in [*ours, *(key for key in theirs if key not in ours)]:
+            if ours.get(key) != theirs.get(key):
+                return _with(f"{key}: ", _difference(ours.get(key, "nothing"), theirs.get(key, "nothing")))
+    if isinstance(ours, list) and isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            return f"{len(ours)} of them", f"{len(theirs)}"
+        for one, other in zip(ours, theirs, strict=True):
+            if one != other:
+                return _difference(one, other)
+    return str(ours)[:200], str(theirs)[:200]
+
+
+def _with(prefix: str, pair: tuple[str, str]) -> tuple[str, str]:
+    return prefix + pair[0], prefix + pair[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What a round's decisions rest on, the same on every process.
+
+    Args:
+        signals: means over the replicas.
+        dots: <g, g>, <m, m> and <g, m> of each param group of each fragment; None where nobody needs them beforehand.
+    """
+
+    signals: dict[str, float]
+    dots: list[list[Dots]] | None
+
+
+def agree(
+    communicator: Communicator, fragments: Sequence[Fragment], weight: float, signals: Mapping[str, float]
+) -> Shared:
+    """Average the signals, and take over process 0's measurements.
+
+    Equal bits need not give equal norms on unlike machines, which add up in other orders, and a restart policy that
+    stands at its threshold would then decide one thing here and another there. So all decide by the same numbers.
+
+    Args:
+        communicator: the processes.
+        fragments: those whose outer step comes next; each has its mean pseudo-gradient in `.grad`.
+        weight: replicas of this process that count.
+        signals: this process's values.
+    """
+    measured = communicator.sharded or any(_decides_by_measure(fragment) for fragment in fragments)
+    dots = [f.outer.dots() if isinstance(f.outer, OuterSGD) else _square(f) for f in fragments] if measured else []
+    if not signals and not measured:
+        return Shared({}, None)
+    names = sorted(signals)
+    flat = [number for of_fragment in dots for of_group in of_fragment for number in of_group]
+    parts = communicator.exchange_in_replica([*(signals[name] for name in names), *flat])
+    means = [sum(column) / len(parts) for column in list(zip(*parts, strict=True))[: len(names)]]
+    totals = [sum(column) for column in list(zip(*parts, strict=True))[len(names) :]]
+    everyone = communicator.exchange([weight, *means, *totals])
+    counted = [row for row in everyone if row[0]]
+    total = sum(row[0] for row in counted)
+    averages = {name: sum(row[0] * row[1 + index] for row in counted) / total for index, name in enumerate(names)}
+    if len(counted) == 1:  # a weight of 3 would round
+        averages = {name: counted[0][1 + index] for index, name in enumerate(names)}
+    if not measured:
+        return Shared(averages, None)
+    first = iter(everyone[0][1 + len(names) :])
+    return Shared(averages, [[(next(first), next(first), next(first)) for _ in of_group] for of_group in dots])
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """Who takes part in a sync of an elastic communicator.
+
+    Args:
+        running: whether any of them is in the middle of a run.
+        present: replicas that are there.
+        replicas: those that count in the mean.
+    """
+
+    running: bool
+    present: int
+    replicas: int
+
+    @property
+    def newcomers(self) -> int:
+        """Those that are there without weight."""
+        return self.present - self.replicas
+
+
+def attend(
+    communicator: Communicator, fragments: Sequence[Fragment], *, own: int, weight: int, running: bool
+) -> Attendance:
+    """Tell the others what this process brings to a sync, and see that all stand at the same place.
+
+    Args:
+        communicator: the processes.
+        fragments: all of the engine's.
+        own: replicas of this process.
+        weight: those that count in the mean.
+        running: whether this process has joined before.
+
+    Raises:
+        Disagreement: anchor, buffers or counters differ.
+    """
+    digests = [fragment.digest() for fragment in fragments]
+    ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
+    everyone = communicator.exchange([running, own, weight, *ours])
+    fault = _first_difference([row[3:] for row in everyone], fragments, digests)
+    under_way = any(row[0] for row in everyone)
+    if fault is not None:
+        remedy = _REMEDY if under_way else "start all replicas from the same seed, checkpoint and options"
+        raise Disagreement(f"DiLoCo: before a sync {fault}. {remedy}")
+    return Attendance(under_way, int(sum(row[1] for row in everyone)), int(sum(row[2] for row in everyone)))
+
+
+def _decides_by_measure(fragment: Fragment) -> bool:
+    return isinstance(fragment.outer, OuterSGD) and fragment.outer.needs_measuring
+
+
+def _square(fragment: Fragment) -> list[Dots]:
+    """For an optimizer of others, <g, g> alone."""
+    gradient = fragment.gradient
+    return [(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2, 0.0, 0.0)]
+
+
+def prove(
+    communicator: Communicator, round_: int, fragments: Sequence[Fragment], digests: list[dict[str, str]]
+) -> None:
+    """Compare anchor, buffers and counters between all processes after a round.
+
+    Args:
+        communicator: the processes.
+        round_: the round, for the message.
+        fragments: those that have ended it.
+        digests: of each.
+
+    Raises:
+        Disagreement: naming the first difference.
+    """
+    if communicator.size == 1:
+        return
+    ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
+    fault = _first_difference(communicator.exchange(ours), fragments, digests)
+    if any(row[0] for row in communicator.exchange_in_replica([float(fault is not None)])):
+        fault = fault or "a fragment differs in another shard of this replica"
+        raise Disagreement(f"DiLoCo: after round {round_} {fault}. {_REMEDY}")
+
+
+_REMEDY = (
+    "All processes must compute the same outer step: look for code that writes to the anchor or the outer optimizer on "
+    "one of them only, for unlike versions, or for faulty memory; then resume from the newest checkpoint"
+)
+
+
+def _first_difference(
+    everyone: Sequence[Sequence[float]], fragments: Sequence[Fragment], digests: Sequence[Mapping[str, str]]
+) -> str | None:
+    """Where the digests of the processes part first, in words."""
+    for other, theirs in enumerate(everyone):
+        for place, pair in enumerate(zip(theirs, everyone[0], strict=True)):
+            if pair[0] != pair[1]:
+                number, what = divmod(place // 2, len(digests[0]))
+                return (
+                    f"fragment {fragments[number].name!r} differs in its {list(digests[0])[what]} between process 0 "
+                    f"and process {other}"
+                )
+    return None
+
+
+def _halves(text: str) -> tuple[int, int]:
+    """Sixteen hexadecimal digits as two whole numbers that a float holds exactly."""
+    value = int(text, 16)
+    return value >> 32, value & 0xFFFFFFFF

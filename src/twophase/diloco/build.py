@@ -1,0 +1,170 @@
+"""Building an engine: its arguments checked, and the fragments with their buffers and outer optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from twophase.diloco.comm import Communicator
+from twophase.diloco.flat import Layout, plan
+from twophase.diloco.fragment import Fragment, Slot, check_placement, local, slots_of
+from twophase.diloco.wire import Channel
+from twophase.optim.outer import OuterSGD
+from twophase.restart import Never, RestartPolicy
+from twophase.rule import OuterRule
+
+OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
+Restarts = RestartPolicy | str | int | None
+
+
+def cut(
+    slots: list[list[Slot]],
+    parts: Mapping[str, list[str]],
+    wire: str,
+    communicator: Communicator,
+    *,
+    shared: bool,
+) -> tuple[list[Fragment], Tensor, Layout]:
+    """Make the fragments, each with its part of one flat anchor, which holds the first replica's parameters.
+
+    Args:
+        slots: the parameters of each replica of this process.
+        parts: parameter names by fragment name.
+        wire: how pseudo-gradients travel.
+        communicator: the processes.
+        shared: no two fragments are reduced at the same time, so one room serves all pseudo-gradients.
+
+    Returns:
+        The fragments, the flat anchor, and its layout.
+    """
+    by_name = [{slot.name: slot for slot in of_replica} for of_replica in slots]
+    first = [slot.tensor() for slot in slots[0]]
+    shapes = {slot.name: tuple(p.shape) for slot, p in zip(slots[0], first, strict=True)}
+    layouts = [plan((name, shapes[name]) for name in names) for names in parts.values()]
+    whole = plan((name, shapes[name]) for names in parts.values() for name in names)
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in first) else torch.float32
+    anchor = torch.zeros(whole.numel, dtype=dtype, device=first[0].device)
+    room = torch.zeros(
+        max(layout.numel for layout in layouts) if shared else whole.numel, dtype=dtype, device=anchor.device
+    )
+    alone = communicator.size == 1 and not communicator.elastic
+    fragments, start = [], 0
+    for number, ((name, names), layout) in enumerate(zip(parts.items(), layouts, strict=True)):
+        place = 0 if shared else start
+        fragment = Fragment(
+            name,
+            number,
+            slots=[[of_replica[name] for name in names] for of_replica in by_name],
+            layout=layout,
+            anchor=anchor[start : start + layout.numel],
+            gradient=room[place : place + layout.numel],
+            channel=Channel(
+                wire,
+                layout.numel,
+                dtype=dtype,
+                device=anchor.device,
+                senders=len(slots) if alone else 1,
+                transactional=communicator.elastic,
+            ),
+        )
+        with torch.no_grad():
+            torch._foreach_copy_(fragment.anchor_views, next(fragment.params()))
+        fragments.append(fragment)
+        start += layout.numel
+    return fragments, anchor, whole
+
+
+def replicas_alike(replicas: list[nn.Module], communicator: Communicator) -> list[list[Slot]]:
+    """The trainable parameters of each replica of this process, checked to be alike."""
+    if not replicas:
+        raise ValueError("DiLoCo: replicas is empty; pass at least one module")
+    for replica in replicas:
+        if not isinstance(replica, nn.Module):
+            raise ValueError(
+                f"DiLoCo: replicas holds a {type(replica).__name__}; pass the module itself, or a list of modules"
+            )
+    if len({id(replica) for replica in replicas}) < len(replicas):
+        raise ValueError("DiLoCo: the same module is listed twice in replicas; make one copy.deepcopy() a replica")
+    collected = [slots_of(replica) for replica in replicas]
+    named = [[(slot.name, slot.parameter) for slot in slots] for slots in collected]
+    layouts = [plan((name, tuple(local(p).shape)) for name, p in params) for params in named]
+    if not layouts[0].slots:
+        raise ValueError("DiLoCo: the module has no parameter that requires a gradient; nothing could be synchronised")
+    for number, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            raise ValueError(
+                f"DiLoCo: replica {number} has other trainable parameters than replica 0; build them alike"
+            )
+    if len({id(p) for params in named for _, p in params}) < len(named) * len(named[0]):
+        raise ValueError("DiLoCo: replicas share parameters; make one copy.deepcopy() of the module a replica")
+    _check_kinds(named, communicator)
+    return collected
+
+
+def _check_kinds(named: list[list[tuple[str, nn.Parameter]]], communicator: Communicator) -> None:
+    for params in named:
+        if len({p.device for _, p in params}) > 1:
+            raise ValueError("DiLoCo: a replica's parameters lie on several devices; put each replica on one device")
+        for name, p in params:
+            check_placement(name, p, communicator.sharded)
+            if not p.is_floating_point():
+                raise ValueError(f"DiLoCo: parameter {name!r} is {p.dtype}; only floating-point parameters can train")
+
+
+def check_overlap(delay: int, mixing: float, inner_steps: int) -> None:
+    """Refuse a delay that outlasts a round, and a mixing factor that would ignore the anchor."""
+    if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < inner_steps:
+        raise ValueError(
+            f"DiLoCo: delay is {delay!r}; it must be a whole number of inner steps from 0 to inner_steps - 1 = "
+            f"{inner_steps - 1}, so that a reduction ends before the fragment's next one begins"
+        )
+    if not 0 <= mixing < 1:
+        raise ValueError(
+            f"DiLoCo: mixing is {mixing!r}; it must lie in [0, 1): 0 takes the anchor over, 0.5 keeps half of what a "
+            "replica has reached by itself"
+        )
+
+
+def restarts(restart: Restarts | Mapping[str, Restarts], fragments: Sequence[Fragment]) -> list[Restarts]:
+    """Each fragment's policy."""
+    if not isinstance(restart, Mapping):
+        return [restart] * len(fragments)
+    names = [fragment.name for fragment in fragments]
+    if set(restart) != set(names):
+        unlike = sorted(set(restart) ^ set(names))
+        raise ValueError(
+            f"DiLoCo: restart and fragments do not name the same ({', '.join(unlike)}); the fragments are "
+            f"{', '.join(names)}: give each its policy"
+        )
+    return [restart[name] for name in names]
+
+
+def build_outer(fragment: Fragment, outer: OuterRule | OuterFactory, restart: Restarts) -> Optimizer:
+    """A fragment's own outer optimizer: one for several fragments would step on the gradients of those at rest."""
+    named = fragment.named
+    if isinstance(outer, OuterRule):
+        return OuterSGD.from_rule(named, outer, Never() if restart is None else restart)
+    if isinstance(outer, Optimizer) or not callable(outer):
+        raise ValueError(
+            f"DiLoCo: outer is {type(outer).__name__}; pass an OuterRule, or a function of the engine's anchor "
+            "parameters such as lambda params: OuterSGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    if restart is not None:
+        raise ValueError("DiLoCo: restart goes with an OuterRule; here give it to the optimizer that outer builds")
+    optimizer = outer(named)
+    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = [name for name, p in named if id(p) not in taken]
+    if left:
+        raise ValueError(
+            f"DiLoCo: the optimizer that outer built does not hold {', '.join(left[:3])}{' …' * (len(left) > 3)}; "
+            "parameters that no group takes would be set back in every round, so give it all that outer receives"
+        )
+    return optimizer
+
+
+def settings(outer: Optimizer) -> list[dict[str, str]]:
+    """An optimizer's param groups without their tensors, as text, to be compared between processes."""
+    return [{key: str(value) for key, value in group.items() if key != "params"} for group in outer.param_groups]

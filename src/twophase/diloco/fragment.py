@@ -1,0 +1,291 @@
+"""A fragment: a named part of the parameters that is synchronised as one, on its own schedule.
+
+A model is one fragment, or is cut into several (`partition`): in contiguous parts of about equal size, or by patterns
+on the parameters' names. Each has its own outer optimizer, round count and restart period.
+
+Only this module knows that a parameter may be sharded (a DTensor of FSDP2): everybody else sees the local shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from twophase.diloco.flat import Layout, checksum
+from twophase.diloco.wire import Channel
+
+
+def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> dict[str, list[str]]:
+    """Cut parameters into fragments.
+
+    Args:
+        sizes: number of elements by parameter name, in the module's order.
+        fragments: how many fragments, >= 1, contiguous and such that the largest is as small as it can be; or a
+            regular expression by fragment name, of which a parameter's name takes the first that it contains.
+
+    Returns:
+        Parameter names by fragment name; fragments of a count are named "0", "1", ….
+
+    Raises:
+        ValueError: more fragments than parameters, a pattern that is none or that no parameter takes, or a parameter
+            that takes none.
+
+    >>> partition({"a": 5, "b": 1, "c": 4}, 2)
+    {'0': ['a'], '1': ['b', 'c']}
+    >>> partition({"embedding": 5, "blocks.0": 1, "head": 5}, {"ends": "embedding|head", "blocks": "blocks"})
+    {'ends': ['embedding', 'head'], 'blocks': ['blocks.0']}
+    """
+    if isinstance(fragments, Mapping):
+        return _by_pattern(list(sizes), fragments)
+    if not 1 <= fragments <= len(sizes):
+        raise ValueError(
+            f"partition: fragments is {fragments}; it must be between 1 and the number of parameters, {len(sizes)}"
+        )
+    parts = _balanced(list(sizes.values()), fragments)
+    names = list(sizes)
+    return {str(number): names[start:stop] for number, (start, stop) in enumerate(parts)}
+
+
+def _by_pattern(names: list[str], patterns: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {name: [] for name in patterns}
+    compiled = {}
+    for fragment, pattern in patterns.items():
+        try:
+            compiled[fragment] = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"partition: the pattern {pattern!r} of fragment {fragment!r} is no regular expression ({error})"
+            ) from None
+    for name in names:
+        taker = next((fragment for fragment, pattern in compiled.items() if pattern.search(name)), None)
+        if taker is None:
+            raise ValueError(
+                f"partition: no fragment's pattern is found in the parameter name {name!r}; every parameter must "
+                "belong to a fragment, so add one at the end such as rest=."
+            )
+        found[taker].append(name)
+    for fragment, taken in found.items():
+        if not taken:
+            raise ValueError(
+                f"partition: fragment {fragment!r} takes no parameter: nothing that an earlier fragment leaves matches "
+                f"{patterns[fragment]!r}; parameters are named like {names[0]!r}"
+            )
+    return found
+
+
+def _balanced(sizes: list[int], count: int) -> list[tuple[int, int]]:
+    """Contiguous, non-empty parts whose largest sum is the least possible; start and stop of each."""
+    low, high = max(sizes), sum(sizes)
+    while low < high:  # the least capacity into which `count` parts fit
+        middle = (low + high) // 2
+        low, high = (low, middle) if _parts_needed(sizes, middle) <= count else (middle + 1, high)
+    parts: list[tuple[int, int]] = []
+    start, filled = 0, 0
+    for index, size in enumerate(sizes):
+        left = count - len(parts)  # parts still to be closed, this one included
+        if index > start and (filled + size > low or len(sizes) - index < left):
+            parts.append((start, index))
+            start, filled = index, 0
+        filled += size
+    return [*parts, (start, len(sizes))]
+
+
+def _parts_needed(sizes: list[int], capacity: int) -> int:
+    parts, filled = 1, 0
+    for size in sizes:
+        if filled + size > capacity:
+            parts, filled = parts + 1, 0
+        filled += size
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A trainable parameter and where its module keeps it."""
+
+    name: str
+    module: nn.Module
+    leaf: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self) -> Tensor:
+        """Its present values, of a sharded parameter this process's shard.
+
+        Training on after a silent replacement would synchronise nothing.
+        """
+        p = self.parameter
+        if self.module._parameters.get(self.leaf) is not p or p.dtype != self.dtype or p.device != self.device:
+            raise ValueError(
+                f"DiLoCo: parameter {self.name!r} was replaced, moved or cast after the engine was built; call "
+                ".to(), .double() or load_state_dict(assign=True) first and build the engine last"
+            )
+        return local(p)
+
+
+def slots_of(replica: nn.Module) -> list[Slot]:
+    """The trainable parameters of a module, in its order."""
+    slots = []
+    for name, p in replica.named_parameters():
+        if p.requires_grad:
+            path, _, leaf = name.rpartition(".")
+            slots.append(Slot(name, replica.get_submodule(path), leaf, p, p.dtype, p.device))
+    return slots
+
+
+def local(p: Tensor) -> Tensor:
+    """What this process holds of a parameter: its shard of a DTensor, and all of an ordinary one."""
+    p = p.detach()
+    return p.to_local() if hasattr(p, "to_local") else p  # type: ignore[operator]
+
+
+def check_placement(name: str, p: Tensor, sharded: bool) -> None:
+    """Refuse a sharded parameter where nobody would add up over its shards, and partial sums."""
+    placements = getattr(p, "placements", ())
+    if placements and not sharded:
+        raise ValueError(
+            f"DiLoCo: parameter {name!r} is sharded (a DTensor); pass communicator=ProcessGroup.of_mesh(mesh), with an "
+            "axis of replicas and the axis of its shards"
+        )
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"DiLoCo: parameter {name!r} is a partial sum ({placements}); shard or replicate it")
+
+
+def reshard(replica: nn.Module) -> None:
+    """Have FSDP2 give up whole parameters that it may still hold: what the engine reads and writes are the shards."""
+    for module in replica.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class Fragment:
+    """One fragment in this process: its part of the flat anchor, its outer optimizer, what it sends, and its rounds.
+
+    Args:
+        name: its name.
+        number: its place among the fragments, from 0.
+        slots: its parameters in each replica of this process.
+        layout: where they lie in the flat buffers.
+        anchor: (layout.numel,) its part of the anchor.
+        gradient: (layout.numel,) room for the pseudo-gradient.
+        channel: how the pseudo-gradient travels.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        *,
+        slots: list[list[Slot]],
+        layout: Layout,
+        anchor: Tensor,
+        gradient: Tensor,
+        channel: Channel,
+    ) -> None:
+        self.name, self.number = name, number
+        self.slots, self.layout, self.channel = slots, layout, channel
+        self.flat, self.gradient = anchor, gradient
+        self.anchor_views = layout.views(anchor)
+        self.gradient_views = layout.views(gradient)
+        self.outer: Optimizer
+        self.round = 0
+        """Rounds that it has ended."""
+        self.steps = 0
+        """Inner steps since its last pseudo-gradient was taken."""
+
+    @property
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The anchor's parameters by name."""
+        return list(zip((slot.name for slot in self.layout.slots), self.anchor_views, strict=True))
+
+    def params(self) -> Iterator[list[Tensor]]:
+        """The parameters of each replica as they are now, checked to be those that the engine was built for."""
+        for slots in self.slots:
+            yield [slot.tensor() for slot in slots]
+
+    def write_pseudo_gradient(self, *, alone: bool) -> None:
+        """Write g <- sum over this process's replicas of (a - theta_r).
+
+        Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
+        difference, and the order (difference first, then sum) is the one that a reduction over processes has, which
+        keeps two replicas in one process equal, bit for bit, to two processes.
+
+        A 16-bit replica began its round at the anchor rounded to its type, so its progress is counted from there: from
+        the anchor itself, a replica that stands still would push the rounding error into the momentum every round.
+
+        Args:
+            alone: there are no other processes, so each replica is a sender of its own on a lossy wire.
+        """
+        simulated = alone and self.channel.lossy
+        scratch = torch.zeros_like(self.gradient) if simulated and len(self.slots) > 1 else None
+        for number, params in enumerate(self.params()):
+            target = scratch if scratch is not None and number else self.gradient
+            views = self.layout.views(target) if target is scratch else self.gradient_views
+            for anchor, out, theta in zip(self.anchor_views, views, params, strict=True):
+                start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
+                theta = theta.to(anchor.device)  # noqa: PLW2901 - a replica may live on another device
+                if number == 0 or simulated:
+                    torch.sub(start, theta, out=out)
+                else:
+                    out.add_(torch.sub(start, theta))
+            if simulated:
+                self.channel.quantize(target, number)
+                if number:
+                    self.gradient.add_(target)
+
+    def hand_over(self) -> None:
+        """Give the pseudo-gradient to the outer optimizer, as `.grad` of the anchor's parameters."""
+        for anchor, gradient in zip(self.anchor_views, self.gradient_views, strict=True):
+            anchor.grad = gradient  # anew in every round: a user's zero_grad() may have taken it away
+
+    def restore(self, mixing: float = 0.0) -> None:
+        """theta_r <- mixing theta_r + (1 - mixing) a."""
+        for params in self.params():
+            if mixing == 0:
+                torch._foreach_copy_(params, self.anchor_views)
+                continue
+            for theta, anchor in zip(params, self.anchor_views, strict=True):
+                theta.lerp_(anchor.to(device=theta.device, dtype=theta.dtype), 1 - mixing)
+
+    def counters(self) -> list[Any]:
+        """Plain numbers and text that decide what its next outer step does."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.outer.param_groups]
+        return [self.round, groups]
+
+    def digest(self) -> dict[str, str]:
+        """Sixteen hexadecimal digits each of the anchor, of the outer optimizer's tensors, and of its counters."""
+        text = json.dumps(self.counters(), sort_keys=True, default=str)
+        return {
+            "anchor": checksum(self.flat),
+            "momentum buffer": _digits([checksum_of(tensor) for tensor in self._buffers()]),
+            "counters": _digits([text]),
+        }
+
+    def _buffers(self) -> Iterator[Tensor]:
+        """The tensors of the outer optimizer's state, in the order of the parameters and their keys."""
+        for group in self.outer.param_groups:
+            for p in group["params"]:
+                state = self.outer.state.get(p, {})
+                yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor))
+
+
+def checksum_of(tensor: Tensor) -> str:
+    """The checksum of a tensor of any dtype and shape."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.nbytes % 8)).view(torch.float32)
+    return checksum(flat)
+
+
+def _digits(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

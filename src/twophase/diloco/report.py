@@ -1,0 +1,120 @@
+"""What the engine tells about a round: plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from twophase.optim.outer import GroupRound
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentRound:
+    """One fragment's part in a round.
+
+    Args:
+        name: of the fragment.
+        round: number of this fragment's round, from 1; its restart policy counts by it.
+        inner_steps: inner steps that each replica took in it.
+        restarted: whether the momentum of any of its param groups restarted.
+        checksum: digits that depend on every bit of its new anchor.
+    """
+
+    name: str
+    round: int
+    inner_steps: int
+    restarted: bool
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What happened in a round. The same on every process, except `bytes_sent` and `seconds`.
+
+    A model in several fragments has a report for each sync, which may be of one fragment or of several.
+
+    Args:
+        round: number of the round, from 1.
+        inner_steps: inner steps that each replica took in it (of several fragments, the most).
+        partial: whether they are fewer than a whole round has: it was ended early, by `finish()`, or is the first one
+            of a fragment that is synchronised in the middle of the others' rounds.
+        complete: whether all fragments have ended the round now.
+        replicas: replicas that took part.
+        newcomers: replicas that came late, were given another's state, and had no weight in this round.
+        attempts: how often it was tried; more than 1 when processes went away during the sync.
+        restarted: whether the momentum of any param group restarted.
+        fragments: what each fragment did.
+        groups: each param group's norms, cosine, gain and restart; empty for an outer optimizer other than `OuterSGD`.
+        pseudo_gradient_norm: Euclidean norm of g over all parameters that were synchronised.
+        signals: the means over the replicas of what was given to `step(signals=...)`.
+        bytes_sent: bytes that this process sent to others for the reduction; 0 in a single process.
+        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`, and `quorum` where
+            processes come and go. On an accelerator the first four only launch work, which is waited for where a number
+            is read.
+        checksum: digits that depend on every bit of the new anchor (of the fragments that were synchronised).
+    """
+
+    round: int
+    inner_steps: int
+    partial: bool
+    complete: bool
+    replicas: int
+    newcomers: int
+    attempts: int
+    restarted: bool
+    fragments: tuple[FragmentRound, ...]
+    groups: tuple[GroupRound, ...]
+    pseudo_gradient_norm: float
+    signals: Mapping[str, float]
+    bytes_sent: int
+    seconds: Mapping[str, float]
+    checksum: str
+
+    @property
+    def buffer_norm(self) -> float:
+        """Euclidean norm of the momentum buffer before g was mixed in, over all groups."""
+        return sum(group.buffer_norm**2 for group in self.groups) ** 0.5
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between g and that buffer, over all groups; 0 when either vanishes."""
+        scale = self.pseudo_gradient_norm * self.buffer_norm
+        inner = sum(group.cosine * group.pseudo_gradient_norm * group.buffer_norm for group in self.groups)
+        return inner / scale if scale != 0 else 0.0
+
+    @property
+    def gain(self) -> float:
+        """Effective outer gain <update, g> / <g, g> over all groups; 1 would be plain averaging."""
+        square = sum(group.pseudo_gradient_norm**2 for group in self.groups)
+        along = sum(group.gain * group.pseudo_gradient_norm**2 for group in self.groups if group.pseudo_gradient_norm)
+        return along / square if square != 0 else float("nan")
+
+
+def merged(reports: Sequence[RoundReport]) -> RoundReport:
+    """Several syncs that end a run together, as one report."""
+    first, last = reports[0], reports[-1]
+    if len(reports) == 1:
+        return first
+    phases = {phase for report in reports for phase in report.seconds}
+    return replace(
+        last,
+        inner_steps=max(report.inner_steps for report in reports),
+        partial=any(report.partial for report in reports),
+        newcomers=max(report.newcomers for report in reports),
+        attempts=max(report.attempts for report in reports),
+        restarted=any(report.restarted for report in reports),
+        fragments=tuple(one for report in reports for one in report.fragments),
+        groups=tuple(one for report in reports for one in report.groups),
+        pseudo_gradient_norm=sum(report.pseudo_gradient_norm**2 for report in reports) ** 0.5,
+        bytes_sent=sum(report.bytes_sent for report in reports),
+        seconds={phase: sum(report.seconds.get(phase, 0.0) for report in reports) for phase in sorted(phases)},
+        checksum=joined([one.checksum for report in reports for one in report.fragments]),
+    )
+
+
+def joined(checksums: Sequence[str]) -> str:
+    """One checksum of several: the only one itself, or sixteen digits that depend on all and on their order."""
+    value = int(checksums[0], 16)
+    for other in checksums[1:]:
+        value = (value * 0x100000001B3 + int(other, 16)) % (1 << 64)
+    return f"{value:016x}"

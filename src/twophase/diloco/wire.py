@@ -1,0 +1,525 @@
+"""What travels when a pseudo-gradient is summed over processes: float32, bfloat16, or int8 with error feedback.
+
+A float32 sum is one all-reduce. The others lose digits, so they travel in two stages, with M processes:
+
+    stage 1   process s sends c_s = encode(x_s + e_s); e_s <- x_s + e_s - decode(c_s)
+              to the owner of each M-th part, which adds decode(c_0) + decode(c_1) + ... in the order of the ranks
+    stage 2   the owner sends c = encode(y + e) of its sum y to all; e <- y + e - decode(c); everyone takes decode(c)
+
+Each process sends about two vectors of codes, however many processes there are; sums are made in the buffer's own type;
+and all processes hold the same bits, which several replicas in one process find as well, since both ways run the same
+functions on the same blocks. The residuals e (error feedback) carry what a round could not send into the next one, so
+that over many rounds nothing is lost.
+
+Source: error feedback, Karimireddy et al. 2019 (arXiv 1901.09847); both stages of it, Tang et al. 2019
+(DoubleSqueeze, arXiv 1905.05957).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twophase.diloco.comm import Communicator, Pending
+
+WIRES = ("float32", "bfloat16", "int8")
+BLOCK = 128
+"""Elements that share a scale in int8; parts and pieces are whole numbers of blocks."""
+
+_LEVELS = 127
+_SMALLEST = 2.0**-149  # the least positive float32
+_LARGEST_SCALE = float.fromhex("0x1.020406p+121")  # `_LEVELS` times the next float32 above overflows
+_SUM_PIECE_BYTES = 64 << 20
+_PIECE_ELEMENTS = 1 << 19  # on a CPU: what an encoding goes over several times stays in the cache
+_PIECE_ELEMENTS_ELSEWHERE = 1 << 22  # on an accelerator: fewer kernels to start
+
+
+def check_wire(name: str) -> str:
+    """`name` if it is one of `WIRES`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if name not in WIRES:
+        raise ValueError(f"check_wire: wire is {name!r}; it must be one of {', '.join(WIRES)}")
+    return name
+
+
+# --- codes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """Encoded elements.
+
+    Args:
+        codes: one an element, int8 or bfloat16.
+        scales: for int8, one a block of `BLOCK` elements (the last block may be shorter), float32; None for bfloat16.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+
+    def piece(self, start: int, stop: int) -> Packet:
+        """Elements `start`, a multiple of `BLOCK`, to `stop`."""
+        scales = None if self.scales is None else self.scales[start // BLOCK : -(-stop // BLOCK)]
+        return Packet(self.codes[start:stop], scales)
+
+
+def packet_bytes(name: str, numel: int) -> int:
+    """Bytes of `numel` encoded elements, a multiple of `BLOCK`: 2 an element for bfloat16, 132 a block for int8."""
+    return 2 * numel if name == "bfloat16" else numel + 4 * (numel // BLOCK)
+
+
+def packet(name: str, payload: Tensor, numel: int) -> Packet:
+    """The packet of `numel` elements, a multiple of `BLOCK`, that lies in `packet_bytes(name, numel)` bytes."""
+    if name == "bfloat16":
+        return Packet(payload.view(torch.bfloat16), None)
+    return Packet(payload[:numel].view(torch.int8), payload[numel:].view(torch.float32))
+
+
+def encode(values: Tensor, into: Packet, scratch: Tensor) -> None:
+    """Write the codes of `values`.
+
+    bfloat16 rounds to the nearest, ties to even. For int8, with the elements x of a block,
+
+        scale = max|x| / 127 + 2^-149,    code = round(x / scale), ties to even, in -127 ... 127,
+
+    so that code * scale is within scale / 2 of x, to rounding, for every finite float32. (2^-149 matters to subnormal
+    scales only: rounded down, they could not reach max|x|.) A block with an element that is not finite gets the scale
+    NaN and is NaN altogether when decoded: divergence shows on every process. In bfloat16 such an element stays what
+    it is.
+
+    Args:
+        values: 1-D, float32 or float64.
+        into: of as many elements.
+        scratch: of the same shape and dtype; overwritten.
+    """
+    if into.scales is None:
+        into.codes.copy_(values)
+        return
+    torch.abs(values, out=scratch)
+    scales = into.scales
+    for scale, magnitudes in _by_block(scales, scratch):
+        scale.copy_(torch.amax(magnitudes, dim=1, keepdim=True))
+    nan_unless_finite = scales * 0
+    scales.div_(_LEVELS).add_(_SMALLEST).clamp_(max=_LARGEST_SCALE).add_(nan_unless_finite)
+    for scale, x, quotient in _by_block(scales, values, scratch):
+        torch.div(x, scale, out=quotient)  # not times 1 / scale, which overflows for a subnormal scale
+    into.codes.copy_(scratch.round_())  # within -127 ... 127 by themselves, since scale >= max|x| / 127, to rounding
+
+
+def decode(taken: Packet, out: Tensor) -> None:
+    """Write the elements of a packet to `out`, 1-D of as many elements, float32 or float64."""
+    out.copy_(taken.codes)
+    if taken.scales is not None:
+        for scale, codes in _by_block(taken.scales, out):
+            codes.mul_(scale)
+
+
+def _by_block(scales: Tensor, *vectors: Tensor) -> Iterator[list[Tensor]]:
+    """Scales as a column and vectors as matrices, a row a block: of the whole blocks, then of a shorter last one."""
+    numel = vectors[0].numel()
+    whole = numel // BLOCK
+    if whole:
+        yield [scales[:whole, None], *(vector[: whole * BLOCK].view(whole, BLOCK) for vector in vectors)]
+    if numel > whole * BLOCK:
+        yield [scales[whole:, None], *(vector[None, whole * BLOCK :] for vector in vectors)]
+
+
+# --- what is remembered ---------------------------------------------------------------------------------------------
+
+
+class _Residual:
+    """What was not sent yet. `old` is read and `new` is written; they differ in memory if updates can be undone."""
+
+    def __init__(self, start: int, stop: int, dtype: torch.dtype, device: torch.device, *, transactional: bool) -> None:
+        self.span = (start, stop)  # of the fragment's elements
+        self.value = torch.zeros(stop - start, dtype=dtype, device=device)
+        self._spare = torch.zeros_like(self.value) if transactional else None
+        self._changed = False
+
+    @property
+    def old(self) -> Tensor:
+        return self._spare if self._changed and self._spare is not None else self.value
+
+    @property
+    def new(self) -> Tensor:
+        return self.value if self._spare is None else self._spare
+
+    def written(self) -> None:
+        """All of `new` is written: it is what the next update reads."""
+        self._changed = True
+
+    def commit(self) -> None:
+        if self._changed and self._spare is not None:
+            self.value, self._spare = self._spare, self.value
+        self._changed = False
+
+    def rollback(self) -> None:
+        self._changed = False
+
+    def load(self, value: Tensor) -> None:
+        self.value.copy_(value)
+        self._changed = False
+
+    def clear(self) -> None:
+        self.value.zero_()
+        self._changed = False
+
+
+# --- transfers ------------------------------------------------------------------------------------------------------
+
+
+class Transfer:
+    """A sum under way; `wait()` returns when the tensor holds it.
+
+    All processes call `advance()`, where they call it, at the same place among their collectives.
+    """
+
+    def __init__(
+        self,
+        pending: Sequence[Pending] = (),
+        second: Callable[[], Pending] | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._pending = list(pending)
+        self._second = second
+        self._finish = finish
+        self.bytes_sent = sum(work.bytes_sent for work in self._pending)
+        """Bytes that this process has handed to others so far; all of them after `wait()`."""
+
+    def advance(self) -> None:
+        """Wait for the first of two stages and launch the second; nothing where there is one stage, or when done."""
+        if self._second is None:
+            return
+        second, self._second = self._second, None
+        self._drain()
+        self._pending = [second()]
+        self.bytes_sent += self._pending[0].bytes_sent
+
+    def wait(self) -> None:
+        """Return when the tensor holds the sum."""
+        self.advance()
+        self._drain()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def _drain(self) -> None:
+        for work in self._pending:
+            work.wait()
+        self._pending = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Who owns which part: `size` equal parts of a vector of `numel` elements, padded to whole blocks."""
+
+    numel: int
+    size: int
+    rank: int
+
+    @property
+    def part(self) -> int:
+        """Elements of a part, padding included."""
+        return -(-self.numel // (self.size * BLOCK)) * BLOCK
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """First element of a part and the one after its last, without padding; in a short vector some are empty."""
+        return min(rank * self.part, self.numel), min((rank + 1) * self.part, self.numel)
+
+
+class Channel:
+    """How one fragment's pseudo-gradient travels; one a fragment and process, the same on every process.
+
+    Besides the residuals it holds one encoded vector to send, one received, and scratch for a piece.
+
+    Args:
+        name: one of `WIRES`; "float32" means the tensor's own type.
+        numel: elements of the fragment, >= 1.
+        dtype: of the tensors that are summed, float32 or float64; the residuals have it as well.
+        device: of the tensors.
+        senders: replicas in this process that `quantize` is called for, else 1; each has a residual of its own.
+        error_feedback: whether to carry what was not sent into the next round; None means for int8 only.
+        transactional: whether `rollback()` is possible; it costs a second copy of the residuals.
+
+    Raises:
+        ValueError: an unknown wire.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        numel: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        senders: int,
+        error_feedback: bool | None = None,
+        transactional: bool = False,
+    ) -> None:
+        self.name = check_wire(name)
+        self.lossy = name != "float32"
+        """Whether digits are lost on the way."""
+        assert numel >= 1, "an empty fragment has nothing to sum"
+        assert dtype in (torch.float32, torch.float64), "a pseudo-gradient is float32 or float64"
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._transactional = transactional
+        self._feedback = self.lossy and (name == "int8" if error_feedback is None else error_feedback)
+        self._sent = [self._residual(0, numel) for _ in range(senders)] if self._feedback else []
+        self._returned: _Residual | None = None  # of the part that this process owns, from the first sum on
+        self._under_way: Transfer | None = None
+        self._payloads: tuple[Tensor, Tensor] | None = None
+        self._scratch: tuple[Tensor, Packet] | None = None
+
+    def quantize(self, tensor: Tensor, sender: int) -> None:
+        """Stage one alone: replace a replica's contribution by what the others would receive of it.
+
+        For several replicas in one process: with each as a sender of its own, a run has the same bits in one process as
+        in one process a replica. Nothing happens for float32.
+
+        Args:
+            tensor: 1-D, contiguous, of the channel's length, dtype and device; changed in place.
+            sender: which replica of this process, from 0.
+        """
+        self._check(tensor)
+        if self.lossy:
+            residual = self._sent[sender] if self._feedback else None
+            self._send(tensor, 0, None, residual)
+            _written(residual)
+
+    def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
+        """Begin to replace `tensor` by its sum over the processes, in place, with the same bits on all of them.
+
+        Until `Transfer.wait()` has returned, the tensor holds nothing of use and the channel takes no other.
+
+        Args:
+            communicator: the processes, which may be others than in the last round.
+            tensor: 1-D, contiguous, of the channel's length, dtype and device.
+            quantized: the tensor is a sum of what `quantize` made, in one process; only the second stage is left.
+        """
+        self._check(tensor)
+        assert self._under_way is None, "wait for the transfer under way, or call rollback()"
+        if not self.lossy:
+            return Transfer(_launch_sum(communicator, tensor))
+        route = _Route(self._numel, communicator.size, communicator.rank)
+        if route.size == 1:
+            if not quantized:
+                self.quantize(tensor, 0)
+            self._return(tensor, route, None)
+            return Transfer()
+        assert not quantized, "several processes do both stages"
+        pending = self._first_stage(communicator, route, tensor)
+        second = partial(self._second_stage, communicator, route, tensor)
+        self._under_way = Transfer([pending], second, partial(self._finish, route, tensor))
+        return self._under_way
+
+    def _first_stage(self, communicator: Communicator, route: _Route, tensor: Tensor) -> Pending:
+        sent, received = self._buffers(route)
+        residual = self._sent[0] if self._feedback else None
+        for owner, share in enumerate(self._packets(sent, route)):
+            start, stop = route.span(owner)
+            self._send(tensor[start:stop], start, share, residual)
+        _written(residual)
+        return communicator.launch_scatter(received, sent)
+
+    def _second_stage(self, communicator: Communicator, route: _Route, tensor: Tensor) -> Pending:
+        """The owner's part: add up what came, in the order of the ranks, and send the sum to all."""
+        sent, received = self._buffers(route)
+        start, stop = route.span(route.rank)
+        total = tensor[start:stop]
+        for sender, share in enumerate(self._packets(received, route)):
+            for first, last in self._pieces(total.numel()):
+                if sender == 0:
+                    decode(share.piece(first, last), total[first:last])
+                else:
+                    addend = self._workspace()[0][: last - first]
+                    decode(share.piece(first, last), addend)
+                    total[first:last].add_(addend)
+        answer = sent[: packet_bytes(self.name, route.part)]  # the first stage is over, its buffers are free
+        self._return(total, route, packet(self.name, answer, route.part))
+        return communicator.launch_gather(received, answer)
+
+    def _finish(self, route: _Route, tensor: Tensor) -> None:
+        for owner, share in enumerate(self._packets(self._buffers(route)[1], route)):
+            start, stop = route.span(owner)
+            for first, last in self._pieces(stop - start):
+                decode(share.piece(first, last), tensor[start + first : start + last])
+        self._under_way = None
+
+    def _return(self, total: Tensor, route: _Route, into: Packet | None) -> None:
+        """Stage two's encoding of the part that this process owns."""
+        span = route.span(route.rank)
+        if self._feedback and (self._returned is None or self._returned.span != span):
+            self._returned = self._residual(*span)  # another part than before: its former owner has what was left
+        self._send(total, span[0], into, self._returned)
+        _written(self._returned)
+
+    def _send(self, tensor: Tensor, start: int, into: Packet | None, residual: _Residual | None) -> None:
+        """Encode `tensor` piece by piece, its codes in `into` and what they lack in the residual.
+
+        The tensor becomes what is received of it, or scratch where `into` is given.
+
+        Args:
+            tensor: 1-D.
+            start: where it starts in the fragment.
+            into: None where nobody else reads the codes.
+            residual: None without error feedback.
+        """
+        for first, last in self._pieces(tensor.numel()):
+            work, codes = self._workspace()
+            values, work = tensor[first:last], work[: last - first]
+            codes = codes.piece(0, last - first) if into is None else into.piece(first, last)
+            if residual is None:
+                encode(values, codes, work)
+                if into is None:  # else it comes back with the sum
+                    decode(codes, values)
+                continue
+            offset = start - residual.span[0]
+            place = slice(offset + first, offset + last)
+            torch.add(values, residual.old[place], out=work)
+            encode(work, codes, values)
+            decode(codes, values)
+            torch.sub(work, values, out=residual.new[place])
+
+    # --- memory
+
+    def _residual(self, start: int, stop: int) -> _Residual:
+        return _Residual(start, stop, self._dtype, self._device, transactional=self._transactional)
+
+    def _residuals(self) -> list[_Residual]:
+        return self._sent if self._returned is None else [*self._sent, self._returned]
+
+    def _pieces(self, numel: int) -> Iterator[tuple[int, int]]:
+        size = _PIECE_ELEMENTS if self._device.type == "cpu" else _PIECE_ELEMENTS_ELSEWHERE
+        for first in range(0, numel, size):
+            yield first, min(first + size, numel)
+
+    def _workspace(self) -> tuple[Tensor, Packet]:
+        """Room for the values and the codes of a piece."""
+        if self._scratch is None:
+            longest = -(-max(last - first for first, last in self._pieces(self._numel)) // BLOCK) * BLOCK
+            work = torch.empty(longest, dtype=self._dtype, device=self._device)
+            payload = torch.empty(packet_bytes(self.name, longest), dtype=torch.uint8, device=self._device)
+            self._scratch = work, packet(self.name, payload, longest)
+        return self._scratch
+
+    def _buffers(self, route: _Route) -> tuple[Tensor, Tensor]:
+        """What is sent and what is received: the packets of all parts, in the order of their owners."""
+        total = route.size * packet_bytes(self.name, route.part)
+        if self._payloads is None or self._payloads[0].numel() != total:
+            sent = torch.zeros(total, dtype=torch.uint8, device=self._device)  # padding stays zero
+            self._payloads = sent, torch.zeros_like(sent)
+        return self._payloads
+
+    def _packets(self, payload: Tensor, route: _Route) -> list[Packet]:
+        return [packet(self.name, share, route.part) for share in payload.chunk(route.size)]
+
+    def _check(self, tensor: Tensor) -> None:
+        assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
+        assert tensor.dtype == self._dtype
+        assert tensor.is_contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals, live: of each sender, and of the part that this process owns once there was a sum.
+
+        Empty without error feedback.
+        """
+        if not self._feedback:
+            return {}
+        state: dict[str, Any] = {"wire": self.name, "sent": [residual.old for residual in self._sent]}
+        if self._returned is not None:
+            state |= {"returned": self._returned.old, "returned_start": self._returned.span[0]}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of `state_dict()`; a transfer under way is given up.
+
+        A residual of the second stage serves while this process owns the part that it belongs to; with another number
+        of processes it is forgotten at the next sum.
+
+        Raises:
+            ValueError: the state of another wire, of other senders, or of another fragment; nothing has been changed.
+        """
+        problem = self._misfit(state)
+        if problem is not None:
+            raise ValueError(
+                f"Channel.load_state_dict: {problem}; build the engine with the wire, the error feedback, the model "
+                "and the replicas of the checkpoint, or start a new run"
+            )
+        self.clear()
+        if not self._feedback:
+            return
+        for residual, saved in zip(self._sent, state["sent"], strict=True):
+            residual.load(saved)
+        if "returned" in state:
+            start, saved = state["returned_start"], state["returned"]
+            self._returned = self._residual(start, start + saved.numel())
+            self._returned.load(saved)
+
+    def _misfit(self, state: Mapping[str, Any]) -> str | None:
+        ours = self.name if self._feedback else None
+        if state.get("wire") != ours:
+            return f"the state has {_describe(state.get('wire'))}, this channel {_describe(ours)}"
+        if not self._feedback:
+            return None
+        sent, returned, start = state["sent"], state.get("returned"), state.get("returned_start", 0)
+        if len(sent) != len(self._sent):
+            return f"the state has {len(sent)} senders' residuals, this channel {len(self._sent)}"
+        for number, saved in enumerate(sent):
+            if saved.shape != (self._numel,):
+                return f"sender {number}'s residual has shape {tuple(saved.shape)} instead of ({self._numel},)"
+        if returned is not None and (returned.dim() != 1 or not 0 <= start <= self._numel - returned.numel()):
+            return f"the part's residual, {tuple(returned.shape)} at {start}, is not within {self._numel} elements"
+        return None
+
+    def commit(self) -> None:
+        """Keep the residuals as they are now."""
+        for residual in self._residuals():
+            residual.commit()
+
+    def rollback(self) -> None:
+        """Set the residuals back to the last `commit()`, and give up a transfer under way: the sum has failed.
+
+        A residual of the second stage that began later, because this process came to own another part, is zero then.
+        """
+        assert self._transactional or not self._feedback, "only a channel built with transactional=True can undo"
+        for residual in self._residuals():
+            residual.rollback()
+        self._give_up()
+
+    def clear(self) -> None:
+        """Forget all residuals, and give up a transfer under way: as after construction."""
+        for residual in self._sent:
+            residual.clear()
+        self.reset_returned()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self._under_way is not None:
+            self._under_way = self._payloads = None  # what has failed may still write into them
+
+    def reset_returned(self) -> None:
+        """Forget the second stage's residual, for when processes came or went and parts changed owners."""
+        self._returned = None
+
+
+def _written(residual: _Residual | None) -> None:
+    if residual is not None:
+        residual.written()
+
+
+def _describe(wire: str | None) -> str:
+    return "no residuals" if wire is None else f"residuals of wire {wire}"
+
+
+def _launch_sum(communicator: Communicator, tensor: Tensor) -> list[Pending]:
+    """All-reduces of about 64 MiB each: a large one in pieces is quicker than whole, a small one is not."""
+    count = max(1, round(tensor.nbytes / _SUM_PIECE_BYTES))
+    return [communicator.launch_sum(piece) for piece in tensor.split(-(-tensor.numel() // count))]
