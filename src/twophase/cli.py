@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twophase.config import UsageError
+from twophase.config import RunError, UsageError
 
 if TYPE_CHECKING:
     from twophase.experiment.grid import Sweep
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except (OSError, RunError) as error:
         return _complain(f"{_PROGRAM} {name}", str(error), "failed", status=1)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which only some commands import
@@ -185,11 +185,14 @@ def _train(words: list[str]) -> int:
         metavar="TRACKER",
         help="send the metrics to tensorboard, trackio or wandb as well; the run does not depend on them",
     )
+    _elastic_options(parser)
     options, config = _train_config(parser, words)
     if options.print_config:
         print(dump_yaml(config), end="")
         return 0
     out = options.out or Path("runs") / fingerprint(config)
+    if options.lighthouse is not None:
+        out = out / f"replica-{options.replica}"  # each is a run of its own, wherever its machine is
     summary = read_summary(out, fingerprint(config)) or _train_run(out, config, options)
     lead = os.environ.get("RANK", "0") == "0"
     if summary["exit_reason"] == "stopped":
@@ -201,20 +204,42 @@ def _train(words: list[str]) -> int:
     return 1 if summary["diverged"] else 0
 
 
+def _elastic_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("replicas that come and go (extra twophase[ft])")
+    group.add_argument("--lighthouse", metavar="URL", help="of torchft_lighthouse, such as http://10.0.0.1:29510")
+    group.add_argument("--replica", type=int, default=0, metavar="N", help="the number of this replica, from 0")
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="of the interface to listen on; a private one (127.0.0.1)",
+    )
+    group.add_argument("--min-replicas", type=int, metavar="N", help="replicas that a run needs to begin (all of them)")
+    group.add_argument(
+        "--sync-timeout", type=float, default=120.0, metavar="S", help="seconds for a heal or a reduction (120)"
+    )
+    group.add_argument(
+        "--quorum-timeout", type=float, default=3600.0, metavar="S", help="seconds for the slowest's inner steps (3600)"
+    )
+    group.add_argument(
+        "--start-timeout", type=float, default=600.0, metavar="S", help="seconds to wait for replicas to begin (600)"
+    )
+
+
 def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Train what is not finished yet."""
     from twophase.config import to_tree
     from twophase.lm.train import train
     from twophase.lm.trainer import preflight
     from twophase.progress import meter, round_text, step_text
-    from twophase.session import claimed, process_group, signals, take_device
+    from twophase.session import claimed, communication, signals, take_device
     from twophase.tracking import check, tracked
 
     check(options.track)
     take_device(config)
     preflight(config, int(os.environ.get("WORLD_SIZE", "1")))  # before a folder is made for what cannot be run
     with (
-        process_group(config) as communicator,
+        communication(config, options) as communicator,
         signals() as stopped,
         claimed(out, config, communicator) as folder,
         tracked(

@@ -24,6 +24,10 @@ class UsageError(ValueError):
     """A mistake of the user's, with the remedy in its message; the command line ends with status 2."""
 
 
+class RunError(RuntimeError):
+    """What ended a run from outside, with the remedy in its message; the command line ends with status 1."""
+
+
 def to_tree(config: Any) -> Tree:
     """The configuration as nested dictionaries of plain values (tuples become lists)."""
     return {field.name: _plain(getattr(config, field.name), field.default) for field in dataclasses.fields(config)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from twophase.config import UsageError
+from twophase.config import RunError, UsageError
 from twophase.diloco.comm import Communicator, ProcessGroup, SingleProcess
 from twophase.experiment.run import RunFolder
 from twophase.lm.config import TrainConfig
@@ -65,12 +66,60 @@ def take_device(config: TrainConfig) -> None:
 
 
 @contextmanager
+def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[Communicator]:
+    """The replicas that meet at a lighthouse, the processes that torchrun started, or this one alone.
+
+    Args:
+        config: the run.
+        options: of `twophase train`; those about replicas that come and go are looked at.
+    """
+    if options.lighthouse is None:
+        with process_group(config) as communicator:
+            yield communicator
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("--lighthouse: here a replica is one process; start each by itself, without torchrun")
+    if not 0 <= options.replica < config.replicas:
+        raise UsageError(
+            f"--replica is {options.replica}; it must be at least 0 and below --replicas, which is {config.replicas}"
+        )
+    from twophase.diloco.torchft import TorchFT  # noqa: PLC0415 - an extra
+
+    try:
+        elastic = TorchFT(
+            options.replica,
+            config.replicas,
+            lighthouse=options.lighthouse,
+            host=options.host,
+            timeout=options.sync_timeout,
+            quorum_timeout=options.quorum_timeout,
+            start_timeout=options.start_timeout,
+            min_replicas=options.min_replicas,
+        )
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from None
+    with elastic:
+        yield elastic
+
+
+@contextmanager
 def process_group(config: TrainConfig) -> Iterator[Communicator]:
-    """The processes that torchrun started, or this one alone."""
+    """The processes that torchrun started, or this one alone.
+
+    Raises:
+        RunError: they cannot meet.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield SingleProcess()
         return
-    dist.init_process_group("gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl")
+    try:
+        dist.init_process_group("gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl")
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise RunError(
+            f"the processes cannot meet at {where} ({str(error).splitlines()[0]}); give torchrun an address that all "
+            "machines reach and a free port (--rdzv-endpoint HOST:PORT), and gloo its interface (GLOO_SOCKET_IFNAME)"
+        ) from error
     try:
         communicator = ProcessGroup()
         yield communicator
@@ -86,7 +135,7 @@ def claimed(out: Path, config: TrainConfig, communicator: Communicator) -> Itera
     Raises:
         UsageError: on every process, when process 0's claim is refused.
     """
-    if communicator.size == 1:
+    if communicator.elastic or communicator.size == 1:
         with RunFolder.claim(out, config) as folder:
             yield folder
         return

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 import twophase
+from twophase.config import RunError
 from twophase.diloco.comm import Communicator
 from twophase.diloco.fragment import Fragment
 from twophase.optim.outer import Dots, OuterSGD
 
 
-class Disagreement(RuntimeError):  # noqa: N818 - it says what there is
+class Disagreement(RunError):  # noqa: N818 - it says what there is
     """Processes that should hold the same bits do not. The message names the first fragment that differs, and how."""
 
 

@@ -7,7 +7,8 @@ a `torch.distributed` group sums over its processes; `twophase.diloco.torchft` i
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from twophase.config import RunError
 
 
 class Interrupted(Exception):  # noqa: N818 - no fault: a process has gone, and the others go on
@@ -108,6 +111,19 @@ class Communicator(Protocol):
 class Elastic(Communicator, Protocol):
     """A communicator whose processes come and go; see `DiLoCo.join`."""
 
+    replica: int
+    """This replica's number, whoever else is there."""
+
+    def attach(self, engine: Any, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Say what a replica that comes late is given: the engine's state and the rest (models, inner optimizers, …).
+
+        Args:
+            engine: the `DiLoCo`.
+            save: returns the rest, as a tree of tensors, numbers and text.
+            load: takes it.
+        """
+        ...
+
     def enter(self, syncs: int) -> None:
         """Say, before `begin`, how far this process's state is; one that is behind another is given the other's.
 
@@ -182,6 +198,19 @@ class SingleProcess:
         return [list(numbers)]
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Say in one message that the others cannot be reached any more; torch's own is about sockets."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RunError(
+            f"the connection to the other processes is lost ({reason}); see what they have said: one may have ended or "
+            "been cut off. Checkpoints are intact: repeat the command to resume"
+        ) from error
+
+
 @dataclass(slots=True)
 class _Works:
     works: list[Any]
@@ -189,8 +218,9 @@ class _Works:
     kept: tuple[Tensor, ...] = field(default=())  # a buffer must not be freed under a collective that uses it
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with _told():
+            for work in self.works:
+                work.wait()
         self.kept = ()
 
 
@@ -265,27 +295,32 @@ class ProcessGroup:
 
         A ring sends each of its `size` parts on 2 (size - 1) times, which is the least that any algorithm can do.
         """
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+        with _told():
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
         return _Works([work], 2 * (self.size - 1) * tensor.nbytes // self.size, (tensor,))
 
     def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
         """All-to-all, asynchronously."""
-        work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        with _told():
+            work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         return _Works([work], (self.size - 1) * sent.nbytes // self.size, (received, sent))
 
     def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
         """All-gather, asynchronously."""
-        work = _all_gather(received, sent, self.group, asynchronously=True)
+        with _told():
+            work = _all_gather(received, sent, self.group, asynchronously=True)
         return _Works([work], (self.size - 1) * sent.nbytes, (received, sent))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Broadcast from the group's process 0."""
-        dist.broadcast(tensor, group=self.group, group_src=0)
+        with _told():
+            dist.broadcast(tensor, group=self.group, group_src=0)
 
     def gather(self, value: Any) -> list[Any]:
         """All-gather of Python objects."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with _told():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -304,7 +339,8 @@ def _exchange(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list
     device = torch.device("cpu" if on_host else "cuda")
     sent = torch.frombuffer(bytearray(struct.pack(f"={count}d", *numbers)), dtype=torch.uint8).to(device)
     received = torch.empty(size * sent.numel(), dtype=torch.uint8, device=device)
-    _all_gather(received, sent, group, asynchronously=False)
+    with _told():
+        _all_gather(received, sent, group, asynchronously=False)
     words = struct.unpack(f"={size * count}d", bytes(received.tolist()))
     return [list(words[start : start + count]) for start in range(0, size * count, count)]
 

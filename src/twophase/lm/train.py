@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from twophase.config import UsageError, fingerprint
 from twophase.diloco.comm import Communicator, SingleProcess
+from twophase.diloco.report import RoundReport
 from twophase.files import write_atomic
 from twophase.lm import checkpoint
 from twophase.lm.config import TrainConfig
@@ -86,18 +87,22 @@ def train(
         with _disk(folder):
             folder.write_env(run.environment())
             checkpoint.clean(folder.checkpoint_dir)
-    done = _restore(run, folder)
+    joined = _begin(run, folder)
+    done = run.done
     before, started, saved = done.seconds, time.perf_counter(), done.step
     steps = _StepLog(run, folder, on_step)
 
     with _writer(run, folder) as writer:
         while done.step < config.steps and done.exit_reason == RUNNING:
-            run.inner_step()
-            report = run.synchronize(should_stop)
-            steps.write()
+            if joined is None:
+                run.inner_step()
+                report = run.synchronize(should_stop)
+                steps.write()
+            else:  # it came late, into the end of another's round
+                report, joined = joined, None
             done.seconds = before + time.perf_counter() - started
             if report is None:
-                if run.comm.size == 1 and should_stop():
+                if run.files.size == 1 and should_stop():
                     done.exit_reason = STOPPED
                 continue
             line = run.end_round(report)
@@ -152,13 +157,23 @@ class _StepLog:
 def _writer(run: Trainer, folder: Recorder) -> checkpoint.Writer:
     config = run.config
     return checkpoint.Writer(
-        folder.checkpoint_dir, fingerprint=fingerprint(config), keep=config.keep_checkpoints, communicator=run.comm
+        folder.checkpoint_dir, fingerprint=fingerprint(config), keep=config.keep_checkpoints, communicator=run.files
     )
 
 
-def _restore(run: Trainer, folder: Recorder) -> Progress:
+def _begin(run: Trainer, folder: Recorder) -> RoundReport | None:
+    """Take up where the run stands: on disk, or with the other replicas where they come and go."""
+    if not run.comm.elastic:
+        _restore(run, folder)
+        return None
+    with _disk(folder):
+        folder.rewind(folder.position())  # a line that a kill has cut
+    return run.join(lambda: _restore(run, folder))
+
+
+def _restore(run: Trainer, folder: Recorder) -> None:
     """Continue from the newest checkpoint, where there is one; process 0 says which that is."""
-    newest = run.comm.gather(checkpoint.latest(folder.checkpoint_dir))[0]
+    newest = run.files.gather(checkpoint.latest(folder.checkpoint_dir))[0]
     logs: dict[str, int] = {}
     if newest is not None:
         saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
@@ -172,19 +187,18 @@ def _restore(run: Trainer, folder: Recorder) -> Progress:
                 "another --out"
             )
         run.engine.load_state_dict(saved.part(checkpoint.ENGINE))  # at a round's end it also sets the models
-        if run.config.sync.wire != "float32" and processes == run.comm.size:  # else nobody owes anything any more
-            run.engine.load_wire_state_dict(saved.part(checkpoint.wire_file(run.comm.rank)))
+        if run.config.sync.wire != "float32" and processes == run.files.size:  # else nobody owes anything any more
+            run.engine.load_wire_state_dict(saved.part(checkpoint.wire_file(run.files.rank)))
         for replica in run.replicas:
             part = saved.part(checkpoint.replica_file(replica.number))
             replica.load_state_dict({"model": replica.model.state_dict()} | part)
-        run.restore_execution(execution[run.comm.rank % len(execution)])
+        run.restore_execution(execution[run.files.rank % len(execution)])
         run.done = Progress(**numbers)
         if run.done.exit_reason == STOPPED:
             run.done.exit_reason = RUNNING
     if run.lead:
         with _disk(folder):
             folder.rewind(logs)  # lines written after the checkpoint will be written again
-    return run.done
 
 
 def _save(run: Trainer, folder: Recorder, writer: checkpoint.Writer) -> None:
@@ -195,12 +209,12 @@ def _save(run: Trainer, folder: Recorder, writer: checkpoint.Writer) -> None:
     if run.lead:
         parts[checkpoint.ENGINE] = engine
     if owed:
-        parts[checkpoint.wire_file(run.comm.rank)] = owed
+        parts[checkpoint.wire_file(run.files.rank)] = owed
     progress = dataclasses.asdict(run.done) | {
         "logs": folder.position() if run.lead else {},
         "text": run.text,
-        "execution": run.comm.gather(run.execution),  # each process may have chosen for itself
-        "processes": run.comm.size,
+        "execution": run.files.gather(run.execution),  # each process may have chosen for itself
+        "processes": run.files.size,
     }
     writer.save(run.done.step, parts, progress)
 

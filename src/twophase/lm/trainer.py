@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 import twophase
 from twophase.config import UsageError, fingerprint, flatten, to_tree
-from twophase.diloco.comm import Communicator
+from twophase.diloco.comm import Communicator, Elastic, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport, merged
 from twophase.lm.config import TrainConfig, check, text_name
@@ -52,22 +52,27 @@ class Trainer:
     def __init__(self, config: TrainConfig, communicator: Communicator) -> None:
         self.config = config
         self.comm = communicator
-        self.lead = communicator.rank == 0
+        self.files: Communicator = SingleProcess() if communicator.elastic else communicator
+        """The processes that write one folder: where replicas come and go, each has its own."""
+        self.lead = self.files.rank == 0
         self.done = Progress()
         self.validation: Evaluation | None = None
         """Of the present anchor, if it has been evaluated."""
-        self.corpus, device = preflight(config, communicator.size)
+        self.corpus, device = preflight(config, self.files.size)
         self.vocabulary_size: int = config.model.vocabulary_size or self.corpus.vocabulary.size
         self.loss_bound: float = config.divergence_loss or 3 * math.log(self.vocabulary_size)
         self.text: str = self.corpus.description["fingerprint"]
         torch.set_num_threads(config.threads)
         make_repeatable(config, device)
-        share = config.replicas // communicator.size
-        numbers = range(communicator.rank * share, (communicator.rank + 1) * share)
+        share = 1 if communicator.elastic else config.replicas // communicator.size
+        first = cast("Elastic", communicator).replica if communicator.elastic else communicator.rank * share
+        numbers = range(first, first + share)
         self.compute = Step(config, self.vocabulary_size, device, share)
         self.replicas = [Replica(config, number, self.corpus, self.compute) for number in numbers]
         self._losses: list[Tensor] = []
         self.engine = self._engine()
+        if communicator.elastic:
+            cast("Elastic", communicator).attach(self.engine, self._replica_state, self._load_replica_state)
 
     def _engine(self) -> DiLoCo:
         config, sync = self.config, self.config.sync
@@ -86,6 +91,31 @@ class Trainer:
                 alike={"texts": self.text[:12]} | _alike(config),
             )
         except ValueError as error:  # processes, or fragments, that do not fit
+            raise UsageError(str(error)) from None
+
+    def _replica_state(self) -> dict[str, Any]:
+        """What a replica that comes late needs beside the engine's state: it goes on as this one."""
+        self.settle()
+        return {"step": self.done.step, "replica": self.replicas[0].state_dict()}
+
+    def _load_replica_state(self, state: dict[str, Any]) -> None:
+        self._losses.clear()
+        self.replicas[0].load_state_dict(state["replica"])
+        self.done.step, self.done.round_loss, self.done.round_steps = state["step"], 0.0, 0
+        self.validation = None
+
+    def join(self, restore: Callable[[], None]) -> RoundReport | None:
+        """Join the other replicas, where they come and go.
+
+        Args:
+            restore: takes up what is on disk; called where no run is under way.
+
+        Returns:
+            The report of the round that this replica has come into, if that has ended by it.
+        """
+        try:
+            return self.engine.join({LOSS: 0.0, STOP: 0.0}, restore=restore)
+        except ValueError as error:
             raise UsageError(str(error)) from None
 
     def inner_step(self) -> None:
@@ -141,7 +171,9 @@ class Trainer:
         signals = None
         if last or self.engine.reports_next:
             self.settle()  # the engine would have to wait for the inner steps, and that is not its time
-            signals = {LOSS: self.done.round_loss / self.done.round_steps, STOP: float(should_stop())}
+            loss = self.done.round_loss / max(self.done.round_steps, 1)
+            # Where replicas come and go, one that is asked to stop goes alone.
+            signals = {LOSS: loss, STOP: 0.0 if self.comm.elastic else float(should_stop())}
         clock = time.perf_counter()
         report = self.engine.step(signals)
         if last:
