@@ -114,9 +114,9 @@ def take_slurm_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]
 def _check_plain(sweep: Sweep) -> None:
     if not all(config.sync.plain for config in sweep.runs.values()):
         raise UsageError(
-            "the runs of a sweep share their inner steps, which only runs can that combine the whole model at a round's "
-            "end: leave --sync.fragments, restart, delay and mixing as they are, or train such runs one by one with "
-            "twophase train"
+            "the runs of a sweep share their inner steps, which only runs can that combine the whole model at a "
+            "round's end: leave --sync.fragments, restart, delay and mixing as they are, or train such runs one by "
+            "one with twophase train"
         )
 
 

@@ -338,6 +338,10 @@ class Checkpoint:
         """The plain numbers."""
         return json.loads((self.path / _PROGRESS).read_text(encoding="utf-8"))
 
+    def holds(self, name: str) -> bool:
+        """Whether there is such a part."""
+        return (self.path / name).exists()
+
     def part(self, name: str) -> Any:
         """One part, with its tensors on the CPU."""
         return files.read(self.path / name)

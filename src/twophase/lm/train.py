@@ -187,8 +187,9 @@ def _restore(run: Trainer, folder: Recorder) -> None:
                 "another --out"
             )
         run.engine.load_state_dict(saved.part(checkpoint.ENGINE))  # at a round's end it also sets the models
-        if run.config.sync.wire != "float32" and processes == run.files.size:  # else nobody owes anything any more
-            run.engine.load_wire_state_dict(saved.part(checkpoint.wire_file(run.files.rank)))
+        owed = checkpoint.wire_file(run.files.rank)
+        if processes == run.files.size and saved.holds(owed):  # with other processes, nobody owes anything any more
+            run.engine.load_wire_state_dict(saved.part(owed))
         for replica in run.replicas:
             part = saved.part(checkpoint.replica_file(replica.number))
             replica.load_state_dict({"model": replica.model.state_dict()} | part)

@@ -1,0 +1,169 @@
+"""Runs whose syncs are not the plain ones: fragments, delays, wires; and processes that were not started alike."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import textmaker
+from twophase.config import UsageError, dump_yaml, with_values
+from twophase.experiment.run import RunFolder, read_lines
+from twophase.lm import checkpoint
+from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
+from twophase.lm.train import train
+
+SYNCS: dict[str, dict[str, Any]] = {
+    "fragments": {"sync.fragments": ("3",), "sync.restart": ("0=1", "1=2", "2=never")},
+    "delay": {"sync.delay": 4, "sync.mixing": 0.5},
+    "streaming": {"sync.fragments": ("ends=embedding|head|norm", "rest=."), "sync.delay": 2, "sync.wire": "int8"},
+    "bfloat16": {"sync.wire": "bfloat16", "sync.fragments": ("2",), "sync.stagger": False},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    """A run of a second: 3 full rounds and a shorter one."""
+    corpus = textmaker.write(tmp_path / "text.txt")
+    return TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
+        data=DataConfig(corpus=f"file:{corpus}", sequence_length=16, batch_size=4, validation_windows=8),
+        steps=22,
+        inner_steps=6,
+        checkpoint_every=2,
+    )
+
+
+def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
+    with RunFolder.claim(path, config) as folder:
+        return train(config, folder, **options)
+
+
+def lines(path: Path, log: str) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in read_lines(path / log)]
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_resumed_equals_uninterrupted(config: TrainConfig, tmp_path: Path, name: str) -> None:
+    """Stopped again and again, in the middle of rounds and delays, a run ends with the same bytes and lines."""
+    config = with_values(config, SYNCS[name])
+    whole = run(config, tmp_path / "whole")
+    for stop in (1, 3, 5, 6, 7, 8, 12, 14, 19, 21):
+        start = checkpoint.latest_step(tmp_path / "parts" / "checkpoint") or 0
+        left = iter(range(start + 1, 100))
+        part = run(config, tmp_path / "parts", should_stop=lambda s=stop, i=left: next(i) >= s)
+        assert (part["exit_reason"], part["steps"]) == ("stopped", stop)
+    parts = run(config, tmp_path / "parts")
+    assert parts["checksum"] == whole["checksum"]
+    for log in ("rounds.jsonl", "metrics.jsonl"):
+        assert lines(tmp_path / "parts", log) == lines(tmp_path / "whole", log)
+    weights = [(tmp_path / which / "weights.safetensors").read_bytes() for which in ("whole", "parts")]
+    assert weights[0] == weights[1]
+
+
+def test_each_is_a_run_of_its_own(config: TrainConfig, tmp_path: Path) -> None:
+    """Every way of synchronising trains, and no two give the same weights."""
+    plain = run(config, tmp_path / "plain")
+    found = {plain["checksum"]}
+    for name, values in SYNCS.items():
+        summary = run(with_values(config, values), tmp_path / name)
+        assert summary["perplexity"] < 60  # uniform would be 96
+        found.add(summary["checksum"])
+    assert len(found) == 1 + len(SYNCS)
+
+
+def test_rounds_of_fragments_are_logged(config: TrainConfig, tmp_path: Path) -> None:
+    """A line a sync, which names the fragment and its own round; restarts follow each fragment's own period."""
+    run(with_values(config, SYNCS["fragments"]), tmp_path / "run")
+    told = lines(tmp_path / "run", "rounds.jsonl")
+    assert [line["step"] for line in told] == [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22]
+    parts = [part for line in told for part in line["fragments"]]
+    assert [part["name"] for part in parts] == [*"012012012", "0", "1", "0", "2"]  # at the end what is left
+    for part in parts:
+        period = {"0": 1, "1": 2}.get(part["name"])
+        assert part["restarted"] == (period is not None and part["round"] % period == 0)
+    assert [line["complete"] for line in told] == [line["step"] % 6 == 0 or line["step"] == 22 for line in told]
+
+
+def test_validated_at_the_anchor(config: TrainConfig, tmp_path: Path) -> None:
+    """A validation while replicas are ahead of the anchor is the anchor's and leaves the run as it was."""
+    values = SYNCS["delay"] | {"evaluate_every": 1}
+    seen = run(with_values(config, values), tmp_path / "seen")
+    blind = run(with_values(config, SYNCS["delay"]), tmp_path / "blind")
+    assert seen["checksum"] == blind["checksum"]
+    losses = [line["validation_loss"] for line in lines(tmp_path / "seen", "metrics.jsonl")]
+    assert len(losses) == 3  # after steps 10, 16 and 22
+    assert losses[-1] == seen["validation_loss"]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sync.delay": 6}, r"--sync\.delay is 6; it must be at least 0 and below inner_steps \(6\)"),
+        ({"sync.mixing": 1.0}, r"--sync\.mixing is 1\.0; it must be at least 0 and below 1"),
+        ({"sync.fragments": ("0",)}, r"--sync\.fragments is 0; it must be a whole number >= 1"),
+        ({"sync.fragments": ("a", "b")}, r"--sync\.fragments is a; it must be NAME=VALUE, such as ends="),
+        ({"sync.restart": ("0=often",)}, r"--sync\.restart: restart 'often' is not known"),
+        ({"sync.restart": ("1=3",)}, r"--sync\.restart names 1, and the fragments are 0; give each fragment its"),
+        ({"sync.fragments": ("a=(",)}, r"pattern '\(' of fragment 'a' is no regular expression"),
+        ({"sync.fragments": ("a=embedding",)}, r"no fragment's pattern is found in the parameter name 'norm'"),
+        ({"sync.fragments": ("99",)}, r"fragments is 99; it must be between 1 and the number of parameters, 9"),
+    ],
+)
+def test_mistakes_name_the_option(config: TrainConfig, tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    """An impossible way of synchronising is refused in one message, before any training."""
+    with pytest.raises(UsageError, match=message):
+        train(check(with_values(config, values)), RunFolder.claim(tmp_path / "run", config))
+
+
+def processes(tmp_path: Path, *words: list[str]) -> list[tuple[int, str]]:
+    """Status and standard error of one process for each list of words, which form a group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "twophase", "train", "--config", str(tmp_path / "config.yaml"), "--quiet"]
+    started = []
+    for rank, more in enumerate(words):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(words), "MASTER_PORT": port}
+        env = os.environ | {key: str(value) for key, value in place.items()}
+        env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen([*command, *more], env=env, stderr=subprocess.PIPE, text=True))
+    told = [process.communicate(timeout=120)[1] for process in started]
+    return [(process.returncode, text) for process, text in zip(started, told, strict=True)]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_processes_equal_one(config: TrainConfig, tmp_path: Path) -> None:
+    """Streaming fragments on an int8 wire: one replica a process and two in one give the same bytes."""
+    config = with_values(config, SYNCS["streaming"])
+    here = run(config, tmp_path / "one")
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    words = ["--out", str(tmp_path / "two")]
+    assert processes(tmp_path, words, words) == [(0, ""), (0, "")]
+    weights = [(tmp_path / which / "weights.safetensors").read_bytes() for which in ("one", "two")]
+    assert weights[0] == weights[1]
+    told, alone = (lines(tmp_path / which, "rounds.jsonl") for which in ("two", "one"))
+    assert [line["checksum"] for line in told] == [line["checksum"] for line in alone]
+    assert told[-1]["round"] == here["rounds"]
+    assert all(line["bytes_sent"] > 0 for line in told)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_unlike_processes_are_refused(config: TrainConfig, tmp_path: Path) -> None:
+    """Another rule in one process ends both with status 2 and the option's name, before any training."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(replace(config, threads=1)))
+    words = ["--out", str(tmp_path / "run")]
+    ended = processes(tmp_path, words, [*words, "--outer.lr", "0.25"])
+    assert [status for status, _ in ended] == [2, 2]
+    for rank, (_, text) in enumerate(ended):
+        assert f"--outer.lr differ between process {rank} (" in text
+    assert not (tmp_path / "run" / "rounds.jsonl").exists()

@@ -1,0 +1,391 @@
+"""The examples run as their docstrings say, and each equals the loop that it stands for.
+
+Run as a program under torchrun, this file is one of the two processes of its own tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parents[1] / "examples"
+BIN = Path(sys.executable).parent
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def load(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in shape and in every bit of float32."""
+    return a.shape == b.shape and torch.equal(a.detach().view(torch.int32), b.detach().view(torch.int32))
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[str]:
+    """A port that the kernel gives to nobody by itself, and that a server which asks for it can have.
+
+    A port that is only looked up is soon given to another listener of the same test. A bound socket that does not
+    listen keeps it, and SO_REUSEADDR, which servers set, lets them bind it all the same.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield str(holder.getsockname()[1])
+
+
+def losses(printed: str) -> list[float]:
+    return [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
+
+
+# --- one worker ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("restart", ["never", "3", "soft:2:0.3:0.1"])
+def test_single_worker_by_hand_is_the_engine(restart: str):
+    """Rounds written out around a bare `OuterSGD` have the bits of the engine's, the shorter last round included."""
+    example = load("single_worker")
+    engine, hand = example.with_engine(77, restart), example.by_hand(77, restart)
+    for p, q in zip(engine.parameters(), hand.parameters(), strict=True):
+        assert same_bits(p, q)
+
+
+def test_single_worker_restarts_and_prints(capsys: pytest.CaptureFixture[str]):
+    """Restarts change the weights; every line has a loss, and the two ways of writing it the same."""
+    example = load("single_worker")
+    example.main(["--steps", "80"])
+    printed = [float(number) for number in re.findall(r"^ +(\d\.\d+)  ", capsys.readouterr().out, re.M)]
+    assert len(printed) == 5
+    assert printed[1] == printed[2]
+    assert printed[3] == printed[4]
+    assert len(set(printed)) == 3
+    assert max(printed) < example.loss(example.build()[0])
+
+
+# --- a plain loop, alone and under torchrun -----------------------------------------------------------------------
+
+
+def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """One process: the loss goes down, and every third round restarts."""
+    monkeypatch.delenv("RANK", raising=False)
+    load("plain_loop").main(["--steps", "150"])
+    printed = capsys.readouterr().out
+    found = losses(printed)
+    assert found[-1] < 0.5 * found[0]
+    assert "1 replica(s)" in printed
+    assert re.findall(r"round (\d+): restarted True", printed) == ["3", "6", "9"]
+
+
+@pytest.fixture(scope="session")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each of two processes of torchrun printed in the examples that can run there."""
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    folder = tmp_path_factory.mktemp("torchrun")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    log = folder / "log"
+    with held_port() as first, held_port() as second, log.open("w") as file:
+        process = subprocess.Popen([*command, folder, first, second], env=ONE_THREAD, stdout=file, stderr=file)
+        try:
+            code = process.wait(timeout=150)
+        finally:
+            process.terminate()  # not kill(): its two processes would live on
+            process.wait()
+    assert code == 0, log.read_text()[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def worker(folder: Path, ports: list[str]) -> None:
+    """Both examples, one after the other, then the second one resumed from the middle of a round."""
+    torch.set_num_threads(1)
+    environment, rank, told = dict(os.environ), int(os.environ["RANK"]), {}
+    out = ["--out", str(folder / "trainer")]
+    for name, example, arguments, port in (
+        ("plain", "plain_loop", ["--steps", "150"], None),
+        ("trainer", "transformers_callback", ["--steps", "20", *out], ports[0]),
+        ("resumed", "transformers_callback", ["--steps", "20", *out, "--resume"], ports[1]),
+    ):
+        os.environ.update(environment)  # an example hides torchrun's variables from the Trainer
+        if port is not None:  # torchrun's store remembers the first group's addresses: another group, another store
+            os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        if name == "resumed":
+            shutil.rmtree(folder / "trainer" / f"replica-{rank}" / "checkpoint-20")  # leaves that of step 10
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            load(example).main(arguments)
+        told[name] = printed.getvalue()
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_plain_loop_in_two_processes(torchrun: list[dict[str, str]]):
+    """Two processes: the loss goes down on both, and both end with the same weights."""
+    for printed in (told["plain"] for told in torchrun):
+        found = losses(printed)
+        assert found[-1] < 0.5 * found[0]
+        assert "2 replica(s)" in printed
+    checksums = [re.findall(r"checksum (\w{16})", told["plain"]) for told in torchrun]
+    assert len(checksums[0]) == 1
+    assert checksums[0] == checksums[1]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rounds"), [("trainer", 5), ("resumed", 3)])
+def test_trainers_in_two_processes(torchrun: list[dict[str, str]], name: str, rounds: int):
+    """Two Trainers with data of their own are two replicas of one run, and resumed from mid-round end with its bits."""
+    pattern = rf"replica (\d) of 2: loss (\S+), {rounds} rounds, 1 restarts, checksum (\w{{16}})"
+    found = [re.findall(pattern, told[name]) for told in torchrun]
+    assert [len(matches) for matches in found] == [1, 1], torchrun
+    (first, here, ours), (second, there, theirs) = (matches[0] for matches in found)
+    assert (first, second) == ("0", "1")
+    assert here != there
+    assert ours == theirs
+    assert f"checksum {ours}" in torchrun[0]["trainer"]
+
+
+# --- the Trainer of transformers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hf() -> ModuleType:
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    return load("transformers_callback")
+
+
+def interrupt(hf: ModuleType, at: int) -> Any:
+    """A callback that ends the process's training like a Ctrl-C after a step."""
+
+    class Interrupt(hf.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            if state.global_step == at:
+                raise KeyboardInterrupt
+
+    return Interrupt()
+
+
+def weights(trainer: Any) -> list[Tensor]:
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+@pytest.mark.slow
+def test_callback_at_lr_1_is_the_plain_trainer(hf: ModuleType, tmp_path: Path):
+    """One replica, outer lr 1, no momentum: the weights of a Trainer without the callback, to rounding; lr 0.7 not."""
+    plain = hf.make_trainer(tmp_path / "plain", [], steps=14)
+    begin = weights(plain)
+    plain.train()
+    distances = []
+    for lr in (1.0, 0.7):
+        callback = hf.DiLoCoCallback(hf.OuterRule(lr, 0.0), inner_steps=4)
+        trainer = hf.make_trainer(tmp_path / str(lr), [callback], steps=14)
+        trainer.train()
+        assert [report.inner_steps for report in callback.reports] == [4, 4, 4, 2]
+        assert all(torch.equal(p, callback.engine.anchor[name]) for name, p in trainer.model.named_parameters())
+        pairs = zip(weights(trainer), weights(plain), strict=True)
+        distances.append(max((p - q).abs().max().item() for p, q in pairs))
+    moved = max((p - q).abs().max().item() for p, q in zip(begin, weights(plain), strict=True))
+    assert distances[0] < 1e-4 * moved
+    assert distances[1] > 1e-2 * moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [13, 21], ids=["mid-round checkpoint", "checkpoint of a round's end"])
+def test_interrupted_and_resumed_is_uninterrupted(hf: ModuleType, tmp_path: Path, at: int):
+    """A Trainer that is interrupted and resumed from its last checkpoint ends with the bits of one that was not."""
+
+    def build(folder: str, *more: Any) -> tuple[Any, Any]:
+        callback = hf.DiLoCoCallback(hf.OuterRule(0.7, 0.9, nesterov=True), inner_steps=4, restart=3)
+        return callback, hf.make_trainer(tmp_path / folder, [callback, *more], steps=26)
+
+    whole, uninterrupted = build("whole")
+    uninterrupted.train()
+    _, stopped = build("parts", interrupt(hf, at))
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    rest, resumed = build("parts")
+    resumed.train(resume_from_checkpoint=True)
+    rounds = [(report.round, report.restarted, report.checksum) for report in whole.reports]
+    assert [number for number, restarted, _ in rounds if restarted] == [3, 6]
+    assert [(report.round, report.restarted, report.checksum) for report in rest.reports] == rounds[
+        at // 10 * 10 // 4 :
+    ]
+    for p, q in zip(weights(uninterrupted), weights(resumed), strict=True):
+        assert same_bits(p, q)
+
+
+@pytest.mark.slow
+def test_callback_refuses(hf: ModuleType, tmp_path: Path):
+    """What would train wrongly is refused: a lost engine state, keeping the best model, replicas at different steps."""
+
+    def build() -> Any:
+        return hf.make_trainer(tmp_path, [hf.DiLoCoCallback(hf.OuterRule(0.7, 0.9), inner_steps=4)], steps=12)
+
+    build().train()
+    (tmp_path / "checkpoint-10" / "twophase.pt").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-10/twophase\.pt is missing: .* resume from an earlier"):
+        build().train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    trainer = build()
+    trainer.args.load_best_model_at_end = True
+    with pytest.raises(ValueError, match=r"load_best_model_at_end is True; it needs 1 and False"):
+        trainer.train()
+    hf.check_steps([10, 10])
+    with pytest.raises(ValueError, match=r"from steps \[20, 10\]; .* checkpoint of step 10"):
+        hf.check_steps([20, 10])
+
+
+# --- torchft's DiLoCo ---------------------------------------------------------------------------------------------
+
+ROUNDS = 7
+
+
+def listeners(pid: int) -> set[str]:
+    """Addresses, in the kernel's hexadecimal, on which a process listens."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(str(link.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1])
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """127.0.0.1, as it is or mapped into IPv6."""
+    return address.partition(":")[0] in ("0100007F", "0000000000000000FFFF00000100007F")
+
+
+@pytest.fixture(scope="session")
+def torchft_replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], set[str]]:
+    """What two replica groups saved, and on which addresses they listened."""
+    pytest.importorskip("torchft", reason="the extra ft is not installed")
+    folder = tmp_path_factory.mktemp("torchft")
+    with held_port() as port:
+        seen = run_torchft(folder, f"127.0.0.1:{port}")
+    return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(2)], seen
+
+
+def run_torchft(folder: Path, place: str) -> set[str]:
+    """Run a lighthouse at `place` and two replica groups; the addresses on which these listen."""
+    program = [sys.executable, FOLDER / "torchft_diloco.py", "--replicas", "2", "--lighthouse", f"http://{place}"]
+    processes, logs = [], [folder / "0.log", folder / "1.log"]
+    try:
+        for number, log in enumerate(logs):
+            words = ["--replica", str(number), "--rounds", str(ROUNDS), "--out", folder / f"{number}.pt"]
+            with log.open("w") as file:
+                processes.append(subprocess.Popen([*program, *words], env=ONE_THREAD, stdout=file, stderr=file))
+        replicas = [*processes]
+        seen = wait_for_listeners(replicas)  # the replicas wait for the lighthouse, so they can be looked at
+        lighthouse = [BIN / "torchft_lighthouse", "--min_replicas", "2", "--bind", place, "--quorum_tick_ms", "20"]
+        processes.append(subprocess.Popen(lighthouse, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        codes = [replica.wait(timeout=90) for replica in replicas]
+        assert codes == [0, 0], "\n".join(log.read_text()[-2000:] for log in logs)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return seen
+
+
+def wait_for_listeners(replicas: list[subprocess.Popen[bytes]]) -> set[str]:
+    """Each replica's store, checkpoint server and manager, as soon as all of them listen."""
+    found: list[set[str]] = []
+    for _ in range(1200):
+        found = [listeners(replica.pid) for replica in replicas if replica.poll() is None]
+        if len(found) < 2 or all(len(addresses) >= 3 for addresses in found):
+            break  # a replica that has ended is told by the caller, with its log
+        time.sleep(0.1)
+    return set().union(*found)
+
+
+def simulate(example: ModuleType) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """The same run in plain torch and one process: global weights and momentum of each fragment."""
+    models = [example.build()[:2] for _ in range(2)]
+    anchors = [[p.detach().clone() for p in fragment.parameters()] for fragment in models[0][0]]
+    momentum = [[torch.zeros_like(a) for a in fragment] for fragment in anchors]
+    for synced in range(2 * ROUNDS):
+        fragment, number = synced % 2, synced // 2 + 1
+        for step in range(synced * example.SYNC_EVERY // 2, (synced + 1) * example.SYNC_EVERY // 2):
+            for replica, (fragments, inner) in enumerate(models):
+                example.inner_step(fragments, inner, replica, step)
+        replicas = [list(fragments[fragment].parameters()) for fragments, _ in models]
+        with torch.no_grad():
+            for a, m, p, q in zip(anchors[fragment], momentum[fragment], *replicas, strict=True):
+                g = ((a - p) + (a - q)) / 2
+                m.mul_(0.9).add_(g)
+                a.add_(g.add(m, alpha=0.9), alpha=-0.7)
+                if number % 3 == 0:
+                    m.zero_()
+                p.copy_(a)
+                q.copy_(a)
+    return anchors, momentum
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_torchft_replicas_agree(torchft_replicas: tuple[list[dict[str, Any]], set[str]]):
+    """Both replica groups hold the same weights, momentum and counters; every third round restarted."""
+    (first, second), _ = torchft_replicas
+    for name, p in first["weights"].items():
+        assert same_bits(p, second["weights"][name])
+    for ours, theirs in zip(first["outers"], second["outers"], strict=True):
+        assert ours["param_groups"] == theirs["param_groups"]
+        (group,) = ours["param_groups"]
+        assert (group["rounds"], group["restarts"], group["rounds_since_restart"]) == (ROUNDS, ROUNDS // 3, ROUNDS % 3)
+        for key, state in ours["state"].items():
+            assert same_bits(state["momentum_buffer"], theirs["state"][key]["momentum_buffer"])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_torchft_equals_a_single_process(torchft_replicas: tuple[list[dict[str, Any]], set[str]]):
+    """Weights and momentum buffers have the bits of the same DiLoCo, written in plain torch in one process."""
+    (run, _), _ = torchft_replicas
+    anchors, momentum = simulate(load("torchft_diloco"))
+    for p, a in zip(run["weights"].values(), [a for fragment in anchors for a in fragment], strict=True):
+        assert same_bits(p, a)
+    for outer, buffers in zip(run["outers"], momentum, strict=True):
+        for state, m in zip(outer["state"].values(), buffers, strict=True):
+            assert m.abs().max() > 0
+            assert same_bits(state["momentum_buffer"], m)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_torchft_listens_on_this_machine_only(torchft_replicas: tuple[list[dict[str, Any]], set[str]]):
+    """Store, checkpoint server and manager of both replica groups are bound to 127.0.0.1."""
+    _, seen = torchft_replicas
+    assert len(seen) >= 6
+    assert [address for address in seen if not is_loopback(address)] == []
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]), sys.argv[2:])
