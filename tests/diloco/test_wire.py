@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from twophase.diloco import wire
+from twophase.diloco.codec import BLOCK, Packet, packet, packet_bytes
 from twophase.diloco.comm import Pending, ProcessGroup, SingleProcess
-from twophase.diloco.wire import BLOCK, WIRES, Channel, Packet, Transfer, check_wire, packet_bytes
+from twophase.diloco.wire import WIRES, Channel, Transfer, check_wire
 
 SIZE = 3
 ROUNDS = 3
@@ -254,7 +255,7 @@ def test_a_packet_fills_its_bytes():
     assert packet_bytes("int8", 3 * BLOCK) == 3 * 132
     assert packet_bytes("bfloat16", 3 * BLOCK) == 3 * 256
     payload = torch.zeros(3 * 132, dtype=torch.uint8)
-    view = wire.packet("int8", payload, 3 * BLOCK)
+    view = packet("int8", payload, 3 * BLOCK)
     view.codes.fill_(-1)
     assert view.scales is not None
     view.scales.fill_(1.0)

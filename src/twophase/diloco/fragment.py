@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from twophase.diloco.flat import Layout, checksum
@@ -46,9 +46,10 @@ def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> d
     """
     if isinstance(fragments, Mapping):
         return _by_pattern(list(sizes), fragments)
-    if not 1 <= fragments <= len(sizes):
+    if isinstance(fragments, bool) or not isinstance(fragments, int) or not 1 <= fragments <= len(sizes):
         raise ValueError(
-            f"partition: fragments is {fragments}; it must be between 1 and the number of parameters, {len(sizes)}"
+            f"partition: fragments is {fragments!r}; it must be a whole number between 1 and the number of parameters, "
+            f"{len(sizes)}, or patterns by name"
         )
     parts = _balanced(list(sizes.values()), fragments)
     names = list(sizes)
@@ -163,8 +164,11 @@ def check_placement(name: str, p: Tensor, sharded: bool) -> None:
 
 def reshard(replica: nn.Module) -> None:
     """Have FSDP2 give up whole parameters that it may still hold: what the engine reads and writes are the shards."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # what nobody has imported, nobody has used; it costs 50 MB
+        return
     for module in replica.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
