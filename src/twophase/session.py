@@ -87,8 +87,8 @@ def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[
 
     try:
         elastic = TorchFT(
-            options.replica,
-            config.replicas,
+            replica=options.replica,
+            replicas=config.replicas,
             lighthouse=options.lighthouse,
             host=options.host,
             timeout=options.sync_timeout,

@@ -35,6 +35,8 @@ from twophase.lm.step import Step, make_repeatable, model_of
 _EVALUATED_LOGITS = 1 << 28
 LOSS, STOP = "train_loss", "stop"
 """What the processes tell one another at the end of a round."""
+_NOTHING = {LOSS: 0.0, STOP: 0.0}
+"""What a replica without weight tells."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
 
 
@@ -71,13 +73,11 @@ class Trainer:
         self.replicas = [Replica(config, number, self.corpus, self.compute) for number in numbers]
         self._losses: list[Tensor] = []
         self.engine = self._engine()
-        if communicator.elastic:
-            cast("Elastic", communicator).attach(self.engine, self._replica_state, self._load_replica_state)
 
     def _engine(self) -> DiLoCo:
         config, sync = self.config, self.config.sync
         try:
-            return DiLoCo(
+            engine = DiLoCo(
                 [replica.model for replica in self.replicas],
                 config.outer.rule(),
                 restart=sync.policies() or config.outer.policy(),
@@ -90,6 +90,9 @@ class Trainer:
                 communicator=self.comm,
                 alike={"texts": self.text[:12]} | _alike(config),
             )
+            if self.comm.elastic:
+                cast("Elastic", self.comm).attach(engine, self._replica_state, self._load_replica_state)
+            return engine
         except ValueError as error:  # processes, or fragments, that do not fit
             raise UsageError(str(error)) from None
 
@@ -114,7 +117,7 @@ class Trainer:
             The report of the round that this replica has come into, if that has ended by it.
         """
         try:
-            return self.engine.join({LOSS: 0.0, STOP: 0.0}, restore=restore)
+            return self._last(self.engine.join(_NOTHING, restore=restore), _NOTHING)
         except ValueError as error:
             raise UsageError(str(error)) from None
 
@@ -167,20 +170,27 @@ class Trainer:
             should_stop: asked where a round ends; all processes learn of it.
         """
         self.done.round_steps += 1
-        last = self.done.step == self.config.steps
         signals = None
-        if last or self.engine.reports_next:
+        if self.done.step == self.config.steps or self.engine.reports_next:
             self.settle()  # the engine would have to wait for the inner steps, and that is not its time
             loss = self.done.round_loss / max(self.done.round_steps, 1)
             # Where replicas come and go, one that is asked to stop goes alone.
             signals = {LOSS: loss, STOP: 0.0 if self.comm.elastic else float(should_stop())}
         clock = time.perf_counter()
-        report = self.engine.step(signals)
-        if last:
-            reports = [one for one in (report, self.engine.finish(signals)) if one is not None]
-            report = merged(reports)
+        report = self._last(self.engine.step(signals), signals)
         self.done.engine_seconds += time.perf_counter() - clock
         return report
+
+    def _last(self, report: RoundReport | None, signals: dict[str, float] | None) -> RoundReport | None:
+        """The report of a sync, with what is left to be synchronised where the run is at its end.
+
+        A replica that has just been given another's state may find itself there.
+        """
+        if self.done.step < self.config.steps:
+            return report
+        final = self.engine.finish(signals or _NOTHING)
+        reports = [one for one in (report, final) if one is not None]
+        return merged(reports) if reports else None
 
     def end_round(self, report: RoundReport) -> dict[str, Any]:
         """Judge the round that has just ended, and set `done.exit_reason`.
