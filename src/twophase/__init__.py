@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from twophase.diloco.comm import Communicator, ProcessGroup
-    from twophase.diloco.engine import DiLoCo, RoundReport
+    from twophase.diloco.engine import DiLoCo
+    from twophase.diloco.report import RoundReport
+    from twophase.diloco.torchft import TorchFT
     from twophase.optim.outer import OuterSGD
     from twophase.restart import (
         AtRounds,
@@ -38,9 +40,10 @@ _HOMES = {
     "ProcessGroup": "twophase.diloco.comm",
     "Restart": "twophase.restart",
     "RestartPolicy": "twophase.restart",
-    "RoundReport": "twophase.diloco.engine",
+    "RoundReport": "twophase.diloco.report",
     "RoundSignal": "twophase.restart",
     "Soft": "twophase.restart",
+    "TorchFT": "twophase.diloco.torchft",
 }
 
 __all__ = [
@@ -58,6 +61,7 @@ __all__ = [
     "RoundReport",
     "RoundSignal",
     "Soft",
+    "TorchFT",
 ]
 
 

@@ -972,7 +972,7 @@ def test_refused_state_changes_nothing():
     before, settings = engine.checksum(), dict(engine.outer.param_groups[0])
     other = DiLoCo(nn.Linear(3, 2), OuterRule(0.1, 0.5), inner_steps=2, restart=3).state_dict()
     for state, message in (
-        ({}, "lacks anchor, fragments, inner_step, launching, layout, round, syncs, under_way"),
+        ({}, "lacks anchor, fragments, inner_step, launching, layout, round, schedule, syncs, under_way"),
         (other | {"anchor": torch.zeros(3)}, "has 3 elements instead of"),
         (other | {"inner_step": 2}, "after 2 inner steps of its round"),
     ):

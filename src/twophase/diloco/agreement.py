@@ -15,7 +15,7 @@ import torch
 
 import twophase
 from twophase.config import RunError
-from twophase.diloco.comm import Communicator
+from twophase.diloco.comm import Communicator, Interrupted
 from twophase.diloco.fragment import Fragment
 from twophase.optim.outer import Dots, OuterSGD
 
@@ -43,14 +43,22 @@ def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: in
     rank = communicator.rank
     everyone = communicator.gather([here, replicas])
     for other, (theirs, _) in enumerate(everyone):
-        for what, value in here.items():
-            if value != theirs.get(what):
-                mine, its = _difference(value, theirs.get(what))
-                raise ValueError(
-                    f"DiLoCo: {what} differ between process {rank} ({mine}) and process {other} ({its}); start all "
-                    "processes with the same program and options"
-                )
+        difference = first_unlike(here, theirs)
+        if difference is not None:
+            what, mine, its = difference
+            raise ValueError(
+                f"DiLoCo: {what} differ between process {rank} ({mine}) and process {other} ({its}); start all "
+                "processes with the same program and options"
+            )
     return [count for _, count in everyone]
+
+
+def first_unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The first name under which two say different things, and what they say; None when they agree."""
+    for what in [*ours, *(what for what in theirs if what not in ours)]:
+        if ours.get(what) != theirs.get(what):
+            return what, *_difference(ours.get(what, "nothing"), theirs.get(what, "nothing"))
+    return None
 
 
 def _difference(ours: Any, theirs: Any) -> tuple[str, str]:
@@ -126,11 +134,13 @@ class Attendance:
 
     Args:
         running: whether any of them is in the middle of a run.
+        ready: whether all of them have restored what they have on disk.
         present: replicas that are there.
         replicas: those that count in the mean.
     """
 
     running: bool
+    ready: bool
     present: int
     replicas: int
 
@@ -141,7 +151,7 @@ class Attendance:
 
 
 def attend(
-    communicator: Communicator, fragments: Sequence[Fragment], *, own: int, weight: int, running: bool
+    communicator: Communicator, fragments: Sequence[Fragment], *, own: int, weight: int, running: bool, ready: bool
 ) -> Attendance:
     """Tell the others what this process brings to a sync, and see that all stand at the same place.
 
@@ -151,19 +161,21 @@ def attend(
         own: replicas of this process.
         weight: those that count in the mean.
         running: whether this process has joined before.
+        ready: whether it has restored what it has on disk.
 
     Raises:
         Disagreement: anchor, buffers or counters differ.
     """
     digests = [fragment.digest() for fragment in fragments]
     ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
-    everyone = communicator.exchange([running, own, weight, *ours])
-    fault = _first_difference([row[3:] for row in everyone], fragments, digests)
+    everyone = communicator.exchange([running, own, weight, ready, *ours])
+    fault = _first_difference([row[4:] for row in everyone], fragments, digests)
     under_way = any(row[0] for row in everyone)
     if fault is not None:
         remedy = _REMEDY if under_way else "start all replicas from the same seed, checkpoint and options"
         raise Disagreement(f"DiLoCo: before a sync {fault}. {remedy}")
-    return Attendance(under_way, int(sum(row[1] for row in everyone)), int(sum(row[2] for row in everyone)))
+    ready = all(row[3] for row in everyone)
+    return Attendance(under_way, ready, int(sum(row[1] for row in everyone)), int(sum(row[2] for row in everyone)))
 
 
 def _decides_by_measure(fragment: Fragment) -> bool:
@@ -193,7 +205,11 @@ def prove(
     if communicator.size == 1:
         return
     ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
-    fault = _first_difference(communicator.exchange(ours), fragments, digests)
+    try:
+        everyone = communicator.exchange(ours)
+    except Interrupted:  # the round counts already; who takes part in the next one compares everything before it
+        return
+    fault = _first_difference(everyone, fragments, digests)
     if any(row[0] for row in communicator.exchange_in_replica([float(fault is not None)])):
         fault = fault or "a fragment differs in another shard of this replica"
         raise Disagreement(f"DiLoCo: after round {round_} {fault}. {_REMEDY}")

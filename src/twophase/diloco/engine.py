@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -164,6 +164,7 @@ class DiLoCo:
         return self._alike | {
             "numbers of fragments": len(self.fragments),
             "parameters": {slot.name: str(list(slot.shape)) for _, slot in slots},
+            "orders of parameters": [slot.name for _, slot in slots],
             "types": {slot.name: str(slot.dtype) for f in self.fragments for slot in f.slots[0]},
             "fragments": {slot.name: f.name for f, slot in slots},
             "inner_steps": self.inner_steps,
@@ -175,8 +176,9 @@ class DiLoCo:
     @property
     def outer(self) -> Optimizer:
         """The outer optimizer of a model in one fragment; several have `fragments[i].outer` each."""
-        (fragment,) = self.fragments
-        return fragment.outer
+        if len(self.fragments) > 1:
+            raise ValueError("DiLoCo: outer is the optimizer of a single fragment; of several, take fragments[i].outer")
+        return self.fragments[0].outer
 
     # ---------------------------------------------------------------------------------------------------- the rounds
 
@@ -204,8 +206,9 @@ class DiLoCo:
             if sync.age == self.delay:
                 report = self._complete(sync, signals)
             elif sync.age == (self.delay + 1) // 2:
-                for transfer in sync.transfers:  # at the same step everywhere: collectives go in one order
-                    transfer.advance()
+                with suppress(Interrupted):  # `wait` says it again, where it can be helped
+                    for transfer in sync.transfers:  # at the same step everywhere: collectives go in one order
+                        transfer.advance()
         if due:
             sync = self._launch(due)
             if self.delay == 0:
@@ -222,8 +225,8 @@ class DiLoCo:
             reports.append(self._complete(sync, signals))
             for fragment in sync.fragments:
                 fragment.steps = 0  # what was trained during the delay has been mixed in, or is given up
-        left = [fragment for fragment in self.fragments if fragment.steps > 0]
-        reports += [self._complete(self._launch([fragment]), signals) for fragment in left]
+        while left := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
+            reports.append(self._complete(self._launch(left[:1]), signals))
         if self.mixing:
             self._restore(self.fragments, mixing=0.0)
         self.inner_step = 0
@@ -390,6 +393,8 @@ class DiLoCo:
     @torch.no_grad()
     def _restore(self, fragments: Sequence[Fragment], mixing: float) -> None:
         """theta_r <- mixing theta_r + (1 - mixing) a."""
+        for replica in self.replicas:
+            reshard(replica)
         for fragment in fragments:
             fragment.restore(mixing)
 
@@ -428,14 +433,16 @@ class DiLoCo:
         restored = False
         while True:
             elastic.enter(1 + self.syncs if restored else 0)
-            elastic.begin()
+            if elastic.begin():
+                self.load_wire_state_dict({})
             try:
-                here = attend(elastic, self.fragments, own=len(self.replicas), weight=0, running=False)
+                own = len(self.replicas)
+                here = attend(elastic, self.fragments, own=own, weight=0, running=False, ready=restored)
                 if here.running:
                     break
                 if elastic.enough(here.present):
                     same_start(elastic, self._description(), len(self.replicas))
-                    if restored and elastic.commit():
+                    if here.ready and elastic.commit():  # all together: nobody votes while others still restore
                         self._absent = False
                         return None
                     if not restored:
@@ -465,7 +472,8 @@ class DiLoCo:
                 attempts += 1
 
     def _roll_call(self, weight: int) -> Attendance:
-        return attend(self.communicator, self.fragments, own=len(self.replicas), weight=weight, running=True)
+        own = len(self.replicas)
+        return attend(self.communicator, self.fragments, own=own, weight=weight, running=True, ready=True)
 
     # ------------------------------------------------------------------------------------------------------- states
 
@@ -477,9 +485,7 @@ class DiLoCo:
         ones; save them before the next step, or clone them. With a reduction under way, which is waited for, it must be
         called on all processes.
         """
-        for sync in self._under_way:
-            for transfer in sync.transfers:
-                transfer.wait()
+        self._settle()
         return {
             "anchor": self._anchor,
             "layout": self.layout.describe(),
@@ -493,14 +499,27 @@ class DiLoCo:
                     "steps": sync.steps,
                     "sums": [fragment.gradient for fragment in sync.fragments],
                     "age": sync.age,
+                    "replicas": sync.replicas,
                 }
                 for sync in self._under_way
             ],
+            "schedule": self._schedule(),
             "launching": [fragment.number for fragment in self._launching],
             "round": self.round,
             "inner_step": self.inner_step,
             "syncs": self.syncs,
         }
+
+    def _schedule(self) -> dict[str, Any]:
+        """When which fragments are reduced."""
+        return {"inner_steps": self.inner_steps, "stagger": self.stagger, "delay": self.delay}
+
+    def _settle(self) -> None:
+        """Wait for the sums under way; their outer steps come when they are due."""
+        with suppress(Interrupted):  # `_receive` meets it again, and repeats the sync
+            for sync in self._under_way:
+                for transfer in sync.transfers:
+                    transfer.wait()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
@@ -513,6 +532,7 @@ class DiLoCo:
                 have; nothing has been changed.
         """
         self._check_state(state)
+        self._settle()  # a sum that is given up must not end later, in what is loaded
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
         with torch.no_grad():
@@ -527,15 +547,14 @@ class DiLoCo:
                 for fragment, total in zip(fragments, saved["sums"], strict=True):
                     fragment.gradient.copy_(total)
                 own = len(self.replicas)
-                sync = _Sync(fragments, list(saved["steps"]), [], own, self.replica_count, 0, 1, saved["age"])
+                sync = _Sync(fragments, list(saved["steps"]), [], own, saved["replicas"], 0, 1, saved["age"])
                 self._under_way.append(sync)
             if self.at_anchor:
                 self._restore(self.fragments, mixing=0.0)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        missing = {"anchor", "layout", "fragments", "under_way", "launching", "round", "inner_step", "syncs"} - set(
-            state
-        )
+        parts = ("anchor", "layout", "fragments", "under_way", "schedule", "launching", "round", "inner_step", "syncs")
+        missing = set(parts) - set(state)
         if missing:
             raise ValueError(
                 f"DiLoCo.load_state_dict: the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
@@ -562,17 +581,22 @@ class DiLoCo:
                 f"DiLoCo.load_state_dict: the state was saved after {state['inner_step']} inner steps of its round, "
                 f"but inner_steps is {self.inner_steps}; use the checkpoint's, or a checkpoint of a round's end"
             )
-        if any(sync["age"] >= max(self.delay, 1) for sync in state["under_way"]):
+        ours, theirs = self._schedule(), state["schedule"]
+        unlike = [key for key in ours if ours[key] != theirs.get(key)]
+        if unlike and state["under_way"]:
             raise ValueError(
-                f"DiLoCo.load_state_dict: a reduction is under way in the state that this engine's delay of "
-                f"{self.delay} inner steps would have ended; use the checkpoint's delay"
+                "DiLoCo.load_state_dict: a reduction is under way in the state, whose "
+                f"{', '.join(f'{key} is {theirs.get(key)} (here {ours[key]})' for key in unlike)}; use the "
+                "checkpoint's, or a checkpoint of a run's end"
             )
 
     def wire_state_dict(self) -> dict[str, Any]:
         """What this process still owes the others on a lossy wire, by fragment; empty on float32.
 
-        It differs between processes, so each saves its own.
+        It differs between processes, so each saves its own. With a reduction under way, which is waited for because its
+        second stage owes digits too, it must be called on all processes.
         """
+        self._settle()
         return {f.name: state for f in self.fragments if (state := f.channel.state_dict())}
 
     def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -603,4 +627,4 @@ def _phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
     start = time.perf_counter()
     with torch.profiler.record_function(f"twophase::{name}"):
         yield
-    seconds[name] = time.perf_counter() - start
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

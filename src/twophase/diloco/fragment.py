@@ -136,6 +136,7 @@ class Slot:
 
 def slots_of(replica: nn.Module) -> list[Slot]:
     """The trainable parameters of a module, in its order."""
+    reshard(replica)  # after an evaluation FSDP2 names whole parameters, which are not those that train
     slots = []
     for name, p in replica.named_parameters():
         if p.requires_grad:
@@ -169,7 +170,7 @@ def reshard(replica: nn.Module) -> None:
         return
     for module in replica.modules():
         if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+            fsdp.FSDPModule.reshard(module)
 
 
 class Fragment:
@@ -201,6 +202,7 @@ class Fragment:
         self.flat, self.gradient = anchor, gradient
         self.anchor_views = layout.views(anchor)
         self.gradient_views = layout.views(gradient)
+        self._gaps = layout.gaps(gradient)
         self.outer: Optimizer
         self.round = 0
         """Rounds that it has ended."""
@@ -230,6 +232,8 @@ class Fragment:
         Args:
             alone: there are no other processes, so each replica is a sender of its own on a lossy wire.
         """
+        if self._gaps:  # another fragment may have been here: its rest would be measured, and coarsen int8's scales
+            torch._foreach_zero_(self._gaps)
         simulated = alone and self.channel.lossy
         scratch = torch.zeros_like(self.gradient) if simulated and len(self.slots) > 1 else None
         for number, params in enumerate(self.params()):

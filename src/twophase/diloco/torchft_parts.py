@@ -1,0 +1,301 @@
+"""The parts of torchft that `TorchFT` is made of, bound to one address and with their tempers tamed.
+
+Private names of torchft are used here and in `torchft` alone; `VERSION` is the release that they were read in.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed import TCPStore
+
+VERSION = "0.2.0"
+"""The release of torchft whose private names are used here."""
+
+ASK_EVERY = 2.0
+"""Seconds between two questions to a lighthouse that does not answer."""
+
+_log = logging.getLogger("twophase")
+_OVERRIDING = """
+    TORCHFT_TIMEOUT_SEC TORCHFT_QUORUM_TIMEOUT_SEC TORCHFT_CONNECT_TIMEOUT_SEC TORCHFT_QUORUM_RETRIES
+    TORCHFT_USE_BUCKETIZATION TORCHFT_USE_OTEL
+""".split()
+
+
+# --- what was asked for -----------------------------------------------------------------------------------------------
+
+
+def check_installed() -> None:
+    """Refuse another torchft than the one that is known, or none."""
+    try:
+        found = importlib.metadata.version("torchft")
+        import torchft  # noqa: F401, PLC0415 - whether it can be loaded
+    except ImportError as error:
+        raise ImportError(f"TorchFT: torchft cannot be loaded ({error}); pip install 'twophase[ft]'") from None
+    if found != VERSION:
+        raise ImportError(
+            f"TorchFT: torchft is {found}, but only {VERSION} is known to work; pip install 'twophase[ft]'"
+        )
+
+
+def check_environment() -> None:
+    """Refuse variables that would override arguments, and a replica of several processes."""
+    found = [name for name in _OVERRIDING if name in os.environ]
+    if found:
+        raise ValueError(
+            f"TorchFT: the environment has {', '.join(found)}, which would override what was asked for; unset them and "
+            "pass arguments instead"
+        )
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(
+            f"TorchFT: WORLD_SIZE is {os.environ['WORLD_SIZE']}, so a replica would be spread over several processes, "
+            "which is not supported yet; start each replica as a process of its own, without torchrun"
+        )
+
+
+def lighthouse(url: str) -> tuple[str, tuple[str, int]]:
+    """A checked URL, and its host and port."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        parts, host, port = urlsplit(""), None, None
+    if parts.scheme != "http" or host is None or port is None:
+        raise ValueError(f"TorchFT: lighthouse is {url!r}; it must be like http://10.0.0.1:29510")
+    return f"http://{host}:{port}", (host, port)
+
+
+def address_of(host: str) -> str:
+    """The IPv4 address of a host, which must not be the wildcard."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = ""
+    if not host or not address:
+        raise ValueError(f"TorchFT: host is {host!r}; it must be this machine's name or IPv4 address")
+    if ipaddress.ip_address(address).is_unspecified:
+        raise ValueError(
+            f"TorchFT: host is {host!r}, which means every network; the training state would be served to all of them "
+            "without authentication: pass this machine's address in a trusted network"
+        )
+    return address
+
+
+# --- what listens -----------------------------------------------------------------------------------------------------
+
+
+def store(address: str) -> TCPStore:
+    """A key-value store that listens on one address; torch's own constructor listens on all."""
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        return TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        )
+
+
+def group(address: str, timeout: float, connect_timeout: float) -> Any:
+    """Torchft's gloo group, listening on one address, and with a shorter patience while it forms than afterwards."""
+    from torch._C import _distributed_c10d  # noqa: PLC0415 - not on every platform
+    from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415 - optional
+
+    Gloo: Any = _distributed_c10d.ProcessGroupGloo  # noqa: N806 - a class
+
+    class Group(ProcessGroupGloo):
+        members: Sequence[int] = ()
+
+        def configure(self, *args: Any, **kwargs: Any) -> None:
+            *_, self.members = args  # numbers of the replicas, in order of rank
+            super().configure(*args, **kwargs)
+
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            options = Gloo._Options()
+            options._timeout = timedelta(seconds=connect_timeout)
+            options._devices = [Gloo.create_device(hostname=address)]
+            backend = Gloo(store, rank, world_size, options)
+            backend._set_default_timeout(timedelta(seconds=timeout))
+            group = torch.distributed.ProcessGroup(store, rank, world_size)
+            group._set_default_backend(torch.distributed.ProcessGroup.BackendType.GLOO)
+            for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                group._register_backend(torch.device(kind), torch.distributed.ProcessGroup.BackendType.GLOO, backend)
+            return group
+
+    return Group(timeout=timedelta(seconds=connect_timeout))
+
+
+@contextmanager
+def _bound_to(module: Any, address: str) -> Iterator[None]:
+    """While a Manager is made: its server listens on one address; torchft's argument is a port only."""
+    server = module.ManagerServer
+
+    def bound(*, bind: str, **options: Any) -> Any:
+        return server(bind=f"{address}:{bind.rpartition(':')[2]}", **options)
+
+    module.ManagerServer = bound
+    try:
+        yield
+    finally:
+        module.ManagerServer = server
+
+
+def listening() -> set[str]:
+    """The wildcard addresses on which this process listens."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it may be closed by now
+            own.add(str(descriptor.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            address, port = local.split(":")
+            if state == "0A" and f"socket:[{rest[5]}]" in own and not int(address, 16):
+                found.add(f"every address, port {int(port, 16)}")
+    return found
+
+
+# --- the manager ------------------------------------------------------------------------------------------------------
+
+
+def manager(address: str, store_port: int, **options: Any) -> Any:
+    """One of a replica group of one process, with a quorum that is waited for and no first synchronisation."""
+    from torchft import manager as module  # noqa: PLC0415 - optional
+
+    with _bound_to(module, address):
+        made: Any = module.Manager(
+            min_replica_size=1,
+            use_async_quorum=False,
+            init_sync=False,
+            rank=0,
+            world_size=1,
+            store_addr=address,
+            store_port=store_port,
+            port=0,
+            hostname=address,
+            **options,
+        )
+    made._logger, made._executor = _Quiet(), _Background()
+    return made
+
+
+class _Background:
+    """In place of the manager's thread pool: nothing, not even the end of the process, has to wait for its calls."""
+
+    def __init__(self) -> None:
+        self._future: Future[Any] = Future()
+
+    def submit(self, call: Callable[..., Any], **arguments: Any) -> Future[Any]:
+        """Call it on a thread of its own."""
+        future = self._future = Future()
+
+        def run() -> None:
+            try:
+                result = call(**arguments)
+            except Exception as error:  # whatever it is, it belongs to the one who waits
+                with suppress(InvalidStateError):
+                    future.set_exception(error)
+            else:
+                with suppress(InvalidStateError):  # nobody waits for it any longer
+                    future.set_result(result)
+
+        threading.Thread(target=run, daemon=True, name="twophase quorum").start()
+        return future
+
+    def give_up(self) -> None:
+        """Whoever waits for the last call waits no longer."""
+        with suppress(InvalidStateError):
+            self._future.set_exception(TimeoutError("the lighthouse is away"))
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Nothing to wait for."""
+        del wait
+
+
+class Watch(threading.Thread):
+    """Calls `give_up` when nobody has answered at an address for `patience` seconds."""
+
+    def __init__(self, address: tuple[str, int], patience: float, give_up: Callable[[], None]) -> None:
+        super().__init__(daemon=True, name="twophase lighthouse watch")
+        self._address, self._patience, self._give_up = address, patience, give_up
+        self.over = threading.Event()
+        self.away_for = 0.0
+        """Seconds, once it has given up."""
+
+    def run(self) -> None:
+        """Ask until it is over."""
+        seen = time.monotonic()
+        while not self.over.wait(min(ASK_EVERY, self._patience)):
+            try:
+                socket.create_connection(self._address, timeout=ASK_EVERY).close()
+                seen = time.monotonic()
+            except OSError:
+                away = time.monotonic() - seen
+                if away >= self._patience and not self.over.is_set():
+                    self.away_for = away
+                    self._give_up()
+                    return
+
+
+class _Quiet:
+    """In place of the manager's logger, which writes whole tracebacks when a process has gone."""
+
+    def info(self, msg: str) -> None:
+        _log.debug("%s", msg)
+
+    warn = exception = info
+
+
+class Hush:
+    """Keeps torchft's log, ten lines a sync, off the process's standard error; all else passes.
+
+    It is written by compiled code straight to file descriptor 2 and knows no switch. Python's own `sys.stderr` goes
+    past the filter, so that the last words of a process that dies are not lost.
+    """
+
+    def __init__(self) -> None:
+        self._python: TextIO = sys.stderr
+        self._kept = os.dup(2)
+        self._direct: TextIO | None = None
+        with suppress(OSError, ValueError, AttributeError):  # there may be no sys.stderr, or none with a descriptor
+            self._python.flush()
+            if self._python.fileno() == 2:
+                self._direct = open(self._kept, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+                sys.stderr = self._direct
+        read, write = os.pipe()
+        os.dup2(write, 2)
+        os.close(write)
+        self._thread = threading.Thread(target=self._pass_on, args=(read,), daemon=True, name="twophase stderr")
+        self._thread.start()
+
+    def _pass_on(self, read: int) -> None:
+        with open(read, "rb") as stream, suppress(OSError):
+            for line in stream:
+                if b"] [torchft::" not in line:
+                    os.write(self._kept, line)
+
+    def close(self) -> None:
+        """As it was before."""
+        os.dup2(self._kept, 2)
+        if self._direct is not None:
+            if sys.stderr is self._direct:
+                sys.stderr = self._python
+            self._direct.close()
+        self._thread.join(timeout=1.0)
+        if not self._thread.is_alive():  # else a child process still has the other end
+            os.close(self._kept)

@@ -1,0 +1,517 @@
+"""The engine in four processes: in pairs, all together, and as two replicas of two FSDP2 shards each.
+
+Run as a program, this file is one of the four processes of its own tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from replicas import NAMES, Run, network, same_bits, start, through_file, unlike
+from twophase import restart as restart_module
+from twophase.diloco.agreement import Disagreement
+from twophase.diloco.comm import Communicator, ProcessGroup
+from twophase.diloco.engine import DiLoCo, RoundReport
+from twophase.optim.outer import OuterSGD
+from twophase.restart import Restart, RestartPolicy, RoundSignal, State
+from twophase.rule import OuterRule
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+RULE = OuterRule(0.3, 0.9, nesterov=True)
+BLOCKS = {"first": r"^0\.", "norm": r"^2\.", "last": r"^3\."}
+STEPS = 23
+
+
+@dataclass(frozen=True, slots=True)
+class Below(RestartPolicy):
+    """Restart when g is shorter than `limit`."""
+
+    limit: float
+    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+        """Compare the length."""
+        assert signal.pseudo_gradient_norm is not None
+        return state, Restart() if signal.pseudo_gradient_norm < self.limit else None
+
+
+# --- what the processes do ----------------------------------------------------------------------------------------
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    **{wire: {"fragments": 3, "delay": 2, "mixing": 0.5, "wire": wire} for wire in ("float32", "bfloat16", "int8")},
+    "int8, one room": {"fragments": BLOCKS, "delay": 1, "wire": "int8"},
+    "int8, at once": {"fragments": 3, "wire": "int8", "stagger": False},
+    "two under way": {"fragments": 3, "delay": 5, "mixing": 0.25, "wire": "int8"},
+}
+
+TOGETHER = ("float32", "two under way")  # of these, four processes
+RESUMED = ("float32", "int8, one room", "two under way")
+
+
+def facts(report: RoundReport) -> dict[str, Any]:
+    """What all processes must say alike, whether they are one or several."""
+    names = ("round", "inner_steps", "partial", "complete", "replicas", "restarted", "checksum", "pseudo_gradient_norm")
+    names = (*names, "buffer_norm", "cosine", "gain")
+    told = {name: getattr(report, name) for name in names}
+    return told | {"fragments": [(one.name, one.round, one.checksum) for one in report.fragments]}
+
+
+def scenario(name: str, replicas: Sequence[int], communicator: Communicator | None, *, resumed: bool = False):
+    """Nearly four rounds and finish(): reports and all tensors; resumed: set down and taken up after each step."""
+    options = SCENARIOS[name] | {"restart": 3, "communicator": communicator}
+    run = start(RULE, replicas, **options)
+    reports = []
+    for step in range(STEPS):
+        reports += run.go([step])
+        if resumed:
+            wire, state = run.engine.wire_state_dict(), run.state()  # in the less lucky order
+            state = through_file(state | {"wire": wire})
+            run = start(RULE, replicas, seed=40, **options)
+            run.load(state)
+    last = run.engine.finish()
+    assert last is not None
+    return {"reports": [facts(report) for report in [*reports, last]], "tensors": run.tensors()}
+
+
+def tampered(rank: int, harm: str, delay: int) -> tuple[str, int]:
+    """Fragment 1 of 3 is harmed in process 2 after its first sync: the message, and the step at which it came."""
+    run = start(RULE, [rank], fragments=3, delay=delay)
+    run.go(range(6))
+    fragment = run.engine.fragments[1]
+    assert fragment.round == 1
+    if rank == 2:
+        with torch.no_grad():
+            _, a = fragment.named[1]
+            if harm == "anchor":
+                a[0] = torch.nextafter(a[0], torch.tensor(9.0))
+            elif harm == "momentum buffer":
+                fragment.outer.state[a]["momentum_buffer"][0].mul_(1.001)
+            else:
+                fragment.outer.param_groups[0]["rounds_since_restart"] += 1
+    for step in range(6, 18):
+        try:
+            run.step(step)
+        except Disagreement as error:
+            return str(error), step
+    return "nothing", 18
+
+
+def unlike_pairs(rank: int) -> list[Callable[[], Any]]:
+    """Engines that the two processes of a pair build with a difference."""
+
+    def built(module: nn.Module, rule: OuterRule = RULE, **options: Any) -> Callable[[], Any]:
+        usual: dict[str, Any] = {"inner_steps": 6}
+        return lambda: DiLoCo(module, rule, **(usual | options))
+
+    def ordered(names: Sequence[str]) -> nn.Module:
+        module = nn.Module()
+        for name in names:
+            module.register_parameter(name, nn.Parameter(torch.zeros(3)))
+        return module
+
+    return [
+        built(network(0), inner_steps=6 + rank),
+        built(network(0), fragments=2 + rank),
+        built(network(0), fragments=({"a": r"^0", "b": "."}, {"a": r"^[02]", "b": "."})[rank]),
+        built(network(0), delay=rank),
+        built(network(0), mixing=0.5 * rank),
+        built(network(0), stagger=not rank),
+        built(network(0), wire=("float32", "int8")[rank]),
+        built(nn.Linear(3, 2 + rank)),
+        built(ordered(("xy", "yx")[rank])),
+        built(network(0, (torch.float32, torch.bfloat16)[rank])),
+        built(network(0), fragments=2, restart={"0": 3, "1": 3 + rank}),
+        built(network(0), alike={"seeds": 3, "texts": f"corpus {rank}"}),
+        built(network(0), alike=({}, {"seeds": 3})[rank]),
+        built(network(0), alike=({"seeds": 3}, {})[rank]),
+    ]
+
+
+WHATS = ("inner_steps", "numbers of fragments", "fragments", *3 * ("schedules",), "wires", "parameters")
+WHATS = (*WHATS, "orders of parameters", "types", "outer settings", "texts", "seeds", "seeds")
+
+
+def refusals(rank: int, pair: Communicator) -> list[str]:
+    """What the pair is told."""
+    found = []
+    for build in unlike_pairs(rank):
+        try:
+            with forced(pair):
+                build()
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@contextmanager
+def forced(communicator: Communicator) -> Iterator[None]:
+    """The default communicator is this one."""
+    from twophase.diloco import engine
+
+    usual, engine.default_communicator = engine.default_communicator, lambda: communicator
+    try:
+        yield
+    finally:
+        engine.default_communicator = usual
+
+
+def at_the_threshold(rank: int, pair: Communicator) -> list[list[bool]]:
+    """Restarts of a policy whose limit is the very norm of a round, where process 1 measures it a bit shorter."""
+    told: list[list[bool]] = []
+    limit = 0.0
+    measure = OuterSGD.dots
+    for harmed in (False, True):
+        if harmed and rank == 1:
+            OuterSGD.dots = lambda self: [tuple(x * (1 - 1e-7) for x in dots) for dots in measure(self)]  # type: ignore[method-assign]
+        try:
+            run = start(OuterRule(0.3, 0.9), [rank], restart=Below(limit), communicator=pair)
+            reports = run.go(range(30))
+        finally:
+            OuterSGD.dots = measure  # type: ignore[method-assign]
+        norms = sorted(report.pseudo_gradient_norm for report in reports)
+        limit = norms[0]
+        told.append([report.restarted for report in reports])
+    return told
+
+
+def signals(rank: int, pair: Communicator) -> list[tuple[dict[str, float], int]]:
+    """One replica here and three there: what the reports say."""
+    run = start(RULE, [[0], [1, 2, 3]][rank], inner_steps=1, communicator=pair)
+    reports = [run.engine.step({"loss": float(rank), "step": 5.0}) for _ in range(2)]
+    return [(dict(report.signals), report.replicas) for report in reports if report is not None]
+
+
+# --- shards -------------------------------------------------------------------------------------------------------
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "whole": {"restart": 2},
+    "patterns": {"fragments": BLOCKS, "restart": {"first": 2, "norm": None, "last": 1}, "delay": 1, "mixing": 0.5},
+    "sgd": {"fragments": 3},
+    "int8": {"fragments": 3, "delay": 2, "wire": "int8"},
+}
+
+
+@dataclass
+class Training(Run):
+    """A run that trains by gradients, as a sharded model has to.
+
+    It evaluates before every call of the engine, so that FSDP2 holds whole parameters when the engine comes.
+    """
+
+    inners: list[torch.optim.Optimizer]
+
+    def step(self, step: int) -> RoundReport | None:
+        """One inner step of every replica, a look at it and at the anchor, and the engine's."""
+        for replica, model, inner in zip(self.replicas, self.models, self.inners, strict=True):
+            generator = torch.Generator().manual_seed(1000 * replica + step)
+            x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
+            inner.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            inner.step()
+            self.look(model)
+        for number in range(len(self.models)):
+            with self.engine.anchored(number) as model:
+                self.look(model)
+        for model in self.models:
+            self.look(model)
+        return self.engine.step()
+
+    @torch.no_grad()
+    def look(self, model: nn.Module) -> None:
+        """Evaluate."""
+        model(torch.ones(2, 4))
+
+
+def train(name: str, replicas: Sequence[int], communicator: Communicator | None, shard: Callable[[nn.Module], Any]):
+    """A run of a sharded scenario, ready to go."""
+    models = [network(replica) for replica in replicas]
+    for model in models:
+        shard(model)
+    inners: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9) for model in models
+    ]
+    for model in models:  # from here on the model names whole parameters, until FSDP2 gives them up
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    outer: Any = RULE
+    if name == "sgd":
+        outer = lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9)  # noqa: E731
+    engine = DiLoCo(models, outer, inner_steps=6, communicator=communicator, **SHARDED[name])
+    return Training(engine, models, replicas, inners)
+
+
+def trained(name: str, replicas: Sequence[int], communicator: Communicator | None, shard: Callable[[nn.Module], Any]):
+    """Reports, anchor and models of a sharded scenario."""
+    run = train(name, replicas, communicator, shard)
+    reports = run.go(range(STEPS))
+    for model in run.models:
+        run.look(model)
+    last = run.engine.finish()
+    assert last is not None
+    return {
+        "reports": [facts(report) for report in [*reports, last]],
+        "anchor": {key: a.clone() for key, a in run.engine.anchor.items()},
+        "models": [{key: whole(p) for key, p in model.named_parameters()} for model in run.models],
+    }
+
+
+def whole(p: Tensor) -> Tensor:
+    """All of a parameter."""
+    return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()  # type: ignore[operator]
+
+
+def sharded(rank: int, mesh: Any) -> dict[str, Any]:
+    """Two replicas of two shards each."""
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model[0], mesh=mesh["shard"])  # type: ignore[index]
+        fully_shard(model, mesh=mesh["shard"])
+
+    group = ProcessGroup.of_mesh(mesh)
+    replica = [rank // 2]
+    found: dict[str, Any] = {name: trained(name, replica, group, shard) for name in SHARDED}
+    try:
+        train("whole", replica, None, shard)
+    except ValueError as error:
+        found["refused"] = str(error)
+    run = train("patterns", replica, group, shard)
+    run.go(range(9))
+    state = through_file(run.engine.state_dict())
+    models, inners = [
+        copy.deepcopy([one.state_dict() for one in some])
+        for some in (run.models, run.inners)  # type: ignore[attr-defined]
+    ]
+    run = train("patterns", replica, group, shard)
+    run.engine.load_state_dict(state)
+    for model, inner, weights, moments in zip(run.models, run.inners, models, inners, strict=True):
+        model.load_state_dict(weights)
+        inner.load_state_dict(moments)
+    found["resumed"] = [facts(report) for report in run.go(range(9, STEPS))]
+    found["signals"] = dict(run.engine.finish({"loss": float(rank)}).signals)  # type: ignore[union-attr]
+    run = train("patterns", replica, group, shard)
+    run.go(range(6))
+    with torch.no_grad():
+        if rank == 3:
+            run.engine.anchor["3.weight"].add_(1.0)
+    try:
+        run.go(range(6, 18))
+    except Disagreement as error:
+        found["tampered"] = str(error)
+    return found
+
+
+def worker(rank: int, folder: Path) -> None:
+    """One of the four processes."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    restart_module.register("test-below")(Below)
+    store, patience = f"file://{folder / 'store'}", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4, timeout=patience)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    pair: Any = dist.new_group([0, 1], timeout=patience)
+    found: dict[str, Any] = {"four": {name: scenario(name, [rank], None) for name in TOGETHER}}
+    found["tampered"] = {
+        (harm, delay): tampered(rank, harm, delay)
+        for harm in ("anchor", "momentum buffer", "counters")
+        for delay in (0, 1)
+    }
+    found["sharded"] = sharded(rank, mesh)
+    if rank < 2:
+        two = ProcessGroup(pair)
+        found["two"] = {name: scenario(name, [rank], two) for name in SCENARIOS}
+        found["resumed"] = {name: scenario(name, [rank], two, resumed=True) for name in RESUMED}
+        found["refused"] = refusals(rank, two)
+        found["threshold"] = at_the_threshold(rank, two)
+        found["signals"] = signals(rank, two)
+    torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def brought(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the four brings home."""
+    folder = tmp_path_factory.mktemp("processes")
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-W", "error", __file__]
+    workers = [subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(4)]
+    assert [process.wait(timeout=200) for process in workers] == [0] * 4
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
+
+
+# --- one replica a process ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_processes_are_one(brought: list[dict[str, Any]], name: str):
+    """Two replicas in this process and one in each of two: the same bits everywhere, and the same reports."""
+    here = scenario(name, [0, 1], None)
+    for rank, there in enumerate(answers["two"][name] for answers in brought[:2]):
+        assert there["reports"] == here["reports"]
+        ours = {
+            key.replace(f"model {rank}", "model 0"): t
+            for key, t in here["tensors"].items()
+            if f"l {1 - rank}" not in key
+        }
+        assert unlike(ours, there["tensors"]) == []
+    assert any(report["restarted"] for report in here["reports"])
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_two_processes_resume_after_every_step(brought: list[dict[str, Any]], name: str):
+    """Two processes that are set down and taken up after every inner step end with the bits and reports of two others.
+
+    What is under way and what is owed is taken up too.
+    """
+    for answers in brought[:2]:
+        assert answers["resumed"][name]["reports"] == answers["two"][name]["reports"]
+        assert unlike(answers["resumed"][name]["tensors"], answers["two"][name]["tensors"]) == []
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_four_processes_agree(brought: list[dict[str, Any]], name: str):
+    """Four replicas hold the same bits after every round and at the end, and four in one process the same to rounding.
+
+    On a lossy wire, to the steps of its scales.
+    """
+    first, *others = (answers["four"][name] for answers in brought)
+    here = scenario(name, [0, 1, 2, 3], None)
+    for other in others:
+        assert other["reports"] == first["reports"]
+        assert unlike(other["tensors"], first["tensors"]) == []
+    tolerance = 1e-5 if SCENARIOS[name]["wire"] == "float32" else 0.1
+    for key, value in first["tensors"].items():
+        torch.testing.assert_close(here["tensors"][key], value, rtol=tolerance, atol=tolerance)
+    for ours, theirs in zip(here["reports"], first["reports"], strict=True):
+        assert [one[:2] for one in ours["fragments"]] == [one[:2] for one in theirs["fragments"]]
+        assert ours["pseudo_gradient_norm"] == pytest.approx(theirs["pseudo_gradient_norm"], rel=tolerance)
+        assert ours["replicas"] == theirs["replicas"] == 4
+
+
+# --- agreement ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("harm", ["anchor", "momentum buffer", "counters"])
+def test_a_harmed_process_is_caught_by_all(brought: list[dict[str, Any]], harm: str, delay: int):
+    """One process's anchor, buffer or counters are touched: every process is told at that fragment's very next round.
+
+    By a Disagreement with the fragment's name, what differs, between whom, and what to do.
+    """
+    shows = "anchor" if harm == "momentum buffer" else harm  # the harmed buffer has moved the anchor by then
+    for answers in brought:
+        message, step = answers["tampered"][harm, delay]
+        assert step == 6 + 4 - 1 + delay
+        assert f"fragment '1' differs in its {shows} between process 0 and process 2" in message
+        assert message.startswith("DiLoCo: after round 2 ")
+        assert "resume from the newest checkpoint" in message
+
+
+def test_unlike_processes_are_refused_by_both(brought: list[dict[str, Any]]):
+    """Every difference in how two processes were started is named on both, also what only one of them has."""
+    for rank, answers in enumerate(brought[:2]):
+        assert len(answers["refused"]) == len(WHATS)
+        for what, message in zip(WHATS, answers["refused"], strict=True):
+            assert re.fullmatch(
+                rf"DiLoCo: {what} differ between process {rank} \(.*\) and process {1 - rank} \(.*\); "
+                "start all processes with the same program and options",
+                message,
+            )
+
+
+def test_machines_that_measure_unlike_decide_alike(brought: list[dict[str, Any]]):
+    """A norm at a policy's threshold, which comes out 1e-7 shorter on one of two processes, restarts both or none.
+
+    All decide by process 0's.
+    """
+    first, second = (answers["threshold"] for answers in brought[:2])
+    assert first == second
+    assert not any(first[1])  # process 1 by itself would have restarted
+
+
+def test_signals_are_means_over_the_replicas(brought: list[dict[str, Any]]):
+    """Process 0 with one replica and process 1 with three, which say 0 and 1: 0.75, in every report of both."""
+    for answers in brought[:2]:
+        assert answers["signals"] == [({"loss": 0.75, "step": 5.0}, 4)] * 2
+
+
+# --- shards -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_equal_the_whole(brought: list[dict[str, Any]], name: str):
+    """Two replicas of two shards each are two unsharded replicas, to rounding (on int8, to the steps of its scales).
+
+    Shards have the same bits in both replicas after every round, and all four processes report the same numbers, though
+    an evaluation has unsharded the model before every call of the engine.
+    """
+    here = trained(name, [0, 1], None, lambda _: None)
+    there = [answers["sharded"][name] for answers in brought]
+    tolerance = 0.05 if name == "int8" else 2e-5
+    checksums = [[report["checksum"] for report in one["reports"]] for one in there]
+    assert checksums[0] == checksums[2] != checksums[1] == checksums[3]
+    plain = ("round", "inner_steps", "partial", "complete", "replicas", "restarted")
+    measured = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
+    for one in there:
+        for ours, theirs, firsts in zip(here["reports"], one["reports"], there[0]["reports"], strict=True):
+            assert [ours[key] for key in plain] == [theirs[key] for key in plain]
+            assert str([theirs[key] for key in measured]) == str([firsts[key] for key in measured])
+            for key in measured:
+                assert theirs[key] == pytest.approx(ours[key], rel=100 * tolerance, abs=tolerance, nan_ok=True), key
+    for rank, one in enumerate(there):
+        for key, a in here["anchor"].items():
+            shard = a.chunk(2)[rank % 2]
+            torch.testing.assert_close(one["anchor"][key], shard, rtol=tolerance, atol=tolerance)
+            assert same_bits(one["models"][0][key].chunk(2)[rank % 2], one["anchor"][key])
+    assert list(here["anchor"]) == NAMES
+
+
+def test_shards_resume(brought: list[dict[str, Any]]):
+    """Sharded, with a reduction under way, a resumed run has the reports and checksums of the uninterrupted one."""
+    for answers in brought:
+        resumed = answers["sharded"]["resumed"]
+        assert len(resumed) == 7
+        assert resumed == answers["sharded"]["patterns"]["reports"][-1 - len(resumed) : -1]
+
+
+def test_shards_need_their_mesh(brought: list[dict[str, Any]]):
+    """A sharded model without the groups of its mesh is refused with the remedy."""
+    for answers in brought:
+        assert "is sharded (a DTensor); pass communicator=ProcessGroup.of_mesh(mesh)" in answers["sharded"]["refused"]
+
+
+def test_signals_are_means_over_shards_and_replicas(brought: list[dict[str, Any]]):
+    """The mean of 0, 1, 2 and 3, told by the four processes of two replicas."""
+    assert [answers["sharded"]["signals"] for answers in brought] == [{"loss": 1.5}] * 4
+
+
+def test_a_harmed_shard_is_caught_by_all(brought: list[dict[str, Any]]):
+    """Process 3's shard is touched: those that hold this shard name the fragment, those that do not say whose fault."""
+    messages = [answers["sharded"]["tampered"] for answers in brought]
+    for message in messages[1::2]:
+        assert "fragment 'last' differs in its anchor between process 0 and process 1" in message
+    for message in messages[::2]:
+        assert "a fragment differs in another shard of this replica" in message
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]), Path(sys.argv[2]))

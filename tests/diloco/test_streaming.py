@@ -1,0 +1,746 @@
+"""Fragments on their own schedules: staggered, delayed and mixed syncs against a loop that says the same plainly."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from replicas import NAMES, drift, network, same_bits, start, through_file, unlike
+from twophase.diloco.engine import DiLoCo
+from twophase.diloco.report import RoundReport
+from twophase.optim.outer import OuterSGD
+from twophase.restart import Periodic, Restart, RestartPolicy, RoundSignal, State
+from twophase.rule import OuterRule
+
+HEAVY_BALL = OuterRule(0.3, 0.9)
+NESTEROV = OuterRule(0.3, 0.9, nesterov=True)
+EMA = OuterRule(1.0, 0.9, nesterov=True, form="ema")
+each_rule = pytest.mark.parametrize("rule", [HEAVY_BALL, NESTEROV, EMA], ids=["heavy ball", "nesterov", "ema"])
+
+BLOCKS = {"first": r"^0\.", "norm": r"^2\.", "last": r"^3\."}
+
+
+# --- equal to a loop in plain torch -------------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """A fragment of the plain loop."""
+
+    names: list[str]
+    offset: int
+    """The inner step of a round, from 1, after which its pseudo-gradient is taken."""
+    period: int
+    """Its momentum restarts after every so many of its rounds; 0 means never."""
+    rounds: int = 0
+    steps: int = 0
+    momentum: dict[str, Tensor] = field(default_factory=dict)
+    launched: dict[str, Tensor] | None = None
+    """A pseudo-gradient under way."""
+    age: int = 0
+
+
+class Plain:
+    """Streaming DiLoCo of two replicas, as one would write it down."""
+
+    def __init__(self, parts: list[Part], rule: OuterRule, *, inner_steps: int, delay: int, mixing: float) -> None:
+        self.parts, self.rule = parts, rule
+        self.inner_steps, self.delay, self.mixing = inner_steps, delay, mixing
+        self.models = [network(0), network(0)]
+        self.anchor = {name: p.detach().clone() for name, p in self.models[0].named_parameters()}
+        self.time = 0
+        self.ended: list[list[tuple[int, int]]] = []
+        """For each sync, the part and its round."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One inner step."""
+        for replica, model in enumerate(self.models):
+            drift(model, self.time, replica)
+        self.time += 1
+        place = (self.time - 1) % self.inner_steps + 1
+        for part in self.parts:
+            part.steps += 1
+            part.age += 1
+        self.apply([part for part in self.parts if part.launched is not None and part.age == self.delay])
+        due = [part for part in self.parts if part.offset == place]
+        self.launch(due)
+        if self.delay == 0:
+            self.apply(due)
+
+    def launch(self, parts: list[Part]) -> None:
+        """Take pseudo-gradients."""
+        first, second = (dict(model.named_parameters()) for model in self.models)
+        for part in parts:
+            part.launched = {
+                name: ((self.anchor[name] - first[name]) + (self.anchor[name] - second[name])) / 2
+                for name in part.names
+            }
+            part.age = part.steps = 0
+
+    def apply(self, parts: list[Part]) -> None:
+        """Outer steps with them; the replicas take the anchors."""
+        for part in parts:
+            assert part.launched is not None
+            part.rounds += 1
+            for name, g in part.launched.items():
+                self.outer_step(part, name, g)
+                for model in self.models:
+                    theta = dict(model.named_parameters())[name]
+                    theta.copy_(
+                        self.anchor[name] if self.mixing == 0 else theta.lerp(self.anchor[name], 1 - self.mixing)
+                    )
+            part.launched = None
+        if parts:
+            self.ended.append([(self.parts.index(part), part.rounds) for part in parts])
+
+    def outer_step(self, part: Part, name: str, g: Tensor) -> None:
+        """One parameter's."""
+        b, ema = self.rule.momentum, self.rule.form == "ema"
+        weight = 1 - b if ema else 1.0
+        m = part.momentum.get(name)
+        m = weight * g if m is None else m.mul(b).add(g, alpha=weight)
+        update = m
+        if self.rule.nesterov:
+            update = m.mul(b).add(g, alpha=weight) if ema else g.add(m, alpha=b)
+        self.anchor[name] = self.anchor[name].add(update, alpha=-self.rule.lr)
+        restarts = part.period and part.rounds % part.period == 0
+        part.momentum[name] = torch.zeros_like(m) if restarts else m
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """What is under way, what is left, and the anchor."""
+        under_way = sorted((part for part in self.parts if part.launched is not None), key=lambda part: -part.age)
+        for age in sorted({part.age for part in under_way}, reverse=True):
+            self.apply([part for part in under_way if part.age == age])
+        for part in under_way:
+            part.steps = 0
+        for part in self.parts:
+            if part.steps:
+                self.launch([part])
+                self.apply([part])
+        self.time = 0
+        for model in self.models:
+            for name, p in model.named_parameters():
+                p.copy_(self.anchor[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As `Run.tensors`."""
+        found = {f"anchor {name}": a for name, a in self.anchor.items()}
+        for number, model in enumerate(self.models):
+            found |= {f"model {number} {name}": p.detach() for name, p in model.named_parameters()}
+        for part in self.parts:
+            found |= {f"momentum_buffer {name}": m for name, m in part.momentum.items()}
+        return found
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule, and the offsets that it must lead to."""
+
+    offsets: tuple[int, ...]
+    inner_steps: int
+    delay: int = 0
+    mixing: float = 0.0
+    stagger: bool = True
+
+    def __str__(self) -> str:
+        name = f"{len(self.offsets)}of{self.inner_steps}-delay{self.delay}-mix{self.mixing}"
+        return name if self.stagger else f"{name}-together"
+
+    def engine(self, rule: OuterRule, **options: Any):
+        """Two replicas under the engine."""
+        return start(
+            rule,
+            inner_steps=self.inner_steps,
+            fragments=len(self.offsets),
+            delay=self.delay,
+            mixing=self.mixing,
+            stagger=self.stagger,
+            **options,
+        )
+
+    def plain(self, rule: OuterRule, periods: tuple[int, ...] = (0,) * 6) -> Plain:
+        """Two replicas in plain torch."""
+        parts = [
+            Part(names, offset, period)
+            for names, offset, period in zip(CUTS[len(self.offsets)], self.offsets, periods, strict=False)
+        ]
+        return Plain(parts, rule, inner_steps=self.inner_steps, delay=self.delay, mixing=self.mixing)
+
+
+CUTS = {
+    1: [NAMES],
+    2: [NAMES[:2], NAMES[2:]],
+    3: [NAMES[:1], NAMES[1:4], NAMES[4:]],
+    6: [[name] for name in NAMES],
+}
+SCHEDULES = [
+    Schedule((4,), 4),
+    Schedule((4,), 4, delay=1),
+    Schedule((4,), 4, delay=3, mixing=0.5),
+    Schedule((1,), 1, mixing=0.3),
+    Schedule((3, 6), 6, delay=2, mixing=0.25),
+    Schedule((2, 4, 6), 6),
+    Schedule((2, 4, 6), 6, delay=1, mixing=0.5),
+    Schedule((2, 4, 6), 6, delay=2),
+    Schedule((2, 4, 6), 6, delay=5, mixing=0.5),
+    Schedule((3, 5, 7), 7, mixing=0.4),
+    Schedule((3, 5, 7), 7, delay=3, mixing=0.5),
+    Schedule((5, 5, 5), 5, delay=2, mixing=0.5, stagger=False),
+    Schedule((1, 2, 2, 3, 4, 4), 4),
+    Schedule((1, 2, 2, 3, 4, 4), 4, delay=3, mixing=0.5),
+    Schedule((1, 1, 1, 1, 1, 1), 1),
+]
+each_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+
+
+@each_schedule
+@each_rule
+def test_equals_a_plain_loop_at_every_step(schedule: Schedule, rule: OuterRule):
+    """Anchors, buffers and replicas have the bits of the plain loop after each inner step of some three rounds.
+
+    After finish() too. A report comes exactly when a sync ends there, and each fragment restarts by its own rounds.
+    """
+    count = len(schedule.offsets)
+    periods = (2, 0, 3, 1, 2, 0)[:count]
+    policies = {str(number): Periodic(period) if period else "never" for number, period in enumerate(periods)}
+    run, plain = schedule.engine(rule, restart=policies), schedule.plain(rule, periods)
+    assert [run.engine.offset(fragment) for fragment in run.engine.fragments] == list(schedule.offsets)
+    told = []
+    for step in range(3 * schedule.inner_steps + 2):
+        expected = len(plain.ended)
+        plain.step()
+        report = run.step(step)
+        if report is not None:
+            told.append([(int(fragment.name), fragment.round) for fragment in report.fragments])
+            assert report.partial == any(one.inner_steps < schedule.inner_steps for one in report.fragments)
+        assert len(plain.ended) - expected == (report is not None)
+        assert unlike(run.tensors(), plain.tensors()) == [], step
+    assert told == plain.ended
+    plain.finish()
+    last = run.engine.finish()
+    assert unlike(run.tensors(), plain.tensors()) == []
+    rest = [one for ended in plain.ended[len(told) :] for one in ended]
+    assert [(int(fragment.name), fragment.round) for fragment in (last.fragments if last else ())] == rest
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s.inner_steps > 1], ids=str)
+def test_finish_in_every_position(schedule: Schedule):
+    """Ended after any number of inner steps, a run has the bits of the plain loop, and so it has if it goes on.
+
+    All replicas are the anchor then, whatever the mixing, and nothing is left.
+    """
+    for steps in range(2 * schedule.inner_steps + 2):
+        run, plain = schedule.engine(NESTEROV), schedule.plain(NESTEROV)
+        for step in range(steps):
+            run.step(step)
+            plain.step()
+        report = run.engine.finish()
+        syncs = len(plain.ended)
+        plain.finish()
+        assert unlike(run.tensors(), plain.tensors()) == [], steps
+        for model in run.models:
+            assert all(same_bits(p.detach(), run.engine.anchor[name]) for name, p in model.named_parameters())
+        assert (report is None) == (len(plain.ended) == syncs)
+        if report is not None:
+            assert report.complete
+            assert report.round == run.engine.round == max(part.rounds for part in plain.parts)
+            assert report.restarted is False
+        before = run.engine.checksum()
+        assert run.engine.finish() is None
+        assert run.engine.checksum() == before
+        for step in range(schedule.inner_steps + schedule.delay):
+            run.step(step)
+            plain.step()
+            assert unlike(run.tensors(), plain.tensors()) == [], (steps, step)
+
+
+@each_rule
+@pytest.mark.parametrize("restart", [None, 2])
+@pytest.mark.parametrize("fragments", [2, 3, 6, {"all": "."}, BLOCKS, {"ends": r"^[03]\.", "rest": "."}], ids=str)
+def test_fragments_together_are_the_whole(rule: OuterRule, restart: int | None, fragments: Any):
+    """Fragments that are synchronised together, by count or by pattern, have the bits of the model in one fragment.
+
+    Their norms together are the same to rounding.
+    """
+    cut = start(rule, fragments=fragments, stagger=False, restart=restart)
+    whole = start(rule, restart=restart)
+    for step in range(26):
+        ours, theirs = cut.step(step), whole.step(step)
+        assert unlike(cut.tensors(), whole.tensors()) == []
+        if theirs is None:
+            assert ours is None
+            continue
+        assert ours is not None
+        assert (ours.round, ours.complete, ours.partial, ours.restarted) == (
+            theirs.round,
+            True,
+            False,
+            theirs.restarted,
+        )
+        for what in ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain"):
+            assert getattr(ours, what) == pytest.approx(getattr(theirs, what), rel=1e-5, abs=1e-6)
+    ours, theirs = cut.engine.finish(), whole.engine.finish()
+    assert ours is not None
+    assert theirs is not None
+    assert (ours.round, ours.inner_steps, ours.partial) == (theirs.round, 2, True) == (5, 2, True)
+    assert ours.pseudo_gradient_norm == pytest.approx(theirs.pseudo_gradient_norm, rel=1e-5)
+    assert unlike(cut.tensors(), whole.tensors()) == []
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+@each_rule
+def test_each_block_is_as_if_alone(rule: OuterRule, wire: str):
+    """A staggered fragment with a restart period of its own has the bits of a model whose other blocks are frozen.
+
+    That model's first round is as much shorter as the fragment's offset says. It is no matter what other fragments
+    sent, on a lossy wire either.
+    """
+    policies = {"first": 2, "norm": "cycle:1,3", "last": "soft:3:0.5:0.25"}
+    run = start(rule, fragments=BLOCKS, restart=policies, wire=wire)
+    run.go(range(38))
+    for number, (block, policy) in enumerate(policies.items()):
+        alone = start(rule)
+        for model in alone.models:
+            for p, name in zip(model.parameters(), NAMES, strict=True):
+                p.requires_grad_(name in dict(run.engine.fragments[number].named))
+        alone.engine = DiLoCo(alone.models, rule, inner_steps=6, restart=policy, wire=wire)
+        for step in range(38):
+            alone.step(step)
+            if step + 1 == 2 * (number + 1) < 6:
+                alone.engine.finish()
+        ours = run.tensors()
+        assert len(alone.engine.anchor) == 2
+        for name, theirs in alone.tensors().items():
+            if name.split()[-1] in alone.engine.anchor:
+                assert same_bits(ours[name], theirs), (block, name)
+
+
+# --- resumed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule((4,), 4, delay=2, mixing=0.5),
+        Schedule((2, 4, 6), 6),
+        Schedule((2, 4, 6), 6, delay=1),
+        Schedule((2, 4, 6), 6, delay=5, mixing=0.5),
+        Schedule((3, 5, 7), 7, delay=3),
+        Schedule((5, 5, 5), 5, delay=2, mixing=0.5, stagger=False),
+    ],
+    ids=str,
+)
+def test_resumed_anywhere_equals_uninterrupted(schedule: Schedule, wire: str):
+    """Saved after any inner step, with reductions under way and owed digits too, a run goes on with the same bits.
+
+    Its reports say the same.
+    """
+    options: dict[str, Any] = {"wire": wire, "restart": 2}
+    steps = 2 * schedule.inner_steps + schedule.delay + 2
+    whole = schedule.engine(NESTEROV, **options)
+    states = [through_file(whole.state())]
+    reports: dict[int, RoundReport] = {}
+    ends = []
+    for step in range(steps):
+        report = whole.step(step)
+        if report is not None:
+            reports[step] = report
+        states.append(through_file(whole.state()))
+        ends.append({name: tensor.clone() for name, tensor in whole.tensors().items()})
+    last = whole.engine.finish()
+    for saved in range(steps + 1):
+        resumed = schedule.engine(NESTEROV, seed=50, **options)
+        resumed.load(states[saved])
+        for step in range(saved, steps):
+            report = resumed.step(step)
+            assert unlike(resumed.tensors(), ends[step]) == [], (saved, step)
+            assert (report is None) == (step not in reports)
+            if report is not None:
+                assert without_times(report) == without_times(reports[step])
+        final = resumed.engine.finish()
+        assert (final is None) == (last is None)
+        if final is not None and last is not None:
+            assert without_times(final) == without_times(last)
+        assert unlike(resumed.tensors(), whole.tensors()) == []
+
+
+def without_times(report: RoundReport) -> dict[str, Any]:
+    """What does not depend on the machine, NaN-safe."""
+    slots = (name for name in RoundReport.__dataclass_fields__ if name != "seconds")
+    return {name: str(getattr(report, name)) for name in slots}
+
+
+def test_loading_ends_what_is_under_way():
+    """A run that is set back while it reduces goes on as the state says, on a lossy wire too."""
+    schedule = Schedule((4,), 4, delay=2, mixing=0.5)
+    run = schedule.engine(NESTEROV, wire="int8")
+    run.go(range(4))
+    state = through_file(run.state())
+    run.go(range(4, 13))
+    ends = {name: tensor.clone() for name, tensor in run.tensors().items()}
+    run.load(state)
+    run.go(range(4, 13))
+    assert unlike(run.tensors(), ends) == []
+
+
+def test_a_sum_is_divided_by_those_that_made_it():
+    """A sum of two replicas that is under way in a state counts as two's, also where one replica goes on from it."""
+    two = start(NESTEROV, delay=2)
+    two.go(range(7))
+    one = start(NESTEROV, [0], delay=2, seed=3)
+    one.engine.load_state_dict(through_file(two.engine.state_dict()))
+    (theirs,), (ours,) = two.go([7]), one.go([7])
+    assert ours.checksum == theirs.checksum
+    assert ours.pseudo_gradient_norm == theirs.pseudo_gradient_norm
+
+
+def under_way(**options: Any) -> dict[str, Any]:
+    """A state with a reduction under way."""
+    usual: dict[str, Any] = {"inner_steps": 6, "fragments": 3, "delay": 1}
+    run = start(NESTEROV, **(usual | options))
+    run.go(range(6))
+    return run.engine.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "words"),
+    [
+        (lambda: under_way(fragments=2), {}, ["has the fragments 0, 1 and this engine 0, 1, 2", "checkpoint's fragm"]),
+        (lambda: under_way(fragments={"a": "[03]", "b": "."}), {"fragments": 2}, ["fragments a, b and this engine 0"]),
+        (lambda: under_way(delay=3), {"delay": 1, "inner_steps": 7}, ["reduction is under way", "the checkpoint's"]),
+        (under_way, {"delay": 0}, ["reduction is under way", "the checkpoint's"]),
+        (under_way, {"stagger": False}, ["reduction is under way", "the checkpoint's"]),
+        (under_way, {"inner_steps": 9}, ["reduction is under way", "the checkpoint's"]),
+    ],
+)  # fmt: skip
+def test_states_of_other_schedules_are_refused(state: Callable[[], Any], options: dict[str, Any], words: list[str]):
+    """Other fragments, and another schedule while reductions are under way, are refused; nothing has changed."""
+    usual: dict[str, Any] = {"inner_steps": 6, "fragments": 3, "delay": 1}
+    engine = start(NESTEROV, **(usual | options)).engine
+    before = engine.checksum()
+    with pytest.raises(ValueError, match=r"^DiLoCo\.load_state_dict: ") as caught:
+        engine.load_state_dict(state())
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert engine.checksum() == before
+    assert (engine.round, engine.inner_step, engine.syncs) == (0, 0, 0)
+
+
+def test_another_schedule_may_follow_a_rounds_end():
+    """With nothing under way, a run may go on with another number of inner steps, another delay and unstaggered."""
+    run = start(NESTEROV, fragments=3, delay=1)
+    run.go(range(6))
+    run.engine.finish()
+    other = start(NESTEROV, fragments=3, delay=2, inner_steps=4, stagger=False, seed=9)
+    other.engine.load_state_dict(through_file(run.engine.state_dict()))
+    assert other.engine.checksum() == run.engine.checksum()
+    reports = other.go(range(6))
+    assert [report.round for report in reports] == [run.engine.round + 1]
+
+
+# --- what is reported ---------------------------------------------------------------------------------------------
+
+
+def test_reports_of_a_staggered_run():
+    """Round, completeness, fragments, counts and the shorter first rounds over a whole run with a delay."""
+    run = start(NESTEROV, fragments=BLOCKS, delay=1, restart={"first": 2, "norm": None, "last": 1})
+    told = []
+    for step in range(1, 17):
+        report = run.step(step)
+        if report is None:
+            continue
+        (one,) = report.fragments
+        assert report.checksum == one.checksum
+        assert (report.replicas, report.newcomers, report.attempts, report.bytes_sent) == (2, 0, 1, 0)
+        assert report.inner_steps == one.inner_steps
+        assert report.restarted == one.restarted == any(group.restarted for group in report.groups)
+        assert len(report.groups) == 1
+        assert report.partial == (one.inner_steps < 6)
+        assert set(report.seconds) == {"pseudo_gradient", "reduce", "outer", "restore", "checksum"}
+        told.append((step, report.round, report.complete, one.name, one.round, one.inner_steps, one.restarted))
+    assert told == [
+        (3, 1, False, "first", 1, 2, False),
+        (5, 1, False, "norm", 1, 4, False),
+        (7, 1, True, "last", 1, 6, True),
+        (9, 2, False, "first", 2, 6, True),
+        (11, 2, False, "norm", 2, 6, False),
+        (13, 2, True, "last", 2, 6, True),
+        (15, 3, False, "first", 3, 6, False),
+    ]
+    assert (run.engine.round, run.engine.syncs) == (2, 7)
+    # "norm" is under way; of "first", 2 steps are left, and 4 of "last".
+    last = run.engine.finish()
+    assert last is not None
+    assert [(one.name, one.round, one.inner_steps, one.restarted) for one in last.fragments] == [
+        ("norm", 3, 6, False),
+        ("first", 4, 2, True),
+        ("last", 3, 4, True),
+    ]
+    assert (last.round, last.complete, last.partial, last.inner_steps, last.restarted) == (4, True, True, 6, True)
+    assert len(last.groups) == 3
+    assert last.pseudo_gradient_norm**2 == pytest.approx(sum(group.pseudo_gradient_norm**2 for group in last.groups))
+    assert [fragment.round for fragment in run.engine.fragments] == [4, 3, 3]
+    assert (run.engine.round, run.engine.syncs, run.engine.inner_step) == (4, 10, 0)
+
+
+def test_reports_of_fragments_together():
+    """Unstaggered fragments come in one report: names in order, the sum of norms, one checksum that depends on all."""
+    run = start(NESTEROV, fragments=BLOCKS, stagger=False, restart={"first": None, "norm": 1, "last": None})
+    (report,) = run.go(range(6))
+    assert [one.name for one in report.fragments] == ["first", "norm", "last"]
+    assert [one.restarted for one in report.fragments] == [False, True, False]
+    assert [one.round for one in report.fragments] == [1, 1, 1]
+    assert (report.round, report.complete, report.partial, report.inner_steps) == (1, True, False, 6)
+    assert report.pseudo_gradient_norm**2 == pytest.approx(
+        sum(group.pseudo_gradient_norm**2 for group in report.groups)
+    )
+    assert len({report.checksum, *(one.checksum for one in report.fragments)}) == 4
+    assert len(report.checksum) == 16
+
+
+@pytest.mark.parametrize("optimizer", ["rule", "sgd"])
+def test_norms_are_of_what_was_synchronised(optimizer: str):
+    """The norm of a fragment's pseudo-gradient counts its own elements only, whatever lay in the room before."""
+    outer: Any = HEAVY_BALL if optimizer == "rule" else lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9)
+    run = start(outer, fragments=3)
+    for step in range(18):
+        anchors = {name: a.clone() for name, a in run.engine.anchor.items()}
+        thetas = []
+        for replica, model in enumerate(run.models):
+            drift(model, step, replica)
+            thetas.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        report = run.engine.step()
+        if report is not None:
+            names = dict(run.engine.fragments[int(report.fragments[0].name)].named)
+            g = torch.cat([(anchors[n] - (thetas[0][n] + thetas[1][n]) / 2).flatten() for n in names])
+            assert report.pseudo_gradient_norm == pytest.approx(float(g.norm()), rel=1e-5)
+
+
+def test_phases_add_up(monkeypatch: pytest.MonkeyPatch):
+    """A phase that is entered twice in a sync, as the reduction's launch and its end are, reports the time of both."""
+    now = iter(range(1000))
+    monkeypatch.setattr("twophase.diloco.engine.time.perf_counter", lambda: float(next(now)))
+    (report,) = start(NESTEROV).go(range(6))
+    # one tick lies between a phase's begin and its end
+    assert dict(report.seconds) == {"pseudo_gradient": 1, "reduce": 2, "outer": 2, "restore": 1, "checksum": 1}
+
+
+@each_schedule
+def test_reports_are_announced(schedule: Schedule):
+    """`reports_next` holds exactly when the next step() returns a report, also after finish() and after a load."""
+    run = schedule.engine(NESTEROV)
+
+    def go(steps: Iterator[int]) -> int:
+        count = 0
+        for step in steps:
+            announced = run.engine.reports_next
+            assert announced == (run.step(step) is not None)
+            count += announced
+        return count
+
+    assert go(iter(range(3 * schedule.inner_steps + 1))) >= 2
+    state = through_file(run.state())
+    run = schedule.engine(NESTEROV)
+    run.load(state)
+    go(iter(range(schedule.inner_steps)))
+    run.engine.finish()
+    go(iter(range(2 * schedule.inner_steps)))
+
+
+def test_signals_of_the_step_that_reports(register_policy: Callable[[str], Any]):
+    """The signals of the step at which a delayed round ends are those that its policy and its report see."""
+
+    @register_policy("test-loss")
+    @dataclass(frozen=True, slots=True)
+    class AboveLoss(RestartPolicy):
+        bound: float
+        needs: ClassVar[frozenset[str]] = frozenset({"loss"})
+
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+            assert signal.extra is not None
+            return state, Restart() if signal.extra["loss"] > self.bound else None
+
+    engine = start(NESTEROV, fragments=2, delay=2, restart=AboveLoss(9.5)).engine
+    reports = [engine.step({"loss": float(step)} if engine.reports_next else None) for step in range(1, 15)]
+    told = [(dict(report.signals), report.restarted) for report in reports if report is not None]
+    assert told == [({"loss": 5.0}, False), ({"loss": 8.0}, False), ({"loss": 11.0}, True), ({"loss": 14.0}, True)]
+
+
+# --- positions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner_steps", [1, 2, 5, 7, 12, 100])
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_offsets_are_spread_evenly(inner_steps: int, count: int):
+    """Within a round, in order, the last at its end, and never farther apart than the even distance, rounded up."""
+    engine = start(HEAVY_BALL, inner_steps=inner_steps, fragments=count).engine
+    offsets = [engine.offset(fragment) for fragment in engine.fragments]
+    gaps = [b - a for a, b in zip([0, *offsets], offsets, strict=False)]
+    assert offsets[-1] == inner_steps
+    assert sum(gaps) == inner_steps
+    assert all(inner_steps // count <= gap <= -(-inner_steps // count) for gap in gaps)
+    assert offsets[0] >= 1
+    together = start(HEAVY_BALL, inner_steps=inner_steps, fragments=count, stagger=False).engine
+    assert {together.offset(fragment) for fragment in together.fragments} == {inner_steps}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_anchored_and_back(dtype: torch.dtype):
+    """At any step the replica under `anchored()` is the anchor and comes back bit for bit, after an error too.
+
+    The other replicas stay as they are, and the run goes on as if nobody had looked.
+    """
+    options: dict[str, Any] = {"fragments": 3, "delay": 3, "mixing": 0.5, "inner_steps": 6}
+    models = [network(0, dtype), network(1, dtype)]
+    engine = DiLoCo(models, NESTEROV, **options)
+    untouched = [network(0, dtype), network(1, dtype)]
+    other = DiLoCo(untouched, NESTEROV, **options)
+    for step in range(20):
+        for number in range(2):
+            before = [p.detach().clone() for model in models for p in model.parameters()]
+            with engine.anchored(number) as model:
+                assert model is models[number]
+                for name, p in model.named_parameters():
+                    assert same_bits(p.detach(), engine.anchor[name].to(dtype))
+                others = list(models[1 - number].parameters())
+                assert all(same_bits(p, q) for p, q in zip(others, before[6 * (1 - number) :], strict=False))
+            with pytest.raises(KeyError), engine.anchored(number):
+                raise KeyError
+            after = [p.detach() for model in models for p in model.parameters()]
+            assert all(same_bits(p, q) for p, q in zip(after, before, strict=True))
+        for replica in range(2):
+            drift(models[replica], step, replica)
+            drift(untouched[replica], step, replica)
+        engine.step()
+        other.step()
+        assert engine.checksum() == other.checksum()
+
+
+def test_when_the_replicas_are_the_anchor():
+    """`at_anchor` says so at the beginning, after a sync of all fragments and after finish(), and at no other moment.
+
+    Where it says so the replicas are the anchor's bits.
+    """
+
+    def is_anchor(run: Any) -> bool:
+        return all(
+            same_bits(p.detach(), run.engine.anchor[name])
+            for model in run.models
+            for name, p in model.named_parameters()
+        )
+
+    cases: list[tuple[dict[str, Any], set[int]]] = [
+        ({}, {6, 12}),
+        ({"fragments": 3, "stagger": False}, {6, 12}),
+        ({"fragments": 3}, set()),
+        ({"delay": 2}, set()),
+        ({"mixing": 0.5}, set()),
+    ]
+    for options, places in cases:
+        run = start(NESTEROV, **options)
+        assert run.engine.at_anchor == (not run.engine.mixing)
+        seen = set()
+        for step in range(1, 13):
+            run.step(step)
+            if run.engine.at_anchor:
+                seen.add(step)
+                assert is_anchor(run)
+        assert seen == places, options
+        run.step(13)
+        assert not run.engine.at_anchor
+        run.engine.finish()
+        assert run.engine.at_anchor == (not run.engine.mixing)
+        assert is_anchor(run)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "rooms"),
+    [
+        ({"inner_steps": 6}, 1),
+        ({"inner_steps": 6, "delay": 1}, 1),
+        ({"inner_steps": 6, "delay": 2}, 3),
+        ({"inner_steps": 6, "stagger": False}, 3),
+        ({"inner_steps": 2}, 3),
+        ({"inner_steps": 3}, 1),
+    ],
+)
+def test_fragments_that_never_meet_share_a_room(options: dict[str, Any], rooms: int):
+    """Pseudo-gradients of fragments that are never reduced at the same time lie in one room, as long as the longest.
+
+    Those of others never overlap.
+    """
+    engine = start(NESTEROV, fragments=3, **options).engine
+    gradients = [fragment.gradient for fragment in engine.fragments]
+    assert len({gradient.data_ptr() for gradient in gradients}) == rooms
+    room = gradients[0].untyped_storage()
+    assert all(gradient.untyped_storage().data_ptr() == room.data_ptr() for gradient in gradients)
+    lengths = [gradient.numel() for gradient in gradients]
+    assert room.nbytes() == 4 * (max(lengths) if rooms == 1 else sum(lengths))
+    assert sum(fragment.flat.numel() for fragment in engine.fragments) == engine.layout.numel
+    spans = sorted((g.data_ptr(), g.data_ptr() + g.nbytes) for g in gradients)
+    assert rooms == 1 or all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"delay": -1}, ["DiLoCo: delay is -1", "from 0 to inner_steps - 1 = 5"]),
+        ({"delay": 6}, ["DiLoCo: delay is 6", "from 0 to inner_steps - 1 = 5"]),
+        ({"delay": 1.0}, ["DiLoCo: delay is 1.0", "whole number"]),
+        ({"delay": True}, ["DiLoCo: delay is True", "whole number"]),
+        ({"mixing": 1.0}, ["DiLoCo: mixing is 1.0", "[0, 1)"]),
+        ({"mixing": -0.1}, ["DiLoCo: mixing is -0.1", "[0, 1)"]),
+        ({"mixing": float("nan")}, ["DiLoCo: mixing is nan", "[0, 1)"]),
+        ({"fragments": 7}, ["fragments is 7", "number of parameters, 6"]),
+        ({"fragments": {"a": "nothing"}}, ["'0.weight'", "no fragment's pattern"]),
+        ({"wire": "float16"}, ["wire is 'float16'", "float32, bfloat16, int8"]),
+        ({"fragments": BLOCKS, "restart": {"first": 2, "norm": 3}}, ["(last)", "first, norm, last"]),
+        ({"fragments": BLOCKS, "restart": {"first": 2, "norm": 3, "last": 1, "x": 1}}, ["(x)", "give each its policy"]),
+        ({"restart": {"1": 2}}, ["(0, 1)", "the fragments are 0"]),
+        ({"fragments": 2, "restart": {"0": 2, "1": "sometimes"}}, ["'sometimes'"]),
+    ],
+)
+def test_mistakes_say_what_to_do(options: dict[str, Any], words: list[str]):
+    """Each impossible schedule is refused with its value, the range and the remedy."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are matched below
+        start(NESTEROV, **options)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_one_outer_optimizer_of_several_is_asked_for_by_fragment():
+    """`engine.outer` is the optimizer of one fragment; of several it says where they are."""
+    one = start(NESTEROV).engine
+    assert one.outer is one.fragments[0].outer
+    with pytest.raises(ValueError, match=r"fragments\[i\]\.outer"):
+        _ = start(NESTEROV, fragments=2).engine.outer
+
+
+def test_each_fragment_builds_its_own_optimizer():
+    """A function as outer is called once a fragment, with that fragment's anchor parameters by name."""
+    called = []
+
+    def build(params: list[tuple[str, Tensor]]) -> OuterSGD:
+        called.append([name for name, _ in params])
+        return OuterSGD(params, lr=0.3, momentum=0.9, nesterov=True)
+
+    run = start(build, fragments=3)
+    assert called == CUTS[3]
+    rule = start(NESTEROV, fragments=3)
+    run.go(range(13))
+    rule.go(range(13))
+    assert unlike(run.tensors(), rule.tensors()) == []
+    assert isinstance(run.models[0], nn.Module)

@@ -1,0 +1,544 @@
+"""`TorchFT`: equal to a run in one process; a killed process comes back; nothing listens or loads what it should not.
+
+Run as a program, this file is one of the processes of its own tests.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from torch import nn
+
+from twophase.diloco.agreement import Disagreement
+from twophase.diloco.comm import SingleProcess
+from twophase.diloco.engine import DiLoCo, RoundReport
+from twophase.diloco.healing import _GREETING, Healing, bytes_of
+from twophase.rule import OuterRule
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
+RULE = OuterRule(0.5, 0.9, nesterov=True)
+URL = "http://127.0.0.1:1"
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": {"inner_steps": 3, "restart": 3},
+    "streams": {"inner_steps": 4, "restart": 3, "fragments": 2, "delay": 1, "mixing": 0.25, "wire": "int8"},
+}
+ROUNDS = 12
+
+
+# --- a small problem ------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """A model, its inner optimizer, and how many batches it has seen."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.seen = 0
+
+    def step(self, number: int) -> float:
+        """One inner step on data that is a function of the replica's number and of what it has seen."""
+        generator = torch.Generator().manual_seed(1000 * number + self.seen)
+        x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
+        self.inner.zero_grad()
+        loss = nn.functional.mse_loss(self.model(x), y)
+        loss.backward()
+        self.inner.step()
+        self.seen += 1
+        return loss.item()
+
+    def save(self) -> dict[str, Any]:
+        """What a replica that comes late is given."""
+        return {"model": self.model.state_dict(), "inner": self.inner.state_dict(), "seen": self.seen}
+
+    def load(self, state: Any) -> None:
+        """Take it."""
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
+        self.seen = state["seen"]
+
+
+def told(report: RoundReport) -> dict[str, Any]:
+    """What must be the same everywhere."""
+    fragments = [(f.name, f.round, f.restarted, f.checksum) for f in report.fragments]
+    norms = [(g.pseudo_gradient_norm, g.buffer_norm, g.cosine, g.restarted) for g in report.groups]
+    return {
+        "round": report.round,
+        "checksum": report.checksum,
+        "replicas": report.replicas,
+        "newcomers": report.newcomers,
+        "fragments": fragments,
+        "norms": norms,
+        "signals": dict(report.signals),
+    }
+
+
+def simulated(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Both replicas in this process: reports, and the digests of the fragments at the end."""
+    replicas = [Replica(), Replica()]
+    engine = DiLoCo([r.model for r in replicas], RULE, communicator=SingleProcess(), **options)
+    found = []
+    while engine.round < ROUNDS:
+        losses = [replica.step(number) for number, replica in enumerate(replicas)]
+        report = engine.step({"loss": sum(losses) / 2})
+        found += [told(report)] if report else []
+    return found, [str(fragment.digest()) for fragment in engine.fragments]
+
+
+def alone_after_three(rounds: int) -> list[str]:
+    """Checksums of three rounds of both replicas and further ones of replica 0 alone."""
+    replicas = [Replica(), Replica()]
+    engine = DiLoCo([r.model for r in replicas], RULE, communicator=SingleProcess(), **SCENARIOS["plain"])
+    found = []
+    while engine.round < rounds:
+        if engine.round == 3 and len(replicas) == 2:
+            del replicas[1]
+            state = engine.state_dict()
+            engine = DiLoCo(replicas[0].model, RULE, communicator=SingleProcess(), **SCENARIOS["plain"])
+            engine.load_state_dict(state)
+        for number, replica in enumerate(replicas):
+            replica.step(number)
+        report = engine.step({"loss": 0.0})
+        found += [report.checksum] if report else []
+    return found
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def lighthouse() -> Iterator[str]:
+    """One in this process."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=20000, quorum_tick_ms=20, heartbeat_timeout_ms=1000)
+    yield f"http://127.0.0.1:{urlsplit(server.address()).port}"
+    server.shutdown()
+
+
+def communicator(url: str, replica: int = 0, replicas: int = 2, **options: Any) -> Any:
+    """A `TorchFT` on loopback."""
+    from twophase.diloco.torchft import TorchFT
+
+    return TorchFT(replica=replica, replicas=replicas, lighthouse=url, **{"timeout": 20.0, **options})
+
+
+def worker(replica: int, folder: Path, urls: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, url in urls.items():
+        with communicator(url, replica) as group:
+            mine = Replica()
+            engine = DiLoCo(mine.model, RULE, communicator=group, **SCENARIOS.get(name, SCENARIOS["plain"]))
+            group.attach(engine, mine.save, mine.load)
+            reports: list[dict[str, Any]] = []
+            first = engine.join({"loss": 0.0})
+            reports += [told(first)] if first else []
+            if name == "kill":
+                found[name] = until_it_is_back(replica, mine, engine, reports)
+                continue
+            if name == "tampered":
+                found[name] = tampered(replica, mine, engine)
+                continue
+            seconds = []
+            while engine.round < ROUNDS:
+                report = engine.step({"loss": mine.step(replica)})
+                if report:
+                    reports.append(told(report))
+                    seconds.append(report.seconds)
+            found[name] = {
+                "reports": reports,
+                "digests": [str(fragment.digest()) for fragment in engine.fragments],
+                "seconds": seconds,
+                "bytes": group.launch_sum(torch.zeros(8)).bytes_sent,
+                "listening": listening(),
+            }
+    torch.save(found, folder / f"{replica}.pt")
+
+
+def tampered(replica: int, mine: Replica, engine: DiLoCo) -> str:
+    """Round 3 ends with one bit of the anchor of replica 1 changed: what is said of it."""
+    for _ in range(20):
+        mine.step(replica)
+        try:
+            report = engine.step({"loss": 0.0})
+        except Disagreement as fault:
+            return str(fault)
+        if report and report.round == 3 and replica == 1:
+            engine.fragments[0].flat[5] += 1e-3
+    return "nobody noticed"
+
+
+def until_it_is_back(replica: int, mine: Replica, engine: DiLoCo, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Process 1 kills itself in round 4; five rounds after its successor has come, all end."""
+    successor = bool(reports)
+    ended: list[float] = []
+    while not any(report["newcomers"] for report in reports[:-5]):
+        loss = mine.step(replica)
+        if replica == 1 and not successor and engine.round == 3 and engine.inner_step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if engine.round > 3:
+            time.sleep(0.02)
+        report = engine.step({"loss": loss})
+        if report:
+            reports.append({**told(report), "attempts": report.attempts})
+            ended.append(time.monotonic())
+        assert engine.round < 5000, "nobody has come back"
+    return {
+        "reports": reports,
+        "digests": [str(fragment.digest()) for fragment in engine.fragments],
+        "counters": engine.fragments[0].counters()[1],
+        "model": {key: value.clone() for key, value in mine.model.state_dict().items()},
+        "stall": max(after - before for before, after in itertools.pairwise(ended)),
+        "seen": mine.seen,
+    }
+
+
+def listening() -> list[str]:
+    """The addresses on which this process listens, as the kernel writes them."""
+    sockets = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            sockets.add(str(descriptor.readlink()))
+        except OSError:
+            continue
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes bring home; the second is killed at the end and started once more."""
+    folder = tmp_path_factory.mktemp("torchft")
+
+    def start(replica: int, urls: dict[str, str]) -> subprocess.Popen[bytes]:
+        pairs = [f"{name}={url}" for name, url in urls.items()]
+        command = [sys.executable, "-W", "error", __file__, str(replica), str(folder), *pairs]
+        with (folder / f"{replica}.log").open("ab") as log:
+            return subprocess.Popen(command, stderr=log, stdout=log)
+
+    with lighthouse() as a, lighthouse() as b, lighthouse() as c, lighthouse() as d:
+        urls = {"plain": a, "streams": b, "tampered": c, "kill": d}
+        first, second = start(0, urls), start(1, urls)
+        try:
+            killed = second.wait(timeout=120)
+            assert killed == -signal.SIGKILL, (folder / "1.log").read_text()[-3000:]
+            second = start(1, {"kill": d})
+            assert [first.wait(timeout=120), second.wait(timeout=120)] == [0, 0], (folder / "0.log").read_text()[-3000:]
+        finally:
+            for process in (first, second):
+                process.kill()
+                process.wait()
+    answers = [torch.load(folder / f"{replica}.pt", weights_only=True) for replica in range(2)]
+    answers[0]["log"] = (folder / "0.log").read_text()
+    return answers
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_equals_a_run_in_one_process(processes: list[dict[str, Any]], name: str):
+    """12 rounds of two processes have the checksums, norms, restarts and final states of both replicas in one."""
+    reports, digests = simulated(SCENARIOS[name])
+    here = processes[0][name]
+    for ours, theirs in zip(here["reports"], reports, strict=True):
+        assert ours["checksum"] == theirs["checksum"], ours["round"]
+        assert ours["fragments"] == theirs["fragments"]
+        assert ours["replicas"] == 2
+        assert ours["newcomers"] == 0
+        assert ours["norms"] == theirs["norms"]
+        assert ours["signals"] == theirs["signals"]
+    assert here["digests"] == digests
+    assert here["bytes"] == 32
+    assert [f[2] for r in here["reports"] for f in r["fragments"] if f[1] == 3] == [True] * len(digests)
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_killed_process_comes_back(processes: list[dict[str, Any]]):
+    """One of two is killed inside a round and started again: it comes in once, without weight, and both stay equal.
+
+    The survivor goes on alone meanwhile, counts each round once, and restarts on time; afterwards weights, momentum,
+    counters and checksums are the same on both.
+    """
+    survivor, back = (answers["kill"] for answers in processes)
+    rounds = [report["round"] for report in survivor["reports"]]
+    assert rounds == list(range(1, len(rounds) + 1))
+    common = [report for report in survivor["reports"] if report["round"] >= back["reports"][0]["round"]]
+    assert [{**r, "attempts": 1} for r in back["reports"]] == [{**r, "attempts": 1} for r in common]
+    assert [report["newcomers"] for report in common] == [1, 0, 0, 0, 0, 0]
+    assert [report["replicas"] for report in common] == [1, 2, 2, 2, 2, 2]
+    before = survivor["reports"][: -len(common)]
+    assert [report["replicas"] for report in before] == [2] * 3 + [1] * (len(before) - 3)
+    assert not any(report["newcomers"] for report in before)
+    restarts = [f[1] for report in survivor["reports"] for f in report["fragments"] if f[2]]
+    assert restarts == list(range(3, len(rounds) + 1, 3))
+    assert survivor["digests"] == back["digests"]
+    assert survivor["counters"] == back["counters"]
+    for name, value in survivor["model"].items():
+        assert torch.equal(value, back["model"][name]), name
+    solo = [report["checksum"] for report in survivor["reports"][: len(before) + 1]]
+    assert solo == alone_after_three(len(solo))  # the newcomer's own round included: it has no weight
+    assert survivor["seen"] == 3 * len(rounds)  # no inner step was lost or taken twice
+    assert back["seen"] == survivor["seen"]
+    print(f"longest wait between two rounds of the survivor: {survivor['stall']:.2f} s, rounds: {len(rounds)}")
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_tampered_replica_is_caught(processes: list[dict[str, Any]]):
+    """An anchor that was changed on one process ends the run at the next sync, with the fragment's name."""
+    message = processes[0]["tampered"]
+    assert "fragment '0' differs in its anchor between process 0 and process 1" in message
+    assert "before a sync" in message
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+def test_what_the_survivor_says(processes: list[dict[str, Any]]):
+    """Standard error has a line when a process goes and one when it comes, and nothing else."""
+    lines = processes[0]["log"].splitlines()
+    end = lines[lines.index("replica 1 has gone; 1 of 2 are here") :]
+    assert end[1] == "replica 1 has come; 2 of 2 are here"
+    assert all(line.startswith("replica 1 has ") for line in lines), lines
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_listens_on_a_wildcard(processes: list[dict[str, Any]], name: str):
+    """Store, manager, healing and gloo listen on 127.0.0.1 alone."""
+    found = processes[0][name]["listening"]
+    assert len(found) >= 4
+    assert set(found) == {"0100007F"}
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+def refused(words: list[str], call: Callable[[], Any], kind: type[Exception] = ValueError) -> None:
+    with pytest.raises(kind) as fault:
+        call()
+    for word in words:
+        assert word in str(fault.value)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replica": 2}, ["replica is 2", "replicas - 1"]),
+        ({"min_replicas": 3}, ["min_replicas is 3", "between 1 and replicas = 2"]),
+        ({"min_replicas": 0}, ["min_replicas is 0"]),
+        ({"timeout": 0.0}, ["timeout is 0.0", "above 0"]),
+        ({"patience": float("inf")}, ["patience is inf"]),
+        ({"max_attempts": 0}, ["max_attempts is 0"]),
+        ({"url": "127.0.0.1:29510"}, ["lighthouse is '127.0.0.1:29510'", "http://10.0.0.1:29510"]),
+        ({"url": "http://127.0.0.1"}, ["lighthouse is 'http://127.0.0.1'"]),
+        ({"url": "http://127.0.0.1:seven"}, ["lighthouse is"]),
+        ({"host": "0.0.0.0"}, ["host is '0.0.0.0'", "every network"]),  # noqa: S104 - refused
+        ({"host": ""}, ["host is ''"]),
+        ({"host": "::"}, ["host is '::'", "IPv4"]),
+    ],
+)
+def test_mistakes_say_what_to_do(options: dict[str, Any], words: list[str]):
+    """Arguments outside their range are refused with their name and value."""
+    refused(["TorchFT: ", *words], lambda: communicator(**{"url": URL, **options}))
+
+
+@linux
+@pytest.mark.parametrize("name", ["TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_RETRIES", "TORCHFT_USE_BUCKETIZATION"])
+def test_overriding_variables_are_refused(monkeypatch: pytest.MonkeyPatch, name: str):
+    """A variable that would silently override an argument is named."""
+    monkeypatch.setenv(name, "1")
+    refused([name, "unset"], lambda: communicator(URL))
+
+
+@linux
+def test_several_processes_of_a_replica_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Under torchrun, where a replica would have several processes, it says so."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(["WORLD_SIZE is 2", "not supported yet"], lambda: communicator(URL))
+
+
+@linux
+def test_missing_and_other_torchft_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Without torchft there is one line that installs it; another release, whose private names differ, is refused."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.1")  # noqa: ARG005
+    refused(["torchft is 0.1.1", "0.2.0"], lambda: communicator(URL), ImportError)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    refused(["pip install 'twophase[ft]'"], lambda: communicator(URL), ImportError)
+
+
+@linux
+def test_what_heals_must_be_said_before_joining():
+    """Without attach, with a state that lacks the models or holds an object, or that takes too long: refused."""
+    mine = Replica()
+    group = communicator(URL)
+    engine = DiLoCo(mine.model, RULE, inner_steps=3, communicator=group)
+    refused(["attach(engine, save, load)", "before engine.join()"], engine.join)
+    refused(["save() returned 0 bytes", "the replicas alone have"], lambda: group.attach(engine, dict, mine.load))
+    odd = {**mine.save(), "sampler": object()}
+    refused(["save()['sampler'] is a builtins.object"], lambda: group.attach(engine, lambda: odd, mine.load))
+    large = {**mine.save(), "table": torch.zeros(1).expand(400_000_000)}
+    refused(["timeout is 20 s", "1.60 GB", "pass timeout=21"], lambda: group.attach(engine, lambda: large, mine.load))
+    refused(["call join()"], engine.step)
+
+
+@linux
+def test_no_lighthouse_is_one_clear_error():
+    """Where none answers, joining ends after connect_timeout with its address and what to do."""
+    mine = Replica()
+    with communicator(URL, connect_timeout=1.0) as group:
+        engine = DiLoCo(mine.model, RULE, inner_steps=3, communicator=group)
+        group.attach(engine, mine.save, mine.load)
+        refused([f"the lighthouse at {URL} cannot be reached", "start it"], engine.join, RuntimeError)
+    group.close()  # again is nothing
+
+
+@linux
+def test_a_lighthouse_that_goes_away_is_one_clear_error():
+    """A replica that trains alone ends when the lighthouse has been away for `patience` seconds."""
+    mine = Replica()
+    with communicator(URL, patience=1.0, replicas=1) as group:
+        engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
+        group.attach(engine, mine.save, mine.load)
+        with lighthouse() as url:
+            group.lighthouse, group._lighthouse_at = url, ("127.0.0.1", urlsplit(url).port or 0)
+            assert engine.join() is None
+            report = engine.step()
+            assert report is not None
+            assert (report.replicas, report.bytes_sent) == (1, 0)
+        refused([f"the lighthouse at {url} cannot be reached", "checkpoints are intact"], engine.step, RuntimeError)
+
+
+@linux
+def test_too_few_replicas_is_one_clear_error():
+    """A run that two must begin is not begun by one, and says so after start_timeout."""
+    mine = Replica()
+    with lighthouse() as url, communicator(url, start_timeout=0.5) as group:
+        engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
+        group.attach(engine, mine.save, mine.load)
+        refused(["1 of 2 replicas are here after 0.5 s"], engine.join, RuntimeError)
+
+
+# --- the way of a state -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def giver() -> Iterator[Healing]:
+    """What gives states away, on loopback."""
+    found = Healing("127.0.0.1", 5.0)
+    yield found
+    found.shutdown()
+
+
+def fetch(healing: Healing, step: int = 7, address: str | None = None) -> Any:
+    return healing.recv_checkpoint(0, address or healing.metadata(), step, timedelta(seconds=5))
+
+
+def test_a_state_arrives_as_it_is(giver: Healing):
+    """Tensors of all kinds, shared and empty ones, and nested numbers arrive; also when asked for too early."""
+    shared = torch.randn(5000)
+    state = {
+        "tensors": [torch.arange(3), torch.empty(0), torch.randn(3, 1).bfloat16(), shared[:10], shared],
+        "numbers": {"a": (1, 2.5, None, True), 3: "text", "type": torch.float16},
+    }
+    threading.Timer(0.2, lambda: giver.send_checkpoint([1], 7, state, timedelta(seconds=5))).start()
+    found = fetch(giver)
+    assert found["numbers"] == state["numbers"]
+    for ours, theirs in zip(found["tensors"], state["tensors"], strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    assert found["tensors"][3].untyped_storage().data_ptr() == found["tensors"][4].untyped_storage().data_ptr()
+    found["tensors"][4].zero_()  # it is the receiver's own
+    assert bytes_of(state) == 24 + 6 + 40 + 20000
+    with pytest.raises(ConnectionError, match="no state of step 8"):
+        fetch(giver, 8)
+
+
+def test_who_still_reads_is_cut_off(giver: Healing):
+    """When the giver goes on, a half-read state is an error, not a torn state."""
+    giver.send_checkpoint([1], 7, {"x": torch.zeros(20_000_000)}, timedelta(seconds=5))
+    host, _, port = giver.metadata().rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(b"7\n")
+        got = connection.recv(1000)
+        giver.disallow_checkpoint()
+        while more := connection.recv(1 << 20):
+            got += more
+    assert got.startswith(_GREETING)
+    assert len(got) < 80_000_000
+    address = impostor(got)
+    with pytest.raises(ConnectionError, match="connection ended"):
+        fetch(giver, 7, address)
+
+
+class Code:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+def impostor(answer: bytes) -> str:
+    """The address of somebody who gives this answer to one caller."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.recv(100)
+            connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_code_is_refused(giver: Healing, tmp_path: Path):
+    """A pickle that would run a command, as the state or in its table of contents, is refused and does not run it."""
+    import io
+    import pickle
+
+    from torch.distributed._serialization import _streaming_load, _streaming_save
+
+    proof = tmp_path / "it ran"
+    stream = io.BytesIO()
+    _streaming_save({"x": Code(proof)}, stream)
+    for answer in (stream.getvalue(), pickle.dumps([Code(proof)], protocol=2)):
+        with pytest.raises(pickle.UnpicklingError, match=r"(?i)unsupported|weights"):
+            fetch(giver, 7, impostor(_GREETING + answer))
+        assert not proof.exists()
+    stream.seek(0)
+    _streaming_load(stream, weights_only=False)  # so it would have run
+    time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]), Path(sys.argv[2]), dict(pair.split("=", 1) for pair in sys.argv[3:]))
