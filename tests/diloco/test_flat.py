@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -91,6 +92,7 @@ def test_views_are_windows_on_the_buffer(shapes: list[tuple[int, ...]], alignmen
 # --- checksum -----------------------------------------------------------------------------------------------------
 
 LARGE = 300_000  # elements: several internal pieces
+GOLDEN_DIGITS = "bf4388083f6b4f05"
 
 
 def vectors(draw: Callable[..., Any], min_size: int) -> Tensor:
@@ -165,24 +167,68 @@ def test_zeros_of_both_signs_and_lengths_differ():
     assert len(set(digits)) == len(digits)
 
 
+@given(st.data())
+def test_signs_count(data: st.DataObject):
+    """Two signs that turn over, wherever they are, and all of them at once, change the checksum."""
+    flat = vectors(data.draw, 2)
+    a, b = data.draw(st.lists(st.integers(0, len(flat) - 1), min_size=2, max_size=2, unique=True))
+    sign = -(2 ** (8 * flat.dtype.itemsize - 1))
+    words = as_words(flat.clone())
+    words[[a, b]] ^= sign
+    assert checksum(words.view(flat.dtype)) != checksum(flat)
+    assert checksum((as_words(flat) ^ sign).view(flat.dtype)) != checksum(flat)
+
+
+def test_no_two_signs_of_a_piece_cancel():
+    """A sign also changes w ^ (w >> 29) by 2^2 or 2^34, and no two weights add up, or differ, to make that vanish."""
+    golden, piece = flat._GOLDEN % 2**64, flat._PIECE
+    weights = flat._weights(torch.device("cpu")).numpy().view(np.uint64)
+    assert weights.tolist() == [place * golden % 2**64 | 1 for place in range(piece)]
+    # Of places i and j the odd weights add up to (i + j) golden + 0, 1 or 2 and differ by (i - j) golden - 1, 0 or 1.
+    sums = {(place * golden + extra) % 2**64 for place in range(2 * piece) for extra in (0, 1, 2)}
+    differences = {(place * golden + extra) % 2**64 for place in range(piece) for extra in (-1, 0, 1)}
+    assert all(value % 2**29 for value in (sums | differences) - {0})
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 65535, 65536, 65537, LARGE + 1])
+def test_digits_are_the_same_wherever_the_tensor_lies(count: int):
+    """Odd lengths, odd places in memory, and an accelerator's operations give the digits of an aligned CPU tensor."""
+    values, room = torch.randn(count, generator=torch.Generator().manual_seed(1)), torch.zeros(count + 4)
+    weights = flat._weights(values.device)
+    digits = set()
+    for start in range(4):
+        there = room[start : start + count].copy_(values)
+        digits.add(checksum(there))
+        halves = there.view(torch.int32)
+        sums = [value - (value >> 63 << 64) for value in flat._sums_in_cache(halves, weights)]
+        assert flat._sums(halves, weights, rows=2) == sums
+    assert len(digits) == 1
+
+
 def test_checksum_is_the_same_on_every_machine():
-    """Digits that were computed once, from integer arithmetic done here word by word, are the digits."""
-    flat = torch.tensor([1.0, -2.5, 0.0, -0.0, 3e-45, math.inf] * 30_000)
-    words = [int(word) for word in flat.view(torch.int32).tolist()]
-    modulus, state = 1 << 64, len(words)
-    for start in range(0, len(words), 1 << 16):
-        piece = words[start : start + (1 << 16)]
-        total = sum(word * ((i * 0x9E3779B97F4A7C15 % modulus) | 1) for i, word in enumerate(piece)) % modulus
-        state = (state ^ total) * 0x100000001B3 % modulus
+    """Digits that were computed once are those that integer arithmetic gives, done here word by word."""
+    flat = torch.tensor([1.0, -2.5, 0.0, -0.0, 3e-45, math.inf, -1.5] * 30_001)
+    halves = [int(half) % 2**32 for half in flat.view(torch.int32).tolist()]
+    words = [low + (high << 32) for low, high in zip(halves[::2], halves[1::2], strict=False)]
+    values = []
+    for start in range(0, len(words), 1 << 15):
+        piece = enumerate(words[start : start + (1 << 15)])
+        values.append(sum((word ^ word >> 29) * (place * 0x9E3779B97F4A7C15 | 1) for place, word in piece))
+    values.append(halves[-1] - (halves[-1] >> 31 << 32))  # the odd one, as a signed number
+    state = len(halves)
+    for value in values:
+        state = (state ^ value % 2**64) * 0x100000001B3 % 2**64
         state ^= state >> 29
-    assert checksum(flat) == f"{state:016x}"
+    assert checksum(flat) == f"{state:016x}" == GOLDEN_DIGITS
 
 
-@pytest.mark.parametrize("count", [1, 6, 7, 20, 21, 22, 100])
+@pytest.mark.parametrize("count", [1, 6, 7, 20, 27, 28, 29, 100])
 def test_the_sums_of_an_accelerator_are_those_of_a_cpu(count: int):
-    """How many pieces are summed together, and in how many operations, changes no sum."""
-    words = torch.randint(-(2**31), 2**31 - 1, (count,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    """How many pieces are summed together, and in which operations, changes no sum."""
+    generator = torch.Generator().manual_seed(1)
+    halves = torch.randint(-(2**31), 2**31 - 1, (count,), generator=generator).to(torch.int32)
     weights = torch.tensor([2**62 + 1, -(2**63) + 3, 5, 7, -9, 11, 13])
-    plain = torch.cat(flat._sums(words, weights, rows=1, mixed=False))
+    plain = [value - (value >> 63 << 64) for value in flat._sums_in_cache(halves, weights)]
+    assert len(plain) == -(-(count // 2) // 7)
     for rows in (1, 2, 3, 50):
-        assert torch.equal(torch.cat(flat._sums(words, weights, rows=rows, mixed=True)), plain)
+        assert flat._sums(halves, weights, rows=rows) == plain

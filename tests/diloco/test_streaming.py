@@ -524,6 +524,13 @@ def test_norms_are_of_what_was_synchronised(optimizer: str):
             assert report.pseudo_gradient_norm == pytest.approx(float(g.norm()), rel=1e-5)
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_each_replica_is_a_sender_of_its_own(wire: str):
+    """Four replicas in one process, each encoded by itself, sum to what they do on the exact wire, to its steps."""
+    (lossy,), (exact,) = (start(NESTEROV, [0, 1, 2, 3], wire=one).go(range(6)) for one in (wire, "float32"))
+    assert lossy.pseudo_gradient_norm == pytest.approx(exact.pseudo_gradient_norm, rel=0.01)
+
+
 def test_phases_add_up(monkeypatch: pytest.MonkeyPatch):
     """A phase that is entered twice in a sync, as the reduction's launch and its end are, reports the time of both."""
     now = iter(range(1000))

@@ -15,6 +15,7 @@ import pytest
 
 import textmaker
 from twophase.config import with_values
+from twophase.diloco.wire import WIRES
 from twophase.experiment.grid import Axis, Cell, Sweep, product
 from twophase.experiment.plan import Plan, plan
 from twophase.experiment.run import RunFolder, read_lines, read_summary
@@ -130,7 +131,7 @@ def test_leaves_are_the_runs_alone(base: TrainConfig, tmp_path: Path, seed: int)
 
 
 def grid(base: TrainConfig, **values: tuple[Any, ...]) -> Sweep:
-    names = {"lr": "outer.lr", "momentum": "outer.momentum", "restart": "outer.restart", "nesterov": "outer.nesterov"}
+    names = {name: f"outer.{name}" for name in ("lr", "momentum", "restart", "nesterov")} | {"wire": "sync.wire"}
     return Sweep("grid", base, product(base, [Axis(names.get(name, name), some) for name, some in values.items()]))
 
 
@@ -158,6 +159,59 @@ def test_interrupted_at_random_steps(base: TrainConfig, tmp_path: Path, seed: in
         break
     assert done == made.steps
     check(made, tmp_path, alone(made, tmp_path / "alone"))
+
+
+def test_wires_share_nothing(base: TrainConfig) -> None:
+    """Runs of different wires have no node in common, and none stands for another; those of one wire share as ever."""
+    made = plan(grid(base, wire=WIRES, momentum=(0.0, 0.9), restart=("never", "1", "3")))
+    assert len(made.forest.roots) == len(WIRES)
+    for node in made.forest.nodes.values():
+        assert len({made.runs[run].sync.wire for run in node.runs}) == 1
+    alone = [plan(grid(base, wire=(wire,), momentum=(0.0, 0.9), restart=("never", "1", "3"))) for wire in WIRES]
+    assert made.steps == sum(one.steps for one in alone)
+    assert made.stands_for == {run: other for one in alone for run, other in one.stands_for.items()}
+    assert len(made.stands_for) == len(WIRES) * len(alone[0].stands_for) > 0
+
+
+def test_what_a_wire_owes_is_forked_with_the_runs(base: TrainConfig, tmp_path: Path) -> None:
+    """On a lossy wire, leaves are the runs alone byte for byte: what was not sent is part of every branch's state."""
+    made = plan(grid(base, wire=("bfloat16", "int8"), restart=("never", "2", "4")))
+    expected = alone(made, tmp_path / "alone")
+    for in_memory in (0, 8):  # every branch from disk, or none
+        one = grow(made, tmp_path / str(in_memory), in_memory=in_memory)
+        assert one.tally.steps == made.steps < len(made.runs) * base.steps
+        assert (one.tally.spilled > 0) == (in_memory == 0)
+        check(made, tmp_path / str(in_memory), expected)
+    assert len({found["weights"] for found in expected.values()}) == len(made.runs)
+
+
+def test_what_a_wire_owes_survives_interruptions(base: TrainConfig, tmp_path: Path) -> None:
+    """Stopped every few inner steps, inside stretches and at branches, runs on int8 come out as if done alone."""
+    made = plan(grid(base, wire=("int8",), restart=("never", "2", "3")))
+    stops = 0
+    while True:
+        left = iter(range(7 + stops % 3))
+        try:
+            grow(made, tmp_path, should_stop=lambda left=left: next(left, None) is None, in_memory=0)
+            break
+        except Stopped:
+            stops += 1
+    assert stops >= 4
+    check(made, tmp_path, alone(made, tmp_path / "alone"))
+
+
+def test_jobs_of_several_wires_in_turn(base: TrainConfig, tmp_path: Path) -> None:
+    """One process that takes jobs of several wires in turn has each run's own wire, and what it owes, every time."""
+    made = plan(grid(base, wire=WIRES, restart=("never", "2")))
+    jobs = made.forest.jobs(1)
+    one, steps = grower(made, tmp_path), 0
+    for depth in (True, False):  # the three trunks, then their leaves
+        for job in (job for job in jobs if (job.after is None) == depth):
+            one.grow(job.node, deep=job.deep)
+            steps += 1
+    assert (steps, one.tally.steps) == (9, made.steps)
+    for run, wanted in alone(made, tmp_path / "alone").items():
+        assert outcome(tmp_path / "runs" / run) == wanted
 
 
 def test_jobs_in_any_order(base: TrainConfig, tmp_path: Path) -> None:

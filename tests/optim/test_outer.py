@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
-from twophase.optim.functional import Angles, buffer_dtype, dots
+from twophase.optim import functional
+from twophase.optim.functional import Angles, buffer_dtype, dots, outer_step_
 from twophase.optim.outer import OuterSGD
 from twophase.optim.reference import ReferenceOuter
 from twophase.restart import (
@@ -113,7 +114,7 @@ def simulate(rule: OuterRule, policy: RestartPolicy, x: float, gradients: Sequen
 
 # --- equal to torch.optim.SGD, bit for bit ------------------------------------------------------------------------
 
-PIECES = 1_300_001  # elements: three internal pieces of 2^19 and a tail that no vector register fills
+PIECES = 300_001  # elements: three internal pieces of 2^17 and a tail that no vector register fills
 
 
 def sgd_tensors(seed: int) -> list[Tensor]:
@@ -162,6 +163,124 @@ def test_equals_torch_sgd_bit_for_bit(momentum: float, nesterov: bool, foreach: 
     if momentum:
         for p, q in zip(ours, theirs, strict=True):
             assert same_bits(outer.state[p]["momentum_buffer"], sgd.state[q]["momentum_buffer"])
+
+
+@pytest.fixture(params=["fused", "fused, 2 threads", "inexact", "missing", "changed"])
+def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Torch's fused kernel as it is, rounding in another way, gone, and with other arguments."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2 if "2" in request.param else 1)
+    kernel = torch._fused_sgd_
+
+    def inexact(params: list[Tensor], *rest: Any, **options: Any) -> None:
+        kernel(params, *rest, **options)
+        params[0][:1] *= 1 + torch.finfo(params[0].dtype).eps
+
+    def changed(params: list[Tensor]) -> None: ...
+
+    if request.param == "missing":
+        monkeypatch.delattr(torch, "_fused_sgd_")
+    elif request.param in ("inexact", "changed"):
+        monkeypatch.setattr(torch, "_fused_sgd_", {"inexact": inexact, "changed": changed}[request.param])
+    functional._fused_is_exact.cache_clear()
+    yield request.param
+    functional._fused_is_exact.cache_clear()
+    torch.set_num_threads(threads)
+
+
+LENGTHS = [*range(201), 1000, 4097, 65_537, 2**17 - 1, 2**17, 2**17 + 15, PIECES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("nesterov", "form"), [(False, "sum"), (True, "sum"), (False, "ema"), (True, "ema")])
+def test_every_path_has_the_bits_of_torch_sgd(
+    nesterov: bool, form: Any, dtype: torch.dtype, fused: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Any length and place, fresh or not, whatever the kernel: torch.optim.SGD's bits, in EMA form the plain path's."""
+
+    def draw(seed: int) -> list[Tensor]:  # the second half begins between vectors
+        generator = torch.Generator().manual_seed(seed)
+        long = [torch.randn(length + 1, dtype=dtype, generator=generator) for length in LENGTHS]
+        return [x[1:] if number % 2 else x[:-1] for number, x in enumerate(long)]
+
+    taken = []
+    if fused.startswith("fused"):
+        kernel = torch._fused_sgd_
+
+        def spy(params: list[Tensor], *rest: Any, **options: Any) -> None:
+            taken.append(len(params) > 1)  # the probe has one
+            kernel(params, *rest, **options)
+
+        monkeypatch.setattr(torch, "_fused_sgd_", spy)
+    ours, plain = ([x.clone() for x in draw(0)] for _ in range(2))
+    theirs = [[nn.Parameter(x.clone()) for x in draw(0)] for _ in range(2)]
+    buffers, plain_buffers = [torch.full_like(x, math.nan) for x in ours], [torch.empty_like(x) for x in ours]
+    sgds = [
+        torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=nesterov, foreach=foreach)
+        for params, foreach in zip(theirs, (False, True), strict=True)
+    ]
+    for step in range(3):
+        gradients = draw(step + 1)
+        rule = functional._Rule(0.7, 0.9, nesterov, form, fresh=step == 0)
+        outer_step_(ours, gradients, buffers, lr=0.7, momentum=0.9, nesterov=nesterov, form=form, fresh=step == 0)
+        functional._in_pieces_(list(zip(plain, gradients, plain_buffers, strict=True)), rule)
+        for params, sgd in zip(theirs, sgds, strict=True):
+            give(params, gradients)
+            sgd.step()
+    assert all(map(same_bits, ours, plain))
+    assert all(map(same_bits, buffers, plain_buffers))
+    if form == "sum":
+        for params, sgd in zip(theirs, sgds, strict=True):
+            assert all(map(same_bits, ours, params))
+            assert all(same_bits(m, sgd.state[p]["momentum_buffer"]) for m, p in zip(buffers, params, strict=True))
+    # On a machine where the kernel rounds in another way, not taking it is right.
+    was_taken, known = any(taken), form == "sum" or not nesterov
+    exact = functional._fused_is_exact(dtype, functional._Rule(0.7, 0.9, nesterov, form, fresh=False))
+    assert was_taken == (known and exact)
+    assert not exact or fused.startswith("fused")
+
+
+def test_the_fused_kernel_gets_only_what_it_takes(monkeypatch: pytest.MonkeyPatch):
+    """Plain contiguous float32 and float64 tensors, up to a multiple of 16 elements, and the rules that it knows."""
+    seen: list[Any] = []
+
+    def spy(params: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], **_: Any) -> None:
+        seen.append([(p.dtype, p.numel()) for p in params])
+        assert all(len({t.dtype for t in row}) == 1 for row in zip(params, gradients, buffers, strict=True))
+
+    monkeypatch.setattr(torch, "_fused_sgd_", spy)
+    monkeypatch.setattr(functional, "_fused_is_exact", lambda *_: True)
+
+    class Sub(Tensor): ...
+
+    def step(*shape: int, types: tuple[torch.dtype, ...] = (torch.float32,) * 3, view: Any = None, **rule: Any) -> Any:
+        seen.clear()
+        x, g, m = (torch.ones(shape, dtype=dtype) for dtype in types)
+        x = view(x) if view else x
+        settings: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True, "form": "sum"} | rule
+        outer_step_([x], [g.view(x.shape)], [m.view(x.shape)], **settings)
+        return [*seen]
+
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    assert step(5, 7) == step(5, 7, nesterov=False) == step(5, 7, fresh=True) == [[(single, 32)]]
+    assert step(16, types=(double,) * 3) == [[(double, 16)]]
+    assert step(48, form="ema", nesterov=False) == [[(single, 48)]]
+    for nothing in (
+        step(15),
+        step(0),
+        step(16, 32, view=torch.t),
+        step(16, view=lambda x: x.as_subclass(Sub)),
+        step(16, types=(half,) * 3),
+        step(16, types=(half, half, single)),
+        step(16, types=(single, double, single)),
+        step(16, form="ema"),
+        step(16, form="ema", nesterov=False, fresh=True),
+        step(16, momentum=0.0),
+    ):
+        assert nothing == []
+    seen.clear()
+    outer_step_([], [], [], lr=0.7, momentum=0.9, nesterov=True, form="sum")
+    assert seen == []
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

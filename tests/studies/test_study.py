@@ -139,7 +139,8 @@ def test_long_lines_are_folded() -> None:
 def test_unknown_name() -> None:
     """A name that is no study is one line that names those there are."""
     with pytest.raises(
-        UsageError, match=r"^'figure_1' is no study; choose from .*mixed_periods, .*robustness_toy, soft_restart$"
+        UsageError,
+        match=r"^'figure_1' is no study; choose from .*mixed_periods, .*robustness_toy, soft_restart, wires$",
     ):
         study.run("figure_1", Path("nowhere"))
     for name in ("study", "_model", "__init__"):

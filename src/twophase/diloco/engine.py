@@ -485,12 +485,22 @@ class DiLoCo:
         ones; save them before the next step, or clone them. With a reduction under way, which is waited for, it must be
         called on all processes.
         """
-        self._settle()
+        # Where processes come and go, a sync that has not ended may never do; its inner steps are still there.
+        given_up = self._under_way if self.communicator.elastic else []
+        untold = {f.number: steps for sync in given_up for f, steps in zip(sync.fragments, sync.steps, strict=True)}
+        under_way = [] if given_up else self._under_way
+        if under_way:
+            self._settle()
         return {
             "anchor": self._anchor,
             "layout": self.layout.describe(),
             "fragments": [
-                {"name": f.name, "round": f.round, "steps": f.steps, "outer": f.outer.state_dict()}
+                {
+                    "name": f.name,
+                    "round": f.round,
+                    "steps": f.steps + untold.get(f.number, 0),
+                    "outer": f.outer.state_dict(),
+                }
                 for f in self.fragments
             ],
             "under_way": [
@@ -501,7 +511,7 @@ class DiLoCo:
                     "age": sync.age,
                     "replicas": sync.replicas,
                 }
-                for sync in self._under_way
+                for sync in under_way
             ],
             "schedule": self._schedule(),
             "launching": [fragment.number for fragment in self._launching],
@@ -596,6 +606,8 @@ class DiLoCo:
         It differs between processes, so each saves its own. With a reduction under way, which is waited for because its
         second stage owes digits too, it must be called on all processes.
         """
+        if self.communicator.elastic and self._under_way:
+            return {}
         self._settle()
         return {f.name: state for f in self.fragments if (state := f.channel.state_dict())}
 

@@ -4,10 +4,13 @@ An outer step is bound by memory traffic. Whole-tensor operations would read and
 main memory and, for Nesterov, need a scratch tensor as large as the model. Everything here is elementwise, so it is
 done piece by piece instead: a piece stays in cache between the operations and the scratch is one piece long. The
 operations on each element and their order are those of `torch.optim.SGD`, which keeps the result equal bit for bit.
+
+On a CPU torch's own fused kernel needs one sweep instead, and takes the tensors for which it gives the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +20,9 @@ from torch import Tensor
 
 from twophase.rule import Form
 
-_PIECE_CPU = 1 << 19  # elements: four float32 streams of a piece are 8 MiB, which a third-level cache holds
+_PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, about what a second-level cache holds
 _PIECE_DEVICE = 1 << 24  # elements: enough to fill an accelerator, and a scratch of 64 MiB
+_LANES = 16  # elements: a multiple of every vector register's length
 
 
 def buffer_dtype(param: Tensor) -> torch.dtype:
@@ -55,14 +59,39 @@ def outer_step_(
 
     Source: paper section 2 and appendix A; theory notes R2 and R3.
     """
+    if not params:
+        return
     if momentum == 0:  # m is g itself in both forms, so there is nothing to remember
         for x, g in _batches(params, pseudo_gradients):
             torch._foreach_add_(x, g, alpha=-lr)
         return
-    weight = 1.0 if form == "sum" else 1 - momentum
+    rule = _Rule(lr, momentum, nesterov, form, fresh)
+    rows = _fused_(list(zip(params, pseudo_gradients, buffers, strict=True)), rule)
+    if rows:
+        _in_pieces_(rows, rule)
+
+
+Row = tuple[Tensor, ...]
+"""Parameter x, pseudo-gradient g and buffer m."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What `outer_step_` is told."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    form: Form
+    fresh: bool
+
+
+def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
+    """The update in plain operations, on tensors of any kind."""
+    momentum, weight = rule.momentum, 1.0 if rule.form == "sum" else 1 - rule.momentum
     scratch: dict[torch.dtype, Tensor] = {}
-    for x, g, m in _batches(params, pseudo_gradients, buffers):
-        if fresh:
+    for x, g, m in _batches(*zip(*rows, strict=True)):
+        if rule.fresh:
             _copy_(m, g)
             if weight != 1:
                 torch._foreach_mul_(m, weight)
@@ -70,16 +99,81 @@ def outer_step_(
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, g, alpha=weight)
         step = m
-        if nesterov:
+        if rule.nesterov:
             step = _scratch_like(m, scratch)
-            if form == "sum":
-                _copy_(step, g)
-                torch._foreach_add_(step, m, alpha=momentum)
+            if rule.form == "sum":
+                _add(g, m, momentum, step)
             else:
                 _copy_(step, m)
                 torch._foreach_mul_(step, momentum)
                 torch._foreach_add_(step, g, alpha=weight)
-        torch._foreach_add_(x, step, alpha=-lr)
+        torch._foreach_add_(x, step, alpha=-rule.lr)
+
+
+def _fused_(rows: list[Row], rule: _Rule) -> list[Row]:
+    """Update in one sweep what torch's fused kernel updates to the same bits; return what is left.
+
+    The kernel knows the sum form, and the EMA form's heavy ball as dampening, which it leaves out of a first step.
+    """
+    if rule.form == "ema" and (rule.nesterov or rule.fresh):
+        return rows
+    left: list[Row] = []
+    bodies: dict[torch.dtype, list[Row]] = {}
+    for row in rows:
+        x = row[0]
+        fits = all(_is_plain(t) and t.is_cpu and t.dtype == x.dtype and t.is_contiguous() for t in row)
+        if not fits or x.dtype not in (torch.float32, torch.float64) or not _fused_is_exact(x.dtype, rule):
+            left.append(row)
+            continue
+        flat, body = [t.detach().view(-1) for t in row], x.numel() // _LANES * _LANES
+        if body:
+            bodies.setdefault(x.dtype, []).append(tuple(t[:body] for t in flat))
+        if body < x.numel():  # the kernel rounds what fills no vector register in another way
+            left.append(tuple(t[body:] for t in flat))
+    for group in bodies.values():
+        _fused_sgd_(group, rule)
+    return left
+
+
+def _fused_sgd_(rows: Sequence[Row], rule: _Rule) -> None:
+    x, g, m = zip(*rows, strict=True)
+    torch._fused_sgd_(
+        list(x),
+        list(g),
+        list(m),
+        weight_decay=0.0,
+        momentum=rule.momentum,
+        lr=rule.lr,
+        dampening=0.0 if rule.form == "sum" else rule.momentum,
+        nesterov=rule.nesterov,
+        maximize=False,
+        is_first_step=rule.fresh,
+    )
+
+
+@functools.lru_cache(maxsize=64)  # schedules change lr from step to step
+def _fused_is_exact(dtype: torch.dtype, rule: _Rule) -> bool:
+    """Whether torch's fused kernel gives the bits of the plain operations here, with these very settings.
+
+    Whether it fuses multiplications and additions alike is up to the compiler and the CPU's instructions. Processes on
+    unlike machines, and a run resumed on another one, must agree in every bit, so the faster path is taken only where
+    the path cannot be told from the result. The function is a private one of torch's: without it, or when its arguments
+    have changed, the plain operations do the work.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 257 * _LANES, dtype=dtype, generator=generator)  # several threads share it unevenly
+    plain, fused = (tuple(values.clone()) for _ in range(2))
+    _in_pieces_([plain], rule)
+    try:
+        _fused_sgd_([fused], rule)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    return all(map(torch.equal, plain, fused))
+
+
+def _add(a: list[Tensor], b: list[Tensor], alpha: float, out: list[Tensor]) -> None:
+    for first, second, target in zip(a, b, out, strict=True):
+        torch.add(first, second, alpha=alpha, out=target)  # a copy and a sum in one sweep; there is no foreach form
 
 
 def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
