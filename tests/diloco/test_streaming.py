@@ -89,6 +89,8 @@ class Plain:
         for part in parts:
             assert part.launched is not None
             part.rounds += 1
+            if self.mixing == 0:
+                part.steps = 0
             for name, g in part.launched.items():
                 self.outer_step(part, name, g)
                 for model in self.models:
@@ -220,7 +222,8 @@ def test_equals_a_plain_loop_at_every_step(schedule: Schedule, rule: OuterRule):
         report = run.step(step)
         if report is not None:
             told.append([(int(fragment.name), fragment.round) for fragment in report.fragments])
-            assert report.partial == any(one.inner_steps < schedule.inner_steps for one in report.fragments)
+            whole = schedule.inner_steps - (schedule.delay if schedule.mixing == 0 else 0)
+            assert report.partial == any(one.inner_steps < whole for one in report.fragments)
         assert len(plain.ended) - expected == (report is not None)
         assert unlike(run.tensors(), plain.tensors()) == [], step
     assert told == plain.ended
@@ -463,28 +466,28 @@ def test_reports_of_a_staggered_run():
         assert report.inner_steps == one.inner_steps
         assert report.restarted == one.restarted == any(group.restarted for group in report.groups)
         assert len(report.groups) == 1
-        assert report.partial == (one.inner_steps < 6)
+        assert report.partial == (one.inner_steps < 5)  # without mixing, the step of the delay does not count
         assert set(report.seconds) == {"pseudo_gradient", "reduce", "outer", "restore", "checksum"}
         told.append((step, report.round, report.complete, one.name, one.round, one.inner_steps, one.restarted))
     assert told == [
         (3, 1, False, "first", 1, 2, False),
         (5, 1, False, "norm", 1, 4, False),
         (7, 1, True, "last", 1, 6, True),
-        (9, 2, False, "first", 2, 6, True),
-        (11, 2, False, "norm", 2, 6, False),
-        (13, 2, True, "last", 2, 6, True),
-        (15, 3, False, "first", 3, 6, False),
+        (9, 2, False, "first", 2, 5, True),
+        (11, 2, False, "norm", 2, 5, False),
+        (13, 2, True, "last", 2, 5, True),
+        (15, 3, False, "first", 3, 5, False),
     ]
     assert (run.engine.round, run.engine.syncs) == (2, 7)
-    # "norm" is under way; of "first", 2 steps are left, and 4 of "last".
+    # "norm" is under way; of "first", 1 step is left, and 3 of "last".
     last = run.engine.finish()
     assert last is not None
     assert [(one.name, one.round, one.inner_steps, one.restarted) for one in last.fragments] == [
-        ("norm", 3, 6, False),
-        ("first", 4, 2, True),
-        ("last", 3, 4, True),
+        ("norm", 3, 5, False),
+        ("first", 4, 1, True),
+        ("last", 3, 3, True),
     ]
-    assert (last.round, last.complete, last.partial, last.inner_steps, last.restarted) == (4, True, True, 6, True)
+    assert (last.round, last.complete, last.partial, last.inner_steps, last.restarted) == (4, True, True, 5, True)
     assert len(last.groups) == 3
     assert last.pseudo_gradient_norm**2 == pytest.approx(sum(group.pseudo_gradient_norm**2 for group in last.groups))
     assert [fragment.round for fragment in run.engine.fragments] == [4, 3, 3]
@@ -648,7 +651,7 @@ def test_when_the_replicas_are_the_anchor():
         ({}, {6, 12}),
         ({"fragments": 3, "stagger": False}, {6, 12}),
         ({"fragments": 3}, set()),
-        ({"delay": 2}, set()),
+        ({"delay": 2}, {8}),
         ({"mixing": 0.5}, set()),
     ]
     for options, places in cases:

@@ -224,7 +224,7 @@ class DiLoCo:
         for sync in list(self._under_way):
             reports.append(self._complete(sync, signals))
             for fragment in sync.fragments:
-                fragment.steps = 0  # what was trained during the delay has been mixed in, or is given up
+                fragment.steps = 0  # what was trained meanwhile has been mixed in
         while left := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
             reports.append(self._complete(self._launch(left[:1]), signals))
         if self.mixing:
@@ -325,6 +325,8 @@ class DiLoCo:
             self._restore(sync.fragments, self.mixing)
         for fragment in sync.fragments:
             fragment.round += 1
+            if self.mixing == 0:
+                fragment.steps = 0  # what was trained during the delay is given up
         with _phase("checksum", sync.seconds):
             digests = [fragment.digest() for fragment in sync.fragments]
         report = self._report(sync, shared, norms, groups, [digest["anchor"] for digest in digests])
@@ -369,13 +371,14 @@ class DiLoCo:
             FragmentRound(fragment.name, fragment.round, steps, whether, digits)
             for fragment, steps, whether, digits in zip(sync.fragments, sync.steps, restarted, checksums, strict=True)
         )
+        given_up = self.delay if self.mixing == 0 else 0
         complete = sync.fragments[-1] is self.fragments[-1]
         self.round += complete
         self.syncs += 1
         return RoundReport(
             round=self.round + (not complete),
             inner_steps=max(sync.steps),
-            partial=any(steps < self.inner_steps for steps in sync.steps),
+            partial=any(steps < self.inner_steps - given_up for steps in sync.steps),
             complete=complete,
             replicas=sync.replicas,
             newcomers=sync.newcomers,

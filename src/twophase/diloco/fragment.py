@@ -207,7 +207,7 @@ class Fragment:
         self.round = 0
         """Rounds that it has ended."""
         self.steps = 0
-        """Inner steps since its last pseudo-gradient was taken."""
+        """Inner steps that its next pseudo-gradient will be made of."""
 
     @property
     def named(self) -> list[tuple[str, Tensor]]:

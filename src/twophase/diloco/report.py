@@ -15,7 +15,7 @@ class FragmentRound:
     Args:
         name: of the fragment.
         round: number of this fragment's round, from 1; its restart policy counts by it.
-        inner_steps: inner steps that each replica took in it.
+        inner_steps: inner steps of each replica that it is made of.
         restarted: whether the momentum of any of its param groups restarted.
         checksum: digits that depend on every bit of its new anchor.
     """
@@ -35,7 +35,8 @@ class RoundReport:
 
     Args:
         round: number of the round, from 1.
-        inner_steps: inner steps that each replica took in it (of several fragments, the most).
+        inner_steps: inner steps of each replica that it is made of (of several fragments, the most): those of a delay
+            without mixing are given up and do not count.
         partial: whether they are fewer than a whole round has: it was ended early, by `finish()`, or is the first one
             of a fragment that is synchronised in the middle of the others' rounds.
         complete: whether all fragments have ended the round now.
