@@ -408,11 +408,11 @@ class Recorder:
 
     def launch_scatter(self, received: Tensor, sent: Tensor) -> Done:
         """Not on this wire."""
-        raise AssertionError
+        raise AssertionError(f"{sent.shape} to {received.shape}")
 
     def launch_gather(self, received: Tensor, sent: Tensor) -> Done:
         """Not on this wire."""
-        raise AssertionError
+        raise AssertionError(f"{sent.shape} to {received.shape}")
 
     def launch_sum(self, tensor: Tensor) -> Done:
         """One flat buffer, which nobody changes."""
