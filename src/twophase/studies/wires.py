@@ -1,0 +1,365 @@
+"""Does it matter how the pseudo-gradients travel: in float32, in bfloat16, or in int8 with error feedback?
+
+Every run is done once for each wire, with all else equal: both rules at a small and a large momentum, with and without
+restarts, at the short communication period, where most is sent. A run on a lossy wire is compared with the float32 run
+of its own seed, and its change with what the seed alone changes. A verdict follows from two questions:
+
+* is the change clear: is its mean over the seeds more than `CLEAR` standard errors from 0?
+* is it large: is it beyond the seeds' own spread, one standard deviation of log perplexity in float32?
+
+With so few seeds the first is answered yes rather too often (Student's distribution; the answer says how often), which
+is the careful side for a claim that nothing changes.
+
+A lossy run is another trajectory, not float32's plus an error: what rounding changes grows over a run until it
+is of the size of any other small change. So single pairs differ even where the mean does not.
+
+Source: `twophase.diloco.wire`; the paper sends float32.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scipy.special import stdtr
+
+from twophase.diloco.wire import BLOCK, WIRES, packet_bytes
+from twophase.experiment.grid import Axis, Cell, Sweep, product
+from twophase.experiment.table import SEED, Row, format_table
+from twophase.lm.config import VOCABULARY_SIZES, TrainConfig
+from twophase.lm.speed import parameter_count
+from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
+from twophase.studies._lm import SHORT_KINDS, Line, lines_of, one, perplexity_words, pick, public, tally
+from twophase.studies._wires_figure import draw
+from twophase.studies.study import Result
+
+__all__ = ["QUESTION", "answer", "draw", "sent_bytes", "sweep", "table", "verdict"]
+QUESTION = "Does sending pseudo-gradients in fewer bytes change what a language model reaches?"
+EXACT, *LOSSY = WIRES
+FORM, LR = "sum", 0.7
+"""DiLoCo's usual learning rate, in its usual form."""
+MOMENTA = (0.5, 0.9)
+"""One at which the demo works, and DiLoCo's usual one, at which it needs restarts."""
+RESTARTS = ("never", str(PERIOD))
+PROCESSES = 2
+"""What is sent is counted for one replica a process."""
+CLEAR = 2.0
+"""Standard errors."""
+NOISE = "within seed noise"
+ONE_SEED = "one seed: not judged"
+
+
+def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
+    """Wire x restart x momentum for both rules, at the short communication period; nothing depends on earlier rows."""
+    del rows
+    momenta = tuple(momentum for momentum in MOMENTA if momentum in scale.momenta)
+    cells: list[Cell] = []
+    for kind, ahead in RULES.items():
+        for restart in RESTARTS:
+            for wire in WIRES:
+                fixed = {
+                    "inner_steps": scale.short, "outer.form": FORM, "outer.nesterov": ahead, "outer.lr": LR,
+                    "outer.restart": restart, "sync.wire": wire,
+                }  # fmt: skip
+                axes = [Axis("outer.momentum", momenta), Axis(SEED, scale.seeds)]
+                arm = arm_name(FORM, kind, f"{_restart_words(restart)}, {wire}")
+                cells += product(scale.base, axes, arm, fixed)
+    return Sweep(f"wires-{scale.name}", scale.base, cells)
+
+
+def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
+    """Bytes that each process sends to others to sum a vector of float32 over processes, as the engine reports them.
+
+    With n elements and M processes, in float32 a ring sends 2 (M - 1) parts of 4 n / M bytes; a lossy wire sends a
+    packet to each other's owner and its own part's packet to each other: 2 (M - 1) packets of ceil(n / 128 M) blocks.
+
+    Args:
+        wire: one of `WIRES`.
+        numel: elements, >= 1.
+        processes: >= 1.
+    """
+    if wire == EXACT:
+        return 2 * (processes - 1) * 4 * numel // processes
+    blocks = -(-numel // (processes * BLOCK))
+    return 2 * (processes - 1) * packet_bytes(wire, blocks * BLOCK)
+
+
+def table(rows: Sequence[Row], scale: Scale) -> Result:
+    """Every setting with its change against float32 by seed, and by place, restart and wire what that comes to."""
+    lines = lines_of(rows, scale)
+    for line in lines:
+        line["wire"] = next(iter(line["by_seed"].values())).values["sync.wire"]
+    kinds, momenta = list(RULES), sorted({line["momentum"] for line in lines})
+    at = {
+        _place(kind, momentum, restart): (kind, momentum, restart)
+        for kind in kinds
+        for momentum in momenta
+        for restart in RESTARTS
+    }
+    places = {name: _facts(lines, *place) for name, place in at.items()}
+    gains = {
+        f"{SHORT_KINDS[kind]} {momentum:g}": _gain_facts(lines, kind, momentum)
+        for kind in kinds
+        for momentum in momenta
+    }
+    sent = {wire: sent_bytes(wire, _parameters(scale.base)) for wire in WIRES}
+    numbers = {
+        "places": places,
+        "all_places": _all_facts(lines, list(at.values())),
+        "restart_gain": gains,
+        "typical": _typical(lines, list(at.values())),
+        "bytes_a_round": sent,
+        "bytes_over_float32": {wire: sent[wire] / sent[EXACT] for wire in WIRES},
+    }
+    for line in lines:
+        _add_changes(line, _alike(lines, line), sent)
+    settings = {
+        "form": FORM, "lr": LR, "momenta": momenta, "restarts": RESTARTS, "inner_steps": scale.short,
+        "rounds": scale.rounds(scale.short), "seeds": scale.seeds, "clear": CLEAR,
+        "parameters": _parameters(scale.base), "processes": PROCESSES,
+        "error_feedback": {"bfloat16": False, "int8": True},
+    }  # fmt: skip
+    return Result(public(lines), numbers, settings)
+
+
+def _parameters(config: TrainConfig) -> int:
+    return parameter_count(config.model, config.model.vocabulary_size or VOCABULARY_SIZES[config.data.vocabulary])
+
+
+def _restart_words(restart: str) -> str:
+    return restart if restart == "never" else f"K={restart}"
+
+
+def _place(kind: str, momentum: float, restart: str) -> str:
+    return f"{SHORT_KINDS[kind]} {momentum:g} {_restart_words(restart)}"
+
+
+# ------------------------------------------------------------------------------------------------------- comparisons
+
+Pairs = dict[Any, float] | str
+"""Difference of log perplexities by seed; or the word for why there is none: `diverged`, `missing`, ..."""
+
+
+def _logs(line: Line | None) -> dict[Any, float] | str:
+    """Log perplexity by seed, or a setting's state when not all its seeds have finished."""
+    if line is None or line["state"] != "finished":
+        return "missing" if line is None else line["state"]
+    return {seed: math.log(row.perplexity) for seed, row in line["by_seed"].items()}
+
+
+def _minus(mine: Pairs, other: Pairs) -> Pairs:
+    if isinstance(mine, str) or isinstance(other, str):
+        words = {word for word in (mine, other) if isinstance(word, str)}
+        if "missing" in words:
+            return "missing"
+        both = isinstance(mine, str) and isinstance(other, str)
+        return "both diverged" if both else "diverged" if isinstance(mine, str) else "the other diverged"
+    return {seed: mine[seed] - other[seed] for seed in mine}
+
+
+def _pairs(lines: Sequence[Line], wire: str, kind: str, momentum: float, restart: str) -> Pairs:
+    """A wire against float32 in one place."""
+    here = pick(lines, rule=kind, momentum=momentum, restart=restart)
+    return _minus(_logs(one(here, wire=wire)), _logs(one(here, wire=EXACT)))
+
+
+def _alike(lines: Sequence[Line], line: Line) -> Pairs:
+    return _pairs(lines, line["wire"], line["rule"], line["momentum"], line["restart"])
+
+
+def _change(several: Sequence[Pairs]) -> dict[str, Any]:
+    """What paired differences of log perplexities come to: for each seed the mean over the places, then over the seeds.
+
+    Returns:
+        `ratio` the geometric mean ratio of perplexities, `log` its logarithm, `error` the standard error of that over
+        the seeds, `low` and `high` the ends of `CLEAR` of these either way, `rms` the root mean square of single pairs.
+        Places that cannot be compared are in `without`, by reason, and in no number.
+    """
+    known = [pairs for pairs in several if not isinstance(pairs, str)]
+    reasons = [pairs for pairs in several if isinstance(pairs, str)]
+    found: dict[str, Any] = {"places": len(known), "without": {reason: reasons.count(reason) for reason in reasons}}
+    if not known:
+        return found | dict.fromkeys(("ratio", "log", "error", "low", "high", "rms"))
+    means = [statistics.fmean(pairs[seed] for pairs in known) for seed in known[0]]
+    log = statistics.fmean(means)
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return found | {
+        "ratio": math.exp(log),
+        "log": log,
+        "error": error,
+        "low": None if error is None else log - CLEAR * error,
+        "high": None if error is None else log + CLEAR * error,
+        "rms": math.sqrt(statistics.fmean(gap**2 for pairs in known for gap in pairs.values())),
+    }
+
+
+def _facts(lines: Sequence[Line], kind: str, momentum: float, restart: str) -> dict[str, Any]:
+    """One place: float32, what its seeds alone change, and each lossy wire against it."""
+    exact = one(lines, rule=kind, momentum=momentum, restart=restart, wire=EXACT)
+    logs = _logs(exact)
+    spread = None if isinstance(logs, str) or len(logs) < 2 else statistics.stdev(logs.values())
+    changes = {wire: _change([_pairs(lines, wire, kind, momentum, restart)]) for wire in LOSSY}
+    return {
+        "rule": kind,
+        "momentum": momentum,
+        "restart": restart,
+        "perplexity": None if exact is None else exact["perplexity"],
+        "state": "missing" if exact is None else exact["state"],
+        "spread": spread,
+        "change": {wire: found | {"verdict": verdict(found, spread)} for wire, found in changes.items()},
+    }
+
+
+def _all_facts(lines: Sequence[Line], at: Sequence[tuple[str, float, str]]) -> dict[str, Any]:
+    """The same for the mean over the places, where the noise of single runs is smallest."""
+    exact = [_logs(one(pick(lines, wire=EXACT), rule=kind, momentum=m, restart=restart)) for kind, m, restart in at]
+    error = _change(exact)["error"]
+    spread = None if error is None else error * math.sqrt(len(lines[0]["by_seed"]))
+    changes = {wire: _change([_pairs(lines, wire, *place) for place in at]) for wire in LOSSY}
+    judged = {wire: found | {"verdict": verdict(found, spread)} for wire, found in changes.items()}
+    return {"spread": spread, "change": judged}
+
+
+def _gain_facts(lines: Sequence[Line], kind: str, momentum: float) -> dict[str, Any]:
+    """What a restart gains on each wire (never over K), and how that differs from float32's, seed by seed."""
+    gains: dict[str, Pairs] = {}
+    for wire in WIRES:
+        never, restarted = (
+            _logs(one(lines, rule=kind, momentum=momentum, restart=restart, wire=wire)) for restart in RESTARTS
+        )
+        gains[wire] = _minus(never, restarted)
+    exact = gains[EXACT]
+    spread = None if isinstance(exact, str) or len(exact) < 2 else statistics.stdev(exact.values())
+    shifts = {wire: _change([_minus(gains[wire], exact)]) for wire in LOSSY}
+    return {
+        "gain": {wire: _change([pairs]) for wire, pairs in gains.items()},
+        "spread": spread,
+        "shift": {wire: found | {"verdict": verdict(found, spread)} for wire, found in shifts.items()},
+    }
+
+
+def _typical(lines: Sequence[Line], at: Sequence[tuple[str, float, str]]) -> dict[str, float | None]:
+    """Root mean square change of log perplexity: another wire and the same seed; another seed and float32."""
+    found: dict[str, float | None] = {
+        wire: _change([_pairs(lines, wire, *place) for place in at])["rms"] for wire in LOSSY
+    }
+    several = [list(logs.values()) for line in pick(lines, wire=EXACT) if not isinstance(logs := _logs(line), str)]
+    squares = [(a - b) ** 2 for logs in several for number, a in enumerate(logs) for b in logs[:number]]
+    return found | {"another seed": math.sqrt(statistics.fmean(squares)) if squares else None}
+
+
+def verdict(change: Mapping[str, Any], spread: float | None) -> str:
+    """A change in words, by the module's two questions.
+
+    Args:
+        change: of `_change`, of one place.
+        spread: standard deviation of the seeds' logarithms in float32.
+    """
+    if change["log"] is None:
+        return next(iter(change["without"]))
+    if spread is None or change["low"] is None:
+        return ONE_SEED
+    clear = not change["low"] <= 0 <= change["high"]
+    large = abs(change["log"]) > spread
+    if not clear:
+        return "open" if large else NOISE
+    return ("higher" if change["log"] > 0 else "lower") + ("" if large else ", by less than a seed")
+
+
+def _add_changes(line: Line, pairs: Pairs, sent: Mapping[str, int]) -> None:
+    """What the figure shows of a setting, as columns."""
+    found = _change([pairs])
+    line["bytes_a_round"] = sent[line["wire"]]
+    lossy = line["wire"] != EXACT
+    for name in ("ratio", "error", "low", "high"):
+        line[f"float32_{name}"] = found[name] if lossy else None
+    for seed in line["by_seed"]:
+        line[f"float32_log_seed{seed}"] = None if isinstance(pairs, str) or not lossy else pairs[seed]
+
+
+# ------------------------------------------------------------------------------------------------------------- answer
+
+
+def answer(result: Result) -> str:
+    """Each wire against float32 in each place, against what the seed alone does, and what is sent."""
+    numbers, settings = result.numbers, result.settings
+    places = numbers["places"] | {"all places": numbers["all_places"] | {"perplexity": None, "state": ""}}
+    seeds = len(settings["seeds"])
+    header = ["", "float32", "seeds", *(word for wire in LOSSY for word in (wire, "verdict"))]
+    body = [_table_line(name, facts) for name, facts in places.items()]
+    chance = 2 * float(stdtr(seeds - 1, -CLEAR)) if seeds > 1 else 0.0
+    comparisons = len(LOSSY) * len(places)
+    rule = (
+        f" '{NOISE}': within {CLEAR:g} standard errors of 0, and no larger than 'seeds'; without any effect "
+        f"{chance * comparisons:.1f} of the {comparisons} would be beyond {CLEAR:g} standard errors."
+    )
+    lines = [
+        f"Validation perplexity, {FORM} form, lr {LR:g}, S={settings['inner_steps']}, {settings['rounds']} rounds; "
+        f"rule, momentum, restart ({_seeds_words(seeds)}). 'seeds': what the seed alone changes in float32, one "
+        "standard deviation of the logarithm. Wires: change of the geometric mean against float32, paired by seed, "
+        f"with its standard error.{rule if seeds > 1 else ''}",
+        format_table(header, body),
+    ]
+    for wire in LOSSY:
+        found = {name: facts["change"][wire] for name, facts in places.items()}
+        lines.append(_claim(f"sent as {wire}, the model reaches what it reaches in float32, within seed noise", found))
+    for wire in LOSSY:
+        found = {name: facts["shift"][wire] for name, facts in numbers["restart_gain"].items()}
+        lines.append(
+            _claim(
+                f"sent as {wire}, K={PERIOD} gains over no restart what it gains in float32, within seed noise", found
+            )
+        )
+    lines += [_gains_words(numbers["restart_gain"]), _typical_words(numbers["typical"])]
+    sent, share = numbers["bytes_a_round"], numbers["bytes_over_float32"]
+    each = ", ".join(f"{wire} {sent[wire]:,} ({share[wire]:.3f} of float32's)" for wire in WIRES)
+    lines.append(
+        f"Bytes that each of {PROCESSES} processes sends a round, {settings['parameters']:,} parameters: {each}. "
+        "Computed from the wire's packets: the runs themselves have both replicas in one process, which rounds as two "
+        "do and sends nothing."
+    )
+    return "\n".join(lines)
+
+
+def _seeds_words(seeds: int) -> str:
+    return f"{seeds} seeds" if seeds > 1 else "one seed, so there is no noise to judge by"
+
+
+def _table_line(name: str, facts: Mapping[str, Any]) -> list[Any]:
+    spread = "" if facts["spread"] is None else f"{facts['spread']:.1%}"
+    changes = [word for found in facts["change"].values() for word in (_percent(found), found["verdict"])]
+    return [name, perplexity_words(facts), spread, *changes]
+
+
+def _percent(found: Mapping[str, Any]) -> str:
+    """`+0.3% ± 0.2%`: a geometric mean ratio as a change, with its standard error."""
+    if found["ratio"] is None:
+        return ""
+    error = "" if found["error"] is None else f" \N{PLUS-MINUS SIGN} {found['error']:.1%}"
+    return f"{found['ratio'] - 1:+.1%}{error}"
+
+
+def _claim(claim: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where the verdict is seed noise. Divergence where float32 has none refutes; open is not known."""
+    unknown = ("open", "missing", "both diverged", "the other diverged", ONE_SEED)
+    held = {name: None if facts["verdict"] in unknown else facts["verdict"] == NOISE for name, facts in found.items()}
+    detail = {
+        name: " ".join(word for word in (_percent(facts), "" if held[name] else facts["verdict"]) if word)
+        for name, facts in found.items()
+    }
+    return tally(claim, held, detail)
+
+
+def _gains_words(gains: Mapping[str, Any]) -> str:
+    parts = []
+    for name, facts in gains.items():
+        ratios = [f"{facts['gain'][wire]['ratio']:.2f}" for wire in WIRES if facts["gain"][wire]["ratio"] is not None]
+        parts.append(f"{name} {' / '.join(ratios) or 'not known'}")
+    return f"Perplexity without restarts over that with K={PERIOD}, {' / '.join(WIRES)}: {'; '.join(parts)}."
+
+
+def _typical_words(found: Mapping[str, float | None]) -> str:
+    words = [f"{what} {value:.1%}" for what, value in found.items() if value is not None]
+    return f"A single run's change of log perplexity, root mean square: {', '.join(words) or 'not known'}."

@@ -1,0 +1,298 @@
+"""The study of wires: what it concludes from made-up runs, the bytes that it tells, and that it really trains."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import textmaker
+from twophase.config import to_tree, with_values
+from twophase.diloco.comm import ProcessGroup
+from twophase.diloco.wire import WIRES, Channel
+from twophase.experiment import launch
+from twophase.experiment.figure import rendered, styled
+from twophase.experiment.grid import Cell, Sweep
+from twophase.experiment.plan import plan
+from twophase.experiment.table import Row, rows_of
+from twophase.lm.model import Llama
+from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
+from twophase.studies import study, wires
+
+Value = Callable[[Cell], float | str | None]
+"""A made-up perplexity, "diverged", or None for a run that is missing."""
+SEED_FACTOR = {0: 0.97, 1: 1.04, 2: 1.0}
+SEED_SPREAD = statistics.stdev(map(math.log, SEED_FACTOR.values()))
+
+
+def rows(sweep: Sweep, value: Value) -> list[Row]:
+    summaries: dict[str, dict[str, Any]] = {}
+    for cell in sweep.cells:
+        found = value(cell)
+        number = None if isinstance(found, str) else found
+        if found is not None:
+            told = {"perplexity": number, "validation_loss": number, "seconds": 1.0, "diverged": number is None}
+            summaries[cell.run_id] = told
+    return rows_of(sweep, summaries)
+
+
+def result_of(value: Value, scale: Scale = LAPTOP) -> Any:
+    return wires.table(rows(wires.sweep(scale, []), value), scale)
+
+
+def seeds_only(cell: Cell) -> float:
+    """A world in which the wire does nothing: seed, momentum and restart alone count."""
+    outer = cell.config.outer
+    return SEED_FACTOR[cell.config.seed] * (10 + 8 * (outer.momentum == 0.9) * (1 if outer.restart == "never" else 0.5))
+
+
+def with_int8(factor: float, value: Value = seeds_only) -> Value:
+    def changed(cell: Cell) -> float:
+        found = value(cell)
+        assert isinstance(found, float)
+        return found * (factor if cell.config.sync.wire == "int8" else 1)
+
+    return changed
+
+
+def line_of(text: str, words: str) -> str:
+    (line,) = [line for line in text.splitlines() if words in line]
+    return line
+
+
+CLAIM = "sent as {}, the model reaches"
+GAIN = "sent as {}, K=3 gains"
+
+
+@pytest.mark.parametrize("scale", [QUICK, LAPTOP, PAPER], ids=["quick", "laptop", "paper"])
+def test_each_run_is_there_on_every_wire(scale: Scale) -> None:
+    """Runs on a lossy wire differ from a float32 run in the wire alone, and no run stands for one on another wire."""
+    sweep = wires.sweep(scale, [])
+    by_wire: dict[str, list[Any]] = {wire: [] for wire in WIRES}
+    for config in sweep.runs.values():
+        tree = to_tree(config)
+        by_wire[tree["sync"].pop("wire")].append(tree)
+    assert by_wire["float32"] == by_wire["bfloat16"] == by_wire["int8"]
+    momenta = {cell.config.outer.momentum for cell in sweep.cells}
+    assert len(sweep.runs) == 3 * 2 * 2 * len(momenta) * len(scale.seeds) == len(sweep.cells)
+    made = plan(sweep)
+    assert not made.stands_for
+    assert all(len({made.runs[run].sync.wire for run in node.runs}) == 1 for node in made.forest.nodes.values())
+
+
+def test_where_the_wire_does_nothing_the_answer_says_so() -> None:
+    """In a world of seeds alone every change is 0 within noise, and every claim of no change holds."""
+    result = result_of(seeds_only)
+    assert len(result.numbers["places"]) == 8
+    for facts in [*result.numbers["places"].values(), result.numbers["all_places"]]:
+        for found in facts["change"].values():
+            assert (found["ratio"], found["error"], found["verdict"]) == (1, 0, wires.NOISE)
+        assert facts["spread"] == pytest.approx(SEED_SPREAD)
+    text = wires.answer(result)
+    for wire in ("bfloat16", "int8"):
+        assert line_of(text, CLAIM.format(wire)).startswith("Holds: ")
+        assert line_of(text, GAIN.format(wire)).startswith("Holds: ")
+    assert "HB 0.9 1.29 / 1.29 / 1.29" in line_of(text, "Perplexity without restarts over")
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(1.2, "higher"), (1.01, "higher, by less than a seed"), (0.9, "lower")]
+)
+def test_a_wire_that_matters_is_found_and_measured_against_the_seeds(factor: float, verdict: str) -> None:
+    """A constant factor is found exactly under a larger spread of seeds, because seeds are paired."""
+    result = result_of(with_int8(factor))
+    for facts in [*result.numbers["places"].values(), result.numbers["all_places"]]:
+        assert facts["change"]["int8"]["ratio"] == pytest.approx(factor)
+        assert facts["change"]["int8"]["verdict"] == verdict
+        assert facts["change"]["bfloat16"]["verdict"] == wires.NOISE
+    assert result.numbers["typical"]["bfloat16"] == 0
+    assert result.numbers["typical"]["another seed"] == pytest.approx(2**0.5 * SEED_SPREAD)
+    text = wires.answer(result)
+    assert line_of(text, CLAIM.format("int8")).startswith("Does not hold: ")
+    for facts in result.numbers["restart_gain"].values():  # a factor on everything takes no gain away
+        assert facts["shift"]["int8"]["ratio"] == pytest.approx(1)
+
+
+def test_a_restart_that_gains_less_on_a_wire_is_told() -> None:
+    """A wire that takes a fifth off what restarts gain is named, in the one place where it does."""
+
+    def value(cell: Cell) -> float:
+        outer = cell.config.outer
+        there = (outer.nesterov, outer.momentum, outer.restart, cell.config.sync.wire) == (True, 0.9, "3", "int8")
+        return seeds_only(cell) * (1.2 if there else 1)
+
+    result = result_of(value)
+    shift = result.numbers["restart_gain"]["NAG 0.9"]["shift"]
+    assert shift["int8"]["ratio"] == pytest.approx(1 / 1.2)
+    assert shift["bfloat16"]["ratio"] == pytest.approx(1)
+    claim = line_of(wires.answer(result), GAIN.format("int8"))
+    assert claim.startswith("Holds in 3 of 4: ")
+    assert "NAG 0.9 no -16.7% ± 0.0% lower" in claim
+
+
+@pytest.mark.parametrize(
+    ("log", "error", "spread", "verdict"),
+    [
+        (0.01, 0.01, 0.05, "within seed noise"),
+        (-0.01, 0.01, 0.05, "within seed noise"),
+        (0.03, 0.01, 0.05, "higher, by less than a seed"),
+        (-0.03, 0.01, 0.05, "lower, by less than a seed"),
+        (0.06, 0.01, 0.05, "higher"),
+        (-0.06, 0.01, 0.05, "lower"),
+        (0.06, 0.04, 0.05, "open"),
+        (0.06, None, None, "one seed: not judged"),
+    ],
+)
+def test_the_rule_of_the_verdicts(log: float, error: float | None, spread: float | None, verdict: str) -> None:
+    """Clear is beyond two standard errors, large is beyond the seeds' own standard deviation."""
+    low, high = (None, None) if error is None else (log - 2 * error, log + 2 * error)
+    assert wires.verdict({"log": log, "low": low, "high": high, "without": {}}, spread) == verdict
+
+
+def test_the_standard_error_is_that_of_the_seeds() -> None:
+    """Changes of 1 %, 2 % and 6 % in one place have their mean, deviation over sqrt(3), and root mean square."""
+    gaps = {0: 0.01, 1: 0.02, 2: 0.06}
+    error = (0.0014 / 2 / 3) ** 0.5  # squared deviations 0.02^2, 0.01^2, 0.03^2
+
+    def value(cell: Cell) -> float:
+        return seeds_only(cell) * (math.exp(gaps[cell.config.seed]) if cell.config.sync.wire == "int8" else 1)
+
+    result = result_of(value)
+    for facts in [*result.numbers["places"].values(), result.numbers["all_places"]]:
+        found = facts["change"]["int8"]
+        assert [found["log"], found["error"]] == pytest.approx([0.03, error])
+        assert [found["low"], found["high"]] == pytest.approx([0.03 - 2 * error, 0.03 + 2 * error])
+        assert found["rms"] == pytest.approx((0.0041 / 3) ** 0.5)
+    row = next(row for row in result.rows if row["wire"] == "int8")
+    assert [row[f"float32_log_seed{seed}"] for seed in gaps] == pytest.approx(list(gaps.values()))
+    text = wires.answer(result)
+    assert "3.3 of the 18 would be beyond 2 standard errors" in text  # 18 times P(|t| > 2) with 2 degrees of freedom
+
+
+def test_divergence_and_missing_runs() -> None:
+    """A wire that diverges where float32 does not refutes; float32's own divergence and missing runs are not known."""
+
+    def value(cell: Cell) -> float | str | None:
+        outer, wire = cell.config.outer, cell.config.sync.wire
+        place = (outer.nesterov, outer.momentum, outer.restart)
+        if (place, wire, cell.config.seed) == ((False, 0.9, "never"), "int8", 1):
+            return "diverged"
+        if place == (True, 0.9, "never") and wire != "bfloat16":
+            return "diverged"
+        if (place, wire) == ((True, 0.5, "3"), "bfloat16") and cell.config.seed == 2:
+            return None
+        return seeds_only(cell)
+
+    result = result_of(value)
+    verdicts = {
+        (name, wire): found["verdict"]
+        for name, facts in result.numbers["places"].items()
+        for wire, found in facts["change"].items()
+        if found["verdict"] != wires.NOISE
+    }
+    assert verdicts == {
+        ("HB 0.9 never", "int8"): "diverged",
+        ("NAG 0.9 never", "int8"): "both diverged",
+        ("NAG 0.9 never", "bfloat16"): "the other diverged",
+        ("NAG 0.5 K=3", "bfloat16"): "missing",
+    }
+    text = wires.answer(result)
+    assert line_of(text, CLAIM.format("int8")).startswith("Holds in 7 of 8 (1 not known): ")
+    assert line_of(text, CLAIM.format("bfloat16")).startswith("Holds (2 not known): ")
+    assert result.numbers["all_places"]["change"]["int8"]["without"] == {"diverged": 1, "both diverged": 1}
+    with styled():
+        figure = wires.draw(result)
+        texts = [text.get_text().strip() for axes in figure.axes for text in axes.texts]
+        assert rendered(figure)[".png"].startswith(b"\x89PNG")
+    assert sorted(texts[:4]) == ["bfloat16: div.", "bfloat16: missing", "int8: div.", "int8: div."]
+
+
+def test_nothing_known_yet() -> None:
+    """Before any run has ended, table, answer and page say so instead of failing."""
+    result = result_of(lambda _: None, QUICK)
+    text = wires.answer(result)
+    assert "Not known" in text
+    assert "Holds" not in text
+    with styled():
+        rendered(wires.draw(result))
+
+
+def test_one_seed_is_not_judged() -> None:
+    """Without a second seed there is no noise to judge by: numbers are shown and no claim is decided."""
+    text = wires.answer(result_of(with_int8(1.3), QUICK))
+    assert "+30.0%" in text
+    assert "Holds" not in text
+    assert "Does not hold" not in text
+
+
+def test_the_page_shows_the_table() -> None:
+    """Each mean and each seed of the page is that of the table, and the shares of bytes stand beside the bars."""
+    result = result_of(with_int8(1.05))
+    with styled():
+        figure = wires.draw(result)
+        left, right = figure.axes
+        strokes = [line for line in left.lines if line.get_marker() == "|"]
+        means = [line for line in left.lines if line.get_marker() == "^" and np.size(line.get_xdata()) == 1]
+    assert len(strokes) == 2 * 9  # the row of all places has none to show
+    assert [float(line.get_xdata()[0]) for line in means] == pytest.approx([5] * 9)  # type: ignore[index]
+    assert [text.get_text() for text in right.texts] == ["1.000", "0.502", "0.259"]
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[ProcessGroup]:
+    """A process group of some processes, of which this is the only real one; its collectives move nothing."""
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield ProcessGroup()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", [2, 3], indirect=True)
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_bytes_told_are_those_of_the_wire(group: ProcessGroup, wire: str) -> None:
+    """What the study says a process sends is what the wire reports when it is asked to send that many elements."""
+    for numel in (1, 127, 1000, 31392):
+        tensor = torch.zeros(numel)
+        transfer = Channel(wire, numel, dtype=tensor.dtype, device=tensor.device, senders=1).launch(group, tensor)
+        transfer.wait()
+        assert wires.sent_bytes(wire, numel, group.size) == transfer.bytes_sent > 0
+
+
+def test_the_elements_are_those_of_the_model() -> None:
+    """Bytes are told for as many parameters as the model has that is trained."""
+    result = result_of(seeds_only)
+    assert result.settings["parameters"] == sum(p.numel() for p in Llama(LAPTOP.base.model, 96, seed=0).parameters())
+    assert result.numbers["bytes_a_round"]["int8"] == wires.sent_bytes("int8", result.settings["parameters"])
+
+
+@pytest.mark.slow
+def test_a_tiny_study_really_trains_and_resumes(tmp_path: Path) -> None:
+    """Real workers train it on every wire with another result for each; a second call trains nothing, same bytes."""
+    text = textmaker.write(tmp_path / "text.txt")
+    values = {"data.corpus": f"file:{text}", "steps": 24, "inner_steps": 2, "data.validation_windows": 8}
+    scale = replace(QUICK, base=with_values(QUICK.base, values), short=2, momenta=(0.9,))
+    out, seen = tmp_path / "out", []
+    first = study.run("wires", out, scale=scale, workers=1, progress=seen.append)
+    assert [path.name for path in first.paths] == ["wires.png", "wires.pdf", "wires.csv", "wires.json"]
+    files = [path.read_bytes() for path in first.paths]
+    with first.paths[2].open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 12
+    assert {line["state"] for line in table} == {"finished"}
+    assert len({line["perplexity"] for line in table}) == 12
+    facts = json.loads(first.paths[3].read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert (facts["question"], facts["settings"]["seeds"]) == (wires.QUESTION, [0])
+    begun: list[launch.Status] = []
+    again = study.run("wires", out, scale=scale, progress=begun.append)
+    assert {status.event for status in begun} <= {"begun"}
+    assert [path.read_bytes() for path in again.paths] == files
