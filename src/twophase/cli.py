@@ -191,6 +191,7 @@ def _train(words: list[str]) -> int:
         print(dump_yaml(config), end="")
         return 0
     out = options.out or Path("runs") / fingerprint(config)
+    _check_elastic(options)
     if options.lighthouse is not None:
         out = out / f"replica-{options.replica}"  # each is a run of its own, wherever its machine is
     summary = read_summary(out, fingerprint(config)) or _train_run(out, config, options)
@@ -207,23 +208,34 @@ def _train(words: list[str]) -> int:
 def _elastic_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("replicas that come and go (extra twophase[ft])")
     group.add_argument("--lighthouse", metavar="URL", help="of torchft_lighthouse, such as http://10.0.0.1:29510")
-    group.add_argument("--replica", type=int, default=0, metavar="N", help="the number of this replica, from 0")
+    group.add_argument("--replica", type=int, metavar="N", help="the number of this replica, from 0")
     group.add_argument(
         "--host",
-        default="127.0.0.1",
         metavar="ADDRESS",
         help="of the interface to listen on; a private one (127.0.0.1)",
     )
     group.add_argument("--min-replicas", type=int, metavar="N", help="replicas that a run needs to begin (all of them)")
+    group.add_argument("--sync-timeout", type=float, metavar="S", help="seconds for a heal or a reduction (120)")
+    group.add_argument("--quorum-timeout", type=float, metavar="S", help="seconds for the slowest's inner steps (3600)")
     group.add_argument(
-        "--sync-timeout", type=float, default=120.0, metavar="S", help="seconds for a heal or a reduction (120)"
+        "--start-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds to wait for the others to begin, also under torchrun (600)",
     )
-    group.add_argument(
-        "--quorum-timeout", type=float, default=3600.0, metavar="S", help="seconds for the slowest's inner steps (3600)"
-    )
-    group.add_argument(
-        "--start-timeout", type=float, default=600.0, metavar="S", help="seconds to wait for replicas to begin (600)"
-    )
+
+
+def _check_elastic(options: argparse.Namespace) -> None:
+    names = ("replica", "host", "min_replicas", "sync_timeout", "quorum_timeout")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if options.lighthouse is None and given:
+        raise UsageError(
+            f"{given[0]} is for replicas that come and go, and --lighthouse is missing; give the URL of "
+            "torchft_lighthouse, such as --lighthouse http://127.0.0.1:29510"
+        )
+    if options.lighthouse is not None and options.replica is None:
+        raise UsageError("--replica is missing; with --lighthouse each replica has a number of its own, from 0")
 
 
 def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,7 +76,7 @@ def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[
         options: of `twophase train`; those about replicas that come and go are looked at.
     """
     if options.lighthouse is None:
-        with process_group(config) as communicator:
+        with process_group(config, options.start_timeout) as communicator:
             yield communicator
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -90,9 +92,9 @@ def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[
             replica=options.replica,
             replicas=config.replicas,
             lighthouse=options.lighthouse,
-            host=options.host,
-            timeout=options.sync_timeout,
-            quorum_timeout=options.quorum_timeout,
+            host=options.host or "127.0.0.1",
+            timeout=120.0 if options.sync_timeout is None else options.sync_timeout,
+            quorum_timeout=3600.0 if options.quorum_timeout is None else options.quorum_timeout,
             start_timeout=options.start_timeout,
             min_replicas=options.min_replicas,
         )
@@ -103,8 +105,12 @@ def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[
 
 
 @contextmanager
-def process_group(config: TrainConfig) -> Iterator[Communicator]:
+def process_group(config: TrainConfig, patience: float = 600.0) -> Iterator[Communicator]:
     """The processes that torchrun started, or this one alone.
+
+    Args:
+        config: the run.
+        patience: seconds to wait until the first process's address answers.
 
     Raises:
         RunError: they cannot meet.
@@ -112,10 +118,11 @@ def process_group(config: TrainConfig) -> Iterator[Communicator]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield SingleProcess()
         return
+    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
+        _await_first(patience)
         dist.init_process_group("gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl")
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         raise RunError(
             f"the processes cannot meet at {where} ({str(error).splitlines()[0]}); give torchrun an address that all "
             "machines reach and a free port (--rdzv-endpoint HOST:PORT), and gloo its interface (GLOO_SOCKET_IFNAME)"
@@ -126,6 +133,23 @@ def process_group(config: TrainConfig) -> Iterator[Communicator]:
         communicator.gather(None)  # leave together: a process that goes first takes its connections with it
     finally:
         dist.destroy_process_group()
+
+
+def _await_first(patience: float) -> None:
+    """Wait until the address where the processes meet answers; torch would go on for half an hour, with warnings."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if os.environ.get("RANK") == "0" or not (host and port.isdecimal()):
+        return
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=max(0.1, end - time.monotonic())).close()
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise RuntimeError(f"nobody has answered there for {patience:g} s: {error}") from None
+            time.sleep(0.1)
+        else:
+            return
 
 
 @contextmanager

@@ -121,8 +121,6 @@ class Plain:
         under_way = sorted((part for part in self.parts if part.launched is not None), key=lambda part: -part.age)
         for age in sorted({part.age for part in under_way}, reverse=True):
             self.apply([part for part in under_way if part.age == age])
-        for part in under_way:
-            part.steps = 0
         for part in self.parts:
             if part.steps:
                 self.launch([part])

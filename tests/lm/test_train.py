@@ -363,10 +363,11 @@ def test_a_round_begun_by_one_process_counts_once(config: TrainConfig, tmp_path:
     calls = iter(range(1, 1000))
     run(config, tmp_path / "run", should_stop=lambda: next(calls) >= 3)
     with RunFolder.claim(tmp_path / "run", config) as folder:
-        whole = _restore(Trainer(config, SingleProcess()), folder)
-        other = Trainer(replace(config, replicas=2), Second())
+        alone, other = Trainer(config, SingleProcess()), Trainer(replace(config, replicas=2), Second())
         other.replicas = []
-        taken = _restore(other, folder)
+        for trainer in (alone, other):
+            _restore(trainer, folder)
+    whole, taken = alone.done, other.done
     assert (taken.round_loss, taken.round_steps) == (whole.round_loss, 3)
     assert whole.round_loss / 3 == pytest.approx(math.log(Trainer(config, SingleProcess()).vocabulary_size), rel=0.1)
 

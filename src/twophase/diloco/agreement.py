@@ -6,6 +6,7 @@ by a few bytes, and a difference ends the run with its name.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -151,21 +152,36 @@ class Attendance:
 
 
 def attend(
-    communicator: Communicator, fragments: Sequence[Fragment], *, own: int, weight: int, running: bool, ready: bool
+    communicator: Communicator,
+    fragments: Sequence[Fragment],
+    description: Mapping[str, Any],
+    *,
+    own: int,
+    weight: int,
+    running: bool,
+    ready: bool,
 ) -> Attendance:
     """Tell the others what this process brings to a sync, and see that all stand at the same place.
 
     Args:
         communicator: the processes.
         fragments: all of the engine's.
+        description: what this process was started with, as for `same_start`.
         own: replicas of this process.
         weight: those that count in the mean.
         running: whether this process has joined before.
         ready: whether it has restored what it has on disk.
 
     Raises:
+        ValueError: at the start of a run, the processes were not started alike.
         Disagreement: anchor, buffers or counters differ.
     """
+    # First a few words that are as many on all processes, whatever they were started with. Into a run under way nobody
+    # comes who differs: that is seen before it takes the state over.
+    text = json.dumps([twophase.__version__, str(torch.__version__), description], sort_keys=True)
+    kinds = communicator.exchange([running, *_halves(hashlib.sha256(text.encode()).hexdigest()[:16])])
+    if not any(row[0] for row in kinds) and any(row != kinds[0] for row in kinds):
+        same_start(communicator, description, own)
     digests = [fragment.digest() for fragment in fragments]
     ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
     everyone = communicator.exchange([running, own, weight, ready, *ours])

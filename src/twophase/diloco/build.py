@@ -45,6 +45,12 @@ def cut(
     shapes = {slot.name: tuple(p.shape) for slot, p in zip(slots[0], first, strict=True)}
     layouts = [plan((name, shapes[name]) for name in names) for names in parts.values()]
     whole = plan((name, shapes[name]) for names in parts.values() for name in names)
+    least = min(layout.numel for layout in layouts)
+    if min(row[0] for row in communicator.exchange_in_replica([least])) == 0:
+        raise ValueError(
+            "DiLoCo: a fragment is empty on one of the processes that share a replica: its parameters have fewer rows "
+            "than there are shards; take fewer or larger fragments"
+        )
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in first) else torch.float32
     anchor = torch.zeros(whole.numel, dtype=dtype, device=first[0].device)
     room = torch.zeros(

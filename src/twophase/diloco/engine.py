@@ -66,6 +66,8 @@ class _Sync:
     attempts: int
     age: int = 0
     """Inner steps since it was launched."""
+    bytes_sent: int = 0
+    """Sent for it before it was loaded from a state."""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -152,6 +154,8 @@ class DiLoCo:
         self.replica_count = len(self.replicas)
         self._absent = self.communicator.elastic
         """Whether this process has still to `join` the others."""
+        self._weightless = False
+        """Whether what this process holds is another's progress, until a sync has succeeded."""
         if not self._absent:
             counts = same_start(self.communicator, self._description(), len(self.replicas))
             self.replica_count = sum(counts)
@@ -221,10 +225,7 @@ class DiLoCo:
         Afterwards every replica is the anchor, whatever the mixing.
         """
         reports = []
-        for sync in list(self._under_way):
-            reports.append(self._complete(sync, signals))
-            for fragment in sync.fragments:
-                fragment.steps = 0  # what was trained meanwhile has been mixed in
+        reports += [self._complete(sync, signals) for sync in list(self._under_way)]
         while left := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
             reports.append(self._complete(self._launch(left[:1]), signals))
         if self.mixing:
@@ -287,8 +288,7 @@ class DiLoCo:
         weight, replicas, newcomers = len(self.replicas), self.replica_count, 0
         if self.communicator.elastic:
             with _phase("quorum", seconds):
-                weight, here, attempts = self._attend(attempts)
-                replicas, newcomers = here.replicas, here.newcomers
+                weight, replicas, newcomers, attempts = self._attend(attempts)
         return self._reduce(_Sync(self._launching, [], [], weight, replicas, newcomers, attempts, seconds=seconds))
 
     def _reduce(self, sync: _Sync) -> _Sync:
@@ -349,6 +349,7 @@ class DiLoCo:
         except Interrupted:
             pass
         if self.communicator.commit() and shared is not None:
+            self._weightless = False
             for fragment in sync.fragments:
                 fragment.channel.commit()
             return shared
@@ -388,7 +389,7 @@ class DiLoCo:
             groups=tuple(group for of_fragment in groups for group in of_fragment),
             pseudo_gradient_norm=sum(norm**2 for norm in norms) ** 0.5 if len(norms) > 1 else norms[0],
             signals=shared.signals,
-            bytes_sent=sum(transfer.bytes_sent for transfer in sync.transfers),
+            bytes_sent=sum(transfer.bytes_sent for transfer in sync.transfers) + sync.bytes_sent,
             seconds=sync.seconds,
             checksum=joined(checksums),
         )
@@ -437,15 +438,15 @@ class DiLoCo:
         while True:
             elastic.enter(1 + self.syncs if restored else 0)
             if elastic.begin():
-                self.load_wire_state_dict({})
+                self._take_over()
             try:
-                own = len(self.replicas)
-                here = attend(elastic, self.fragments, own=own, weight=0, running=False, ready=restored)
+                here = self._roll_call(0, running=False, ready=restored)
                 if here.running:
                     break
                 if elastic.enough(here.present):
                     same_start(elastic, self._description(), len(self.replicas))
                     if here.ready and elastic.commit():  # all together: nobody votes while others still restore
+                        self._weightless &= not self.at_anchor
                         self._absent = False
                         return None
                     if not restored:
@@ -454,29 +455,52 @@ class DiLoCo:
             except Interrupted:
                 elastic.commit()  # which it does not; it is what ends an attempt
         self._absent = False
-        sync = self._reduce(_Sync(self._launching, [], [], 0, here.replicas, here.newcomers, attempts=1))
+        weight, replicas = self._shares(0, here)
+        sync = self._reduce(_Sync(self._launching, [], [], weight, replicas, here.present - replicas, attempts=1))
         return self._complete(sync, signals) if self.delay == 0 else None
 
     def _check_joined(self) -> None:
         if self._absent:
             raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
 
-    def _attend(self, attempts: int) -> tuple[int, Attendance, int]:
-        """Begin a sync with those who are there: the weight of this process, who they are, and attempts so far."""
+    def _attend(self, attempts: int) -> tuple[int, int, int, int]:
+        """Begin a sync with those who are there.
+
+        Returns:
+            Replicas of this process that count, those of all that do, newcomers, and attempts so far.
+        """
         while True:
-            weight = len(self.replicas)
             if self.communicator.begin():  # this process was left behind
-                weight = 0
-                self.load_wire_state_dict({})
+                self._take_over()
+            weight = 0 if self._weightless else len(self.replicas)
             try:
-                return weight, self._roll_call(weight), attempts
+                here = self._roll_call(weight, running=True, ready=True)
             except Interrupted:
                 self.communicator.commit()
                 attempts += 1
+            else:
+                weight, replicas = self._shares(weight, here)
+                return weight, replicas, here.present - replicas, attempts
 
-    def _roll_call(self, weight: int) -> Attendance:
-        own = len(self.replicas)
-        return attend(self.communicator, self.fragments, own=own, weight=weight, running=True, ready=True)
+    def _take_over(self) -> None:
+        """What this process holds is another's now, and it owes nothing."""
+        self._weightless = True
+        self.load_wire_state_dict({})
+
+    def _shares(self, weight: int, here: Attendance) -> tuple[int, int]:
+        """Replicas of this process that count, and of all; where only newcomers are left, they count instead."""
+        return (weight, here.replicas) if here.replicas else (len(self.replicas), here.present)
+
+    def _roll_call(self, weight: int, *, running: bool, ready: bool) -> Attendance:
+        return attend(
+            self.communicator,
+            self.fragments,
+            self._description(),
+            own=len(self.replicas),
+            weight=weight,
+            running=running,
+            ready=ready,
+        )
 
     # ------------------------------------------------------------------------------------------------------- states
 
@@ -513,6 +537,7 @@ class DiLoCo:
                     "sums": [fragment.gradient for fragment in sync.fragments],
                     "age": sync.age,
                     "replicas": sync.replicas,
+                    "bytes_sent": sum(transfer.bytes_sent for transfer in sync.transfers) + sync.bytes_sent,
                 }
                 for sync in under_way
             ],
@@ -561,6 +586,7 @@ class DiLoCo:
                     fragment.gradient.copy_(total)
                 own = len(self.replicas)
                 sync = _Sync(fragments, list(saved["steps"]), [], own, saved["replicas"], 0, 1, saved["age"])
+                sync.bytes_sent = saved["bytes_sent"]
                 self._under_way.append(sync)
             if self.at_anchor:
                 self._restore(self.fragments, mixing=0.0)

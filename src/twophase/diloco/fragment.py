@@ -152,15 +152,18 @@ def local(p: Tensor) -> Tensor:
 
 
 def check_placement(name: str, p: Tensor, sharded: bool) -> None:
-    """Refuse a sharded parameter where nobody would add up over its shards, and partial sums."""
+    """Refuse shards where nobody would add up over them, and on a mesh what would be added up too often."""
     placements = getattr(p, "placements", ())
     if placements and not sharded:
         raise ValueError(
             f"DiLoCo: parameter {name!r} is sharded (a DTensor); pass communicator=ProcessGroup.of_mesh(mesh), with an "
             "axis of replicas and the axis of its shards"
         )
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"DiLoCo: parameter {name!r} is a partial sum ({placements}); shard or replicate it")
+    if sharded and not (placements and all(placement.is_shard() for placement in placements)):
+        raise ValueError(
+            f"DiLoCo: parameter {name!r} is whole on every process of the mesh's shard axis, which would count it "
+            "once a process; shard every parameter, with fully_shard(module, mesh=mesh['shard'])"
+        )
 
 
 def reshard(replica: nn.Module) -> None:

@@ -108,6 +108,12 @@ class TorchFT:
         self.replica, self.replicas = replica, replicas
         self.lighthouse, self._lighthouse_at = parts.lighthouse(lighthouse)
         self.address = parts.address_of(host)
+        if parts.is_loopback(self.address) and not parts.is_loopback(self._lighthouse_at[0]):
+            raise ValueError(
+                f"TorchFT: host is {host} and the lighthouse is at {lighthouse}, on another machine, where nobody "
+                "reaches this one under that address; pass host (twophase train: --host), this machine's address in "
+                "the network that the replicas share"
+            )
         self.timeout, self.quorum_timeout, self.connect_timeout = timeout, quorum_timeout, connect_timeout
         self.patience, self.start_timeout, self.max_attempts = patience, start_timeout, max_attempts
         self._manager: Any = None
@@ -122,6 +128,8 @@ class TorchFT:
         self._failure: Exception | None = None
         self._works: list[_Work] = []
         self._members: list[int] = []
+        self._twice: list[int] = []
+        """Numbers under which more than one process is there."""
         self._failures = 0
         self._syncs = 0
         self._waiting_since: float | None = None
@@ -179,7 +187,7 @@ class TorchFT:
             raise ValueError(
                 f"TorchFT.attach: timeout is {self.timeout:g} s, but a replica that comes back is given about "
                 f"{size / 1e9:.2f} GB, which may take {needed:.0f} s (at {_HEAL_RATE / 1e9:g} GB/s); pass "
-                f"timeout={needed:.0f} or more"
+                f"timeout={needed:.0f} or more (twophase train: --sync-timeout)"
             )
 
     # ---------------------------------------------------------------------------------------------------- a sync
@@ -223,7 +231,10 @@ class TorchFT:
             self._failures = 0
             self._syncs += 1
             if self._syncs == 2:  # after joining: the first sync, so the inner optimizers have all their state
-                self._check_timeout()
+                try:
+                    self._check_timeout()
+                except ValueError as error:  # in the middle of a run, where nobody passes arguments any more
+                    raise RunError(str(error)) from None
             return True
         self._failures += 1
         if self._failures >= self.max_attempts:
@@ -241,14 +252,19 @@ class TorchFT:
             RunError: they have not come within `start_timeout`.
         """
         now = time.monotonic()
-        if count >= self.min_replicas:
+        if count >= self.min_replicas and not self._twice:
             self._waiting_since = None
             return True
         self._waiting_since = self._waiting_since or now
         if now - self._waiting_since > self.start_timeout:
+            if self._twice:
+                raise RunError(
+                    f"TorchFT: two processes say that they are replica {self._twice[0]}, and would train on the same "
+                    "text; give each a number of its own (twophase train: --replica)"
+                )
             raise RunError(
                 f"TorchFT: {count} of {self.min_replicas} replicas are here after {self.start_timeout:g} s; start the "
-                "others, with the same lighthouse, or lower min_replicas"
+                "others, with the same lighthouse, or lower min_replicas (twophase train: --min-replicas)"
             )
         time.sleep(_POLL)
         return False
@@ -265,8 +281,9 @@ class TorchFT:
             changes = [f"replica {member} has gone" for member in sorted(gone)]
             changes += [f"replica {member} has come" for member in sorted(come)]
             _log.warning("%s; %d of %d are here", ", ".join(changes), len(members), self.replicas)
-        self._members = members
-        found = parts.listening() - self._listening_before
+        first, self._members = not self._members, members
+        self._twice = sorted(twice)
+        found = parts.listening() - self._listening_before if first else set()
         if found:
             self.close()
             raise RunError(
@@ -283,7 +300,8 @@ class TorchFT:
         first = str(error).strip().splitlines()[0][:200]
         return (
             f"TorchFT: the other replicas did not come to a sync within {self.quorum_timeout:g} s ({first}); see "
-            "whether they hang, or pass a quorum_timeout longer than their inner steps take"
+            "whether they hang, or pass a quorum_timeout (twophase train: --quorum-timeout) longer "
+            "than their inner steps take"
         )
 
     @contextmanager

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -29,6 +30,9 @@ VERSION = "0.2.0"
 
 ASK_EVERY = 2.0
 """Seconds between two questions to a lighthouse that does not answer."""
+
+_ANEW = 1.0
+"""Seconds within which all that live have made themselves known to a lighthouse that was started anew."""
 
 _log = logging.getLogger("twophase")
 _OVERRIDING = """
@@ -78,6 +82,14 @@ def lighthouse(url: str) -> tuple[str, tuple[str, int]]:
     if parts.scheme != "http" or host is None or port is None:
         raise ValueError(f"TorchFT: lighthouse is {url!r}; it must be like http://10.0.0.1:29510")
     return f"http://{host}:{port}", (host, port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name means this machine alone."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except OSError:
+        return False
 
 
 def address_of(host: str) -> str:
@@ -190,8 +202,46 @@ def manager(address: str, store_port: int, **options: Any) -> Any:
             hostname=address,
             **options,
         )
-    made._logger, made._executor = _Quiet(), _Background()
+    made._logger, made._executor, made._client = _Quiet(), _Background(), _Client(made._client)
     return made
+
+
+class _Client:
+    """In place of the manager's client: it sees through a lighthouse that was started anew and counts from 1 again.
+
+    Such a one knows at first only who asks first, and would send that one on alone. And torchft forms a new group only
+    where the number of a quorum changes, so one number for two memberships would leave some in an old group, for whom
+    the others wait until a timeout.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._number, self._size = -1, 0  # of the last quorum, as the lighthouse has counted
+        self._unique = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def _quorum(self, **options: Any) -> Any:
+        quorum = self._client._quorum(**options)
+        if quorum.quorum_id <= self._number and quorum.replica_world_size < self._size:
+            time.sleep(_ANEW)
+            quorum = self._client._quorum(**options)
+        left_out = quorum.max_world_size < quorum.replica_world_size  # somebody was, and may know an old number
+        if left_out or quorum.quorum_id != self._number:
+            self._unique = zlib.crc32(f"{quorum.quorum_id} {quorum.max_step} {quorum.replica_ids}".encode())
+        self._number, self._size = quorum.quorum_id, quorum.replica_world_size
+        return _Quorum(quorum, self._unique)
+
+
+class _Quorum:
+    """A quorum under a number that no other membership has had."""
+
+    def __init__(self, quorum: Any, number: int) -> None:
+        self._quorum, self.quorum_id = quorum, number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._quorum, name)
 
 
 class _Background:

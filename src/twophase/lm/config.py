@@ -115,8 +115,8 @@ class SyncConfig:
     mixing: float = 0.0
     """Share of its own parameters that a replica keeps when the anchor comes back, in [0, 1)."""
     wire: Literal["float32", "bfloat16", "int8"] = "float32"
-    """What pseudo-gradients travel as; `int8` is in blocks with error feedback. Replicas in one process count as one a
-    process here, so that a run is the same wherever its replicas are."""
+    """What pseudo-gradients travel as; `int8` is in blocks with error feedback. Where all replicas live in one process,
+    each counts as a process here."""
 
     def parts(self) -> int | dict[str, str]:
         """The number of fragments, or their patterns by name."""

@@ -89,11 +89,12 @@ def train(
             checkpoint.clean(folder.checkpoint_dir)
     joined = _begin(run, folder)
     done = run.done
-    before, started, saved = done.seconds, time.perf_counter(), done.step
+    before, started = done.seconds, time.perf_counter()
+    saved = done.step if joined is None else -1
     steps = _StepLog(run, folder, on_step)
 
     with _writer(run, folder) as writer:
-        while done.step < config.steps and done.exit_reason == RUNNING:
+        while (joined is not None or done.step < config.steps) and done.exit_reason == RUNNING:
             if joined is None:
                 run.inner_step()
                 report = run.synchronize(should_stop)
@@ -111,6 +112,8 @@ def train(
                     folder.log_round(round_line(report, done.step))
                     folder.log_metrics(line)
                 on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
+            if run.comm.elastic and done.exit_reason == RUNNING and should_stop():  # alone, without the others
+                done.exit_reason = STOPPED
             due = report.complete and report.round % config.checkpoint_every == 0
             if done.exit_reason == RUNNING and due:
                 _save(run, folder, writer)

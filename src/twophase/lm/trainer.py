@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import twophase
-from twophase.config import UsageError, fingerprint, flatten, to_tree
+from twophase.config import RunError, UsageError, fingerprint, flatten, to_tree
 from twophase.diloco.comm import Communicator, Elastic, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport, merged
@@ -90,11 +90,14 @@ class Trainer:
                 communicator=self.comm,
                 alike={"texts": self.text[:12]} | _alike(config),
             )
-            if self.comm.elastic:
-                cast("Elastic", self.comm).attach(engine, self._replica_state, self._load_replica_state)
-            return engine
         except ValueError as error:  # processes, or fragments, that do not fit
             raise UsageError(str(error)) from None
+        if self.comm.elastic:
+            try:
+                cast("Elastic", self.comm).attach(engine, self._replica_state, self._load_replica_state)
+            except ValueError as error:  # a timeout that no heal would meet
+                raise RunError(str(error)) from None
+        return engine
 
     def _replica_state(self) -> dict[str, Any]:
         """What a replica that comes late needs beside the engine's state: it goes on as this one."""
