@@ -1,0 +1,245 @@
+"""Runs whose replicas are processes that a test starts, kills and starts again, and what must hold of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+from twophase.experiment.run import read_lines, read_summary
+
+DRIVER = Path(__file__).with_name("faulty.py")
+HEARTBEAT = 1.0
+"""Seconds after which the lighthouse takes a replica for dead."""
+PATIENCE = 100.0
+"""Seconds that a test waits for anything, on a machine that has much else to do."""
+_LIGHTHOUSE = {"join_timeout_ms": 30000, "quorum_tick_ms": 50, "heartbeat_timeout_ms": int(1000 * HEARTBEAT)}
+
+
+def until(what: str, true: Callable[[], Any]) -> None:
+    """Wait for something."""
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, f"in {PATIENCE:g} s: not {what}"
+        time.sleep(0.02)
+
+
+@contextmanager
+def lighthouse() -> Iterator[str]:
+    """One in this process; the URL."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("127.0.0.1:0", 1, **_LIGHTHOUSE)
+    yield f"http://127.0.0.1:{urlsplit(server.address()).port}"
+    server.shutdown()
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def lighthouse_command(address: str) -> list[str]:
+    """The program."""
+    options = [f"--{name}={value}" for name, value in _LIGHTHOUSE.items()]
+    return [
+        str(Path(sys.executable).with_name("torchft_lighthouse")),
+        "--min_replicas=1",
+        f"--bind={address}",
+        *options,
+    ]
+
+
+def listens(port: int) -> bool:
+    """Whether somebody does."""
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+class Processes:
+    """Processes of a test, which all end with it.
+
+    Args:
+        folder: of all that they write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+
+    def start(self, name: str, command: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
+        """Start one, whose words go to a file of its name."""
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        with (self.folder / f"{name}.out").open("ab") as out, (self.folder / f"{name}.err").open("ab") as err:
+            process = subprocess.Popen(command, stdout=out, stderr=err, env=env)
+        self.started.append(process)
+        return process
+
+    def said(self, name: str) -> list[str]:
+        """The lines of its standard error."""
+        return (self.folder / f"{name}.err").read_text().splitlines()
+
+    def ended(self, name: str, process: subprocess.Popen[bytes], status: int = 0) -> None:
+        """Wait for its end, which must be this one."""
+        found = process.wait(timeout=PATIENCE)
+        assert found == status, (name, found, self.said(name)[-12:])
+
+
+class Run(Processes):
+    """A run of replicas that come and go.
+
+    Args:
+        folder: of all that is written.
+        config: file of the configuration.
+        url: of the lighthouse.
+        options: further words of the command.
+    """
+
+    def __init__(self, folder: Path, config: Path, url: str, *options: str) -> None:
+        super().__init__(folder)
+        times = ["--sync-timeout", "20", "--quorum-timeout", "60", "--start-timeout", "90"]
+        self.words = ["train", "--config", str(config), "--out", str(folder / "run"), "--quiet", "--lighthouse", url]
+        self.words += [*times, *options]
+        self.out = folder / "run"
+        self.launched: dict[int, float] = {}
+
+    def __enter__(self) -> Run:
+        return self
+
+    def replica(self, number: int, *faults: str, prefix: Sequence[str] = (), options: Sequence[str] = ()) -> Any:
+        """Start one, with words for `faulty`; files in them are relative to the folder."""
+        self.launched[number] = time.time()
+        placed = [f"{what}={self.folder / file}" for what, file in _files(faults)]
+        plain = [word for word in faults if "=" not in word]
+        words = [f"events={self.folder / f'{number}.events'}", *placed, *plain]
+        command = [*prefix, sys.executable, str(DRIVER), *words, "--", *self.words, "--replica", str(number), *options]
+        return self.start(str(number), command)
+
+    def touch(self, file: str) -> None:
+        """Let those go on who wait for it."""
+        (self.folder / file).touch()
+
+    def events(self, number: int) -> list[dict[str, Any]]:
+        """What has happened in a replica's processes, with the times."""
+        path = self.folder / f"{number}.events"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def await_event(self, number: int, what: str, times: int = 1) -> None:
+        """Wait until it has happened so often."""
+        until(f"{what} in {number}", lambda: sum(e["what"] == what for e in self.events(number)) >= times)
+
+    def lines(self, number: int) -> list[dict[str, Any]]:
+        """A replica's rounds."""
+        return read_lines(self.out / f"replica-{number}" / "rounds.jsonl")
+
+    def summary(self, number: int) -> dict[str, Any]:
+        """A replica's end."""
+        return json.loads((self.out / f"replica-{number}" / "summary.json").read_text())
+
+    def wait_after(self, fault: str, of: int, survivor: int) -> float:
+        """Seconds from a replica's fault to another's next round that counts."""
+        (then,) = (event["time"] for event in self.events(of) if event["what"] == fault)
+        return min(e["time"] for e in self.events(survivor) if e["what"] == "round" and e["time"] > then) - then
+
+    def way_back(self, number: int) -> float:
+        """Seconds from a replica's last start to the first round that counts in it."""
+        start = self.launched[number]
+        return min(e["time"] for e in self.events(number) if e["what"] == "round" and e["time"] > start) - start
+
+
+def _files(faults: Sequence[str]) -> list[tuple[str, str]]:
+    """ACTION=FILE@MOMENT:COUNT, cut before the file."""
+    return [(what, rest) for what, equal, rest in (word.partition("=") for word in faults) if equal]
+
+
+def stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether SIGSTOP has stopped it."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def wake(process: subprocess.Popen[bytes]) -> None:
+    """Let a stopped process go on."""
+    process.send_signal(signal.SIGCONT)
+
+
+def check_rounds(run: Run, numbers: Sequence[int], *, always: Sequence[int], like: Path, period: int) -> None:
+    """What must hold after any fault.
+
+    Every sync that two replicas have in common has the same checksum; each fragment's rounds go up by one in the
+    replicas that were always there, and never repeat in the others; restarts are where the period puts them; no inner
+    step is lost or taken twice; all ends are the same.
+
+    Args:
+        run: the run.
+        numbers: of all replicas.
+        always: of those that were never killed.
+        like: the folder of an undisturbed run of as many steps.
+        period: of the restarts.
+    """
+    told: dict[tuple[str, int], Any] = {}
+    for number in numbers:
+        lines = run.lines(number)
+        steps = [line["step"] for line in lines]
+        assert steps == sorted(steps), number
+        seen: dict[str, int] = {}
+        for line in lines:
+            for part in line["fragments"]:
+                name, this = part["name"], part["round"]
+                before = seen.get(name, 0)
+                assert this == before + 1 if number in always else this > before, (number, line)
+                seen[name] = this
+                assert part["restarted"] == (this % period == 0), (number, line)
+                common = [part["checksum"], line["replicas"], line["newcomers"], line["step"]]
+                assert told.setdefault((name, this), common) == common, (number, line)
+    summaries, whole = [run.summary(number) for number in numbers], read_summary(like)
+    assert whole is not None
+    for number, summary in zip(numbers, summaries, strict=True):
+        assert summary["exit_reason"] == "finished", number
+        for key in ("rounds", "restarts", "steps"):
+            assert summary[key] == whole[key], (number, key)
+        for key in ("checksum", "perplexity"):
+            assert summary[key] == summaries[0][key], (number, key)
+    for number in always:
+        assert _inner_steps(run.lines(number)) == _inner_steps(read_lines(like / "rounds.jsonl")), number
+
+
+def _inner_steps(lines: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many have been counted for each fragment."""
+    found: dict[str, int] = {}
+    for part in (part for line in lines for part in line["fragments"]):
+        found[part["name"]] = found.get(part["name"], 0) + part["inner_steps"]
+    return found
+
+
+def newcomers(run: Run, number: int) -> list[int]:
+    """The newcomers of each sync that had any, as a replica that was always there has seen them."""
+    return [line["newcomers"] for line in run.lines(number) if line["newcomers"]]
+
+
+def sizes(run: Run, number: int) -> list[int]:
+    """How many replicas counted, without repetition."""
+    return [count for count, _ in itertools.groupby(line["replicas"] for line in run.lines(number))]

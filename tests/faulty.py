@@ -1,0 +1,177 @@
+"""`twophase` with faults: this process kills, stops or holds itself at a given moment, and writes down what it does.
+
+    python tests/faulty.py [WORD ...] -- train ...
+
+    events=FILE                append a line of JSON for each round that counts, each hold and each fault, with its time
+    connect=SECONDS            how long to wait for the first connection to a lighthouse
+    ACTION@MOMENT:COUNT        do this when the moment comes for the COUNT-th time
+
+Actions: `kill` and `stop` (SIGKILL, SIGSTOP to itself), `kill=FILE` (only if nobody has made the file yet), `hold=FILE`
+(wait until it exists), `pace=FILE` (from now on each inner step takes a while, until it exists), `touch=FILE`.
+
+Nothing in the product knows of this: the moments are functions of it that are wrapped here.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from twophase.diloco import healing, torchft, torchft_parts
+from twophase.diloco.engine import DiLoCo
+from twophase.experiment.run import RunFolder
+from twophase.lm.trainer import Trainer
+
+SETTLE = 0.3
+"""Seconds after a hold: whoever has come meanwhile is known to the lighthouse by then."""
+PACE = 0.05
+
+MOMENTS = {
+    "inner": "before an inner step",
+    "under way": "before an inner step while a reduction is under way",
+    "reduce": "after the quorum and the roll call, before the reduction",
+    "vote": "after the reduction, before the vote",
+    "counted": "after the vote, before the outer step",
+    "giving": "when half of a state has been given to a replica that came late",
+    "taking": "before a replica that came late reads the state that it is offered",
+    "up": "when the lighthouse knows of this process",
+    "healed": "when another's state has been loaded",
+}
+
+
+class Faults:
+    """What is to be done when."""
+
+    def __init__(self) -> None:
+        self.due: dict[tuple[str, int], list[tuple[str, str]]] = {}
+        self.seen: dict[str, int] = {}
+        self.events: Path | None = None
+        self.pace_until: Path | None = None
+
+    def add(self, word: str) -> None:
+        """One word of the command line."""
+        name, _, value = word.partition("=")
+        if name == "events":
+            self.events = Path(value)
+        elif name == "connect":
+            defaults = torchft.TorchFT.__init__.__kwdefaults__
+            assert defaults is not None
+            defaults["connect_timeout"] = float(value)
+        else:
+            action, _, moment = word.rpartition("@")
+            moment, _, count = moment.partition(":")
+            assert moment in MOMENTS, f"{word}: no such moment"
+            what, _, file = action.partition("=")
+            self.due.setdefault((moment, int(count)), []).append((what, file))
+
+    def tell(self, what: str, number: int = 0) -> None:
+        """Write an event down; the line is whole even if a kill follows."""
+        if self.events is not None:
+            line = json.dumps({"what": what, "number": number, "time": time.time(), "process": os.getpid()})
+            with self.events.open("ab", buffering=0) as file:
+                file.write(f"{line}\n".encode())
+
+    def at(self, moment: str) -> None:
+        """The moment has come."""
+        count = self.seen[moment] = self.seen.get(moment, 0) + 1
+        for what, file in self.due.pop((moment, count), []):
+            self.tell(f"{what} at {moment}", count)
+            self.act(what, Path(file))
+        if moment == "inner" and self.pace_until is not None and not self.pace_until.exists():
+            time.sleep(PACE)
+
+    def act(self, what: str, file: Path) -> None:
+        """Do it."""
+        if what == "kill":
+            if file == Path() or self.first(file):
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif what == "hold":
+            while not file.exists():
+                time.sleep(0.01)
+            time.sleep(SETTLE)
+        elif what == "pace":
+            self.pace_until = file
+        elif what == "touch":
+            file.touch()
+        else:
+            raise AssertionError(f"no such action: {what}")
+
+    def first(self, file: Path) -> bool:
+        """Whether this process is the one that makes the file."""
+        try:
+            file.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def wrap(owner: Any, name: str, before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None):
+    """Call something before a function with its arguments, or after it with its result."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        if before is not None:
+            before(*args, **options)
+        result = original(*args, **options)
+        if after is not None:
+            after(result)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def prepare(faults: Faults) -> None:
+    """Wrap what marks the moments."""
+    give = healing._streaming_save
+
+    def step(trainer: Trainer) -> None:
+        faults.at("inner")
+        if trainer.engine._under_way:
+            faults.at("under way")
+
+    def by_halves(state: Any, stream: Any) -> None:
+        buffer = io.BytesIO()
+        give(state, buffer)
+        data = buffer.getvalue()
+        stream.write(data[: len(data) // 2])
+        stream.flush()
+        faults.at("giving")
+        stream.write(data[len(data) // 2 :])
+
+    wrap(Trainer, "inner_step", before=step)
+    wrap(DiLoCo, "_reduce", before=lambda *_: faults.at("reduce"))
+    wrap(
+        torchft.TorchFT,
+        "commit",
+        before=lambda group: faults.at("vote") if group._failure is None else None,
+        after=lambda counted: faults.at("counted") if counted else None,
+    )
+    healing._streaming_save = by_halves
+    wrap(healing, "_streaming_load", before=lambda *_, **__: faults.at("taking"))
+    wrap(torchft_parts, "manager", after=lambda _: faults.at("up"))
+    wrap(torchft.TorchFT, "_take", after=lambda _: faults.at("healed"))
+    wrap(RunFolder, "log_round", before=lambda _, line: faults.tell("round", line["round"]))
+
+
+if __name__ == "__main__":
+    cut = sys.argv.index("--")
+    made = Faults()
+    for given in sys.argv[1:cut]:
+        made.add(given)
+    prepare(made)
+    made.tell("begin")
+    sys.argv = ["twophase", *sys.argv[cut + 1 :]]
+    from twophase.__main__ import run
+
+    run()

@@ -1,0 +1,492 @@
+"""Faults, with the whole command as real processes: killed, paused, cut off, without a lighthouse; and what is left.
+
+After each of them the replicas agree on every round, no round counts twice, and the run ends about as good as one that
+nothing has disturbed. The times to recover are printed (`pytest -s`), and never judged.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import textmaker
+from elastic import (
+    DRIVER,
+    HEARTBEAT,
+    Processes,
+    Run,
+    check_rounds,
+    free_port,
+    lighthouse,
+    lighthouse_command,
+    listens,
+    newcomers,
+    sizes,
+    stopped,
+    until,
+    wake,
+)
+from namespaces import Hub, Place, Refused, joined
+from twophase.cli import main
+from twophase.config import dump_yaml, with_values
+from twophase.diloco import torchft_parts
+from twophase.experiment.run import RunFolder, read_lines, read_summary
+from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.lm.train import train
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.dist,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux"),
+]
+PERIOD = 3
+ROUNDS = 24
+KINDS: dict[str, dict[str, Any]] = {
+    "two": {},
+    "three": {"replicas": 3},
+    "streaming": {
+        "inner_steps": 6,
+        "sync.fragments": ("2",),
+        "sync.delay": 2,
+        "sync.mixing": 0.5,
+        "sync.wire": "int8",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """24 rounds of 4 inner steps, a restart after every third."""
+    text = textmaker.write(tmp_path_factory.mktemp("faults") / "text.txt")
+    config = TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
+        data=DataConfig(corpus=f"file:{text}", sequence_length=16, batch_size=4, validation_windows=32),
+        steps=4 * ROUNDS,
+        inner_steps=4,
+        checkpoint_every=3,
+    )
+    return with_values(config, {"outer.restart": str(PERIOD), "outer.nesterov": True})
+
+
+Undisturbed = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The folder of a run of some kind and seed that nothing disturbs, in this process; each is made once."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def run(kind: str, seed: int = 0) -> Path:
+        if (kind, seed) not in made:
+            path = tmp_path_factory.mktemp("undisturbed")
+            config = with_values(base, {**KINDS[kind], "seed": seed})
+            with RunFolder.claim(path, config) as folder:
+                train(config, folder)
+            made[kind, seed] = path
+        return made[kind, seed]
+
+    return run
+
+
+Good = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def good(undisturbed: Undisturbed) -> Good:
+    """Check that replicas agree on all rounds, and that the run is within noise of one that nothing disturbed.
+
+    The rule: the perplexity is no further from the undisturbed run's than undisturbed runs of three seeds lie apart.
+    """
+
+    def summary(kind: str, seed: int = 0) -> dict[str, Any]:
+        found = read_summary(undisturbed(kind, seed))
+        assert found is not None
+        return found
+
+    seeds = [summary("two", seed)["perplexity"] for seed in (0, 1, 2)]
+    noise = max(seeds) - min(seeds)
+
+    def check(run: Run, kind: str, numbers: Sequence[int], always: Sequence[int]) -> None:
+        wanted = summary(kind)
+        check_rounds(run, numbers, always=always, like=undisturbed(kind), period=PERIOD)
+        found = run.summary(numbers[0])["perplexity"]
+        say(f"perplexity {found:.3f}, undisturbed {wanted['perplexity']:.3f}; three seeds lie {noise:.3f} apart")
+        assert abs(found - wanted["perplexity"]) <= noise
+
+    return check
+
+
+Begin = Callable[..., Run]
+
+
+@pytest.fixture
+def begin(base: TrainConfig, tmp_path: Path) -> Iterator[Begin]:
+    """Prepare a run of some kind at a lighthouse of its own; whatever it has started ends with the test."""
+    with ExitStack() as stack:
+
+        def prepare(kind: str, *options: str, url: str | None = None) -> Run:
+            file = tmp_path / "config.yaml"
+            file.write_text(dump_yaml(with_values(base, KINDS[kind])))
+            url = url or stack.enter_context(lighthouse())
+            return stack.enter_context(Run(tmp_path / "replicas", file, url, *options))
+
+        yield prepare
+
+
+def say(text: str) -> None:
+    print(f"  {text}")
+
+
+def tell_recovery(run: Run, fault: str, of: int, survivor: int) -> None:
+    """Print how long the others waited, and how long the one that died took to come back."""
+    waited, back = run.wait_after(fault, of, survivor), run.way_back(of)
+    say(f"{fault}: the next round counted {waited:.2f} s later (heartbeat timeout {HEARTBEAT:g} s)")
+    say(f"replica {of} counted its first round {back:.2f} s after it was started again")
+
+
+def killed(run: Run, name: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until it has killed itself."""
+    run.ended(name, process, -signal.SIGKILL)
+
+
+# --- one of several is killed -----------------------------------------------------------------------------------------
+
+
+def test_killed_in_the_inner_phase_and_while_it_is_healed(begin: Begin, good: Good) -> None:
+    """One of two dies between its inner steps, its successor while it reads the other's state; the third stays.
+
+    The one that lives goes on alone meanwhile, repeats the sync in which the second died, and sees one newcomer.
+    """
+    run = begin("two")
+    first = run.replica(0, "hold=second@inner:33", "hold=third@inner:53")
+    killed(run, "1", run.replica(1, "kill@inner:22"))
+    killed(run, "1", run.replica(1, "touch=second@up:1", "kill@taking:1"))
+    third = run.replica(1, "touch=third@up:1")
+    run.ended("0", first)
+    run.ended("1", third)
+    good(run, "two", numbers=(0, 1), always=(0,))
+    assert newcomers(run, 0) == [1]
+    assert sizes(run, 0) == [2, 1, 2]
+    assert max(line["attempts"] for line in run.lines(0) if line["round"] < 9) == 1  # who is dead is not waited for
+    assert max(line["attempts"] for line in run.lines(0) if line["replicas"] == 1) >= 2  # the heal that broke off
+    tell_recovery(run, "kill at inner", of=1, survivor=0)
+    say(f"the sync in which the heal broke off: {run.wait_after('kill at taking', 1, 0):.2f} s")
+
+
+def test_one_of_three_is_killed_and_then_the_one_that_heals_it(begin: Begin, good: Good) -> None:
+    """One of three dies; the one that gives its successor the state dies over it; the last one gives it instead."""
+    run = begin("three")
+    giving = ("hold=second@inner:33", "kill=died@giving:1", "hold=third@inner:57")
+    others = {number: run.replica(number, *giving) for number in (0, 2)}
+    killed(run, "1", run.replica(1, "kill@inner:22"))
+    second = run.replica(1, "touch=second@up:1")
+    until("one of the others is dead", lambda: any(process.poll() is not None for process in others.values()))
+    (giver,) = (number for number, process in others.items() if process.poll() is not None)
+    (last,) = {0, 2} - {giver}
+    killed(run, str(giver), others[giver])
+    third = run.replica(giver, "touch=third@up:1")
+    for number, process in ((last, others[last]), (1, second), (giver, third)):
+        run.ended(str(number), process)
+    good(run, "three", numbers=(0, 1, 2), always=(last,))
+    assert newcomers(run, last) == [1, 1]
+    assert sizes(run, last) == [3, 2, 1, 2, 3]
+    tell_recovery(run, "kill at inner", of=1, survivor=last)
+    tell_recovery(run, "kill at giving", of=giver, survivor=last)
+
+
+@pytest.mark.parametrize("moment", ["reduce:6", "vote:7", "counted:7"])
+def test_killed_between_quorum_and_outer_step(begin: Begin, good: Good, moment: str) -> None:
+    """One of two dies within a sync: the other repeats it alone unless it had succeeded, and no round counts twice."""
+    run = begin("two")
+    first = run.replica(0, "hold=second@inner:33")
+    killed(run, "1", run.replica(1, f"kill@{moment}"))
+    second = run.replica(1, "touch=second@up:1")
+    run.ended("0", first)
+    run.ended("1", second)
+    good(run, "two", numbers=(0, 1), always=(0,))
+    assert newcomers(run, 0) == [1]
+    assert sizes(run, 0) == [2, 1, 2]
+    attempts = [line["attempts"] for line in run.lines(0)[:7]]
+    counted = moment.startswith("counted")  # both had all that the round needs
+    assert (attempts[5] == 1) if counted else (attempts[5] > 1)
+    assert run.lines(0)[5]["replicas"] == (2 if counted else 1)
+    tell_recovery(run, f"kill at {moment.partition(':')[0]}", of=1, survivor=0)
+
+
+def test_killed_during_a_delayed_sync(begin: Begin, good: Good) -> None:
+    """Two fragments on an int8 wire, summed while training goes on: one of two dies with a sum under way."""
+    run = begin("streaming")
+    first = run.replica(0, "hold=second@inner:40")
+    killed(run, "1", run.replica(1, "kill@under way:11"))
+    second = run.replica(1, "touch=second@up:1")
+    run.ended("0", first)
+    run.ended("1", second)
+    good(run, "streaming", numbers=(0, 1), always=(0,))
+    assert newcomers(run, 0) == [1]
+    assert sizes(run, 0) == [2, 1, 2]
+    assert max(line["attempts"] for line in run.lines(0)) > 1
+    tell_recovery(run, "kill at under way", of=1, survivor=0)
+
+
+# --- paused, cut off, without a lighthouse ----------------------------------------------------------------------------
+
+
+def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
+    """SIGSTOP between inner steps and in a reduction, longer than the timeouts: left behind, and healed afterwards."""
+    run = begin("two", "--sync-timeout", "6")
+    first = run.replica(0, "hold=once@inner:33", "hold=twice@inner:65")
+    second = run.replica(1, "stop@inner:14", "stop@reduce:8")
+    for number, (file, pause) in enumerate((("once", HEARTBEAT + 2), ("twice", 8.0)), start=1):
+        until("stopped", lambda: stopped(second))
+        time.sleep(pause)
+        run.await_event(0, "hold at inner", number)
+        wake(second)
+        run.touch(file)
+    run.ended("0", first)
+    run.ended("1", second)
+    good(run, "two", numbers=(0, 1), always=(0,))
+    assert newcomers(run, 0) == [1, 1]
+    assert sizes(run, 0) == [2, 1, 2, 1, 2]
+    assert max(line["attempts"] for line in run.lines(0)) > 1
+    say(f"stopped in the inner phase: next round after {run.wait_after('stop at inner', 1, 0):.2f} s")
+    say(f"stopped in a reduction (timeout 6 s): next round after {run.wait_after('stop at reduce', 1, 0):.2f} s")
+
+
+def test_the_lighthouse_is_killed_and_comes_back(
+    begin: Begin, good: Good, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Without a lighthouse for some seconds all wait at the next sync, and then go on together, as if nothing were.
+
+    The one that comes back counts quorums from 1 again and knows nobody: who asks first must not go on alone.
+    """
+    port = free_port()
+    command = lighthouse_command(f"127.0.0.1:{port}")
+    with Processes(tmp_path / "light") as lights:
+        light = lights.start("lighthouse", command, RUST_LOG="off")
+        until("a lighthouse", lambda: listens(port))
+        run = begin("two", url=f"http://127.0.0.1:{port}")
+        both = [run.replica(number, "hold=dark@inner:41") for number in range(2)]
+        run.await_event(0, "hold at inner")
+        light.kill()
+        light.wait()
+        dark = time.time()
+        run.touch("dark")
+        time.sleep(3.0)
+        assert all(event["time"] < dark for event in run.events(0) if event["what"] == "round")
+        lights.start("lighthouse", command, RUST_LOG="off")
+        until("a lighthouse", lambda: listens(port))
+        lit = time.time()
+        for number, process in enumerate(both):
+            run.ended(str(number), process)
+        good(run, "two", numbers=(0, 1), always=(0, 1))
+        assert newcomers(run, 0) == []
+        assert sizes(run, 0) == [2]
+        wanted = read_summary(undisturbed("two"))
+        assert wanted is not None
+        assert run.summary(0)["checksum"] == wanted["checksum"]  # two processes add as one does, so every bit is there
+        after = min(e["time"] for e in run.events(0) if e["what"] == "round" and e["time"] > dark)
+        say(f"no lighthouse for {lit - dark:.2f} s; the next round counted {after - lit:.2f} s after it came back")
+
+
+def test_numbers_of_quorums_never_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was left out and who was not see one number, even one that a new lighthouse has given before to others.
+
+    And where a new lighthouse knows fewer replicas than there were, it is asked once more before anyone goes on.
+    """
+    monkeypatch.setattr(torchft_parts, "_ANEW", 0.0)
+
+    def seen(*told: tuple[int, str, int, int]) -> list[int]:
+        """The numbers that a process sees of (number, members, their step, how many of them are there already)."""
+        answers = iter(
+            SimpleNamespace(
+                quorum_id=number,
+                replica_ids=list(members),
+                replica_world_size=len(members),
+                max_step=step,
+                max_world_size=level,
+            )
+            for number, members, step, level in told
+        )
+        client = torchft_parts._Client(SimpleNamespace(_quorum=lambda: next(answers)))
+        found = []
+        while True:
+            try:
+                found.append(client._quorum().quorum_id)
+            except StopIteration:
+                return found
+
+    both, healing, after = (2, "ab", 4, 2), (2, "ab", 7, 1), (2, "ab", 8, 2)
+    stayed = seen(both, (1, "b", 5, 1), (1, "b", 5, 1), healing, after)  # asked twice: it was not alone before
+    left = seen(both, healing, after)
+    assert len(stayed) == 4
+    assert stayed[2:] == left[1:]
+    assert left[0] == stayed[0]
+    assert left[1] == left[2] != left[0]
+    assert seen(both, (1, "b", 5, 1), both) == [stayed[0]] * 2  # the second answer counts
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[tuple[Hub, list[Place]]]:
+    """Two places with a link between them, where the tests may make such."""
+    with ExitStack() as stack:
+        try:
+            hub, places = stack.enter_context(joined())
+        except Refused as reason:
+            pytest.skip(f"no network namespaces: {reason}")
+        command = lighthouse_command(f"{places[0].address}:29510")
+        light = subprocess.Popen([*places[0].prefix, *command], stderr=subprocess.DEVNULL, env={"RUST_LOG": "off"})
+        stack.callback(light.wait)
+        stack.callback(light.kill)
+        yield hub, places
+
+
+def at_places(run: Run, places: list[Place], *faults: tuple[str, ...], options: Sequence[str] = ()) -> list[Any]:
+    """Start a replica at each."""
+    return [
+        run.replica(number, *words, prefix=place.prefix, options=["--host", place.address, *options])
+        for number, (place, words) in enumerate(zip(places, faults, strict=True))
+    ]
+
+
+def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, link: tuple[Hub, list[Place]]) -> None:
+    """With the link between two machines cut in a reduction, the one at the lighthouse goes on; the other is healed."""
+    hub, places = link
+    run = begin("two", "--sync-timeout", "6", url=f"http://{places[0].address}:29510")
+    there = ("hold=cut@reduce:6", "touch=healed@healed:1")
+    both = at_places(run, places, ("hold=cut@reduce:6", "hold=whole@inner:33", "pace=healed@inner:34"), there)
+    for number in range(2):
+        run.await_event(number, "hold at reduce")
+    hub.cut(1)
+    run.touch("cut")
+    cut = time.time()
+    run.await_event(0, "hold at inner")
+    time.sleep(max(0.0, cut + 9.0 - time.time()))
+    hub.mend(1)
+    mended = time.time()
+    run.touch("whole")
+    for number, process in enumerate(both):
+        run.ended(str(number), process)
+    good(run, "two", numbers=(0, 1), always=(0,))
+    assert newcomers(run, 0) == [1]
+    assert sizes(run, 0) == [2, 1, 2]
+    assert run.lines(0)[5]["attempts"] > 1
+    here, back = (min(e["time"] for e in run.events(n) if e["what"] == "round" and e["time"] > cut) for n in (0, 1))
+    say(f"cut in a reduction (timeout 6 s): next round after {here - cut:.2f} s")
+    say(f"cut for {mended - cut:.2f} s: the other counted a round again {back - mended:.2f} s after that")
+
+
+def test_a_slow_link(begin: Begin, link: tuple[Hub, list[Place]], tmp_path: Path) -> None:
+    """At 50 Mbit/s replicas agree as ever, and int8 sends a quarter of float32's bytes."""
+    hub, places = link
+    big = ["--model.hidden-size", "256", "--model.intermediate-size", "512", "--model.layers", "2", "--steps", "8"]
+    told: dict[str, list[dict[str, Any]]] = {}
+    for number in range(2):
+        hub.shape(number, "50mbit")
+    try:
+        for wire in ("float32", "int8"):
+            run = begin("two", url=f"http://{places[0].address}:29510")
+            run.words[run.words.index("--out") + 1] = str(tmp_path / "replicas" / wire)
+            run.out = tmp_path / "replicas" / wire
+            both = at_places(run, places, (), (), options=[*big, "--inner-steps", "2", "--sync.wire", wire])
+            for number, process in enumerate(both):
+                run.ended(str(number), process)
+            told[wire] = run.lines(0)
+            assert [line["checksum"] for line in told[wire]] == [line["checksum"] for line in run.lines(1)]
+            assert [line["replicas"] for line in told[wire]] == [2] * 4
+    finally:
+        for number in range(2):
+            hub.unshape(number)
+    sent = {wire: lines[0]["bytes_sent"] for wire, lines in told.items()}
+    assert 0.25 < sent["int8"] / sent["float32"] < 0.27
+    for wire, lines in told.items():
+        spent = statistics.median(line["seconds"]["reduce"] for line in lines)
+        say(f"{wire} at 50 Mbit/s: {sent[wire] / 1e6:.2f} MB, {spent:.2f} s in a reduction")
+
+
+# --- torchrun's processes ---------------------------------------------------------------------------------------------
+
+
+def group(port: int, rank: int) -> dict[str, str]:
+    """What torchrun tells one of two processes."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"} | {key: str(value) for key, value in place.items()}
+
+
+@pytest.mark.parametrize("moment", ["inner:50", "reduce:14"])
+def test_one_of_a_group_is_killed(base: TrainConfig, undisturbed: Undisturbed, tmp_path: Path, moment: str) -> None:
+    """The other ends with status 1 and one message; the repeated command gives the bytes of an undisturbed run."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(base))
+    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
+    with Processes(tmp_path / "words") as processes:
+        port = free_port()
+        first = processes.start("0", [sys.executable, "-m", "twophase", *words], **group(port, 0))
+        command = [sys.executable, str(DRIVER), f"events={tmp_path / 'events'}", f"kill@{moment}", "--", *words]
+        second = processes.start("1", command, **group(port, 1))
+        processes.ended("1", second, -signal.SIGKILL)
+        dead = time.time()
+        processes.ended("0", first, 1)
+        say(f"killed at {moment}: the other ended {time.time() - dead:.2f} s later")
+        (line,) = processes.said("0")
+        assert line.startswith("twophase train: failed: the connection to the other processes is lost (")
+        assert "Checkpoints are intact: repeat the command to resume" in line
+        port = free_port()
+        again = [processes.start("again", [sys.executable, "-m", "twophase", *words], **group(port, r)) for r in (0, 1)]
+        for process in again:
+            processes.ended("again", process)
+    whole = undisturbed("two")
+    assert (tmp_path / "run/weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+    checksums = [[line["checksum"] for line in read_lines(path / "rounds.jsonl")] for path in (tmp_path / "run", whole)]
+    assert checksums[0] == checksums[1]
+
+
+# --- who cannot begin -------------------------------------------------------------------------------------------------
+
+
+def test_who_cannot_begin_says_so_once(base: TrainConfig, tmp_path: Path) -> None:
+    """A taken port, no first process, and no lighthouse: one message each and status 1, in bounded time."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(base))
+    words = ["train", "--config", str(tmp_path / "config.yaml"), "--quiet", "--start-timeout", "2"]
+    command = [sys.executable, str(DRIVER), "connect=2", "--", *words]
+    nowhere = free_port()
+    with Processes(tmp_path / "words") as processes, socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        def start(name: str, *more: str, **env: str) -> tuple[str, Any]:
+            return name, processes.start(name, [*command, "--out", str(tmp_path / name), *more], **env)
+
+        for name, process in (start("taken", **group(port, 0)), start("nowhere", **group(nowhere, 1))):
+            processes.ended(name, process, 1)
+        processes.ended(*start("dark", "--lighthouse", f"http://127.0.0.1:{nowhere}", "--replica", "0"), 1)
+        said = {name: processes.said(name) for name in ("taken", "nowhere", "dark")}
+    for name, where in (("taken", port), ("nowhere", nowhere)):
+        (line,) = said[name]
+        assert f"failed: the processes cannot meet at 127.0.0.1:{where} (" in line
+        assert "give torchrun an address that all machines reach and a free port" in line
+    (line,) = said["dark"]
+    assert f"failed: TorchFT: the lighthouse at http://127.0.0.1:{nowhere} cannot be reached for 2 s (" in line
+    assert not any((tmp_path / name / "rounds.jsonl").exists() for name in said)
+
+
+def test_a_timeout_that_a_heal_would_outlast(
+    base: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused with status 1 before anything is trained, with what would do."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(base))
+    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
+    assert main([*words, "--lighthouse", "http://127.0.0.1:1", "--replica", "0", "--sync-timeout", "4"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "timeout is 4 s, but a replica that comes back is given about" in line
+    assert "pass timeout=5 or more" in line
+    assert not (tmp_path / "run/replica-0/rounds.jsonl").exists()
