@@ -77,7 +77,9 @@ class DiLoCoCallback(TrainerCallback):
                     f"DiLoCoCallback: {path} is missing: the checkpoint was written without this callback, or its "
                     "writing was interrupted; resume from an earlier checkpoint"
                 )
-            self.engine.load_state_dict(torch.load(path))
+            saved_engine = torch.load(path)
+            self.engine.load_state_dict(saved_engine["engine"])
+            self.engine.load_wire_state_dict(saved_engine["wire"])
             with torch.no_grad():  # building the engine set all replicas to the first's weights
                 for p, saved in zip(model.parameters(), mine, strict=True):
                     p.copy_(saved)
@@ -93,7 +95,8 @@ class DiLoCoCallback(TrainerCallback):
         path = self._path(args, state)
         if not any(path.parent.glob("model*.safetensors")):  # save_pretrained writes in the group's process 0 only,
             save_model(kwargs["model"], str(path.with_name("model.safetensors")))  # and each replica has its own
-        torch.save(self.engine.state_dict(), path.with_suffix(".tmp"))
+        whole = {"engine": self.engine.state_dict(), "wire": self.engine.wire_state_dict()}  # int8 leaves a rest
+        torch.save(whole, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)  # a kill leaves the whole file or none
 
     def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002

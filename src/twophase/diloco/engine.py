@@ -420,7 +420,7 @@ class DiLoCo:
         behind are given the state of one that is not.
 
         Args:
-            signals: as for `step`.
+            signals: as for `step`, with the same names: the others may be at the end of a round.
             restore: loads this replica's newest checkpoint, if there is one; called where no run is under way.
 
         Returns:
