@@ -350,7 +350,7 @@ def test_an_error_in_training_on_a_full_disk(tmp_path: Path, monkeypatch: pytest
 # -------------------------------------------------------------------------------------------------- several processes
 
 
-class Pair:
+class Pair(SingleProcess):
     """Two processes, as far as a writer is concerned, in two threads; refuses collectives of other threads."""
 
     size = 2
@@ -368,14 +368,6 @@ class Pair:
         values = list(self._shared)
         self._barrier.wait(PATIENCE)
         return values
-
-    def launch_sum(self, tensor: torch.Tensor) -> Any:
-        """Not for checkpoints."""
-        raise AssertionError(tensor)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Not for checkpoints."""
-        raise AssertionError(tensor)
 
 
 def both(work: Callable[[Pair], None]) -> list[BaseException | None]:
