@@ -51,7 +51,7 @@ demo: setup
 	@$(BIN)/twophase demo $(ARGS)
 
 test: setup-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 check: setup-dev
 	@$(BIN)/ruff check .

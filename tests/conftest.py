@@ -26,14 +26,6 @@ settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "twophase"))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give a file's tests that share processes to one worker of pytest-xdist: those are then started once."""
-    for item in items:
-        if item.get_closest_marker("dist"):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
 @pytest.fixture
 def norm_ratio() -> Iterator[type[RestartPolicy]]:
     """A user's own adaptive policy, registered for one test: text form `norm-ratio:LIMIT:QUIET`.
