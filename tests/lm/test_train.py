@@ -352,24 +352,27 @@ def test_changed_text_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     assert run(config, tmp_path / "run")["exit_reason"] == "finished"
 
 
-def test_a_round_begun_by_one_process_counts_once(config: TrainConfig, tmp_path: Path) -> None:
-    """The losses of an unfinished round are means over its replicas, which each of several processes takes over."""
+def test_a_round_begun_by_one_process_is_ended_by_several(config: TrainConfig, tmp_path: Path) -> None:
+    """The losses of an unfinished round are each replica's own, and go on where that replica does."""
 
     class Second(SingleProcess):
-        """A second process of one, as far as the loading of progress is concerned."""
+        """A second process of two, as far as the loading of progress is concerned."""
 
         rank = 1
 
+    config = replace(config, replicas=2)
     calls = iter(range(1, 1000))
     run(config, tmp_path / "run", should_stop=lambda: next(calls) >= 3)
     with RunFolder.claim(tmp_path / "run", config) as folder:
-        alone, other = Trainer(config, SingleProcess()), Trainer(replace(config, replicas=2), Second())
-        other.replicas = []
+        alone, other = Trainer(config, SingleProcess()), Trainer(config, Second())
+        del other.replicas[0]
+        other.replicas[0].number = 1
         for trainer in (alone, other):
             _restore(trainer, folder)
-    whole, taken = alone.done, other.done
-    assert (taken.round_loss, taken.round_steps) == (whole.round_loss, 3)
-    assert whole.round_loss / 3 == pytest.approx(math.log(Trainer(config, SingleProcess()).vocabulary_size), rel=0.1)
+    assert alone.done.round_steps == other.done.round_steps == 3
+    first, second = (replica.round_loss for replica in alone.replicas)
+    assert first != second == other.replicas[0].round_loss
+    assert first / 3 == pytest.approx(math.log(alone.vocabulary_size), rel=0.1)
 
 
 def test_seeds_differ(config: TrainConfig, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import platform
@@ -107,7 +108,7 @@ class Trainer:
     def _load_replica_state(self, state: dict[str, Any]) -> None:
         self._losses.clear()
         self.replicas[0].load_state_dict(state["replica"])
-        self.done.step, self.done.round_loss, self.done.round_steps = state["step"], 0.0, 0
+        self.done.step, self.done.round_steps, self.replicas[0].round_loss = state["step"], 0, 0.0
         self.validation = None
 
     def join(self, restore: Callable[[], None]) -> RoundReport | None:
@@ -134,8 +135,8 @@ class Trainer:
     def settle(self) -> None:
         """Read the losses that are still on the device, which waits for it, into `done`."""
         if self._losses:
-            for loss in torch.stack(self._losses).tolist():
-                self.done.round_loss += loss / len(self.replicas)
+            for replica, loss in zip(itertools.cycle(self.replicas), torch.stack(self._losses).tolist(), strict=False):
+                replica.round_loss += loss
                 self.done.recent_loss += loss
             self.done.recent_losses += len(self._losses)
             self._losses.clear()
@@ -176,7 +177,9 @@ class Trainer:
         signals = None
         if self.done.step == self.config.steps or self.engine.reports_next:
             self.settle()  # the engine would have to wait for the inner steps, and that is not its time
-            loss = self.done.round_loss / max(self.done.round_steps, 1)
+            # Each replica's mean first, as where each has a process of its own: the same bits.
+            means = [replica.round_loss / self.done.round_steps for replica in self.replicas]
+            loss = sum(means) / len(means)
             # Where replicas come and go, one that is asked to stop goes alone.
             signals = {LOSS: loss, STOP: 0.0 if self.comm.elastic else float(should_stop())}
         clock = time.perf_counter()
@@ -203,7 +206,9 @@ class Trainer:
         """
         loss = report.signals[LOSS]
         line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
-        self.done.round_loss, self.done.round_steps = 0.0, 0
+        self.done.round_steps = 0
+        for replica in self.replicas:
+            replica.round_loss = 0.0
         self.done.exit_reason = self._exit_reason(report)
         every = self.config.evaluate_every
         due = every and report.complete and report.round % every == 0
@@ -298,6 +303,8 @@ class Replica:
             weight_decay=config.inner.weight_decay,
             fused=True,
         )
+        self.round_loss = 0.0
+        """Sum of its training losses since the last report."""
 
     def step(self, step: int, lr: float) -> Tensor:
         """One inner step; returns the training loss in nats a token, a scalar that is still on the device.
@@ -323,13 +330,14 @@ class Replica:
         return evaluate(self.model, self._tensor(tokens), self._tensor(targets), token_bytes, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model and inner optimizer."""
-        return {"model": self.model.state_dict(), "inner": self.inner.state_dict()}
+        """Model, inner optimizer, and the losses of the round."""
+        return {"model": self.model.state_dict(), "inner": self.inner.state_dict(), "round_loss": self.round_loss}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
+        self.round_loss = state["round_loss"]
 
     def _tensor(self, ids: Any) -> Tensor:
         tensor = torch.from_numpy(ids)
@@ -343,10 +351,8 @@ class Progress:
     """How far a run is; the plain numbers of a checkpoint."""
 
     step: int = 0
-    round_loss: float = 0.0
-    """Sum of this process's training losses since the last report, each the mean over its replicas."""
     round_steps: int = 0
-    """Inner steps since then."""
+    """Inner steps since the last report."""
     recent_loss: float = 0.0
     """Sum of those since the last line of `steps.jsonl`."""
     recent_losses: int = 0
