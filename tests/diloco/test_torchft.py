@@ -181,7 +181,7 @@ def worker(replica: int, folder: Path, urls: dict[str, str]) -> None:
 
 
 def abandoned() -> dict[str, Any]:
-    """A replica that trains alone, and whose lighthouse goes away: its torchft goes on calling for it, and logs that."""
+    """A replica that trains alone, whose lighthouse goes away; its torchft goes on calling for it, and logs that."""
     mine = Replica()
     with communicator(URL, patience=1.0, replicas=1) as group:
         engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
