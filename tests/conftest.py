@@ -6,15 +6,19 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and for torch below
 
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import settings
 
+import forked
 from twophase import restart
+from twophase.experiment import launch
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
 
 torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits
@@ -55,6 +59,12 @@ def norm_ratio() -> Iterator[type[RestartPolicy]]:
 
     yield NormRatio
     forget_policy("norm-ratio")
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers of sweeps that this process runs need not import torch again."""
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forked.Popen}))
 
 
 @pytest.fixture

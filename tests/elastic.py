@@ -9,13 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
 
 from twophase.experiment.run import read_lines, read_summary
 
@@ -243,3 +246,37 @@ def newcomers(run: Run, number: int) -> list[int]:
 def sizes(run: Run, number: int) -> list[int]:
     """How many replicas counted, without repetition."""
     return [count for count, _ in itertools.groupby(line["replicas"] for line in run.lines(number))]
+
+
+def side_by_side(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[], Any]) -> list[Any]:
+    """Call functions in threads of this process, each with a `TorchFT` of its own: what each returns, or has raised.
+
+    Where the processes need not be killed, this is a test of seconds less: nobody imports torch. Managers are made one
+    after the other, and none of them filters the standard error that all share.
+    """
+    from twophase.diloco import torchft_parts
+
+    one_by_one, make = threading.Lock(), torchft_parts.manager
+
+    def manager(*words: Any, **options: Any) -> Any:
+        with one_by_one:
+            return make(*words, **options)
+
+    found: list[Any] = [None] * len(calls)
+
+    def run(place: int) -> None:
+        try:
+            found[place] = calls[place]()
+        except BaseException as error:
+            found[place] = error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torchft_parts, "manager", manager)
+        patch.setattr(torchft_parts, "Hush", lambda: SimpleNamespace(close=lambda: None))
+        threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert not any(thread.is_alive() for thread in threads), found
+    return found

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,17 +16,13 @@ import pytest
 import torch
 
 import textmaker
+from forked import Forked, call
 from twophase import cli
 
-COMMAND = [sys.executable, "-m", "twophase"]
 SMALL = (
     "--model.layers 1 --model.hidden-size 16 --model.intermediate-size 24 --data.sequence-length 16 "
     "--data.batch-size 4 --data.validation-windows 8 --steps 22 --inner-steps 6 --checkpoint-every 1"
 ).split()
-
-
-def call(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, check=False, cwd=cwd)
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -80,6 +74,10 @@ def test_help_without_torch() -> None:
         ("train --compute.precision fp8", "fp8"),
         ("train --compute.attention flash", "--compute.attention is flash; --device cpu has no choice of kernels"),
         ("train --track mlflow", "mlflow"),
+        ("train --replica 1", "--replica is for replicas that come and go, and --lighthouse is missing; give the URL"),
+        ("train --min-replicas 1", "--min-replicas is for replicas that come and go, and --lighthouse is missing"),
+        ("train --lighthouse http://127.0.0.1:1", "--replica is missing; with --lighthouse each replica has a number"),
+        ("train --lighthouse http://127.0.0.1:1 --replica 2", "--replica is 2; it must be at least 0 and below"),
         ("data prepare absent.txt --out tokens", "absent.txt"),
         ("data count", "count"),
         ("export absent there", "absent"),
@@ -290,11 +288,7 @@ def test_divergence_ends_with_status_1(tmp_path: Path, corpus: str) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["diverged"] is True
 
 
-def start(*words: str | Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([*COMMAND, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for(path: Path, process: subprocess.Popen[str], pattern: str = "*") -> None:
+def wait_for(path: Path, process: Forked, pattern: str = "*") -> None:
     """Return as soon as something that matches is in the folder, or the process has ended."""
     while process.poll() is None and not any(path.glob(pattern)):
         time.sleep(0.0005)
@@ -306,7 +300,7 @@ def test_stopped_by_a_signal(tmp_path: Path, corpus: str, number: signal.Signals
     """Ctrl-C and SIGTERM save, print the command that resumes, and that command ends as if nothing had happened."""
     size = ["--steps", "240", "--data.corpus", corpus]
     words = ["train", *SMALL, *size, "--out", tmp_path / "run"]
-    process = start(*words)
+    process = Forked(*words)
     wait_for(tmp_path / "run" / "checkpoint", process, "step-*")
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
@@ -330,7 +324,7 @@ def test_killed_at_random_moments(tmp_path: Path, corpus: str, seed: int) -> Non
     source = random.Random(seed)
     kills = writes = 0
     while True:
-        process = start(*words)
+        process = Forked(*words)
         if kills % 2:
             wait_for(tmp_path / "run" / "checkpoint", process, ".writing-*")  # in the middle of a write
         else:
@@ -358,25 +352,6 @@ def test_killed_at_random_moments(tmp_path: Path, corpus: str, seed: int) -> Non
         for name in ("run", "whole")
     ]
     assert rounds[0] == rounds[1]
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_two_processes_equal_one(tmp_path: Path, corpus: str) -> None:
-    """`torchrun` with two gloo processes gives the same bytes as both replicas in one process, and resumes likewise."""
-    options = [*SMALL, "--data.corpus", corpus, "--outer.restart", "2"]
-    assert call("train", *options, "--out", tmp_path / "one").returncode == 0
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "twophase"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    words = [*run, "train", *options, "--out", str(tmp_path / "two")]
-    for _ in range(2):  # the second call starts again from the first one's checkpoint
-        done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stderr
-        weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("one", "two")]
-        assert weights[0] == weights[1]
-        for name in ("summary.json", "weights.safetensors"):
-            (tmp_path / "two" / name).unlink()
-        shutil.rmtree(tmp_path / "two" / "checkpoint" / "step-00000022")
 
 
 @pytest.mark.slow
@@ -409,19 +384,3 @@ def test_sweep_over_seeds_alone(tmp_path: Path, corpus: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "Mean over 2 seeds" in done.stdout
     assert (tmp_path / "sweep" / "figures" / "sweep.png").exists()
-
-
-@pytest.mark.slow
-def test_killed_sweep_resumes(tmp_path: Path, corpus: str) -> None:
-    """A sweep whose parent gets SIGKILL leaves no worker behind, and the same command completes it."""
-    axes = "--axis outer.lr 0.3 0.5 0.7 --axis outer.restart never 2".split()
-    words = ["sweep", *SMALL, "--steps", "300", "--data.corpus", corpus, *axes, "--out", tmp_path / "sweep"]
-    process = start(*words, "--workers", "2")
-    wait_for(tmp_path / "sweep" / "runs", process, "*/summary.json")
-    process.kill()
-    process.communicate(timeout=60)
-    # An orphaned worker sees the end of its stdin, saves and goes; until then it holds its run, which is waited for.
-    done = call(*words, "--workers", "2")
-    assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "sweep" / "cells.csv").read_text().splitlines()) == 7
-    assert len(list((tmp_path / "sweep" / "runs").glob("*/summary.json"))) == 6

@@ -234,7 +234,7 @@ def test_killed_during_a_delayed_sync(begin: Begin, good: Good) -> None:
     run.ended("0", first)
     run.ended("1", second)
     good(run, "streaming", numbers=(0, 1), always=(0,))
-    assert newcomers(run, 0) == [1]
+    assert newcomers(run, 0) == [1, 1]  # in each fragment
     assert sizes(run, 0) == [2, 1, 2]
     assert max(line["attempts"] for line in run.lines(0)) > 1
     tell_recovery(run, "kill at under way", of=1, survivor=0)

@@ -22,7 +22,8 @@ import yaml
 
 import shardmaker
 import textmaker
-from test_cli import SMALL, snapshot, start
+from forked import Forked
+from test_cli import SMALL, snapshot
 from test_sweeping import outcome
 from test_tracking import scalars
 from twophase.cli import main
@@ -101,7 +102,7 @@ def test_killed_at_random_moments(tmp_path: Path, small: list[str], whole: Path)
     folder, source, kills = tmp_path / "run", random.Random(0), 0
     while not (folder / "summary.json").exists():
         before = checkpoint.latest_step(folder / "checkpoint")
-        process = start("train", *small, *LONG, "--out", folder)
+        process = Forked("train", *small, *LONG, "--out", folder)
         while process.poll() is None and checkpoint.latest_step(folder / "checkpoint") == before:
             time.sleep(0.005)
         time.sleep(source.uniform(0, 0.15))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import textmaker
-from test_cli import COMMAND, SMALL, snapshot
+from test_cli import SMALL, snapshot
 from twophase.cli import main
 from twophase.experiment.grid import Sweep, parse_axes, product
 from twophase.experiment.plan import Plan, plan
@@ -31,6 +31,9 @@ from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.lm.trainer import Trainer
 from twophase.sweeping import MOST_CELLS, take_slurm_options
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
+COMMAND = [sys.executable, "-m", "twophase"]
 TIMES = ("seconds", "engine_share")
 GRID = "--axis outer.momentum 0.5 0.9 --axis outer.restart never 2 3 --axis outer.lr 0.3 0.7".split()
 

@@ -292,6 +292,7 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
         train("whole", replica, None, shard)
     except ValueError as error:
         found["refused"] = str(error)
+    found["not shards"] = not_shards(mesh, group)
     run = train("patterns", replica, group, shard)
     run.go(range(9))
     state = through_file(run.engine.state_dict())
@@ -315,6 +316,25 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
         run.go(range(6, 18))
     except Disagreement as error:
         found["tampered"] = str(error)
+    return found
+
+
+def not_shards(mesh: Any, group: Communicator) -> list[str]:
+    """What is said of models of which a process holds all, or nothing."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    in_part, short = network(0), nn.Linear(3, 1)
+    fully_shard(in_part[0], mesh=mesh["shard"])  # type: ignore[index]
+    fully_shard(short, mesh=mesh["shard"])
+    copied = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh["shard"], [Replicate()]))
+    found = []
+    for model in (network(0), in_part, nn.ParameterDict({"w": copied}), short):
+        try:
+            DiLoCo(model, RULE, inner_steps=2, communicator=group)
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
     return found
 
 
@@ -497,6 +517,19 @@ def test_shards_need_their_mesh(brought: list[dict[str, Any]]):
     """A sharded model without the groups of its mesh is refused with the remedy."""
     for answers in brought:
         assert "is sharded (a DTensor); pass communicator=ProcessGroup.of_mesh(mesh)" in answers["sharded"]["refused"]
+
+
+def test_what_is_not_in_shards_is_refused(brought: list[dict[str, Any]]):
+    """On a mesh, a parameter that is whole everywhere, in part or by a DTensor, or that leaves a process without any.
+
+    The first would be counted once a process, the last has nothing to sum: all four are told.
+    """
+    for answers in brought:
+        *whole, empty = answers["sharded"]["not shards"]
+        for name, message in zip(("0.weight", "2.weight", "w"), whole, strict=True):
+            assert f"parameter {name!r} is whole on every process of the mesh's shard axis" in message
+            assert "fully_shard(module, mesh=mesh['shard'])" in message
+        assert "a fragment is empty on one of the processes that share a replica" in empty
 
 
 def test_signals_are_means_over_shards_and_replicas(brought: list[dict[str, Any]]):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from replicas import NAMES, drift, network, same_bits, start, through_file, unlike
+from twophase.diloco.comm import Done, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.optim.outer import OuterSGD
@@ -402,6 +403,30 @@ def test_a_sum_is_divided_by_those_that_made_it():
     (theirs,), (ours,) = two.go([7]), one.go([7])
     assert ours.checksum == theirs.checksum
     assert ours.pseudo_gradient_norm == theirs.pseudo_gradient_norm
+
+
+def test_bytes_of_a_sum_are_told_once():
+    """What was sent before a run was set down, in the middle of a delay, is in the report of whoever ends the sync."""
+
+    class Sending(SingleProcess):
+        """As if there were others."""
+
+        def launch_sum(self, tensor: Tensor) -> Done:
+            """Leave it as it is."""
+            del tensor
+            return Done(bytes_sent=7)
+
+    run = start(NESTEROV, delay=3, communicator=Sending())
+    run.go(range(6))
+    for step in (6, 7):  # twice in one delay
+        state = through_file(run.state())
+        run = start(NESTEROV, delay=3, communicator=Sending(), seed=9)
+        run.load(state)
+        assert run.step(step) is None
+    (report,) = run.go([8])
+    assert report.bytes_sent == 7
+    (report,) = run.go(range(9, 15))
+    assert report.bytes_sent == 7
 
 
 def under_way(**options: Any) -> dict[str, Any]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +27,9 @@ import pytest
 import torch
 from torch import nn
 
+from elastic import PATIENCE, side_by_side
+from replicas import start
+from twophase.config import RunError
 from twophase.diloco.agreement import Disagreement
 from twophase.diloco.comm import SingleProcess
 from twophase.diloco.engine import DiLoCo, RoundReport
@@ -254,19 +259,22 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes bring home; the second is killed at the end and started once more."""
     folder = tmp_path_factory.mktemp("torchft")
 
-    def start(replica: int, urls: dict[str, str]) -> subprocess.Popen[bytes]:
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+    def launch(replica: int, urls: dict[str, str]) -> subprocess.Popen[bytes]:
         pairs = [f"{name}={url}" for name, url in urls.items()]
         command = [sys.executable, "-W", "error", __file__, str(replica), str(folder), *pairs]
         with (folder / f"{replica}.log").open("ab") as log:
-            return subprocess.Popen(command, stderr=log, stdout=log)
+            return subprocess.Popen(command, stderr=log, stdout=log, env=environment)
 
     with lighthouse() as a, lighthouse() as b, lighthouse() as c, lighthouse() as d:
         urls = {"plain": a, "streams": b, "tampered": c, "kill": d}
-        first, second = start(0, urls), start(1, urls)
+        first, second = launch(0, urls), launch(1, urls)
         try:
             killed = second.wait(timeout=120)
             assert killed == -signal.SIGKILL, (folder / "1.log").read_text()[-3000:]
-            second = start(1, {"kill": d})
+            second = launch(1, {"kill": d})
             assert [first.wait(timeout=120), second.wait(timeout=120)] == [0, 0], (folder / "0.log").read_text()[-3000:]
         finally:
             for process in (first, second):
@@ -387,6 +395,10 @@ def refused(words: list[str], call: Callable[[], Any], kind: type[Exception] = V
         ({"host": "0.0.0.0"}, ["host is '0.0.0.0'", "every network"]),  # noqa: S104 - refused
         ({"host": ""}, ["host is ''"]),
         ({"host": "::"}, ["host is '::'", "IPv4"]),
+        (
+            {"url": "http://10.0.0.1:29510"},
+            ["host is 127.0.0.1 and", "http://10.0.0.1:29510, on another machine", "--host"],
+        ),
     ],
 )
 def test_mistakes_say_what_to_do(options: dict[str, Any], words: list[str]):
@@ -464,6 +476,264 @@ def test_too_few_replicas_is_one_clear_error():
         engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
         group.attach(engine, mine.save, mine.load)
         refused(["1 of 2 replicas are here after 0.5 s"], engine.join, RuntimeError)
+
+
+# --- several in this process ------------------------------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """What ends a replica at once."""
+
+
+Live = Callable[[int, Any, Replica, DiLoCo], Any]
+
+
+def lives(monkeypatch: pytest.MonkeyPatch, live: Live, *options: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
+    """Replicas in threads, at a lighthouse of their own: what `live` returns for each, or has raised.
+
+    Args:
+        monkeypatch: pytest's.
+        live: what each does, by its place, communicator, model and engine.
+        options: of each one's communicator and engine.
+    """
+    replicas = [Replica() for _ in options]  # not in the threads: their weights come from one generator
+
+    def one(place: int, url: str) -> Any:
+        mine, (of_group, of_engine) = replicas[place], options[place]
+        with communicator(
+            url, **{"replica": place, "replicas": len(options), "start_timeout": 20.0, **of_group}
+        ) as group:
+            engine = DiLoCo(mine.model, **{"outer": RULE, "inner_steps": 1, **of_engine}, communicator=group)
+            group.attach(engine, mine.save, mine.load)
+            return live(place, group, mine, engine)
+
+    with lighthouse() as url:
+        return side_by_side(monkeypatch, *(partial(one, place, url) for place in range(len(options))))
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("numbers of fragments", ({"fragments": 1}, {"fragments": 2})),
+        ("outer settings", ({"restart": 2}, {"restart": 3})),
+    ],
+)
+def test_unlike_replicas_do_not_begin(monkeypatch: pytest.MonkeyPatch, what: str, options: tuple[dict[str, Any], ...]):
+    """A difference in how they were started is named on both, also one by which they would not send as many numbers."""
+    both = [({}, {"inner_steps": 2} | one) for one in options]
+    for error in lives(monkeypatch, lambda *these: these[3].join(), *both):
+        assert isinstance(error, ValueError), repr(error)
+        assert re.match(rf"DiLoCo: {what} differ between process . \(.*\) and process . \(.*\); start all", str(error))
+
+
+@linux
+@pytest.mark.dist
+def test_an_unlike_replica_does_not_come_into_a_run(monkeypatch: pytest.MonkeyPatch):
+    """It is told what differs before it takes anything over, and the run goes on."""
+    begun, gone = threading.Event(), threading.Event()
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        del group
+        if place:
+            begun.wait(PATIENCE)
+            before = engine.checksum()
+            try:
+                return engine.join()
+            except ValueError as error:
+                return error, before == engine.checksum()
+            finally:
+                gone.set()
+        engine.join()
+        report = None
+        while not gone.is_set():
+            mine.step(place)
+            report = engine.step()
+            begun.set()
+        return report
+
+    report, (error, untouched) = lives(monkeypatch, live, ({"min_replicas": 1}, {}), ({}, {"inner_steps": 2}))
+    assert str(error).startswith(
+        "TorchFT: inner_steps differ between this replica (2) and the run that it comes into (1)"
+    )
+    assert untouched
+    assert (report.replicas, report.newcomers) == (1, 0)
+
+
+@linux
+@pytest.mark.dist
+def test_two_with_one_number_do_not_begin(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """They would train on the same text: each warns once, and after start_timeout one ends with the number of both."""
+    both = threading.Barrier(2)
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        del place, mine
+        group._started()  # so that none is there alone for long
+        both.wait(PATIENCE)
+        return engine.join()
+
+    same = {"replica": 0, "replicas": 2, "start_timeout": 0.3}
+    found = lives(monkeypatch, live, (same, {}), (same, {}))
+    assert all(isinstance(error, RunError) for error in found), found
+    assert any("two processes say that they are replica 0, and would train on the" in str(error) for error in found)
+    assert caplog.messages.count("replica 0 is there twice") == 2
+
+
+@linux
+@pytest.mark.dist
+def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
+    """One that would begin with two waits for the one that wants three, and no message of either is left unanswered."""
+    tried = threading.Event()
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        failures: list[Exception] = []
+        fail, enough = group._fail, group.enough
+        group._fail = lambda error: (failures.append(error), fail(error))
+
+        def asked(count: int) -> bool:
+            answer = enough(count)
+            if place == 1 and count == 2:
+                tried.set()
+            return answer
+
+        group.enough = asked
+        if place == 2:
+            tried.wait(PATIENCE)
+        engine.join()
+        mine.step(place)
+        report = engine.step()
+        assert report is not None
+        return report.replicas, failures
+
+    third = {"timeout": 6.0}
+    options = [third | {"min_replicas": count} for count in (2, 3, 3)]
+    assert lives(monkeypatch, live, *((one, {}) for one in options)) == [(3, [])] * 3
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.parametrize("others", [1, 0])
+def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyPatch, others: int):
+    """A newcomer's donor dies in the sync: the newcomer, who holds the donor's progress, does not count in its stead.
+
+    Where nobody else is left, it does: the progress would be lost. (With lr 1 and no momentum the new anchor is the
+    mean of those who count.)
+    """
+    newcomer, begun = others + 1, threading.Event()
+    held: dict[int, list[torch.Tensor]] = {}
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        reduce = engine._reduce
+
+        def dies(sync: Any) -> Any:
+            if place != newcomer and group._healing._offer is not None:
+                raise Died
+            return reduce(sync)
+
+        engine._reduce = dies
+        if place == newcomer:
+            begun.wait(PATIENCE)
+        report = engine.join({"loss": 7.0})
+        while report is None or report.attempts == 1:
+            mine.step(place)
+            held[place] = [p.detach().clone() for p in mine.model.parameters()]
+            report = engine.step({"loss": float(place)})
+            begun.set()
+        return report, [a.clone() for a in engine.anchor.values()]
+
+    rule = {"outer": OuterRule(1.0, 0.0)}
+    found = lives(monkeypatch, live, *[({"min_replicas": others + 1}, rule)] * (others + 2))
+    (dead,) = (place for place, one in enumerate(found) if isinstance(one, Died))
+    counts = 1 - dead if others else dead
+    for report, anchor in (one for place, one in enumerate(found) if place != dead):
+        assert (report.replicas, report.newcomers) == (1, others)
+        assert report.attempts == 2
+        assert dict(report.signals) == {"loss": float(counts) if others else 7.0}
+        assert {"quorum", "reduce"} <= set(report.seconds)
+        for mean, own in zip(anchor, held[counts], strict=True):
+            torch.testing.assert_close(mean, own)
+
+
+class Meeting(SingleProcess):
+    """This process and another, which holds the same and counts; at its first syncs this one is given states.
+
+    Args:
+        given: the states; None is none.
+    """
+
+    elastic, replica = True, 0
+
+    def __init__(self, *given: Any) -> None:
+        self.given = list(given)
+        self.load: Callable[[Any], None]
+
+    def attach(self, engine: Any, save: Any, load: Any) -> None:
+        """Take what takes a state."""
+        del engine, save
+        self.load = load
+
+    def enter(self, syncs: int) -> None:
+        """As far as anyone."""
+
+    def enough(self, count: int) -> bool:
+        """Two are enough."""
+        return count == 2
+
+    def begin(self) -> bool:
+        """Give the next state."""
+        state = self.given.pop(0) if self.given else None
+        if state is not None:
+            self.load(state)
+        return state is not None
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The other says the same, and in a roll call that it counts."""
+        return [list(numbers), [*numbers[:2], 1.0, *numbers[3:]] if len(numbers) > 3 else list(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("mixing", "given", "own", "newcomers"),
+    [
+        (0.0, 0, None, [0, 0]),
+        (0.5, 0, None, [0, 0]),  # nobody has trained yet
+        (0.0, 6, None, [0, 0]),
+        (0.5, 6, None, [1, 0]),  # part of what the other has trained is still in it
+        (0.0, 5, None, [1, 0]),
+        (0.0, 5, 4, [0, 0]),
+    ],
+)
+def test_who_is_given_a_state_at_the_beginning(mixing: float, given: int, own: int | None, newcomers: list[int]):
+    """Whoever goes on from another's inner steps is without weight in one sync; not from its own, and not from none.
+
+    After so many inner steps of rounds of three is the state that it is given, and then its own checkpoint.
+    """
+
+    def state(steps: int) -> dict[str, Any]:
+        run = start(RULE, [0], inner_steps=3, mixing=mixing)
+        run.go(range(steps))
+        return run.state()
+
+    group = Meeting(state(given))
+    run = start(RULE, [0], inner_steps=3, mixing=mixing, communicator=group)
+    group.attach(run.engine, run.state, run.load)
+    assert run.engine.join(restore=lambda: None if own is None else run.load(state(own))) is None
+    assert [report.newcomers for report in run.go(range(20, 26))] == newcomers
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_a_newcomer_has_no_weight_in_the_first_sync_of_each_fragment(mixing: float):
+    """Whoever is healed holds its donor's progress in the fragments that are in the middle of their round, too."""
+    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "mixing": mixing}
+    donor = start(RULE, [0], **options)
+    donor.go(range(5))
+    group = Meeting(None, donor.state())
+    run = start(RULE, [0], communicator=group, **options)
+    group.attach(run.engine, run.state, run.load)
+    assert run.engine.join() is None
+    reports = run.go(range(20, 32))
+    assert [report.newcomers for report in reports[:4]] == [1, 1, 0, 0]
+    assert [report.fragments[0].name for report in reports[:4]] == ["0", "1", "0", "1"]
 
 
 # --- the way of a state -----------------------------------------------------------------------------------------------

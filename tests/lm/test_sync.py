@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 
 import textmaker
+from elastic import lighthouse, side_by_side, until
 from twophase.config import UsageError, dump_yaml, with_values
+from twophase.diloco.comm import SingleProcess
 from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
@@ -167,3 +171,79 @@ def test_unlike_processes_are_refused(config: TrainConfig, tmp_path: Path) -> No
     for rank, (_, text) in enumerate(ended):
         assert f"--outer.lr differ between process {rank} (" in text
     assert not (tmp_path / "run" / "rounds.jsonl").exists()
+
+
+class Alone(SingleProcess):
+    """An elastic communicator of one replica, to which nobody comes."""
+
+    elastic, replica = True, 0
+
+    def attach(self, engine: Any, save: Any, load: Any) -> None:
+        """Nobody asks for a state."""
+
+    def enter(self, syncs: int) -> None:
+        """Nobody is further."""
+
+    def enough(self, count: int) -> bool:
+        """One is enough."""
+        return count == 1
+
+
+def test_a_replica_that_stops_alone(config: TrainConfig, tmp_path: Path) -> None:
+    """Asked to stop, also just after a round, an elastic replica ends there with a checkpoint, and resumes it."""
+    whole = run(config, tmp_path / "whole", communicator=Alone())
+    for stop in (5, 6, 12):  # inside a round, after the first one, and after one that is saved anyway
+        start = checkpoint.latest_step(tmp_path / "parts" / "checkpoint") or 0
+        left = iter(range(start + 1, 100))
+        part = run(
+            config,
+            tmp_path / "parts",
+            communicator=Alone(),
+            should_stop=lambda s=stop, i=left: next(i) >= s,
+        )
+        assert (part["exit_reason"], part["steps"]) == ("stopped", stop)
+        assert checkpoint.latest_step(tmp_path / "parts" / "checkpoint") == stop
+    parts = run(config, tmp_path / "parts", communicator=Alone())
+    assert (parts["exit_reason"], parts["checksum"]) == ("finished", whole["checksum"])
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
+def test_who_comes_into_the_last_sync_is_finished(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that comes into the last sync, or is given the state of a run's end, has a whole run with that end."""
+    from twophase.diloco.torchft import TorchFT
+
+    config = replace(config, steps=12)
+
+    def pair(url: str, least: int) -> list[dict[str, Any]]:
+        """Both; where one may begin alone, the other comes after the last round but one."""
+        groups = [TorchFT(replica=n, replicas=2, lighthouse=url, min_replicas=least, timeout=20.0) for n in (0, 1)]
+
+        def one(number: int) -> dict[str, Any]:
+            def await_other(line: dict[str, Any]) -> None:
+                if least == 1 and number == 0 and line["step"] == 6:
+                    until("the other is up", lambda: groups[1]._manager)
+                    time.sleep(0.3)  # until the lighthouse knows of it
+
+            with groups[number] as group:
+                if least == 1 and number == 1:
+                    until("the first round is over", lambda: read_lines(tmp_path / "0" / "rounds.jsonl"))
+                return run(config, tmp_path / str(number), communicator=group, on_round=await_other)
+
+        return side_by_side(monkeypatch, lambda: one(0), lambda: one(1))
+
+    with lighthouse() as url:
+        first, late = pair(url, 1)
+        (line,) = read_lines(tmp_path / "1" / "rounds.jsonl")
+        assert (line["round"], line["replicas"], line["newcomers"]) == (2, 1, 1)
+        assert checkpoint.latest_step(tmp_path / "1" / "checkpoint") == 12
+        (tmp_path / "0" / "summary.json").unlink()  # as if it had been killed before this was written
+        shutil.rmtree(tmp_path / "1")
+        again, given = pair(url, 2)
+    for summary in (late, again, given):
+        for key in ("exit_reason", "steps", "rounds", "checksum", "perplexity"):
+            assert summary[key] == first[key], (key, summary)
+    assert first["exit_reason"] == "finished"
+    assert checkpoint.latest_step(tmp_path / "1" / "checkpoint") == 12

@@ -455,6 +455,7 @@ def tiny(tmp_path: Path) -> Scale:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_tiny_studies_really_train_and_resume(tmp_path: Path) -> None:
     """All three are trained by real workers, all stages; a second call trains nothing and writes the same bytes.
 

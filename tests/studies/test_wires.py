@@ -276,6 +276,7 @@ def test_the_elements_are_those_of_the_model() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_tiny_study_really_trains_and_resumes(tmp_path: Path) -> None:
     """Real workers train it on every wire with another result for each; a second call trains nothing, same bytes."""
     text = textmaker.write(tmp_path / "text.txt")

@@ -154,8 +154,8 @@ class DiLoCo:
         self.replica_count = len(self.replicas)
         self._absent = self.communicator.elastic
         """Whether this process has still to `join` the others."""
-        self._weightless = False
-        """Whether what this process holds is another's progress, until a sync has succeeded."""
+        self._borrowed: set[int] = set()
+        """Fragments in which this process holds another's progress, each until a sync of it has succeeded."""
         if not self._absent:
             counts = same_start(self.communicator, self._description(), len(self.replicas))
             self.replica_count = sum(counts)
@@ -315,7 +315,8 @@ class DiLoCo:
         shared = self._receive(sync, signals)
         while shared is None:  # processes went away: once more with those that are left
             again = self._launch(sync.fragments, sync.attempts + 1)
-            again.seconds = {key: value + again.seconds.get(key, 0.0) for key, value in sync.seconds.items()}
+            for key, value in sync.seconds.items():
+                again.seconds[key] = again.seconds.get(key, 0.0) + value
             sync = again
             shared = self._receive(sync, signals)
         self._under_way.remove(sync)
@@ -349,8 +350,8 @@ class DiLoCo:
         except Interrupted:
             pass
         if self.communicator.commit() and shared is not None:
-            self._weightless = False
             for fragment in sync.fragments:
+                self._borrowed.discard(fragment.number)
                 fragment.channel.commit()
             return shared
         self._under_way.remove(sync)
@@ -443,10 +444,10 @@ class DiLoCo:
                 here = self._roll_call(0, running=False, ready=restored)
                 if here.running:
                     break
-                if elastic.enough(here.present):
-                    same_start(elastic, self._description(), len(self.replicas))
+                if elastic.enough(here.present):  # by our own measure: from here to the vote nobody waits for another
                     if here.ready and elastic.commit():  # all together: nobody votes while others still restore
-                        self._weightless &= not self.at_anchor
+                        if self.at_anchor or (self.syncs == 0 and self.inner_step == 0):  # nobody's progress
+                            self._borrowed.clear()
                         self._absent = False
                         return None
                     if not restored:
@@ -472,7 +473,8 @@ class DiLoCo:
         while True:
             if self.communicator.begin():  # this process was left behind
                 self._take_over()
-            weight = 0 if self._weightless else len(self.replicas)
+            borrowed = self._borrowed.intersection(fragment.number for fragment in self._launching)
+            weight = 0 if borrowed else len(self.replicas)
             try:
                 here = self._roll_call(weight, running=True, ready=True)
             except Interrupted:
@@ -484,7 +486,7 @@ class DiLoCo:
 
     def _take_over(self) -> None:
         """What this process holds is another's now, and it owes nothing."""
-        self._weightless = True
+        self._borrowed = {fragment.number for fragment in self.fragments}
         self.load_wire_state_dict({})
 
     def _shares(self, weight: int, here: Attendance) -> tuple[int, int]:
@@ -571,6 +573,7 @@ class DiLoCo:
         """
         self._check_state(state)
         self._settle()  # a sum that is given up must not end later, in what is loaded
+        self._borrowed.clear()  # it is our own, until `_take_over` says that it is another's
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
         with torch.no_grad():
@@ -666,6 +669,8 @@ def _outer_step(fragment: Fragment, shared: Shared, index: int) -> tuple[float, 
 def _phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
     """Time a phase, under a profiler scope of its name."""
     start = time.perf_counter()
-    with torch.profiler.record_function(f"twophase::{name}"):
-        yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+    try:
+        with torch.profiler.record_function(f"twophase::{name}"):
+            yield
+    finally:  # what has failed took its time too
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

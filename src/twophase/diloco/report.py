@@ -29,7 +29,9 @@ class FragmentRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What happened in a round. The same on every process, except `bytes_sent` and `seconds`.
+    """What happened in a round.
+
+    The same on every process, except `bytes_sent`, `seconds`, and the `attempts` of one that came late.
 
     A model in several fragments has a report for each sync, which may be of one fragment or of several.
 

@@ -273,7 +273,7 @@ class TorchFT:
         """Tell who has gone and come, and see that no two have one number."""
         members = sorted(self._group.members)
         twice = {member for member in members if members.count(member) > 1}
-        if twice:
+        if twice and sorted(twice) != self._twice:
             # A process that was killed and restarted at once may be there twice until it is found dead.
             _log.warning("replica %s is there twice", ", ".join(map(str, sorted(twice))))
         gone, come = set(self._members) - set(members), set(members) - set(self._members)

@@ -90,7 +90,9 @@ def train(
     joined = _begin(run, folder)
     done = run.done
     before, started = done.seconds, time.perf_counter()
-    saved = done.step if joined is None else -1
+    saved: int | None = done.step
+    if run.comm.elastic:  # what it holds may be another's, and nowhere on this disk
+        saved = checkpoint.latest_step(folder.checkpoint_dir) if joined is None else None
     steps = _StepLog(run, folder, on_step)
 
     with _writer(run, folder) as writer:

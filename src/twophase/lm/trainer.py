@@ -103,12 +103,17 @@ class Trainer:
     def _replica_state(self) -> dict[str, Any]:
         """What a replica that comes late needs beside the engine's state: it goes on as this one."""
         self.settle()
-        return {"step": self.done.step, "replica": self.replicas[0].state_dict()}
+        return {
+            "step": self.done.step,
+            "exit_reason": self.done.exit_reason,  # not "running" where a run is taken up at its end
+            "replica": self.replicas[0].state_dict(),
+        }
 
     def _load_replica_state(self, state: dict[str, Any]) -> None:
         self._losses.clear()
         self.replicas[0].load_state_dict(state["replica"])
         self.done.step, self.done.round_steps, self.replicas[0].round_loss = state["step"], 0, 0.0
+        self.done.exit_reason = state["exit_reason"]
         self.validation = None
 
     def join(self, restore: Callable[[], None]) -> RoundReport | None:

@@ -1,0 +1,149 @@
+"""`twophase` in processes of their own that need not import torch again: they are forked from one that has done so.
+
+A new interpreter spends seconds of CPU time on importing torch. What is forked here is otherwise a real process with
+its own output, signals and exit status. The fork server is the standard library's; it starts with the first process
+that a test worker asks for and ends with that worker.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import IO, Any
+
+import twophase
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["twophase.cli", "twophase.lm.train", "twophase.experiment.launch"])
+
+
+class _Process:
+    """A process of the fork server, with the methods of `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        words: list[str],
+        outputs: list[str],
+        env: Mapping[str, str],
+        *,
+        cwd: Path | None = None,
+        leash: Any = None,
+    ) -> None:
+        self._process = _CONTEXT.Process(target=_run, args=(words, str(cwd or Path.cwd()), dict(env), outputs, leash))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """As of a subprocess: negative for a signal, None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Its exit status if it has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status once it has ended."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("twophase", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+
+class Forked(_Process):
+    """A command under way."""
+
+    def __init__(self, *words: str | Path, cwd: Path | None = None) -> None:
+        self._files: list[IO[str]] = [tempfile.NamedTemporaryFile("r", encoding="utf-8") for _ in range(2)]  # noqa: SIM115
+        super().__init__(list(map(str, words)), [file.name for file in self._files], os.environ, cwd=cwd)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for its end; what it said on standard output and standard error."""
+        self.wait(timeout)
+        said = [file.read() for file in self._files]
+        for file in self._files:
+            file.close()
+        return said[0], said[1]
+
+
+class Popen(_Process):
+    """In place of the `subprocess.Popen` by which a sweep starts its workers."""
+
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        env: Mapping[str, str],
+        process_group: int,
+    ) -> None:
+        assert command[:4] == [sys.executable, "-P", "-m", "twophase"]
+        assert (stdin, stdout, process_group) == (subprocess.PIPE, stderr, 0)
+        read, write = os.pipe()
+        super().__init__(command[4:], [stdout.name] * 2, env, leash=_End(read))
+        os.close(read)
+        self.stdin = os.fdopen(write, "wb")
+
+
+class _End:
+    """The reading end of a pipe, on its way to a process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _taken, (DupFd(self.descriptor),)
+
+
+def _taken(end: Any) -> int:
+    return end.detach()
+
+
+def call(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A whole command, its status and what it said."""
+    process = Forked(*words, cwd=cwd)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(list(words), process.wait(), out, err)
+
+
+def _run(words: list[str], place: str, variables: dict[str, str], outputs: list[str], leash: int | None = None) -> None:
+    """In the new process."""
+    if leash is not None:
+        os.setpgid(0, 0)
+        os.dup2(leash, 0)
+        os.close(leash)
+    for number, name in enumerate(outputs, 1):
+        descriptor = os.open(name, os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(place)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [str(Path(twophase.__file__).with_name("__main__.py")), *words]
+    from twophase.__main__ import run
+
+    run()
