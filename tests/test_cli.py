@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import textmaker
+from amount import amount
 from forked import Forked, call
 from twophase import cli
 
@@ -315,7 +316,7 @@ def test_stopped_by_a_signal(tmp_path: Path, corpus: str, number: signal.Signals
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", range(amount(1, 10)))
 def test_killed_at_random_moments(tmp_path: Path, corpus: str, seed: int) -> None:
     """SIGKILL at random moments, checkpoint writes included: the end is byte for byte the uninterrupted one."""
     size = ["--steps", "400", "--data.corpus", corpus, "--outer.restart", "3", "--seed", str(seed)]

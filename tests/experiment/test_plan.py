@@ -17,6 +17,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from amount import THOROUGH
 from coefficients import coefficients, registered
 from twophase.config import with_values
 from twophase.experiment.grid import Axis, Cell, Sweep, product
@@ -151,7 +152,7 @@ def test_counts_of_grid_2(inner_steps: int, form: str) -> None:
         assert made.steps == made.steps_algebra
 
 
-@pytest.mark.parametrize("form", ["ema", pytest.param("sum", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["ema", "sum"] if THOROUGH else ["ema"])
 def test_counts_of_grid_2_all_together(form: str) -> None:
     """Of five lengths of a round in one plan, any two share the steps before the first update of the shorter.
 

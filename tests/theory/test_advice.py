@@ -12,6 +12,7 @@ import mpmath
 import numpy as np
 import pytest
 
+from amount import amount
 from theory import oracle
 from twophase.restart import Never, Periodic, mean_outer_gain
 from twophase.rule import FORMS, OuterRule
@@ -77,7 +78,7 @@ def cases(seed: int, count: int) -> list[Any]:
 
 def test_recommendation_is_the_best_period() -> None:
     """With a horizon the exact loss decides, without one the slowest rate; None stands for no restart."""
-    for advice, rule, _, _, rounds in cases(1, 150):
+    for advice, rule, _, _, rounds in cases(1, amount(60, 150)):
         options: dict[str, Any] = {"weights": advice.weights, "max_period": advice.max_period, "rounds": rounds}
         best = best_period(rule, advice.sigma, **options)
         if rounds is not None:
@@ -92,7 +93,7 @@ def test_recommendation_is_the_best_period() -> None:
 
 def test_each_criterion_and_its_numbers() -> None:
     """Every objective with the period, slowest rate and loss that the functions of the theory give for it."""
-    for advice, rule, _, _, rounds in cases(1, 150):
+    for advice, rule, _, _, rounds in cases(1, amount(60, 150)):
         names = [c.objective for c in advice.criteria]
         assert names == [name for name in OBJECTIVES if name != "loss" or rounds is not None]
         for criterion in (*advice.criteria, advice.without):
@@ -125,7 +126,7 @@ def test_each_criterion_and_its_numbers() -> None:
 
 def test_spectrum_in_the_advice() -> None:
     """Modes of weight 0 or sigma 0 are left out; weights sum to 1; regimes share all of it."""
-    for advice, rule, sigma, weights, rounds in cases(1, 150):
+    for advice, rule, sigma, weights, rounds in cases(1, amount(60, 150)):
         shares = np.ones(sigma.size) if weights is None else np.array(weights)
         kept = (sigma > 0) & (shares > 0)
         np.testing.assert_array_equal(advice.sigma, sigma[kept])
@@ -140,7 +141,7 @@ def test_spectrum_in_the_advice() -> None:
 
 def test_numbers_beside_the_recommendation() -> None:
     """Hurt share, first cancellations, closed forms at the mean sigma, and the range of periods."""
-    for advice, rule, _, _, rounds in cases(1, 150):
+    for advice, rule, _, _, rounds in cases(1, amount(60, 150)):
         chosen = advice.recommended.period
         hurt = 0 if chosen is None else hurt_share(rule, advice.sigma, chosen, advice.weights)
         assert advice.hurt == hurt
@@ -207,7 +208,7 @@ def test_anchors() -> None:
 def test_warnings_come_when_they_are_due() -> None:
     """Each warning is there if and only if what it says is so, decided anew from the matrices in 50 digits."""
     counts: dict[str, int] = dict.fromkeys(WARNINGS, 0)
-    for advice, rule, sigma, _, rounds in cases(1, 150):
+    for advice, rule, sigma, _, rounds in cases(1, amount(60, 150)):
         found = said(advice)
         for text in found:
             counts[text] += 1
@@ -238,12 +239,12 @@ def test_warnings_come_when_they_are_due() -> None:
 def test_no_restart_is_recommended_where_it_could_only_harm() -> None:
     """Theorem 1 in the advice: only real modes (and momentum) means no restart, in every draw, whatever the horizon."""
     seen = 0
-    for advice, rule, _, _, rounds in [*cases(1, 150), *cases(2, 200)]:
+    for advice, rule, _, _, rounds in [*cases(1, amount(60, 150)), *cases(2, amount(80, 200))]:
         if rule.momentum > 0 and not restart_can_help(rule, advice.sigma).any():
             seen += 1
             assert advice.recommended.period is None or rounds == 1
             assert advice.hurt == 0
-    assert seen > 25
+    assert seen > amount(10, 25)
 
 
 def text_with(advice: Advice, part: str) -> str:

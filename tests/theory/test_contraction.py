@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amount import amount
 from theory import oracle
 from twophase.rule import OuterRule
 from twophase.theory.contraction import (
@@ -131,7 +132,7 @@ def lasting(name: str, low: float, high: float) -> Callable[[], list[Case]]:
     @functools.cache
     def draw() -> list[Case]:
         rng = random.Random(f"{name} {low} {high}")
-        return [(*point, int(10 ** rng.uniform(low, high))) for point in oracle.points(name, 100)]
+        return [(*point, int(10 ** rng.uniform(low, high))) for point in oracle.points(name, amount(30, 100))]
 
     return draw
 
@@ -139,8 +140,8 @@ def lasting(name: str, low: float, high: float) -> Callable[[], list[Case]]:
 SETS: dict[str, Callable[[], list[Case]]] = {
     **{name: lasting(name, 0, 2.5) for name in oracle.DRAWS},
     **{f"{name}, to 1e4": lasting(name, 2.5, 4) for name in oracle.DRAWS},
-    "next to zeros": lambda: meeting(0, 100),
-    "|chi| next to 1": lambda: meeting(1, 60) + meeting(-1, 60),
+    "next to zeros": lambda: meeting(0, amount(30, 100)),
+    "|chi| next to 1": lambda: meeting(1, amount(20, 60)) + meeting(-1, amount(20, 60)),
 }
 LONG = {name: lasting(name, 4, 6) for name in oracle.DRAWS}
 
@@ -213,7 +214,7 @@ def test_long_periods_of_modes_whose_zero_is_the_momentum(momentum: float):
 
 
 @given(rules(), SIGMAS, PERIODS)
-@settings(max_examples=300)
+@settings(max_examples=amount(100, 2000))
 def test_any_factor(rule: OuterRule, sigma: float, period: int):
     """Sign and log|chi| of one period for any rule, sigma and period up to 1e6."""
     sign, log = log_restart_factor(rule, sigma, period)
@@ -221,7 +222,7 @@ def test_any_factor(rule: OuterRule, sigma: float, period: int):
 
 
 @given(rules(), SIGMAS, st.integers(1, 300))
-@settings(max_examples=200)
+@settings(max_examples=amount(60, 2000))
 def test_any_table(rule: OuterRule, sigma: float, rounds: int):
     """A table of any rule and sigma, in some of its entries."""
     signs, logs = restart_table(rule, sigma, rounds)
@@ -234,7 +235,7 @@ def test_any_table(rule: OuterRule, sigma: float, rounds: int):
 
 def test_tables_next_to_zeros():
     """Next to a zero of chi a table is as right as a single period: it looks there a second time."""
-    for rule, sigma, period in meeting(0, 100):
+    for rule, sigma, period in meeting(0, amount(30, 100)):
         signs, logs = restart_table(rule, sigma, period)
         assert Exact(rule, sigma, period).error(int(signs[-1]), float(logs[-1])) <= SHARP, rule
 
@@ -259,7 +260,7 @@ def test_tables_next_to_the_upper_edge():
     There |chi| also comes slowly past 1, where the logarithm has few digits to lose.
     """
     rng = random.Random(0)
-    for _ in range(600):
+    for _ in range(amount(150, 600)):
         b = 1 - 10 ** -rng.uniform(0.5, 5)
         step = float(oracle.edge("upper", b, False)) * (1 - 10 ** -rng.uniform(0.5, 5))
         rule, sigma = oracle.at(step, b, False, rng.choice(["sum", "ema"]), rng.uniform(0.3, 1))
@@ -764,7 +765,7 @@ def test_tables_around_the_ends_of_stretches(modes: int, rounds: int):
 def test_tables_around_the_ends_of_chunks(modes: int):
     """Many modes are done 4096 at a time: nothing is seen of it, where entries are looked at twice neither."""
     rounds = 66
-    delicate = [case[:2] for target in (0, 1, -1) for case in meeting(target, 60)]
+    delicate = [case[:2] for target in (1, -1, 0) for case in meeting(target, amount(20, 60))]
     names = [name for name in oracle.DRAWS if name not in ("upper edge", "stability edge")]
     rule, sigma = columns(delicate + mixed(260, 0, names))
     pick = np.random.default_rng(modes).integers(0, len(sigma), modes)
@@ -935,7 +936,7 @@ def test_steps_without_meaning_are_refused(name: str):
     st.sampled_from([0.0, 5e-324, 1e-310, 1e-160, 1e-17, 0.25, 0.5, 1 - 2.0**-53, 1.0]),
     st.sampled_from([1, 2, 3, 64, 65, 1000, 10**6, 2**53 - 1]),
 )
-@settings(max_examples=200)
+@settings(max_examples=amount(60, 2000))
 def test_the_whole_domain_is_quiet(rule: OuterRule, sigma: float, period: int):
     """No corner of the domain warns, or gives nan: lr 0 to 1e90, momentum to 1 - 2^-53, denormal sigma, huge K."""
     sign, log = log_restart_factor(rule, sigma, period)

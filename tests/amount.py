@@ -1,0 +1,12 @@
+"""How much is tried: a share in everyday tests; all of it with HYPOTHESIS_PROFILE=explore, before a release."""
+
+from __future__ import annotations
+
+import os
+
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
+
+
+def amount(usual: int, thorough: int) -> int:
+    """One number or the other."""
+    return thorough if THOROUGH else usual
