@@ -29,6 +29,8 @@ settings.register_profile("twophase", deadline=None, max_examples=40, derandomiz
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "twophase"))
 
+pytest_plugins = ["browser"]  # the session fixture of one headless Chromium
+
 
 @pytest.fixture
 def norm_ratio() -> Iterator[type[RestartPolicy]]:

@@ -1,4 +1,4 @@
-"""The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | period | study`.
+"""The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | diagnose | doctor | ...`.
 
 Each command is a plain function of its words. Commands import what they need when they run, so that `--help` answers
 without torch. Exit status: 0 done; 1 a failure while running (a single run that diverged included); 2 a mistake in
@@ -31,9 +31,11 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("_data", "turn text into token shards once, for all runs that train on it"),
     "export": ("_export", "write a run's model as a Hugging Face folder, with its tokenizer"),
     "sweep": ("_sweep", "a grid of runs; repeat the command to resume it"),
-    "report": ("_report", "what a sweep's table says: each arm, and each against the controls, over seeds"),
+    "report": ("_report", "a run or a sweep as one HTML page; of a sweep also the verdict, each arm against controls"),
+    "diagnose": ("_diagnose", "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests"),
     "period": ("_period", "when to restart a rule on a spectrum, what it gains, and where it cannot help"),
     "study": ("_study", "check a claim of the theory: compute it, draw it, say what holds and what does not"),
+    "doctor": ("_doctor", "the machine, the versions, the devices, what is missing and how to get it"),
     "sweep-worker": ("_sweep_worker", "one more worker for a sweep that was started elsewhere, here or on any machine"),
 }
 
@@ -378,17 +380,28 @@ def _figures(paths: list[Path], out: Path) -> str:
 
 
 def _report(words: list[str]) -> int:
-    from twophase.experiment.verdict import WITHIN, describe, report, write
+    from twophase.experiment.verdict import WITHIN
+    from twophase.report.command import WATCH_SECONDS, Wish, report
 
     parser = argparse.ArgumentParser(prog=f"{_PROGRAM} report", description=_COMMANDS["report"][1], allow_abbrev=False)
-    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="folder of the sweep, its --out")
+    parser.add_argument("folder", type=Path, metavar="RUN|SWEEP", help="folder of the run or sweep, its --out")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write (report.html in the folder)")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=WATCH_SECONDS,
+        metavar="SECONDS",
+        help=f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g})",
+    )
+    parser.add_argument("--runs", action="store_true", help="of a sweep: also write the report of each of its runs")
     parser.add_argument(
         "--within",
         type=float,
         nargs="+",
         default=WITHIN,
         metavar="X",
-        help="distances from the best of all that robustness areas are given for, relative "
+        help="of a sweep: distances from the best of all that robustness areas are given for, relative "
         f"(default {' '.join(map(str, WITHIN))})",
     )
     parser.add_argument(
@@ -396,24 +409,52 @@ def _report(words: list[str]) -> int:
         nargs="+",
         default=(),
         metavar="ARM",
-        help="further arms to compare the others with, besides linked and momentum-free ones",
+        help="of a sweep: further arms to compare the others with, besides linked and momentum-free ones",
     )
     parser.add_argument(
         "--where",
         nargs="+",
         default=(),
         metavar="PATH=VALUE",
-        help="judge only the cells with these values, such as inner_steps=20",
+        help="of a sweep: judge only the cells with these values, such as inner_steps=20",
     )
     options = parser.parse_args(words)
     for word in options.where:
         if "=" not in word:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
-    where = dict(word.split("=", 1) for word in options.where)
-    judged = report(options.sweep, options.within, options.controls, where)
-    paths = write(judged, options.sweep, where)
-    print("\n".join([describe(judged), "", *map(str, paths)]))
+    where = tuple(dict(word.split("=", 1) for word in options.where).items())
+    within, controls = tuple(options.within), tuple(options.controls)
+    return report(Wish(options.folder, options.out, options.watch, options.runs, within, controls, where))
+
+
+def _diagnose(words: list[str]) -> int:
+    import json
+
+    from twophase.diagnosis.text import describe
+    from twophase.diagnosis.verdict import as_json, check_run, diagnose
+    from twophase.experiment.record import read_record
+
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} diagnose", description=_COMMANDS["diagnose"][1], allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, its --out")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    options = parser.parse_args(words)
+    record = read_record(options.run)
+    check_run(record)
+    found = diagnose(record)
+    print(json.dumps(as_json(found), indent=2, allow_nan=False) if options.json else describe(found, str(options.run)))
     return 0
+
+
+def _doctor(words: list[str]) -> int:
+    from twophase.doctor import answer
+
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} doctor", description=_COMMANDS["doctor"][1], allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    text, status = answer(as_object=parser.parse_args(words).json)
+    print(text)
+    return status
 
 
 # ------------------------------------------------------------------------------------------------------------- theory

@@ -170,10 +170,10 @@ def report(
         )
     if not (folder / TABLE).exists():
         raise UsageError(f"{folder}: has no {TABLE} yet; repeat the sweep's command to write it")
-    return verdict(_select(read_rows(folder / TABLE), where or {}), within, controls)
+    return verdict(select(read_rows(folder / TABLE), where or {}), within, controls)
 
 
-def _select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
+def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
     """The rows with some values; a number is equal however it is written."""
     chosen = list(rows)
     for path, text in where.items():

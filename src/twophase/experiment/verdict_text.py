@@ -30,7 +30,7 @@ def describe(judged: Verdict, *, markdown: bool = False) -> str:
         markdown: write headings and Markdown tables.
     """
     parts = []
-    for title, words, header, lines, notes in _sections(judged):
+    for title, words, header, lines, notes in sections(judged):
         parts.append(f"## {title}" if markdown else f"{title}\n{'-' * len(title)}")
         parts += [words if markdown else textwrap.fill(words, _WIDTH)] if words else []
         if header:
@@ -101,11 +101,16 @@ def _comparison_rows(judged: Verdict) -> Iterator[dict[str, Any]]:
             }
 
 
-_Section = tuple[str, str, Sequence[str], list[list[Any]], Sequence[str]]
+Section = tuple[str, str, Sequence[str], list[list[Any]], Sequence[str]]
 """Title, introduction, header and lines of a table (no header: no table), notes below it."""
 
 
-def _sections(judged: Verdict) -> Iterator[_Section]:
+def sections(judged: Verdict) -> Iterator[Section]:
+    """The verdict in parts, for whoever sets them: in text, in Markdown, or in a report.
+
+    Args:
+        judged: the verdict.
+    """
     yield "Verdict", _opening(judged), (), [], judged.notes
     if not judged.arms:
         return
@@ -179,7 +184,7 @@ def _how_to_read(judged: Verdict) -> str:
     )
 
 
-def _against(control: str, beside: Sequence[Comparison], words: str) -> Iterator[_Section]:
+def _against(control: str, beside: Sequence[Comparison], words: str) -> Iterator[Section]:
     """The tables of one control: perplexities, then areas where cells match."""
     for title, unit, wanted in (
         (f"Against {_name(control)}", _as_ratio, lambda d: d.measure != "area"),

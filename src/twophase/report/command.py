@@ -1,0 +1,152 @@
+"""`twophase report`: writes the page of a run or a sweep, once or as long as it goes on, and says it in words."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from twophase.config import UsageError
+from twophase.diagnosis.text import describe as describe_diagnosis
+from twophase.diagnosis.verdict import diagnose
+from twophase.experiment.record import RunRecord, is_run, read_record
+from twophase.experiment.verdict import WITHIN, verdict, write
+from twophase.experiment.verdict_text import describe
+from twophase.experiment.work import RUNS
+from twophase.files import write_atomic
+from twophase.report.run import relative, run_report
+from twophase.report.sweep import REPORT, is_sweep, read_sweep, sweep_report
+
+WATCH_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for.
+
+    Args:
+        folder: of the run or sweep.
+        out: the file to write; None means `report.html` in the folder.
+        watch: seconds between two writings while the run goes on; None means once.
+        runs: also write the report of every run of a sweep.
+        within, controls, where: as `twophase.experiment.verdict.report` takes them.
+    """
+
+    folder: Path
+    out: Path | None = None
+    watch: float | None = None
+    runs: bool = False
+    within: tuple[float, ...] = WITHIN
+    controls: tuple[str, ...] = ()
+    where: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def page(self) -> Path:
+        """The file to write."""
+        return self.out or self.folder / REPORT
+
+
+def report(wish: Wish, say: Callable[[str], None] = print) -> int:
+    """Write the report and say what it says.
+
+    Args:
+        wish: what is asked for.
+        say: takes the words.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UsageError: a folder of neither, options that do not fit, or a file that cannot be written.
+    """
+    _check(wish)
+    once = _sweep if is_sweep(wish.folder) else _run
+    if wish.watch is None:
+        once(wish, say, None)
+        return 0
+    say(f"watching {wish.folder}; the page is {wish.page}, Ctrl-C ends the watch")
+    try:
+        while once(wish, _silent, wish.watch):
+            time.sleep(wish.watch)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    once(wish, say, None)  # without the wish to load itself again
+    return 0
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def _check(wish: Wish) -> None:
+    folder = wish.folder
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder}: {what}; give the folder of a run or a sweep, its --out")
+    if wish.watch is not None and not 1 <= wish.watch <= 86400:
+        raise UsageError(f"--watch {wish.watch:g}: give seconds between 1 and 86400, such as --watch 10")
+    if wish.out is not None and wish.out.is_dir():
+        raise UsageError(f"--out {wish.out}: is a folder; give the file to write, such as {wish.out / REPORT}")
+    if is_sweep(folder):
+        return
+    if not is_run(folder) and not any(is_run(entry) for entry in folder.glob("replica-*")):
+        raise UsageError(
+            f"{folder}: is the folder of neither a run (it has no config.yaml, rounds.jsonl, metrics.jsonl or "
+            "summary.json) nor a sweep (no sweep.json or cells.csv); give the --out of twophase train or sweep"
+        )
+    for option, given in (("--runs", wish.runs), ("--where", wish.where), ("--controls", wish.controls)):
+        if given:
+            raise UsageError(f"{option} is for sweeps, and {folder} is the folder of a run; leave it out")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomic(path, text, durable=False)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: the report cannot be written ({error.strerror}); choose another file with --out"
+        ) from None
+
+
+def _run(wish: Wish, say: Callable[[str], None], refresh: float | None) -> bool:
+    """Write a run's page; whether the run goes on."""
+    record = read_record(wish.folder)
+    _write(wish.page, run_report(record, refresh=refresh, back=_back(record, wish.page)))
+    say(describe_diagnosis(diagnose(record), str(wish.folder)))
+    say(f"\nreport {wish.page}")
+    return record.state == "unfinished"
+
+
+def _back(record: RunRecord, page: Path) -> str | None:
+    """Where the report of the sweep lies that a run belongs to, if there is one."""
+    sweep = record.path.resolve().parent.parent
+    belongs = record.path.resolve().parent.name == RUNS and is_sweep(sweep)
+    return relative(sweep / REPORT, page.parent) if belongs and (sweep / REPORT).is_file() else None
+
+
+def _sweep(wish: Wish, say: Callable[[str], None], refresh: float | None) -> bool:
+    """Write a sweep's page; whether it goes on."""
+    record = read_sweep(wish.folder, dict(wish.where))
+    written = _pages_of_runs(record.path, wish.page) if wish.runs else 0
+    text = sweep_report(record, wish.page.parent, within=wish.within, controls=wish.controls, refresh=refresh)
+    _write(wish.page, text)
+    if refresh is None:
+        judged = verdict(record.rows, wish.within, wish.controls)
+        paths = write(judged, wish.folder, dict(wish.where))
+        pages = [f"report {wish.page}", *([f"and those of {written} runs"] if written else [])]
+        say("\n".join([describe(judged), "", *map(str, paths), ", ".join(pages)]))
+    return record.going
+
+
+def _pages_of_runs(sweep: Path, page: Path) -> int:
+    """Write each run's own page into its folder; those that have changed since theirs was written."""
+    count = 0
+    for folder in sorted((sweep / RUNS).iterdir()) if (sweep / RUNS).is_dir() else ():
+        if not is_run(folder):
+            continue
+        record = read_record(folder)
+        _write(folder / REPORT, run_report(record, back=relative(page, folder)))
+        count += 1
+    return count

@@ -1,0 +1,424 @@
+"""The report of one run: loss, rounds, effective progress, diagnosis, configuration, and how to repeat it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twophase.diagnosis.text import HEADLINES, LIMITS, both_forms, suggestions
+from twophase.diagnosis.verdict import Diagnosis, Finding, Stage, diagnose
+from twophase.experiment.beat import hide_password
+from twophase.experiment.figure import signed
+from twophase.experiment.record import Block, Column, RunRecord
+from twophase.report.charts import Chart, Curve, figure
+from twophase.report.page import Html, details, join, link, notes, page, section, table, tag, with_options
+from twophase.theory.advice import Advice
+
+_MOST_ROWS = 60
+_MOST_BLOCKS = 7  # curves of a chart; more would not be told apart
+_STEP = "inner steps of each replica"
+
+
+def run_report(record: RunRecord, *, refresh: float | None = None, back: str | None = None) -> str:
+    """The page of a run that has been read.
+
+    Args:
+        record: of `read_record`, in whatever state.
+        refresh: seconds after which the page loads itself again; only an unfinished run's does.
+        back: relative path of the sweep's report, if the run belongs to one.
+    """
+    found = diagnose(record)
+    watched = refresh if record.state == "unfinished" else None
+    return page(
+        record.path.resolve().name,
+        join([_subtitle(record, found), *([" · ", link("the sweep that it belongs to", back)] if back else [])]),
+        _notice(record, watched),
+        section("In short", _summary(record, found), anchor="short"),
+        section("Loss", *_losses(record), anchor="loss"),
+        section("Diagnosis", *_diagnosis(found), anchor="diagnosis"),
+        section("Effective progress and the period", *_progress(found), anchor="progress"),
+        section("Rounds", *_rounds(record), anchor="rounds"),
+        section("Repeat it", *_repeat(record), anchor="repeat"),
+        section("Configuration and environment", *_settings(record), anchor="settings"),
+        refresh=watched,
+    )
+
+
+def _subtitle(record: RunRecord, found: Diagnosis) -> str:
+    rule = found.rule.describe() if found.rule else "outer rule unknown"
+    restart = record.config.get("outer.restart", "unknown")
+    return f"A run, {record.state}: {rule}, restart {restart}."
+
+
+def _notice(record: RunRecord, refresh: float | None) -> Html | None:
+    if not record.problems and refresh is None:
+        return None
+    going = tag("p", f"The run is going on; this page loads itself again every {refresh:g} s.") if refresh else None
+    return tag("div", going, notes(record.problems), class_="notice", role="note")
+
+
+# ------------------------------------------------------------------------------------------------------------ summary
+
+
+def _summary(record: RunRecord, found: Diagnosis) -> Html:
+    end = record.summary or {}
+    done = len(record.rounds["round"])
+    planned = f" of {found.planned:,}" if found.planned else ""
+    facts: list[tuple[str, Any]] = [
+        ("Outer rule", both_forms(found.rule) if found.rule else "unknown"),
+        ("Restart policy", record.config.get("outer.restart", "unknown")),
+        ("Rounds", f"{done:,}{planned}, of {_known(record, 'inner_steps')} inner steps"),
+        ("Restarts", f"{int(np.nansum(record.rounds['restarted'])):,}"),
+        ("Replicas", _known(record, "replicas")),
+        ("Validation perplexity", _quantity(end.get("perplexity"), "a token", fallback=_last(record, "perplexity"))),
+        ("Validation loss", _quantity(end.get("validation_loss"), "nats a token")),
+        ("Tokens", _quantity(end.get("tokens"), "")),
+        ("Time", _quantity(end.get("seconds"), "s")),
+        ("Share of time in the engine", _share(end.get("engine_share"))),
+        ("Exit", end.get("exit_reason", "not finished")),
+    ]
+    return tag("dl", *(part for name, value in facts for part in (tag("dt", name), tag("dd", value))))
+
+
+def _known(record: RunRecord, path: str) -> str:
+    value = record.number(path)
+    return f"{value:,.0f}" if math.isfinite(value) else "an unknown number"
+
+
+def _quantity(value: Any, unit: str, fallback: str = "unknown") -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return fallback
+    text = f"{value:,}" if isinstance(value, int) and abs(value) < 10**18 else f"{float_of(value):.4g}"
+    return f"{text} {unit}".strip()
+
+
+def float_of(value: float) -> float:
+    """A number of a file as a float; whole numbers beyond its range become infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _last(record: RunRecord, name: str) -> str:
+    column = record.metrics.get(name)
+    known = column[np.isfinite(column)] if column is not None else []
+    return f"{known[-1]:.4g} a token, the last one measured" if len(known) else "unknown"
+
+
+def _share(value: Any) -> str:
+    return f"{100 * value:.2g} %" if isinstance(value, float) and math.isfinite(value) else "unknown"
+
+
+# -------------------------------------------------------------------------------------------------------------- charts
+
+
+def _losses(record: RunRecord) -> Iterator[Html | None]:
+    curves = []
+    inside, rounds = record.steps, record.metrics
+    if "train_loss" in inside and "step" in inside:
+        curves.append(Curve("training loss inside rounds", inside["step"], inside["train_loss"]))
+    if "train_loss" in rounds and "step" in rounds:
+        curves.append(Curve("training loss, mean over a round", rounds["step"], rounds["train_loss"]))
+    if "validation_loss" in rounds and "step" in rounds:
+        curves.append(Curve("validation loss", rounds["step"], rounds["validation_loss"]))
+    steps = record.rounds["step"]
+    drawn = figure(
+        Chart(
+            "loss",
+            "Loss over the run",
+            _STEP,
+            "loss (nats a token)",
+            curves,
+            restarts=_finite(steps[record.rounds["restarted"] == 1]),
+            syncs=_finite(steps),
+        )
+    )
+    yield drawn or tag("p", "No loss has been recorded.")
+
+
+def _finite(values: Column) -> list[float]:
+    return values[np.isfinite(values)].tolist()
+
+
+def _rounds(record: RunRecord) -> Iterator[Html | None]:
+    if not len(record.rounds["round"]):
+        yield tag("p", "No round has been recorded yet.")
+        return
+    shown = record.blocks[:_MOST_BLOCKS]
+    if len(record.blocks) > len(shown):
+        yield tag("p", f"The charts show the first {len(shown)} of {len(record.blocks)} blocks; the csv files as well.")
+    marks = _finite(record.rounds["round"][record.rounds["restarted"] == 1])
+    norms = [Curve("pseudo-gradient", record.rounds["round"], record.rounds["pseudo_gradient_norm"])]
+    norms.append(Curve("momentum buffer, before the round", record.rounds["round"], record.rounds["buffer_norm"]))
+    yield figure(Chart("norms", "Norms", "round", "Euclidean norm", norms, log=True, restarts=marks))
+    yield figure(
+        Chart(
+            "cosine",
+            "Pseudo-gradient against buffer",
+            "round",
+            "cosine",
+            _by_block(record, shown, "cosine"),
+            restarts=marks,
+            levels={"0: at a right angle": 0.0},
+            note="Below 0 the pseudo-gradient points against the buffer: the last updates went too far.",
+        )
+    )
+    yield figure(
+        Chart(
+            "gain",
+            "Outer gain",
+            "round",
+            "gain",
+            _by_block(record, shown, "gain"),
+            restarts=marks,
+            levels={"1: plain averaging": 1.0},
+            note="The update's part along the pseudo-gradient, over the pseudo-gradient: <update, g> / <g, g>.",
+        )
+    )
+    yield _phases(record)
+    yield _attendance(record)
+    yield details("The rounds as a table", *_round_table(record))
+
+
+def _by_block(record: RunRecord, shown: Sequence[Block], name: str) -> list[Curve]:
+    """A curve a block, without the rounds in which there was no buffer to measure."""
+    curves = []
+    for block in shown:
+        values = getattr(block, name).copy()
+        if name == "cosine":
+            values[~(block.buffer_norm > 0)] = np.nan
+        curves.append(Curve(block.name, record.rounds["round"][block.index], values))
+    return curves
+
+
+def _phases(record: RunRecord) -> Html | None:
+    if not record.phases:
+        return None
+    total = sum(float(np.nansum(values)) for values in record.phases.values())
+    rows = [
+        [
+            name.replace("_", " "),
+            f"{float(np.nanmedian(values)):.3g}" if np.isfinite(values).any() else "",
+            f"{float(np.nansum(values)):.3g}",
+            f"{100 * float(np.nansum(values)) / total:.0f} %" if total > 0 else "",
+        ]
+        for name, values in record.phases.items()
+    ]
+    sent = record.rounds["bytes_sent"]
+    known = sent[np.isfinite(sent)]
+    words = f" Sent by this process: {known.sum():,.0f} bytes, {known.mean():,.0f} a round." if len(known) else ""
+    caption = f"Time of the sync by phase, in this process.{words}"
+    return table(["phase", "median (s)", "in all (s)", "share"], rows, caption=caption, numbers=(1, 2, 3))
+
+
+def _attendance(record: RunRecord) -> Html | None:
+    """Where replicas come and go: how many took part, came late, and how often a sync was tried."""
+    replicas, late, tries = (record.rounds[name] for name in ("replicas", "newcomers", "attempts"))
+    if not ((late > 0).any() or (tries > 1).any() or len(set(_finite(replicas))) > 1):
+        return None
+    rows = [
+        ["replicas in the mean", f"{np.nanmin(replicas):.0f}", f"{np.nanmax(replicas):.0f}", ""],
+        ["newcomers, without weight", "", f"{np.nanmax(late):.0f}", f"{int((late > 0).sum()):,}"],
+        ["attempts at a sync", "", f"{np.nanmax(tries):.0f}", f"{int((tries > 1).sum()):,}"],
+    ]
+    header = ["", "fewest", "most", "rounds with any (newcomers), with more than one (attempts)"]
+    drawn = figure(
+        Chart(
+            "replicas", "Replicas that took part", "round", "replicas", [Curve("r", record.rounds["round"], replicas)]
+        )
+    )
+    return join([table(header, rows, caption="Replicas that come and go.", numbers=(1, 2, 3)), drawn])
+
+
+def _round_table(record: RunRecord) -> Iterator[Html]:
+    count = len(record.rounds["round"])
+    places = np.unique(np.linspace(0, count - 1, min(count, _MOST_ROWS)).round().astype(int))
+    names = ("round", "step", "inner_steps", "pseudo_gradient_norm", "buffer_norm", "cosine", "gain", "bytes_sent")
+    header = ["round", "inner step", "inner steps", "norm of g", "norm of m", "cosine", "gain", "bytes sent", "restart"]
+    rows = [
+        [*(_cell(float(record.rounds[name][i])) for name in names), "yes" if record.rounds["restarted"][i] == 1 else ""]
+        for i in places.tolist()
+    ]
+    kept = f"{len(places)} of {count:,} rounds, evenly spread." if len(places) < count else f"All {count} rounds."
+    yield table(header, rows, caption=f"{kept} g: pseudo-gradient; m: buffer before the round.", numbers=range(8))
+
+
+def _cell(value: float) -> str:
+    if not math.isfinite(value):
+        return ""
+    return f"{value:.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.4g}"
+
+
+# ----------------------------------------------------------------------------------------------------------- diagnosis
+
+
+def _diagnosis(found: Diagnosis) -> Iterator[Html | None]:
+    several = len(found.findings) > 1
+    for finding in found.findings[:20]:
+        if several:
+            yield tag("h3", f"{finding.block} (restart {finding.restarts})")
+        yield tag(
+            "div",
+            tag("p", tag("strong", HEADLINES[finding.verdict])),
+            notes([with_options(text) for text in finding.reasons]),
+            class_="verdict",
+        )
+        if len(finding.thirds) > 1:
+            yield _thirds(finding)
+        advised = suggestions(found, finding)
+        if advised:
+            yield join([tag("h3", "What the theory suggests"), notes([with_options(text) for text in advised])])
+    yield join([tag("h3", "Limits"), notes(LIMITS)])
+
+
+def _thirds(finding: Finding) -> Html:
+    rows = [
+        [
+            stage.evidence.name,
+            f"{stage.evidence.first:,} to {stage.evidence.last:,}",
+            stage.verdict,
+            _number(stage.evidence.cosine, 2),
+            "" if math.isnan(stage.evidence.against) else f"{100 * stage.evidence.against:.0f} %",
+            f"{stage.evidence.gain:.3g}" if math.isfinite(stage.evidence.gain) else "",
+            _sigma_text(stage),
+            f"{stage.evidence.restarts}",
+        ]
+        for stage in finding.thirds
+    ]
+    header = ["part", "rounds", "verdict", "mean cosine", "negative", "median gain", "sigma (95 %)", "restarts"]
+    return table(header, rows, caption=f"Over the run: {finding.block}.", numbers=(3, 4, 5, 7))
+
+
+def _number(value: float, digits: int) -> str:
+    return signed(value, digits) if math.isfinite(value) else ""
+
+
+def _sigma_text(stage: Stage | None) -> str:
+    if stage is None or stage.sigma is None:
+        return "not determined"
+    low, middle, high = stage.sigma
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _progress(found: Diagnosis) -> Iterator[Html | None]:
+    yield tag(
+        "p",
+        "Sigma is the share of a mode that one inner phase removes. It is estimated along the momentum buffer, from "
+        "the norms and cosines of successive rounds, corrected for noise; a run that restarts often, or whose buffer "
+        "hardly changes its length, leaves it undetermined.",
+    )
+    rows = []
+    for finding in found.findings:
+        if finding.latest is None:
+            continue
+        seen = finding.latest.evidence.observed
+        rows.append(
+            [
+                finding.block,
+                seen.pairs,
+                _sigma_text(finding.latest),
+                f"{seen.ceiling:.3g}" if math.isfinite(seen.ceiling) else "",
+                f"{100 * seen.noise_share:.0f} %" if math.isfinite(seen.noise_share) else "",
+                _periods(finding.advice),
+                finding.restarts,
+            ]
+        )
+    if not rows:
+        yield tag("p", "Nothing to estimate it from.")
+        return
+    header = [
+        "block",
+        "pairs of rounds",
+        "sigma (95 %)",
+        "if nothing were noise",
+        "noise in g",
+        "period by theory",
+        "now",
+    ]
+    caption = "Effective progress by block, over the latest rounds, and the period that the theory would choose."
+    yield table(header, rows, caption=caption, numbers=(1, 3, 4))
+    for finding in found.findings[:_MOST_BLOCKS]:
+        if finding.advice:
+            yield _control_table(finding, finding.advice[1])
+
+
+def _periods(advice: Sequence[Advice]) -> str:
+    if not advice:
+        return "cannot tell"
+    periods = {one.recommended.period for one in advice}
+    known = sorted(period for period in periods if period is not None)
+    words = " to ".join(dict.fromkeys(str(period) for period in (known[0], known[-1]))) if known else ""
+    return " or ".join(filter(None, [words, "none" if None in periods else ""]))
+
+
+def _control_table(finding: Finding, advice: Advice) -> Html:
+    chosen = (
+        "no restart" if advice.recommended.period is None else f"a restart every {advice.recommended.period} rounds"
+    )
+    rows = [[chosen, f"{advice.recommended.rate:.3g}"], ["no restart", f"{advice.without.rate:.3g}"]]
+    rows += [[f"control: {name}", f"{rate:.3g}"] for name, rate in advice.controls.items()]
+    caption = f"{finding.block}: rate of a mode of sigma {advice.sigma[0]:.3g}, in nats a round; larger is faster."
+    return table(["what", "rate"], rows, caption=caption, numbers=(1,))
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+def _repeat(record: RunRecord) -> Iterator[Html | None]:
+    # Of an odd folder name, the shell must see one word; a line break would end the command.
+    config = shlex.quote(str(record.path / "config.yaml").replace("\n", "?"))
+    if record.config:
+        yield tag("p", "The same run from the beginning, in a new folder:")
+        yield tag("pre", f"twophase train --config {config} --out NEW")
+    words = record.environment.get("command")
+    if isinstance(words, list) and words and all(isinstance(word, str) for word in words):
+        worker = "sweep-worker" in words
+        how = "A worker of a sweep trained it:" if worker else "As it was started; from the same place, it resumes:"
+        yield tag("p", how)
+        start = ["python", "-m", "twophase"] if Path(words[0]).name == "__main__.py" else words[:1]
+        yield tag("pre", hide_password(shlex.join([*start, *words[1:]])))
+    elif not record.config:
+        yield tag("p", "Neither its configuration nor its command could be read.")
+
+
+def _settings(record: RunRecord) -> Iterator[Html | None]:
+    rows = [[path, _plain(value)] for path, value in record.config.items()]
+    if rows:
+        listed = table(["value", "is"], rows, caption="Configuration (config.yaml).")
+        yield details(f"Configuration, {len(rows)} values", listed)
+    else:
+        yield tag("p", "No configuration.")
+    environment = [
+        [name, hide_password(_plain(value))] for name, value in record.environment.items() if name != "command"
+    ]
+    if environment:
+        yield table(["", "was"], environment[:100], caption="Environment (env.json).")
+    yield tag("p", f"Folder {record.path.resolve()}; report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {_plain(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return " ".join(_plain(item) for item in value)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):  # a date in YAML, for one
+        return str(value)
+
+
+def relative(target: Path, page_folder: Path) -> str:
+    """The path of a file as seen from the folder of a page."""
+    import os.path  # noqa: PLC0415 - pathlib's relative paths do not go up before Python 3.12
+
+    return Path(os.path.relpath(target.resolve(), page_folder.resolve())).as_posix()

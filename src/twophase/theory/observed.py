@@ -1,0 +1,199 @@
+"""Effective progress from what every run records: norms of pseudo-gradient and buffer, and the angle between them.
+
+`spectrum.py` needs the vectors; a finished run has kept three numbers a round. They are enough along one direction,
+that of the buffer. With `m_t` the buffer after round t and `dx_t` the step taken in it, both known combinations of g_t
+and m_{t-1}, the mode model `g = sigma x + noise` gives
+
+    y_t = <g_t, m_t> - <g_{t+1}, m_t> = sigma d_t + w N + (mean zero),      d_t = -<dx_t, m_t>,
+
+where w is the weight with which g enters the buffer and N the expected squared norm of the noise: the buffer holds the
+noise of its own round. Both sides follow from the record: `<g_t, m_t> = b <g_t, m_{t-1}> + w |g_t|^2`, `|m_t|` alike,
+and `<g_{t+1}, m_t>` is what the next round measures, unless the buffer was dropped in between.
+
+Of this line over the rounds, sigma is the slope and N the intercept. d_t holds the round's noise too, which would bias
+a regression, so what was known before the round, `b^2 |m_{t-1}|^2`, is the instrument. Without noise every round gives
+sigma by itself. Where the buffer keeps its length, slope and intercept cannot be told apart, and the standard error
+says so.
+
+Limits. Sigma is the mean over the modes, weighted by their share of `|m|^2`: it changes when the buffer's mix of modes
+does, as it does after a restart. N must be constant (up to the inner learning rate's square, if that is given), and the
+noise white between rounds. A run whose buffer is dropped every round, or that has no momentum, shows nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from twophase.rule import OuterRule
+from twophase.theory.inputs import Floats
+
+LEAST = 6
+"""Pairs of rounds below which nothing is estimated."""
+_STEADY = (0.8, 1.25)
+"""Ratio of successive inner learning rates within which the pseudo-gradient may be compared with the next one."""
+_SAME = 0.02
+"""Relative difference up to which the recorded buffer is the one that the rule makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Effective progress along the buffer, estimated from a run's record.
+
+    Args:
+        pairs: pairs of successive rounds that it rests on.
+        sigma: the estimate, corrected for noise; nan where there is none. Not clipped.
+        standard_error: its standard error (heteroscedastic, small-sample corrected); nan without an estimate.
+        ceiling: the estimate that takes all noise for progress: too large by `w N / mean d` in expectation.
+        noise_share: estimated share of `|g|^2` that is noise, 0 to 1; nan without an estimate.
+        noise_error: its standard error.
+        foreign: pairs left out because the recorded buffer is not what the rule makes of the round before.
+    """
+
+    pairs: int
+    sigma: float
+    standard_error: float
+    ceiling: float
+    noise_share: float
+    noise_error: float
+    foreign: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Sigma within 95 % (two standard errors), not clipped; nan, nan without an estimate."""
+        return self.sigma - 2 * self.standard_error, self.sigma + 2 * self.standard_error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pairs:
+    """One entry for each usable pair of rounds."""
+
+    y: Floats
+    d: Floats
+    past: Floats
+    """The instrument: b^2 |m_{t-1}|^2."""
+    noise: Floats
+    """What a unit of noise energy adds to y."""
+    square: Floats
+    """|g_t|^2."""
+    weight: Floats
+    foreign: int
+
+
+def observe(
+    rule: OuterRule,
+    pseudo_gradient_norm: ArrayLike,
+    buffer_norm: ArrayLike,
+    cosine: ArrayLike,
+    restarted: ArrayLike,
+    *,
+    inner_lr: ArrayLike | None = None,
+    follows: ArrayLike | None = None,
+) -> Observed:
+    """Effective progress along the buffer, from a block's record of its rounds.
+
+    Args:
+        rule: the outer rule that made the record.
+        pseudo_gradient_norm: |g_t|, shape (rounds,).
+        buffer_norm: |m_{t-1}|, before g_t was mixed in, the same shape.
+        cosine: of the angle between the two, the same shape.
+        restarted: whether the momentum restarted in the round, the same shape.
+        inner_lr: inner learning rate of each round, the same shape; None means constant. Progress and noise are taken
+            to be proportional to it.
+        follows: whether a round is the one right after the entry before it, the same shape; None means all are.
+
+    Returns:
+        Observed; without an estimate where fewer than `LEAST` pairs are usable or they do not determine one. Numbers
+        that are not finite are left out.
+
+    >>> from twophase.theory.rollout import rollout
+    >>> rule = OuterRule(0.7, 0.9)
+    >>> run = rollout(rule, [0.3], 20)
+    >>> g, m = run.pseudo_gradient[:, 0], run.buffer[:-1, 0]
+    >>> round(observe(rule, abs(g), abs(m), np.sign(g * m), run.restarts).sigma, 6)
+    0.3
+    """
+    columns = [np.asarray(values, dtype=np.float64) for values in (pseudo_gradient_norm, buffer_norm, cosine)]
+    dropped = np.asarray(restarted, dtype=bool)
+    count = len(dropped)
+    lr = np.ones(count) if inner_lr is None else np.asarray(inner_lr, dtype=np.float64)
+    after = np.ones(count, dtype=bool) if follows is None else np.asarray(follows, dtype=bool)
+    nothing = Observed(0, np.nan, np.nan, np.nan, np.nan, np.nan, 0)
+    if count < 2 or rule.momentum == 0 or rule.lr == 0:
+        return nothing
+    with np.errstate(all="ignore"):
+        pairs = _pairs(rule, columns, lr, ~dropped[:-1] & after[1:])
+        found = len(pairs.y)
+        ceiling = float(np.sum(pairs.y * pairs.weight) / np.sum(pairs.d * pairs.weight)) if found else np.nan
+        if found < LEAST:
+            return Observed(found, np.nan, np.nan, ceiling, np.nan, np.nan, pairs.foreign)
+        sigma, error, noise, noise_error = _instrumented(pairs)
+        energy = float(np.mean(pairs.square * pairs.weight))
+        scale = float(np.mean(pairs.noise * pairs.weight)) / (rule.injection * energy) if energy > 0 else np.nan
+    return Observed(
+        found, sigma, error, ceiling, float(np.clip(noise * scale, 0, 1)), noise_error * scale, pairs.foreign
+    )
+
+
+def _pairs(rule: OuterRule, columns: list[Floats], lr: Floats, usable: NDArray[np.bool_]) -> _Pairs:
+    """The pairs of rounds t, t + 1 from which sigma can be read."""
+    b, w = rule.momentum, rule.injection
+    g, m, cosine = columns
+    # Units of the largest number, so that squares neither overflow nor vanish.
+    finite = np.concatenate([g[np.isfinite(g)], m[np.isfinite(m)]])
+    unit = float(np.max(np.abs(finite), initial=0.0)) or 1.0
+    g, m = g / unit, m / unit
+    along = b * g * m * cosine + w * g * g  # <g_t, m_t>
+    square = b * b * m * m + 2 * b * w * g * m * cosine + w * w * g * g  # |m_t|^2
+    next_along = g[1:] * m[1:] * cosine[1:]  # <g_{t+1}, m_t>
+    ratio = lr[1:] / lr[:-1]
+    d = rule.lr * (w * along + b * square if rule.nesterov else square)[:-1]
+    y = ratio * along[:-1] - next_along
+    usable = usable & np.isfinite(y) & np.isfinite(d) & (m[1:] > 0) & (g[:-1] > 0)
+    usable &= (ratio >= _STEADY[0]) & (ratio <= _STEADY[1])
+    same = np.abs(m[1:] ** 2 / square[:-1] - 1) <= _SAME
+    foreign = int(np.sum(usable & ~same))
+    places = np.flatnonzero(usable & same)
+    # Weights from before the round, or they would depend on its noise.
+    before = g[np.maximum(places - 1, 0)] ** 2
+    weight = 1 / (w * w * before + b * b * m[places] ** 2)
+    known = np.isfinite(weight)
+    places, weight = places[known], weight[known]
+    level = lr[places] / np.mean(lr[places]) if len(places) else lr[places]
+    return _Pairs(
+        y[places],
+        d[places],
+        b * b * m[places] ** 2,
+        w * ratio[places] * level**2,
+        g[places] ** 2,
+        weight,
+        foreign,
+    )
+
+
+def _instrumented(pairs: _Pairs) -> tuple[float, float, float, float]:
+    """Slope and intercept by instrumental variables, with their standard errors; N >= 0."""
+    count = len(pairs.y)
+    regressors = np.stack([pairs.d, pairs.noise], axis=1) * pairs.weight[:, None]
+    instruments = np.stack([pairs.past, pairs.noise], axis=1) * pairs.weight[:, None]
+    y = pairs.y * pairs.weight
+    cross = instruments.T @ regressors
+    try:
+        inverse = np.linalg.inv(cross)
+    except np.linalg.LinAlgError:
+        return np.nan, np.nan, np.nan, np.nan
+    fit = inverse @ (instruments.T @ y)
+    left = y - regressors @ fit
+    # Pairs in a row share a pseudo-gradient, so their errors are correlated: one lag is counted (Newey and West).
+    scores = instruments * left[:, None]
+    spread = scores.T @ scores
+    lagged = scores[1:].T @ scores[:-1]
+    robust = spread + 0.5 * (lagged + lagged.T)
+    variance = np.diag(inverse @ robust @ inverse.T)
+    plain = np.diag(inverse @ spread @ inverse.T)
+    error = np.sqrt(np.maximum(variance, plain) * count / (count - 2))
+    if not np.all(np.isfinite(fit)) or not np.all(np.isfinite(error)):
+        return np.nan, np.nan, np.nan, np.nan
+    return float(fit[0]), float(error[0]), float(fit[1]), float(error[1])

@@ -1,0 +1,55 @@
+"""One headless Chromium for all tests of pages, and axe-core's verdict on what it shows.
+
+Playwright drives the Chromium that the machine has (`make setup-dev` installs Debian's where it can). Where either is
+missing, tests that ask for `browser` are skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+LEVELS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+"""The rules of axe-core that stand for WCAG's levels A and AA."""
+
+
+def chromium_path() -> str | None:
+    """The machine's Chromium: TWOPHASE_CHROMIUM, or the first one on PATH."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    return os.environ.get("TWOPHASE_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium, started once; a page of it is `browser.new_page()`, to be closed by whoever opened it."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: make setup-dev installs it")
+    path = chromium_path()
+    if path is None:
+        pytest.skip("no chromium: apt-get install chromium, or set TWOPHASE_CHROMIUM to one")
+    with playwright.sync_playwright() as driver:
+        # No sandbox: root, as in a container, may not have one; the pages are our own.
+        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def axe_violations(page: Page) -> list[str]:
+    """What axe-core finds against WCAG's levels A and AA on an open page: a line a fault, with the elements."""
+    package = pytest.importorskip("axe_playwright_python", reason="no axe-playwright-python: make setup-dev brings it")
+    page.evaluate((Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
+    options = {"runOnly": {"type": "tag", "values": LEVELS}, "resultTypes": ["violations"]}
+    found: list[dict[str, Any]] = page.evaluate(
+        "options => axe.run(document, options).then(r => r.violations)", options
+    )
+    return [
+        f"{fault['id']} ({fault['impact']}): {fault['help']}: {[node['html'][:120] for node in fault['nodes'][:5]]}"
+        for fault in found
+    ]

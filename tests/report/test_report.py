@@ -1,0 +1,358 @@
+"""`twophase report` writes a page of any run and sweep, in whatever state, and runs nothing from the data."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from runmaker import EMA, NESTEROV, SUM, config_of, write_lines, write_run, write_summary
+from twophase.cli import main
+from twophase.experiment.grid import Axis, Sweep, product
+from twophase.experiment.record import read_record
+from twophase.experiment.table import rows_of, write_rows
+from twophase.report.command import Wish, report
+from twophase.report.run import run_report
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+EVIL = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e\ud800=cmd|' /C calc'!A0"
+
+
+class Reader(HTMLParser):
+    """The elements and links of a page, and whether all that was opened was closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """An element begins."""
+        self.names.append(tag)
+        assert not any(name.startswith("on") for name, _ in attrs)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+        if tag not in ("meta", "br", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        """An element ends."""
+        if tag != "path":
+            assert self.open.pop() == tag
+
+
+def harmless(text: str) -> Reader:
+    """A page that is well formed, without script, picture, frame or any link out of the folder."""
+    read = Reader(text)
+    assert not read.open
+    assert not {"script", "img", "iframe", "object", "embed", "link", "base", "form"} & set(read.names)
+    inside = re.compile(r"data:text/csv;base64,[A-Za-z0-9+/=]+|[\w./%-]+")
+    assert all(inside.fullmatch(target) for target in read.links)
+    return read
+
+
+def page_of(folder: Path) -> str:
+    text = run_report(read_record(folder))
+    harmless(text)
+    return text
+
+
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run's page has every part, its rule with the form in both writings, and the command to repeat it."""
+    folder = write_run(tmp_path / "run", NESTEROV, [0.3] * 3, restart="5", noise=0.01)
+    assert main(["report", str(folder)]) == 0
+    assert "report.html" in capsys.readouterr().out
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    harmless(text)
+    for part in ("In short", "Loss", "Diagnosis", "Effective progress and the period", "Rounds", "Repeat it"):
+        assert f">{part}</h2>" in text
+    assert "Nesterov lr 0.7 momentum 0.9 (sum form), the same as lr 7 in EMA form" in text
+    assert "twophase train --steps 60" in text
+    assert text.count("<figure>") == 4
+    assert "60 of 60, of 1 inner steps" in text
+    assert "refresh" not in text
+
+
+def test_blocks_have_rows_of_their_own(tmp_path: Path) -> None:
+    """Each fragment has its own estimate, period and curve."""
+    text = page_of(write_run(tmp_path, EMA, [], blocks={"ends": [0.95] * 3, "blocks": [0.3] * 3}))
+    assert '<th scope="row">ends</th>' in text
+    assert '<th scope="row">blocks</th>' in text
+    assert "0.95 (0.95 to 0.95)" in text
+    assert "0.3 (0.3 to 0.3)" in text
+
+
+def test_an_elastic_run(tmp_path: Path) -> None:
+    """Where replicas come and go, the page counts them."""
+    write_run(tmp_path, SUM, [0.3])
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    lines[7] |= {"newcomers": 1, "attempts": 3, "replicas": 1}
+    write_lines(tmp_path / "rounds.jsonl", lines)
+    text = page_of(tmp_path)
+    assert "Replicas that come and go" in text
+    assert "newcomers, without weight" in text
+
+
+def damage(folder: Path, how: str) -> str:
+    """Do something to a run's folder; returns words that its page must then have."""
+    rounds, config = folder / "rounds.jsonl", folder / "config.yaml"
+    text = rounds.read_text()
+    if how == "unfinished":
+        (folder / "summary.json").unlink()
+        return "The run has not finished"
+    if how == "cut":
+        rounds.write_text(text[:-150])
+        return "The last line of rounds.jsonl is cut in its middle"
+    if how == "torn":
+        rounds.write_text(text.replace('{"step": 9,', "\x00\x00{{{", 1))
+        return "rounds.jsonl is damaged: line 9 holds no JSON object"
+    if how == "numbers":
+        rounds.write_text(re.sub(r'"cosine": [-\d.e]+', '"cosine": NaN, "gain": Infinity', text))
+        return "60 of 60 rounds have no finite number"
+    if how == "huge numbers":
+        rounds.write_text(re.sub(r'"pseudo_gradient_norm": [-\d.e]+', '"pseudo_gradient_norm": 1' + "0" * 400, text))
+        return "rounds have no finite number"
+    if how == "types":
+        write_lines(rounds, [{"step": "x", "round": [], "groups": 3, "fragments": {}, "seconds": [1], "cosine": True}])
+        return "not OuterSGD"
+    if how == "newer":
+        (folder / "env.json").write_text('{"twophase": "99.1.0"}')
+        config.write_text(config.read_text() + "quantum:\n  entangled: true\n")
+        return "written by twophase 99.1.0"
+    if how == "no config":
+        config.unlink()
+        return "config.yaml is missing"
+    if how == "aliases":
+        config.write_text("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n")
+        return "YAML aliases"
+    if how == "deep":
+        (folder / "env.json").write_text("[" * 100_000)
+        return "env.json is damaged"
+    rounds.write_text("")
+    return "No round has been recorded yet"
+
+
+HARM = ["unfinished", "cut", "torn", "numbers", "huge numbers", "types"]
+HARM += ["newer", "no config", "aliases", "deep", "empty"]
+
+
+@pytest.mark.parametrize("how", HARM)
+def test_damaged_runs(tmp_path: Path, how: str) -> None:
+    """The report of a damaged run is written and says what is missing."""
+    write_run(tmp_path, EMA, [0.95] * 3)
+    words = damage(tmp_path, how)
+    assert words in page_of(tmp_path)
+
+
+def test_hostile_text_is_text(tmp_path: Path) -> None:
+    """Markup in every text of a run's folder is shown and not obeyed; a password in a command is not shown."""
+    folder = tmp_path / "<b onclick=x>run"
+    write_run(folder, EMA, [], blocks={EVIL: [0.95] * 3, "b": [0.5] * 3})
+    config = (folder / "config.yaml").read_text().replace("corpus: python", f"corpus: {json.dumps(EVIL[:-20])}")
+    (folder / "config.yaml").write_text(config + f"{json.dumps(EVIL[:50])}: 3\n")
+    environment = {"twophase": EVIL, EVIL: [EVIL], "command": ["twophase", EVIL, "--storage", "pg://me:secret@host/x"]}
+    (folder / "env.json").write_text(json.dumps(environment))
+    write_summary(folder, config_of(EMA), exit_reason=EVIL)
+    text = page_of(folder)
+    assert "&lt;script&gt;alert(1)" in text
+    assert "secret" not in text
+
+
+def test_a_huge_run_is_thinned(tmp_path: Path) -> None:
+    """Twenty thousand rounds make a page below two megabytes that says that it is thinned."""
+    write_run(tmp_path, EMA, [0.95] * 2, rounds=200)
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    with (tmp_path / "rounds.jsonl").open("w") as file:
+        for number in range(20_000):
+            line = lines[number % 200]
+            file.write(re.sub(r'"(step|round)": \d+', rf'"\1": {number + 1}', line) + "\n")
+    text = page_of(tmp_path)
+    assert len(text) < 2_000_000
+    assert "60 of 20,000 rounds, evenly spread" in text
+    assert "of 20,000 points the extremes".lower() in text.lower()
+
+
+def test_watch_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a run goes on its page asks to be loaded again; the last one does not; Ctrl-C ends the watch well."""
+    folder = write_run(tmp_path, EMA, [0.95] * 3, finished=False)
+    page, said = folder / "report.html", []
+    seen: list[bool] = []
+
+    def look(_: float) -> None:
+        seen.append('http-equiv="refresh" content="2"' in page.read_text())
+        if len(seen) == 2:
+            write_summary(folder, config_of(EMA))
+
+    monkeypatch.setattr(time, "sleep", look)
+    assert report(Wish(folder, watch=2.0), say=said.append) == 0
+    assert seen == [True, True]
+    assert len(said) == 3
+    assert "refresh" not in page.read_text()
+    (folder / "summary.json").unlink()
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    assert main(["report", str(folder), "--watch", "3"]) == 0
+    assert "refresh" not in page.read_text()
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of neither kind, options of the other kind and a page that cannot be written end with status 2."""
+    run = write_run(tmp_path / "run", SUM, [0.3], 9)
+    (tmp_path / "empty").mkdir()
+    for words, told in (
+        ([tmp_path / "none"], "does not exist"),
+        ([tmp_path / "empty"], "neither a run"),
+        ([run / "config.yaml"], "is a file"),
+        ([run, "--runs"], "--runs is for sweeps"),
+        ([run, "--where", "a=1"], "--where is for sweeps"),
+        ([run, "--watch", "0"], "--watch 0"),
+        ([run, "--out", tmp_path], "give the file to write"),
+        ([run, "--out", tmp_path / "no" / "page.html"], "cannot be written"),
+    ):
+        assert main(["report", *map(str, words)]) == 2
+        assert told in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------- sweeps
+
+
+def make_sweep(folder: Path, seeds: int = 2) -> Sweep:
+    """A sweep whose runs are simulated: an arm, its control, a diverged and a missing cell."""
+    base = config_of(SUM, rounds=12)
+    axes = [Axis("outer.lr", (0.3, 0.7)), Axis("outer.restart", ("never", "3")), Axis("seed", tuple(range(seeds)))]
+    cells = product(base, axes, "heavy ball", {"outer.momentum": 0.9})
+    cells += product(base, [axes[0], axes[2]], "momentum-free", {"outer.momentum": 0.0, "outer.restart": "never"})
+    sweep = Sweep("sweep", base, cells)
+    summaries: dict[str, Any] = {}
+    for number, (run, config) in enumerate(sweep.runs.items()):
+        if number == 1:
+            continue
+        diverged = number == 5
+        write_run(folder / "runs" / run, config.outer.rule(), [0.3], 12, config=config, finished=False)
+        write_summary(folder / "runs" / run, config, None if diverged else 8.0 + number)
+        summaries[run] = json.loads((folder / "runs" / run / "summary.json").read_text())
+    (folder / "sweep.json").write_text(json.dumps(sweep.spec()))
+    write_rows(folder / "cells.csv", rows_of(sweep, summaries))
+    return sweep
+
+
+def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sweep's page shows every setting, apart those that diverged or are missing, and leads to the runs' pages."""
+    make_sweep(tmp_path)
+    assert main(["report", str(tmp_path), "--runs"]) == 0
+    said = capsys.readouterr().out
+    assert "What each arm reached" in said
+    assert "and those of 11 runs" in said
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    read = harmless(text)
+    for part in ("In short", "Heatmaps", "Curves", "Verdict", "Every cell"):
+        assert f">{part}</h2>" in text
+    assert 'class="best"' in text
+    assert text.count("diverged</span>") == 1
+    assert text.count("missing</span>") == 1
+    assert "2 seeds: " in text
+    assert "1 div." in text
+    assert "(control: momentum-free)" in text
+    targets = {target for target in read.links if not target.startswith("data:")}
+    assert len(targets) == 11
+    for target in targets:
+        assert (tmp_path / target).is_file()
+        assert "../../report.html" in (tmp_path / target).read_text()
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_sweep_without_its_table(tmp_path: Path, how: str) -> None:
+    """Without cells.csv the cells come from the sweep's description and the runs' summaries, which is said."""
+    make_sweep(tmp_path)
+    whole = tmp_path / "cells.csv"
+    whole.unlink() if how == "missing" else whole.write_text(whole.read_text()[:-40])
+    assert main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"cells.csv is {how}" in text
+    assert "8.00" in text
+    assert text.count("diverged</span>") == 1
+
+
+def test_hostile_names_in_a_sweep(tmp_path: Path) -> None:
+    """Names of arms, runs and values are text, and a run's name leads to no place outside of the sweep."""
+    make_sweep(tmp_path)
+    table = tmp_path / "cells.csv"
+    lines = table.read_text().splitlines()
+    evil = ['"<script>alert(1)</script>",javascript:alert(1)', "<b>,../../../etc/passwd", "=cmd(),<img src=x>"]
+    for number, words in enumerate(evil, start=1):
+        lines[number] = ",".join([words, *lines[number].split(",")[2:]])
+    table.write_text("\n".join(lines) + "\n")
+    assert report(Wish(tmp_path), say=lambda _: None) == 0
+    read = harmless((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert all(target.startswith(("data:", "runs/")) for target in read.links)
+
+
+@pytest.fixture(scope="session")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The pages of a run, of an unfinished and hostile one, and of a sweep."""
+    base = tmp_path_factory.mktemp("pages")
+    blocks = {"ends": [0.3] * 3, "blocks": [0.6] * 3}
+    run = write_run(base / "run", NESTEROV, [], blocks=blocks, rounds=12, restart="5", noise=0.01)
+    evil = write_run(base / "evil", EMA, [], 8, blocks={EVIL: [0.95] * 3, "b": [0.2]}, finished=False)
+    (base / "sweep").mkdir()
+    make_sweep(base / "sweep")
+    for folder in (run, evil, base / "sweep"):
+        assert report(Wish(folder), say=lambda _: None) == 0
+    return {folder.name: folder / "report.html" for folder in (run, evil, base / "sweep")}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("name", "width", "scheme"),
+    [
+        ("evil", 360, "dark"),
+        *[(n, w, s) for n in ("run", "sweep") for w in (360, 1280) for s in ("light", "dark")],
+    ],
+)
+def test_in_a_browser(browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: Any) -> None:
+    """No violation of WCAG A or AA, no message, no request but the file, nothing run, and no page wider than its view.
+
+    The rules are run by the test, past the page's own policy, which lets nothing run.
+    """
+    from browser import axe_violations
+
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, bypass_csp=True)
+    page = context.new_page()
+    heard: list[str] = []
+    page.on("console", lambda message: heard.append(message.text))
+    page.on("pageerror", lambda error: heard.append(str(error)))
+    page.on("dialog", lambda dialog: heard.append(dialog.message))
+    page.on("request", lambda request: heard.append(request.url) if not request.url.startswith("file:") else None)
+    page.goto(pages[name].as_uri())
+    for element in page.query_selector_all("summary"):
+        element.click()
+    assert axe_violations(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert heard == []
+    context.close()
+
+
+@pytest.mark.browser
+def test_the_policy_holds(browser: Browser, tmp_path: Path) -> None:
+    """A script that had got into a page would not run: the browser refuses it by the page's own policy."""
+    text = run_report(read_record(write_run(tmp_path / "a run", SUM, [0.3], 9)))
+    (tmp_path / "page.html").write_text(text.replace("<main>", "<main><script>document.title=1</script>"))
+    page = browser.new_page()
+    refused = threading.Event()
+    page.on("console", lambda message: refused.set() if "Content Security Policy" in message.text else None)
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.title() == "a run"
+    assert refused.is_set()
+    page.close()

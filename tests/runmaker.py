@@ -1,0 +1,117 @@
+"""Folders of runs for tests: the theory's own trajectories, written as a trainer writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twophase.config import dump_yaml, fingerprint
+from twophase.lm.config import OuterConfig, TrainConfig
+from twophase.rule import OuterRule
+from twophase.theory.rollout import rollout
+
+EMA = OuterRule(1.0, 0.9, form="ema")
+SUM = OuterRule(0.7, 0.9)
+NESTEROV = OuterRule(0.7, 0.9, nesterov=True)
+
+
+def config_of(rule: OuterRule, restart: str = "never", rounds: int = 60, **values: Any) -> TrainConfig:
+    """A configuration with that rule, of one inner step a round."""
+    outer = OuterConfig(rule.lr, rule.momentum, rule.nesterov, rule.form, restart)
+    return dataclasses.replace(TrainConfig(outer=outer, steps=rounds, inner_steps=1), **values)
+
+
+def observed(
+    rule: OuterRule, sigma: Sequence[float], rounds: int, restart: str = "never", **options: Any
+) -> dict[str, Any]:
+    """Norms, cosines, gains and restarts of a simulated run, as its rounds report them."""
+    run = rollout(rule, list(sigma), rounds, restart, **options)
+    g, m = run.pseudo_gradient, run.buffer[:-1]
+    norms, lengths = np.linalg.norm(g, axis=-1), np.linalg.norm(m, axis=-1)
+    scale = norms * lengths
+    cosine = np.where(scale > 0, (g * m).sum(axis=-1) / np.where(scale > 0, scale, 1), 0.0)
+    moved = run.residual[:-1] - run.residual[1:]
+    gain = (moved * g).sum(axis=-1) / np.where(norms > 0, norms, 1) ** 2
+    return {"g": norms, "m": lengths, "cosine": np.clip(cosine, -1, 1), "gain": gain, "restarted": run.restarts}
+
+
+def round_lines(blocks: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of rounds.jsonl, one a round, with a fragment for each of some simulated blocks."""
+    rounds = len(next(iter(blocks.values()))["g"])
+    lines = []
+    for t in range(rounds):
+        groups = [
+            {
+                "restarted": bool(one["restarted"][t]),
+                "pseudo_gradient_norm": float(one["g"][t]),
+                "buffer_norm": float(one["m"][t]),
+                "cosine": float(one["cosine"][t]),
+                "gain": float(one["gain"][t]),
+            }
+            for one in blocks.values()
+        ]
+        fragments = [
+            {"name": name, "round": t + 1, "inner_steps": 1, "restarted": group["restarted"], "checksum": "0" * 16}
+            for name, group in zip(blocks, groups, strict=True)
+        ]
+        lines.append(
+            {"step": t + 1, "round": t + 1, "inner_steps": 1, "partial": False, "complete": True, "replicas": 2}
+            | {"newcomers": 0, "attempts": 1, "restarted": any(group["restarted"] for group in groups)}
+            | {"fragments": fragments, "groups": groups, "bytes_sent": 0, "checksum": "0" * 16}
+            | {"seconds": {"pseudo_gradient": 1e-3, "reduce": 1e-4, "outer": 2e-3, "restore": 1e-3, "checksum": 1e-3}}
+            | {name: groups[0][name] for name in ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")}
+        )
+    return lines
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def write_run(
+    folder: Path,
+    rule: OuterRule,
+    sigma: Sequence[float],
+    rounds: int = 60,
+    restart: str = "never",
+    *,
+    blocks: Mapping[str, Sequence[float]] | None = None,
+    finished: bool = True,
+    config: TrainConfig | None = None,
+    **options: Any,
+) -> Path:
+    """The folder of a simulated run; `blocks` makes several fragments of it."""
+    config = config or config_of(rule, restart, rounds)
+    seen = {name: observed(rule, modes, rounds, restart, **options) for name, modes in (blocks or {"0": sigma}).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+    write_lines(folder / "rounds.jsonl", round_lines(seen))
+    losses = [2.0 + math.exp(-t / 20) for t in range(rounds)]
+    metrics = [{"step": t + 1, "round": t + 1, "train_loss": loss, "inner_lr": 2e-3} for t, loss in enumerate(losses)]
+    write_lines(folder / "metrics.jsonl", metrics)
+    environment = {"twophase": "0.1.0", "python": "3.11.0", "command": ["twophase", "train", "--steps", str(rounds)]}
+    (folder / "env.json").write_text(json.dumps(environment), encoding="utf-8")
+    if finished:
+        write_summary(folder, config)
+    return folder
+
+
+def write_summary(folder: Path, config: TrainConfig, perplexity: float | None = 8.0, **values: Any) -> None:
+    """The summary that makes a run finished."""
+    summary = {
+        "validation_loss": None if perplexity is None else math.log(perplexity),
+        "perplexity": perplexity,
+        "perplexity_per_byte": perplexity,
+        "tokens": 1000,
+        "seconds": 1.5,
+        "diverged": perplexity is None,
+        "exit_reason": "diverged" if perplexity is None else "finished",
+        "config": fingerprint(config),
+    }
+    (folder / "summary.json").write_text(json.dumps(summary | values), encoding="utf-8")

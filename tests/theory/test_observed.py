@@ -1,0 +1,114 @@
+"""Sigma from norms and angles alone: exact without noise, honest with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from runmaker import EMA, NESTEROV, SUM, observed
+from twophase.rule import OuterRule
+from twophase.theory.observed import LEAST, Observed, observe
+
+RULES = {"ema": EMA, "sum": SUM, "nesterov": NESTEROV, "nesterov ema": NESTEROV.to("ema"), "light": OuterRule(1.1, 0.3)}
+
+
+def seen(rule: OuterRule, sigma: list[float], rounds: int = 60, restart: str = "never", **options: object) -> Observed:
+    run = observed(rule, sigma, rounds, restart, **options)
+    return observe(rule, run["g"], run["m"], run["cosine"], run["restarted"])
+
+
+@pytest.mark.parametrize("restart", ["never", "5", "soft:5:0.3:0.1"])
+@pytest.mark.parametrize("sigma", [1e-3, 0.1, 0.5, 0.95])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_exact_without_noise(rule: OuterRule, sigma: float, restart: str) -> None:
+    """One sigma without noise is found to rounding, under every rule, form and restart; no round is left out."""
+    found = seen(rule, [sigma, sigma], restart=restart)
+    assert found.ceiling == pytest.approx(sigma, rel=1e-6)
+    assert found.sigma == pytest.approx(sigma, rel=1e-6)
+    assert found.foreign == 0
+    assert found.pairs == (59 if restart == "never" else 48)
+
+
+@pytest.mark.parametrize("restart", ["never", "5"])
+@pytest.mark.parametrize("rule", [EMA, SUM, NESTEROV], ids=["ema", "sum", "nesterov"])
+def test_the_interval_covers(rule: OuterRule, restart: str) -> None:
+    """Two standard errors hold the true sigma in at least four of five noisy runs; the plain ratio is too large.
+
+    Noise looks like progress.
+    """
+    runs = [_one_seed(rule, restart, seed) for seed in range(30)]
+    covered = [one.interval[0] <= 0.3 <= one.interval[1] for one in runs]
+    assert np.mean(covered) >= 0.8
+    assert np.mean([one.ceiling > 0.3 for one in runs]) >= 0.95
+
+
+def _one_seed(rule: OuterRule, restart: str, seed: int) -> Observed:
+    run = observed(rule, [0.3] * 100, 60, restart, noise=0.1, seeds=[seed])
+    columns = {name: np.asarray(values)[:, 0] for name, values in run.items()}
+    return observe(rule, columns["g"], columns["m"], columns["cosine"], columns["restarted"])
+
+
+def test_pure_noise_is_no_progress() -> None:
+    """Where there is only noise, the interval reaches zero, though the plain ratio would promise a good deal."""
+    for restart in ("never", "3"):
+        found = seen(SUM, [1e-9] * 100, restart=restart, noise=1.0, initial=0.0)
+        assert found.interval[0] <= 0
+        assert found.ceiling > 0.2
+        assert found.noise_share > 0.5
+
+
+def test_several_modes_give_their_mean() -> None:
+    """Of several modes, sigma lies between the smallest and the largest."""
+    found = seen(SUM, [0.2, 0.4, 0.6])
+    assert 0.2 < found.sigma < 0.6
+
+
+def test_a_decaying_inner_rate_is_divided_out() -> None:
+    """Pseudo-gradients that shrink with the inner learning rate look like progress unless the rate is given."""
+    rates = 0.98 ** np.arange(60)
+    x, m, columns = np.ones(3), np.zeros(3), []
+    for rate in rates:  # sigma is proportional to the inner rate
+        g = 0.01 * rate * x
+        norms = np.linalg.norm(g), np.linalg.norm(m)
+        columns.append((*norms, g @ m / (norms[0] * norms[1]) if norms[1] else 0.0))
+        m = 0.9 * m + g
+        x = x - 0.1 * m
+    g_norm, m_norm, cosine = np.array(columns).T
+    rule, none = OuterRule(0.1, 0.9), np.zeros(60, dtype=bool)
+    without = observe(rule, g_norm, m_norm, cosine, none)
+    given = observe(rule, g_norm, m_norm, cosine, none, inner_lr=rates)
+    assert given.ceiling == pytest.approx(0.01 * rates.mean(), rel=0.5)
+    assert without.ceiling > 3 * given.ceiling
+
+
+def test_nothing_to_see() -> None:
+    """No estimate without momentum, with a restart every round, from too few rounds, or from numbers that are none."""
+    run = observed(SUM, [0.3], 30)
+    columns = [run[name] for name in ("g", "m", "cosine", "restarted")]
+    assert np.isnan(observe(OuterRule(0.7, 0.0), *columns).sigma)
+    assert observe(SUM, columns[0], columns[1], columns[2], np.ones(30, dtype=bool)).pairs == 0
+    few = observe(SUM, *(column[:LEAST] for column in columns))
+    assert few.pairs == LEAST - 1
+    assert np.isnan(few.sigma)
+    assert np.isnan(observe(SUM, np.full(30, np.nan), columns[1], columns[2], columns[3]).sigma)
+    assert observe(SUM, [], [], [], []).pairs == 0
+    assert np.isnan(observe(SUM, np.zeros(30), np.zeros(30), np.zeros(30), np.zeros(30, dtype=bool)).sigma)
+
+
+def test_another_rules_record_is_refused() -> None:
+    """Rounds whose buffer the rule would not have made are counted and left out; so are gaps in the record."""
+    run = observed(SUM, [0.3, 0.3], 30)
+    columns = [run[name] for name in ("g", "m", "cosine", "restarted")]
+    wrong = observe(OuterRule(0.7, 0.5), *columns)
+    assert wrong.pairs < LEAST
+    assert wrong.foreign > 20
+    follows = np.arange(30) != 15
+    assert observe(SUM, *columns, follows=follows).pairs == 28
+
+
+def test_scale_does_not_matter() -> None:
+    """Norms at the ends of the floating-point range give the same sigma."""
+    run = observed(SUM, [0.3, 0.3], 30)
+    for scale in (1e-290, 1e280):
+        found = observe(SUM, run["g"] * scale, run["m"] * scale, run["cosine"], run["restarted"])
+        assert found.sigma == pytest.approx(0.3, rel=1e-6)
