@@ -45,6 +45,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) -e '.[dev]'
 	@# for the one tokenizer file in it; what it depends on is not needed, and wants another numpy
 	@$(PIP) --no-deps mistral-common
+	@# tests of pages need a Chromium; without one they are skipped, so this may fail
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "installing Debian's chromium, for the tests of pages" && \
+	    timeout 300 sh -c 'apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core' >/dev/null 2>&1; } || \
+	  echo "no chromium here: the tests of pages will be skipped (apt-get install chromium brings it)"
 	@touch $@
 
 demo: setup

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lm": {"diloco", "optim", "data", "lm.config"} | BASE,
     "experiment": BASE,
     "recipes": {"experiment", "lm.config", "theory"} | BASE,
-    "explorer": {"theory"} | BASE,
+    "explorer": {"theory", "experiment"} | BASE,
     "diagnosis": {"theory", "experiment"} | BASE,
     "report": {"diagnosis", "theory", "experiment"} | BASE,
     "doctor": set(),

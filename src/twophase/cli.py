@@ -34,6 +34,10 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("_report", "a run or a sweep as one HTML page; of a sweep also the verdict, each arm against controls"),
     "diagnose": ("_diagnose", "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests"),
     "period": ("_period", "when to restart a rule on a spectrum, what it gains, and where it cannot help"),
+    "explore": (
+        "_explore",
+        "write an interactive page (one file): what restarts do while you move the hyperparameters",
+    ),
     "study": ("_study", "check a claim of the theory: compute it, draw it, say what holds and what does not"),
     "doctor": ("_doctor", "the machine, the versions, the devices, what is missing and how to get it"),
     "sweep-worker": ("_sweep_worker", "one more worker for a sweep that was started elsewhere, here or on any machine"),
@@ -487,6 +491,42 @@ def _period(words: list[str]) -> int:
         paths = draw(advice, options.plot)
         if not options.json:
             print("figure " + ", numbers ".join(map(str, paths)))
+    return 0
+
+
+def _explore(words: list[str]) -> int:
+    from twophase.config import parse_arguments
+    from twophase.explorer.command import Question, of_run, state_of, write
+    from twophase.explorer.from_run import read_run
+
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} explore", description=_COMMANDS["explore"][1], allow_abbrev=False, add_help=False
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("explore.html"),
+        help="the page (%(default)s); nothing else is needed",
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN", help="begin with this run's rule, length and estimated effective progress"
+    )
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    if "-h" in words or "--help" in words:
+        parser.print_help()
+        print("\nand where it begins; everything can be moved on the page:\n")
+    options, rest = parser.parse_known_args(words)
+    run = read_run(options.run) if options.run else None
+    asked = parse_arguments(of_run(run) if run else Question(), rest, prog=parser.prog)
+    size = write(options.out, state_of(asked, run), run)
+    print(f"page {options.out} ({size / 1000:.0f} kB): open it in a browser; it needs no network")
+    if run:
+        print(f"spectrum of {run.spectrum.name}: {run.spectrum.note}")
+    if options.open:
+        import webbrowser
+
+        webbrowser.open(options.out.resolve().as_uri())
     return 0
 
 

@@ -1,0 +1,1 @@
+"""The interactive page: one HTML file that shows what the theory says while a hand moves the hyperparameters."""

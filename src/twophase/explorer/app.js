@@ -1,0 +1,50 @@
+"use strict";
+// What the parts of the page share: the state and what follows from it, and small helpers. Data reach the page as text
+// only, never as markup.
+
+const $ = (id) => document.getElementById(id);
+
+/** An element with properties and contents; texts among them stay texts. */
+const html = (name, properties = {}, ...inside) => {
+  const node = Object.assign(document.createElement(name), properties);
+  node.append(...inside);
+  return node;
+};
+
+/** Text into an element, if it is another one: what does not change need not be laid out again. */
+const write = (node, words) => {
+  if (node.textContent !== words) node.textContent = words;
+};
+
+const app = (() => {
+  const given = JSON.parse($("given").textContent);
+  let frame = 0;
+
+  /** Show the state before the next frame; many changes between two frames are one. */
+  function later() {
+    if (!frame)
+      frame = requestAnimationFrame(() => {
+        frame = 0;
+        app.render();
+      });
+  }
+
+  /** Take over some new values, unless they do not go together; whether they did. */
+  function change(values, { own = true } = {}) {
+    const next = { ...app.state, ...values },
+      wrong = store.fault(next, given);
+    say(wrong ?? "");
+    if (wrong) return false;
+    app.state = next;
+    if (own) $("example").value = "";
+    later();
+    return true;
+  }
+
+  function say(words) {
+    $("notice").textContent = words;
+    $("notice").hidden = !words;
+  }
+
+  return { given, state: { ...given.state }, model: null, theme: "light", render: () => {}, later, change, say };
+})();

@@ -1,0 +1,282 @@
+"use strict";
+// From a state to everything that the panels show: computed once a change, the costly tables only when they must be.
+
+const compute = (() => {
+  const { plain } = store;
+  const REGIMES = {
+    oscillatory: "oscillatory",
+    critical: "critically damped",
+    real_below: "real: no oscillation",
+    real_above: "real: alternating sign",
+    negative_determinant: "real, of both signs",
+    nilpotent: "gone after two rounds",
+  };
+  const MANY = 2000; // cancellation times at most
+
+  const cache = new Map(); // the latest tables, by mode
+
+  /** The table of a mode, from the cache if it is there and long enough. */
+  function tableOf(mode, rounds) {
+    const key = `${mode.b},${mode.s[0]},${mode.s[1]},${mode.nesterov}`,
+      known = cache.get(key);
+    if (known && known.log.length > rounds) return known;
+    if (cache.size > 400) cache.clear();
+    const made = kernel.table(mode, rounds);
+    cache.set(key, made);
+    return made;
+  }
+
+  const ruleOf = ({ lr, momentum, nesterov, form }) => ({ lr, momentum, nesterov, form });
+
+  /** What each criterion chooses, the recommended one first: {name, words, period or null for never, rate, loss}. */
+  function judged(logs, modes, rounds, scores) {
+    const without = -Math.max(...modes.map(kernel.logRadius)) + 0;
+    const judge = (name, words, period) => ({
+      name,
+      words,
+      period,
+      rate: period === null ? without : kernel.slowestRate(logs, period),
+      loss: kernel.logLoss(logs, rounds, period ?? rounds) / Math.LN10,
+    });
+    const NAMES = {
+      loss: "exact final loss",
+      minimax: "slowest mode’s rate",
+      rate: "mean rate of a cycle",
+      factor: "factor of a cycle (paper)",
+    };
+    const found = Object.entries(NAMES).map(([name, words]) => {
+      const best = kernel.firstBest(scores[name]);
+      return judge(name, words, best >= rounds ? null : best);
+    });
+    return { choices: found, without: judge("none", "no restart", null), judge };
+  }
+
+  /** Guesses from the mean sigma: the first cancellation, exact and in closed form. */
+  function guesses(rule, sigmas, rounds, judge) {
+    const mean = kernel.mode(rule, sigmas.reduce((a, b) => a + b, 0) / sigmas.length);
+    const [first] = kernel.cancellations(mean, 1);
+    const guess = (name, words, value) => {
+      const usable = Number.isFinite(value) && value < 1e9,
+        period = usable ? Math.max(1, Math.floor(value + 0.5)) : null;
+      return { value: usable ? value : NaN, ...judge(name, words, period !== null && period < rounds ? period : null) };
+    };
+    return [
+      guess("cancellation", "first cancellation at the mean σ", first ?? NaN),
+      guess("corrected", "closed form, corrected", kernel.heuristic(mean, true)),
+      guess("paper", "closed form, as in the paper", kernel.heuristic(mean, false)),
+    ];
+  }
+
+  /** Sign and log|x_t| of a mode with a restart every `period` rounds. */
+  function restarted({ sign, log }, t, period) {
+    const k = Math.min(period, t);
+    if (k === 0) return [1, 0];
+    const times = Math.floor(t / k),
+      odd = times % 2 === 1;
+    return [(odd ? sign[k] : sign[k] * sign[k]) * sign[t % k], times * log[k] + log[t % k]];
+  }
+
+  /** Sign and log of the mean of numbers given so. */
+  function meanOf(values) {
+    let top = -Infinity,
+      total = 0;
+    for (const [, log] of values) top = Math.max(top, log);
+    if (!Number.isFinite(top)) return [top > 0 ? 1 : 0, top];
+    for (const [sign, log] of values) total += sign * Math.exp(log - top);
+    total /= values.length;
+    return [Math.sign(total), top + Math.log(Math.abs(total))];
+  }
+
+  function seriesOf(tables, focus, rounds, period) {
+    if (focus >= 0) {
+      const one = tables[focus];
+      return { none: (t) => [one.sign[t], one.log[t]], restart: (t) => restarted(one, t, period) };
+    }
+    const both = { none: [], restart: [] };
+    for (let t = 0; t <= rounds; t++) {
+      both.none.push(meanOf(tables.map((one) => [one.sign[t], one.log[t]])));
+      both.restart.push(meanOf(tables.map((one) => restarted(one, t, period))));
+    }
+    return { none: (t) => both.none[t], restart: (t) => both.restart[t] };
+  }
+
+  /** What a reader must be told: modes that diverge, and restarts that cannot help or do harm. */
+  function warnings({ rule, modes, logs, rounds, period, choices, diverges: unstable }) {
+    const said = [],
+      limit = kernel.stableStep(rule.momentum, rule.nesterov),
+      largest = modes[0];
+    if (!(largest.sigma > 0)) said.push("Nothing moves: every σ is 0.");
+    if (unstable[0]) {
+      const below = plain((rule.lr * limit) / largest.s[0]),
+        count = unstable.filter(Boolean).length;
+      said.push(
+        `${count} of ${modes.length} modes ${count === 1 ? "diverges" : "diverge"}, and no restart schedule can ` +
+          `stabilise what diverges: lower lr below ${below} (${rule.form === "ema" ? "EMA" : "sum"} form).`,
+      );
+    }
+    if (period && period < rounds && logs.some((log, j) => !unstable[j] && log[period] > 0)) {
+      said.push(`A restart every ${period} rounds makes a stable mode grow: avoid this period.`);
+    }
+    if (choices[0].period === 1 && rule.momentum > 0) {
+      const lr = kernel.converted(rule, "sum").lr * (rule.nesterov ? 1 + rule.momentum : 1);
+      said.push(
+        `The recommended period 1 is no momentum at all: the same as momentum 0 with lr ${plain(lr)} (sum form).`,
+      );
+    }
+    if (rule.momentum === 0) said.push("Without momentum there is nothing to restart.");
+    else if (!modes.some((m) => kernel.oscillation(m)))
+      said.push("No mode oscillates, so every restart slows every mode down.");
+    if (period && period >= rounds)
+      said.push(`A restart every ${period} rounds comes after the end of ${rounds}: it is no restart.`);
+    return said;
+  }
+
+  /**
+   * Rates of the slowest mode without restarts that a gain by restarts must be held against, [words, rate]: no momentum
+   * with the same step, or with the same mean gain, and the best momentum of a fine grid at the same EMA learning rate.
+   */
+  function controls({ rule, sigmas, gains }) {
+    const slowest = (other) => -Math.max(...sigmas.map((sigma) => kernel.logRadius(kernel.mode(other, sigma)))) + 0;
+    const bare = (lr) => slowest({ lr, momentum: 0, nesterov: false, form: "sum" });
+    const ema = kernel.converted(rule, "ema"),
+      same = kernel.converted(rule, "sum").lr;
+    let best = { momentum: 0, rate: -Infinity };
+    for (let i = 0; i < 200; i++) {
+      const momentum = (i * 0.995) / 199,
+        rate = slowest({ ...ema, momentum });
+      if (rate > best.rate) best = { momentum, rate };
+    }
+    return [
+      [`no momentum, the same step (sum lr ${plain(same)})`, bare(same)],
+      [`no momentum, the same mean gain (sum lr ${plain(gains.restart)})`, bare(gains.restart)],
+      [`momentum tuned to ${plain(best.momentum, 3)} at EMA lr ${plain(ema.lr)}`, best.rate],
+    ];
+  }
+
+  /** The same numbers in the other form: another rule. */
+  function swapped(model) {
+    const rule = { ...model.rule, form: model.rule.form === "ema" ? "sum" : "ema" };
+    const modes = model.sigmas.map((sigma) => kernel.mode(rule, sigma)),
+      { rounds, period } = model;
+    const logs = modes.map((m) => tableOf(m, rounds).log);
+    const { choices } = judged(logs, modes, rounds, kernel.scores(logs, rounds));
+    const final = (k) => kernel.logLoss(logs, rounds, k) / Math.LN10;
+    return {
+      rule,
+      modes,
+      choices,
+      final: { none: final(rounds), restart: final(period || rounds) },
+      gains: { none: kernel.meanGain(rule, rounds, rounds), restart: kernel.meanGain(rule, period || rounds, rounds) },
+    };
+  }
+
+  function compute(state, given) {
+    const found = store.spectrum(state, given),
+      sigmas = found.length ? found : [0];
+    const rule = ruleOf(state),
+      { rounds } = state,
+      period = state.restart,
+      cycle = period || rounds;
+    const modes = sigmas.map((sigma) => kernel.mode(rule, sigma));
+    const tables = modes.map((m) => tableOf(m, rounds)),
+      logs = tables.map(({ log }) => log);
+    const focus = Math.min(state.mode, modes.length - 1),
+      chosen = focus < 0 ? null : modes[focus];
+    const turn = chosen && kernel.oscillation(chosen);
+    const scores = kernel.scores(logs, rounds);
+    const { choices, without, judge } = judged(logs, modes, rounds, scores);
+    const losses = { none: new Float64Array(rounds + 1), restart: new Float64Array(rounds + 1) };
+    for (let t = 0; t <= rounds; t++) {
+      losses.none[t] = kernel.logLoss(logs, t, rounds) / Math.LN10;
+      losses.restart[t] = kernel.logLoss(logs, t, cycle) / Math.LN10;
+    }
+    const model = {
+      state,
+      rule,
+      sigmas,
+      rounds,
+      period,
+      modes,
+      tables,
+      logs,
+      focus,
+      chosen,
+      turn,
+      scores,
+      choices,
+      without,
+      losses,
+      guesses: guesses(rule, sigmas, rounds, judge),
+      current: judge("current", "chosen above", period && period < rounds ? period : null),
+      cancellations: turn
+        ? kernel.cancellations(chosen, Math.min(MANY, Math.ceil((rounds * turn.phase) / Math.PI) + 1))
+        : [],
+      residual: (j, t) => restarted(tables[j], t, cycle),
+      series: seriesOf(tables, focus, rounds, cycle),
+      final: { none: losses.none[rounds], restart: losses.restart[rounds] },
+      gains: { none: kernel.meanGain(rule, rounds, rounds), restart: kernel.meanGain(rule, cycle, rounds) },
+    };
+    model.diverges = modes.map((m) => m.s[0] >= kernel.stableStep(m.b, m.nesterov));
+    model.warnings = warnings(model);
+    model.words = inWords(model);
+    return model;
+  }
+
+  const periodWords = (period) => (period === null ? "never" : period === 1 ? "every round" : `every ${period} rounds`);
+
+  /** What a reader who does not see the pictures is told. */
+  function inWords({ final, choices, turn, cancellations, series, rounds, chosen, modes, without, gains }) {
+    const end = ([sign, log]) => `${sign < 0 ? "minus " : ""}10 to the ${plain(log / Math.LN10, 3)}`;
+    const best = periodWords(choices[0].period),
+      spot = chosen && REGIMES[kernel.regime(chosen)];
+    const first = turn ? ` First cancellation after ${plain(cancellations[0], 3)} rounds.` : "";
+    return {
+      residual:
+        `without restarts it ends at ${end(series.none(rounds))}, ` +
+        `with them at ${end(series.restart(rounds))}.${first}`,
+      loss: `log10 loss ends at ${plain(final.none)} without restarts and at ${plain(final.restart)} with them.`,
+      rate:
+        `recommended by the exact final loss: restart ${best}; ` +
+        `without restarts the slowest mode has rate ${plain(without.rate)}.`,
+      eigen: chosen
+        ? `the chosen mode is ${spot}, spectral radius ${plain(Math.exp(kernel.logRadius(chosen)))}.`
+        : `${modes.length} modes, largest spectral radius ${plain(Math.exp(-without.rate))}.`,
+      live:
+        `Recommended: restart ${best}. Log10 loss ${plain(final.restart)} with the chosen restarts, ` +
+        `${plain(final.none)} without. Mean outer gain ${plain(gains.restart)}.`,
+    };
+  }
+
+  /** The line of numbers above the panels: [name, value]. */
+  function readouts(model) {
+    const { chosen, turn, cancellations, choices, final, gains, modes, logs, period, rounds, focus, without } = model;
+    const regimes = [...new Set(modes.map(kernel.regime))].map((name) => REGIMES[name]).join("; ");
+    const radius = chosen ? Math.exp(kernel.logRadius(chosen)) : Math.exp(-without.rate);
+    const diverges = chosen ? model.diverges[focus] : model.diverges.some(Boolean);
+    const grown = period && period < rounds && (focus < 0 ? logs : [logs[focus]]).some((log) => log[period] > 0);
+    return [
+      ["Regime", chosen ? REGIMES[kernel.regime(chosen)] : regimes],
+      ["Spectral radius, ρ", plain(radius)],
+      ["Angle a round, φ", turn ? `${plain(turn.phase)} rad` : "–"],
+      ["Cancellation, t₀", turn ? `${plain(cancellations[0])} rounds` : "–"],
+      ["Then every, π/φ", turn ? `${plain(Math.PI / turn.phase)} rounds` : "–"],
+      ["Stable", diverges ? "no: it diverges" : grown ? "not with this restart" : radius < 1 ? "yes" : "at the edge"],
+      ["Recommended K", choices[0].period === null ? "never" : String(choices[0].period)],
+      ["log₁₀ loss, no restart", plain(final.none)],
+      ["log₁₀ loss, restart", plain(final.restart)],
+      ["Mean gain, no restart", plain(gains.none)],
+      ["Mean gain, restart", plain(gains.restart)],
+      ["Same loss sooner by", saved(model)],
+    ];
+  }
+
+  /** How many rounds earlier the restarted loss reaches what no restart has at the end. */
+  function saved({ losses, rounds, final }) {
+    if (!(final.restart < final.none)) return "–";
+    let t = rounds;
+    while (t > 0 && losses.restart[t - 1] <= final.none) t--;
+    return `${rounds - t} rounds`;
+  }
+
+  return { of: compute, swapped, controls, readouts, REGIMES, periodWords };
+})();

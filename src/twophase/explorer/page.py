@@ -1,0 +1,197 @@
+"""The page: one HTML file put together from the files beside this one; everything is in it, nothing from elsewhere.
+
+The files stay readable by themselves: `page.html` is the frame, `style.css` its looks, and the scripts, in the order in
+which they need each other, are `kernel.js` (the numbers), `state.js` (what is shown, and its address), `draw.js`
+(plots), `model.js` (from a state to numbers), `panels.js` and `map.js` (what is drawn), `app.js` (what all share),
+`controls.js`, `stage.js` (numbers and panels on the page) and `main.js` (start, address, theme).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from typing import Any, Literal
+
+from twophase.config import UsageError
+from twophase.rule import Form
+
+MARK = '<meta name="generator" content="twophase explore">'
+"""What the first lines of our pages hold; a file without it is not overwritten."""
+SCRIPTS = (
+    "kernel.js",
+    "state.js",
+    "draw.js",
+    "model.js",
+    "panels.js",
+    "map.js",
+    "app.js",
+    "controls.js",
+    "stage.js",
+    "main.js",
+)
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "lr": (1e-6, 1e6),
+    "momentum": (0, 0.999999),
+    "restart": (0, 10_000),
+    "rounds": (1, 10_000),
+    "sigma": (0, 1),
+    "count": (2, 64),
+    "curvature": (0, 1e12),
+    "inner_lr": (0, 1e6),
+    "inner_steps": (1, 1_000_000),
+    "mode": (-1, 63),
+}
+"""Lowest and highest value of every field. `count` limits every list of modes; `mode` -1 is the mean of all."""
+SLIDERS: dict[str, tuple[float, float]] = {
+    "lr": (0.01, 10),
+    "momentum": (0, 0.999),
+    "restart": (0, 60),
+    "rounds": (2, 1000),
+    "sigma": (0.001, 1),
+    "low": (0.001, 1),
+    "high": (0.001, 1),
+    "count": (2, 64),
+    "inner_lr": (1e-4, 1),
+    "inner_steps": (1, 2048),
+}
+"""Ends of the sliders; a field beside each takes all of `LIMITS`."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What the page shows when it opens; each value is a field on it, and stands in its address once it is changed."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    form: Form = "sum"
+    restart: int = 3
+    """Rounds between restarts, 0 for never."""
+    rounds: int = 60
+    spectrum: Literal["one", "list", "range", "curvature", "run"] = "list"
+    sigma: float = 0.95
+    sigmas: tuple[float, ...] = (0.95, 0.85, 0.75, 0.6, 0.45, 0.3)
+    low: float = 0.05
+    high: float = 0.95
+    count: int = 16
+    curvatures: tuple[float, ...] = (10.0, 3.0, 1.0, 0.3, 0.1)
+    inner_lr: float = 0.02
+    inner_steps: int = 50
+    mode: int = 5
+    """The mode that is drawn in bold, the largest sigma first; -1 is the mean of all."""
+    view: Literal["linear", "log"] = "linear"
+
+
+@dataclass(frozen=True)
+class RunSpectrum:
+    """Effective progress that was estimated from a run.
+
+    Args:
+        name: of the run's folder; any text.
+        sigma: one value a block of parameters, in (0, 1].
+        note: where it comes from and what to think of it, in a sentence or two.
+    """
+
+    name: str
+    sigma: tuple[float, ...]
+    note: str
+
+
+_OPTIONS = {
+    "lr": "--outer.lr",
+    "momentum": "--outer.momentum",
+    "restart": "--outer.restart",
+    "rounds": "--rounds",
+    "sigma": "--sigma",
+    "count": "--sigma-range",
+    "inner_lr": "--inner-lr",
+    "inner_steps": "--inner-steps",
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """All that a page is told: where it begins, the limits of its fields, and a run's spectrum if there is one."""
+
+    state: State
+    run: RunSpectrum | None = None
+    limits: dict[str, tuple[float, float]] = field(default_factory=lambda: dict(LIMITS))
+    sliders: dict[str, tuple[float, float]] = field(default_factory=lambda: dict(SLIDERS))
+
+
+def build(state: State, run: RunSpectrum | None = None) -> str:
+    """The page that opens with this state.
+
+    Args:
+        state: the values of its fields, within `LIMITS`.
+        run: the spectrum that `state.spectrum` "run" shows.
+
+    Returns:
+        HTML of one self-contained file: scripts and looks are in it, and its policy (Content-Security-Policy) lets it
+        run nothing else, load nothing and send nothing.
+
+    Raises:
+        UsageError: a value outside its limits.
+    """
+    check(state, run)
+    from twophase import __version__  # noqa: PLC0415 - the package root is no module that modules import from
+
+    style, script = _read("style.css"), "\n".join(map(_read, SCRIPTS))
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    assert "</" not in script.replace("</g", ""), "a script that ends its element"
+    parts = {
+        "policy": html.escape(policy, quote=False),
+        "style": style,
+        "script": script,
+        "given": _as_data(asdict(Given(state, run))),
+        "version": html.escape(__version__),
+    }
+    page = _read("page.html")
+    for name, text in parts.items():  # one place each, so that what is filled in is never searched for places
+        before, after = page.split("{{" + name + "}}")
+        page = before + text + after
+    return page
+
+
+def check(state: State, run: RunSpectrum | None = None) -> None:
+    """Raise a UsageError, with the option's name, for a value that the page's fields would not take."""
+    most = int(LIMITS["count"][1])
+    for option, values in {"--sigma": state.sigmas, "--eigenvalues": state.curvatures}.items():
+        if not 1 <= len(values) <= most:
+            raise UsageError(f"{option}: {len(values)} modes given; the page shows 1 to {most}")
+    for name, (low, high) in LIMITS.items():
+        values = {"sigma": (state.sigma, *state.sigmas, state.low, state.high), "curvature": state.curvatures}.get(name)
+        for value in (getattr(state, name),) if values is None else values:
+            if not (math.isfinite(value) and low <= value <= high):
+                option, most_words = _OPTIONS.get(name, f"--{name}"), f"{high:,.6f}".rstrip("0").rstrip(".")
+                raise UsageError(f"{option} is {value:.9g}; the page shows values from {low:g} to {most_words}")
+    if (state.spectrum == "run") != (run is not None):
+        raise UsageError("the spectrum of a run needs the run, and a run is shown by its spectrum")
+    if state.spectrum == "curvature" and state.inner_lr * max(state.curvatures) > 1:
+        raise UsageError(
+            f"--inner-lr {state.inner_lr:g} times the largest eigenvalue {max(state.curvatures):g} exceeds 1, where "
+            f"gradient descent overshoots; lower --inner-lr to {1 / max(state.curvatures):g} or less"
+        )
+
+
+def _read(name: str) -> str:
+    return files("twophase.explorer").joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _as_data(tree: Any) -> str:
+    """JSON that cannot end the element it stands in, whatever a name holds."""
+    text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

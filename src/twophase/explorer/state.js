@@ -1,0 +1,135 @@
+"use strict";
+// What the page shows is one plain object, the state. It goes into the address after # and comes back from there, where
+// anything may stand: every value is checked against the same limits as a field's, and becomes a number or one of a few
+// words. Nothing else of an address is used.
+
+const store = (() => {
+  const VERSION = "1";
+  const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
+
+  /** How each value reads in an address: a number within its limits, a list of such numbers, or one of some words. */
+  const FIELDS = {
+    lr: { kind: "number" },
+    momentum: { kind: "number" },
+    nesterov: { kind: "word", words: ["yes", "no"] },
+    form: { kind: "word", words: ["sum", "ema"] },
+    restart: { kind: "number", whole: true },
+    rounds: { kind: "number", whole: true },
+    spectrum: { kind: "word", words: ["one", "list", "range", "curvature", "run"] },
+    sigma: { kind: "number" },
+    sigmas: { kind: "list", of: "sigma" },
+    low: { kind: "number", of: "sigma" },
+    high: { kind: "number", of: "sigma" },
+    count: { kind: "number", whole: true },
+    curvatures: { kind: "list", of: "curvature" },
+    inner_lr: { kind: "number" },
+    inner_steps: { kind: "number", whole: true },
+    mode: { kind: "number", whole: true },
+    view: { kind: "word", words: ["linear", "log"] },
+  };
+
+  /** The number that a text writes, or a sentence about what is wrong with it. */
+  function readNumber(text, limits, whole) {
+    const [low, high] = limits,
+      value = NUMBER.test(text.trim()) ? Number(text) : NaN;
+    const what = whole ? "a whole number" : "a number";
+    if (!(value >= low && value <= high) || (whole && !Number.isInteger(value))) {
+      return { error: `Write ${what} from ${plain(low)} to ${plain(high)}.` };
+    }
+    return { value };
+  }
+
+  /** The numbers that a text lists, separated by commas or blanks. */
+  function readList(text, limits, most) {
+    const words = text.split(/[\s,;]+/).filter(Boolean),
+      values = [];
+    if (words.length < 1 || words.length > most) return { error: `Write 1 to ${most} numbers, separated by commas.` };
+    for (const word of words) {
+      const found = readNumber(word, limits, false);
+      if (found.error) return { error: found.error.replace("Write a number", "Write numbers") };
+      values.push(found.value);
+    }
+    return { value: values };
+  }
+
+  /** A field's value from its text. */
+  function read(name, text, given) {
+    const field = FIELDS[name],
+      limits = given.limits[field.of ?? name];
+    if (field.kind === "word") {
+      return field.words.includes(text) ? { value: text } : { error: `Choose ${field.words.join(" or ")}.` };
+    }
+    return field.kind === "list"
+      ? readList(text, limits, given.limits.count[1])
+      : readNumber(text, limits, field.whole);
+  }
+
+  /** What is wrong with a state as a whole, or null. */
+  function fault(state, given) {
+    if (state.low > state.high) return "The low end of the range is above its high end.";
+    if (state.spectrum === "run" && !given.run) return "It shows the spectrum of a run, which this file does not hold.";
+    if (state.spectrum === "curvature" && state.inner_lr * Math.max(...state.curvatures) > 1) {
+      return "Inner lr times the largest curvature exceeds 1, where gradient descent overshoots: lower the inner lr.";
+    }
+    return null;
+  }
+
+  const words = (name, value) =>
+    FIELDS[name].kind === "list" ? value.join(",") : name === "nesterov" ? (value ? "yes" : "no") : String(value);
+
+  /** The state as the part of an address after #. */
+  function toFragment(state) {
+    return [`v=${VERSION}`, ...Object.keys(FIELDS).map((name) => `${name}=${words(name, state[name])}`)].join("&");
+  }
+
+  /** {state} from the part of an address after #, or {error: a sentence}; only names of ours are repeated in it. */
+  function fromFragment(text, given) {
+    const parts = new Map(),
+      state = {};
+    for (const piece of text.slice(0, 8000).split("&")) {
+      const at = piece.indexOf("=");
+      if (at > 0) parts.set(piece.slice(0, at), piece.slice(at + 1));
+    }
+    if (parts.get("v") !== VERSION) return { error: "The link was made by another version, or is damaged." };
+    for (const name of Object.keys(FIELDS)) {
+      if (!parts.has(name)) return { error: `The link is damaged: ${name} is missing.` };
+      const found = read(name, parts.get(name), given);
+      if (found.error) return { error: `The link is damaged: ${name} is not usable.` };
+      state[name] = name === "nesterov" ? found.value === "yes" : found.value;
+    }
+    if (parts.size !== Object.keys(FIELDS).length + 1)
+      return { error: "The link is damaged: it holds unknown values." };
+    const wrong = fault(state, given);
+    return wrong ? { error: `The link is damaged. ${wrong}` } : { state };
+  }
+
+  /** Effective progress of all modes of the chosen spectrum, largest first, without those that nothing moves. */
+  function spectrum(state, given) {
+    const { low, high, count } = state;
+    const values = {
+      one: () => [state.sigma],
+      list: () => state.sigmas,
+      range: () =>
+        Array.from({ length: count }, (_, j) => (count === 1 ? low : low + ((high - low) * j) / (count - 1))),
+      curvature: () =>
+        state.curvatures.map((value) => kernel.effectiveProgress(value, state.inner_lr, state.inner_steps)),
+      run: () => given.run.sigma,
+    }[state.spectrum]();
+    return values.filter((value) => value > 0).sort((a, b) => b - a);
+  }
+
+  /** A number for people: at most `digits` figures, without trailing zeros. */
+  function plain(value, digits = 4) {
+    if (value === Infinity) return "∞";
+    if (value === -Infinity) return "−∞";
+    if (!Number.isFinite(value)) return "–";
+    const size = Math.abs(value);
+    const text =
+      size !== 0 && (size < 1e-4 || size >= 1e6) ? value.toExponential(digits - 1) : value.toPrecision(digits);
+    const [head, tail] = text.split("e");
+    const short = head.includes(".") ? head.replace(/\.?0+$/, "") : head;
+    return (tail ? `${short}e${tail.replace("+", "")}` : short).replace("-", "−").replace("e-", "e−");
+  }
+
+  return { FIELDS, read, fault, toFragment, fromFragment, spectrum, plain };
+})();

@@ -1,0 +1,220 @@
+"""The page as a file: whole, small, closed to the world; and the command that writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from twophase.cli import main
+from twophase.config import UsageError
+from twophase.explorer.command import Question, of_run, state_of
+from twophase.explorer.from_run import read_run
+from twophase.explorer.page import LIMITS, MARK, SCRIPTS, SLIDERS, RunSpectrum, State, build, check
+from twophase.rule import OuterRule
+from twophase.theory.rollout import rollout
+
+Capture = pytest.CaptureFixture[str]
+ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
+
+
+def given(page: str) -> dict[str, Any]:
+    """What the page is told."""
+    found = re.search(r'<script type="application/json" id="given">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def asked(capsys: Capture, out: Path, *words: object) -> dict[str, Any]:
+    """The first state of the page that the command writes."""
+    assert main(["explore", "--out", str(out), *map(str, words)]) == 0
+    assert capsys.readouterr().err == ""
+    return given(out.read_text(encoding="utf-8"))["state"]
+
+
+def refused(capsys: Capture, *words: object) -> str:
+    """What the command says to a mistake: one line, exit status 2, nothing written."""
+    assert main(["explore", *map(str, words)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("twophase explore: error: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def synthetic_run(folder: Path, rule: OuterRule, sigma: list[float], rounds: int = 60, restart: str = "never") -> Path:
+    """A run's folder whose record is that of the linear model: equal modes under a rule, without noise."""
+    folder.mkdir(parents=True)
+    run = rollout(rule, sigma, rounds, restart)
+    lines = []
+    for t in range(rounds):
+        g, m = run.pseudo_gradient[t], run.buffer[t]
+        sizes = float(np.linalg.norm(g)), float(np.linalg.norm(m))
+        cosine = float(g @ m) / (sizes[0] * sizes[1]) if sizes[1] else 0.0
+        group = {"restarted": bool(run.restarts[t]), "pseudo_gradient_norm": sizes[0], "buffer_norm": sizes[1]}
+        group |= {"cosine": cosine, "gain": 1.0}
+        lines.append({"step": 20 * (t + 1), "round": t + 1, "inner_steps": 20, "groups": [group], **group})
+    outer = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov, "form": rule.form, "restart": restart}
+    (folder / "config.yaml").write_text(json.dumps({"outer": outer, "steps": 20 * rounds, "inner_steps": 20}))
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+# --- the file -----------------------------------------------------------------------------------------------------
+
+
+def test_page_is_one_small_closed_file() -> None:
+    """Below 150 kB, no address of anything elsewhere, and a policy that allows only what the file itself holds."""
+    page = build(State())
+    assert len(page.encode()) < 150_000
+    assert MARK in page[:2000]
+    # The name of SVG's elements is no address that anything is fetched from.
+    assert re.findall(r"\w+://[^\s\"')]*", page) == ["http://www.w3.org/2000/svg"]
+    for name in ("src=", "@import", "url(", "fetch(", "XMLHttpRequest", "WebSocket", "eval(", "innerHTML", "{{"):
+        assert name not in page.replace("`url(#${cut})`", ""), name
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy
+    rules = dict(rule.split(" ", 1) for rule in policy[1].split("; "))
+    assert rules["default-src"] == "'none'"
+    assert rules["script-src"].startswith("'sha256-")
+    assert "unsafe" not in policy[1]
+
+
+def test_names_cannot_leave_their_place() -> None:
+    """Text that looks like markup stays inside the data of the page, and comes out of it unchanged."""
+    run = RunSpectrum(ATTACK, (0.5,), ATTACK + "{{script}}")
+    page = build(State(spectrum="run", mode=0), run)
+    assert page.count("<script") == build(State()).count("<script")
+    assert "onerror=alert" not in page.replace("\\u003e", "").split('id="given">')[0]
+    assert given(page)["run"] == {"name": ATTACK, "sigma": [0.5], "note": ATTACK + "{{script}}"}
+
+
+def test_every_field_has_limits_and_every_script_is_there() -> None:
+    """The state's numbers, the limits and the sliders speak of the same fields, and sliders stay within limits."""
+    numbers = {name for name, value in vars(State()).items() if type(value) in (int, float)}
+    assert numbers - {"low", "high"} <= LIMITS.keys()
+    assert numbers - {"mode"} == SLIDERS.keys()
+    for name, (low, high) in SLIDERS.items():
+        limits = LIMITS["sigma" if name in ("low", "high") else name]
+        assert limits[0] <= low < high <= limits[1], name
+    folder = Path(__file__).parents[2] / "src" / "twophase" / "explorer"
+    assert {path.name for path in folder.glob("*.js")} == set(SCRIPTS)
+    check(State())
+
+
+def test_assets_reach_a_wheel() -> None:
+    """Every file that the page is made of is among those that a wheel is built of."""
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="no hatchling: pip install hatchling")
+    root = Path(__file__).parents[2]
+    shipped = {Path(file.path).name for file in wheel.WheelBuilder(str(root)).recurse_included_files()}
+    assert {*SCRIPTS, "page.html", "style.css"} <= shipped
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def test_options_become_the_first_state(capsys: Capture, tmp_path: Path) -> None:
+    """Rule, restart, horizon and each way to give a spectrum; the slowest mode is shown first."""
+    out = tmp_path / "deep" / "page.html"
+    words = (
+        "--outer.lr 1 --outer.momentum 0.8 --outer.no-nesterov --outer.form ema --outer.restart 7 --rounds 120".split()
+    )
+    state = asked(capsys, out, *words, "--sigma", 0.9, 0.5, 0.2)
+    rule = {"lr": 1.0, "momentum": 0.8, "nesterov": False, "form": "ema", "restart": 7, "rounds": 120}
+    assert {name: state[name] for name in rule} == rule
+    assert (state["spectrum"], state["sigmas"], state["mode"]) == ("list", [0.9, 0.5, 0.2], 2)
+    state = asked(capsys, out, "--sigma", 0.4, "--outer.restart", "never")  # over our own page
+    assert (state["spectrum"], state["sigma"], state["restart"], state["mode"]) == ("one", 0.4, 0, 0)
+    state = asked(capsys, out, "--sigma-range", 0.2, 0.8, 5)
+    assert (state["spectrum"], state["low"], state["high"], state["count"]) == ("range", 0.2, 0.8, 5)
+    state = asked(capsys, out, "--eigenvalues", 4, 1, "--inner-lr", 0.1, "--inner-steps", 30)
+    assert (state["curvatures"], state["inner_lr"], state["inner_steps"]) == ([4.0, 1.0], 0.1, 30)
+    assert asked(capsys, out) == json.loads(json.dumps(vars(state_of(Question()))))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--outer.momentum 1", "momentum is 1.0; it must lie in [0, 1)"),
+        ("--outer.momentum 0.9999999", "--outer.momentum is 0.9999999; the page shows values from 0 to 0.999999"),
+        ("--outer.lr nan", "lr is nan"),
+        ("--outer.lr 0", "--outer.lr is 0; the page shows values from 1e-06 to 1,000,000"),
+        ("--outer.restart cycle:2,3", "write a whole number, or never"),
+        ("--outer.restart 0", "--outer.restart 0: "),
+        ("--sigma 0.5 1.5", "--sigma is 1.5"),
+        ("--sigma 0.5 --eigenvalues 3", "--sigma and --eigenvalues given; give one"),
+        ("--sigma-range 0.9 0.1", "LOW <= HIGH"),
+        ("--sigma-range 0.1 0.9 100", "--sigma-range is 100; the page shows values from 2 to 64"),
+        ("--inner-steps 4", "go with --eigenvalues"),
+        ("--eigenvalues 3", "needs --inner-lr and --inner-steps"),
+        ("--eigenvalues 3 --inner-lr 0.5 --inner-steps 4", "lower --inner-lr to 0.333333 or less"),
+        ("--rounds 0", "--rounds is 0"),
+        ("--rounds 2.5", "must be a whole number"),
+        ("--rounds inf", "must be a whole number"),
+        ("--sigma " + "0.5 " * 65, "65 modes given; the page shows 1 to 64"),
+    ],
+)
+def test_mistakes_are_told(capsys: Capture, tmp_path: Path, words: str, said: str) -> None:
+    """Each mistake is named with its option, its value and the remedy; no file is written."""
+    out = tmp_path / "page.html"
+    assert said in refused(capsys, *words.split(), "--out", out)
+    assert not out.exists()
+
+
+def test_places_that_cannot_be_written(capsys: Capture, tmp_path: Path) -> None:
+    """A file of something else is left alone, a folder is no file, and neither is what lies below a file."""
+    other = tmp_path / "notes.html"
+    other.write_text("mine")
+    assert "holds something else" in refused(capsys, "--out", other)
+    assert other.read_text() == "mine"
+    assert "is a folder" in refused(capsys, "--out", tmp_path)
+    assert "cannot be written" in refused(capsys, "--out", other / "page.html")
+
+
+# --- from a run ---------------------------------------------------------------------------------------------------
+
+
+def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
+    """A record of the linear model gives back its effective progress, rule, period, length and inner steps."""
+    rule = OuterRule(0.5, 0.8, True)
+    run = synthetic_run(tmp_path / ATTACK.replace("/", "_"), rule, [0.35], restart="9")
+    found = read_run(run)
+    assert found.spectrum.sigma == pytest.approx((0.35,), rel=1e-6)
+    assert (found.rule, found.restart, found.rounds, found.inner_steps) == (rule, 9, 60, 20)
+    state = asked(capsys, tmp_path / "page.html", "--run", run)
+    assert (state["spectrum"], state["lr"], state["restart"], state["rounds"]) == ("run", 0.5, 9, 60)
+    state = asked(capsys, tmp_path / "page.html", "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")
+    assert (state["lr"], state["momentum"], state["restart"]) == (0.7, 0.8, 0)
+    assert of_run(found).outer.nesterov
+    assert "--sigma and --run given" in refused(capsys, "--run", run, "--sigma", 0.5, "--out", tmp_path / "no.html")
+
+
+def test_runs_without_an_estimate_are_refused(capsys: Capture, tmp_path: Path) -> None:
+    """No run, no rule, too few rounds, no momentum, restarts in every round: said, with what to give instead."""
+    rule, out = OuterRule(0.5, 0.8), tmp_path / "page.html"
+    cases = {
+        "few": (rule, 4, "never", "3 pairs of rounds"),
+        "plain": (OuterRule(0.5, 0.0), 20, "never", "without momentum"),
+        "always": (rule, 20, "1", "0 pairs of rounds"),
+    }
+    for name, (outer, rounds, restart, said) in cases.items():
+        run = synthetic_run(tmp_path / name, outer, [0.3], rounds, restart)
+        message = refused(capsys, "--run", run, "--out", out)
+        assert said in message
+        assert "Give --sigma" in message
+    assert "does not exist" in refused(capsys, "--run", tmp_path / "nowhere", "--out", out)
+    (tmp_path / "few" / "config.yaml").write_text("outer: 3\n")
+    assert "holds no outer rule" in refused(capsys, "--run", tmp_path / "few", "--out", out)
+    assert not out.exists()
+
+
+def test_check_refuses_a_run_without_its_spectrum() -> None:
+    """A state that shows a run's spectrum needs one, and the other way round."""
+    with pytest.raises(UsageError, match="spectrum of a run"):
+        build(State(spectrum="run"))
+    with pytest.raises(UsageError, match="spectrum of a run"):
+        build(State(), RunSpectrum("run", (0.5,), ""))
