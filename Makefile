@@ -10,13 +10,14 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test check bench clean
+.PHONY: help setup setup-dev demo test check bench docs clean
 
 help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
 	@echo "make test    set up and run the tests"
 	@echo "make check   set up and run ruff and pyright"
 	@echo "make bench   set up and run the benchmarks"
+	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup   only the set-up for use;  make setup-dev  also what tests and checks need"
 
 setup: $(VENV)/.installed
@@ -38,6 +39,12 @@ $(VENV)/.torch: $(VENV)/.created
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "installing twophase"
 	@$(PIP) -e '.[plot,sweep,data]'
+	@touch $@
+
+# the reference is read off the source, so that neither torch nor twophase needs to be installed
+$(VENV)/.installed-docs: $(VENV)/.created constraints.txt
+	@echo "installing what the documentation needs"
+	@$(PIP) zensical mkdocstrings-python
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -66,5 +73,9 @@ check: setup-dev
 bench: setup-dev
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
+docs: $(VENV)/.installed-docs
+	@$(BIN)/zensical build --clean --strict
+	@$(BIN)/python tests/sitecheck.py site
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site .cache

@@ -87,7 +87,7 @@ class RoundReport:
 
     @property
     def gain(self) -> float:
-        """Effective outer gain <update, g> / <g, g> over all groups; 1 would be plain averaging."""
+        """Effective outer gain `<update, g> / <g, g>` over all groups; 1 would be plain averaging."""
         square = sum(group.pseudo_gradient_norm**2 for group in self.groups)
         along = sum(group.gain * group.pseudo_gradient_norm**2 for group in self.groups if group.pseudo_gradient_norm)
         return along / square if square != 0 else float("nan")

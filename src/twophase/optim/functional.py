@@ -207,7 +207,7 @@ def restart_(buffers: list[Tensor], pseudo_gradients: list[Tensor], retain: floa
 
 
 Dots = tuple[float, float, float]
-"""<g, g>, <m, m> and <g, m> over a group of parameters."""
+"""`<g, g>`, `<m, m>` and `<g, m>` over a group of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class Angles:
 
 
 def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> Dots:
-    """<g, g>, <m, m> and <g, m> over all tensors together, accumulated in float64.
+    """`<g, g>`, `<m, m>` and `<g, m>` over all tensors together, accumulated in float64.
 
     An empty `buffers` counts as m = 0.
     """

@@ -25,7 +25,7 @@ class GroupRound:
         pseudo_gradient_norm: Euclidean norm of g over the group.
         buffer_norm: Euclidean norm of m before g was mixed in.
         cosine: cosine of the angle between that m and g, 0 when either vanishes.
-        gain: <update, g> / <g, g>, with update = x before - x after; 1 would be plain averaging. NaN when g = 0.
+        gain: `<update, g> / <g, g>`, with update = x before - x after; 1 would be plain averaging. NaN when g = 0.
     """
 
     restarted: bool
@@ -160,7 +160,7 @@ class OuterSGD(Optimizer):
 
     @torch.no_grad()
     def dots(self) -> list[Dots]:
-        """<g, g>, <m, m> and <g, m> of each group that has a gradient, before g is mixed in."""
+        """`<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
         return [self._measure(params) for _, params in self._taking_part()]
 
     def _taking_part(self) -> list[tuple[dict[str, Any], list[Tensor]]]:

@@ -7,9 +7,9 @@ previous step dx_{t-1} holds neither the noise of g_t nor that of g_{t+1}: it is
     sigma = sum_t <dg_t, dx_{t-1}> / sum_t <dx_t, dx_{t-1}>,    dx_t = x_{t+1} - x_t,  dg_t = g_{t+1} - g_t.
 
 Limits. The noise must be white between rounds and the curvature constant over the window. Several modes give an
-average whose weights <dx_t, dx_{t-1}> may be negative, so the estimate can leave their range; it is reported as it is,
-above 1 too. The standard error takes coordinates as independent samples: noise that is correlated between coordinates
-makes it too small, modes of different sigma count as error and make it larger.
+average whose weights `<dx_t, dx_{t-1}>` may be negative, so the estimate can leave their range; it is reported as it
+is, above 1 too. The standard error takes coordinates as independent samples: noise that is correlated between
+coordinates makes it too small, modes of different sigma count as error and make it larger.
 """
 
 from __future__ import annotations

@@ -1,0 +1,244 @@
+"""The documentation site: it builds without a warning, every link leads somewhere, nothing is loaded from elsewhere.
+
+The site is built once for all workers of a test run, from copies, so that nothing is written into the repository.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+from filelock import FileLock
+
+import sitecheck
+import twophase
+from browser import axe_violations
+from twophase import theory
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The built site. Workers of pytest-xdist wait for the one that builds."""
+    for package, name in (("zensical", "zensical"), ("mkdocstrings_handlers.python", "mkdocstrings-python")):
+        try:
+            found = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            pytest.skip(f"{name} is not installed; the extra docs brings it")
+    base = tmp_path_factory.getbasetemp()
+    project = (base if worker_id == "master" else base.parent) / "documentation"
+    with FileLock(f"{project}.lock"):
+        if not (project / "said").exists():
+            build(project)
+    said = (project / "said").read_text()
+    assert "No issues found" in said, said
+    return project / "site"
+
+
+def build(project: Path) -> None:
+    """Build in a copy of what the site is made of, and keep what the builder says."""
+    for name in ("docs", "src"):
+        shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "mkdocs.yml", project)
+    words = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    done = subprocess.run(words, cwd=project, capture_output=True, text=True, check=False)
+    (project / "said").write_text(f"{done.stdout}{done.stderr}\nstatus {done.returncode}")
+
+
+def pages_of(nav: object) -> list[str]:
+    """The pages that a navigation names, in its order."""
+    if isinstance(nav, str):
+        return [nav]
+    entries = nav.values() if isinstance(nav, dict) else nav
+    return [page for entry in entries for page in pages_of(entry)]  # type: ignore[union-attr]
+
+
+# --- what needs no build ------------------------------------------------------------------------------------------
+
+
+def test_navigation_has_every_page() -> None:
+    """Every page under docs/ is in the navigation of mkdocs.yml once, and nothing else is."""
+    there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    named = pages_of(CONFIG["nav"])
+    assert sorted(named) == sorted(there), f"not in both: {sorted(set(named) ^ there)}; write them into mkdocs.yml"
+
+
+SOUND = '<html><head><link rel="stylesheet" href="a.css"></head><body><h1 id="top">T</h1><a href="#top">up</a></body>'
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ('<a href="there.html">x</a>', "link to there.html, which is not there"),
+        ('<a href="#low">x</a>', "link to #low, where no element is called 'low'"),
+        ('<a href="index.html#low">x</a>', "link to index.html#low, where no element is called 'low'"),
+        ('<p id="top">x</p>', "two elements are called 'top'"),
+        ('<img src="https://example.org/x.png">', "loads https://example.org/x.png from elsewhere"),
+        ('<script src="//example.org/x.js"></script>', "loads //example.org/x.js from elsewhere"),
+        ('<link rel="preconnect" href="https://example.org">', "loads https://example.org from elsewhere"),
+        ("<style>@font-face{src:url(https://example.org/x)}</style>", "loads https://example.org/x from elsewhere"),
+        ("<img srcset='x.png 1x'>", "loads x.png, which is not there"),
+        ('<a href="https://example.org">x</a><img src="data:image/png;base64,AA">', None),
+    ],
+)
+def test_faults_are_found(tmp_path: Path, page: str, message: str | None) -> None:
+    """The checker finds each kind of fault in a site that is sound without it, and no more."""
+    (tmp_path / "a.css").write_text("p{background:url('data:,')}")
+    (tmp_path / "index.html").write_text(SOUND)
+    assert sitecheck.faults(tmp_path) == []
+    (tmp_path / "index.html").write_text(SOUND + page)
+    assert sitecheck.faults(tmp_path) == ([] if message is None else [f"index.html: {message}"])
+
+
+# --- the built site -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_site_is_sound(site: Path) -> None:
+    """Zensical builds it strictly, without a warning; every link leads somewhere, nothing is loaded from elsewhere."""
+    assert sitecheck.faults(site) == []
+    built = {path.relative_to(site).with_suffix(".md").as_posix() for path in site.rglob("*.html")}
+    assert built - {"404.md"} == set(pages_of(CONFIG["nav"]))
+
+
+def modules_shown() -> dict[str, list[str] | None]:
+    """The modules that the pages of the reference name, with the members that are chosen, if any are."""
+    found = {}
+    for path in (DOCS / "api").glob("*.md"):
+        for module, members in re.findall(
+            r"^::: (\S+)\n    options: \{[^}\n]*?(?:members: \[([^\]]*)\])?\}",
+            path.read_text(encoding="utf-8"),
+            re.MULTILINE,
+        ):
+            found[module] = members.split(", ") if members else None
+    return found
+
+
+@pytest.mark.slow
+def test_reference_has_every_public_name(site: Path) -> None:
+    """Every public name, of the package, of `theory` and of the modules in the reference, has an entry with a text."""
+    wanted = {f"{home}.{name}" for name, home in twophase._HOMES.items()}
+    wanted |= {f"{getattr(theory, name).__module__}.{name}" for name in theory.__all__}
+    for module, members in modules_shown().items():
+        home = import_module(module)
+        own = [
+            name
+            for name, value in vars(home).items()
+            if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module and name[0] != "_"
+        ]
+        wanted |= {f"{module}.{name}" for name in (own if members is None else members)}
+    pages = [sitecheck.read(path) for path in (site / "api").glob("*.html")]
+    entries = {name for page in pages for name in page.ids}
+    assert wanted <= entries, sorted(wanted - entries)
+    assert len(wanted) > 150
+
+
+ELEMENTS = set(
+    "a article b blockquote body button circle code div em footer form h1 h2 h3 h4 h5 head header html hr i img input "
+    "label li link main meta nav ol p path pre script section small span strong style sub summary sup svg table tbody "
+    "td th thead title tr ul var wbr".split()
+)
+
+
+@pytest.mark.slow
+def test_no_text_became_an_element(site: Path) -> None:
+    """Nothing in angle brackets, such as an inner product, was taken for HTML and so vanished."""
+    for path in sorted(site.rglob("*.html")):
+        unknown = {tag for tag in sitecheck.read(path).tags if tag not in ELEMENTS}
+        assert unknown == set(), path.name
+
+
+@pytest.mark.slow
+def test_markdown_became_html(site: Path) -> None:
+    """No list, table, fence or doctest was left as text: their marks begin no line of a paragraph."""
+    for path in sorted(site.rglob("*.html")):
+        for paragraph in re.findall(r"<p>(.*?)</p>", path.read_text(encoding="utf-8"), re.DOTALL):
+            left = re.findall(
+                r"^(?:\* |- |\| |```|&gt;&gt;&gt; |\d+\. ).*", re.sub(r"<[^>]+>", "", paragraph), re.MULTILINE
+            )
+            assert left == [], f"{path.name}: {left}"
+
+
+# --- in a browser -------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A page of the browser, and whatever went wrong on it: requests for anything but files, errors, complaints."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.troubles: list[str] = []
+        page.set_default_timeout(20_000)
+        page.on("request", lambda request: self.trouble(not request.url.startswith(("file:", "data:")), request.url))
+        page.on("pageerror", lambda error: self.trouble(True, str(error)))
+        page.on("console", lambda message: self.trouble(message.type == "error", message.text))
+
+    def trouble(self, really: bool, text: str) -> None:
+        """Note what went wrong."""
+        if really:
+            self.troubles.append(text)
+
+    def open(self, path: Path) -> None:
+        """Go to a file; it must open without trouble."""
+        self.page.goto(path.as_uri())
+        self.page.wait_for_function("document.documentElement.classList.contains('js')")
+        assert self.troubles == [], path.name
+
+
+@pytest.fixture
+def watched(browser: Browser) -> Iterator[Watched]:
+    """A page that is closed afterwards."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    yield Watched(page)
+    page.close()
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("name", "width", "scheme"),
+    [
+        ("index.html", 1280, "light"),
+        ("faq.html", 1280, "dark"),
+        ("api/optimizer.html", 1280, "light"),
+        ("restarts-in-practice.html", 360, "light"),
+    ],
+)
+def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: int, scheme: Any) -> None:
+    """axe-core finds no violation of WCAG's levels A and AA, in both colours, on wide and narrow screens."""
+    watched.page.emulate_media(color_scheme=scheme)
+    watched.page.set_viewport_size({"width": width, "height": 800})
+    watched.open(site / name)
+    assert axe_violations(watched.page) == []  # (axe reads style sheets again, which a page from disk may not)
+    assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_search_works_from_disk(site: Path, watched: Watched) -> None:
+    """The search of a site that was opened from disk finds a function by its name, and asks nobody."""
+    watched.open(site / "index.html")
+    watched.page.locator(".md-search__button").click()
+    watched.page.wait_for_function("document.activeElement.shadowRoot?.querySelector('input')")
+    watched.page.keyboard.type("restart_stable_limit")
+    found = "document.activeElement.shadowRoot.textContent.includes('The sigma above which a')"  # its docstring
+    watched.page.wait_for_function(found)
+    assert watched.troubles == []
