@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 
-from twophase.config import UsageError
+from twophase.config import RunError, UsageError
 from twophase.lm.config import TrainConfig
-from twophase.session import take_device
+from twophase.session import process_group, take_device
 
 
 @pytest.fixture
@@ -50,3 +52,18 @@ def test_processes_without_a_gpu_of_their_own(
     with pytest.raises(UsageError, match=message):
         take_device(TrainConfig(device=device))
     assert taken == []
+
+
+@pytest.mark.dist
+def test_the_first_process_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
+    """Where the others never come it says so after its patience, and not after torch's half an hour."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    with (
+        pytest.raises(RunError, match=f"the processes cannot meet at 127.0.0.1:{port} .*1/2 clients"),
+        process_group(TrainConfig(), patience=1.0),
+    ):
+        pass

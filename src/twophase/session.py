@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from twophase.config import RunError, UsageError
 from twophase.diloco.comm import Communicator, ProcessGroup, SingleProcess
@@ -121,7 +123,13 @@ def process_group(config: TrainConfig, patience: float = 600.0) -> Iterator[Comm
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     try:
         _await_first(patience)
-        dist.init_process_group("gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl")
+        # Torch would let the first process wait for the others for half an hour; that is for collectives, not for this.
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
+        store.set_timeout(dist.default_pg_timeout)
+        dist.init_process_group(
+            "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
+            store=dist.PrefixStore("twophase", store), rank=rank, world_size=size,
+        )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise RunError(
             f"the processes cannot meet at {where} ({str(error).splitlines()[0]}); give torchrun an address that all "

@@ -125,7 +125,14 @@ def unlike_pairs(rank: int) -> list[Callable[[], Any]]:
             module.register_parameter(name, nn.Parameter(torch.zeros(3)))
         return module
 
+    def adapted(base: torch.Tensor) -> nn.Module:
+        module = nn.Linear(3, 2)
+        module.base = nn.Parameter(base, requires_grad=False)
+        return module
+
     return [
+        built(adapted(torch.zeros(3 + rank))),
+        built(adapted(torch.zeros(3) + rank)),
         built(network(0), inner_steps=6 + rank),
         built(network(0), fragments=2 + rank),
         built(network(0), fragments=({"a": r"^0", "b": "."}, {"a": r"^[02]", "b": "."})[rank]),
@@ -143,8 +150,9 @@ def unlike_pairs(rank: int) -> list[Callable[[], Any]]:
     ]
 
 
-WHATS = ("inner_steps", "numbers of fragments", "fragments", *3 * ("schedules",), "wires", "parameters")
-WHATS = (*WHATS, "orders of parameters", "types", "outer settings", "texts", "seeds", "seeds")
+WHATS = ("frozen parameters", "values of frozen parameters", "inner_steps", "numbers of fragments", "fragments")
+WHATS = (*WHATS, *3 * ("schedules",), "wires", "parameters", "orders of parameters", "types", "outer settings")
+WHATS = (*WHATS, "texts", "seeds", "seeds")
 
 
 def refusals(rank: int, pair: Communicator) -> list[str]:
@@ -196,6 +204,16 @@ def signals(rank: int, pair: Communicator) -> list[tuple[dict[str, float], int]]
     run = start(RULE, [[0], [1, 2, 3]][rank], inner_steps=1, communicator=pair)
     reports = [run.engine.step({"loss": float(rank), "step": 5.0}) for _ in range(2)]
     return [(dict(report.signals), report.replicas) for report in reports if report is not None]
+
+
+def unlike_signals(rank: int, pair: Communicator) -> str:
+    """Each gives a signal of its own: what it is told."""
+    run = start(RULE, [rank], inner_steps=1, communicator=pair)
+    try:
+        run.engine.step({["loss", "norm"][rank]: 1.0})
+    except ValueError as error:
+        return str(error)
+    return "nothing"
 
 
 # --- shards -------------------------------------------------------------------------------------------------------
@@ -361,6 +379,7 @@ def worker(rank: int, folder: Path) -> None:
         found["refused"] = refusals(rank, two)
         found["threshold"] = at_the_threshold(rank, two)
         found["signals"] = signals(rank, two)
+        found["unlike signals"] = unlike_signals(rank, two)
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -466,6 +485,12 @@ def test_machines_that_measure_unlike_decide_alike(brought: list[dict[str, Any]]
     first, second = (answers["threshold"] for answers in brought[:2])
     assert first == second
     assert not any(first[1])  # process 1 by itself would have restarted
+
+
+def test_unlike_signals_are_refused_by_both(brought: list[dict[str, Any]]):
+    """They would be averaged with one another, or end the processes without a reason."""
+    for found in brought[:2]:
+        assert "process 0 (loss) and process 1 (norm)" in found["unlike signals"]
 
 
 def test_signals_are_means_over_the_replicas(brought: list[dict[str, Any]]):

@@ -689,7 +689,7 @@ class Meeting(SingleProcess):
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """The other says the same, and in a roll call that it counts."""
-        return [list(numbers), [*numbers[:2], 1.0, *numbers[3:]] if len(numbers) > 3 else list(numbers)]
+        return [list(numbers), [*numbers[:2], 1.0, *numbers[3:]] if len(numbers) > 4 else list(numbers)]
 
 
 @pytest.mark.parametrize(

@@ -110,11 +110,11 @@ def agree(
     """
     measured = communicator.sharded or any(_decides_by_measure(fragment) for fragment in fragments)
     dots = [f.outer.dots() if isinstance(f.outer, OuterSGD) else _square(f) for f in fragments] if measured else []
-    if not signals and not measured:
+    names, values = _same_signals(communicator, weight, signals)
+    if not names and not measured:
         return Shared({}, None)
-    names = sorted(signals)
     flat = [number for of_fragment in dots for of_group in of_fragment for number in of_group]
-    parts = communicator.exchange_in_replica([*(signals[name] for name in names), *flat])
+    parts = communicator.exchange_in_replica([*values, *flat])
     means = [sum(column) / len(parts) for column in list(zip(*parts, strict=True))[: len(names)]]
     totals = [sum(column) for column in list(zip(*parts, strict=True))[len(names) :]]
     everyone = communicator.exchange([weight, *means, *totals])
@@ -127,6 +127,38 @@ def agree(
         return Shared(averages, None)
     first = iter(everyone[0][1 + len(names) :])
     return Shared(averages, [[(next(first), next(first), next(first)) for _ in of_group] for of_group in dots])
+
+
+def _same_signals(
+    communicator: Communicator, weight: float, signals: Mapping[str, float]
+) -> tuple[list[str], list[float]]:
+    """The names of the signals, and this process's values; whoever does not count need not have any.
+
+    What follows exchanges as many numbers as there are names: with others, strangers would be averaged, or the
+    transport would fail without a word of the reason.
+
+    Raises:
+        ValueError: those who count do not give the same signals.
+    """
+    names = sorted(signals)
+    values = [float(signals[name]) for name in names]
+    head: list[float] = [len(names), *_halves(hashlib.sha256(json.dumps(names).encode()).hexdigest()[:16])]
+    if any(part != head for part in communicator.exchange_in_replica(head)):
+        raise ValueError(
+            "DiLoCo: step(signals=...) has other names in another shard of this replica; give the same ones"
+        )
+    everyone = communicator.exchange([weight, *head])
+    if all(row[1:] == head for row in everyone):
+        return names, values
+    given = communicator.gather([weight, names])
+    first, counted = next(((n, row[1]) for n, row in enumerate(given) if row[0]), (0, names))
+    for number, (counts, theirs) in enumerate(given):
+        if counts and theirs != counted:
+            raise ValueError(
+                f"DiLoCo: step(signals=...) differs between process {first} ({', '.join(counted) or 'none'}) and "
+                f"process {number} ({', '.join(theirs) or 'none'}); give the same names on every process"
+            )
+    return (names, values) if names == counted else (counted, [0.0] * len(counted))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +148,29 @@ def restarts(restart: Restarts | Mapping[str, Restarts], fragments: Sequence[Fra
             f"{', '.join(names)}: give each its policy"
         )
     return [restart[name] for name in names]
+
+
+def frozen(replica: nn.Module, *, sharded: bool) -> dict[str, Any]:
+    """What all processes must have alike of what is not trained, by the words that name it.
+
+    Nobody ever sends it, so a difference (of the base model under an adapter, say) would never be noticed. Buffers may
+    have values of their own, such as batch-norm statistics.
+
+    Args:
+        replica: any of this process.
+        sharded: its values are then in parts that differ from shard to shard, and only their shapes are compared.
+    """
+    parameters = {name: p.detach() for name, p in replica.named_parameters() if not p.requires_grad}
+    values = {} if sharded else {name: _digest(p) for name, p in parameters.items() if p.device.type != "meta"}
+    return {
+        "frozen parameters": {name: f"{list(p.shape)} {p.dtype}" for name, p in parameters.items()},
+        "values of frozen parameters": values,
+        "shapes of buffers": {name: str(list(buffer.shape)) for name, buffer in replica.named_buffers()},
+    }
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def build_outer(fragment: Fragment, outer: OuterRule | OuterFactory, restart: Restarts) -> Optimizer:

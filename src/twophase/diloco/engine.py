@@ -36,6 +36,7 @@ from twophase.diloco.build import (
     build_outer,
     check_overlap,
     cut,
+    frozen,
     replicas_alike,
     restarts,
     settings,
@@ -67,8 +68,13 @@ class _Sync:
     age: int = 0
     """Inner steps since it was launched."""
     bytes_sent: int = 0
-    """Sent for it before it was loaded from a state."""
+    """Sent for it by attempts that failed, or before it was loaded from a state."""
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def all_bytes_sent(self) -> int:
+        """With what has been sent since."""
+        return self.bytes_sent + sum(transfer.bytes_sent for transfer in self.transfers)
 
 
 class DiLoCo:
@@ -143,7 +149,7 @@ class DiLoCo:
         self.fragments, self._anchor, self.layout = cut(slots, parts, self.wire, self.communicator, shared=shared)
         self._launching = self.fragments
         self._under_way: list[_Sync] = []
-        self._alike = dict(alike or {})
+        self._alike = dict(alike or {}) | frozen(self.replicas[0], sharded=self.communicator.sharded)
         self.round = 0
         self.inner_step = 0
         self.syncs = 0
@@ -317,6 +323,7 @@ class DiLoCo:
             again = self._launch(sync.fragments, sync.attempts + 1)
             for key, value in sync.seconds.items():
                 again.seconds[key] = again.seconds.get(key, 0.0) + value
+            again.bytes_sent += sync.all_bytes_sent  # what was in vain was sent, too
             sync = again
             shared = self._receive(sync, signals)
         self._under_way.remove(sync)
@@ -390,7 +397,7 @@ class DiLoCo:
             groups=tuple(group for of_fragment in groups for group in of_fragment),
             pseudo_gradient_norm=sum(norm**2 for norm in norms) ** 0.5 if len(norms) > 1 else norms[0],
             signals=shared.signals,
-            bytes_sent=sum(transfer.bytes_sent for transfer in sync.transfers) + sync.bytes_sent,
+            bytes_sent=sync.all_bytes_sent,
             seconds=sync.seconds,
             checksum=joined(checksums),
         )
@@ -539,7 +546,7 @@ class DiLoCo:
                     "sums": [fragment.gradient for fragment in sync.fragments],
                     "age": sync.age,
                     "replicas": sync.replicas,
-                    "bytes_sent": sum(transfer.bytes_sent for transfer in sync.transfers) + sync.bytes_sent,
+                    "bytes_sent": sync.all_bytes_sent,
                 }
                 for sync in under_way
             ],

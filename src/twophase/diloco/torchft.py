@@ -432,8 +432,15 @@ class TorchFT:
             )
         self._hush = parts.Hush()
         self._listening_before = parts.listening()
-        self._store = parts.store(self.address)
-        self._healing = Healing(self.address, self.timeout)
+        try:
+            self._store = parts.store(self.address)
+            self._healing = Healing(self.address, self.timeout)
+        except OSError as error:
+            self.close()
+            raise RunError(
+                f"TorchFT: cannot listen on {self.address} ({error.strerror or error}); give an address of this "
+                "machine that the other replicas reach (host=..., --host)"
+            ) from None
         self._group = parts.group(self.address, self.timeout, self.connect_timeout)
         try:
             self._manager = parts.manager(
