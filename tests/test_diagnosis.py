@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from runmaker import EMA, NESTEROV, SUM, config_of, observed, round_lines, write
 from twophase.cli import main
 from twophase.config import dump_yaml
 from twophase.diagnosis.text import describe, suggestions
-from twophase.diagnosis.verdict import Diagnosis, as_json, diagnose
+from twophase.diagnosis.verdict import Diagnosis, as_json, diagnose, weighed
 from twophase.experiment.record import read_record
 from twophase.experiment.run import RunFolder
 from twophase.lm.config import DataConfig, ModelConfig, OuterConfig, TrainConfig
@@ -117,6 +118,52 @@ def test_settings_that_were_not_the_configs(tmp_path: Path) -> None:
     assert found.sigma is None
 
 
+REVIEWED = OuterRule(0.35, 0.9, nesterov=True)
+
+
+def test_what_restarts_hide_is_not_judged(tmp_path: Path) -> None:
+    """Where restarts drop every buffer before it could turn, noisy runs are neither lagging nor held, nor told to grow.
+
+    Short of that, whether the buffer would turn is not known.
+    """
+    words: Counter[str] = Counter()
+    sigma = np.linspace(0.01, 0.1, 40).tolist()
+    folder = write_run(tmp_path / "noisy", REVIEWED, sigma, 20, "3")
+    runs = observed(REVIEWED, sigma, 20, "3", noise=0.05, seeds=list(range(40)))
+    for seed in range(40):
+        one = {name: np.asarray(values)[:, seed] for name, values in runs.items()}
+        write_lines(folder / "rounds.jsonl", round_lines({"0": one}))
+        found = judged(folder)
+        words[found.findings[0].verdict] += 1
+        assert "is faster" not in describe(found, "run")
+    assert words == {"cannot tell": 40}
+    quiet = judged(write_run(tmp_path / "quiet", REVIEWED, sigma, 60, "3", noise=0.01))
+    assert quiet.findings[0].verdict == "cannot tell"
+    assert any("has not turned before a restart drops it" in reason for reason in quiet.findings[0].reasons)
+
+
+def test_less_is_claimed_without_the_inner_rate(tmp_path: Path) -> None:
+    """Without metrics.jsonl the inner learning rate is unknown, and nothing that rests on sigma is said."""
+    folder = write_run(tmp_path, EMA, [0.95] * 3, restart="5")
+    assert judged(folder).findings[0].verdict == "held"
+    (folder / "metrics.jsonl").unlink()
+    found = judged(folder).findings[0]
+    assert (found.verdict, found.sigma) == ("cannot tell", None)
+    assert any("inner learning rate" in reason for reason in found.reasons)
+
+
+def test_the_whole_says_no_more_than_its_parts(tmp_path: Path) -> None:
+    """Where no third of a run lags, the whole does only if its own cosine is four standard errors above zero."""
+    found = judged(write_run(tmp_path, SLOW, [0.02] * 30)).findings[0]
+    assert found.latest is not None
+    blind = tuple(dataclasses.replace(stage, verdict="cannot tell") for stage in found.thirds)
+    assert weighed(found.latest, found.thirds) == weighed(found.latest, blind) == found.latest
+    seen = dataclasses.replace(found.latest.evidence, cosine=0.3, cosine_error=0.1)
+    weak = dataclasses.replace(found.latest, evidence=seen)
+    assert weighed(weak, found.thirds).verdict == "lags"
+    assert weighed(weak, blind).verdict == "cannot tell"
+
+
 def test_suggestions(tmp_path: Path) -> None:
     """An oscillating run is given the period of the theory, the controls and the form mistake that would look so."""
     found = judged(write_run(tmp_path / "a", SUM, [0.5] * 3))
@@ -129,6 +176,9 @@ def test_suggestions(tmp_path: Path) -> None:
     text = " ".join(suggestions(slow, slow.findings[0]))
     assert slow.findings[0].verdict == "lags"
     assert "10 times too small; it would be --outer.lr 7 in EMA form" in text
+    assert "hold it against half the learning rate (--outer.lr 0.35)" in text  # sigma known, mean gain below 1
+    hidden = judged(write_run(tmp_path / "c", SUM, [0.5] * 40, 40, noise=1.0, initial=0.0))
+    assert describe(hidden, "run").lower().count("cannot tell") == 1 + len(hidden.findings[0].thirds)
 
 
 def test_a_language_models_run(tmp_path: Path) -> None:

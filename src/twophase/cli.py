@@ -519,9 +519,10 @@ def _explore(words: list[str]) -> int:
     options, rest = parser.parse_known_args(words)
     run = read_run(options.run) if options.run else None
     asked = parse_arguments(of_run(run) if run else Question(), rest, prog=parser.prog)
-    size = write(options.out, state_of(asked, run), run)
+    state = state_of(asked, run)
+    size = write(options.out, state, run)
     print(f"page {options.out} ({size / 1000:.0f} kB): open it in a browser; it needs no network")
-    if run:
+    if run and state.spectrum == "run":
         print(f"spectrum of {run.spectrum.name}: {run.spectrum.note}")
     if options.open:
         import webbrowser

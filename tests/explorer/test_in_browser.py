@@ -18,6 +18,7 @@ from twophase.explorer.page import RunSpectrum, State, build
 from twophase.rule import OuterRule
 from twophase.theory.advice import advise
 from twophase.theory.advice import controls as theory_controls
+from twophase.theory.benefit import restart_can_help
 from twophase.theory.contraction import log_restart_factor, restart_rate
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import asymptotic_rate, effective_progress, phase, phase_shift, regime, transition
@@ -166,6 +167,7 @@ STATES = {
     "unstable": State(3.0, 0.9, True, "sum", 2, 40, "list", sigmas=(1.0, 0.4, 0.1), mode=0),
     "no momentum": State(0.7, 0.0, False, "sum", 0, 30, "list", sigmas=(0.9, 0.2), mode=1),
     "curvature": State(0.7, 0.9, True, "sum", 4, 60, "curvature", curvatures=(10, 3, 0.1), inner_steps=50, mode=2),
+    "hardly any momentum": State(0.7, 1e-300, False, "sum", 0, 30, "list", sigmas=(0.9, 0.2), mode=1),
     "short": State(0.7, 0.9, True, "sum", 3, 1, "list", mode=0),
 }
 
@@ -201,6 +203,9 @@ def test_what_is_shown_is_what_the_theory_says(view: View, name: str) -> None:
     for what, true in expected.items():
         assert close(shown[what], float(true)), (what, shown[what], true)
     period = advice.recommended.period
+    if not restart_can_help(rule, sigma).any() and period is not None:  # tied with never, which the page then says
+        assert advice.recommended.log_loss == pytest.approx(advice.without.log_loss, rel=1e-12)
+        period = None
     assert shown["Recommended K"] == ("never" if period is None else str(period))
     same = theory_controls(rule, sigma, state.restart or None, state.rounds)
     gain = next(re.findall(r"mean gain \(lr ([\d.e+-]+)\)", text)[0] for text in same if "mean gain" in text)
@@ -228,7 +233,9 @@ def test_what_is_shown_is_what_the_theory_says(view: View, name: str) -> None:
     assert close(
         cells["log₁₀ loss, no restart"][1], float(log_final_loss(other, sigma, state.rounds, state.rounds)) * log10
     )
-    again = advise(other, sigma, rounds=state.rounds).recommended.period
+    again = (
+        advise(other, sigma, rounds=state.rounds).recommended.period if restart_can_help(other, sigma).any() else None
+    )
     words = "never" if again is None else "every round" if again == 1 else f"every {again} rounds"
     assert cells["Recommended restart"][1] == words
 
@@ -271,6 +278,87 @@ def test_curves_and_map_are_those_of_the_theory(view: View) -> None:
     for name, period in {"log10_loss_no_restart": 120, "log10_loss_restart": 7}.items():
         true = log_final_loss(rules, np.tile(SIX, (len(rules), 1)), 120, period)
         np.testing.assert_allclose(column("map", name), np.asarray(true) / np.log(10), rtol=1e-6)
+
+
+SAID = {
+    "nothing moves": (State(sigmas=(0, 0), mode=0), "never", "Nothing moves, with or without restarts: every σ is 0."),
+    "one that does not": (State(spectrum="one", sigma=0, mode=0), "never", "Nothing moves"),
+    "hardly any momentum": (State(momentum=1e-300), "never", "every restart slows every mode down."),
+    "none": (State(momentum=0.0), "never", "Without momentum there is nothing to restart."),
+    "all diverge": (State(lr=50.0), "never", "6 of 6 modes diverge, and a restart cannot make them stable:"),
+    "grows": (State(0.78, 0.95, False, "sum", 1, 60, "one", sigma=1, mode=0), None, ""),
+    "late": (State(restart=60), None, "A restart every 60 rounds comes after the end of 60 rounds: it is no restart."),
+    "at once": (State(restart=1, rounds=1), None, "A restart every round comes after the end of 1 round:"),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_recommendation_and_warnings_do_not_contradict(view: View, name: str) -> None:
+    """Never is recommended where nothing moves or oscillates, and no sentence speaks of what is not there."""
+    state, best, said = SAID[name]
+    page = view.open(state)
+    page.wait_for_selector("#forms tbody tr")
+    words, shown = page.inner_text("#warning"), view.readouts()["Recommended K"]
+    assert said in words
+    assert best is None or shown == best
+    assert ("is no momentum at all" in words) == (shown == "1")
+    assert not ("diverge" in said and "slows" in words)
+    bold = page.inner_text("#choices tr.chosen button")
+    assert bold == shown
+    assert not re.search(r"\b(every )?1 rounds", page.inner_text("body"))
+    if state.restart >= state.rounds:
+        assert "no restart within the horizon" in page.inner_html("#residual")
+
+
+def test_what_rounds_to_one_is_written_out(view: View) -> None:
+    """A spectral radius next to 1 shows by how much it is not; the first cancellation reads alike everywhere."""
+    view.open(State(1e-6, 0.9, True, "sum", 3, 60, "one", sigma=0.001, mode=0))
+    assert view.readouts()["Spectral radius, ρ"] == "1\u00a0−\u00a01e−8"
+    assert view.readouts()["Stable"] == "yes"
+    page = view.open(PAPER)
+    first = view.readouts()["Cancellation, t₀"].split()[0]
+    assert f"t₀\u00a0=\u00a0{first}" in (page.text_content("#residual") or "")
+    assert f"First cancellation after {first} rounds" in page.inner_html("#residual")
+
+
+def test_what_leaves_the_frame(view: View) -> None:
+    """A diverging curve ends where it leaves, and the unit circle stays to be seen: triangles stand for what is out."""
+    page = view.open(State(lr=50.0, restart=0))
+    drawn = page.eval_on_selector_all("#residual svg g path", "all => all.map(p => p.getAttribute('d'))")
+    curves = [d for d in drawn if re.fullmatch(r"M[-\d.,]+(L[-\d.,]+)+", d)]
+    assert len(curves) >= 2
+    assert all(d.count("L") == 1 for d in curves)  # of 60 rounds, the first
+    assert "it leaves the frame" in page.inner_html("#residual")
+    circle = page.locator("#eigen ellipse").first
+    assert float(circle.get_attribute("ry") or 0) > 25
+    assert "point to those beyond it" in page.inner_text("#eigen figcaption")
+    page = view.open(PAPER)  # and one that stays is whole
+    drawn = page.eval_on_selector_all("#residual svg g path", "all => all.map(p => p.getAttribute('d'))")
+    assert sum(d.count("L") == 120 for d in drawn) == 7
+    assert "it leaves the frame" not in page.inner_html("#residual")
+
+
+def test_ticks_keep_their_distance(view: View) -> None:
+    """At the ends of what can be chosen, no two numbers on an axis of the map overlap, on a phone neither."""
+    for width in (1280, 360):
+        view.page.set_viewport_size({"width": width, "height": 900})
+        for state in (State(momentum=0.999999, lr=1e-6), State(momentum=0.9999), State(lr=1e6), PAPER):
+            page = view.open(state)
+            page.wait_for_selector("#map svg")
+            boxes = page.eval_on_selector_all(
+                "#map svg:first-of-type g text",
+                "all => all.filter(t => /^[0-9]/.test(t.textContent)).map(t => {"
+                " const b = t.getBoundingClientRect(); return [b.left, b.right, b.top + 2, b.bottom - 2]; })",
+            )
+            assert len(boxes) > 10
+            for i, (left, right, top, bottom) in enumerate(boxes):
+                for other in boxes[:i]:
+                    assert left >= other[1] or right <= other[0] or top >= other[3] or bottom <= other[2], (
+                        state,
+                        width,
+                    )
+    labels = page.eval_on_selector_all("input[type=radio]", "all => all.map(r => r.getBoundingClientRect().height)")
+    assert min(labels) >= 24
 
 
 # --- the hand -----------------------------------------------------------------------------------------------------

@@ -190,7 +190,40 @@ def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
     state = asked(capsys, tmp_path / "page.html", "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")
     assert (state["lr"], state["momentum"], state["restart"]) == (0.7, 0.8, 0)
     assert of_run(found).outer.nesterov
-    assert "--sigma and --run given" in refused(capsys, "--run", run, "--sigma", 0.5, "--out", tmp_path / "no.html")
+
+
+def test_a_given_spectrum_takes_the_place_of_the_runs(capsys: Capture, tmp_path: Path) -> None:
+    """With a spectrum by option, a run gives rule, period and rounds only, whether its own can be estimated or not."""
+    rule, out = OuterRule(0.5, 0.8, True), tmp_path / "page.html"
+    for rounds, restart in ((60, "9"), (4, "2"), (20, "1")):
+        run = synthetic_run(tmp_path / f"{rounds}", rule, [0.35], rounds, restart)
+        ways = {
+            "one": ("--sigma", 0.5),
+            "list": ("--sigma", 0.5, 0.2),
+            "range": ("--sigma-range", 0.1, 0.9),
+            "curvature": ("--eigenvalues", 3, 1, "--inner-lr", 0.1, "--inner-steps", 30),
+        }
+        for spectrum, words in ways.items():
+            state = asked(capsys, out, "--run", run, *words)
+            assert (state["spectrum"], state["lr"], state["momentum"]) == (spectrum, 0.5, 0.8)
+            assert (state["restart"], state["rounds"]) == (int(restart), rounds)
+            assert given(out.read_text(encoding="utf-8"))["run"] is None
+    assert "--sigma and --sigma-range given" in refused(
+        capsys, "--run", run, "--sigma", 0.5, "--sigma-range", 0, 1, "--out", tmp_path / "no.html"
+    )
+
+
+def test_the_guides_run_opens(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guide's example of --run works as written, on a run that shows no spectrum (a restart every 3 rounds)."""
+    guide = (Path(__file__).parents[2] / "docs" / "explorer.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^twophase explore (.*--run.*)$", guide, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("webbrowser.open", lambda _address: True)
+    synthetic_run(tmp_path / "runs" / "one", OuterRule(0.7, 0.9, True), [0.3], 6, "3")
+    assert "Give --sigma" in refused(capsys, "--run", "runs/one")
+    assert main(["explore", *line.split()]) == 0
+    state = given((tmp_path / "one.html").read_text(encoding="utf-8"))["state"]
+    assert (state["lr"], state["restart"], state["rounds"], state["spectrum"]) == (0.7, 3, 6, "range")
 
 
 def test_runs_without_an_estimate_are_refused(capsys: Capture, tmp_path: Path) -> None:

@@ -9,7 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twophase.report.charts import MOST_POINTS, Chart, Curve, figure
-from twophase.report.page import LONGEST, Html, clean, download, link, notes, page, table, tag, with_options
+from twophase.report.page import (
+    LONGEST,
+    Html,
+    clean,
+    counted,
+    download,
+    link,
+    minus,
+    notes,
+    page,
+    table,
+    tag,
+    with_options,
+)
 
 
 @given(st.text())
@@ -94,10 +107,57 @@ def test_long_curves_are_thinned() -> None:
     assert len(heights) == 2
 
 
+def places(made: str) -> list[str]:
+    """The texts below the broad picture's horizontal axis."""
+    return re.findall(r'y="260.0" font-size="13" text-anchor="middle">([^<]*)<', made.split("</svg>", maxsplit=1)[0])
+
+
+def test_what_is_counted_has_whole_ticks() -> None:
+    """No axis of rounds or steps has a fraction, and that of one round goes from 0 to 2."""
+    for rounds, ticks in (([1], ["0", "1", "2"]), ([1, 2], ["1", "2"]), ([1, 2, 3], ["1", "2", "3"])):
+        made = figure(Chart("n", "t", "round", "y", [Curve("c", rounds, [2.0] * len(rounds))], counts=True))
+        assert made is not None
+        assert places(made) == ticks
+        heights = re.findall(r'text-anchor="end">([^<]*)<', made.split("</svg>")[0])
+        assert heights == ["1", "2", "3"]
+
+
+def test_one_curve_has_a_legend() -> None:
+    """A chart of one curve says what the curve is."""
+    made = figure(Chart("n", "t", "x", "y", [Curve("the only one", [1, 2], [1.0, 2.0])]))
+    assert made is not None
+    assert re.search(r'<ul class="legend">.*the only one</li></ul>', made)
+
+
+def test_the_axis_ends_with_the_bulk() -> None:
+    """Few points far away do not flatten the others: they are cut off, counted and kept in the csv; else nothing is."""
+    values = [1.0 + 0.1 * (x % 3) for x in range(40)] + [30.0, -70.0]
+    chart = Chart("n", "t", "x", "y", [Curve("c", range(42), values)], bulk=True)
+    made = figure(chart)
+    assert made is not None
+    assert "Beyond the axis: 2 of 42 points, as far as \N{MINUS SIGN}70; the csv has them." in made
+    ticks = [float(tick) for tick in re.findall(r'text-anchor="end">([\d.]+)<', made)]
+    assert 0.9 < min(ticks) <= max(ticks) < 1.3
+    assert made.count("<clipPath") == made.count('clip-path="url(#n-') == 2
+    assert "c,41,-70" in base64.b64decode(re.findall(r"base64,([A-Za-z0-9+/=]+)", made)[0]).decode()
+    whole = figure(Chart("n", "t", "x", "y", [Curve("c", range(40), values[:40])], bulk=True))
+    assert whole is not None
+    assert "Beyond the axis" not in whole
+    assert "clip" not in whole
+
+
+def test_signs_and_counts_in_words() -> None:
+    """Numbers have true minus signs and words keep their hyphens; one thing is not several."""
+    assert minus("-0.5 1e-03 [-4, -.5]") == "-0.5 1e-03 [-4, -.5]".replace("-", "\N{MINUS SIGN}")
+    assert minus("momentum-free K-3 a-1 2026-11-22") == "momentum-free K-3 a-1 2026-11-22"
+    assert [counted(number, "round") for number in (0, 1, 2000)] == ["0 rounds", "1 round", "2,000 rounds"]
+
+
 @settings(max_examples=25)
-@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=20), st.booleans())
-def test_any_numbers_can_be_drawn(values: list[float], log: bool) -> None:
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=20), st.booleans(), st.booleans())
+def test_any_numbers_can_be_drawn(values: list[float], log: bool, bulk: bool) -> None:
     """No number, however large, small or absent, breaks a chart or makes a place that is none."""
-    made = figure(Chart("n", "t", "x", "y", [Curve("c", range(len(values)), values)], log=log, levels={"l": 0.0}))
+    curves = [Curve("c", range(len(values)), values)]
+    made = figure(Chart("n", "t", "x", "y", curves, log=log, levels={"l": 0.0}, bulk=bulk, counts=bulk))
     assert made is None or isinstance(made, Html)
     assert made is None or not re.search(r'[ ",]-?(nan|inf)', made.split("<desc")[0])

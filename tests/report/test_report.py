@@ -78,7 +78,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Nesterov lr 0.7 momentum 0.9 (sum form), the same as lr 7 in EMA form" in text
     assert "twophase train --steps 60" in text
     assert text.count("<figure>") == 4
-    assert "60 of 60, of 1 inner steps" in text
+    assert "60 of 60, of 1 inner step<" in text
     assert "refresh" not in text
 
 
@@ -91,6 +91,47 @@ def test_blocks_have_rows_of_their_own(tmp_path: Path) -> None:
     assert "0.3 (0.3 to 0.3)" in text
 
 
+def test_rounds_of_one_fragment_each(tmp_path: Path) -> None:
+    """Fragments that take turns have a curve each in every chart, and a number alone is no name."""
+    write_run(tmp_path, EMA, [], blocks={"0": [0.95] * 3, "1": [0.3] * 3})
+    lines = []
+    for line in map(json.loads, (tmp_path / "rounds.jsonl").read_text().splitlines()):
+        for part in (0, 1):
+            own = {name: [line[name][part]] for name in ("groups", "fragments")}
+            lines.append(line | own | line["groups"][part] | {"step": 2 * line["step"] - 1 + part})
+    write_lines(tmp_path / "rounds.jsonl", lines)
+    text = page_of(tmp_path)
+    charts = re.findall(r"<figure>.*?</figure>", text)
+    assert len(charts) == 5
+    for chart in charts[1:]:
+        assert re.findall(r"</svg>(fragment \d)</li>", chart) == ["fragment 0", "fragment 1"]
+    assert '<th scope="row">fragment 0</th>' in text
+    assert "<h3>fragment 1 (restart never)</h3>" in text
+    assert "<h3>0 " not in text
+
+
+def test_the_environment_and_times(tmp_path: Path) -> None:
+    """The corpus is a list of its parts, phases are in milliseconds, and no line ends inside of a bracket."""
+    write_run(tmp_path, SUM, [0.3], 9)
+    corpus = {"corpus": "python", "held_out_documents": 264, "share": [1, 2]}
+    (tmp_path / "env.json").write_text(json.dumps({"corpus": corpus}))
+    text = page_of(tmp_path)
+    assert "<ul><li>corpus: python</li><li>held out documents: 264</li><li>share: 1 2</li></ul>" in text
+    assert '<th scope="row">outer</th><td class="n">2</td><td class="n">18</td>' in text
+    assert "median (ms)" in text
+    assert "&lt;update,\N{NO-BREAK SPACE}g&gt;" in text
+    assert "<th>was</th>" not in text
+
+
+def test_a_run_of_one_round(tmp_path: Path) -> None:
+    """Of one round the page speaks in the singular, and the chart of norms says which norm it has."""
+    text = page_of(write_run(tmp_path, SUM, [0.3], 1))
+    assert "All of 1 round." in text
+    assert not re.search(r"\b1 (rounds|restarts|inner steps|values)\b", text)
+    norms = next(chart for chart in re.findall(r"<figure>.*?</figure>", text) if "norms.csv" in chart)
+    assert "pseudo-gradient</li>" in norms
+
+
 def test_an_elastic_run(tmp_path: Path) -> None:
     """Where replicas come and go, the page counts them."""
     write_run(tmp_path, SUM, [0.3])
@@ -100,6 +141,8 @@ def test_an_elastic_run(tmp_path: Path) -> None:
     text = page_of(tmp_path)
     assert "Replicas that come and go" in text
     assert "newcomers, without weight" in text
+    assert "with any: 1 round<" in text
+    assert "with more than one: 1 round<" in text
 
 
 def damage(folder: Path, how: str) -> str:
@@ -228,6 +271,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # -------------------------------------------------------------------------------------------------------------- sweeps
 
 
+PLACES = ((0, 0.3, 0.5), (1, 0.7, 0.5), (2, 0.3, 0.9), (3, 0.7, 0.9))
+
+
 def make_sweep(folder: Path, seeds: int = 2) -> Sweep:
     """A sweep whose runs are simulated: an arm, its control, a diverged and a missing cell."""
     base = config_of(SUM, rounds=12)
@@ -265,11 +311,45 @@ def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 seeds: " in text
     assert "1 div." in text
     assert "(control: momentum-free)" in text
+    # The names of the axes are in the caption, and the corner takes no width.
+    caption = '<span class="once">across: outer.lr</span>; <span class="once">down: outer.restart</span></caption>'
+    assert caption + "<thead><tr><td></td><th" in text
+    assert re.search(r'<span class="once"><a href="[^"]*">seed 0</a></span>, <span class="once">', text)
     targets = {target for target in read.links if not target.startswith("data:")}
     assert len(targets) == 11
     for target in targets:
         assert (tmp_path / target).is_file()
         assert "../../report.html" in (tmp_path / target).read_text()
+
+
+def test_an_arm_that_never_restarts_has_a_name(tmp_path: Path) -> None:
+    """An arm called after its restart policy "never" is headed by words."""
+    make_sweep(tmp_path)
+    table = tmp_path / "cells.csv"
+    table.write_text(table.read_text().replace("heavy ball,", "never,"))
+    assert report(Wish(tmp_path), say=lambda _: None) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h3>no restart</h3>" in text
+    assert "<h3>never" not in text
+    assert '<th scope="row">never' not in text[text.index('id="verdict"') :]
+
+
+def test_a_paired_control_stands_with_its_pairs(tmp_path: Path) -> None:
+    """The map of a paired control has the axes of what it is paired with, no empty cell, and its own values in it."""
+    (tmp_path / "sweep.json").write_text("{}")
+    (tmp_path / "cells.csv").write_text(
+        "arm,run,outer.lr,outer.momentum,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of\n"
+        + "".join(f"K=3,a{n},{lr},{mu},8.{n},2.1,false,finished,1,,\n" for n, lr, mu in PLACES)
+        + "".join(f"paired,c{n},{lr * mu},{mu},9.{n},2.2,false,finished,1,a{n},\n" for n, lr, mu in PLACES)
+    )
+    assert report(Wish(tmp_path), say=lambda _: None) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    harmless(text)
+    own = text[text.index("paired (control: paired)") :]
+    own = own[: own.index("</table>")]
+    assert 'class="void"' not in own
+    assert re.findall(r'<th scope="row">([^<]*)<', own) == ["0.5", "0.9"]
+    assert re.findall(r"<small>lr ([^<]*)<", own) == ["0.15", "0.35", "0.27", "0.63"]
 
 
 @pytest.mark.parametrize("how", ["missing", "damaged"])

@@ -48,6 +48,44 @@ def _one_seed(rule: OuterRule, restart: str, seed: int) -> Observed:
     return observe(rule, columns["g"], columns["m"], columns["cosine"], columns["restarted"])
 
 
+def _shown(rule: OuterRule, sigma: list[float], restart: str, size: tuple[int, int, float]) -> list[Observed]:
+    """Of 300 noisy runs, what the last rounds of those show whose interval may be shown."""
+    rounds, last, noise = size
+    run = observed(rule, sigma, rounds, restart, noise=noise, seeds=list(range(300)))
+    columns = [np.asarray(run[name])[-last:] for name in ("g", "m", "cosine", "restarted")]
+    found = [observe(rule, *(column[:, seed] for column in columns)) for seed in range(300)]
+    return [one for one in found if one.shown_interval]
+
+
+def test_what_is_shown_holds() -> None:
+    """Where restarts are frequent and the data noisy hardly an interval is shown, and of those that are few miss.
+
+    An interval that is shown only where it is significant is mostly one that chance has made so, unless more is asked.
+    """
+    rule, sigma = OuterRule(0.35, 0.9, nesterov=True), np.linspace(0.01, 0.1, 40).tolist()
+    found = [
+        one
+        for size in ((20, 20, 0.05), (60, 60, 0.05), (60, 30, 0.05), (150, 150, 0.05), (60, 60, 0.2))
+        for one in _shown(rule, sigma, "3", size)
+    ]
+    missed = [one for one in found if one.interval[0] > sigma[-1] or one.interval[1] < sigma[0]]
+    assert len(found) <= 3
+    assert len(missed) <= len(found) / 4
+    known = _shown(SUM, [0.3] * 100, "5", (60, 60, 0.1))
+    assert len(known) > 200  # where the record does tell, it is shown
+    assert np.mean([one.interval[0] <= 0.3 <= one.interval[1] for one in known]) > 0.9
+
+
+def test_cycles_are_counted() -> None:
+    """Below ten restart cycles nothing noisy is shown, and the interval is Student's with a degree less than cycles."""
+    run = observed(SUM, [0.3] * 100, 45, "5", noise=0.01, seeds=[0])
+    found = observe(SUM, *(np.asarray(run[name])[:, 0] for name in ("g", "m", "cosine", "restarted")))
+    assert found.cycles == 9
+    assert found.shown_interval is None
+    assert "9 restart cycles" in found.why_not
+    assert found.interval[1] - found.sigma == pytest.approx(2.306 * found.standard_error, rel=1e-3)
+
+
 def test_pure_noise_is_no_progress() -> None:
     """Where there is only noise, the interval reaches zero, though the plain ratio would promise a good deal."""
     for restart in ("never", "3"):

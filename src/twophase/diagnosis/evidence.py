@@ -33,6 +33,8 @@ class Evidence:
         first, last: round numbers.
         rounds: how many rounds it has.
         restarts: in how many of them the momentum restarted.
+        oldest: rounds that the oldest measured buffer had gathered since the last restart.
+        rates_known: whether the inner learning rate of the rounds is known.
         cosines: rounds whose cosine says something: the buffer was there and had not just been dropped.
         cosine: mean cosine between pseudo-gradient and buffer.
         cosine_error: its standard error, correlation between rounds included.
@@ -50,6 +52,8 @@ class Evidence:
     last: int
     rounds: int
     restarts: int
+    oldest: int
+    rates_known: bool
     cosines: int
     cosine: float
     cosine_error: float
@@ -100,20 +104,26 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
     observed = observe(
         rule, g, m, cosine, restarted, inner_lr=rates, follows=np.concatenate([[True], np.diff(number) == 1])
     )
+    # Where the inner learning rate is unknown, its change may hide the noise.
+    quiet = rates is not None and observed.noise_share + 2 * observed.noise_error < _QUIET
     gains = block.gain[part][np.isfinite(block.gain[part])]
+    with np.errstate(over="ignore"):
+        gain = float(np.median(gains)) if len(gains) else math.nan
     return Evidence(
         name=name,
         first=_whole(number[0]) if len(number) else 0,
         last=_whole(number[-1]) if len(number) else 0,
         rounds=len(g),
         restarts=int(restarted.sum()),
+        oldest=int(_ages(restarted)[told].max(initial=0)),
+        rates_known=rates is not None,
         cosines=len(seen),
         cosine=mean,
         cosine_error=error,
         against=float(np.mean(seen < 0)) if len(seen) else math.nan,
         swing=swing,
-        turns=_turns(cosine, told, restarted, swing, quiet=observed.noise_share + 2 * observed.noise_error < _QUIET),
-        gain=float(np.median(gains)) if len(gains) else math.nan,
+        turns=_turns(cosine, told, restarted, swing, quiet=quiet),
+        gain=gain,
         growth=growth,
         growth_error=growth_error,
         observed=observed,

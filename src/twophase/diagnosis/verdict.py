@@ -34,6 +34,8 @@ Verdict = Literal["oscillates", "overshoots", "lags", "held", "diverges", "canno
 LEAST_ROUNDS = 8
 _GROWN = math.log(10)
 _COMPLEX = ("oscillatory", "critical")
+_CLEAR = 4.0
+"""Standard errors by which the mean cosine must exceed zero for `lags` where no third of the run shows it."""
 _TOO_SOON = 0.6
 """Share of the first cancellation time before which a restart throws away momentum that is still of use."""
 
@@ -89,7 +91,7 @@ class Diagnosis:
 
     Args:
         rule: its outer rule; None if it is not known.
-        rounds: rounds recorded.
+        rounds: rounds recorded, of several fragments those that all of them have ended.
         planned: rounds of the whole run; None if it is not known.
         state: `finished`, `diverged` or `unfinished`.
         findings: one a block.
@@ -110,11 +112,11 @@ def diagnose(record: RunRecord) -> Diagnosis:
     Args:
         record: of `read_record`, in whatever state.
     """
-    rule, count = record.rule, len(record.rounds["round"])
+    rule, count = record.rule, record.recorded
     if rule is None:
         reason = "The configuration holds no outer rule (lr, momentum, nesterov, form), so the record has no scale."
         findings = [_unknown("whole model", reason)]
-    elif count == 0:
+    elif not len(record.rounds["round"]):
         findings = [_unknown("whole model", "No round has been recorded yet.")]
     elif not record.blocks:
         reason = (
@@ -134,7 +136,8 @@ def _unknown(block: str, reason: str) -> Finding:
 def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:
     evidence, parts = stretches(record, block, rule)
     ended = record.state == "diverged"
-    latest = _stage(rule, evidence, ended=ended)
+    stages = tuple(_stage(rule, part, ended=ended and part is parts[-1]) for part in parts)
+    latest = weighed(_stage(rule, evidence, ended=ended), stages)
     policy = record.policy(block.name)
     reasons = list(latest.reasons)
     if record.number("sync.mixing") > 0:
@@ -149,7 +152,7 @@ def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:
         latest.verdict,
         tuple(reasons),
         latest,
-        tuple(_stage(rule, part, ended=ended and part is parts[-1]) for part in parts),
+        stages,
         _advice(rule, latest.sigma, record.planned_rounds),
         "unknown" if policy is None else str(policy),
     )
@@ -161,14 +164,23 @@ def _stage(rule: OuterRule, evidence: Evidence, *, ended: bool) -> Stage:
     return Stage(verdict, tuple(reasons), sigma, evidence)
 
 
+def weighed(latest: Stage, thirds: tuple[Stage, ...]) -> Stage:
+    """The stage, or "cannot tell" where it alone says `lags`, and not clearly."""
+    seen = latest.evidence
+    alone = bool(thirds) and all(stage.verdict == "cannot tell" for stage in thirds)
+    if latest.verdict != "lags" or not alone or seen.cosine > _CLEAR * seen.cosine_error:
+        return latest
+    reason = f"No third of the run shows that by itself, and the mean cosine is not {_CLEAR:g} standard errors above 0."
+    return dataclasses.replace(latest, verdict="cannot tell", reasons=(*latest.reasons, reason))
+
+
 def sigma_range(evidence: Evidence) -> tuple[float, float, float] | None:
     """Low, estimate and high of sigma (95 %) within (0, 1], or None where the record does not determine it."""
-    observed = evidence.observed
-    low, high = observed.interval
-    # An interval that reaches zero, or spans a factor of ten, leaves open in which regime the mode is.
-    if not low > 0 or low > 1 or high / low > 10:
+    shown = evidence.observed.shown_interval
+    if shown is None or not evidence.rates_known:
         return None
-    return low, min(max(observed.sigma, low), 1.0), min(high, 1.0)
+    low, high = shown
+    return low, min(max(evidence.observed.sigma, low), 1.0), min(high, 1.0)
 
 
 def _advice(rule: OuterRule, sigma: tuple[float, float, float] | None, rounds: int | None) -> tuple[Advice, ...]:
@@ -194,13 +206,19 @@ def _judge(
         return "cannot tell", [*said, "Chance would give such signs as well: noise hides what the buffer does."]
     if sigma is None:
         said.append(_sigma_missing(latest))
-        if not latest.turns:
+        if latest.turns:
+            said.append(
+                "The updates seem to go past the minimum; noise that drives an oscillating mode looks alike. Whether "
+                "by the momentum (an oscillation) or by the step itself (an overshoot) depends on sigma."
+            )
+        elif latest.restarts and 2 * latest.oldest < latest.rounds:
+            said.append(
+                "The buffer has not turned before a restart drops it; whether it would is unknown: none older than "
+                f"{latest.oldest} rounds was measured."
+            )
+        else:
             return "lags", said
-        return "cannot tell", [
-            *said,
-            "The updates go past the minimum, but whether by the momentum (an oscillation) or by the step itself (an "
-            "overshoot) depends on sigma.",
-        ]
+        return "cannot tell", said
     said.append(_sigma_words(rule, latest, sigma))
     noise = _noise(rule, latest, sigma) if latest.turns else ""
     if noise:
@@ -357,12 +375,16 @@ _REGIMES = {
 
 def _sigma_missing(latest: Evidence) -> str:
     seen = latest.observed
+    if not latest.rates_known:
+        return (
+            "Sigma is not determined: the inner learning rate of these rounds is unknown (metrics.jsonl), and "
+            "pseudo-gradients that shrink with it look like progress."
+        )
     if math.isnan(seen.sigma):
         known = "" if math.isnan(seen.ceiling) else f"; if nothing were noise it would be {seen.ceiling:.3g}"
         return f"Sigma is not determined by the {seen.pairs} pairs of rounds that can be used{known}."
-    low, high = seen.interval
     return (
-        f"Sigma is not determined: {seen.sigma:.3g} with 95 % from {low:.3g} to {high:.3g}, about "
+        f"Sigma is not determined: {seen.why_not}. The estimate is {seen.sigma:.3g}, with about "
         f"{100 * seen.noise_share:.0f} % of the pseudo-gradient's square being noise; without the correction for "
         f"noise it would seem to be {seen.ceiling:.3g}."
     )

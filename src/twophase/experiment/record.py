@@ -31,6 +31,7 @@ _LONGEST_LINE = 1 << 22  # bytes; no line that a run has written comes near
 _LARGEST_FILE = 1 << 22  # of config.yaml, env.json and summary.json
 _MOST_PHASES, _MOST_BLOCKS = 16, 256
 _MOST_NAMES = 500  # values of a configuration that are shown
+_LARGEST_COUNT = 1 << 53
 _TOTALS = ("step", "round", "inner_steps", "replicas", "newcomers", "attempts", "restarted", "complete", "bytes_sent")
 _MEASURED = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
 
@@ -66,7 +67,8 @@ class RunRecord:
         config: dotted paths and values, as far as they could be read.
         environment: what `env.json` holds, or nothing.
         summary: of a finished run, else None.
-        rounds: columns of `rounds.jsonl`, all of one length.
+        rounds: columns of `rounds.jsonl`, all of one length; a line for each sync, of one fragment or of several.
+        recorded: rounds that every fragment has ended.
         phases: seconds of each phase, the same length.
         blocks: in order of appearance.
         metrics: columns of `metrics.jsonl`.
@@ -79,6 +81,7 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
     rounds: dict[str, Column] = field(default_factory=dict)
+    recorded: int = 0
     phases: dict[str, Column] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     metrics: dict[str, Column] = field(default_factory=dict)
@@ -308,10 +311,17 @@ def _read_rounds(record: RunRecord) -> None:
     totals: dict[str, list[float]] = {name: [] for name in (*_TOTALS, *_MEASURED)}
     phases: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[float, ...]]] = {}
-    odd = count = 0
+    keys: list[tuple[str, ...]] = []
+    own: dict[str, list[tuple[int, float]]] = {}
+    odd = count = wrong = 0
     for line in _lines(record.path / ROUNDS, record.problems, expected=True):
         for name, values in totals.items():
             values.append(_number(line.get(name), flag=name in ("restarted", "complete")))
+        wrong += _wrong(line)
+        keys.append(_fragments(line))
+        for name, number in _own_rounds(line):
+            if name in own or len(own) < _MOST_BLOCKS:
+                own.setdefault(name, []).append((count, number))
         odd += any(math.isnan(totals[name][-1]) for name in ("pseudo_gradient_norm", "cosine"))
         seconds = line.get("seconds")
         for name, value in (seconds if isinstance(seconds, dict) else {}).items():
@@ -322,9 +332,27 @@ def _read_rounds(record: RunRecord) -> None:
             if name in rows or len(rows) < _MOST_BLOCKS:
                 rows.setdefault(name, []).append(row)
         count += 1
-    record.rounds = {name: np.array(values) for name, values in totals.items()}
-    record.phases = {name: np.array(values + [math.nan] * (count - len(values))) for name, values in phases.items()}
-    record.blocks = [_block(WHOLE if len(rows) == 1 else name, found) for name, found in rows.items()]
+    for name in ("step", "round"):
+        totals[name] = [value if 0 <= value < _LARGEST_COUNT else math.nan for value in totals[name]]
+    keep = _in_order(totals["step"], keys, record.problems)
+    place = np.cumsum(keep) - 1
+    record.rounds = {name: np.array(values)[keep] for name, values in totals.items()}
+    record.phases = {
+        name: np.array(values + [math.nan] * (count - len(values)))[keep] for name, values in phases.items()
+    }
+    kept = {
+        name: [(int(place[int(row[0])]), *row[1:]) for row in found if keep[int(row[0])]]
+        for name, found in rows.items()
+    }
+    record.blocks = [_block(WHOLE if len(rows) == 1 else name, found) for name, found in kept.items() if found]
+    numbers = {name: [number for line, number in found if keep[line]] for name, found in own.items()}
+    record.recorded = min((len(found) for found in numbers.values()), default=0)
+    _check_numbers(record, numbers)
+    if wrong:
+        record.problems.append(
+            f"{wrong:,} lines of {ROUNDS} hold something of a wrong kind where a whole number (step, round), a param "
+            "group or a fragment should be; that part is left out."
+        )
     if odd:
         record.problems.append(
             f"{odd:,} of {count:,} rounds have no finite number for the norm or the cosine of the pseudo-gradient."
@@ -333,15 +361,94 @@ def _read_rounds(record: RunRecord) -> None:
 
 def _block_rows(line: dict[str, Any], index: int) -> Iterator[tuple[str, tuple[float, ...]]]:
     """Name and numbers of each block of a round's line: a fragment, or a param group where there are several."""
-    groups, fragments = line.get("groups"), line.get("fragments")
-    groups = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
-    parts = [part for part in fragments if isinstance(part, dict)] if isinstance(fragments, list) else []
+    groups, parts = _list(line, "groups"), _list(line, "fragments")
     for place, group in enumerate(groups):
+        if not isinstance(group, dict):
+            continue
         name, number = f"param group {place}", line.get("round")
-        if len(parts) == len(groups):
-            name, number = f"fragment {parts[place].get('name', place)}", parts[place].get("round", number)
+        part = parts[place] if len(parts) == len(groups) else None
+        if isinstance(part, dict):
+            name, number = f"fragment {part.get('name', place)}", part.get("round", number)
         restarted = _number(group.get("restarted"), flag=True)
         yield name, (index, _number(number), restarted, *(_number(group.get(key)) for key in _MEASURED))
+
+
+def _list(line: dict[str, Any], key: str) -> list[Any]:
+    value = line.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _wrong(line: dict[str, Any]) -> bool:
+    """Whether a round's line holds something of another kind than a trainer writes."""
+    counts = [line[name] for name in ("step", "round") if line.get(name) is not None]
+    counts += [
+        part["round"] for part in _list(line, "fragments") if isinstance(part, dict) and part.get("round") is not None
+    ]
+    lists = [line[name] for name in ("groups", "fragments") if line.get(name) is not None]
+    entries = [entry for name in ("groups", "fragments") for entry in _list(line, name)]
+    return (
+        any(type(value) is not int or not 0 <= value < _LARGEST_COUNT for value in counts)
+        or not all(isinstance(value, list) for value in lists)
+        or not all(isinstance(entry, dict) for entry in entries)
+    )
+
+
+def _fragments(line: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the fragments that a line is of; none where it does not say."""
+    return tuple(str(part.get("name")) for part in _list(line, "fragments") if isinstance(part, dict))
+
+
+def _own_rounds(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The number of its own round, for each fragment of a line."""
+    parts = [part for part in _list(line, "fragments") if isinstance(part, dict)]
+    for part in parts:
+        yield f" of fragment {part.get('name')}", _number(part.get("round", line.get("round")))
+    if not parts:
+        yield "", _number(line.get("round"))
+
+
+def _in_order(steps: list[float], keys: list[tuple[str, ...]], problems: list[str]) -> NDArray[np.bool_]:
+    """Which lines to keep: the last of those of one step and the same fragments, and none that goes back."""
+    named = list(zip(steps, keys, strict=True))
+    last = {key: line for line, key in enumerate(named)}
+    keep = np.ones(len(steps), dtype=bool)
+    reached: dict[tuple[str, ...], float] = {}
+    twice = back = 0
+    for line, (step, key) in enumerate(named):
+        if math.isnan(step):
+            continue
+        if last[step, key] != line:
+            keep[line], twice = False, twice + 1
+        elif step < reached.get(key, -math.inf):
+            keep[line], back = False, back + 1
+        else:
+            reached[key] = step
+    if twice:
+        problems.append(f"{ROUNDS} has {twice:,} lines whose step comes again further down; the last of each is used.")
+    if back:
+        problems.append(f"{ROUNDS} has {back:,} lines whose step is smaller than one before; left out.")
+    return keep
+
+
+def _check_numbers(record: RunRecord, numbers: dict[str, list[float]]) -> None:
+    """Name what is missing, repeated or beyond the plan among the rounds that are left."""
+    for name, found in list(numbers.items())[:_MOST_PHASES]:
+        known = [value for value in found if math.isfinite(value)]
+        jumps = np.diff([0.0, *known])
+        missing, again = int(np.sum(np.maximum(jumps - 1, 0))), int(np.sum(jumps < 1))
+        if missing:
+            first = known[int(np.flatnonzero(jumps > 1)[0])]
+            record.problems.append(
+                f"Rounds{name} are missing: {missing:,}, the first of them before round {first:.0f}."
+            )
+        if again:
+            record.problems.append(f"Round numbers{name} do not increase in {again:,} places.")
+    limit = record.number("steps")
+    beyond = int(np.sum(record.rounds["step"] > limit))
+    if beyond:
+        record.problems.append(
+            f"{beyond:,} rounds lie beyond the plan: their step is larger than {limit:.0f} (--steps)."
+        )
 
 
 def _block(name: str, rows: list[tuple[float, ...]]) -> Block:

@@ -35,7 +35,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Question:
-    """Where the page begins: a rule, a spectrum in one of three ways (or --run's), and the length of the run."""
+    """Where the page begins: a rule, a spectrum in one of three ways (or the run's), and the length of the run."""
 
     outer: Outer = field(default_factory=Outer)
     sigma: tuple[float, ...] = ()
@@ -53,7 +53,7 @@ class Question:
 
 
 def of_run(run: FromRun) -> Question:
-    """The question with a run's own rule and length, on which options come on top."""
+    """The question with a run's own rule, period and length, on which options come on top."""
     rule = run.rule
     outer = Outer(rule.lr, rule.momentum, rule.nesterov, rule.form, str(run.restart or "never"))
     return Question(outer, rounds=run.rounds)
@@ -63,7 +63,8 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
     """The page's first state.
 
     Raises:
-        UsageError: several spectra, values that make no rule, or a restart policy without a period.
+        UsageError: several spectra, values that make no rule, a restart policy without a period, or a run that shows no
+            effective progress where none is given either.
     """
     outer = question.outer
     try:
@@ -79,17 +80,17 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
         rounds=_whole("--rounds", question.rounds),
         inner_steps=State.inner_steps if run is None else run.inner_steps,
     )
-    values = _spectrum(question, run is not None)
+    values = _spectrum(question, run)
     state = replace(state, **values)
     modes = {"one": 1, "list": len(state.sigmas), "range": state.count, "curvature": len(state.curvatures)}
-    modes["run"] = len(run.spectrum.sigma) if run else 0
+    modes["run"] = len(run.spectrum.sigma) if run else 0  # a spectrum that is given takes the place of the run's
     return replace(state, mode=modes[state.spectrum] - 1)  # the slowest mode, which the loss ends with
 
 
-def _spectrum(question: Question, run: bool) -> dict[str, Any]:
+def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
     """The state's values that say which spectrum it shows."""
     given = {"--sigma": question.sigma, "--sigma-range": question.sigma_range, "--eigenvalues": question.eigenvalues}
-    named = [name for name, value in given.items() if value] + (["--run"] if run else [])
+    named = [name for name, value in given.items() if value]
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} given; give one of them")
     if not question.eigenvalues and (question.inner_lr, question.inner_steps) != (None, None):
@@ -111,6 +112,11 @@ def _spectrum(question: Question, run: bool) -> dict[str, Any]:
         return {"spectrum": "one", "sigma": question.sigma[0]}
     if question.sigma:
         return {"spectrum": "list", "sigmas": question.sigma}
+    if run is not None and not run.spectrum.sigma:
+        raise UsageError(
+            f"--run {run.spectrum.name}: effective progress {run.spectrum.note} Give --sigma, --sigma-range or "
+            "--eigenvalues beside --run, which then gives the rule, the period and the rounds"
+        )
     return {"spectrum": "run" if run else "list"}
 
 
@@ -148,7 +154,7 @@ def write(out: Path, state: State, run: FromRun | None = None) -> int:
     Args:
         out: the file; one that is there is replaced if it is such a page.
         state: what it shows first.
-        run: the run whose spectrum it holds.
+        run: the run whose spectrum it holds, if the state shows that.
 
     Returns:
         Its size in bytes.
@@ -156,7 +162,7 @@ def write(out: Path, state: State, run: FromRun | None = None) -> int:
     Raises:
         UsageError: a place that cannot be written, a file of something else, or values that the page does not take.
     """
-    page = build(state, run.spectrum if run else None)
+    page = build(state, run.spectrum if run and state.spectrum == "run" else None)
     if out.is_dir():
         raise UsageError(f"--out {out}: is a folder; name a file in it, such as {out / 'explore.html'}")
     try:

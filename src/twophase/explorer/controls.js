@@ -2,7 +2,7 @@
 // The controls: sliders and fields of one value each, choices, examples; from the hand to the state and back.
 
 const controls = (() => {
-  const { plain } = store;
+  const { plain, NB } = store;
   const knobs = {};
 
   /** How far along its slider a value is, and back; values of sliders are rounded to what a hand can set. */
@@ -107,7 +107,7 @@ const controls = (() => {
 
   let modesShown = "";
   function showModes() {
-    const names = app.model.sigmas.map((sigma, j) => `mode ${j + 1}: σ = ${plain(sigma)}`),
+    const names = app.model.sigmas.map((sigma, j) => `mode ${j + 1}: σ${NB}=${NB}${plain(sigma)}`),
       key = names.join();
     if (key !== modesShown) {
       $("mode").replaceChildren(
@@ -219,7 +219,7 @@ const controls = (() => {
     );
     if (app.given.run) {
       $("spectrum").append(html("option", { value: "run", textContent: "estimated from a run" }));
-      $("run").textContent = `${app.given.run.name}: ${app.given.run.note}`;
+      $("run").textContent = `${app.given.run.name}: ${app.given.run.note.replace(/ ([=±]) /g, `${NB}$1${NB}`)}`;
     }
     $("spectrum").addEventListener("change", ({ target }) => {
       if (!app.change({ spectrum: target.value, mode: 0 })) app.later();

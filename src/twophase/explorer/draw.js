@@ -62,6 +62,18 @@ const draw = (() => {
     return found.filter((value) => value >= low * 0.999 && value <= high * 1.001);
   }
 
+  /** From an axis's values to pixels between two ends. */
+  function scale({ from, to, log }, low, high) {
+    const read = log ? Math.log10 : (value) => value,
+      a = read(from),
+      b = read(to);
+    return (value) => low + ((read(value) - a) / (b - a)) * (high - low);
+  }
+
+  /** Ticks whose words do not meet: each that is apart from all kept before it, so that the first matter most. */
+  const thinned = (given, apart) =>
+    given.reduce((kept, one) => (kept.every((other) => apart(one, other)) ? [...kept, one] : kept), []);
+
   /**
    * An empty plot with axes: {svg, x(value), y(value), box, add(...)}; what is added to `inside` is cut at the frame.
    * `axis.x` and `axis.y` are {from, to, label, log, ticks: [[value, words]]}.
@@ -71,6 +83,8 @@ const draw = (() => {
       rows = legendRows(legend, width - 8),
       top = 8 + 17 * rows.length;
     const given = { x: axis.x.ticks ?? named(axis.x, width / 80), y: axis.y.ticks ?? named(axis.y, height / 48) };
+    const y = scale(axis.y, height - 40, top);
+    given.y = thinned(given.y, (one, other) => Math.abs(y(one[0]) - y(other[0])) >= SIZE + 2);
     const left = 26 + WIDE * Math.max(...given.y.map(([, words]) => words.length));
     const box = { left, top, right: width - 10, bottom: height - 40 };
     const svg = el("svg", {
@@ -81,14 +95,9 @@ const draw = (() => {
       "font-family": FONT,
       fill: look.ink,
     });
-    const scale = ({ from, to, log }, low, high) => {
-      const read = log ? Math.log10 : (value) => value,
-        a = read(from),
-        b = read(to);
-      return (value) => low + ((read(value) - a) / (b - a)) * (high - low);
-    };
-    const x = scale(axis.x, box.left, box.right),
-      y = scale(axis.y, box.bottom, box.top);
+    const x = scale(axis.x, box.left, box.right);
+    const apart = (one, other) => Math.abs(x(one[0]) - x(other[0])) >= (WIDE * (one[1].length + other[1].length)) / 2 + 4;
+    given.x = thinned(given.x, apart);
     const grid = el("g", { stroke: look.line, "stroke-width": 1, fill: "none" });
     const marks = el("g", { fill: look.muted });
     for (const [value, words] of given.y) {

@@ -13,7 +13,7 @@ from twophase.experiment.record import Block, RunRecord, read_record
 from twophase.explorer.page import LIMITS, RunSpectrum
 from twophase.restart import Never, Periodic
 from twophase.rule import OuterRule
-from twophase.theory.observed import LEAST, Observed, observe
+from twophase.theory.observed import Observed, observe
 
 _MOST_NAMED = 6  # blocks that the note names
 
@@ -27,7 +27,7 @@ class FromRun:
         restart: its restart period, 0 where it has none.
         rounds: its length in rounds.
         inner_steps: its inner steps a round.
-        spectrum: its estimated effective progress.
+        spectrum: its estimated effective progress; without values, and a note that says why, where it shows none.
     """
 
     rule: OuterRule
@@ -41,7 +41,7 @@ def read_run(path: Path) -> FromRun:
     """What the folder of a run, finished or not, holds for the page.
 
     Raises:
-        UsageError: no run, no outer rule, or a record from which effective progress cannot be estimated.
+        UsageError: no run, or no outer rule.
     """
     try:
         record = read_record(path)
@@ -49,16 +49,14 @@ def read_run(path: Path) -> FromRun:
         raise UsageError(f"--run {error}") from None
     rule = record.rule
     if rule is None:
-        raise UsageError(f"--run {path}: its config.yaml holds no outer rule; give the folder of a run, or --sigma")
+        raise UsageError(
+            f"--run {path}: its config.yaml holds no outer rule; give the folder of a run, or leave --run out"
+        )
     found = {block.name: _observed(record, block, rule) for block in record.blocks}
     usable = {name: seen for name, seen in found.items() if _why_not(seen, rule) is None}
-    if not usable:
-        reasons = sorted({_why_not(seen, rule) or "" for seen in found.values()}) or ["no rounds are recorded"]
-        raise UsageError(
-            f"--run {path}: effective progress cannot be estimated: {'; '.join(reasons)}. Give --sigma, --sigma-range "
-            "or --eigenvalues"
-        )
-    policy, note = record.policy(), _note(usable, len(found) - len(usable))
+    reasons = sorted({_why_not(seen, rule) or "" for seen in found.values()}) or ["no rounds are recorded"]
+    note = _note(usable, len(found) - len(usable)) if usable else f"cannot be estimated: {'; '.join(reasons)}."
+    policy = record.policy()
     if not isinstance(policy, (Periodic, Never)):
         note += f" The run's own restarts ({policy}) have no single period and are not shown."
     return FromRun(
@@ -80,21 +78,14 @@ def _why_not(seen: Observed, rule: OuterRule) -> str | None:
     """Why an estimate is not shown, or None."""
     if rule.momentum == 0:
         return "without momentum a run does not show it"
-    if not math.isfinite(seen.sigma) or not math.isfinite(seen.standard_error):
-        return (
-            f"{seen.pairs} pairs of rounds without a restart between them are usable, and at least {LEAST} are needed"
-        )
-    low, high = seen.interval
-    if low <= 0:
-        return f"it lies between {low:.2g} and {high:.2g} (95 %), which may be nothing"
-    if low > 1:
-        return f"the record asks for more than 1 ({low:.2g} to {high:.2g}), which is outside the model"
-    return None
+    return seen.why_not or None
 
 
 def _distinct(usable: dict[str, Observed]) -> tuple[float, ...]:
     """The estimates, at most 1, largest first, as many as the page takes."""
     values = sorted((min(1.0, seen.sigma) for seen in usable.values()), reverse=True)
+    if not values:
+        return ()
     most = int(LIMITS["count"][1])
     places = np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
     return tuple(values[place] for place in places)
@@ -102,14 +93,14 @@ def _distinct(usable: dict[str, Observed]) -> tuple[float, ...]:
 
 def _note(usable: dict[str, Observed], left_out: int) -> str:
     def one(name: str, seen: Observed) -> str:
-        return f"{name} σ = {seen.sigma:.3g} ± {2 * seen.standard_error:.2g} from {seen.pairs} pairs of rounds"
+        return f"{name} σ = {seen.sigma:.3g} ± {seen.interval[1] - seen.sigma:.2g} from {seen.pairs} pairs of rounds"
 
     words = [one(*item) for item in list(usable.items())[:_MOST_NAMED]]
     if len(usable) > _MOST_NAMED:
         words.append(f"and {len(usable) - _MOST_NAMED} more blocks")
     more = f" No estimate for {left_out} other block{'s' if left_out > 1 else ''}." if left_out else ""
     return (
-        f"{'; '.join(words)} (two standard errors).{more} An average over the modes in the momentum buffer; AdamW "
+        f"{'; '.join(words)} (95 %).{more} An average over the modes in the momentum buffer; AdamW "
         "inside a round and different data on the replicas are outside the model."
     )
 

@@ -128,7 +128,8 @@ const lossMap = (() => {
 
   function axes(model) {
     const { lr, near } = ends(model.state);
-    const momenta = [0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 0.9999].filter(
+    // The most telling first: where two would meet, the later one is left out.
+    const momenta = [0, 0.9, 0.99, 0.999, 0.9999, 0.99999, 0.999999, 0.5, 0.8, 0.95, 0.98].filter(
       (b) => -Math.log10(1 - b) <= near[1] + 1e-9,
     );
     return {
@@ -142,7 +143,7 @@ const lossMap = (() => {
         from: near[0],
         to: near[1],
         label: "outer momentum β",
-        ticks: momenta.map((b) => [-Math.log10(1 - b), plain(b)]),
+        ticks: momenta.map((b) => [-Math.log10(1 - b), plain(b, 6)]),
       },
     };
   }
@@ -153,7 +154,7 @@ const lossMap = (() => {
       look = draw.THEMES[theme];
     const value = side ? model.final.restart : model.final.none;
     const { lr, momentum } = model.state;
-    const point = `learning rate ${plain(lr)}, momentum ${plain(momentum)}, log10 loss ${plain(value)}`;
+    const point = `learning rate ${plain(lr)}, momentum ${plain(momentum, 6)}, log10 loss ${plain(value)}`;
     const label = `Map of log10 loss, ${name}. Chosen point: ${point}`;
     const cross = (x, y, r) => `M${x - r},${y}h${2 * r}M${x},${y - r}v${2 * r}`;
     const sample = { shape: (x, y) => cross(x, y, 5), stroke: look.ink, "stroke-width": 2 };
@@ -244,7 +245,8 @@ const lossMap = (() => {
     return { lr: +lr.toPrecision(3), momentum: roundMomentum(momentum) };
   }
 
-  const roundMomentum = (b) => +Math.max(0, b).toFixed(b > 0.99 ? 4 : 3);
+  /** As many digits as a step on the map needs, however near to 1. */
+  const roundMomentum = (b) => +Math.max(0, b).toFixed(Math.max(3, Math.floor(-Math.log10(1 - b)) + 2));
 
   /** The point some cells to the right and up. */
   function moved(state, right, up, limits) {

@@ -2,7 +2,7 @@
 // From a state to everything that the panels show: computed once a change, the costly tables only when they must be.
 
 const compute = (() => {
-  const { plain } = store;
+  const { plain, roundsOf, nearOne } = store;
   const REGIMES = {
     oscillatory: "oscillatory",
     critical: "critically damped",
@@ -46,7 +46,7 @@ const compute = (() => {
     };
     const found = Object.entries(NAMES).map(([name, words]) => {
       const best = kernel.firstBest(scores[name]);
-      return judge(name, words, best >= rounds ? null : best);
+      return judge(name, words, best >= rounds || !(modes[0].s[0] > 0) ? null : best);
     });
     return { choices: found, without: judge("none", "no restart", null), judge };
   }
@@ -101,33 +101,33 @@ const compute = (() => {
   }
 
   /** What a reader must be told: modes that diverge, and restarts that cannot help or do harm. */
-  function warnings({ rule, modes, logs, rounds, period, choices, diverges: unstable }) {
+  function warnings({ rule, modes, logs, rounds, period, recommended, diverges: unstable }) {
     const said = [],
       limit = kernel.stableStep(rule.momentum, rule.nesterov),
-      largest = modes[0];
-    if (!(largest.sigma > 0)) said.push("Nothing moves: every σ is 0.");
-    if (unstable[0]) {
-      const below = plain((rule.lr * limit) / largest.s[0]),
-        count = unstable.filter(Boolean).length;
+      largest = modes[0],
+      count = unstable.filter(Boolean).length;
+    if (!(largest.s[0] > 0)) return ["Nothing moves, with or without restarts: every σ is 0."];
+    if (count) {
+      const below = plain((rule.lr * limit) / largest.s[0]);
       said.push(
-        `${count} of ${modes.length} modes ${count === 1 ? "diverges" : "diverge"}, and no restart schedule can ` +
-          `stabilise what diverges: lower lr below ${below} (${rule.form === "ema" ? "EMA" : "sum"} form).`,
+        `${count} of ${modes.length} modes ${count === 1 ? "diverges" : "diverge"}, and a restart cannot make ` +
+          `${count === 1 ? "it" : "them"} stable: lower lr below ${below} (${rule.form === "ema" ? "EMA" : "sum"} form).`,
       );
     }
     if (period && period < rounds && logs.some((log, j) => !unstable[j] && log[period] > 0)) {
-      said.push(`A restart every ${period} rounds makes a stable mode grow: avoid this period.`);
+      said.push(`A restart ${periodWords(period)} makes a stable mode grow: avoid this period.`);
     }
-    if (choices[0].period === 1 && rule.momentum > 0) {
+    if (recommended === 1) {
       const lr = kernel.converted(rule, "sum").lr * (rule.nesterov ? 1 + rule.momentum : 1);
       said.push(
         `The recommended period 1 is no momentum at all: the same as momentum 0 with lr ${plain(lr)} (sum form).`,
       );
     }
     if (rule.momentum === 0) said.push("Without momentum there is nothing to restart.");
-    else if (!modes.some((m) => kernel.oscillation(m)))
-      said.push("No mode oscillates, so every restart slows every mode down.");
+    else if (!modes.some((m) => kernel.oscillation(m)) && count < modes.length)
+      said.push(`No mode oscillates, so every restart slows every ${count ? "stable mode" : "mode"} down.`);
     if (period && period >= rounds)
-      said.push(`A restart every ${period} rounds comes after the end of ${rounds}: it is no restart.`);
+      said.push(`A restart ${periodWords(period)} comes after the end of ${roundsOf(rounds)}: it is no restart.`);
     return said;
   }
 
@@ -153,6 +153,12 @@ const compute = (() => {
     ];
   }
 
+  /**
+   * The period to choose, or null for never: the exact final loss decides. Where no mode oscillates no restart gains
+   * anything; a period that comes out first there is tied with never (no momentum, or none to speak of).
+   */
+  const recommendedOf = (choices, modes) => (modes.some((m) => kernel.oscillation(m)) ? choices[0].period : null);
+
   /** The same numbers in the other form: another rule. */
   function swapped(model) {
     const rule = { ...model.rule, form: model.rule.form === "ema" ? "sum" : "ema" };
@@ -164,7 +170,7 @@ const compute = (() => {
     return {
       rule,
       modes,
-      choices,
+      recommended: recommendedOf(choices, modes),
       final: { none: final(rounds), restart: final(period || rounds) },
       gains: { none: kernel.meanGain(rule, rounds, rounds), restart: kernel.meanGain(rule, period || rounds, rounds) },
     };
@@ -204,6 +210,7 @@ const compute = (() => {
       turn,
       scores,
       choices,
+      recommended: recommendedOf(choices, modes),
       without,
       losses,
       guesses: guesses(rule, sigmas, rounds, judge),
@@ -225,11 +232,11 @@ const compute = (() => {
   const periodWords = (period) => (period === null ? "never" : period === 1 ? "every round" : `every ${period} rounds`);
 
   /** What a reader who does not see the pictures is told. */
-  function inWords({ final, choices, turn, cancellations, series, rounds, chosen, modes, without, gains }) {
+  function inWords({ final, recommended, turn, cancellations, series, rounds, chosen, modes, without, gains }) {
     const end = ([sign, log]) => `${sign < 0 ? "minus " : ""}10 to the ${plain(log / Math.LN10, 3)}`;
-    const best = periodWords(choices[0].period),
+    const best = periodWords(recommended),
       spot = chosen && REGIMES[kernel.regime(chosen)];
-    const first = turn ? ` First cancellation after ${plain(cancellations[0], 3)} rounds.` : "";
+    const first = turn ? ` First cancellation after ${plain(cancellations[0])} rounds.` : "";
     return {
       residual:
         `without restarts it ends at ${end(series.none(rounds))}, ` +
@@ -239,8 +246,8 @@ const compute = (() => {
         `recommended by the exact final loss: restart ${best}; ` +
         `without restarts the slowest mode has rate ${plain(without.rate)}.`,
       eigen: chosen
-        ? `the chosen mode is ${spot}, spectral radius ${plain(Math.exp(kernel.logRadius(chosen)))}.`
-        : `${modes.length} modes, largest spectral radius ${plain(Math.exp(-without.rate))}.`,
+        ? `the chosen mode is ${spot}, spectral radius ${nearOne(kernel.logRadius(chosen))}.`
+        : `${modes.length} modes, largest spectral radius ${nearOne(-without.rate)}.`,
       live:
         `Recommended: restart ${best}. Log10 loss ${plain(final.restart)} with the chosen restarts, ` +
         `${plain(final.none)} without. Mean outer gain ${plain(gains.restart)}.`,
@@ -249,19 +256,19 @@ const compute = (() => {
 
   /** The line of numbers above the panels: [name, value]. */
   function readouts(model) {
-    const { chosen, turn, cancellations, choices, final, gains, modes, logs, period, rounds, focus, without } = model;
+    const { chosen, turn, cancellations, recommended, final, gains, modes, logs, period, rounds, focus, without } = model;
     const regimes = [...new Set(modes.map(kernel.regime))].map((name) => REGIMES[name]).join("; ");
-    const radius = chosen ? Math.exp(kernel.logRadius(chosen)) : Math.exp(-without.rate);
+    const logRadius = chosen ? kernel.logRadius(chosen) : -without.rate;
     const diverges = chosen ? model.diverges[focus] : model.diverges.some(Boolean);
     const grown = period && period < rounds && (focus < 0 ? logs : [logs[focus]]).some((log) => log[period] > 0);
     return [
       ["Regime", chosen ? REGIMES[kernel.regime(chosen)] : regimes],
-      ["Spectral radius, ρ", plain(radius)],
+      ["Spectral radius, ρ", nearOne(logRadius)],
       ["Angle a round, φ", turn ? `${plain(turn.phase)} rad` : "–"],
       ["Cancellation, t₀", turn ? `${plain(cancellations[0])} rounds` : "–"],
       ["Then every, π/φ", turn ? `${plain(Math.PI / turn.phase)} rounds` : "–"],
-      ["Stable", diverges ? "no: it diverges" : grown ? "not with this restart" : radius < 1 ? "yes" : "at the edge"],
-      ["Recommended K", choices[0].period === null ? "never" : String(choices[0].period)],
+      ["Stable", diverges ? "no: it diverges" : grown ? "not with this restart" : logRadius < 0 ? "yes" : "at the edge"],
+      ["Recommended K", recommended === null ? "never" : String(recommended)],
       ["log₁₀ loss, no restart", plain(final.none)],
       ["log₁₀ loss, restart", plain(final.restart)],
       ["Mean gain, no restart", plain(gains.none)],
@@ -275,7 +282,7 @@ const compute = (() => {
     if (!(final.restart < final.none)) return "–";
     let t = rounds;
     while (t > 0 && losses.restart[t - 1] <= final.none) t--;
-    return `${rounds - t} rounds`;
+    return roundsOf(rounds - t);
   }
 
   return { of: compute, swapped, controls, readouts, REGIMES, periodWords };

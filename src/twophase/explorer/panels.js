@@ -4,7 +4,7 @@
 
 const panels = (() => {
   const { el, text, plot, path, fix, shapes } = draw;
-  const { plain } = store;
+  const { plain, roundsOf, nearOne, NB } = store;
   const LN10 = Math.LN10;
   const DASH = "6 3";
   const MOST_FAINT = 8; // other modes that are drawn behind the chosen one
@@ -13,8 +13,10 @@ const panels = (() => {
     restart: { stroke: look.restart, "stroke-width": 2, fill: "none" },
     none: { stroke: look.none, "stroke-width": 1.8, "stroke-dasharray": DASH, fill: "none" },
   });
-  const every = ({ period }) =>
-    period ? `restart every ${period === 1 ? "round" : `${period} rounds`}` : "restart: never";
+  const every = ({ period, rounds }) =>
+    period >= rounds
+      ? "no restart within the horizon"
+      : `restart${period ? "" : ":"} ${compute.periodWords(period || null)}`;
 
   /** Rounds at which the momentum is dropped, the last round excepted, where it would show nowhere. */
   function restarts({ period, rounds }) {
@@ -38,7 +40,7 @@ const panels = (() => {
 
   const residual = {
     title: (model) =>
-      model.focus < 0 ? "Mean residual of all modes" : `Residual of the mode σ = ${plain(model.chosen.sigma)}`,
+      model.focus < 0 ? "Mean residual of all modes" : `Residual of the mode σ${NB}=${NB}${plain(model.chosen.sigma)}`,
     text: (model) => {
       const turn = model.turn,
         words = ["The share of the mode that is left after each round, with and without restarts."];
@@ -48,7 +50,8 @@ const panels = (() => {
           `Band: the true envelope ±${plain(Math.exp(turn.logAmplitude))} ρᵗ. Diamonds: where a mode without restarts ` +
             "passes through zero; a restart near the first one keeps it there.",
         );
-      } else if (model.diverges[model.focus]) words.push("This mode diverges, and does so under any restarts.");
+      } else if (!(model.chosen.s[0] > 0)) words.push("Nothing moves this mode.");
+      else if (model.diverges[model.focus]) words.push("This mode diverges, and does so under any restarts.");
       else
         words.push(
           "This mode does not oscillate: it has no envelope and no cancellation, and a restart only slows it down.",
@@ -85,17 +88,19 @@ const panels = (() => {
         x: { from: 0, to: rounds, label: "round" },
         y: { from: low, to: high, label: log ? "log₁₀ |residual x|" : "residual x" },
       };
-      const label = `${residual.title(model)} over ${rounds} rounds: ${model.words.residual}`;
+      const label = `${residual.title(model)} over ${roundsOf(rounds)}: ${model.words.residual}`;
       const p = plot({ width, height: 300, axis, theme, legend, label, id: "residual" });
       if (turn) envelope(p, model, log);
       if (!log)
         p.add(el("path", { d: `M${p.box.left},${fix(p.y(0))}H${p.box.right}`, stroke: look.ink, "stroke-width": 0.8 }));
       restartMarks(p, model);
-      for (const one of thin) curve(p, rounds, (t) => value(one(t)), { stroke: look.still, "stroke-width": 0.9 });
-      curve(p, rounds, (t) => value(series.none(t)), mark.none);
-      curve(p, rounds, (t) => value(series.restart(t)), mark.restart);
+      const shown = (one, more) =>
+        curve(p, log ? rounds : lastShown((t) => value(one(t)), rounds, high), (t) => value(one(t)), more);
+      for (const one of thin) shown(one, { stroke: look.still, "stroke-width": 0.9 });
+      shown(series.none, mark.none);
+      shown(series.restart, mark.restart);
       if (turn && !log) zeros(p, model);
-      if (cutOff) p.over(text(p.box.right - 4, p.box.top + 14, cutOff, { "text-anchor": "end", fill: look.none }));
+      if (cutOff) noteAtEnd(p, cutOff);
       return p.svg;
     },
     csv(model) {
@@ -126,7 +131,28 @@ const panels = (() => {
     const most = values.some((v) => !Number.isFinite(v)) || size > 4 ? 4 : size;
     const lowest = Math.min(0, ...values.filter((v) => v >= -most));
     const low = turn || most === 4 ? -most : Math.max(-most, Math.min(lowest * 1.12, -0.15));
-    return [low * 1.06, most * 1.06, most === 4 ? "it leaves the frame: see log |x|" : ""];
+    return [low * 1.06, most * 1.06, most === 4 ? "it leaves the frame: see log\u00a0|x|" : ""];
+  }
+
+  /** The round up to which a curve is drawn: that of its first exit, unless it comes back to stay. */
+  function lastShown(value, rounds, most) {
+    const out = (t) => !(Math.abs(value(t)) <= most);
+    let back = rounds;
+    while (back >= 0 && !out(back)) back--;
+    if (back < 0.9 * rounds && back < rounds - 1) return rounds;
+    let t = 0;
+    while (t < rounds && !out(t)) t++;
+    return t;
+  }
+
+  /** A remark in the lower right corner, on a ground of its own. */
+  function noteAtEnd(p, words) {
+    const wide = draw.WIDE * words.length + 10,
+      at = p.box.bottom - 24;
+    p.over(
+      el("rect", { x: p.box.right - wide - 3, y: at, width: wide, height: 20, fill: p.look.paper }),
+      text(p.box.right - 8, at + 14, words, { "text-anchor": "end", fill: p.look.none }),
+    );
   }
 
   function logRange(values) {
@@ -190,7 +216,7 @@ const panels = (() => {
     const first = within[0],
       end = p.x(first) > p.box.right - 80;
     p.over(
-      text(fix(p.x(first)) + (end ? -8 : 7), fix(p.y(0)) - 8, `t₀ = ${plain(first, 3)}`, {
+      text(fix(p.x(first)) + (end ? -8 : 7), fix(p.y(0)) - 8, `t₀${NB}=${NB}${plain(first)}`, {
         "text-anchor": end ? "end" : "start",
         fill: p.look.none,
         stroke: p.look.paper,
@@ -215,7 +241,7 @@ const panels = (() => {
         [every(model), mark.restart],
         ["no restart", mark.none],
       ];
-      const label = `Loss over ${rounds} rounds: ${model.words.loss}`;
+      const label = `Loss over ${roundsOf(rounds)}: ${model.words.loss}`;
       const p = plot({ width, height: 300, axis, theme, legend, label, id: "loss" });
       restartMarks(p, model);
       curve(p, rounds, (t) => losses.none[t], mark.none);
@@ -295,7 +321,7 @@ const panels = (() => {
         const x = fix(p.x(model.period));
         p.add(el("path", { d: `M${x},${p.box.top}V${p.box.bottom}`, stroke: look.ink, "stroke-width": 1 }));
         p.over(
-          text(x + (x > p.box.right - 50 ? -5 : 5), p.box.top + 12, `K = ${model.period}`, {
+          text(x + (x > p.box.right - 50 ? -5 : 5), p.box.top + 12, `K${NB}=${NB}${model.period}`, {
             "text-anchor": x > p.box.right - 50 ? "end" : "start",
           }),
         );
@@ -317,12 +343,29 @@ const panels = (() => {
 
   // ------------------------------------------------------------------------------------------------- c  eigenvalues
 
+  const WIDEST = 4; // half the height of the plane at most, in radii of the unit circle, which must stay visible
+  const eigenSize = (modes) =>
+    Math.min(WIDEST, Math.max(1.08, ...modes.flatMap(kernel.eigenvalues).map(([a, b]) => 1.08 * Math.hypot(a, b))));
+
+  /** A triangle at the frame, on the way from the middle to a point that lies beyond it. */
+  function pointer(p, a, b, reach) {
+    const dx = p.x(a) - p.x(0),
+      dy = p.y(b) - p.y(0),
+      size = Math.hypot(dx, dy),
+      [ux, uy] = [dx / size, dy / size];
+    const [x, y] = [p.x(a / reach), p.y(b / reach)];
+    const corner = (along, across) => `${fix(x + along * ux - across * uy)},${fix(y + along * uy + across * ux)}`;
+    return `M${corner(-2, 0)}L${corner(-13, 6)}L${corner(-13, -6)}z`;
+  }
+
   const eigen = {
     title: () => "Eigenvalues of one round",
     text: (model) => {
       const radius = model.turn
-        ? ` The dashed circle is that of the chosen mode, ρ = ${plain(Math.exp(model.turn.logRho))}.`
-        : "";
+        ? ` The dashed circle is that of the chosen mode, ρ${NB}=${NB}${nearOne(model.turn.logRho)}.`
+        : eigenSize(model.modes) === WIDEST
+          ? " Triangles at the frame point to those beyond it."
+          : "";
       return (
         "Every mode has two. A pair off the real axis turns the mode through zero again and again; outside the unit " +
         `circle it diverges.${radius}`
@@ -332,7 +375,7 @@ const panels = (() => {
       const look = draw.THEMES[theme],
         values = model.modes.map(kernel.eigenvalues),
         height = 300;
-      const size = Math.max(1.08, ...values.flat().map(([a, b]) => 1.08 * Math.hypot(a, b)));
+      const size = eigenSize(model.modes);
       const tall = height - 40 - 8,
         ratio = Math.max(1, (width - 60) / tall);
       const axis = {
@@ -356,7 +399,10 @@ const panels = (() => {
       circle(1, { stroke: look.ink, "stroke-width": 1.3 });
       if (model.turn)
         circle(Math.exp(model.turn.logRho), { stroke: look.restart, "stroke-width": 1.2, "stroke-dasharray": DASH });
-      const dots = (pairs, r) => pairs.map(([a, b]) => shapes.dot(p.x(a), p.y(b), r)).join("");
+      const reach = ([a, b]) => Math.max(Math.abs(a) / (size * ratio), Math.abs(b) / size); // beyond 1: out of the frame
+      const mark = (pair, r) =>
+        reach(pair) > 1 ? pointer(p, ...pair, reach(pair)) : shapes.dot(p.x(pair[0]), p.y(pair[1]), r);
+      const dots = (pairs, r) => pairs.map((pair) => mark(pair, r)).join("");
       p.add(el("path", { d: dots(values.flat(), 3), fill: look.still, stroke: look.paper, "stroke-width": 0.6 }));
       if (model.focus >= 0)
         p.add(el("path", { d: dots(values[model.focus], 5), fill: look.restart, stroke: look.paper }));

@@ -2,7 +2,7 @@
 // The right side of the page: numbers, panels with their downloads, the maps under the hand, and the two forms.
 
 const stage = (() => {
-  const { plain } = store;
+  const { plain, NB } = store;
   const ORDER = ["residual", "loss", "eigen", "rate", "map", "gain"],
     parts = {};
 
@@ -162,12 +162,14 @@ const stage = (() => {
   }
 
   function showChoices() {
+    const { recommended, choices } = app.model,
+      best = recommended === choices[0].period ? 0 : choices.length; // that row is "no restart"
     [...app.model.choices, app.model.without, ...app.model.guesses, app.model.current].forEach((choice, i) => {
       const { row, name, button, cells } = rows[i],
         words = choice.period === null ? "never" : String(choice.period);
       rows[i].period = choice.period;
-      row.classList.toggle("chosen", i === 0);
-      const value = "value" in choice ? ` (${Number.isFinite(choice.value) ? plain(choice.value, 3) : "none"})` : "";
+      row.classList.toggle("chosen", i === best);
+      const value = "value" in choice ? ` (${Number.isFinite(choice.value) ? plain(choice.value) : "none"})` : "";
       write(name, choice.words + value + (i === 0 ? " – recommended" : ""));
       write(button, words);
       button.setAttribute("aria-label", `Use: restart ${compute.periodWords(choice.period)}, ${choice.words}`);
@@ -260,7 +262,7 @@ const stage = (() => {
       handle.setAttribute("aria-valuenow", String(app.state.momentum));
       handle.setAttribute(
         "aria-valuetext",
-        `learning rate ${plain(app.state.lr)}, momentum ${plain(app.state.momentum)}, log10 loss ${plain(value)}`,
+        `learning rate ${plain(app.state.lr)}, momentum ${plain(app.state.momentum, 6)}, log10 loss ${plain(value)}`,
       );
     });
     paintMaps();
@@ -315,7 +317,7 @@ const stage = (() => {
     const column = (words) => html("th", { scope: "col", textContent: words });
     const same = (one, two) => [[one], two];
     const regimes = (modes) => [...new Set(modes.map(kernel.regime))].map((r) => compute.REGIMES[r]).join("; ");
-    const word = (choice) => compute.periodWords(choice.period);
+    const word = (one) => compute.periodWords(one.recommended);
     $("forms").replaceChildren(
       html(
         "thead",
@@ -333,10 +335,10 @@ const stage = (() => {
         row("Modes", ...same(regimes(app.model.modes), regimes(other.modes))),
         row("log₁₀ loss, no restart", ...same(plain(app.model.final.none), plain(other.final.none))),
         row(
-          app.state.restart ? `log₁₀ loss, K = ${app.state.restart}` : "log₁₀ loss, chosen K",
+          app.state.restart ? `log₁₀ loss, K${NB}=${NB}${app.state.restart}` : "log₁₀ loss, chosen K",
           ...same(plain(app.model.final.restart), plain(other.final.restart)),
         ),
-        row("Recommended restart", ...same(word(app.model.choices[0]), word(other.choices[0]))),
+        row("Recommended restart", ...same(word(app.model), word(other))),
         row("Mean outer gain, no restart", ...same(plain(app.model.gains.none), plain(other.gains.none))),
       ),
     );
@@ -365,7 +367,7 @@ const stage = (() => {
     title: lossMap.title,
     text: (m) =>
       "Brighter is lower. Move the cross: drag it, press in a map, or focus it and use the arrow keys (with Shift in " +
-      `larger steps). Horizon ${m.rounds} rounds; striped grey: higher than at the start.`,
+      `larger steps). Horizon ${store.roundsOf(m.rounds)}; striped grey: higher than at the start.`,
   };
 
   /** Draw every panel that is in sight and out of date. */

@@ -5,6 +5,7 @@
 
 const store = (() => {
   const VERSION = "1";
+  const NB = "\u00a0"; // a blank at which no line ends
   const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
 
   /** How each value reads in an address: a number within its limits, a list of such numbers, or one of some words. */
@@ -131,5 +132,13 @@ const store = (() => {
     return (tail ? `${short}e${tail.replace("+", "")}` : short).replace("-", "−").replace("e-", "e−");
   }
 
-  return { FIELDS, read, fault, toFragment, fromFragment, spectrum, plain };
+  const roundsOf = (n) => (n === 1 ? "1 round" : `${n} rounds`);
+
+  /** A positive number from its log: as what it lacks or exceeds, where four figures of it would read 1. */
+  function nearOne(log) {
+    const short = plain(Math.exp(log));
+    return short !== "1" || log === 0 ? short : `1${NB}${log < 0 ? "−" : "+"}${NB}${plain(Math.abs(Math.expm1(log)))}`;
+  }
+
+  return { FIELDS, read, fault, toFragment, fromFragment, spectrum, plain, roundsOf, nearOne, NB };
 })();

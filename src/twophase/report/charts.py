@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from twophase.experiment.figure import look, table_text
-from twophase.report.page import Html, clean, download, join, tag
+from twophase.report.page import Html, clean, counted, download, join, minus, tag
 
 MOST_POINTS = 600
 """Points of a curve that are drawn; of more, the lowest and highest of each stretch."""
@@ -62,6 +62,8 @@ class Chart:
         syncs: places of the outer steps on the horizontal axis.
         levels: horizontal lines, by their names.
         note: a sentence for the caption.
+        counts: the vertical axis counts things; the horizontal one always does.
+        bulk: end the vertical axis where most points do, if a few lie far beyond.
     """
 
     name: str
@@ -74,6 +76,8 @@ class Chart:
     syncs: Sequence[float] = ()
     levels: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    counts: bool = False
+    bulk: bool = False
 
 
 _Points = NDArray[np.float64]
@@ -86,15 +90,23 @@ def figure(chart: Chart) -> Html | None:
     if not curves:
         return None
     drawn = [(one.name, _thinned(points)) for one, points in curves]
+    heights = np.concatenate([points[np.isfinite(points[:, 1]), 1] for _, points in curves])
+    ends = _bulk(heights) if chart.bulk else None
     thinned = [(len(points), len(fewer)) for (_, points), (_, fewer) in zip(curves, drawn, strict=True)]
     said = [chart.note] if chart.note else []
     if any(before > after for before, after in thinned):
         said.append(f"Of {max(before for before, _ in thinned):,} points the extremes of each stretch are drawn.")
+    if ends is not None:
+        beyond = int(((heights < ends[0]) | (heights > ends[1])).sum())
+        said.append(
+            f"Beyond the axis: {beyond:,} of {counted(len(heights), 'point')}, as far as "
+            f"{_tick_text(_farthest(heights))}; the csv has them."
+        )
     if max(len(chart.syncs), len(chart.restarts)) > _marks(_WIDE):
         said.append("Only so many marks are drawn that they do not touch.")
     summary = _summary(chart, curves)
     pictures = [
-        _picture(chart, drawn, summary, width=width, height=height, class_=name)
+        _picture(chart, drawn, summary, ends, width=width, height=height, class_=name)
         for width, height, name in ((_WIDE, 300, "broad"), (_NARROW, 270, "narrow"))
     ]
     longest = max(len(points) for _, points in curves)
@@ -135,6 +147,20 @@ def _thinned(points: _Points) -> _Points:
     return points[kept]
 
 
+def _bulk(heights: NDArray[np.float64]) -> tuple[float, float] | None:
+    """The ends of an axis that shows most of some numbers; None where all of them fit well enough."""
+    quarter, three = np.quantile(heights, (0.25, 0.75))
+    reach = max(3 * (three - quarter), 0.5 * abs(float(np.median(heights))))
+    inside = heights[(heights >= quarter - reach) & (heights <= three + reach)]
+    low, high = float(inside.min()), float(inside.max())
+    span = three - quarter + 2 * reach
+    return (low, high) if heights.max() - heights.min() > 2 * span > 0 else None
+
+
+def _farthest(heights: NDArray[np.float64]) -> float:
+    return float(heights[np.argmax(np.abs(heights - np.median(heights)))])
+
+
 def _summary(chart: Chart, curves: Sequence[tuple[Curve, _Points]]) -> str:
     """The chart in words, for those who do not see it."""
     parts = []
@@ -142,10 +168,13 @@ def _summary(chart: Chart, curves: Sequence[tuple[Curve, _Points]]) -> str:
         known = points[np.isfinite(points[:, 1])]
         low, high = known[:, 1].min(), known[:, 1].max()
         parts.append(
-            f"{one.name}: from {known[0, 1]:.4g} at {known[0, 0]:g} to {known[-1, 1]:.4g} at {known[-1, 0]:g}, "
-            f"lowest {low:.4g}, highest {high:.4g}"
+            f"{one.name}: "
+            + minus(
+                f"from {known[0, 1]:.4g} at {known[0, 0]:g} to {known[-1, 1]:.4g} at {known[-1, 0]:g}, "
+                f"lowest {low:.4g}, highest {high:.4g}"
+            )
         )
-    marks = f" {len(chart.restarts):,} restarts are marked." if len(chart.restarts) else ""
+    marks = f" Marked: {counted(len(chart.restarts), 'restart')}." if len(chart.restarts) else ""
     return f"{chart.y_label} against {chart.x_label}. {'; '.join(parts)}.{marks}"
 
 
@@ -167,12 +196,13 @@ def _picture(
     chart: Chart,
     curves: Sequence[tuple[str, _Points]],
     summary: str,
+    ends: tuple[float, float] | None,
     *,
     width: int,
     height: int,
     class_: str,
 ) -> Html:
-    frame = _Frame.around(chart, [points for _, points in curves], width, height)
+    frame = _Frame.around(chart, [points for _, points in curves], ends, width, height)
     identity = f"{chart.name}-{class_}"
     parts: list[Html] = [
         tag("title", chart.title, id=f"{identity}-t"),
@@ -184,8 +214,14 @@ def _picture(
     for x in _some(chart.restarts, width):
         parts.append(Html(f'<path class="r" d="M{frame.x(x):.1f},{_TOP}V{bottom}"/>'))
         parts.append(Html(f'<path class="tri" d="M{frame.x(x):.1f},{bottom - 9}l4,8h-8z"/>'))
-    for number, (_, points) in enumerate(curves):
-        parts += _line(number, points, frame, markers=len(curves) > 1)
+    lines = [
+        part for number, (_, points) in enumerate(curves) for part in _line(number, points, frame, len(curves) > 1)
+    ]
+    if ends is not None:
+        shape = tag("rect", x=_LEFT, y=_TOP, width=width - _LEFT - _RIGHT, height=bottom - _TOP)
+        parts.append(tag("clipPath", shape, id=f"{identity}-c"))
+        lines = [tag("g", *lines, clip_path=f"url(#{identity}-c)")]
+    parts += lines
     for offset, value in enumerate(chart.levels.values(), start=len(curves)):
         if chart.log and not value > 0:
             continue
@@ -223,17 +259,22 @@ class _Frame:
     log: bool
 
     @classmethod
-    def around(cls, chart: Chart, curves: Sequence[_Points], width: int, height: int) -> _Frame:
+    def around(
+        cls, chart: Chart, curves: Sequence[_Points], ends: tuple[float, float] | None, width: int, height: int
+    ) -> _Frame:
         points = np.concatenate(curves)
         x, y = points[:, 0], points[np.isfinite(points[:, 1]), 1]
         levels = [value for value in chart.levels.values() if math.isfinite(value) and (value > 0 or not chart.log)]
-        low, high = min([float(y.min()), *levels]), max([float(y.max()), *levels])
+        low, high = ends or (float(y.min()), float(y.max()))
+        low, high = min([low, *levels]), max([high, *levels])
         if chart.log:
             low, high = math.log10(low), math.log10(high)
         room = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
+        if chart.counts:
+            room = max(room, 1.0)
         left, right = float(x.min()), float(x.max())
         if left == right:
-            left, right = left - 0.5, right + 0.5
+            left, right = left - 1, right + 1
         return cls(width, height, (left, low - room), (right, high + room), chart.log)
 
     def x(self, value: float) -> float:
@@ -243,17 +284,19 @@ class _Frame:
     def y(self, value: float) -> float:
         height = math.log10(value) if self.log else value
         share = (height - self.low[1]) / (self.high[1] - self.low[1])
+        share = min(max(share, -9.0), 10.0)  # what is cut off needs no exact place, and a large one breaks drawings
         return self.height - _BOTTOM - share * (self.height - _BOTTOM - _TOP)
 
 
 def _axes(chart: Chart, frame: _Frame) -> Iterator[Html]:
     width, height = frame.width, frame.height
     bottom = height - _BOTTOM
-    for value in _log_ticks(frame.low[1], frame.high[1]) if chart.log else _ticks(frame.low[1], frame.high[1], 5):
+    low, high = frame.low[1], frame.high[1]
+    for value in _log_ticks(low, high) if chart.log else _ticks(low, high, 5, whole=chart.counts):
         y = frame.y(value)
         yield Html(f'<path class="g" d="M{_LEFT},{y:.1f}H{width - _RIGHT}"/>')
         yield _text(_LEFT - 6, y + 4, _tick_text(value), "end")
-    for value in _ticks(frame.low[0], frame.high[0], 7 if width > 500 else 4):
+    for value in _ticks(frame.low[0], frame.high[0], 7 if width > 500 else 4, whole=True):
         x = frame.x(value)
         yield Html(f'<path class="a" d="M{x:.1f},{bottom}v4"/>')
         yield _text(x, bottom + 18, _tick_text(value), "middle")
@@ -269,7 +312,7 @@ def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> Html:
     )
 
 
-def _line(number: int, points: _Points, frame: _Frame, *, markers: bool) -> Iterator[Html]:
+def _line(number: int, points: _Points, frame: _Frame, markers: bool) -> Iterator[Html]:
     words, pen = [], "M"
     places = []
     for x, y in points.tolist():
@@ -295,7 +338,7 @@ def _dash(number: int) -> str:
     return _DASHES[stroke] if isinstance(stroke, str) else " ".join(f"{1.6 * part:g}" for part in stroke[1])
 
 
-def _legend(chart: Chart, names: Sequence[str]) -> Html | None:
+def _legend(chart: Chart, names: Sequence[str]) -> Html:
     entries = []
     for number, name in enumerate([*names, *chart.levels]):
         dash = _dash(number)
@@ -314,14 +357,16 @@ def _legend(chart: Chart, names: Sequence[str]) -> Html | None:
     if len(chart.restarts):
         swatch = '<svg viewBox="0 0 38 12" aria-hidden="true"><path class="tri" d="M19,1l5,10h-10z"/></svg>'
         entries.append(tag("li", Html(swatch), "restart"))
-    return tag("ul", *entries, class_="legend") if len(entries) > 1 else None
+    return tag("ul", *entries, class_="legend")
 
 
-def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers between two ends."""
-    rough = (high - low) / max(most, 1)
+def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+    """Round numbers between two ends; whole ones where things are counted."""
+    rough = max((high - low) / max(most, 1), 1.0 if whole else 0.0)
     size = 10 ** math.floor(math.log10(rough))
-    step = next((size * factor for factor in (1, 2, 2.5, 5) if size * factor >= rough), 10 * size)
+    step = next(
+        (size * factor for factor in ((1, 2, 5) if whole else (1, 2, 2.5, 5)) if size * factor >= rough), 10 * size
+    )
     first = math.ceil(low / step - 1e-9)
     return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
 

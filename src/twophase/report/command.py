@@ -16,6 +16,7 @@ from twophase.experiment.verdict import WITHIN, verdict, write
 from twophase.experiment.verdict_text import describe
 from twophase.experiment.work import RUNS
 from twophase.files import write_atomic
+from twophase.report.page import counted
 from twophase.report.run import relative, run_report
 from twophase.report.sweep import REPORT, is_sweep, read_sweep, sweep_report
 
@@ -135,7 +136,10 @@ def _sweep(wish: Wish, say: Callable[[str], None], refresh: float | None) -> boo
     if refresh is None:
         judged = verdict(record.rows, wish.within, wish.controls)
         paths = write(judged, wish.folder, dict(wish.where))
-        pages = [f"report {wish.page}", *([f"and those of {written} runs"] if written else [])]
+        pages = [
+            f"report {wish.page}",
+            *([f"and {'that' if written == 1 else 'those'} of {counted(written, 'run')}"] if written else []),
+        ]
         say("\n".join([describe(judged), "", *map(str, paths), ", ".join(pages)]))
     return record.going
 

@@ -19,6 +19,7 @@ LONGEST = 4000
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff\ud800-\udfff]"
 )
+_MINUS = re.compile(r"(?<![\w.-])-(?=\.?\d)|(?<=\de)-(?=\d)")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
@@ -34,6 +35,24 @@ def clean(text: object) -> str:
     if len(shown) > LONGEST:
         shown = f"{shown[:LONGEST]}… ({len(shown) - LONGEST:,} more characters)"
     return _INVISIBLE.sub("\N{REPLACEMENT CHARACTER}", shown)
+
+
+def minus(text: str) -> str:
+    """Numbers in a text with true minus signs; hyphens in words and names stay.
+
+    >>> minus("-0.5, 1e-3, momentum-free, K-3")
+    '−0.5, 1e−3, momentum-free, K-3'
+    """
+    return _MINUS.sub("\N{MINUS SIGN}", text)
+
+
+def counted(number: int, thing: str) -> str:
+    """How many of a thing.
+
+    >>> counted(1, "round"), counted(2000, "round")
+    ('1 round', '2,000 rounds')
+    """
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
@@ -202,8 +221,11 @@ th,td{padding:.28rem .8rem .28rem 0;text-align:left;vertical-align:top;font-weig
 thead th{border-bottom:1px solid var(--ink);font-weight:600;vertical-align:bottom}
 .n{text-align:right}
 .t{min-width:9rem;max-width:30rem;overflow-wrap:anywhere}
-.maps{display:flex;flex-wrap:wrap;gap:0 2.5rem}
-.maps>div{max-width:100%}
+.maps,.frames{display:flex;flex-wrap:wrap;gap:0 2.5rem;align-items:flex-start}
+.maps>div,.frames>div{max-width:100%}
+.maps p{max-width:24rem}
+.once{white-space:nowrap}
+td ul{margin:0;padding:0;list-style:none;max-width:44rem;overflow-wrap:anywhere}
 .quiet{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
 dl{display:grid;grid-template-columns:minmax(8rem,max-content) 1fr;gap:.15rem 1.2rem;font-size:.9375rem;
 font-variant-numeric:tabular-nums}
@@ -227,10 +249,11 @@ svg .a{stroke:var(--ink);stroke-width:1;fill:none}
 svg .r{stroke:var(--rule);stroke-width:1;stroke-dasharray:1 3}
 svg .tri{fill:var(--ink)}
 svg .l{fill:none;stroke-width:1.8;stroke-linejoin:round}
-.heat td,.heat th{padding:.35rem .55rem;text-align:center;border:2px solid var(--paper)}
+.heat td,.heat th{padding:.35rem .55rem;text-align:center;vertical-align:middle;border:2px solid var(--paper)}
 .heat tbody th,.heat thead th{border-bottom:2px solid var(--paper);font-weight:400;white-space:nowrap}
 .heat{border:0}
 .heat td a{color:inherit}
+.heat small a{white-space:nowrap}
 .heat small{display:block;font-size:.75rem}
 .best{outline:3px solid var(--ink);outline-offset:-3px;font-weight:700}
 .gone{background:repeating-linear-gradient(45deg,var(--panel) 0 5px,var(--hair) 5px 6px);color:var(--ink)}

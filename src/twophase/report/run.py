@@ -18,7 +18,20 @@ from twophase.experiment.beat import hide_password
 from twophase.experiment.figure import signed
 from twophase.experiment.record import Block, Column, RunRecord
 from twophase.report.charts import Chart, Curve, figure
-from twophase.report.page import Html, details, join, link, notes, page, section, table, tag, with_options
+from twophase.report.page import (
+    Html,
+    counted,
+    details,
+    join,
+    link,
+    minus,
+    notes,
+    page,
+    section,
+    table,
+    tag,
+    with_options,
+)
 from twophase.theory.advice import Advice
 
 _MOST_ROWS = 60
@@ -69,12 +82,12 @@ def _notice(record: RunRecord, refresh: float | None) -> Html | None:
 
 def _summary(record: RunRecord, found: Diagnosis) -> Html:
     end = record.summary or {}
-    done = len(record.rounds["round"])
+    done = record.recorded
     planned = f" of {found.planned:,}" if found.planned else ""
     facts: list[tuple[str, Any]] = [
         ("Outer rule", both_forms(found.rule) if found.rule else "unknown"),
         ("Restart policy", record.config.get("outer.restart", "unknown")),
-        ("Rounds", f"{done:,}{planned}, of {_known(record, 'inner_steps')} inner steps"),
+        ("Rounds", f"{done:,}{planned}, of {_steps_of_a_round(record)}"),
         ("Restarts", f"{int(np.nansum(record.rounds['restarted'])):,}"),
         ("Replicas", _known(record, "replicas")),
         ("Validation perplexity", _quantity(end.get("perplexity"), "a token", fallback=_last(record, "perplexity"))),
@@ -87,6 +100,11 @@ def _summary(record: RunRecord, found: Diagnosis) -> Html:
     return tag("dl", *(part for name, value in facts for part in (tag("dt", name), tag("dd", value))))
 
 
+def _steps_of_a_round(record: RunRecord) -> str:
+    steps = record.number("inner_steps")
+    return counted(int(steps), "inner step") if math.isfinite(steps) else "an unknown number of inner steps"
+
+
 def _known(record: RunRecord, path: str) -> str:
     value = record.number(path)
     return f"{value:,.0f}" if math.isfinite(value) else "an unknown number"
@@ -96,7 +114,7 @@ def _quantity(value: Any, unit: str, fallback: str = "unknown") -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return fallback
     text = f"{value:,}" if isinstance(value, int) and abs(value) < 10**18 else f"{float_of(value):.4g}"
-    return f"{text} {unit}".strip()
+    return minus(f"{text} {unit}".strip())
 
 
 def float_of(value: float) -> float:
@@ -156,9 +174,7 @@ def _rounds(record: RunRecord) -> Iterator[Html | None]:
     if len(record.blocks) > len(shown):
         yield tag("p", f"The charts show the first {len(shown)} of {len(record.blocks)} blocks; the csv files as well.")
     marks = _finite(record.rounds["round"][record.rounds["restarted"] == 1])
-    norms = [Curve("pseudo-gradient", record.rounds["round"], record.rounds["pseudo_gradient_norm"])]
-    norms.append(Curve("momentum buffer, before the round", record.rounds["round"], record.rounds["buffer_norm"]))
-    yield figure(Chart("norms", "Norms", "round", "Euclidean norm", norms, log=True, restarts=marks))
+    yield from _norms(record, shown, marks)
     yield figure(
         Chart(
             "cosine",
@@ -180,12 +196,33 @@ def _rounds(record: RunRecord) -> Iterator[Html | None]:
             _by_block(record, shown, "gain"),
             restarts=marks,
             levels={"1: plain averaging": 1.0},
-            note="The update's part along the pseudo-gradient, over the pseudo-gradient: <update, g> / <g, g>.",
+            # No-break spaces, so that no line ends inside of a bracket.
+            note="The update's part along the pseudo-gradient, over the pseudo-gradient: "
+            "<update,\N{NO-BREAK SPACE}g>\N{NO-BREAK SPACE}/ <g,\N{NO-BREAK SPACE}g>.",
+            bulk=True,
         )
     )
     yield _phases(record)
     yield _attendance(record)
     yield details("The rounds as a table", *_round_table(record))
+
+
+def _norms(record: RunRecord, shown: Sequence[Block], marks: Sequence[float]) -> Iterator[Html | None]:
+    """Both norms in one chart; with several blocks a chart each, since a round may be of one fragment alone."""
+    names = {"pseudo_gradient_norm": "pseudo-gradient", "buffer_norm": "momentum buffer, before the round"}
+    if len(shown) < 2:
+        curves = [Curve(words, record.rounds["round"], record.rounds[name]) for name, words in names.items()]
+        yield figure(Chart("norms", "Norms", "round", "Euclidean norm", curves, log=True, restarts=marks))
+        return
+    for name, words in names.items():
+        curves = _by_block(record, shown, name)
+        title = f"Norm of the {words}"
+        yield figure(Chart(name.replace("_", "-"), title, "round", "Euclidean norm", curves, log=True, restarts=marks))
+
+
+def _called(block: str) -> str:
+    """A block's name, of which a number alone would say nothing."""
+    return f"fragment {block}" if block.isdecimal() else block
 
 
 def _by_block(record: RunRecord, shown: Sequence[Block], name: str) -> list[Curve]:
@@ -195,7 +232,7 @@ def _by_block(record: RunRecord, shown: Sequence[Block], name: str) -> list[Curv
         values = getattr(block, name).copy()
         if name == "cosine":
             values[~(block.buffer_norm > 0)] = np.nan
-        curves.append(Curve(block.name, record.rounds["round"][block.index], values))
+        curves.append(Curve(_called(block.name), record.rounds["round"][block.index], values))
     return curves
 
 
@@ -206,8 +243,8 @@ def _phases(record: RunRecord) -> Html | None:
     rows = [
         [
             name.replace("_", " "),
-            f"{float(np.nanmedian(values)):.3g}" if np.isfinite(values).any() else "",
-            f"{float(np.nansum(values)):.3g}",
+            _milliseconds(float(np.nanmedian(values))) if np.isfinite(values).any() else "",
+            _milliseconds(float(np.nansum(values))),
             f"{100 * float(np.nansum(values)) / total:.0f} %" if total > 0 else "",
         ]
         for name, values in record.phases.items()
@@ -216,7 +253,12 @@ def _phases(record: RunRecord) -> Html | None:
     known = sent[np.isfinite(sent)]
     words = f" Sent by this process: {known.sum():,.0f} bytes, {known.mean():,.0f} a round." if len(known) else ""
     caption = f"Time of the sync by phase, in this process.{words}"
-    return table(["phase", "median (s)", "in all (s)", "share"], rows, caption=caption, numbers=(1, 2, 3))
+    return table(["phase", "median (ms)", "in all (ms)", "share"], rows, caption=caption, numbers=(1, 2, 3))
+
+
+def _milliseconds(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:,.0f}" if 100 <= value < 1e15 else minus(f"{value:.3g}")
 
 
 def _attendance(record: RunRecord) -> Html | None:
@@ -226,16 +268,23 @@ def _attendance(record: RunRecord) -> Html | None:
         return None
     rows = [
         ["replicas in the mean", f"{np.nanmin(replicas):.0f}", f"{np.nanmax(replicas):.0f}", ""],
-        ["newcomers, without weight", "", f"{np.nanmax(late):.0f}", f"{int((late > 0).sum()):,}"],
-        ["attempts at a sync", "", f"{np.nanmax(tries):.0f}", f"{int((tries > 1).sum()):,}"],
+        [
+            "newcomers, without weight",
+            "",
+            f"{np.nanmax(late):.0f}",
+            f"with any: {counted(int((late > 0).sum()), 'round')}",
+        ],
+        [
+            "attempts at a sync",
+            "",
+            f"{np.nanmax(tries):.0f}",
+            f"with more than one: {counted(int((tries > 1).sum()), 'round')}",
+        ],
     ]
-    header = ["", "fewest", "most", "rounds with any (newcomers), with more than one (attempts)"]
-    drawn = figure(
-        Chart(
-            "replicas", "Replicas that took part", "round", "replicas", [Curve("r", record.rounds["round"], replicas)]
-        )
-    )
-    return join([table(header, rows, caption="Replicas that come and go.", numbers=(1, 2, 3)), drawn])
+    header = ["in a round", "fewest", "most", "how often"]
+    curve = Curve("replicas in the mean", record.rounds["round"], replicas)
+    drawn = figure(Chart("replicas", "Replicas that took part", "round", "replicas", [curve], counts=True))
+    return join([table(header, rows, caption="Replicas that come and go.", numbers=(1, 2)), drawn])
 
 
 def _round_table(record: RunRecord) -> Iterator[Html]:
@@ -247,14 +296,18 @@ def _round_table(record: RunRecord) -> Iterator[Html]:
         [*(_cell(float(record.rounds[name][i])) for name in names), "yes" if record.rounds["restarted"][i] == 1 else ""]
         for i in places.tolist()
     ]
-    kept = f"{len(places)} of {count:,} rounds, evenly spread." if len(places) < count else f"All {count} rounds."
+    kept = (
+        f"{len(places)} of {count:,} rounds, evenly spread."
+        if len(places) < count
+        else f"All of {counted(count, 'round')}."
+    )
     yield table(header, rows, caption=f"{kept} g: pseudo-gradient; m: buffer before the round.", numbers=range(8))
 
 
 def _cell(value: float) -> str:
     if not math.isfinite(value):
         return ""
-    return f"{value:.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.4g}"
+    return minus(f"{value:.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.4g}")
 
 
 # ----------------------------------------------------------------------------------------------------------- diagnosis
@@ -264,7 +317,7 @@ def _diagnosis(found: Diagnosis) -> Iterator[Html | None]:
     several = len(found.findings) > 1
     for finding in found.findings[:20]:
         if several:
-            yield tag("h3", f"{finding.block} (restart {finding.restarts})")
+            yield tag("h3", f"{_called(finding.block)} (restart {finding.restarts})")
         yield tag(
             "div",
             tag("p", tag("strong", HEADLINES[finding.verdict])),
@@ -287,14 +340,14 @@ def _thirds(finding: Finding) -> Html:
             stage.verdict,
             _number(stage.evidence.cosine, 2),
             "" if math.isnan(stage.evidence.against) else f"{100 * stage.evidence.against:.0f} %",
-            f"{stage.evidence.gain:.3g}" if math.isfinite(stage.evidence.gain) else "",
+            minus(f"{stage.evidence.gain:.3g}") if math.isfinite(stage.evidence.gain) else "",
             _sigma_text(stage),
             f"{stage.evidence.restarts}",
         ]
         for stage in finding.thirds
     ]
     header = ["part", "rounds", "verdict", "mean cosine", "negative", "median gain", "sigma (95 %)", "restarts"]
-    return table(header, rows, caption=f"Over the run: {finding.block}.", numbers=(3, 4, 5, 7))
+    return table(header, rows, caption=f"Over the run: {_called(finding.block)}.", numbers=(3, 4, 5, 7))
 
 
 def _number(value: float, digits: int) -> str:
@@ -305,7 +358,7 @@ def _sigma_text(stage: Stage | None) -> str:
     if stage is None or stage.sigma is None:
         return "not determined"
     low, middle, high = stage.sigma
-    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+    return minus(f"{middle:.3g} ({low:.3g} to {high:.3g})")
 
 
 def _progress(found: Diagnosis) -> Iterator[Html | None]:
@@ -322,7 +375,7 @@ def _progress(found: Diagnosis) -> Iterator[Html | None]:
         seen = finding.latest.evidence.observed
         rows.append(
             [
-                finding.block,
+                _called(finding.block),
                 seen.pairs,
                 _sigma_text(finding.latest),
                 f"{seen.ceiling:.3g}" if math.isfinite(seen.ceiling) else "",
@@ -360,12 +413,13 @@ def _periods(advice: Sequence[Advice]) -> str:
 
 
 def _control_table(finding: Finding, advice: Advice) -> Html:
-    chosen = (
-        "no restart" if advice.recommended.period is None else f"a restart every {advice.recommended.period} rounds"
+    period = advice.recommended.period
+    chosen = "no restart" if period is None else f"a restart every {'round' if period == 1 else f'{period} rounds'}"
+    rows = [[chosen, minus(f"{advice.recommended.rate:.3g}")], ["no restart", minus(f"{advice.without.rate:.3g}")]]
+    rows += [[f"control: {name}", minus(f"{rate:.3g}")] for name, rate in advice.controls.items()]
+    caption = (
+        f"{_called(finding.block)}: rate of a mode of sigma {advice.sigma[0]:.3g}, in nats a round; larger is faster."
     )
-    rows = [[chosen, f"{advice.recommended.rate:.3g}"], ["no restart", f"{advice.without.rate:.3g}"]]
-    rows += [[f"control: {name}", f"{rate:.3g}"] for name, rate in advice.controls.items()]
-    caption = f"{finding.block}: rate of a mode of sigma {advice.sigma[0]:.3g}, in nats a round; larger is faster."
     return table(["what", "rate"], rows, caption=caption, numbers=(1,))
 
 
@@ -392,16 +446,22 @@ def _repeat(record: RunRecord) -> Iterator[Html | None]:
 def _settings(record: RunRecord) -> Iterator[Html | None]:
     rows = [[path, _plain(value)] for path, value in record.config.items()]
     if rows:
-        listed = table(["value", "is"], rows, caption="Configuration (config.yaml).")
-        yield details(f"Configuration, {len(rows)} values", listed)
+        listed = table(["option", "value"], rows, caption="Configuration (config.yaml).")
+        yield details(f"Configuration, {counted(len(rows), 'value')}", listed)
     else:
         yield tag("p", "No configuration.")
-    environment = [
-        [name, hide_password(_plain(value))] for name, value in record.environment.items() if name != "command"
-    ]
+    environment = [[name, _parts(value)] for name, value in record.environment.items() if name != "command"]
     if environment:
-        yield table(["", "was"], environment[:100], caption="Environment (env.json).")
+        yield table(["what", "value"], environment[:100], caption="Environment (env.json).")
     yield tag("p", f"Folder {record.path.resolve()}; report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.")
+
+
+def _parts(value: Any) -> object:
+    """A value of the environment; of one that has named parts, a list of them."""
+    if isinstance(value, Mapping) and value:
+        parts = [f"{str(name).replace('_', ' ')}: {hide_password(_plain(part))}" for name, part in value.items()]
+        return notes(parts[:100])
+    return hide_password(_plain(value))
 
 
 def _plain(value: Any) -> str:

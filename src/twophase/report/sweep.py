@@ -23,13 +23,29 @@ from twophase.experiment.verdict import WITHIN, ArmVerdict, Verdict, select, ver
 from twophase.experiment.verdict_text import sections
 from twophase.experiment.work import RUNS
 from twophase.report.charts import Chart, Curve, figure
-from twophase.report.page import Html, clean, details, join, link, notes, page, scroll, section, table, tag
+from twophase.report.page import (
+    Html,
+    clean,
+    counted,
+    details,
+    join,
+    link,
+    minus,
+    notes,
+    page,
+    scroll,
+    section,
+    table,
+    tag,
+)
 from twophase.report.run import relative
 from twophase.rule import FORM_WORDS
 
 REPORT = "report.html"
 """Name of a report in its run's or sweep's folder."""
 _MOST_FRAMES, _MOST_CURVES, _MOST_CELLS, _LONGEST_AXIS = 24, 6, 500, 60
+_PAIRED = "Each number stands at the setting that it is the control of; what it differs in is below it."
+_Placed = tuple[Mapping[str, Any], Setting]
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # From good to bad, by lightness alone in order: the ends and quarters of matplotlib's viridis, reversed.
 _COLOURS = ((253, 231, 37), (94, 201, 98), (33, 145, 140), (59, 82, 139), (68, 1, 84))
@@ -172,10 +188,11 @@ def sweep_report(
     first, *others = sections(judged)
     return page(
         record.path.resolve().name,
-        f"A sweep of {len(found):,} settings ({words}) over {len(judged.arms)} arms, {record.forms}.",
+        f"A sweep of {counted(len(found), 'setting')} ({words}) over {counted(len(judged.arms), 'arm')}, "
+        f"{record.forms}.",
         _notice(record, watched),
         section("In short", *_in_short(first, found, links), anchor="short"),
-        section("Heatmaps", *_heatmaps(judged, found, links), anchor="heatmaps"),
+        section("Heatmaps", *_heatmaps(record, judged, found, links), anchor="heatmaps"),
         section("Curves", *_curves(record, judged), anchor="curves"),
         section("Verdict", *_verdict(others), anchor="verdict"),
         section("Every cell", *_cells(record, links), anchor="cells"),
@@ -203,10 +220,10 @@ def _in_short(first: tuple[Any, ...], found: Sequence[Setting], links: _Links) -
     rows = [
         [
             f"{word}\N{NO-BREAK SPACE}{number + 1}" if word == "best" else "worst",
-            one.arm or "(all)",
+            _called(one.arm) or "(all)",
             *(_value(one.values.get(path)) for path in varied),
             _perplexity(one.perplexity),
-            "" if one.spread is None else readable(one.spread),
+            "" if one.spread is None else minus(readable(one.spread)),
             one.finished,
             _run_links(one, links),
         ]
@@ -225,14 +242,18 @@ def _varied(found: Sequence[Setting]) -> list[str]:
 def _run_links(setting: Setting, links: _Links) -> Html:
     """One link a seed, or one in all."""
     texts = [f"seed {seed}" if seed is not None else "run" for seed in setting.seeds]
-    found = [link(text, links.of(run)) for text, run in zip(texts, setting.canonical, strict=True)]
+    # A line breaks between them, not in "seed 0".
+    found = [
+        tag("span", link(text, links.of(run)), class_="once")
+        for text, run in zip(texts, setting.canonical, strict=True)
+    ]
     return join(itertools.chain.from_iterable((", ", one) if place else (one,) for place, one in enumerate(found)))
 
 
 # ------------------------------------------------------------------------------------------------------------ heatmaps
 
 
-def _heatmaps(judged: Verdict, found: Sequence[Setting], links: _Links) -> Iterator[Html | None]:
+def _heatmaps(record: SweepRecord, judged: Verdict, found: Sequence[Setting], links: _Links) -> Iterator[Html | None]:
     scale = scale_of([one.perplexity for one in found if one.perplexity is not None])
     yield tag(
         "p",
@@ -242,16 +263,43 @@ def _heatmaps(judged: Verdict, found: Sequence[Setting], links: _Links) -> Itera
     )
     boxes = []
     for arm in judged.arms:
-        mine = [one for one in found if one.arm == arm.arm]
-        title = tag("h3", f"{arm.arm or 'All settings'}{f' (control: {arm.control})' if arm.control else ''}")
-        boxes.append(tag("div", title, *_arm_maps(arm, mine, scale, judged.best, links)))
+        mine, paired = _places(arm, found, record.rows)
+        title = tag("h3", f"{_called(arm.arm) or 'All settings'}{f' (control: {arm.control})' if arm.control else ''}")
+        maps = tag("div", *_arm_maps(arm, mine, scale, judged.best, links), class_="frames")
+        boxes.append(tag("div", title, tag("p", _PAIRED) if paired else None, maps))
     yield tag("div", *boxes, class_="maps")
 
 
+def _places(arm: ArmVerdict, found: Sequence[Setting], rows: Sequence[Row]) -> tuple[Sequence[_Placed], bool]:
+    """An arm's settings, each with its place on the maps, and whether these are those of the runs it is paired with.
+
+    A paired control has a learning rate of its own for each setting; on these axes its map would be half empty.
+    """
+    mine = [one for one in found if one.arm == arm.arm]
+    own = [(one.values, one) for one in mine]
+    of = {row.run: row.control_of for row in rows if row.arm == arm.arm}
+    partners = {run: one.values for one in found if one.arm != arm.arm for run in one.runs}
+    there = [partners.get(of.get(one.runs[0]) or "") for one in mine]
+    paired = [
+        ({path: values.get(path) for path in arm.varied}, one)
+        for values, one in zip(there, mine, strict=True)
+        if values is not None
+    ]
+    different = {tuple(str(value) for value in values.values()) for values, _ in paired}
+    if arm.control == "paired" and len(different) == len(mine):
+        return paired, True
+    return own, False
+
+
+def _called(arm: str) -> str:
+    """An arm's name; that of a sweep over restarts alone would be a bare "never"."""
+    return re.sub(r"^never(?=,|$)", "no restart", arm)
+
+
 def _arm_maps(
-    arm: ArmVerdict, mine: Sequence[Setting], scale: Scale, best: Setting | None, links: _Links
+    arm: ArmVerdict, mine: Sequence[_Placed], scale: Scale, best: Setting | None, links: _Links
 ) -> Iterator[Html]:
-    values = {path: _ordered({one.values.get(path) for one in mine}) for path in arm.varied}
+    values = {path: _ordered({place.get(path) for place, _ in mine}) for path in arm.varied}
     # The two longest axes make the map, if they are numbers or few words; the others a map for each value.
     across, up, *others = [*values, "", ""][: max(2, len(values))]
     if any(len(axis) > _LONGEST_AXIS for axis in (values.get(across, []), values.get(up, []))):
@@ -260,7 +308,7 @@ def _arm_maps(
     frames = list(itertools.product(*(values[path] for path in others)))
     if len(frames) > _MOST_FRAMES:
         yield tag("p", f"The first {_MOST_FRAMES} of {len(frames):,} maps; the table of every cell has all.")
-    at = {tuple(str(one.values.get(path)) for path in arm.varied): one for one in mine}
+    at = {tuple(str(place.get(path)) for path in arm.varied): (one, _own(place, one)) for place, one in mine}
     for frame in frames[:_MOST_FRAMES]:
         fixed = dict(zip(others, frame, strict=True))
         rows = []
@@ -268,7 +316,9 @@ def _arm_maps(
             cells = []
             for x in values.get(across, [None]):
                 place = {across: x, up: y} | fixed
-                cells.append(_cell(at.get(tuple(str(place.get(path)) for path in arm.varied)), scale, best, links))
+                cells.append(
+                    _cell(*at.get(tuple(str(place.get(path)) for path in arm.varied), (None, "")), scale, best, links)
+                )
             rows.append(tag("tr", tag("th", _value(y) if up else "", scope="row"), *cells))
         yield _map(arm, (across, up), values.get(across, [None]), rows, fixed)
 
@@ -277,13 +327,16 @@ def _map(
     arm: ArmVerdict, axes: tuple[str, str], columns: Sequence[Any], rows: Sequence[Html], fixed: Mapping[str, Any]
 ) -> Html:
     across, up = axes
-    corner = f"{up} ↓  {across} →" if up else across or "setting"
-    head = tag("tr", tag("th", corner, scope="col"), *(tag("th", _value(x), scope="col") for x in columns))
+    # In the corner the names would take most of a phone's width; the caption wraps.
+    head = tag("tr", tag("td"), *(tag("th", _value(x), scope="col") for x in columns))
     words = [f"{path} {_value(value)}" for path, value in fixed.items()]
-    caption = "; ".join([arm.arm or "all settings", *words])
+    words += [f"across: {across}"] if across else []
+    words += [f"down: {up}"] if up else []
+    name = _called(arm.arm) or "all settings"
+    caption = "; ".join([name, *words])
     element = tag(
         "table",
-        tag("caption", caption, class_=None if words else "quiet"),
+        tag("caption", tag("span", f"{name}; ", class_="quiet"), *_unbroken(words)),
         tag("thead", head),
         tag("tbody", *rows),
         class_="heat",
@@ -291,10 +344,28 @@ def _map(
     return scroll(element, caption)
 
 
-def _cell(one: Setting | None, scale: Scale, best: Setting | None, links: _Links) -> Html:
+def _unbroken(words: Sequence[str]) -> Iterator[object]:
+    for place, word in enumerate(words):
+        yield "; " if place else None
+        yield tag("span", word, class_="once")
+
+
+def _own(place: Mapping[str, Any], one: Setting) -> str:
+    """The values in which a setting differs from its place."""
+    other = [(path, one.values.get(path)) for path, value in place.items() if one.values.get(path) != value]
+    words = (f"{value:.3g}" if isinstance(value, float) else _value(value) for _, value in other)
+    return ", ".join(f"{path.rpartition('.')[2]} {word}" for (path, _), word in zip(other, words, strict=True))
+
+
+def _cell(one: Setting | None, own: str, scale: Scale, best: Setting | None, links: _Links) -> Html:
     if one is None:
         return tag("td", tag("span", "–"), class_="void", title="the design has no such setting")
-    seeds = tag("small", _seed_links(one, links)) if len(one.runs) > 1 else None
+    seeds = join(
+        [
+            tag("small", own) if own else None,
+            tag("small", _seed_links(one, links)) if len(one.runs) > 1 else None,
+        ]
+    )
     target = links.of(one.canonical[0]) if len(one.runs) == 1 else None
     if one.perplexity is None:
         word = "diverged" if one.state == "diverged" else "missing"
@@ -333,7 +404,7 @@ def _colours(value: float, scale: Scale) -> tuple[str, str]:
 
 def _perplexity(value: float | None) -> str:
     """A perplexity in about three digits, written out up to a million."""
-    return f"{value:,.0f}" if value is not None and 1e4 <= value < 1e6 else readable(value)
+    return f"{value:,.0f}" if value is not None and 1e4 <= value < 1e6 else minus(readable(value))
 
 
 def _ordered(values: Collection[Any]) -> list[Any]:
@@ -342,7 +413,13 @@ def _ordered(values: Collection[Any]) -> list[Any]:
 
 
 def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else minus(f"{value:g}")
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- other parts
@@ -363,7 +440,7 @@ def _curves(record: SweepRecord, judged: Verdict) -> Iterator[Html | None]:
         except UsageError:
             continue
         if "step" in metrics and "train_loss" in metrics:
-            name = f"{clean(arm.arm)[:80] or '(all)'}: {readable(arm.best.perplexity)}"
+            name = f"{clean(_called(arm.arm))[:80] or '(all)'}: {_perplexity(arm.best.perplexity)}"
             curves.append(Curve(name, metrics["step"], metrics["train_loss"]))
     drawn = figure(
         Chart(
@@ -382,16 +459,24 @@ def _curves(record: SweepRecord, judged: Verdict) -> Iterator[Html | None]:
 
 def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
     """The tables of `twophase report`, as they stand in verdict.md."""
-    for title, words, header, lines, remarks in parts:
+    for heading, words, header, lines, remarks in parts:
+        title = re.sub(r"(?<=gainst )never(?=,|$)", "no restart", heading)
         yield tag("h3", title)
         yield tag("p", words) if words else None
         if header:
             right = [i for i in range(1, len(header)) if all(_reads_as_number(line[i]) for line in lines)]
-            cells = [["" if cell is None else cell for cell in line] for line in lines]
+            cells = [[_called(str(line[0])), *map(_with_minus, line[1:])] for line in lines]
             yield table(header, cells, caption=title, numbers=right, hide_caption=True)
         yield notes(remarks)
     if not parts:
         yield tag("p", "There is nothing to compare yet.")
+
+
+def _with_minus(cell: Any) -> Any:
+    """A cell of a table, with a true minus sign if it is a number or an interval, and not a name."""
+    if cell is None:
+        return ""
+    return minus(cell) if isinstance(cell, str) and (_reads_as_number(cell) or cell.startswith("[")) else cell
 
 
 def _reads_as_number(cell: Any) -> bool:
@@ -409,7 +494,7 @@ def _cells(record: SweepRecord, links: _Links) -> Iterator[Html | None]:
             *(_value(row.values.get(path, "")) for path in paths if path != SEED),
             _value(row.values.get(SEED, "")),
             row.state,
-            readable(row.perplexity) if row.perplexity is not None and np.isfinite(row.perplexity) else "",
+            _perplexity(row.perplexity) if row.perplexity is not None and np.isfinite(row.perplexity) else "",
             "" if row.seconds is None else f"{row.seconds:.1f}",
         ]
         for row in rows

@@ -17,7 +17,11 @@ says so.
 
 Limits. Sigma is the mean over the modes, weighted by their share of `|m|^2`: it changes when the buffer's mix of modes
 does, as it does after a restart. N must be constant (up to the inner learning rate's square, if that is given), and the
-noise white between rounds. A run whose buffer is dropped every round, or that has no momentum, shows nothing.
+noise white between rounds. What a restart cycle begins with stays in all of its rounds, so the standard error is
+clustered by cycle. Where restarts are frequent and the data noisy, slope and intercept are nearly collinear, and an
+estimate that looks significant is mostly one that chance has made large; so `shown_interval` asks for `LEAST_CYCLES`
+cycles, or pairs where there are no restarts, for ends within a factor of `WIDEST`, and for a noise share whose upper
+end lies below `MOST_NOISE`. A run whose buffer is dropped every round, or that has no momentum, shows nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +30,21 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import t as student
 
 from twophase.rule import OuterRule
 from twophase.theory.inputs import Floats
 
 LEAST = 6
 """Pairs of rounds below which nothing is estimated."""
+LEAST_CYCLES = 10
+"""Restart cycles, or pairs of rounds where nothing restarts, below which no interval is shown."""
+MOST_NOISE = 0.8
+"""Upper end of the noise's share of |g|^2 (two standard errors) from which on no interval is shown."""
+WIDEST = 2.0
+"""Ratio of an interval's ends beyond which none is shown: of wider ones that chance lets pass, most miss the truth."""
+_EXACT = 1e-6
+"""Relative standard error up to which the rounds count as free of noise; each pair then gives sigma by itself."""
 _STEADY = (0.8, 1.25)
 """Ratio of successive inner learning rates within which the pseudo-gradient may be compared with the next one."""
 _SAME = 0.02
@@ -45,11 +58,13 @@ class Observed:
     Args:
         pairs: pairs of successive rounds that it rests on.
         sigma: the estimate, corrected for noise; nan where there is none. Not clipped.
-        standard_error: its standard error (heteroscedastic, small-sample corrected); nan without an estimate.
+        standard_error: its standard error (clustered by restart cycle where the momentum restarts, heteroscedastic,
+            small-sample corrected); nan without an estimate.
         ceiling: the estimate that takes all noise for progress: too large by `w N / mean d` in expectation.
         noise_share: estimated share of `|g|^2` that is noise, 0 to 1; nan without an estimate.
         noise_error: its standard error.
         foreign: pairs left out because the recorded buffer is not what the rule makes of the round before.
+        cycles: restart cycles that the pairs lie in; the pairs themselves where the momentum does not restart.
     """
 
     pairs: int
@@ -59,11 +74,46 @@ class Observed:
     noise_share: float
     noise_error: float
     foreign: int
+    cycles: int = 0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Sigma within 95 % (two standard errors), not clipped; nan, nan without an estimate."""
-        return self.sigma - 2 * self.standard_error, self.sigma + 2 * self.standard_error
+        """Sigma within 95 % by Student's t with `cycles - 1` degrees of freedom, not clipped; nan, nan without one."""
+        if self.cycles < 2:
+            return np.nan, np.nan
+        half = float(student.ppf(0.975, self.cycles - 1)) * self.standard_error
+        return self.sigma - half, self.sigma + half
+
+    @property
+    def why_not(self) -> str:
+        """Why the interval must not be shown, as the end of a sentence; an empty text where it may be."""
+        low, high = self.interval
+        if not (np.isfinite(low) and np.isfinite(high)):
+            return (
+                f"{self.pairs} pairs of rounds without a restart between them are usable; {LEAST} are needed at least"
+            )
+        if self.standard_error <= _EXACT * self.sigma and low <= 1:
+            return ""
+        if self.cycles < LEAST_CYCLES:
+            return f"{self.cycles} restart cycles or pairs of rounds are usable, and at least {LEAST_CYCLES} are needed"
+        if low <= 0:
+            return f"it lies between {low:.2g} and {high:.2g} (95 %), which may be nothing"
+        if low > 1:
+            return f"the record asks for more than 1 ({low:.2g} to {high:.2g}), which is outside the model"
+        if high / low > WIDEST:
+            return f"it lies anywhere between {low:.2g} and {high:.2g} (95 %)"
+        most = self.noise_share + 2 * self.noise_error
+        if not most < MOST_NOISE:
+            return (
+                f"up to {100 * min(most, 1.0) if np.isfinite(most) else 100:.0f} % of the pseudo-gradient's square may "
+                "be noise, which looks like progress"
+            )
+        return ""
+
+    @property
+    def shown_interval(self) -> tuple[float, float] | None:
+        """`interval` where it may be shown, not clipped; else None. The one bar for every command."""
+        return None if self.why_not else self.interval
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +129,8 @@ class _Pairs:
     square: Floats
     """|g_t|^2."""
     weight: Floats
+    cycle: NDArray[np.int64]
+    """Number of the restart cycle."""
     foreign: int
 
 
@@ -124,7 +176,8 @@ def observe(
     if count < 2 or rule.momentum == 0 or rule.lr == 0:
         return nothing
     with np.errstate(all="ignore"):
-        pairs = _pairs(rule, columns, lr, ~dropped[:-1] & after[1:])
+        cycle = np.concatenate([[0], np.cumsum(dropped[:-1])])
+        pairs = _pairs(rule, columns, lr, ~dropped[:-1] & after[1:], cycle)
         found = len(pairs.y)
         ceiling = float(np.sum(pairs.y * pairs.weight) / np.sum(pairs.d * pairs.weight)) if found else np.nan
         if found < LEAST:
@@ -132,12 +185,14 @@ def observe(
         sigma, error, noise, noise_error = _instrumented(pairs)
         energy = float(np.mean(pairs.square * pairs.weight))
         scale = float(np.mean(pairs.noise * pairs.weight)) / (rule.injection * energy) if energy > 0 else np.nan
-    return Observed(
-        found, sigma, error, ceiling, float(np.clip(noise * scale, 0, 1)), noise_error * scale, pairs.foreign
-    )
+        cycles = len(np.unique(pairs.cycle)) if dropped.any() else found
+    share = float(np.clip(noise * scale, 0, 1))
+    return Observed(found, sigma, error, ceiling, share, noise_error * scale, pairs.foreign, cycles)
 
 
-def _pairs(rule: OuterRule, columns: list[Floats], lr: Floats, usable: NDArray[np.bool_]) -> _Pairs:
+def _pairs(
+    rule: OuterRule, columns: list[Floats], lr: Floats, usable: NDArray[np.bool_], cycle: NDArray[np.int64]
+) -> _Pairs:
     """The pairs of rounds t, t + 1 from which sigma can be read."""
     b, w = rule.momentum, rule.injection
     g, m, cosine = columns
@@ -169,6 +224,7 @@ def _pairs(rule: OuterRule, columns: list[Floats], lr: Floats, usable: NDArray[n
         w * ratio[places] * level**2,
         g[places] ** 2,
         weight,
+        cycle[places],
         foreign,
     )
 
@@ -193,7 +249,13 @@ def _instrumented(pairs: _Pairs) -> tuple[float, float, float, float]:
     robust = spread + 0.5 * (lagged + lagged.T)
     variance = np.diag(inverse @ robust @ inverse.T)
     plain = np.diag(inverse @ spread @ inverse.T)
-    error = np.sqrt(np.maximum(variance, plain) * count / (count - 2))
+    variance = np.maximum(variance, plain) * count / (count - 2)
+    ends = np.unique(pairs.cycle, return_index=True)[1]
+    if (cycles := len(ends)) > 1:
+        totals = np.add.reduceat(scores, ends, axis=0)
+        clustered = np.diag(inverse @ (totals.T @ totals) @ inverse.T)
+        variance = np.maximum(variance, clustered * cycles / (cycles - 1) * (count - 1) / (count - 2))
+    error = np.sqrt(variance)
     if not np.all(np.isfinite(fit)) or not np.all(np.isfinite(error)):
         return np.nan, np.nan, np.nan, np.nan
     return float(fit[0]), float(error[0]), float(fit[1]), float(error[1])

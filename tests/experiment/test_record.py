@@ -1,0 +1,110 @@
+"""Reading a run's rounds: duplicates, gaps, wrong types and odd numbers are named, and change no count."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runmaker import EMA, config_of, write_lines, write_run
+from twophase.config import dump_yaml
+from twophase.diagnosis.text import describe
+from twophase.diagnosis.verdict import diagnose
+from twophase.experiment.record import RunRecord, read_record
+
+Lines = list[dict[str, Any]]
+
+
+def changed(folder: Path, change: Callable[[Lines], Lines]) -> RunRecord:
+    """The record of a run of 20 rounds whose lines were changed."""
+    write_run(folder, EMA, [0.3] * 3, 20)
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    write_lines(folder / "rounds.jsonl", change(lines))
+    return read_record(folder)
+
+
+def put(lines: Lines, **values: Any) -> Lines:
+    """The lines with the sixth changed."""
+    lines[5] |= values
+    return lines
+
+
+def again(lines: Lines) -> Lines:
+    """Rounds 11 and 12 come twice, as after a resumption from round 10, the second time with another norm."""
+    later = copy.deepcopy(lines[10:])
+    for line in later:
+        line["groups"][0]["pseudo_gradient_norm"] = 7.0
+    return lines[:12] + later
+
+
+ODD = {
+    "rounds that come twice": (again, 20, "2 lines whose step comes again"),
+    "a gap": (lambda lines: lines[:5] + lines[8:], 17, "missing: 3, the first of them before round 9"),
+    "a list for a round": (lambda lines: put(lines, round=[1]), 20, "1 lines of rounds.jsonl hold"),
+    "a vast step": (lambda lines: put(lines, step=1e26), 20, "of a wrong kind"),
+    "a vast whole step": (lambda lines: put(lines, step=10**26), 20, "of a wrong kind"),
+    "null for a group": (lambda lines: put(lines, groups=[None]), 20, "of a wrong kind"),
+    "a number for a group": (lambda lines: put(lines, groups=[3]), 20, "of a wrong kind"),
+    "a round again": (lambda lines: put(lines, fragments=[lines[4]["fragments"][0]]), 20, "do not increase"),
+    "more than was planned": (lambda lines: [*lines[:-1], lines[-1] | {"step": 999}], 20, "beyond the plan"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "rounds", "said"), ODD.values(), ids=ODD)
+def test_oddities_are_named(tmp_path: Path, change: Callable[[Lines], Lines], rounds: int, said: str) -> None:
+    """Each is a sentence in the record's problems, and no round counts twice."""
+    record = changed(tmp_path, change)
+    assert any(said in problem for problem in record.problems), record.problems
+    assert record.recorded == rounds
+    assert diagnose(record).rounds == rounds
+
+
+def test_the_last_of_duplicates_counts(tmp_path: Path) -> None:
+    """Of rounds that come twice the later ones are used, in order; a run that is in order has no problem."""
+    block = changed(tmp_path / "a", again).blocks[0]
+    assert block.number.tolist() == list(range(1, 21))
+    assert block.index.tolist() == list(range(20))
+    assert block.pseudo_gradient_norm[10:].tolist() == [7.0] * 10
+    assert changed(tmp_path / "b", lambda lines: lines).problems == []
+
+
+def test_a_step_that_goes_back_is_left_out(tmp_path: Path) -> None:
+    """A line of its own step that comes too late is left out and named."""
+    record = changed(tmp_path, lambda lines: [*lines[:5], *lines[6:12], lines[5], *lines[12:]])
+    assert any("smaller than one before" in problem for problem in record.problems)
+    assert record.rounds["step"].tolist() == [step for step in range(1, 21) if step != 6]
+
+
+def test_fragments_are_no_further_rounds(tmp_path: Path) -> None:
+    """Two fragments that sync apart have two lines a round, and half as many rounds."""
+    write_run(tmp_path, EMA, [], 20, blocks={"a": [0.3], "b": [0.5]}, config=config_of(EMA, rounds=40, inner_steps=2))
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    apart = [
+        line | {"step": 2 * line["round"] - 1 + place, "fragments": [line["fragments"][place]]}
+        | {"groups": [line["groups"][place]]}
+        for line in lines
+        for place in (0, 1)
+    ]  # fmt: skip
+    write_lines(tmp_path / "rounds.jsonl", apart)
+    (tmp_path / "config.yaml").write_text(dump_yaml(config_of(EMA, rounds=40, inner_steps=2)))
+    record = read_record(tmp_path)
+    assert [block.name for block in record.blocks] == ["a", "b"]
+    assert len(record.rounds["step"]) == 40
+    assert "20 of 20 rounds recorded" in describe(diagnose(record), "run")
+    assert not any("missing" in problem or "increase" in problem for problem in record.problems)
+
+
+@pytest.mark.parametrize("name", ["pseudo_gradient_norm", "buffer_norm", "gain"])
+def test_the_largest_numbers_warn_of_nothing(tmp_path: Path, name: str) -> None:
+    """Numbers whose square, or sum, is no float any more give words and no warning."""
+
+    def change(lines: Lines) -> Lines:
+        for line in lines[3:12]:
+            line["groups"][0][name] = 1e308
+        return lines
+
+    assert describe(diagnose(changed(tmp_path, change)), "run")
