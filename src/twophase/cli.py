@@ -464,6 +464,14 @@ def _doctor(words: list[str]) -> int:
 # ------------------------------------------------------------------------------------------------------------- theory
 
 
+def _known(parser: argparse.ArgumentParser, words: list[str], then: str) -> tuple[argparse.Namespace, list[str]]:
+    """A command's own options, and the words that are values of a dataclass, whose help follows this one's."""
+    if "-h" in words or "--help" in words:
+        parser.print_help()
+        print(f"\n{then}\n")
+    return parser.parse_known_args(words)
+
+
 def _period(words: list[str]) -> int:
     from twophase.config import parse_arguments
     from twophase.period import Question, answer, describe, to_json
@@ -479,10 +487,7 @@ def _period(words: list[str]) -> int:
         help="draw the oscillation, and rate and loss against the period, into FILE (.png or .pdf; numbers as .csv)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
-    if "-h" in words or "--help" in words:
-        parser.print_help()
-        print("\nand the question:\n")
-    options, rest = parser.parse_known_args(words)
+    options, rest = _known(parser, words, "and the question:")
     if options.plot:
         check_ending(options.plot)
     advice = answer(parse_arguments(Question(), rest, prog=parser.prog))
@@ -513,10 +518,7 @@ def _explore(words: list[str]) -> int:
         "--run", type=Path, metavar="RUN", help="begin with this run's rule, length and estimated effective progress"
     )
     parser.add_argument("--open", action="store_true", help="open it in the browser")
-    if "-h" in words or "--help" in words:
-        parser.print_help()
-        print("\nand where it begins; everything can be moved on the page:\n")
-    options, rest = parser.parse_known_args(words)
+    options, rest = _known(parser, words, "and where it begins; everything can be moved on the page:")
     run = read_run(options.run) if options.run else None
     asked = parse_arguments(of_run(run) if run else Question(), rest, prog=parser.prog)
     state = state_of(asked, run)
