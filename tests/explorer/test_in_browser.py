@@ -390,7 +390,10 @@ def test_sliders_fields_and_keys(view: View) -> None:
     assert page.input_value("#field-restart") == "13"
     assert page.locator("#slider-restart").get_attribute("aria-valuetext") == "13"
     page.fill("#field-momentum", "1.5")
+    beneath = page.locator("#field-restart").bounding_box()
     page.keyboard.press("Tab")
+    assert page.is_visible("#field-momentum-wrong")
+    assert page.locator("#field-restart").bounding_box() == beneath  # else a press of the mouse there would miss it
     assert page.inner_text("#field-momentum-wrong") == "Write a number from 0 to 1."
     assert page.locator("#field-momentum").get_attribute("aria-invalid") == "true"
     assert page.evaluate("document.getElementById('field-momentum').getAttribute('aria-describedby')")
@@ -475,6 +478,7 @@ def test_forms_and_spectra(view: View) -> None:
     page.keyboard.press("Tab")
     assert "overshoots" in page.inner_text("#field-inner_lr-wrong")
     page.select_option("#mode", "-1")
+    view.drawn()
     page.check("input[name=view][value=log]")
     view.drawn()
     assert "mean of all modes" in page.inner_text("#residual figcaption")
