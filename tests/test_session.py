@@ -54,6 +54,14 @@ def test_processes_without_a_gpu_of_their_own(
     assert taken == []
 
 
+@pytest.mark.parametrize("size", ["abc", "0", "-1", "1.5", ""])
+def test_a_number_of_processes_that_is_none(monkeypatch: pytest.MonkeyPatch, size: str):
+    """The variable is named with its value, where it would have been a traceback."""
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(UsageError, match=f"WORLD_SIZE is '{size}'; torchrun sets it .* or unset it"):
+        take_device(TrainConfig(device="cuda"))
+
+
 @pytest.mark.dist
 def test_the_first_process_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
     """Where the others never come it says so after its patience, and not after torch's half an hour."""

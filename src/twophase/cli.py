@@ -250,12 +250,12 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
     from twophase.lm.train import train
     from twophase.lm.trainer import preflight
     from twophase.progress import meter, round_text, step_text
-    from twophase.session import claimed, communication, signals, take_device
+    from twophase.session import claimed, communication, signals, take_device, world_size
     from twophase.tracking import check, tracked
 
     check(options.track)
     take_device(config)
-    preflight(config, int(os.environ.get("WORLD_SIZE", "1")))  # before a folder is made for what cannot be run
+    preflight(config, world_size())  # before a folder is made for what cannot be run
     with (
         communication(config, options) as communicator,
         signals() as stopped,

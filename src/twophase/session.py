@@ -47,13 +47,28 @@ def signals() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
+def world_size() -> int:
+    """How many processes torchrun has started; 1 without it.
+
+    Raises:
+        UsageError: the environment's WORLD_SIZE is no such number.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(
+            f"the environment variable WORLD_SIZE is {text!r}; torchrun sets it to the number of processes: start them "
+            "with torchrun, or unset it"
+        )
+    return int(text)
+
+
 def take_device(config: TrainConfig) -> None:
     """Under torchrun, make the GPU of this process's local rank the one that `cuda` means.
 
     Raises:
         UsageError: fewer GPUs than processes on this machine, or one GPU that is named for all of them.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not config.device.startswith("cuda"):
+    if world_size() == 1 or not config.device.startswith("cuda"):
         return
     if config.device != "cuda":
         raise UsageError(
@@ -81,7 +96,7 @@ def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[
         with process_group(config, options.start_timeout) as communicator:
             yield communicator
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world_size() > 1:
         raise UsageError("--lighthouse: here a replica is one process; start each by itself, without torchrun")
     if not 0 <= options.replica < config.replicas:
         raise UsageError(
@@ -117,7 +132,7 @@ def process_group(config: TrainConfig, patience: float = 600.0) -> Iterator[Comm
     Raises:
         RunError: they cannot meet.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if world_size() == 1:
         yield SingleProcess()
         return
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"

@@ -205,6 +205,7 @@ def test_digests_see_every_bit(dtype: torch.dtype):
                 ("form", "ema"),
             )
         ),
+        lambda fragment: fragment.outer.state[fragment.anchor_views[1]].update(step=1),
     ],
 )
 def test_digests_see_every_counter(harm: Callable[[Fragment], None]):
@@ -214,6 +215,18 @@ def test_digests_see_every_counter(harm: Callable[[Fragment], None]):
     harm(fragment)
     changed = fragment.digest()
     assert {key for key in digest if digest[key] != changed[key]} == {"counters"}
+
+
+def test_digests_see_a_learning_rate_in_a_tensor():
+    """As some optimizers keep it: the last bit shows, which its text would round away."""
+    fragment, _ = fragment_of(torch.float32)
+    group = fragment.outer.param_groups[0]
+    group["lr"] = torch.tensor(0.7)
+    digest = fragment.digest()["counters"]
+    group["lr"] = torch.tensor(0.7)
+    assert fragment.digest()["counters"] == digest
+    flip(group["lr"], 0, 0)
+    assert fragment.digest()["counters"] != digest
 
 
 def test_a_buffer_that_is_missing_shows():

@@ -5,7 +5,9 @@ Run as a program, this file is one of the processes of its own tests.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
+import io
 import itertools
 import os
 import re
@@ -30,6 +32,7 @@ from torch import nn
 from elastic import PATIENCE, side_by_side
 from replicas import start
 from twophase.config import RunError
+from twophase.diloco import healing, torchft, torchft_parts
 from twophase.diloco.agreement import Disagreement
 from twophase.diloco.comm import SingleProcess
 from twophase.diloco.engine import DiLoCo, RoundReport
@@ -415,6 +418,24 @@ def test_overriding_variables_are_refused(monkeypatch: pytest.MonkeyPatch, name:
 
 
 @linux
+def test_a_variable_that_torchft_cannot_read_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """It would end in a traceback while torchft is imported."""
+    monkeypatch.setenv("TORCHFT_WATCHDOG_TIMEOUT_SEC", "abc")
+    refused(["TORCHFT_WATCHDOG_TIMEOUT_SEC is 'abc'", "unset"], lambda: communicator(URL))
+
+
+@pytest.mark.parametrize(
+    ("host", "elsewhere"),
+    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("10.0.0.1", True), ("no.such.host.invalid", False)],
+)
+def test_what_is_another_machine(host: str, elsewhere: bool):
+    """Loopback of both kinds is not, and a name that nobody knows is left to the attempt to connect."""
+    assert torchft_parts.is_elsewhere(host) == elsewhere
+    name = f"[{host}]" if ":" in host else host
+    assert torchft_parts.lighthouse(f"http://{name}:1") == (f"http://{name}:1", (host, 1))
+
+
+@linux
 def test_several_processes_of_a_replica_are_refused(monkeypatch: pytest.MonkeyPatch):
     """Under torchrun, where a replica would have several processes, it says so."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -655,6 +676,95 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(mean, own)
 
 
+@linux
+@pytest.mark.dist
+def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pytest.MonkeyPatch):
+    """Its first try tells it what had come and which timeout would do; the other goes on, whatever `max_attempts`."""
+    begun, gone = threading.Event(), threading.Event()
+
+    def slowly(state: Any, stream: Any) -> None:
+        data = io.BytesIO()
+        save(state, data)
+        for place in range(0, data.tell(), 40_000):
+            stream.write(data.getvalue()[place : place + 40_000])
+            stream.flush()
+            time.sleep(0.15)
+
+    save, own = healing._streaming_save, Replica.save
+    monkeypatch.setattr(healing, "_streaming_save", slowly)
+    monkeypatch.setattr(torchft, "_HEAL_MARGIN", 0.0)
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        if place:
+            begun.wait(PATIENCE)
+            try:
+                return engine.join()
+            finally:
+                group.close()
+                gone.set()
+        engine.join()
+        reports = []
+        while not gone.is_set() or reports[-1].attempts > 1:
+            mine.step(place)
+            reports.append(engine.step())
+            begun.set()
+        return reports
+
+    monkeypatch.setattr(Replica, "save", lambda mine: own(mine) | {"more": torch.zeros(100_000)})
+    options = {"min_replicas": 1, "timeout": 0.9, "max_attempts": 1}
+    reports, error = lives(monkeypatch, live, (options, {}), (options, {}))
+    assert isinstance(error, RunError)
+    pattern = (
+        r"TorchFT: of another replica's state of (\S+) MB, (\S+) MB came in (\S+) s, and then the others waited no "
+        r"longer \(timeout is 0.9 s\); give every replica a timeout of (\d+) or more \(twophase train: --sync-timeout\)"
+    )
+    found = re.match(pattern, str(error))
+    assert found, str(error)
+    size, received, seconds, enough = map(float, found.groups())
+    assert 0 < received < size
+    assert enough == pytest.approx(1.5 * seconds * size / received, abs=0.6 + 0.1 * enough)
+    assert max(report.attempts for report in reports) > 1
+    assert {(report.replicas, report.newcomers) for report in reports} == {(1, 0)}
+    assert [report.round for report in reports] == list(range(1, len(reports) + 1))
+
+
+@linux
+@pytest.mark.dist
+def test_a_run_under_way_is_not_taken_over(monkeypatch: pytest.MonkeyPatch):
+    """Whoever restores for so long that the others have begun is given their state, however much further it was."""
+    begun, done = threading.Event(), threading.Event()
+    further = Replica()
+    engine = DiLoCo(further.model, RULE, inner_steps=1, communicator=SingleProcess())
+    for _ in range(9):
+        further.step(0)
+        engine.step()
+    state = copy.deepcopy(engine.state_dict())
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        if place:  # as after restoring: it says how far it is, and meets those that have begun
+            begun.wait(PATIENCE)
+            engine.load_state_dict(state)
+            enter = group.enter
+            group.enter = lambda syncs, **options: enter(max(syncs, 1 + engine.syncs), **options)
+        report = engine.join({})
+        if place:
+            done.set()
+            return report
+        reports = []
+        while not done.is_set() or len(reports) < 2:
+            mine.step(place)
+            reports.append(engine.step())
+            begun.set()
+        return reports
+
+    first, second = {"min_replicas": 1}, {"min_replicas": 2}
+    reports, joined = lives(monkeypatch, live, (first, {}), (second, {}))
+    assert isinstance(joined, RoundReport), joined
+    assert joined.newcomers == 1
+    assert [report.round for report in reports] == list(range(1, len(reports) + 1))
+    assert reports[joined.round - 1].checksum == joined.checksum
+
+
 class Meeting(SingleProcess):
     """This process and another, which holds the same and counts; at its first syncs this one is given states.
 
@@ -673,7 +783,7 @@ class Meeting(SingleProcess):
         del engine, save
         self.load = load
 
-    def enter(self, syncs: int) -> None:
+    def enter(self, syncs: int, *, running: bool = False) -> None:
         """As far as anyone."""
 
     def enough(self, count: int) -> bool:
@@ -823,7 +933,7 @@ def test_code_is_refused(giver: Healing, tmp_path: Path):
     _streaming_save({"x": Code(proof)}, stream)
     for answer in (stream.getvalue(), pickle.dumps([Code(proof)], protocol=2)):
         with pytest.raises(pickle.UnpicklingError, match=r"(?i)unsupported|weights"):
-            fetch(giver, 7, impostor(_GREETING + answer))
+            fetch(giver, 7, impostor(_GREETING + b"1\n" + answer))
         assert not proof.exists()
     stream.seek(0)
     _streaming_load(stream, weights_only=False)

@@ -10,6 +10,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +41,7 @@ def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: in
     Raises:
         ValueError: naming the first difference.
     """
-    here: dict[str, Any] = {"version of twophase": twophase.__version__, "version of torch": torch.__version__, **ours}
-    here = json.loads(json.dumps(here))
+    here = json.loads(json.dumps(versions() | dict(ours)))
     rank = communicator.rank
     everyone = communicator.gather([here, replicas])
     for other, (theirs, _) in enumerate(everyone):
@@ -52,6 +53,17 @@ def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: in
                 "processes with the same program and options"
             )
     return [count for _, count in everyone]
+
+
+@cache
+def versions() -> dict[str, str]:
+    """The code that runs here: an edit under one version number makes replicas as unlike as another release."""
+    code = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        code.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
+    ours = f"{twophase.__version__}, source {code.hexdigest()[:12]}"
+    return {"versions of twophase": ours, "versions of torch": str(torch.__version__)}
 
 
 def first_unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str, str] | None:
@@ -210,7 +222,7 @@ def attend(
     """
     # First a few words that are as many on all processes, whatever they were started with. Into a run under way nobody
     # comes who differs: that is seen before it takes the state over.
-    text = json.dumps([twophase.__version__, str(torch.__version__), description], sort_keys=True)
+    text = json.dumps([versions(), description], sort_keys=True)
     kinds = communicator.exchange([running, *_halves(hashlib.sha256(text.encode()).hexdigest()[:16])])
     if not any(row[0] for row in kinds) and any(row != kinds[0] for row in kinds):
         same_start(communicator, description, own)

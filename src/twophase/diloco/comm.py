@@ -124,11 +124,12 @@ class Elastic(Communicator, Protocol):
         """
         ...
 
-    def enter(self, syncs: int) -> None:
+    def enter(self, syncs: int, *, running: bool = False) -> None:
         """Say, before `begin`, how far this process's state is; one that is behind another is given the other's.
 
         Args:
             syncs: that it has behind it, plus 1; 0 asks for any state that there is.
+            running: whether its run is under way; whoever comes late then is behind, however many it has.
         """
         ...
 

@@ -425,7 +425,8 @@ class DiLoCo:
         Into a run that is under way it leads by another replica's state, at the moment when that one has ended its
         inner steps: this replica then takes part in that sync without weight, because what it has was the other's. At a
         run's beginning it waits until enough replicas are there; each restores what it has on disk, and those that are
-        behind are given the state of one that is not.
+        behind are given the state of one that is not. Whoever restores for so long that the others have begun meanwhile
+        comes into their run, even if it has more on disk.
 
         Args:
             signals: as for `step`, with the same names: the others may be at the end of a round.
@@ -455,6 +456,7 @@ class DiLoCo:
                     if here.ready and elastic.commit():  # all together: nobody votes while others still restore
                         if self.at_anchor or (self.syncs == 0 and self.inner_step == 0):  # nobody's progress
                             self._borrowed.clear()
+                        elastic.enter(1 + self.syncs, running=True)
                         self._absent = False
                         return None
                     if not restored:

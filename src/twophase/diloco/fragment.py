@@ -269,13 +269,15 @@ class Fragment:
                 theta.lerp_(anchor.to(device=theta.device, dtype=theta.dtype), 1 - mixing)
 
     def counters(self) -> list[Any]:
-        """Plain numbers and text that decide what its next outer step does."""
+        """Plain numbers and text that decide what its next outer step does, of the groups and of each parameter."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.outer.param_groups]
-        return [self.round, groups]
+        states = [self.outer.state.get(p, {}) for group in self.outer.param_groups for p in group["params"]]
+        plain = [{k: v for k, v in state.items() if not isinstance(v, Tensor)} for state in states]
+        return [self.round, groups, plain]
 
     def digest(self) -> dict[str, str]:
         """Sixteen hexadecimal digits each of the anchor, of the outer optimizer's tensors, and of its counters."""
-        text = json.dumps(self.counters(), sort_keys=True, default=str)
+        text = json.dumps(self.counters(), sort_keys=True, default=_exactly)
         return {
             "anchor": checksum(self.flat),
             "momentum buffer": _digits([checksum_of(tensor) for tensor in self._buffers()]),
@@ -296,6 +298,11 @@ def checksum_of(tensor: Tensor) -> str:
     if flat.dtype not in (torch.float32, torch.float64):
         flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.nbytes % 8)).view(torch.float32)
     return checksum(flat)
+
+
+def _exactly(value: Any) -> Any:
+    """What JSON has no form for, such as a learning rate that is a tensor, whose text would round it."""
+    return [str(value.dtype), list(value.shape), checksum_of(value)] if isinstance(value, Tensor) else str(value)
 
 
 def _digits(parts: Sequence[str]) -> str:

@@ -4,7 +4,8 @@ The receiver builds nothing but tensors, numbers, text and containers of them fr
 (`torch.load(weights_only=True)`'s reader), so that a connection to a wrong or hostile process cannot run code. There is
 neither authentication nor encryption: it is for a trusted network.
 
-The giver copies nothing: it sends its live tensors, which it does not change before all have what they need.
+The giver copies nothing: it sends its live tensors, which it does not change before all have what they need. So all
+wait for a heal, and one that would take longer than they do is told so (`TooSlow`) after its first try.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import socket
 import socketserver
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +26,10 @@ from torch.distributed._serialization import _streaming_load, _streaming_save
 
 _PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 _GREETING = b"twophase state\n"
+
+
+class TooSlow(ConnectionError):  # noqa: N818 - it says what there is
+    """At the pace at which a state came, it would not have come in time."""
 
 
 def bytes_of(value: Any, path: str = "state") -> int:
@@ -84,17 +90,29 @@ class Healing:
                 _shut(connection)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Mapping[str, Any]:
-        """The state that another offers for this step."""
+        """The state that another offers for this step.
+
+        Raises:
+            TooSlow: it was not whole when the time was over, or when the giver would wait no longer, and at that pace
+                would not have been; says how much had come, and how long it would take.
+            OSError: there is no such state, or the giver has gone.
+        """
         del src_rank
         host, _, port = metadata.rpartition(":")
+        seconds = timeout.total_seconds()
         with (
-            socket.create_connection((host, int(port)), timeout=timeout.total_seconds()) as connection,
-            connection.makefile("rb", buffering=1 << 20) as stream,
+            socket.create_connection((host, int(port)), timeout=seconds) as connection,
+            connection.makefile("rb", buffering=1 << 20) as raw,
         ):
+            stream = _Exactly(raw, connection, seconds)
             connection.sendall(f"{step}\n".encode())
-            if stream.readline(len(_GREETING)) != _GREETING:
+            if raw.readline(len(_GREETING)) != _GREETING:
                 raise ConnectionError(f"{metadata} has no state of step {step} to give")
-            state = _streaming_load(cast("Any", _Exactly(stream)), map_location="cpu", weights_only=True)
+            size = int(raw.readline(32))
+            try:
+                state = _streaming_load(cast("Any", stream), map_location="cpu", weights_only=True)
+            except OSError as error:
+                raise stream.judged(error, size) from None
         return cast("Mapping[str, Any]", state)
 
     def shutdown(self, wait: bool = True) -> None:
@@ -115,7 +133,7 @@ class Healing:
                 return
             self._open.add(connection)
         try:
-            stream.write(_GREETING)
+            stream.write(_GREETING + b"%d\n" % bytes_of(state))
             _streaming_save(state, stream)
         except OSError:
             pass  # the other has gone, or was cut off
@@ -147,23 +165,53 @@ def _handler(healing: Healing, seconds: float) -> type[socketserver.BaseRequestH
 
 
 class _Exactly:
-    """A stream that never returns less than what was asked for: torch's reader takes a short answer for the whole."""
+    """A stream that never returns less than what was asked for: torch's reader takes a short answer for the whole.
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
+    Args:
+        stream: what is read.
+        connection: where it comes from.
+        seconds: after which it ends, however fast the bytes come.
+    """
+
+    def __init__(self, stream: Any, connection: socket.socket, seconds: float) -> None:
+        self._stream, self._connection, self._seconds = stream, connection, seconds
+        self._begin = time.monotonic()
+        self._received = 0
 
     def read(self, count: int) -> bytearray:
         data = bytearray(count)  # writable, so that a tensor can be laid over it
         view, filled = memoryview(data), 0
         while filled < count:
+            left = self._begin + self._seconds - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            self._connection.settimeout(left)
             got = self._stream.readinto(view[filled:])
             if not got:
                 raise ConnectionError(f"the connection ended after {filled} of the next {count} bytes of the state")
             filled += got
+            self._received += got
         return data
 
     def readline(self) -> bytes:
         return self._stream.readline()
+
+    def judged(self, error: OSError, size: int) -> OSError:
+        """What to say of a state of so many bytes that has not come whole: too slow, or what it is.
+
+        A giver that waits no longer cuts us off a little before or after our own time is over; one that has died may
+        do so at any time.
+        """
+        took = time.monotonic() - self._begin
+        needed = took * max(size / max(self._received, 1), 1.0)
+        if not isinstance(error, TimeoutError) and (took < self._seconds / 2 or needed <= self._seconds):
+            return error
+        enough = f"{1.5 * needed:.0f} or more" if self._received > size / 1000 else "longer"
+        return TooSlow(
+            f"of another replica's state of {size / 1e6:.4g} MB, {self._received / 1e6:.4g} MB came in {took:.1f} s, "
+            f"and then the others waited no longer (timeout is {self._seconds:g} s); give every replica a timeout "
+            f"of {enough} (twophase train: --sync-timeout), or a faster link"
+        )
 
 
 def _shut(connection: socket.socket) -> None:

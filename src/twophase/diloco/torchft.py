@@ -33,12 +33,11 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-import twophase
 from twophase.config import RunError
 from twophase.diloco import torchft_parts as parts
-from twophase.diloco.agreement import first_unlike
+from twophase.diloco.agreement import first_unlike, versions
 from twophase.diloco.comm import Done, Interrupted, Pending
-from twophase.diloco.healing import Healing, bytes_of
+from twophase.diloco.healing import Healing, TooSlow, bytes_of
 
 if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
@@ -47,6 +46,8 @@ _log = logging.getLogger("twophase")
 _HEAL_RATE = 0.1e9  # bytes a second, a third of what was measured on loopback
 _HEAL_MARGIN = 5.0
 _POLL = 0.2
+_UNDER_WAY = 1 << 40
+"""Added to the syncs of a run under way, so that nobody who comes late can have more of them."""
 
 
 class TorchFT:
@@ -64,7 +65,8 @@ class TorchFT:
         patience: seconds that the lighthouse may be away.
         min_replicas: how many a run needs to begin; None means all. Later on those that are left go on, even one.
         start_timeout: seconds to wait for them.
-        max_attempts: how often in a row a sync may fail, >= 1.
+        max_attempts: how often in a row a sync may fail, >= 1; where one fails while another replica is being healed,
+            that counts for the other one alone.
 
     Raises:
         ImportError: torchft is not installed, or is another release.
@@ -90,8 +92,8 @@ class TorchFT:
         start_timeout: float = 600.0,
         max_attempts: int = 10,
     ) -> None:
-        parts.check_installed()
         parts.check_environment()
+        parts.check_installed()
         if not 0 <= replica < replicas:
             raise ValueError(
                 f"TorchFT: replica is {replica} and replicas is {replicas}; replica counts from 0 to replicas - 1"
@@ -108,7 +110,7 @@ class TorchFT:
         self.replica, self.replicas = replica, replicas
         self.lighthouse, self._lighthouse_at = parts.lighthouse(lighthouse)
         self.address = parts.address_of(host)
-        if parts.is_loopback(self.address) and not parts.is_loopback(self._lighthouse_at[0]):
+        if not parts.is_elsewhere(self.address) and parts.is_elsewhere(self._lighthouse_at[0]):
             raise ValueError(
                 f"TorchFT: host is {host} and the lighthouse is at {lighthouse}, on another machine, where nobody "
                 "reaches this one under that address; pass host (twophase train: --host), this machine's address in "
@@ -177,7 +179,8 @@ class TorchFT:
             load(state["own"])
 
         self._save, self._load = give, take
-        self._check_timeout(2 * least)  # the moments of an inner optimizer that has not stepped yet
+        # Of optimizers that have not stepped yet: the inner one's moments, and the outer one's buffer.
+        self._check_timeout(2 * least + _buffers_to_come(engine))
 
     def _check_timeout(self, to_come: int = 0) -> None:
         assert self._save is not None
@@ -192,15 +195,16 @@ class TorchFT:
 
     # ---------------------------------------------------------------------------------------------------- a sync
 
-    def enter(self, syncs: int) -> None:
-        """Say, before `begin`, how far this process's state is."""
-        self._started().load_state_dict({"step": syncs, "batches_committed": 0})
+    def enter(self, syncs: int, *, running: bool = False) -> None:
+        """Say, before `begin`, how far this process's state is: in a run under way further than any checkpoint."""
+        step = syncs + (_UNDER_WAY if running else 0)
+        self._started().load_state_dict({"step": step, "batches_committed": 0})
 
     def begin(self) -> bool:
         """Wait for the others that take part in the next sync, and take their state if this one is behind.
 
         Raises:
-            RunError: the lighthouse is away, or the others do not come.
+            RunError: the lighthouse is away, the others do not come, or their state does not come in time.
         """
         manager = self._started()
         assert self._healing is not None
@@ -214,7 +218,10 @@ class TorchFT:
                     raise
                 raise RunError(self._no_quorum(watch, error)) from None
         if manager.errored() is not None:
-            self._fail(manager.errored().original_exception)
+            error = manager.errored().original_exception
+            self._fail(error)
+            if isinstance(error, TooSlow):  # it would be as slow the next time, and all would wait for it again
+                raise RunError(f"TorchFT: {error}; the others go on, and checkpoints are intact")
         else:
             self._look_around()
         return self._healed
@@ -236,6 +243,9 @@ class TorchFT:
                 except ValueError as error:  # in the middle of a run, where nobody passes arguments any more
                     raise RunError(str(error)) from None
             return True
+        if self._manager._client.others_heal:
+            _log.warning("a sync has failed in which a replica was to be given the others' state; it is tried again")
+            return False
         self._failures += 1
         if self._failures >= self.max_attempts:
             raise RunError(
@@ -511,7 +521,13 @@ class _Work:
         self._communicator._wait(self)
 
 
+def _buffers_to_come(engine: DiLoCo) -> int:
+    """Bytes of the momentum buffers that the outer optimizers will have after their first steps, as far as is known."""
+    groups = [(f.outer, group) for f in engine.fragments for group in f.outer.param_groups if group.get("momentum")]
+    return sum(p.nbytes for outer, group in groups for p in group["params"] if p not in outer.state)
+
+
 def _run(engine: DiLoCo) -> dict[str, Any]:
     """What a replica must have in common with a run that it comes into, beside what it is given with the state."""
     ours = {key: value for key, value in engine._description().items() if key != "outer settings"}
-    return {"versions of twophase": twophase.__version__, "versions of torch": str(torch.__version__), **ours}
+    return versions() | ours

@@ -65,6 +65,12 @@ def check_environment() -> None:
             f"TorchFT: the environment has {', '.join(found)}, which would override what was asked for; unset them and "
             "pass arguments instead"
         )
+    watchdog = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
+    if not os.environ.get(watchdog, "30").isdecimal():  # torchft would not even be imported
+        raise ValueError(
+            f"TorchFT: the environment's {watchdog} is {os.environ[watchdog]!r}; it must be a whole number of seconds, "
+            "or unset"
+        )
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"TorchFT: WORLD_SIZE is {os.environ['WORLD_SIZE']}, so a replica would be spread over several processes, "
@@ -81,15 +87,16 @@ def lighthouse(url: str) -> tuple[str, tuple[str, int]]:
         parts, host, port = urlsplit(""), None, None
     if parts.scheme != "http" or host is None or port is None:
         raise ValueError(f"TorchFT: lighthouse is {url!r}; it must be like http://10.0.0.1:29510")
-    return f"http://{host}:{port}", (host, port)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}", (host, port)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address or name means this machine alone."""
+def is_elsewhere(host: str) -> bool:
+    """Whether an address or name means other machines; not where nobody knows the name, which connecting will say."""
     try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
+    return not all(ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback for *_, place in found)
 
 
 def address_of(host: str) -> str:
@@ -218,6 +225,8 @@ class _Client:
         self._client = client
         self._number, self._size = -1, 0  # of the last quorum, as the lighthouse has counted
         self._unique = 0
+        self.others_heal = False
+        """Whether in the last quorum others are behind, and this process is not."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -231,6 +240,7 @@ class _Client:
         if left_out or quorum.quorum_id != self._number:
             self._unique = zlib.crc32(f"{quorum.quorum_id} {quorum.max_step} {quorum.replica_ids}".encode())
         self._number, self._size = quorum.quorum_id, quorum.replica_world_size
+        self.others_heal = left_out and not quorum.heal
         return _Quorum(quorum, self._unique)
 
 

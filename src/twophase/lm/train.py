@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from twophase.config import UsageError, fingerprint
+from twophase.config import RunError, UsageError, fingerprint
 from twophase.diloco.comm import Communicator, SingleProcess
 from twophase.diloco.report import RoundReport
 from twophase.files import write_atomic
@@ -79,6 +79,7 @@ def train(
 
     Raises:
         UsageError: an impossible configuration, corpus, device or checkpoint.
+        RunError: where replicas come and go, they do not meet, or have begun without this one's newer checkpoint.
         OSError: the folder cannot be written, or the disk is full; says where, and what to do. Nothing is lost then
             but the time since the newest checkpoint.
     """
@@ -173,7 +174,16 @@ def _begin(run: Trainer, folder: Recorder) -> RoundReport | None:
         return None
     with _disk(folder):
         folder.rewind(folder.position())  # a line that a kill has cut
-    return run.join(lambda: _restore(run, folder))
+    newest = checkpoint.latest_step(folder.checkpoint_dir)
+    report = run.join(lambda: _restore(run, folder))
+    if newest is not None and run.done.step < newest:
+        # Its log and its newest checkpoints would be of one history, and what follows of another.
+        raise RunError(
+            f"{folder.checkpoint_dir} has a checkpoint of step {newest}, but the other replicas have begun without it "
+            f"and are at step {run.done.step}; start this replica again when they are further, or stop them and start "
+            f"all together (then all go on from step {newest}), or move {folder.checkpoint_dir} away"
+        )
+    return report
 
 
 def _restore(run: Trainer, folder: Recorder) -> None:
