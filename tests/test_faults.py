@@ -64,6 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "sync.wire": "int8",
     },
 }
+KINDS["three streaming"] = KINDS["streaming"] | {"replicas": 3}
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +205,28 @@ def test_one_of_three_is_killed_and_then_the_one_that_heals_it(begin: Begin, goo
     assert sizes(run, last) == [3, 2, 1, 2, 3]
     tell_recovery(run, "kill at inner", of=1, survivor=last)
     tell_recovery(run, "kill at giving", of=giver, survivor=last)
+
+
+def test_of_three_one_is_killed_at_each_moment(begin: Begin, good: Good) -> None:
+    """Between quorum and reduction, its successor while it is healed, and another one with a delayed sum under way.
+
+    Each time the other two go on together, in two fragments on an int8 wire.
+    """
+    run = begin("three streaming")
+    first = run.replica(0, "hold=second@inner:25", "hold=third@inner:43", "hold=fourth@inner:70")
+    other = run.replica(2, "kill@under way:38")
+    killed(run, "1", run.replica(1, "kill@reduce:5"))
+    killed(run, "1", run.replica(1, "touch=second@up:1", "kill@taking:1"))
+    third = run.replica(1, "touch=third@up:1")
+    killed(run, "2", other)
+    fourth = run.replica(2, "touch=fourth@up:1")
+    for number, process in ((0, first), (1, third), (2, fourth)):
+        run.ended(str(number), process)
+    good(run, "three streaming", numbers=(0, 1, 2), always=(0,))
+    assert sizes(run, 0) == [3, 2, 3, 2, 3]
+    assert newcomers(run, 0) == [1, 1, 1, 1]  # each in each fragment
+    for fault, of in (("kill at reduce", 1), ("kill at taking", 1), ("kill at under way", 2)):
+        say(f"{fault}: the next round counted {run.wait_after(fault, of, 0):.2f} s later")
 
 
 @pytest.mark.parametrize("moment", ["reduce:6", "counted:7"])

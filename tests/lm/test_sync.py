@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 
 import textmaker
 from elastic import lighthouse, side_by_side, until
-from twophase.config import UsageError, dump_yaml, with_values
+from twophase.config import RunError, UsageError, dump_yaml, with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint
@@ -181,7 +184,7 @@ class Alone(SingleProcess):
     def attach(self, engine: Any, save: Any, load: Any) -> None:
         """Nobody asks for a state."""
 
-    def enter(self, syncs: int) -> None:
+    def enter(self, syncs: int, *, running: bool = False) -> None:
         """Nobody is further."""
 
     def enough(self, count: int) -> bool:
@@ -247,3 +250,42 @@ def test_who_comes_into_the_last_sync_is_finished(
             assert summary[key] == first[key], (key, summary)
     assert first["exit_reason"] == "finished"
     assert checkpoint.latest_step(tmp_path / "1" / "checkpoint") == 12
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
+def test_a_newer_checkpoint_is_not_mixed_with_a_run_that_began_without_it(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica that holds it ends with what can be done, its folder untouched, and the run goes on without it."""
+    from twophase.diloco.torchft import TorchFT
+
+    late = tmp_path / "1"
+    left = iter(range(1, 100))
+    run(config, late, communicator=Alone(), should_stop=lambda: next(left) >= 14)
+    held = {path: path.read_bytes() for path in sorted(late.rglob("*")) if path.is_file()}
+
+    def one(number: int, group: TorchFT) -> Any:
+        def on_round(line: dict[str, Any]) -> None:
+            if line["step"] == 6:
+                begun.set()
+                until("the other is up", lambda: groups[1]._manager)
+                time.sleep(0.3)  # until the lighthouse knows of it
+
+        with group:
+            if number:
+                begun.wait(60)
+            return run(config, tmp_path / str(number), communicator=group, on_round=on_round)
+
+    begun = threading.Event()
+    with lighthouse() as url:
+        groups = [TorchFT(replica=n, replicas=2, lighthouse=url, min_replicas=1, timeout=20.0) for n in (0, 1)]
+        calls = (partial(one, number, group) for number, group in enumerate(groups))
+        summary, refusal = side_by_side(monkeypatch, *calls)
+    assert isinstance(refusal, RunError), refusal
+    assert re.match(
+        r".*/1/checkpoint has a checkpoint of step 14, but the other .* are at step 12; start", str(refusal)
+    )
+    assert {path: path.read_bytes() for path in sorted(late.rglob("*")) if path.is_file()} == held
+    assert (summary["exit_reason"], summary["steps"]) == ("finished", config.steps)
+    assert [line["round"] for line in read_lines(tmp_path / "0" / "rounds.jsonl")] == [1, 2, 3, 4]
