@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from forked import Program
 from twophase.experiment.run import read_lines, read_summary
 
 DRIVER = Path(__file__).with_name("faulty.py")
@@ -82,7 +83,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.started: list[subprocess.Popen[bytes]] = []
+        self.started: list[subprocess.Popen[bytes] | Program] = []
 
     def __enter__(self) -> Processes:
         return self
@@ -94,9 +95,13 @@ class Processes:
             process.kill()
             process.wait()
 
-    def start(self, name: str, command: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
-        """Start one, whose words go to a file of its name."""
+    def start(self, name: str, command: Sequence[str], **env: str) -> Any:
+        """Start one, whose words go to a file of its name; Python's need not import torch again."""
         env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+        if command[0] == sys.executable:
+            forked = Program(command[1:], self.folder / f"{name}.out", self.folder / f"{name}.err", env)
+            self.started.append(forked)
+            return forked
         with (self.folder / f"{name}.out").open("ab") as out, (self.folder / f"{name}.err").open("ab") as err:
             process = subprocess.Popen(command, stdout=out, stderr=err, env=env)
         self.started.append(process)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
@@ -35,8 +36,10 @@ class _Process:
         *,
         cwd: Path | None = None,
         leash: Any = None,
+        program: bool = False,
     ) -> None:
-        self._process = _CONTEXT.Process(target=_run, args=(words, str(cwd or Path.cwd()), dict(env), outputs, leash))
+        given = (words, str(cwd or Path.cwd()), dict(env), outputs, leash)
+        self._process = _CONTEXT.Process(target=_run, args=given, kwargs={"program": program})
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -88,6 +91,15 @@ class Forked(_Process):
         return said[0], said[1]
 
 
+class Program(_Process):
+    """A Python program, or `-m twophase`, whose words are appended to two files."""
+
+    def __init__(self, words: Sequence[str], out: Path, err: Path, env: Mapping[str, str]) -> None:
+        for path in (out, err):
+            path.touch()
+        super().__init__(list(words), [str(out), str(err)], env, program=True)
+
+
 class Popen(_Process):
     """In place of the `subprocess.Popen` by which a sweep starts its workers."""
 
@@ -130,7 +142,9 @@ def call(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedPro
     return subprocess.CompletedProcess(list(words), process.wait(), out, err)
 
 
-def _run(words: list[str], place: str, variables: dict[str, str], outputs: list[str], leash: int | None = None) -> None:
+def _run(
+    words: list[str], place: str, variables: dict[str, str], outputs: list[str], leash: int | None, *, program: bool
+) -> None:
     """In the new process."""
     if leash is not None:
         os.setpgid(0, 0)
@@ -143,7 +157,11 @@ def _run(words: list[str], place: str, variables: dict[str, str], outputs: list[
     os.chdir(place)
     os.environ.clear()
     os.environ.update(variables)
-    sys.argv = [str(Path(twophase.__file__).with_name("__main__.py")), *words]
+    if program and words[0] != "-m":
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+        return
+    sys.argv = [str(Path(twophase.__file__).with_name("__main__.py")), *(words[2:] if program else words)]
     from twophase.__main__ import run
 
     run()

@@ -326,11 +326,12 @@ def test_the_lighthouse_is_killed_and_comes_back(
 def test_numbers_of_quorums_never_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was left out and who was not see one number, even one that a new lighthouse has given before to others.
 
-    And where a new lighthouse knows fewer replicas than there were, it is asked once more before anyone goes on.
+    And where a new lighthouse knows fewer replicas than there were, it is asked again before anyone goes on.
     """
     monkeypatch.setattr(torchft_parts, "_ANEW", 0.0)
+    monkeypatch.setattr(torchft_parts, "_ASKS_ANEW", 2)
 
-    def seen(*told: tuple[int, str, int, int]) -> list[int]:
+    def seen(*told: tuple[int, str, int, int], away: bool = False) -> list[int]:
         """The numbers that a process sees of (number, members, their step, how many of them are there already)."""
         answers = iter(
             SimpleNamespace(
@@ -339,10 +340,12 @@ def test_numbers_of_quorums_never_repeat(monkeypatch: pytest.MonkeyPatch) -> Non
                 replica_world_size=len(members),
                 max_step=step,
                 max_world_size=level,
+                heal=False,
             )
             for number, members, step, level in told
         )
         client = torchft_parts._Client(SimpleNamespace(_quorum=lambda: next(answers)))
+        client.was_away = lambda: away
         found = []
         while True:
             try:
@@ -351,13 +354,17 @@ def test_numbers_of_quorums_never_repeat(monkeypatch: pytest.MonkeyPatch) -> Non
                 return found
 
     both, healing, after = (2, "ab", 4, 2), (2, "ab", 7, 1), (2, "ab", 8, 2)
-    stayed = seen(both, (1, "b", 5, 1), (1, "b", 5, 1), healing, after)  # asked twice: it was not alone before
+    alone = (1, "b", 5, 1)
+    stayed = seen(both, alone, alone, alone, healing, after)  # asked three times: it was not alone before
     left = seen(both, healing, after)
     assert len(stayed) == 4
     assert stayed[2:] == left[1:]
     assert left[0] == stayed[0]
     assert left[1] == left[2] != left[0]
-    assert seen(both, (1, "b", 5, 1), both) == [stayed[0]] * 2  # the second answer counts
+    assert seen(both, alone, alone, both) == [stayed[0]] * 2  # the last answer counts
+    later = (3, "b", 5, 1)  # another has asked the new lighthouse before, and has gone unheard of since
+    assert len(seen(both, later)) == 2
+    assert seen(both, later, both, away=True) == [stayed[0]] * 2
 
 
 @pytest.fixture(scope="module")

@@ -318,6 +318,7 @@ class TorchFT:
     def _lighthouse_watched(self) -> Iterator[parts.Watch]:
         """Give up waiting when the lighthouse has been away for too long; torchft alone would wait for the quorum."""
         watch = parts.Watch(self._lighthouse_at, self.patience, self._manager._executor.give_up)
+        self._manager._client.was_away = lambda: watch.missed
         watch.start()
         try:
             yield watch

@@ -31,8 +31,12 @@ VERSION = "0.2.0"
 ASK_EVERY = 2.0
 """Seconds between two questions to a lighthouse that does not answer."""
 
-_ANEW = 1.0
-"""Seconds within which all that live have made themselves known to a lighthouse that was started anew."""
+_LOOK_EVERY = 0.5
+"""Seconds between two looks whether it is there."""
+
+_ANEW, _ASKS_ANEW = 1.0, 10
+"""Seconds between two questions to a lighthouse that was started anew, and how many it takes until all that live must
+have made themselves known to it. (Connections that were lost with the old one are made again in about one.)"""
 
 _log = logging.getLogger("twophase")
 _OVERRIDING = """
@@ -216,9 +220,9 @@ def manager(address: str, store_port: int, **options: Any) -> Any:
 class _Client:
     """In place of the manager's client: it sees through a lighthouse that was started anew and counts from 1 again.
 
-    Such a one knows at first only who asks first, and would send that one on alone. And torchft forms a new group only
-    where the number of a quorum changes, so one number for two memberships would leave some in an old group, for whom
-    the others wait until a timeout.
+    Such a one knows at first only who asks first, and would send that one on alone: it is asked again until as many are
+    there as before, for some seconds. And torchft forms a new group only where the number of a quorum changes, so one
+    number for two memberships would leave some in an old group, for whom the others wait until a timeout.
     """
 
     def __init__(self, client: Any) -> None:
@@ -227,13 +231,18 @@ class _Client:
         self._unique = 0
         self.others_heal = False
         """Whether in the last quorum others are behind, and this process is not."""
+        self.was_away: Callable[[], bool] = lambda: False
+        """Whether nobody answered at the lighthouse's address since this process waits for a quorum."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     def _quorum(self, **options: Any) -> Any:
         quorum = self._client._quorum(**options)
-        if quorum.quorum_id <= self._number and quorum.replica_world_size < self._size:
+        anew = quorum.quorum_id <= self._number or self.was_away()
+        for _ in range(_ASKS_ANEW if anew else 0):
+            if quorum.replica_world_size >= self._size:
+                break
             time.sleep(_ANEW)
             quorum = self._client._quorum(**options)
         left_out = quorum.max_world_size < quorum.replica_world_size  # somebody was, and may know an old number
@@ -296,15 +305,18 @@ class Watch(threading.Thread):
         self.over = threading.Event()
         self.away_for = 0.0
         """Seconds, once it has given up."""
+        self.missed = False
+        """Whether nobody has answered at least once."""
 
     def run(self) -> None:
         """Ask until it is over."""
         seen = time.monotonic()
-        while not self.over.wait(min(ASK_EVERY, self._patience)):
+        while not self.over.wait(min(_LOOK_EVERY, self._patience)):
             try:
                 socket.create_connection(self._address, timeout=ASK_EVERY).close()
                 seen = time.monotonic()
             except OSError:
+                self.missed = True
                 away = time.monotonic() - seen
                 if away >= self._patience and not self.over.is_set():
                     self.away_for = away
