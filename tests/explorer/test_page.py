@@ -61,6 +61,8 @@ def synthetic_run(folder: Path, rule: OuterRule, sigma: list[float], rounds: int
     outer = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov, "form": rule.form, "restart": restart}
     (folder / "config.yaml").write_text(json.dumps({"outer": outer, "steps": 20 * rounds, "inner_steps": 20}))
     (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rates = [{"step": line["step"], "inner_lr": 0.1} for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rates))
     return folder
 
 
@@ -243,6 +245,39 @@ def test_runs_without_an_estimate_are_refused(capsys: Capture, tmp_path: Path) -
     (tmp_path / "few" / "config.yaml").write_text("outer: 3\n")
     assert "holds no outer rule" in refused(capsys, "--run", tmp_path / "few", "--out", out)
     assert not out.exists()
+
+
+LACKING = {
+    "norms": ("rounds.jsonl", ("pseudo_gradient_norm", "buffer_norm"), "no round of rounds.jsonl has the norms"),
+    "cosines": ("rounds.jsonl", ("cosine",), "and the cosine between them"),
+    "groups": ("rounds.jsonl", ("groups",), "no line of rounds.jsonl has the param groups"),
+    "all but a few": ("rounds.jsonl", ("cosine",), "(40 of 60 rounds lack a norm or the cosine)"),
+    "inner_lr": ("metrics.jsonl", ("inner_lr",), "the inner learning rate of the rounds is unknown (metrics.jsonl)"),
+    "all": ("rounds.jsonl", None, "rounds.jsonl records no rounds"),
+}
+
+
+def test_runs_whose_rounds_lack_numbers_are_refused(capsys: Capture, tmp_path: Path) -> None:
+    """Norms, cosines, param groups or the inner learning rate missing: one sentence names them, and nothing is assumed.
+
+    The gain is not needed, and `--run` still gives the rule, the period and the rounds where a spectrum is given.
+    """
+    rule, out = OuterRule(0.5, 0.8), tmp_path / "page.html"
+    run = synthetic_run(tmp_path / "run", rule, [0.3])
+    for name, (file, lost, said) in LACKING.items():
+        whole = (run / file).read_text()
+        lines = [json.loads(line) for line in whole.splitlines()]
+        for place, line in enumerate(lines):
+            for part in (line, *line.get("groups", ())):
+                for key in lost or ():
+                    if name != "all but a few" or place % 3:
+                        part.pop(key, None)
+        (run / file).write_text("".join(json.dumps(line) + "\n" for line in lines if lost))
+        assert said in refused(capsys, "--run", run, "--out", out), name
+        assert asked(capsys, tmp_path / "given.html", "--run", run, "--sigma", 0.4)["momentum"] == 0.8
+        (run / file).write_text(whole)
+    (run / "rounds.jsonl").write_text(re.sub(r', "gain": 1.0', "", (run / "rounds.jsonl").read_text()))
+    assert asked(capsys, out, "--run", run)["spectrum"] == "run"
 
 
 def test_check_refuses_a_run_without_its_spectrum() -> None:

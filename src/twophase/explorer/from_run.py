@@ -10,6 +10,7 @@ import numpy as np
 
 from twophase.config import UsageError
 from twophase.experiment.record import Block, RunRecord, read_record
+from twophase.experiment.run import METRICS, ROUNDS
 from twophase.explorer.page import LIMITS, RunSpectrum
 from twophase.restart import Never, Periodic
 from twophase.rule import OuterRule
@@ -53,8 +54,8 @@ def read_run(path: Path) -> FromRun:
             f"--run {path}: its config.yaml holds no outer rule; give the folder of a run, or leave --run out"
         )
     found = {block.name: _observed(record, block, rule) for block in record.blocks}
-    usable = {name: seen for name, seen in found.items() if _why_not(seen, rule) is None}
-    reasons = sorted({_why_not(seen, rule) or "" for seen in found.values()}) or ["no rounds are recorded"]
+    usable = {name: seen for name, (seen, why_not) in found.items() if not why_not}
+    reasons = sorted({why_not for _, why_not in found.values()}) or [_no_blocks(record)]
     note = _note(usable, len(found) - len(usable)) if usable else f"cannot be estimated: {'; '.join(reasons)}."
     policy = record.policy()
     if not isinstance(policy, (Periodic, Never)):
@@ -68,17 +69,33 @@ def read_run(path: Path) -> FromRun:
     )
 
 
-def _observed(record: RunRecord, block: Block, rule: OuterRule) -> Observed:
-    follows = np.concatenate([[True], np.diff(block.number) == 1])
+def _observed(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Observed, str]:
+    """A block's estimate, and why it must not be shown: the same bar as in a report, an empty text where it may be."""
     columns = block.pseudo_gradient_norm, block.buffer_norm, block.cosine, block.restarted
-    return observe(rule, *columns, inner_lr=record.inner_lr(block.index), follows=follows)
-
-
-def _why_not(seen: Observed, rule: OuterRule) -> str | None:
-    """Why an estimate is not shown, or None."""
+    rates = record.inner_lr(block.index)
+    follows = np.concatenate([[True], np.diff(block.number) == 1])
+    seen = observe(rule, *columns, inner_lr=rates, follows=follows)
+    g, m, cosine, _ = columns
+    told = np.isfinite(g) & np.isfinite(m) & np.isfinite(cosine)
+    lacking = int(np.sum(~told & (m != 0)))  # with an empty buffer there is no angle
     if rule.momentum == 0:
-        return "without momentum a run does not show it"
-    return seen.why_not or None
+        return seen, "without momentum a run does not show it"
+    if lacking and not np.any(told & (m != 0)):
+        return seen, f"no round of {ROUNDS} has the norms of pseudo-gradient and buffer and the cosine between them"
+    if rates is None:
+        return seen, (
+            f"the inner learning rate of the rounds is unknown ({METRICS}), and pseudo-gradients that shrink with it "
+            "look like progress"
+        )
+    if seen.why_not and lacking:
+        return seen, f"{seen.why_not} ({lacking} of {len(g)} rounds lack a norm or the cosine)"
+    return seen, seen.why_not
+
+
+def _no_blocks(record: RunRecord) -> str:
+    if record.recorded:
+        return f"no line of {ROUNDS} has the param groups (groups) whose norms it is estimated from"
+    return f"{ROUNDS} records no rounds"
 
 
 def _distinct(usable: dict[str, Observed]) -> tuple[float, ...]:
