@@ -16,6 +16,16 @@ const write = (node, words) => {
   if (node.textContent !== words) node.textContent = words;
 };
 
+/**
+ * An element that always takes as many lines as a long text would, so that what follows does not move when its own text
+ * changes: a control that moves away from under a pointer is missed.
+ */
+const steady = (node, longest) => {
+  node.classList.add("steady");
+  node.dataset.room = longest;
+  return node;
+};
+
 const app = (() => {
   const given = JSON.parse($("given").textContent);
   let frame = 0;
@@ -35,10 +45,16 @@ const app = (() => {
       wrong = store.fault(next, given);
     say(wrong ?? "");
     if (wrong) return false;
-    app.state = next;
+    take(next);
     if (own) $("example").value = "";
-    later();
     return true;
+  }
+
+  /** Another state, from which the next frame is made; what was wrongly written in a field is forgotten. */
+  function take(state) {
+    app.state = state;
+    app.fresh = true;
+    later();
   }
 
   function say(words) {
@@ -46,5 +62,5 @@ const app = (() => {
     $("notice").hidden = !words;
   }
 
-  return { given, state: { ...given.state }, model: null, theme: "light", render: () => {}, later, change, say };
+  return { given, state: { ...given.state }, model: null, theme: "light", fresh: true, render: () => {}, later, change, take, say };
 })();

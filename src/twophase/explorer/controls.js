@@ -75,11 +75,14 @@ const controls = (() => {
     } else field.removeAttribute("aria-describedby");
   }
 
-  /** Show the state in the controls, except in the field that is being written in; what has not changed is left. */
-  function showControls() {
+  /**
+   * Show the state in the controls, except in the field that is being written in; what has not changed is left. A
+   * mistake stays, with its message, until the state is a fresh one.
+   */
+  function showControls(fresh) {
     for (const [name, { field, slider, wrong }] of Object.entries(knobs)) {
       const words = Array.isArray(app.state[name]) ? app.state[name].join(", ") : String(app.state[name]);
-      if (field !== document.activeElement && (field.value !== words || !wrong.hidden)) {
+      if (field !== document.activeElement && (fresh || wrong.hidden) && (field.value !== words || !wrong.hidden)) {
         field.value = words;
         mark(field, wrong, "");
       }
@@ -225,7 +228,17 @@ const controls = (() => {
       if (!app.change({ spectrum: target.value, mode: 0 })) app.later();
     });
     $("mode").addEventListener("change", ({ target }) => app.change({ mode: Number(target.value) }, { own: false }));
+    fold(matchMedia("(max-width: 900px)"));
     document.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  /** On a narrow page the less used settings are folded away, unless a hand is on them. */
+  function fold(narrow) {
+    const more = $("more");
+    more.open = !narrow.matches;
+    narrow.addEventListener("change", () => {
+      more.open = !narrow.matches || more.contains(document.activeElement);
+    });
   }
 
   return { listen, show: showControls };

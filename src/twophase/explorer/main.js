@@ -22,6 +22,7 @@
   function writeAddress() {
     clearTimeout(writing);
     writing = setTimeout(() => {
+      if (location.hash.slice(1) !== written) return; // another one has just come, and is about to be read
       written = store.toFragment(app.state);
       history.replaceState(null, "", `#${written}`);
     }, 250);
@@ -30,24 +31,24 @@
   function readAddress() {
     const text = location.hash.slice(1);
     if (!text) return;
+    written = text;
     const found = store.fromFragment(text, app.given);
-    app.state = found.state ?? { ...app.given.state };
+    app.take(found.state ?? { ...app.given.state });
     app.say(found.error ? `${found.error} This is the default view.` : "");
-    app.later();
   }
 
   async function copy() {
     clearTimeout(writing);
     written = store.toFragment(app.state);
     history.replaceState(null, "", `#${written}`);
-    let done = true;
     try {
       await navigator.clipboard.writeText(location.href);
     } catch {
-      done = false;
+      app.say("The link could not be copied. Copy the page’s address: it holds this view.");
+      return;
     }
-    $("copy").textContent = done ? "Copied" : "Copy the address above";
-    $("live").textContent = done ? "Link copied." : "Copy the page’s address: it holds this view.";
+    $("copy").textContent = "Copied";
+    $("live").textContent = "Link copied.";
     setTimeout(() => {
       $("copy").textContent = "Copy link";
     }, 2500);
@@ -81,7 +82,8 @@
       stage.stale();
       whenAtRest(first);
     }
-    controls.show();
+    controls.show(app.fresh);
+    app.fresh = false;
     stage.show();
     if (first) performance.mark("first-curve");
   };
@@ -107,6 +109,7 @@
 
   controls.listen();
   listen();
+  forms.build();
   stage.build();
   readAddress();
   app.render();

@@ -150,7 +150,7 @@ const lossMap = (() => {
 
   /** One side's axes and marker; the cells lie on a canvas behind it, or inside it when it is to be downloaded. */
   function plot(model, side, width, theme, picture) {
-    const name = side ? panels.every(model) : "no restart",
+    const name = side ? trajectories.every(model) : "no restart",
       look = draw.THEMES[theme];
     const value = side ? model.final.restart : model.final.none;
     const { lr, momentum } = model.state;

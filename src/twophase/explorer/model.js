@@ -109,19 +109,13 @@ const compute = (() => {
     if (!(largest.s[0] > 0)) return ["Nothing moves, with or without restarts: every σ is 0."];
     if (count) {
       const below = plain((rule.lr * limit) / largest.s[0]);
-      said.push(
-        `${count} of ${modes.length} modes ${count === 1 ? "diverges" : "diverge"}, and a restart cannot make ` +
-          `${count === 1 ? "it" : "them"} stable: lower lr below ${below} (${rule.form === "ema" ? "EMA" : "sum"} form).`,
-      );
+      said.push(divergeWords(count, modes.length, below, rule.form === "ema" ? "EMA" : "sum"));
     }
-    if (period && period < rounds && logs.some((log, j) => !unstable[j] && log[period] > 0)) {
-      said.push(`A restart ${periodWords(period)} makes a stable mode grow: avoid this period.`);
-    }
+    if (period && period < rounds && logs.some((log, j) => !unstable[j] && log[period] > 0))
+      said.push(growWords(period));
     if (recommended === 1) {
       const lr = kernel.converted(rule, "sum").lr * (rule.nesterov ? 1 + rule.momentum : 1);
-      said.push(
-        `The recommended period 1 is no momentum at all: the same as momentum 0 with lr ${plain(lr)} (sum form).`,
-      );
+      said.push(bareWords(plain(lr)));
     }
     if (rule.momentum === 0) said.push("Without momentum there is nothing to restart.");
     else if (!modes.some((m) => kernel.oscillation(m)) && count < modes.length)
@@ -130,6 +124,14 @@ const compute = (() => {
       said.push(`A restart ${periodWords(period)} comes after the end of ${roundsOf(rounds)}: it is no restart.`);
     return said;
   }
+
+  const divergeWords = (count, all, below, form) =>
+      `${count} of ${all} modes ${count === 1 ? "diverges" : "diverge"}, and a restart cannot make ` +
+      `${count === 1 ? "it" : "them"} stable: lower lr below ${below} (${form} form).`,
+    growWords = (period) => `A restart ${periodWords(period)} makes a stable mode grow: avoid this period.`,
+    bareWords = (lr) =>
+      `The recommended period 1 is no momentum at all: the same as momentum 0 with lr ${lr} (sum form).`;
+  const longestWarning = () => [divergeWords(64, 64, LONG, "EMA"), growWords(100), bareWords(LONG)].join(" ");
 
   /**
    * Rates of the slowest mode without restarts that a gain by restarts must be held against, [words, rate]: no momentum
@@ -147,11 +149,17 @@ const compute = (() => {
       if (rate > best.rate) best = { momentum, rate };
     }
     return [
-      [`no momentum, the same step (sum lr ${plain(same)})`, bare(same)],
-      [`no momentum, the same mean gain (sum lr ${plain(gains.restart)})`, bare(gains.restart)],
-      [`momentum tuned to ${plain(best.momentum, 3)} at EMA lr ${plain(ema.lr)}`, best.rate],
+      [sameStep(plain(same)), bare(same)],
+      [sameGain(plain(gains.restart)), bare(gains.restart)],
+      [tuned(plain(best.momentum, 3), plain(ema.lr)), best.rate],
     ];
   }
+
+  const sameStep = (lr) => `no momentum, the same step (sum lr ${lr})`,
+    sameGain = (lr) => `no momentum, the same mean gain (sum lr ${lr})`,
+    tuned = (momentum, lr) => `momentum tuned to ${momentum} at EMA lr ${lr}`,
+    LONG = "1.234e−5";
+  const LONGEST_CONTROLS = [sameStep(LONG), sameGain(LONG), tuned("0.123", LONG)].map((words) => `${LONG} ${words}`);
 
   /**
    * The period to choose, or null for never: the exact final loss decides. Where no mode oscillates no restart gains
@@ -254,26 +262,35 @@ const compute = (() => {
     };
   }
 
-  /** The line of numbers above the panels: [name, value]. */
+  /** The line of numbers: [name, value, the longest that it can be where that is long]. */
   function readouts(model) {
     const { chosen, turn, cancellations, recommended, final, gains, modes, logs, period, rounds, focus, without } = model;
-    const regimes = [...new Set(modes.map(kernel.regime))].map((name) => REGIMES[name]).join("; ");
+    const long = "1.234e5 rounds";
+    const turning = modes.filter((m) => kernel.oscillation(m)).length;
     const logRadius = chosen ? kernel.logRadius(chosen) : -without.rate;
     const diverges = chosen ? model.diverges[focus] : model.diverges.some(Boolean);
     const grown = period && period < rounds && (focus < 0 ? logs : [logs[focus]]).some((log) => log[period] > 0);
     return [
-      ["Regime", chosen ? REGIMES[kernel.regime(chosen)] : regimes],
+      [
+        "Regime",
+        chosen ? REGIMES[kernel.regime(chosen)] : `${turning} of ${modes.length} oscillate`,
+        "real: alternating sign",
+      ],
       ["Spectral radius, ρ", nearOne(logRadius)],
       ["Angle a round, φ", turn ? `${plain(turn.phase)} rad` : "–"],
-      ["Cancellation, t₀", turn ? `${plain(cancellations[0])} rounds` : "–"],
-      ["Then every, π/φ", turn ? `${plain(Math.PI / turn.phase)} rounds` : "–"],
-      ["Stable", diverges ? "no: it diverges" : grown ? "not with this restart" : logRadius < 0 ? "yes" : "at the edge"],
+      ["Cancellation, t₀", turn ? `${plain(cancellations[0])} rounds` : "–", long],
+      ["Then every, π/φ", turn ? `${plain(Math.PI / turn.phase)} rounds` : "–", long],
+      [
+        "Stable",
+        diverges ? "no: it diverges" : grown ? "not with this K" : logRadius < 0 ? "yes" : "at the edge",
+        "not with this K",
+      ],
       ["Recommended K", recommended === null ? "never" : String(recommended)],
       ["log₁₀ loss, no restart", plain(final.none)],
       ["log₁₀ loss, restart", plain(final.restart)],
       ["Mean gain, no restart", plain(gains.none)],
       ["Mean gain, restart", plain(gains.restart)],
-      ["Same loss sooner by", saved(model)],
+      ["Same loss sooner by", saved(model), long],
     ];
   }
 
@@ -285,5 +302,14 @@ const compute = (() => {
     return roundsOf(rounds - t);
   }
 
-  return { of: compute, swapped, controls, readouts, REGIMES, periodWords };
+  return {
+    of: compute,
+    swapped,
+    controls,
+    readouts,
+    REGIMES,
+    periodWords,
+    LONGEST_CONTROLS,
+    LONGEST_WARNING: longestWarning(),
+  };
 })();

@@ -1,9 +1,10 @@
 """The page: one HTML file put together from the files beside this one; everything is in it, nothing from elsewhere.
 
-The files stay readable by themselves: `page.html` is the frame, `style.css` its looks, and the scripts, in the order in
-which they need each other, are `kernel.js` (the numbers), `state.js` (what is shown, and its address), `draw.js`
-(plots), `model.js` (from a state to numbers), `panels.js` and `map.js` (what is drawn), `app.js` (what all share),
-`controls.js`, `stage.js` (numbers and panels on the page) and `main.js` (start, address, theme).
+The files stay readable by themselves: `page.html` is the frame; its looks are `style.css` (colours, letters, controls)
+and `panels.css`; and the scripts, in the order in which they need each other, are `kernel.js` (the numbers), `state.js`
+(what is shown, and its address), `draw.js` (plots), `model.js` (from a state to numbers), `trajectories.js`, `rates.js`
+and `map.js` (what is drawn), `app.js` (what all share), `controls.js`, `choices.js`, `cross.js` and `forms.js` (what a
+hand can move beside the figures), `stage.js` (numbers and panels on the page) and `main.js` (start, address, theme).
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from twophase.rule import Form
 
 MARK = '<meta name="generator" content="twophase explore">'
 """What the first lines of our pages hold; a file without it is not overwritten."""
+STYLES = ("style.css", "panels.css")
 SCRIPTS = (
     "kernel.js",
     "state.js",
     "draw.js",
     "model.js",
-    "panels.js",
+    "trajectories.js",
+    "rates.js",
     "map.js",
     "app.js",
     "controls.js",
+    "choices.js",
+    "cross.js",
+    "forms.js",
     "stage.js",
     "main.js",
 )
@@ -142,7 +148,7 @@ def build(state: State, run: RunSpectrum | None = None) -> str:
     check(state, run)
     from twophase import __version__  # noqa: PLC0415 - the package root is no module that modules import from
 
-    style, script = _read("style.css"), "\n".join(map(_read, SCRIPTS))
+    style, script = ("\n".join(map(_read, names)) for names in (STYLES, SCRIPTS))
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"

@@ -1,0 +1,34 @@
+"""One open page for all tests of the explorer: a start of it costs more than most tests do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from explorerview import View
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+@pytest.fixture(scope="session")
+def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[View]:
+    """The page that `view` hands out."""
+    view = View(browser, tmp_path_factory.mktemp("explorer"))
+    yield view
+    view.page.close()
+
+
+@pytest.fixture
+def view(opened: View) -> Iterator[View]:
+    """A page on a desk, perhaps as another test left it: `open` or `show` a state first.
+
+    Afterwards it must have complained of nothing and asked for nothing but its own file.
+    """
+    opened.complaints.clear()
+    opened.requests.clear()
+    opened.sized(1280, 900)
+    yield opened
+    opened.blameless()

@@ -1,0 +1,216 @@
+"""The page in headless Chromium under a hand: sliders, fields, keys, the map, addresses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from explorerview import PAPER, SIX, View, number
+from twophase.explorer.page import RunSpectrum, State
+from twophase.rule import OuterRule
+from twophase.theory.periods import log_final_loss
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.browser
+
+ATTACK = "<script>document.title='run'</script><img src=x onerror=alert(2)>"
+
+
+def test_sliders_fields_and_keys(view: View) -> None:
+    """Dragging a slider, writing into its field and pressing arrow keys move the state, the numbers and the curve."""
+    page = view.open()
+    before = page.inner_html("#residual .plot")
+    box = page.locator("#slider-lr").bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    for share in (0.55, 0.6, 0.7):
+        page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
+    page.mouse.up()
+    view.drawn()
+    lr = float(page.input_value("#field-lr"))
+    assert lr > 1.2
+    assert page.inner_html("#residual .plot") != before
+    shown = number(view.readouts()["log₁₀ loss, no restart"])
+    true = log_final_loss(OuterRule(lr, 0.9, False, "ema"), SIX, 120, 120) / math.log(10)
+    assert math.isclose(shown, true, rel_tol=6e-4)
+    view.act("fill", "#field-restart", "11")
+    page.focus("#slider-restart")
+    view.press("ArrowRight", "ArrowUp")
+    assert page.input_value("#field-restart") == "13"
+    assert page.locator("#slider-restart").get_attribute("aria-valuetext") == "13"
+    view.act("fill", "#field-momentum", "1.5")
+    beneath = page.locator("#field-restart").bounding_box()
+    view.press("Tab")
+    assert page.is_visible("#field-momentum-wrong")
+    assert page.locator("#field-restart").bounding_box() == beneath  # else a press of the mouse there would miss it
+    assert page.inner_text("#field-momentum-wrong") == "Write a number from 0 to 1."
+    assert page.locator("#field-momentum").get_attribute("aria-invalid") == "true"
+    assert page.evaluate("document.getElementById('field-momentum').getAttribute('aria-describedby')")
+    view.act("click", "#reset")
+    assert page.input_value("#field-momentum") == "0.9"
+    assert not page.is_visible("#field-momentum-wrong")
+    view.act("click", "#choices tbody tr:nth-child(3) button")
+    assert page.input_value("#field-restart") == "6"  # the choice of the third criterion
+    live = page.locator("#live")
+    view.settled()
+    assert "Recommended: restart every 7 rounds" in live.inner_text()
+    assert live.get_attribute("aria-live") == "polite"
+
+
+def test_the_point_moves_on_the_map(view: View) -> None:
+    """By keyboard, by mouse and by touch; both maps show it, and a screen reader hears where it is."""
+    page = view.open()
+    handle = page.locator("#map .handle").nth(1)
+    handle.scroll_into_view_if_needed()
+    handle.focus()
+    view.press("ArrowRight", "ArrowUp", "Shift+ArrowLeft", "ArrowDown", "ArrowDown")
+    lr, momentum = float(page.input_value("#field-lr")), float(page.input_value("#field-momentum"))
+    assert lr < 0.8
+    assert momentum < 0.9
+    assert f"momentum {momentum:g}" in (handle.get_attribute("aria-valuetext") or "")
+    assert page.evaluate("document.activeElement.className") == "handle"
+    box = page.locator("#map .plot").first.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.5 * box["height"])
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + 0.7 * box["height"], steps=4)
+    page.mouse.up()
+    view.drawn()
+    assert float(page.input_value("#field-lr")) > 1.5
+    assert float(page.input_value("#field-momentum")) < momentum
+
+
+def test_touch_moves_the_point(browser: Browser, tmp_path: Path) -> None:
+    """A tap on the map of a phone sets learning rate and momentum."""
+    view = View(browser, tmp_path, has_touch=True, is_mobile=True)
+    page = view.open()
+    view.sized(360, 740)
+    plot = page.locator("#map .plot").nth(1)
+    plot.scroll_into_view_if_needed()
+    page.wait_for_timeout(400)
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box
+    page.touchscreen.tap(box["x"] + 0.35 * box["width"], box["y"] + 0.6 * box["height"])
+    view.drawn()
+    assert float(page.input_value("#field-lr")) < 0.3
+    assert view.complaints == []
+    page.close()
+
+
+def test_forms_and_spectra(view: View) -> None:
+    """The other form by button is the same trajectory, by radio button other numbers; S and eta act on curvatures."""
+    page = view.open()
+    loss = view.readouts()["log₁₀ loss, no restart"]
+    view.act("click", "#switch")
+    assert page.input_value("#field-lr").startswith("0.1") or page.input_value("#field-lr").startswith("0.0999")
+    assert page.is_checked("input[name=form][value=sum]")
+    assert view.readouts()["log₁₀ loss, no restart"] == loss
+    view.act("check", "input[name=form][value=ema]")
+    assert view.readouts()["log₁₀ loss, no restart"] != loss
+    assert page.is_disabled("#slider-inner_steps")
+    view.act("select_option", "#spectrum", "curvature")
+    assert page.is_enabled("#field-inner_steps")
+    loss = view.readouts()["log₁₀ loss, no restart"]
+    view.act("fill", "#field-inner_steps", "200")
+    assert view.readouts()["log₁₀ loss, no restart"] != loss
+    view.act("fill", "#field-inner_lr", "0.5")  # times the largest curvature it exceeds 1
+    view.press("Tab")
+    assert "overshoots" in page.inner_text("#field-inner_lr-wrong")
+    view.act("select_option", "#mode", "-1")
+    view.act("check", "input[name=view][value=log]")
+    assert "mean of all modes" in page.inner_text("#residual figcaption")
+
+
+def test_state_survives_the_address(view: View) -> None:
+    """What the address says after a change opens the same view; the link can be copied."""
+    page = view.open()
+    view.act("fill", "#field-lr", "0.123")
+    view.act("select_option", "#spectrum", "range")
+    view.act("check", "input[name=nesterov][value=yes]")
+    view.settled()
+    fragment = page.evaluate("location.hash")
+    assert fragment.startswith("#v=1&lr=0.123&")
+    shown = view.readouts()
+    page = view.open(State(), fragment)
+    assert view.readouts() == shown
+    assert page.input_value("#field-lr") == "0.123"
+    assert not page.is_visible("#notice")
+    view.act("click", "#copy")
+    assert page.inner_text("#copy").startswith("Cop")
+    state = page.evaluate(
+        "f => store.fromFragment(f, JSON.parse(document.getElementById('given').textContent)).state", fragment[1:]
+    )
+    assert State(**state | {"sigmas": tuple(state["sigmas"]), "curvatures": tuple(state["curvatures"])}).lr == 0.123
+
+
+DAMAGED = {
+    "cut": lambda good: good[: len(good) // 2],
+    "end": lambda good: good[:-2],
+    "version": lambda good: good.replace("v=1", "v=2"),
+    "nan": lambda good: good.replace("lr=1&", "lr=NaN&"),
+    "beyond": lambda good: good.replace("momentum=0.9", "momentum=1.9"),
+    "fraction": lambda good: good.replace("rounds=120", "rounds=1.5"),
+    "script": lambda good: good.replace("lr=1&", "lr=<img src=x onerror=alert(1)>&"),
+    "unknown": lambda good: good + "&__proto__=1",
+    "run": lambda good: good.replace("spectrum=list", "spectrum=run"),
+    "noise": lambda _good: "%3Cscript%3Ealert(1)%3C/script%3E",
+    "many": lambda good: good.replace("sigmas=0.95", "sigmas=" + "0.5," * 70 + "0.95"),
+}
+
+
+def test_damaged_addresses_give_the_default_and_say_so(view: View) -> None:
+    """Nothing of a damaged address is used: the default view opens, with a sentence, and no text of it is repeated."""
+    page = view.open()
+    good = page.evaluate("state => store.toFragment(state)", dataclasses.asdict(PAPER))
+    default = view.readouts()
+    for name, damage in DAMAGED.items():
+        bad = damage(good)
+        assert bad != good
+        page.evaluate("bad => { location.hash = bad; }", bad)
+        view.drawn()
+        said = page.inner_text("#notice")
+        assert "This is the default view." in said, name
+        assert "img" not in said
+        assert "proto" not in said
+        assert view.readouts() == default, name
+    page.evaluate("good => { location.hash = good; }", good.replace("lr=1&", "lr=2&"))
+    view.drawn()
+    assert page.input_value("#field-lr") == "2"
+    assert not page.is_visible("#notice")
+
+
+def test_names_stay_text(view: View) -> None:
+    """A run whose name is markup is shown as it is written: no element comes of it and nothing runs."""
+    page = view.open(State(spectrum="run", mode=0), run=RunSpectrum(ATTACK, (0.4, 0.2), "a note & <b>more</b>"))
+    assert page.inner_text("#run") == f"{ATTACK}: a note & <b>more</b>"
+    assert page.evaluate("document.querySelectorAll('#run *').length") == 0
+    assert page.title() == "Outer-momentum restarts, mode by mode"
+    assert page.evaluate("document.images.length") == 0
+    assert "0.4" in page.inner_text("#mode")
+
+
+def test_many_moves_between_two_frames_are_one_drawing(view: View) -> None:
+    """A drag that sends more moves than the screen shows pictures costs one computation and drawing a frame."""
+    page = view.open()
+    code = """async () => {
+        let drawings = 0;
+        const render = app.render, slider = document.getElementById("slider-lr");
+        app.render = () => { drawings++; render(); };
+        for (let i = 0; i < 30; i++) {
+            slider.value = 400 + i;
+            slider.dispatchEvent(new Event("input"));
+        }
+        for (let i = 0; i < 4; i++) await new Promise(requestAnimationFrame);
+        return [drawings, app.state.lr];
+    }"""
+    drawings, lr = page.evaluate(code)
+    assert drawings == 1
+    assert float(page.input_value("#field-lr")) == lr

@@ -1,0 +1,263 @@
+"""The page in headless Chromium: its numbers are the package's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+import pytest
+
+from explorerview import PAPER, SIX, View, number, rule_of
+from points import as_json, nasty_points, random_points
+from twophase.explorer.page import State
+from twophase.theory.advice import advise
+from twophase.theory.advice import controls as theory_controls
+from twophase.theory.benefit import restart_can_help
+from twophase.theory.contraction import log_restart_factor, restart_rate
+from twophase.theory.inputs import rule_grid
+from twophase.theory.modes import asymptotic_rate, effective_progress, phase, phase_shift, regime, transition
+from twophase.theory.periods import cancellation_periods, heuristic_period, log_final_loss
+from twophase.theory.rollout import rollout
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(autouse=True)
+def _all_in_sight(view: View) -> None:
+    """A window so tall that every panel is in sight: one that is not is drawn when it comes."""
+    view.sized(1280, 3600)
+
+
+def close(shown: str, true: float) -> bool:
+    """Whether a number on the page is the true one to the four figures that it shows."""
+    return shown == "–" if math.isnan(true) else math.isclose(number(shown), true, rel_tol=6e-4, abs_tol=1e-9)
+
+
+def test_thousands_of_points_agree_with_the_theory(view: View) -> None:
+    """log|chi| to a relative 1e-12 (1e-9 is promised), its sign, the regime, rates, phases and cancellations.
+
+    Random and nasty points in every regime, exact zeros and 10,000 rounds included.
+    """
+    view.open()
+    points = [*random_points(2000), *nasty_points()]
+    code = """points => points.map(p => {
+        const m = kernel.mode(p, p.sigma), t = kernel.table(m, p.period), o = kernel.oscillation(m);
+        const text = v => v.map(x => Object.is(x, NaN) ? "nan" : String(x).replace("Infinity", "inf"));
+        return [kernel.regime(m), ...text([t.sign[p.period], t.log[p.period], -kernel.logRadius(m),
+            o ? o.phase : NaN, o ? o.shift : NaN, kernel.cancellations(m, 2)[1] ?? NaN,
+            kernel.heuristic(m, true), kernel.heuristic(m, false)])];
+    })"""
+    found = view.page.evaluate(code, as_json(points))
+    rules = np.array([rule for rule, _, _ in points], dtype=object)
+    sigma, period = np.array([p[1] for p in points]), np.array([p[2] for p in points])
+    assert [row[0] for row in found] == regime(rules, sigma).tolist()
+    numbers = np.array([[float(value) for value in row[1:]] for row in found]).T
+    sign, log = log_restart_factor(rules, sigma, period)
+    np.testing.assert_array_equal(numbers[0], sign)
+    np.testing.assert_allclose(numbers[1], log, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(numbers[2], asymptotic_rate(rules, sigma), rtol=1e-12, atol=0)
+    np.testing.assert_allclose(numbers[3], phase(rules, sigma), rtol=1e-12)
+    np.testing.assert_allclose(numbers[4], phase_shift(rules, sigma), rtol=1e-12)
+    np.testing.assert_allclose(numbers[5], cancellation_periods(rules, sigma, 2)[:, 1], rtol=1e-12)
+    np.testing.assert_allclose(numbers[6], heuristic_period(rules, sigma), rtol=1e-12)
+    np.testing.assert_allclose(numbers[7], heuristic_period(rules, sigma, corrected=False), rtol=1e-12)
+    assert len(points) > 3000
+    assert {"oscillatory", "critical", "real_below", "real_above", "negative_determinant", "nilpotent"} == {
+        row[0] for row in found
+    }
+
+
+def test_progress_and_eigenvalues_agree(view: View) -> None:
+    """Sigma from curvatures, and both eigenvalues of the one-round matrix, against NumPy's."""
+    view.open()
+    draw = np.random.default_rng(3)
+    cases = [
+        (float(10 ** draw.uniform(-9, 0)), float(draw.uniform(0, 1)), int(draw.integers(1, 3000))) for _ in range(200)
+    ]
+    cases += [(1.0, 1.0, 5), (0.0, 0.5, 7), (1e-300, 1.0, 3)]
+    found = view.page.evaluate("cases => cases.map(c => kernel.effectiveProgress(...c))", cases)
+    np.testing.assert_allclose(found, effective_progress(*map(np.array, zip(*cases, strict=True))), rtol=1e-13)
+    points = random_points(300, seed=4)
+    found = view.page.evaluate(
+        "points => points.map(p => kernel.eigenvalues(kernel.mode(p, p.sigma)))", as_json(points)
+    )
+    for (rule, sigma, _), pair in zip(points, found, strict=True):
+        matrix = transition(rule, sigma)
+        for real, imaginary in pair:
+            value = complex(real, imaginary)
+            size = np.linalg.norm(matrix) * max(1.0, abs(value))
+            assert abs(np.linalg.det(matrix - value * np.eye(2))) <= 1e-12 * size**2
+
+
+STATES = {
+    "paper": PAPER,
+    "usual": State(),
+    "one mode": State(1.0, 0.9, False, "ema", 5, 80, "one", sigma=0.95, mode=0),
+    "slow": State(1.0, 0.9, False, "ema", 5, 120, "range", low=0.005, high=0.3, count=16, mode=15),
+    "unstable": State(3.0, 0.9, True, "sum", 2, 40, "list", sigmas=(1.0, 0.4, 0.1), mode=0),
+    "no momentum": State(0.7, 0.0, False, "sum", 0, 30, "list", sigmas=(0.9, 0.2), mode=1),
+    "curvature": State(0.7, 0.9, True, "sum", 4, 60, "curvature", curvatures=(10, 3, 0.1), inner_steps=50, mode=2),
+    "hardly any momentum": State(0.7, 1e-300, False, "sum", 0, 30, "list", sigmas=(0.9, 0.2), mode=1),
+    "short": State(0.7, 0.9, True, "sum", 3, 1, "list", mode=0),
+}
+
+
+def modes_of(state: State) -> np.ndarray:
+    """Effective progress of a state's modes, largest first."""
+    found = {
+        "one": [state.sigma],
+        "list": state.sigmas,
+        "range": np.linspace(state.low, state.high, state.count),
+        "curvature": effective_progress(state.curvatures, state.inner_lr, state.inner_steps),
+    }[state.spectrum]
+    return np.sort(np.asarray(found))[::-1]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_is_shown_is_what_the_theory_says(view: View, name: str) -> None:
+    """Readouts, the table of choices and the two forms: every displayed number equals the package's."""
+    state = STATES[name]
+    page, rule, sigma = view.show(state), rule_of(state), modes_of(state)
+    advice, shown = advise(rule, sigma, rounds=state.rounds), view.readouts()
+    log10 = 1 / math.log(10)
+    chosen, cycle = sigma[state.mode], state.restart or state.rounds
+    angle = float(phase(rule, chosen))
+    expected = {
+        "Spectral radius, ρ": math.exp(-asymptotic_rate(rule, chosen)),
+        "Angle a round, φ": angle,
+        "Cancellation, t₀": cancellation_periods(rule, chosen, 1)[0],
+        "Then every, π/φ": math.pi / angle,
+        "log₁₀ loss, no restart": advice.without.log_loss * log10,  # type: ignore[operator]
+        "log₁₀ loss, restart": log_final_loss(rule, sigma, state.rounds, cycle) * log10,
+    }
+    for what, true in expected.items():
+        assert close(shown[what], float(true)), (what, shown[what], true)
+    period = advice.recommended.period
+    if not restart_can_help(rule, sigma).any() and period is not None:  # tied with never, which the page then says
+        assert advice.recommended.log_loss == pytest.approx(advice.without.log_loss, rel=1e-12)
+        period = None
+    assert shown["Recommended K"] == ("never" if period is None else str(period))
+    same = theory_controls(rule, sigma, state.restart or None, state.rounds)
+    gain = next(re.findall(r"mean gain \(lr ([\d.e+-]+)\)", text)[0] for text in same if "mean gain" in text)
+    assert close(shown["Mean gain, restart"], float(gain))
+    rows = view.cells("#choices tbody tr")
+    for row, criterion in zip(rows, [*advice.criteria, advice.without], strict=False):
+        assert row[1] == ("never" if criterion.period is None else str(criterion.period)), row
+        assert close(row[2], criterion.rate), row
+        assert close(row[3], criterion.log_loss * log10), row  # type: ignore[operator]
+    for row, value in zip(rows[6:8], reversed(advice.heuristics), strict=True):
+        assert math.isclose(number(row[0].split("(")[1].rstrip(")")), value, rel_tol=6e-3), row
+    assert close(rows[8][3], float(expected["log₁₀ loss, restart"]))
+    rates = [number(words) for words in page.inner_text("#controls").split(": ", 1)[1].split("; ")]
+    assert rates == pytest.approx(list(same.values()), rel=6e-4, abs=1e-9)
+    other = dataclasses.replace(rule, form="ema" if rule.form == "sum" else "sum")
+    cells = {row[0]: row[1:] for row in view.cells("#forms tbody tr")}
+    assert close(cells["Learning rate lr"][0], rule.to("sum").lr)
+    assert close(cells["Learning rate lr"][1], rule.to("ema").lr)
+    assert close(
+        cells["log₁₀ loss, no restart"][1], float(log_final_loss(other, sigma, state.rounds, state.rounds)) * log10
+    )
+    again = (
+        advise(other, sigma, rounds=state.rounds).recommended.period if restart_can_help(other, sigma).any() else None
+    )
+    words = "never" if again is None else "every round" if again == 1 else f"every {again} rounds"
+    assert cells["Recommended restart"][1] == words
+
+
+def test_curves_and_map_are_those_of_the_theory(view: View) -> None:
+    """The tables that are downloaded: residuals, loss and rates of a simulation, and every cell of the map."""
+    page = view.open()
+    tables = {}
+    for name in ("residual", "loss", "eigen", "rate", "map", "gain"):
+        if name == "map":
+            page.evaluate("() => { while (lossMap.work(1000)); }")
+        with page.expect_download() as caught:
+            page.locator(f"#{name} button", has_text="CSV").click()
+        assert caught.value.suggested_filename == f"explore-{name}.csv"
+        head, *lines = caught.value.path().read_text().splitlines()
+        tables[name] = dict(zip(head.split(","), zip(*(line.split(",") for line in lines), strict=True), strict=True))
+        assert "NaN" not in page.inner_html(f"#{name}")
+        if name in ("residual", "map"):  # not of all: Chromium lets a page save ten files in a row
+            with page.expect_download() as caught:
+                page.locator(f"#{name} button", has_text="SVG").click()
+            picture = caught.value.path().read_text()
+            assert picture.startswith("<svg ")
+            assert "NaN" not in picture
+
+    def column(table: str, name: str) -> np.ndarray:
+        return np.array([float(value.replace("Infinity", "inf")) for value in tables[table][name]])
+
+    rule = rule_of(PAPER)
+    for arm, restart in {"no_restart": "never", "restart": "7"}.items():
+        run = rollout(rule, SIX, 120, restart)
+        np.testing.assert_allclose(column("residual", f"residual_{arm}"), run.residual[:, 0], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(column("loss", f"log10_loss_{arm}"), np.log10(run.loss), atol=1e-9)
+    assert np.all(np.abs(column("residual", "residual_no_restart")) <= column("residual", "envelope") * (1 + 1e-12))
+    periods = np.arange(1, 121)
+    slowest = restart_rate(rule, np.array(SIX)[:, None], periods).min(axis=0)
+    np.testing.assert_allclose(column("rate", "rate_slowest_mode"), slowest, rtol=1e-9)
+    losses = log_final_loss(rule, SIX, 120, periods) / np.log(10)
+    np.testing.assert_allclose(column("rate", "log10_loss_at_horizon"), losses, rtol=1e-9)
+    rules = rule_grid(column("map", "lr"), column("map", "momentum"), False, "ema")
+    for name, period in {"log10_loss_no_restart": 120, "log10_loss_restart": 7}.items():
+        true = log_final_loss(rules, np.tile(SIX, (len(rules), 1)), 120, period)
+        np.testing.assert_allclose(column("map", name), np.asarray(true) / np.log(10), rtol=1e-6)
+
+
+SAID = {
+    "nothing moves": (State(sigmas=(0, 0), mode=0), "never", "Nothing moves, with or without restarts: every σ is 0."),
+    "one that does not": (State(spectrum="one", sigma=0, mode=0), "never", "Nothing moves"),
+    "hardly any momentum": (State(momentum=1e-300), "never", "every restart slows every mode down."),
+    "none": (State(momentum=0.0), "never", "Without momentum there is nothing to restart."),
+    "all diverge": (State(lr=50.0), "never", "6 of 6 modes diverge, and a restart cannot make them stable:"),
+    "grows": (State(0.78, 0.95, False, "sum", 1, 60, "one", sigma=1, mode=0), None, ""),
+    "late": (State(restart=60), None, "A restart every 60 rounds comes after the end of 60 rounds: it is no restart."),
+    "at once": (State(restart=1, rounds=1), None, "A restart every round comes after the end of 1 round:"),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_recommendation_and_warnings_do_not_contradict(view: View, name: str) -> None:
+    """Never is recommended where nothing moves or oscillates, and no sentence speaks of what is not there."""
+    state, best, said = SAID[name]
+    page = view.show(state)
+    words, shown = page.inner_text("#warning"), view.readouts()["Recommended K"]
+    assert said in words
+    assert best is None or shown == best
+    assert ("is no momentum at all" in words) == (shown == "1")
+    assert not ("diverge" in said and "slows" in words)
+    bold = page.inner_text("#choices tr.chosen button")
+    assert bold == shown
+    assert not re.search(r"\b(every )?1 rounds", page.inner_text("body"))
+    if state.restart >= state.rounds:
+        assert "no restart within the horizon" in page.inner_html("#residual")
+
+
+def test_what_rounds_to_one_is_written_out(view: View) -> None:
+    """A spectral radius next to 1 shows by how much it is not; the first cancellation reads alike everywhere."""
+    view.show(State(1e-6, 0.9, True, "sum", 3, 60, "one", sigma=0.001, mode=0))
+    assert view.readouts()["Spectral radius, ρ"] == "1\u00a0−\u00a01e−8"
+    assert view.readouts()["Stable"] == "yes"
+    page = view.show(PAPER)
+    first = view.readouts()["Cancellation, t₀"].split()[0]
+    assert f"t₀\u00a0=\u00a0{first}" in (page.text_content("#residual") or "")
+    assert f"First cancellation after {first} rounds" in page.inner_html("#residual")
+
+
+def test_what_leaves_the_frame(view: View) -> None:
+    """A diverging curve ends where it leaves, and the unit circle stays to be seen: triangles stand for what is out."""
+    page = view.show(State(lr=50.0, restart=0))
+    drawn = page.eval_on_selector_all("#residual svg g path", "all => all.map(p => p.getAttribute('d'))")
+    curves = [d for d in drawn if re.fullmatch(r"M[-\d.,]+(L[-\d.,]+)+", d)]
+    assert len(curves) >= 2
+    assert all(d.count("L") == 1 for d in curves)  # of 60 rounds, the first
+    assert "it leaves the frame" in page.inner_html("#residual")
+    circle = page.locator("#eigen ellipse").first
+    assert float(circle.get_attribute("ry") or 0) > 25
+    assert "point to those beyond it" in page.inner_text("#eigen figcaption")
+    page = view.show(PAPER)  # and one that stays is whole
+    drawn = page.eval_on_selector_all("#residual svg g path", "all => all.map(p => p.getAttribute('d'))")
+    assert sum(d.count("L") == 120 for d in drawn) == 7
+    assert "it leaves the frame" not in page.inner_html("#residual")
