@@ -47,8 +47,9 @@ class View:
 
     def sized(self, width: int, height: int) -> None:
         """Give the window another size."""
-        self.page.set_viewport_size({"width": width, "height": height})
-        self.drawn()
+        if self.page.viewport_size != {"width": width, "height": height}:
+            self.page.set_viewport_size({"width": width, "height": height})
+            self.drawn()
 
     def act(self, action: str, *words: Any) -> None:
         """Do something that changes the state (fill, click, check, …), and wait until it is to be seen.
@@ -77,7 +78,7 @@ class View:
 
     def drawn(self) -> None:
         """Wait until what has been done is to be seen: a few frames."""
-        self.page.evaluate("async () => { for (let i = 0; i < 4; i++) await new Promise(requestAnimationFrame); }")
+        self.page.evaluate("async () => { for (let i = 0; i < 3; i++) await new Promise(requestAnimationFrame); }")
 
     def settled(self) -> None:
         """Wait until the address and what is read out have followed."""

@@ -23,11 +23,8 @@ from twophase.theory.rollout import rollout
 
 pytestmark = pytest.mark.browser
 
-
-@pytest.fixture(autouse=True)
-def _all_in_sight(view: View) -> None:
-    """A window so tall that every panel is in sight: one that is not is drawn when it comes."""
-    view.sized(1280, 3600)
+HEIGHT = 3600
+"""Of the window: every panel is in sight, for one that is not is drawn only when it comes."""
 
 
 def close(shown: str, true: float) -> bool:
