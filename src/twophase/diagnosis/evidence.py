@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from twophase.experiment.record import Block, Column, RunRecord
+from twophase.experiment.jsonl import Column
+from twophase.experiment.record import RunRecord
+from twophase.experiment.rounds import Block
 from twophase.rule import OuterRule
 from twophase.theory.observed import Observed, observe
 

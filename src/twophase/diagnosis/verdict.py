@@ -23,7 +23,8 @@ import numpy as np
 
 from twophase.config import UsageError
 from twophase.diagnosis.evidence import Evidence, stretches
-from twophase.experiment.record import Block, RunRecord
+from twophase.experiment.record import RunRecord
+from twophase.experiment.rounds import Block
 from twophase.rule import OuterRule
 from twophase.theory.advice import Advice, advise
 from twophase.theory.contraction import restart_rate

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from twophase.config import UsageError
-from twophase.experiment.record import Block, RunRecord, read_record
+from twophase.experiment.record import RunRecord, read_record
+from twophase.experiment.rounds import Block
 from twophase.experiment.run import METRICS, ROUNDS
 from twophase.explorer.page import LIMITS, RunSpectrum
 from twophase.restart import Never, Periodic

@@ -6,16 +6,17 @@ of its own width. Colours, strokes and markers are those of all figures (`twopha
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.experiment.figure import look, table_text
+from twophase.experiment.figure import DIGITS, look
 from twophase.report.page import Html, clean, counted, download, join, minus, tag
 
 MOST_POINTS = 600
@@ -179,14 +180,20 @@ def _summary(chart: Chart, curves: Sequence[tuple[Curve, _Points]]) -> str:
 
 
 def _numbers(chart: Chart, curves: Sequence[tuple[Curve, _Points]]) -> str:
-    rows: list[dict[str, Any]] = []
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["series", chart.x_label, chart.y_label])
     for one, points in curves:
         step = max(1, math.ceil(len(points) / _MOST_ROWS))
         # A spreadsheet takes a text that begins like this for a formula, and the name may be from a file.
         name = f"'{one.name}" if one.name.startswith(("=", "+", "-", "@", "\t")) else one.name
-        rows += [{"series": name, chart.x_label: x, chart.y_label: y} for x, y in points[::step].tolist()]
-    rows += [{"series": "restart", chart.x_label: float(x)} for x in chart.restarts[:_MOST_ROWS]]
-    return table_text(rows)
+        rows.writerows((name, _digits(x), _digits(y)) for x, y in points[::step].tolist())
+    rows.writerows(("restart", _digits(float(x)), "") for x in chart.restarts[:_MOST_ROWS])
+    return text.getvalue()
+
+
+def _digits(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.{DIGITS}g}"
 
 
 # ------------------------------------------------------------------------------------------------------------ drawing

@@ -114,8 +114,9 @@ def _write(path: Path, text: str) -> None:
 def _run(wish: Wish, say: Callable[[str], None], refresh: float | None) -> bool:
     """Write a run's page; whether the run goes on."""
     record = read_record(wish.folder)
-    _write(wish.page, run_report(record, refresh=refresh, back=_back(record, wish.page)))
-    say(describe_diagnosis(diagnose(record), str(wish.folder)))
+    found = diagnose(record)
+    _write(wish.page, run_report(record, found, refresh=refresh, back=_back(record, wish.page)))
+    say(describe_diagnosis(found, str(wish.folder)))
     say(f"\nreport {wish.page}")
     return record.state == "unfinished"
 

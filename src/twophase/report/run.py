@@ -16,7 +16,9 @@ from twophase.diagnosis.text import HEADLINES, LIMITS, both_forms, suggestions
 from twophase.diagnosis.verdict import Diagnosis, Finding, Stage, diagnose
 from twophase.experiment.beat import hide_password
 from twophase.experiment.figure import signed
-from twophase.experiment.record import Block, Column, RunRecord
+from twophase.experiment.jsonl import Column
+from twophase.experiment.record import RunRecord
+from twophase.experiment.rounds import Block
 from twophase.report.charts import Chart, Curve, figure
 from twophase.report.page import (
     Html,
@@ -39,15 +41,18 @@ _MOST_BLOCKS = 7  # curves of a chart; more would not be told apart
 _STEP = "inner steps of each replica"
 
 
-def run_report(record: RunRecord, *, refresh: float | None = None, back: str | None = None) -> str:
+def run_report(
+    record: RunRecord, found: Diagnosis | None = None, *, refresh: float | None = None, back: str | None = None
+) -> str:
     """The page of a run that has been read.
 
     Args:
         record: of `read_record`, in whatever state.
+        found: its diagnosis, where the caller has made it already.
         refresh: seconds after which the page loads itself again; only an unfinished run's does.
         back: relative path of the sweep's report, if the run belongs to one.
     """
-    found = diagnose(record)
+    found = found or diagnose(record)
     watched = refresh if record.state == "unfinished" else None
     return page(
         record.path.resolve().name,

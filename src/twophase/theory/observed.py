@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import t as student
+from scipy.special import stdtrit  # scipy.stats has it as t.ppf, and takes a second to import
 
 from twophase.rule import OuterRule
 from twophase.theory.inputs import Floats
@@ -81,7 +81,7 @@ class Observed:
         """Sigma within 95 % by Student's t with `cycles - 1` degrees of freedom, not clipped; nan, nan without one."""
         if self.cycles < 2:
             return np.nan, np.nan
-        half = float(student.ppf(0.975, self.cycles - 1)) * self.standard_error
+        half = float(stdtrit(self.cycles - 1, 0.975)) * self.standard_error
         return self.sigma - half, self.sigma + half
 
     @property
