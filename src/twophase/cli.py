@@ -428,7 +428,16 @@ def _report(words: list[str]) -> int:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
     where = tuple(dict(word.split("=", 1) for word in options.where).items())
     within, controls = tuple(options.within), tuple(options.controls)
-    return report(Wish(options.folder, options.out, options.watch, options.runs, within, controls, where))
+    known = _config_paths()
+    return report(Wish(options.folder, options.out, options.watch, options.runs, within, controls, where, known))
+
+
+def _config_paths() -> frozenset[str]:
+    """Dotted paths of all values that a run's configuration has in this version."""
+    from twophase.config import flatten, to_tree
+    from twophase.lm.config import TrainConfig
+
+    return frozenset(flatten(to_tree(TrainConfig())))
 
 
 def _diagnose(words: list[str]) -> int:
@@ -444,7 +453,7 @@ def _diagnose(words: list[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, its --out")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
     options = parser.parse_args(words)
-    record = read_record(options.run)
+    record = read_record(options.run, _config_paths())
     check_run(record)
     found = diagnose(record)
     print(json.dumps(as_json(found), indent=2, allow_nan=False) if options.json else describe(found, str(options.run)))

@@ -98,6 +98,24 @@ def test_fragments_are_no_further_rounds(tmp_path: Path) -> None:
     assert not any("missing" in problem or "increase" in problem for problem in record.problems)
 
 
+def test_lines_may_be_read_in_any_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many lines are taken together changes nothing, whatever appears, ends or is odd in between."""
+    write_run(tmp_path, EMA, [], 20, blocks={"a": [0.3], "b": [0.5]})
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    for line in lines[7:11]:
+        line["seconds"]["late"] = 1.0
+        line["fragments"] = line["fragments"][:1]
+    lines[12] |= {"restarted": None, "step": "x", "bytes_sent": 10**400, "seconds": None}
+    write_lines(tmp_path / "rounds.jsonl", again(lines))
+    portions = []
+    for together in (1, 3, 100):
+        monkeypatch.setattr("twophase.experiment.jsonl._TOGETHER", together)
+        portions.append(read_record(tmp_path))
+    assert len(portions[0].phases["late"]) == len(portions[0].rounds["step"])
+    for other in portions[1:]:
+        assert repr(other) == repr(portions[0])
+
+
 @pytest.mark.parametrize("name", ["pseudo_gradient_norm", "buffer_norm", "gain"])
 def test_the_largest_numbers_warn_of_nothing(tmp_path: Path, name: str) -> None:
     """Numbers whose square, or sum, is no float any more give words and no warning."""

@@ -196,6 +196,23 @@ def test_damaged_runs(tmp_path: Path, how: str) -> None:
     assert words in page_of(tmp_path)
 
 
+def test_values_of_a_newer_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values that this version does not know are named on the page and by diagnose; those that it knows never are."""
+    folder = write_run(tmp_path, EMA, [0.95] * 3)
+    assert main(["report", str(folder)]) == 0
+    assert "does not know" not in (folder / "report.html").read_text(encoding="utf-8")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text() + "quantum:\n  entangled: true\n")
+    for command in ("report", "diagnose"):
+        assert main([command, str(folder)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "config.yaml holds a value that twophase" in said
+        assert "'quantum.entangled'" in said
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    harmless(text)
+    assert "&#x27;quantum.entangled&#x27;" in text
+
+
 def test_hostile_text_is_text(tmp_path: Path) -> None:
     """Markup in every text of a run's folder is shown and not obeyed; a password in a command is not shown."""
     folder = tmp_path / "<b onclick=x>run"
@@ -298,9 +315,10 @@ def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A sweep's page shows every setting, apart those that diverged or are missing, and leads to the runs' pages."""
     make_sweep(tmp_path)
     assert main(["report", str(tmp_path), "--runs"]) == 0
-    said = capsys.readouterr().out
-    assert "What each arm reached" in said
-    assert "and those of 11 runs" in said
+    said = capsys.readouterr()
+    assert "What each arm reached" in said.out
+    assert "and those of 11 runs" in said.out
+    assert "pages 11/11" in said.err
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     read = harmless(text)
     for part in ("In short", "Heatmaps", "Curves", "Verdict", "Every cell"):
@@ -320,6 +338,30 @@ def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for target in targets:
         assert (tmp_path / target).is_file()
         assert "../../report.html" in (tmp_path / target).read_text()
+
+
+def test_a_watch_writes_the_pages_of_runs_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first turn of a watch writes the page of every run, the next ones only of runs whose files have changed."""
+    make_sweep(tmp_path)
+    pages = {folder.name: folder / "report.html" for folder in (tmp_path / "runs").iterdir()}
+    changed = min(pages)
+    written: list[set[str]] = []
+
+    def look(_: float) -> None:
+        written.append({name for name, page in pages.items() if page.exists()})
+        for page in pages.values():
+            page.unlink(missing_ok=True)
+        if len(written) == 1:
+            with (tmp_path / "runs" / changed / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 13, "train_loss": 2.0}\n')
+        if len(written) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", look)
+    said: list[str] = []
+    assert report(Wish(tmp_path, watch=2.0, runs=True), say=said.append) == 0
+    assert written == [set(pages), {changed}, set()]
+    assert "and those of 11 runs" in said[-1]
 
 
 def test_an_arm_that_never_restarts_has_a_name(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import math
 import textwrap
 from collections.abc import Iterator
 
-from twophase.diagnosis.verdict import LEAST_ROUNDS, Diagnosis, Finding, step_alone
+from twophase.diagnosis.reasons import step_alone
+from twophase.diagnosis.verdict import LEAST_ROUNDS, Diagnosis, Finding
 from twophase.restart import mean_outer_gain, parse
 from twophase.rule import FORM_WORDS, OuterRule
 from twophase.theory.advice import Advice

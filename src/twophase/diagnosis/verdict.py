@@ -19,16 +19,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from twophase.config import UsageError
 from twophase.diagnosis.evidence import Evidence, stretches
+from twophase.diagnosis.reasons import cosine_words, sigma_missing, sigma_words, step_alone, swing_words
 from twophase.experiment.record import RunRecord
 from twophase.experiment.rounds import Block
 from twophase.rule import OuterRule
 from twophase.theory.advice import Advice, advise
 from twophase.theory.contraction import restart_rate
-from twophase.theory.modes import asymptotic_rate, effective_step, phase, regime, stable_limit
+from twophase.theory.modes import asymptotic_rate, regime, stable_limit
 from twophase.theory.periods import cancellation_periods
 
 Verdict = Literal["oscillates", "overshoots", "lags", "held", "diverges", "cannot tell"]
@@ -202,11 +201,11 @@ def _judge(
     refusal = _refusal(rule, latest)
     if refusal:
         return "cannot tell", [refusal]
-    said = [_cosine_words(latest)]
+    said = [cosine_words(latest)]
     if latest.turns is None:
         return "cannot tell", [*said, "Chance would give such signs as well: noise hides what the buffer does."]
     if sigma is None:
-        said.append(_sigma_missing(latest))
+        said.append(sigma_missing(latest))
         if latest.turns:
             said.append(
                 "The updates seem to go past the minimum; noise that drives an oscillating mode looks alike. Whether "
@@ -220,7 +219,7 @@ def _judge(
         else:
             return "lags", said
         return "cannot tell", said
-    said.append(_sigma_words(rule, latest, sigma))
+    said.append(sigma_words(rule, latest, sigma))
     noise = _noise(rule, latest, sigma) if latest.turns else ""
     if noise:
         return "cannot tell", [*said, noise]
@@ -243,7 +242,7 @@ def _by_regime(
                 said.append("Within the interval of sigma it may also stay below 1; then it is the momentum.")
             return "overshoots", said
         if all(name in _COMPLEX for name in names):
-            said.append(_swing_words(rule, latest, sigma))
+            said.append(swing_words(rule, latest, sigma))
             return "oscillates", said
         said.append("Within its interval the eigenvalues are complex or real, so an oscillation is not certain.")
         return "cannot tell", said
@@ -299,7 +298,7 @@ def _grows(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float] 
             f"{latest.rounds} rounds."
         )
     if said and sigma is not None:
-        said.append(_sigma_words(rule, latest, sigma))
+        said.append(sigma_words(rule, latest, sigma))
         limit = float(stable_limit(rule))
         if limit <= sigma[2]:
             said.append(
@@ -333,70 +332,7 @@ def _percent(share: float, *, sign: bool = False) -> str:
     return f"{100 * share:{'+' if sign else ''}.2g} %".replace("-", "\N{MINUS SIGN}")
 
 
-# ------------------------------------------------------------------------------------------------------------- words
-
-
-def step_alone(rule: OuterRule, sigma: float) -> float:
-    """Share of the way to the minimum that a round's own pseudo-gradient covers, momentum left out."""
-    return float(effective_step(rule, sigma)) * (1 + rule.momentum if rule.nesterov else 1.0)
-
-
-def half_turn(rule: OuterRule, sigma: float) -> float:
-    """Rounds in which an oscillating mode goes from one side to the other, pi / phi."""
-    angle = float(np.asarray(phase(rule, sigma)))
-    return math.pi / angle if angle > 0 else math.nan
-
-
-def _cosine_words(latest: Evidence) -> str:
-    return (
-        f"Rounds {latest.first} to {latest.last}: the mean cosine between pseudo-gradient and buffer is "
-        f"{latest.cosine:.2f} (standard error {latest.cosine_error:.2f}), and negative in "
-        f"{100 * latest.against:.0f} % of {latest.cosines} rounds; the median gain is {latest.gain:.3g}."
-    )
-
-
-def _sigma_words(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float]) -> str:
-    names = list(dict.fromkeys(_REGIMES[str(regime(rule, value))] for value in sigma))
-    clipped = ", cut at 1, beyond which a linear mode cannot lie" if latest.observed.interval[1] > 1 else ""
-    return (
-        f"Estimated sigma along the buffer: {sigma[1]:.3g} (95 %: {sigma[0]:.3g} to {sigma[2]:.3g}{clipped}), where "
-        f"the eigenvalues are {' or '.join(names)}."
-    )
-
-
-_REGIMES = {
-    "oscillatory": "complex (it oscillates)",
-    "critical": "at the border of oscillation",
-    "real_below": "real and positive (it creeps)",
-    "real_above": "real and negative (it jumps to and fro)",
-    "negative_determinant": "real, of both signs",
-    "nilpotent": "zero (it is gone in two rounds)",
-}
-
-
-def _sigma_missing(latest: Evidence) -> str:
-    seen = latest.observed
-    if not latest.rates_known:
-        return (
-            "Sigma is not determined: the inner learning rate of these rounds is unknown (metrics.jsonl), and "
-            "pseudo-gradients that shrink with it look like progress."
-        )
-    if math.isnan(seen.sigma):
-        known = "" if math.isnan(seen.ceiling) else f"; if nothing were noise it would be {seen.ceiling:.3g}"
-        return f"Sigma is not determined by the {seen.pairs} pairs of rounds that can be used{known}."
-    return (
-        f"Sigma is not determined: {seen.why_not}. The estimate is {seen.sigma:.3g}, with about "
-        f"{100 * seen.noise_share:.0f} % of the pseudo-gradient's square being noise; without the correction for "
-        f"noise it would seem to be {seen.ceiling:.3g}."
-    )
-
-
-def _swing_words(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float]) -> str:
-    turns = [half_turn(rule, value) for value in sigma]
-    model = f"a mode of this sigma goes from side to side in {min(turns):.1f} to {max(turns):.1f} rounds"
-    if math.isnan(latest.swing):
-        return f"In the model {model}."
-    return f"The cosine swings every {latest.swing:.1f} rounds; in the model {model}."
+# ------------------------------------------------------------------------------------------------------------ output
 
 
 def check_run(record: RunRecord) -> None:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from twophase.config import UsageError
 from twophase.diagnosis.text import describe as describe_diagnosis
 from twophase.diagnosis.verdict import diagnose
 from twophase.experiment.record import RunRecord, is_run, read_record
+from twophase.experiment.run import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY
 from twophase.experiment.verdict import WITHIN, verdict, write
 from twophase.experiment.verdict_text import describe
 from twophase.experiment.work import RUNS
 from twophase.files import write_atomic
-from twophase.report.page import counted
-from twophase.report.run import relative, run_report
-from twophase.report.sweep import REPORT, is_sweep, read_sweep, sweep_report
+from twophase.progress import meter
+from twophase.report.labels import REPORT
+from twophase.report.page import counted, relative
+from twophase.report.run import run_report
+from twophase.report.sweep import sweep_report
+from twophase.report.sweep_record import is_sweep, read_sweep
 
 WATCH_SECONDS = 10.0
+_FILES = (CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY)
+_State = tuple[tuple[int, int] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Wish:
         watch: seconds between two writings while the run goes on; None means once.
         runs: also write the report of every run of a sweep.
         within, controls, where: as `twophase.experiment.verdict.report` takes them.
+        known: dotted paths that a configuration of this version has; empty where nobody knows.
     """
 
     folder: Path
@@ -42,6 +50,7 @@ class Wish:
     within: tuple[float, ...] = WITHIN
     controls: tuple[str, ...] = ()
     where: tuple[tuple[str, str], ...] = ()
+    known: frozenset[str] = frozenset()
 
     @property
     def page(self) -> Path:
@@ -63,17 +72,17 @@ def report(wish: Wish, say: Callable[[str], None] = print) -> int:
         UsageError: a folder of neither, options that do not fit, or a file that cannot be written.
     """
     _check(wish)
-    once = _sweep if is_sweep(wish.folder) else _run
+    once = _Sweep(wish).write if is_sweep(wish.folder) else partial(_run, wish)
     if wish.watch is None:
-        once(wish, say, None)
+        once(say, None)
         return 0
     say(f"watching {wish.folder}; the page is {wish.page}, Ctrl-C ends the watch")
     try:
-        while once(wish, _silent, wish.watch):
+        while once(_silent, wish.watch):
             time.sleep(wish.watch)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-    once(wish, say, None)  # without the wish to load itself again
+    once(say, None)  # without the wish to load itself again
     return 0
 
 
@@ -113,7 +122,7 @@ def _write(path: Path, text: str) -> None:
 
 def _run(wish: Wish, say: Callable[[str], None], refresh: float | None) -> bool:
     """Write a run's page; whether the run goes on."""
-    record = read_record(wish.folder)
+    record = read_record(wish.folder, wish.known)
     found = diagnose(record)
     _write(wish.page, run_report(record, found, refresh=refresh, back=_back(record, wish.page)))
     say(describe_diagnosis(found, str(wish.folder)))
@@ -128,30 +137,59 @@ def _back(record: RunRecord, page: Path) -> str | None:
     return relative(sweep / REPORT, page.parent) if belongs and (sweep / REPORT).is_file() else None
 
 
-def _sweep(wish: Wish, say: Callable[[str], None], refresh: float | None) -> bool:
-    """Write a sweep's page; whether it goes on."""
-    record = read_sweep(wish.folder, dict(wish.where))
-    written = _pages_of_runs(record.path, wish.page) if wish.runs else 0
-    text = sweep_report(record, wish.page.parent, within=wish.within, controls=wish.controls, refresh=refresh)
-    _write(wish.page, text)
-    if refresh is None:
-        judged = verdict(record.rows, wish.within, wish.controls)
-        paths = write(judged, wish.folder, dict(wish.where))
-        pages = [
-            f"report {wish.page}",
-            *([f"and {'that' if written == 1 else 'those'} of {counted(written, 'run')}"] if written else []),
-        ]
-        say("\n".join([describe(judged), "", *map(str, paths), ", ".join(pages)]))
-    return record.going
+@dataclass
+class _Sweep:
+    """The pages of a sweep, and of its runs if they are asked for.
+
+    Args:
+        wish: what is asked for.
+        written: the state in which each run was when its page was written, so that a watch writes only what changed.
+    """
+
+    wish: Wish
+    written: dict[Path, _State] = field(default_factory=dict)
+
+    def write(self, say: Callable[[str], None], refresh: float | None) -> bool:
+        """Write the sweep's page; whether it goes on."""
+        wish = self.wish
+        record = read_sweep(wish.folder, dict(wish.where))
+        if wish.runs:
+            self._write_runs()
+        text = sweep_report(record, wish.page.parent, within=wish.within, controls=wish.controls, refresh=refresh)
+        _write(wish.page, text)
+        if refresh is None:
+            judged = verdict(record.rows, wish.within, wish.controls)
+            paths = write(judged, wish.folder, dict(wish.where))
+            count = len(self.written)
+            pages = [
+                f"report {wish.page}",
+                *([f"and {'that' if count == 1 else 'those'} of {counted(count, 'run')}"] if count else []),
+            ]
+            say("\n".join([describe(judged), "", *map(str, paths), ", ".join(pages)]))
+        return record.going
+
+    def _write_runs(self) -> None:
+        """Write each run's own page into its folder, if the run has changed since this command wrote it."""
+        runs = self.wish.folder / RUNS
+        folders = sorted(runs.iterdir()) if runs.is_dir() else []
+        found = {folder: _state(folder) for folder in folders if is_run(folder)}
+        changed = [folder for folder, state in found.items() if self.written.get(folder) != state]
+        # The later turns of a watch have a page or two to write.
+        with meter("pages", len(changed), quiet=bool(self.written) or not changed) as show:
+            for count, folder in enumerate(changed, start=1):
+                record = read_record(folder, self.wish.known)
+                _write(folder / REPORT, run_report(record, back=relative(self.wish.page, folder)))
+                self.written[folder] = found[folder]
+                show(count, folder.name)
 
 
-def _pages_of_runs(sweep: Path, page: Path) -> int:
-    """Write each run's own page into its folder; those that have changed since theirs was written."""
-    count = 0
-    for folder in sorted((sweep / RUNS).iterdir()) if (sweep / RUNS).is_dir() else ():
-        if not is_run(folder):
-            continue
-        record = read_record(folder)
-        _write(folder / REPORT, run_report(record, back=relative(page, folder)))
-        count += 1
-    return count
+def _state(folder: Path) -> _State:
+    """Size and time of each file of a run that its page shows; None for one that is not there."""
+    state: list[tuple[int, int] | None] = []
+    for name in _FILES:
+        try:
+            found = (folder / name).stat()
+            state.append((found.st_size, found.st_mtime_ns))
+        except OSError:
+            state.append(None)
+    return tuple(state)

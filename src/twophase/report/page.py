@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import html
+import os
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
 LONGEST = 4000
@@ -263,3 +264,9 @@ summary{cursor:pointer;font-size:.9375rem;padding:.3rem 0}
 footer{margin-top:3rem;border-top:1px solid var(--hair);color:var(--soft);font-size:.875rem}
 @media print{body{max-width:none}details>*{display:block}}
 """ + "".join(f".k{n}{{stroke:var(--c{n})}}.f{n}{{fill:var(--c{n})}}" for n in range(8))
+
+
+def relative(target: Path, page_folder: Path) -> str:
+    """The path of a file as seen from the folder of a page."""
+    # pathlib's relative paths do not go up before Python 3.12
+    return Path(os.path.relpath(target.resolve(), page_folder.resolve())).as_posix()

@@ -16,9 +16,7 @@ from twophase.diagnosis.text import HEADLINES, LIMITS, both_forms, suggestions
 from twophase.diagnosis.verdict import Diagnosis, Finding, Stage, diagnose
 from twophase.experiment.beat import hide_password
 from twophase.experiment.figure import signed
-from twophase.experiment.jsonl import Column
 from twophase.experiment.record import RunRecord
-from twophase.experiment.rounds import Block
 from twophase.report.charts import Chart, Curve, figure
 from twophase.report.page import (
     Html,
@@ -34,10 +32,9 @@ from twophase.report.page import (
     tag,
     with_options,
 )
+from twophase.report.rounds import MOST_BLOCKS, block_name, finite, rounds
 from twophase.theory.advice import Advice
 
-_MOST_ROWS = 60
-_MOST_BLOCKS = 7  # curves of a chart; more would not be told apart
 _STEP = "inner steps of each replica"
 
 
@@ -62,7 +59,7 @@ def run_report(
         section("Loss", *_losses(record), anchor="loss"),
         section("Diagnosis", *_diagnosis(found), anchor="diagnosis"),
         section("Effective progress and the period", *_progress(found), anchor="progress"),
-        section("Rounds", *_rounds(record), anchor="rounds"),
+        section("Rounds", *rounds(record), anchor="rounds"),
         section("Repeat it", *_repeat(record), anchor="repeat"),
         section("Configuration and environment", *_settings(record), anchor="settings"),
         refresh=watched,
@@ -160,159 +157,11 @@ def _losses(record: RunRecord) -> Iterator[Html | None]:
             _STEP,
             "loss (nats a token)",
             curves,
-            restarts=_finite(steps[record.rounds["restarted"] == 1]),
-            syncs=_finite(steps),
+            restarts=finite(steps[record.rounds["restarted"] == 1]),
+            syncs=finite(steps),
         )
     )
     yield drawn or tag("p", "No loss has been recorded.")
-
-
-def _finite(values: Column) -> list[float]:
-    return values[np.isfinite(values)].tolist()
-
-
-def _rounds(record: RunRecord) -> Iterator[Html | None]:
-    if not len(record.rounds["round"]):
-        yield tag("p", "No round has been recorded yet.")
-        return
-    shown = record.blocks[:_MOST_BLOCKS]
-    if len(record.blocks) > len(shown):
-        yield tag("p", f"The charts show the first {len(shown)} of {len(record.blocks)} blocks; the csv files as well.")
-    marks = _finite(record.rounds["round"][record.rounds["restarted"] == 1])
-    yield from _norms(record, shown, marks)
-    yield figure(
-        Chart(
-            "cosine",
-            "Pseudo-gradient against buffer",
-            "round",
-            "cosine",
-            _by_block(record, shown, "cosine"),
-            restarts=marks,
-            levels={"0: at a right angle": 0.0},
-            note="Below 0 the pseudo-gradient points against the buffer: the last updates went too far.",
-        )
-    )
-    yield figure(
-        Chart(
-            "gain",
-            "Outer gain",
-            "round",
-            "gain",
-            _by_block(record, shown, "gain"),
-            restarts=marks,
-            levels={"1: plain averaging": 1.0},
-            # No-break spaces, so that no line ends inside of a bracket.
-            note="The update's part along the pseudo-gradient, over the pseudo-gradient: "
-            "<update,\N{NO-BREAK SPACE}g>\N{NO-BREAK SPACE}/ <g,\N{NO-BREAK SPACE}g>.",
-            bulk=True,
-        )
-    )
-    yield _phases(record)
-    yield _attendance(record)
-    yield details("The rounds as a table", *_round_table(record))
-
-
-def _norms(record: RunRecord, shown: Sequence[Block], marks: Sequence[float]) -> Iterator[Html | None]:
-    """Both norms in one chart; with several blocks a chart each, since a round may be of one fragment alone."""
-    names = {"pseudo_gradient_norm": "pseudo-gradient", "buffer_norm": "momentum buffer, before the round"}
-    if len(shown) < 2:
-        curves = [Curve(words, record.rounds["round"], record.rounds[name]) for name, words in names.items()]
-        yield figure(Chart("norms", "Norms", "round", "Euclidean norm", curves, log=True, restarts=marks))
-        return
-    for name, words in names.items():
-        curves = _by_block(record, shown, name)
-        title = f"Norm of the {words}"
-        yield figure(Chart(name.replace("_", "-"), title, "round", "Euclidean norm", curves, log=True, restarts=marks))
-
-
-def _called(block: str) -> str:
-    """A block's name, of which a number alone would say nothing."""
-    return f"fragment {block}" if block.isdecimal() else block
-
-
-def _by_block(record: RunRecord, shown: Sequence[Block], name: str) -> list[Curve]:
-    """A curve a block, without the rounds in which there was no buffer to measure."""
-    curves = []
-    for block in shown:
-        values = getattr(block, name).copy()
-        if name == "cosine":
-            values[~(block.buffer_norm > 0)] = np.nan
-        curves.append(Curve(_called(block.name), record.rounds["round"][block.index], values))
-    return curves
-
-
-def _phases(record: RunRecord) -> Html | None:
-    if not record.phases:
-        return None
-    total = sum(float(np.nansum(values)) for values in record.phases.values())
-    rows = [
-        [
-            name.replace("_", " "),
-            _milliseconds(float(np.nanmedian(values))) if np.isfinite(values).any() else "",
-            _milliseconds(float(np.nansum(values))),
-            f"{100 * float(np.nansum(values)) / total:.0f} %" if total > 0 else "",
-        ]
-        for name, values in record.phases.items()
-    ]
-    sent = record.rounds["bytes_sent"]
-    known = sent[np.isfinite(sent)]
-    words = f" Sent by this process: {known.sum():,.0f} bytes, {known.mean():,.0f} a round." if len(known) else ""
-    caption = f"Time of the sync by phase, in this process.{words}"
-    return table(["phase", "median (ms)", "in all (ms)", "share"], rows, caption=caption, numbers=(1, 2, 3))
-
-
-def _milliseconds(seconds: float) -> str:
-    value = 1e3 * seconds
-    return f"{value:,.0f}" if 100 <= value < 1e15 else minus(f"{value:.3g}")
-
-
-def _attendance(record: RunRecord) -> Html | None:
-    """Where replicas come and go: how many took part, came late, and how often a sync was tried."""
-    replicas, late, tries = (record.rounds[name] for name in ("replicas", "newcomers", "attempts"))
-    if not ((late > 0).any() or (tries > 1).any() or len(set(_finite(replicas))) > 1):
-        return None
-    rows = [
-        ["replicas in the mean", f"{np.nanmin(replicas):.0f}", f"{np.nanmax(replicas):.0f}", ""],
-        [
-            "newcomers, without weight",
-            "",
-            f"{np.nanmax(late):.0f}",
-            f"with any: {counted(int((late > 0).sum()), 'round')}",
-        ],
-        [
-            "attempts at a sync",
-            "",
-            f"{np.nanmax(tries):.0f}",
-            f"with more than one: {counted(int((tries > 1).sum()), 'round')}",
-        ],
-    ]
-    header = ["in a round", "fewest", "most", "how often"]
-    curve = Curve("replicas in the mean", record.rounds["round"], replicas)
-    drawn = figure(Chart("replicas", "Replicas that took part", "round", "replicas", [curve], counts=True))
-    return join([table(header, rows, caption="Replicas that come and go.", numbers=(1, 2)), drawn])
-
-
-def _round_table(record: RunRecord) -> Iterator[Html]:
-    count = len(record.rounds["round"])
-    places = np.unique(np.linspace(0, count - 1, min(count, _MOST_ROWS)).round().astype(int))
-    names = ("round", "step", "inner_steps", "pseudo_gradient_norm", "buffer_norm", "cosine", "gain", "bytes_sent")
-    header = ["round", "inner step", "inner steps", "norm of g", "norm of m", "cosine", "gain", "bytes sent", "restart"]
-    rows = [
-        [*(_cell(float(record.rounds[name][i])) for name in names), "yes" if record.rounds["restarted"][i] == 1 else ""]
-        for i in places.tolist()
-    ]
-    kept = (
-        f"{len(places)} of {count:,} rounds, evenly spread."
-        if len(places) < count
-        else f"All of {counted(count, 'round')}."
-    )
-    yield table(header, rows, caption=f"{kept} g: pseudo-gradient; m: buffer before the round.", numbers=range(8))
-
-
-def _cell(value: float) -> str:
-    if not math.isfinite(value):
-        return ""
-    return minus(f"{value:.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.4g}")
 
 
 # ----------------------------------------------------------------------------------------------------------- diagnosis
@@ -322,7 +171,7 @@ def _diagnosis(found: Diagnosis) -> Iterator[Html | None]:
     several = len(found.findings) > 1
     for finding in found.findings[:20]:
         if several:
-            yield tag("h3", f"{_called(finding.block)} (restart {finding.restarts})")
+            yield tag("h3", f"{block_name(finding.block)} (restart {finding.restarts})")
         yield tag(
             "div",
             tag("p", tag("strong", HEADLINES[finding.verdict])),
@@ -352,7 +201,7 @@ def _thirds(finding: Finding) -> Html:
         for stage in finding.thirds
     ]
     header = ["part", "rounds", "verdict", "mean cosine", "negative", "median gain", "sigma (95 %)", "restarts"]
-    return table(header, rows, caption=f"Over the run: {_called(finding.block)}.", numbers=(3, 4, 5, 7))
+    return table(header, rows, caption=f"Over the run: {block_name(finding.block)}.", numbers=(3, 4, 5, 7))
 
 
 def _number(value: float, digits: int) -> str:
@@ -380,7 +229,7 @@ def _progress(found: Diagnosis) -> Iterator[Html | None]:
         seen = finding.latest.evidence.observed
         rows.append(
             [
-                _called(finding.block),
+                block_name(finding.block),
                 seen.pairs,
                 _sigma_text(finding.latest),
                 f"{seen.ceiling:.3g}" if math.isfinite(seen.ceiling) else "",
@@ -403,7 +252,7 @@ def _progress(found: Diagnosis) -> Iterator[Html | None]:
     ]
     caption = "Effective progress by block, over the latest rounds, and the period that the theory would choose."
     yield table(header, rows, caption=caption, numbers=(1, 3, 4))
-    for finding in found.findings[:_MOST_BLOCKS]:
+    for finding in found.findings[:MOST_BLOCKS]:
         if finding.advice:
             yield _control_table(finding, finding.advice[1])
 
@@ -422,9 +271,8 @@ def _control_table(finding: Finding, advice: Advice) -> Html:
     chosen = "no restart" if period is None else f"a restart every {'round' if period == 1 else f'{period} rounds'}"
     rows = [[chosen, minus(f"{advice.recommended.rate:.3g}")], ["no restart", minus(f"{advice.without.rate:.3g}")]]
     rows += [[f"control: {name}", minus(f"{rate:.3g}")] for name, rate in advice.controls.items()]
-    caption = (
-        f"{_called(finding.block)}: rate of a mode of sigma {advice.sigma[0]:.3g}, in nats a round; larger is faster."
-    )
+    name = block_name(finding.block)
+    caption = f"{name}: rate of a mode of sigma {advice.sigma[0]:.3g}, in nats a round; larger is faster."
     return table(["what", "rate"], rows, caption=caption, numbers=(1,))
 
 
@@ -480,10 +328,3 @@ def _plain(value: Any) -> str:
         return json.dumps(value)
     except (TypeError, ValueError):  # a date in YAML, for one
         return str(value)
-
-
-def relative(target: Path, page_folder: Path) -> str:
-    """The path of a file as seen from the folder of a page."""
-    import os.path  # noqa: PLC0415 - pathlib's relative paths do not go up before Python 3.12
-
-    return Path(os.path.relpath(target.resolve(), page_folder.resolve())).as_posix()

@@ -1,0 +1,113 @@
+"""Reading a sweep's folder whatever state it is in: its table, or else its description and its runs' summaries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twophase.config import UsageError, flatten
+from twophase.experiment.launch import SPEC, TABLE
+from twophase.experiment.run import read_summary
+from twophase.experiment.table import Row, State, read_rows
+from twophase.experiment.verdict import select
+from twophase.experiment.work import RUNS
+from twophase.report.labels import RUN_ID
+from twophase.rule import FORM_WORDS
+
+
+@dataclass(slots=True)
+class SweepRecord:
+    """What a sweep's folder holds.
+
+    Args:
+        path: the folder.
+        rows: a row a cell.
+        problems: what is missing or wrong, a sentence each.
+        forms: the forms of the outer rules that occur, in words.
+    """
+
+    path: Path
+    rows: list[Row]
+    problems: list[str]
+    forms: str
+
+    @property
+    def going(self) -> bool:
+        """Whether some cell has no result yet."""
+        return any(row.state == "missing" for row in self.rows)
+
+
+def is_sweep(path: Path) -> bool:
+    """Whether a folder looks like that of a sweep."""
+    return (path / SPEC).is_file() or (path / TABLE).is_file()
+
+
+def read_sweep(path: Path, where: Mapping[str, str] | None = None) -> SweepRecord:
+    """Read a sweep's folder, whatever state it is in.
+
+    Args:
+        path: the folder.
+        where: only the cells with these values.
+
+    Raises:
+        UsageError: neither its table nor its cells can be read, or no cell has these values.
+    """
+    problems: list[str] = []
+    spec = _spec(path / SPEC, problems)
+    try:
+        rows = read_rows(path / TABLE)
+    except UsageError as error:
+        found = _rows_of(spec, path)
+        if found is None:
+            raise
+        fault = "is missing" if not (path / TABLE).exists() else f"is damaged ({error})"
+        problems.append(f"{TABLE} {fault}; the cells are from {SPEC} and the summaries of their runs.")
+        rows = found
+    rows = select(rows, where or {})
+    missing, failed = (sum(row.state == state for row in rows) for state in ("missing", "failed"))
+    if missing:
+        problems.append(f"{missing:,} of {len(rows):,} cells have no result yet; the sweep's command continues it.")
+    if failed:
+        problems.append(f"{failed:,} of {len(rows):,} cells could not be run.")
+    forms = {str(row.values["outer.form"]) for row in rows if "outer.form" in row.values}
+    base = flatten(spec["base"]) if spec and isinstance(spec.get("base"), Mapping) else {}
+    forms |= set() if forms else {str(base.get("outer.form", ""))}
+    words = " and ".join(FORM_WORDS.get(form, "form unknown") for form in sorted(forms))
+    return SweepRecord(path, rows, problems, words)
+
+
+def _spec(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        problems.append(f"{SPEC} is missing or damaged.")
+        return None
+    return value
+
+
+def _rows_of(spec: Mapping[str, Any] | None, folder: Path) -> list[Row] | None:
+    """A row a cell from the sweep's description and the summaries of its runs; None without a description."""
+    cells = spec.get("cells") if spec else None
+    if not isinstance(cells, list):
+        return None
+    base = flatten(spec["base"]) if spec and isinstance(spec.get("base"), Mapping) else {}
+    found = [cell for cell in cells if isinstance(cell, dict) and isinstance(cell.get("values"), dict)]
+    paths = list(dict.fromkeys(str(path) for cell in found for path in cell["values"]))
+    rows = []
+    for cell in found:
+        run, of = str(cell.get("run", "")), cell.get("control_of")
+        values = {path: _scalar(cell["values"].get(path, base.get(path))) for path in paths}
+        done = read_summary(folder / RUNS / run, run) if RUN_ID.fullmatch(run) else None
+        state: State = "missing" if done is None else "diverged" if done["diverged"] else "finished"
+        numbers = (done["perplexity"], done["validation_loss"], done["seconds"]) if done else (None, None, None)
+        rows.append(Row(str(cell.get("arm", "")), run, values, state, *numbers, of if isinstance(of, str) else None))
+    return rows or None
+
+
+def _scalar(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
