@@ -47,7 +47,7 @@ def draw(advice: Advice, path: Path) -> list[Path]:
     rows: list[dict[str, Any]] = []
     with styled():
         columns = 2 if advice.rounds is None else 3
-        figure, grid = new_figure(2.6, 1, columns)
+        figure, grid = new_figure(3.3, 1, columns)
         panels = list(grid[0])
         titles = [_motion(panels[0], advice, rows), _rates(panels[1], advice, rows)]
         if advice.rounds is not None:
@@ -95,7 +95,7 @@ def _motion(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
     for name, values in (("no restart", plain), ("recommended", restarted)):
         rows += [{"panel": "residual", "x": int(t), "series": name, "y": x} for t, x in zip(times, values, strict=True)]
     axes.set(xlabel="round", ylabel="residual $x_t / x_0$", xlim=(0, count))
-    axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+    _legend(axes)
     return f"mode with sigma {sigma:.3g}"
 
 
@@ -159,7 +159,7 @@ def _rates(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
         ylabel="rate (nats a round)",
         ylim=(min(-0.05 * top, max(1.1 * shown.min(), -top)), top),
     )
-    axes.legend(loc="best")
+    _legend(axes)
     return "rate against the period"
 
 
@@ -185,8 +185,13 @@ def _losses(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
         )
     rows += [*_points("loss", periods, "log10 loss", losses), {"panel": "loss", "series": "no restart", "y": without}]
     axes.set(xlabel="restart period K", ylabel="log10 final loss")
-    axes.legend(loc="best")
+    _legend(axes)
     return f"loss after {advice.rounds} rounds"
+
+
+def _legend(axes: Any) -> None:
+    """Name the curves below a panel: wherever it lay inside, it would cover the envelope or a curve of some rule."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
 
 
 def _points(panel: str, periods: Any, series: str, values: Any) -> list[dict[str, Any]]:
