@@ -234,6 +234,17 @@ def test_a_run_that_was_ended_for_divergence(tmp_path: Path) -> None:
     assert judged(folder).findings[0].verdict == "diverges"
 
 
+def test_an_inner_learning_rate_that_ends_at_nothing_is_no_divergence(tmp_path: Path) -> None:
+    """A norm that shrinks, only less than the inner learning rate, does not grow without end; one that grows does."""
+    for rule, sigma, diverges in ((EMA, 0.3, False), (HUGE, 0.99, True)):
+        folder = write_run(tmp_path / rule.describe(), rule, [sigma] * 3)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line["inner_lr"] = 2e-3 * 10 ** (-line["step"] / 10)
+        write_lines(folder / "metrics.jsonl", lines)
+        assert (judged(folder).findings[0].verdict == "diverges") is diverges
+
+
 def test_lines_of_rounds(tmp_path: Path) -> None:
     """The folders of these tests are read as what they are: every round, every number."""
     run: dict[str, Any] = observed(SUM, [0.3, 0.5], 12, "5")

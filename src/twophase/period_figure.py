@@ -95,6 +95,7 @@ def _motion(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
     for name, values in (("no restart", plain), ("recommended", restarted)):
         rows += [{"panel": "residual", "x": int(t), "series": name, "y": x} for t, x in zip(times, values, strict=True)]
     axes.set(xlabel="round", ylabel="residual $x_t / x_0$", xlim=(0, count))
+    axes.locator_params(axis="y", nbins=5)  # more would get longer labels, after the layout has been found
     _legend(axes)
     return f"mode with sigma {sigma:.3g}"
 

@@ -46,6 +46,7 @@ class Evidence:
         gain: median gain, <update, g> / <g, g>.
         growth: change of log |g| a round, the inner learning rate's divided out where it is known.
         growth_error: its standard error.
+        bare_growth: change of log |g| a round as it is, with whatever the inner learning rate did.
         observed: effective progress along the buffer.
     """
 
@@ -65,6 +66,7 @@ class Evidence:
     gain: float
     growth: float
     growth_error: float
+    bare_growth: float
     observed: Observed
 
 
@@ -128,6 +130,7 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
         gain=gain,
         growth=growth,
         growth_error=growth_error,
+        bare_growth=_growth(g, None)[0],
         observed=observed,
     )
 

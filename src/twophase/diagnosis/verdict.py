@@ -292,7 +292,8 @@ def _grows(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float] 
     if ended:
         said.append("The run was ended because its loss or its pseudo-gradient left the allowed range.")
     rise = latest.growth * latest.rounds
-    if latest.growth - 4 * latest.growth_error > 0 and rise > _GROWN:
+    # Divided by a learning rate that ends at nothing, a norm seems to grow that shrinks: it must grow by itself, too.
+    if latest.growth - 4 * latest.growth_error > 0 and rise > _GROWN and latest.bare_growth > 0:
         said.append(
             f"The norm of the pseudo-gradient grows by a factor {math.exp(min(latest.growth, 50)):.3g} a round, over "
             f"{latest.rounds} rounds."

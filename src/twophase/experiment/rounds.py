@@ -188,7 +188,7 @@ class _Named:
         found = {}
         for name, number in self._names.items():
             mine = left[ends[number] : ends[number + 1]]
-            found[name] = place[line[mine]], {of: values[mine] for of, values in columns.items()}
+            found[name] = place[line[mine]], {column: values[mine] for column, values in columns.items()}
         return found
 
 

@@ -137,7 +137,7 @@ def _share(value: Any) -> str:
     return f"{100 * value:.2g} %" if isinstance(value, float) and math.isfinite(value) else "unknown"
 
 
-# -------------------------------------------------------------------------------------------------------------- charts
+# ----------------------------------------------------------------------------------------------------------------- loss
 
 
 def _losses(record: RunRecord) -> Iterator[Html | None]:

@@ -127,9 +127,6 @@ def _run_links(setting: Setting, links: Links) -> Html:
     return join(itertools.chain.from_iterable((", ", one) if place else (one,) for place, one in enumerate(found)))
 
 
-# --------------------------------------------------------------------------------------------------------- other parts
-
-
 def _curves(record: SweepRecord, judged: Verdict) -> Iterator[Html | None]:
     """The training loss of each arm's best setting, its first seed."""
     arms = [arm for arm in judged.arms if arm.best is not None]
