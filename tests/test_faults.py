@@ -42,6 +42,7 @@ from twophase.cli import main
 from twophase.config import dump_yaml, with_values
 from twophase.diloco import torchft_parts
 from twophase.experiment.run import RunFolder, read_lines, read_summary
+from twophase.lm.checkpoint import latest_step
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.lm.train import train
 
@@ -64,6 +65,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "sync.wire": "int8",
     },
 }
+KINDS["delayed"] = {"inner_steps": 6, "sync.delay": 2, "sync.mixing": 0.5}
 KINDS["three streaming"] = KINDS["streaming"] | {"replicas": 3}
 
 
@@ -246,6 +248,60 @@ def test_killed_between_quorum_and_outer_step(begin: Begin, good: Good, moment: 
     assert (attempts[5] == 1) if counted else (attempts[5] > 1)
     assert run.lines(0)[5]["replicas"] == (2 if counted else 1)
     tell_recovery(run, f"kill at {moment.partition(':')[0]}", of=1, survivor=0)
+
+
+def test_both_are_stopped_with_a_sync_under_way(begin: Begin, good: Good) -> None:
+    """Ctrl-C on both while one waits for the other at a sync with a delay: that one ends the sync first, alone.
+
+    So it is further than the other when both are started again, and gives it its state.
+    """
+    run = begin("delayed")
+    both = [run.replica(0), run.replica(1, "hold=go@inner:17")]
+    run.await_event(1, "hold at inner")
+    time.sleep(1.0)  # the first waits at the sync of step 18
+    for process in both:
+        process.send_signal(signal.SIGINT)
+    run.touch("go")
+    for number, process in enumerate(both):
+        run.ended(str(number), process, 130)
+    steps = [latest_step(run.out / f"replica-{number}" / "checkpoint") for number in (0, 1)]
+    assert steps == [20, 17]
+    both = [run.replica(number) for number in (0, 1)]
+    for number, process in enumerate(both):
+        run.ended(str(number), process)
+    good(run, "delayed", numbers=(0, 1), always=(0,))
+    assert sizes(run, 0) == [2, 1, 2]
+
+
+def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
+    """A replica repeats a round alone and saves it; killed, it comes back into another's repetition of that round.
+
+    What it has then is the other's, so its own record does not go on, and is kept.
+    """
+    run = begin("two", "--sync-timeout", "6", "--checkpoint-every", "1")
+    first = run.replica(0, "stop@reduce:6")
+    second = run.replica(1, "hold=never@inner:26")
+    until("stopped", lambda: stopped(first))
+    run.await_event(1, "hold at inner")
+    time.sleep(0.3)  # until the checkpoint of step 24 is written
+    second.kill()
+    run.ended("1", second, -signal.SIGKILL)
+    again = run.replica(1, "touch=up@up:1")
+    until("up", (run.folder / "up").exists)
+    time.sleep(0.5)
+    wake(first)
+    for number, process in ((0, first), (1, again)):
+        run.ended(str(number), process)
+    good(run, "two", numbers=(0, 1), always=(0,))
+    (old,) = run.out.glob("replica-1/parted-*")
+    assert old.name == "parted-00000024"
+    rounds = {line["round"]: line["checksum"] for line in read_lines(old / "rounds.jsonl")}
+    assert sorted(rounds) == list(range(1, 7))
+    ours = {line["round"]: line["checksum"] for line in run.lines(0)}
+    assert [number for number in rounds if rounds[number] != ours[number]] == [6]
+    assert latest_step(old / "checkpoint") == 24
+    (said,) = (line for line in run.said("1") if "parted" in line)
+    assert "step 24 of this replica's record is not of this run, which begins a new one; " in said
 
 
 def test_killed_during_a_delayed_sync(begin: Begin, good: Good) -> None:

@@ -62,6 +62,19 @@ def test_a_number_of_processes_that_is_none(monkeypatch: pytest.MonkeyPatch, siz
         take_device(TrainConfig(device="cuda"))
 
 
+def test_an_environment_that_is_not_torchruns(monkeypatch: pytest.MonkeyPatch):
+    """Some variables of torchrun's without the others: they are named, with what sets them."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with (
+        pytest.raises(UsageError, match="WORLD_SIZE=2 but no RANK, MASTER_PORT; start the processes with torchrun"),
+        process_group(TrainConfig()),
+    ):
+        pass
+
+
 @pytest.mark.dist
 def test_the_first_process_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
     """Where the others never come it says so after its patience, and not after torch's half an hour."""

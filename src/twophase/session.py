@@ -130,12 +130,19 @@ def process_group(config: TrainConfig, patience: float = 600.0) -> Iterator[Comm
         patience: seconds to wait until the first process's address answers.
 
     Raises:
+        UsageError: the environment is not torchrun's.
         RunError: they cannot meet.
     """
     if world_size() == 1:
         yield SingleProcess()
         return
-    where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"the environment has WORLD_SIZE={world_size()} but no {', '.join(missing)}; start the processes with "
+            "torchrun, which sets them all, or unset WORLD_SIZE"
+        )
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         _await_first(patience)
         # Torch would let the first process wait for the others for half an hour; that is for collectives, not for this.

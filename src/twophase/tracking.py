@@ -201,6 +201,14 @@ class Tracked:
         """Cut the logs back; a tracker recognises lines that it is given again by their step."""
         self._folder.rewind(position)
 
+    def last_round(self) -> dict[str, Any] | None:
+        """The newest line about an outer step."""
+        return self._folder.last_round()
+
+    def set_aside(self, name: str, /) -> Path:
+        """Move the record into a folder of that name."""
+        return self._folder.set_aside(name)
+
     def finish(self, summary: dict[str, Any], /) -> None:
         """Declare the run finished."""
         self._folder.finish(summary)

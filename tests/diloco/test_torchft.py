@@ -36,7 +36,7 @@ from twophase.diloco import healing, torchft, torchft_parts
 from twophase.diloco.agreement import Disagreement
 from twophase.diloco.comm import SingleProcess
 from twophase.diloco.engine import DiLoCo, RoundReport
-from twophase.diloco.healing import _GREETING, Healing, bytes_of
+from twophase.diloco.healing import _GREETING, Healing, TooSlow, bytes_of
 from twophase.rule import OuterRule
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
@@ -603,6 +603,37 @@ def test_two_with_one_number_do_not_begin(monkeypatch: pytest.MonkeyPatch, caplo
 
 @linux
 @pytest.mark.dist
+def test_a_number_is_not_taken_twice_in_a_run(monkeypatch: pytest.MonkeyPatch):
+    """A process that comes into a run under the number of one that is there is told so, and the run goes on."""
+    begun, gone = threading.Event(), threading.Event()
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        if place:
+            begun.wait(PATIENCE)
+            try:
+                return engine.join()
+            finally:
+                group.close()
+                gone.set()
+        engine.join()
+        reports = []
+        while not gone.is_set() or reports[-1].attempts > 1:
+            mine.step(place)
+            reports.append(engine.step())
+            begun.set()
+        return reports
+
+    same = {"replica": 0, "replicas": 2, "min_replicas": 1}
+    reports, error = lives(monkeypatch, live, (same, {}), (same, {}))
+    assert isinstance(error, RunError), error
+    assert str(error).startswith(
+        "TorchFT: replica 0 takes part in this run already, and two would train on the same text"
+    )
+    assert {(report.replicas, report.newcomers) for report in reports} == {(1, 0)}
+
+
+@linux
+@pytest.mark.dist
 def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
     """One that would begin with two waits for the one that wants three, and no message of either is left unanswered."""
     tried = threading.Event()
@@ -846,6 +877,38 @@ def test_a_newcomer_has_no_weight_in_the_first_sync_of_each_fragment(mixing: flo
     assert [report.fragments[0].name for report in reports[:4]] == ["0", "1", "0", "1"]
 
 
+def test_weightlessness_outlives_a_stop():
+    """Stopped after the first fragment's sync and resumed, a healed replica is still without weight in the second's."""
+    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2}
+    donor = start(RULE, [0], **options)
+    donor.go(range(5))
+    group = Meeting(None, donor.state())
+    run = start(RULE, [0], communicator=group, **options)
+    group.attach(run.engine, run.state, run.load)
+    run.engine.join()
+    steps = iter(range(20, 40))
+    first = next(report for report in map(run.step, steps) if report is not None)
+    assert (first.fragments[0].name, first.newcomers) == ("0", 1)
+    state = copy.deepcopy(run.state())
+    again = start(RULE, [0], communicator=Meeting(), **options)
+    again.engine.join(restore=lambda: again.load(state))
+    reports = again.go(steps)
+    assert [(report.fragments[0].name, report.newcomers) for report in reports[:3]] == [("1", 1), ("0", 0), ("1", 0)]
+
+
+def test_what_is_under_way_cannot_be_saved():
+    """Where processes come and go nobody knows whether a sync will end: the state is refused until it has."""
+    run = start(RULE, [0], inner_steps=4, delay=2, mixing=0.5, communicator=Meeting())
+    run.engine.join()
+    run.go(range(4))
+    assert run.engine.under_way
+    with pytest.raises(ValueError, match=r"a reduction is under way.* until engine\.under_way is False"):
+        run.engine.state_dict()
+    run.go(range(4, 6))
+    assert not run.engine.under_way
+    assert run.engine.state_dict()["round"] == 1
+
+
 # --- the way of a state -----------------------------------------------------------------------------------------------
 
 
@@ -896,6 +959,33 @@ def test_who_still_reads_is_cut_off(giver: Healing):
     address = impostor(got)
     with pytest.raises(ConnectionError, match="connection ended"):
         fetch(giver, 7, address)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_who_is_slow_and_who_is_silent(giver: Healing, monkeypatch: pytest.MonkeyPatch, silent: bool):
+    """A steady stream inside one tensor ends with the time, and all that came counts; a silent giver is not slow."""
+    whole, over = healing._streaming_save, threading.Event()
+
+    def by_pieces(state: Any, stream: Any) -> None:
+        data = io.BytesIO()
+        whole(state, data)
+        for place in range(0, data.tell(), 100_000):
+            stream.write(data.getvalue()[place : place + 100_000])
+            stream.flush()
+            over.wait(PATIENCE if silent and place >= 200_000 else 0.1)
+
+    monkeypatch.setattr(healing, "_streaming_save", by_pieces)
+    giver.send_checkpoint([1], 7, {"x": torch.zeros(1_000_000)}, timedelta(seconds=5))
+    with pytest.raises(OSError, match="of another replica's state") as caught:
+        giver.recv_checkpoint(0, giver.metadata(), 7, timedelta(seconds=0.8))
+    over.set()
+    assert isinstance(caught.value, TooSlow) != silent, caught.value
+    if silent:
+        assert str(caught.value).startswith("no more of another replica's state came for 0.")
+    else:
+        found = re.match(r"of another replica's state of 4 MB, (\S+) MB came in 0.8 s", str(caught.value))
+        assert found
+        assert 0.2 < float(found[1]) < 1.5
 
 
 class Code:

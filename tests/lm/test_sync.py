@@ -210,6 +210,17 @@ def test_a_replica_that_stops_alone(config: TrainConfig, tmp_path: Path) -> None
     assert (parts["exit_reason"], parts["checksum"]) == ("finished", whole["checksum"])
 
 
+def test_stopped_with_a_sync_under_way(config: TrainConfig, tmp_path: Path) -> None:
+    """A sync with a delay is ended before an elastic replica stops, and the resumed run is the uninterrupted one."""
+    config = with_values(config, {"sync.delay": 2, "sync.mixing": 0.5})
+    whole = run(config, tmp_path / "whole", communicator=Alone())
+    left = iter(range(1, 100))
+    part = run(config, tmp_path / "parts", communicator=Alone(), should_stop=lambda: next(left) >= 6)
+    assert (part["exit_reason"], part["steps"], part["rounds"]) == ("stopped", 8, 1)
+    parts = run(config, tmp_path / "parts", communicator=Alone())
+    assert (parts["exit_reason"], parts["checksum"]) == ("finished", whole["checksum"])
+
+
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
 def test_who_comes_into_the_last_sync_is_finished(

@@ -55,12 +55,16 @@ def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: in
     return [count for _, count in everyone]
 
 
+_TRAINS = ("rule.py", "restart.py", "config.py", "optim/*.py", "diloco/*.py", "lm/*.py", "data/*.py")
+"""The files that decide a run's numbers; an edit of a report must not keep a replica away."""
+
+
 @cache
 def versions() -> dict[str, str]:
-    """The code that runs here: an edit under one version number makes replicas as unlike as another release."""
+    """The code that trains here: an edit under one version number makes replicas as unlike as another release."""
     code = hashlib.sha256()
     folder = Path(__file__).parents[1]
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(path for pattern in _TRAINS for path in folder.glob(pattern)):
         code.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
     ours = f"{twophase.__version__}, source {code.hexdigest()[:12]}"
     return {"versions of twophase": ours, "versions of torch": str(torch.__version__)}
@@ -204,6 +208,7 @@ def attend(
     weight: int,
     running: bool,
     ready: bool,
+    position: tuple[int, int, int],
 ) -> Attendance:
     """Tell the others what this process brings to a sync, and see that all stand at the same place.
 
@@ -215,10 +220,12 @@ def attend(
         weight: those that count in the mean.
         running: whether this process has joined before.
         ready: whether it has restored what it has on disk.
+        position: number of the first fragment that it synchronises, how many, and its inner step in the round; compared
+            in a run under way.
 
     Raises:
         ValueError: at the start of a run, the processes were not started alike.
-        Disagreement: anchor, buffers or counters differ.
+        Disagreement: anchor, buffers, counters or positions differ.
     """
     # First a few words that are as many on all processes, whatever they were started with. Into a run under way nobody
     # comes who differs: that is seen before it takes the state over.
@@ -228,9 +235,11 @@ def attend(
         same_start(communicator, description, own)
     digests = [fragment.digest() for fragment in fragments]
     ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
-    everyone = communicator.exchange([running, own, weight, ready, *ours])
-    fault = _first_difference([row[4:] for row in everyone], fragments, digests)
+    everyone = communicator.exchange([running, own, weight, ready, *position, *ours])
+    fault = _first_difference([row[4 + len(position) :] for row in everyone], fragments, digests)
     under_way = any(row[0] for row in everyone)
+    if under_way and fault is None:
+        fault = _unlike_positions([row[4 : 4 + len(position)] for row in everyone])
     if fault is not None:
         remedy = _REMEDY if under_way else "start all replicas from the same seed, checkpoint and options"
         raise Disagreement(f"DiLoCo: before a sync {fault}. {remedy}")
@@ -293,6 +302,15 @@ def _first_difference(
                     f"fragment {fragments[number].name!r} differs in its {list(digests[0])[what]} between process 0 "
                     f"and process {other}"
                 )
+    return None
+
+
+def _unlike_positions(everyone: Sequence[Sequence[float]]) -> str | None:
+    """Which process synchronises other fragments than the first, or after another inner step, in words."""
+    told = [f"{int(count)} from number {int(first)}, after inner step {int(step)}" for first, count, step in everyone]
+    for other, theirs in enumerate(told):
+        if theirs != told[0]:
+            return f"the fragments of the sync differ between process 0 ({told[0]}) and process {other} ({theirs})"
     return None
 
 

@@ -256,6 +256,11 @@ class DiLoCo:
         return any(self.offset(f) == self.inner_step + 1 for f in self.fragments)
 
     @property
+    def under_way(self) -> bool:
+        """Whether a reduction has been launched whose result is still to be applied (only with a delay)."""
+        return bool(self._under_way)
+
+    @property
     def at_anchor(self) -> bool:
         """Whether the replicas are the anchor: no inner step has been taken since, and nothing is under way."""
         return self.mixing == 0 and not self._under_way and all(fragment.steps == 0 for fragment in self.fragments)
@@ -511,6 +516,7 @@ class DiLoCo:
             weight=weight,
             running=running,
             ready=ready,
+            position=(self._launching[0].number if self._launching else 0, len(self._launching), self.inner_step),
         )
 
     # ------------------------------------------------------------------------------------------------------- states
@@ -522,12 +528,16 @@ class DiLoCo:
         holds tensors, numbers and text only, so `torch.load(weights_only=True)` reads it. The tensors are the live
         ones; save them before the next step, or clone them. With a reduction under way, which is waited for, it must be
         called on all processes.
+
+        Raises:
+            ValueError: a reduction is `under_way` where processes come and go: its result may never be.
         """
-        # Where processes come and go, a sync that has not ended may never do; its inner steps are still there.
-        given_up = self._under_way if self.communicator.elastic else []
-        untold = {f.number: steps for sync in given_up for f, steps in zip(sync.fragments, sync.steps, strict=True)}
-        under_way = [] if given_up else self._under_way
-        if under_way:
+        if self._under_way and self.communicator.elastic:
+            raise ValueError(
+                "DiLoCo.state_dict: a reduction is under way, of which nobody knows whether the others will end it; "
+                "take inner steps until engine.under_way is False, and save then"
+            )
+        if self._under_way:
             self._settle()
         return {
             "anchor": self._anchor,
@@ -536,7 +546,7 @@ class DiLoCo:
                 {
                     "name": f.name,
                     "round": f.round,
-                    "steps": f.steps + untold.get(f.number, 0),
+                    "steps": f.steps,
                     "outer": f.outer.state_dict(),
                 }
                 for f in self.fragments
@@ -550,10 +560,11 @@ class DiLoCo:
                     "replicas": sync.replicas,
                     "bytes_sent": sync.all_bytes_sent,
                 }
-                for sync in under_way
+                for sync in self._under_way
             ],
             "schedule": self._schedule(),
             "launching": [fragment.number for fragment in self._launching],
+            "borrowed": sorted(self._borrowed),
             "round": self.round,
             "inner_step": self.inner_step,
             "syncs": self.syncs,
@@ -582,7 +593,7 @@ class DiLoCo:
         """
         self._check_state(state)
         self._settle()  # a sum that is given up must not end later, in what is loaded
-        self._borrowed.clear()  # it is our own, until `_take_over` says that it is another's
+        self._borrowed = set(state.get("borrowed", ()))  # of our own, until `_take_over` says that it is another's
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
         with torch.no_grad():
@@ -647,8 +658,6 @@ class DiLoCo:
         It differs between processes, so each saves its own. With a reduction under way, which is waited for because its
         second stage owes digits too, it must be called on all processes.
         """
-        if self.communicator.elastic and self._under_way:
-            return {}
         self._settle()
         return {f.name: state for f in self.fragments if (state := f.channel.state_dict())}
 

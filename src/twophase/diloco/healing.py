@@ -175,7 +175,7 @@ class _Exactly:
 
     def __init__(self, stream: Any, connection: socket.socket, seconds: float) -> None:
         self._stream, self._connection, self._seconds = stream, connection, seconds
-        self._begin = time.monotonic()
+        self._begin = self._last = time.monotonic()
         self._received = 0
 
     def read(self, count: int) -> bytearray:
@@ -186,11 +186,12 @@ class _Exactly:
             if left <= 0:
                 raise TimeoutError("timed out")
             self._connection.settimeout(left)
-            got = self._stream.readinto(view[filled:])
+            got = self._stream.readinto1(view[filled:])  # what there is: `readinto` would wait for all of a tensor
             if not got:
                 raise ConnectionError(f"the connection ended after {filled} of the next {count} bytes of the state")
             filled += got
             self._received += got
+            self._last = time.monotonic()
         return data
 
     def readline(self) -> bytes:
@@ -199,18 +200,20 @@ class _Exactly:
     def judged(self, error: OSError, size: int) -> OSError:
         """What to say of a state of so many bytes that has not come whole: too slow, or what it is.
 
-        A giver that waits no longer cuts us off a little before or after our own time is over; one that has died may
-        do so at any time.
+        A giver that waits no longer cuts us off a little before or after our own time is over. One that has died may do
+        so at any time, and one that has stopped, or whose link was cut, says nothing more: another may give the state.
         """
         took = time.monotonic() - self._begin
+        silent = time.monotonic() - self._last
         needed = took * max(size / max(self._received, 1), 1.0)
         if not isinstance(error, TimeoutError) and (took < self._seconds / 2 or needed <= self._seconds):
             return error
-        enough = f"{1.5 * needed:.0f} or more" if self._received > size / 1000 else "longer"
+        if silent > took / 2:
+            return TimeoutError(f"no more of another replica's state came for {silent:.1f} s")
         return TooSlow(
             f"of another replica's state of {size / 1e6:.4g} MB, {self._received / 1e6:.4g} MB came in {took:.1f} s, "
             f"and then the others waited no longer (timeout is {self._seconds:g} s); give every replica a timeout "
-            f"of {enough} (twophase train: --sync-timeout), or a faster link"
+            f"of {1.5 * needed:.0f} or more (twophase train: --sync-timeout), or a faster link"
         )
 
 

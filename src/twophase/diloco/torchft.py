@@ -18,6 +18,7 @@ Of torchft this uses the quorum, the vote and the forming of gloo groups; the ro
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import math
@@ -110,7 +111,7 @@ class TorchFT:
         self.replica, self.replicas = replica, replicas
         self.lighthouse, self._lighthouse_at = parts.lighthouse(lighthouse)
         self.address = parts.address_of(host)
-        if not parts.is_elsewhere(self.address) and parts.is_elsewhere(self._lighthouse_at[0]):
+        if ipaddress.ip_address(self.address).is_loopback and parts.is_elsewhere(self._lighthouse_at[0]):
             raise ValueError(
                 f"TorchFT: host is {host} and the lighthouse is at {lighthouse}, on another machine, where nobody "
                 "reaches this one under that address; pass host (twophase train: --host), this machine's address in "
@@ -124,6 +125,7 @@ class TorchFT:
         self._healing: Healing | None = None
         self._save: Callable[[], Mapping[str, Any]] | None = None
         self._load: Callable[[Mapping[str, Any]], None] | None = None
+        self._size: Callable[[], int] = lambda: 0
         self._listening_before: set[str] = set()
         self._healed = False
         self._refusal: Exception | None = None
@@ -134,6 +136,7 @@ class TorchFT:
         """Numbers under which more than one process is there."""
         self._failures = 0
         self._syncs = 0
+        self._running = False
         self._waiting_since: float | None = None
         self._closed = False
         self._hush: parts.Hush | None = None
@@ -179,12 +182,13 @@ class TorchFT:
             load(state["own"])
 
         self._save, self._load = give, take
+        self._size = lambda: bytes_of(save()) + _bytes_of_outer(engine)
+        bytes_of(give())  # refuses what cannot be sent
         # Of optimizers that have not stepped yet: the inner one's moments, and the outer one's buffer.
         self._check_timeout(2 * least + _buffers_to_come(engine))
 
     def _check_timeout(self, to_come: int = 0) -> None:
-        assert self._save is not None
-        size = bytes_of(self._save()) + to_come
+        size = self._size() + to_come
         needed = size / _HEAL_RATE + _HEAL_MARGIN
         if self.timeout < needed:
             raise ValueError(
@@ -197,6 +201,7 @@ class TorchFT:
 
     def enter(self, syncs: int, *, running: bool = False) -> None:
         """Say, before `begin`, how far this process's state is: in a run under way further than any checkpoint."""
+        self._running = running
         step = syncs + (_UNDER_WAY if running else 0)
         self._started().load_state_dict({"step": step, "batches_committed": 0})
 
@@ -237,6 +242,7 @@ class TorchFT:
         if self._manager.should_commit():
             self._failures = 0
             self._syncs += 1
+            self._running = self._running or self._manager._client.furthest >= _UNDER_WAY
             if self._syncs == 2:  # after joining: the first sync, so the inner optimizers have all their state
                 try:
                     self._check_timeout()
@@ -293,6 +299,13 @@ class TorchFT:
             _log.warning("%s; %d of %d are here", ", ".join(changes), len(members), self.replicas)
         first, self._members = not self._members, members
         self._twice = sorted(twice)
+        if self.replica in twice and not self._running and self._manager._client.furthest >= _UNDER_WAY:
+            self.close()
+            raise RunError(
+                f"TorchFT: replica {self.replica} takes part in this run already, and two would train on the same "
+                "text; give this one a number of its own (twophase train: --replica), or, if the other has just died, "
+                "repeat the command in some seconds"
+            )
         found = parts.listening() - self._listening_before if first else set()
         if found:
             self.close()
@@ -520,6 +533,12 @@ class _Work:
 
     def wait(self) -> None:
         self._communicator._wait(self)
+
+
+def _bytes_of_outer(engine: DiLoCo) -> int:
+    """Bytes of the anchor and of the outer optimizers' tensors."""
+    held = [value for f in engine.fragments for state in f.outer.state.values() for value in state.values()]
+    return sum(f.flat.nbytes for f in engine.fragments) + sum(x.nbytes for x in held if isinstance(x, Tensor))
 
 
 def _buffers_to_come(engine: DiLoCo) -> int:

@@ -34,9 +34,9 @@ ASK_EVERY = 2.0
 _LOOK_EVERY = 0.5
 """Seconds between two looks whether it is there."""
 
-_ANEW, _ASKS_ANEW = 1.0, 10
+_ANEW, _ASKS_ANEW = 1.0, 30
 """Seconds between two questions to a lighthouse that was started anew, and how many it takes until all that live must
-have made themselves known to it. (Connections that were lost with the old one are made again in about one.)"""
+have made themselves known to it: who has lost it tries again after pauses that grow to ten seconds."""
 
 _log = logging.getLogger("twophase")
 _OVERRIDING = """
@@ -100,7 +100,17 @@ def is_elsewhere(host: str) -> bool:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return not all(ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback for *_, place in found)
+    return not all(_is_ours(family, place) for family, *_, place in found)
+
+
+def _is_ours(family: int, place: Any) -> bool:
+    """Whether this machine has an address: only then can one listen on it."""
+    with socket.socket(family, socket.SOCK_STREAM) as one:
+        try:
+            one.bind((place[0], 0, *place[2:]))
+        except OSError:
+            return False
+    return True
 
 
 def address_of(host: str) -> str:
@@ -231,6 +241,8 @@ class _Client:
         self._unique = 0
         self.others_heal = False
         """Whether in the last quorum others are behind, and this process is not."""
+        self.furthest = 0
+        """How far the furthest of the last quorum is."""
         self.was_away: Callable[[], bool] = lambda: False
         """Whether nobody answered at the lighthouse's address since this process waits for a quorum."""
 
@@ -250,6 +262,7 @@ class _Client:
             self._unique = zlib.crc32(f"{quorum.quorum_id} {quorum.max_step} {quorum.replica_ids}".encode())
         self._number, self._size = quorum.quorum_id, quorum.replica_world_size
         self.others_heal = left_out and not quorum.heal
+        self.furthest = quorum.max_step
         return _Quorum(quorum, self._unique)
 
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -170,6 +171,27 @@ class RunFolder:
                 with path.open("r+b") as file:
                     file.truncate(_end_of_lines(file.read((position or {}).get(name, 0))))
 
+    def last_round(self) -> dict[str, Any] | None:
+        """The newest whole line of `rounds.jsonl`; None where there is none."""
+        lines = read_lines(self.path / ROUNDS)
+        return lines[-1] if lines else None
+
+    def set_aside(self, name: str) -> Path:
+        """Move the logs and the checkpoints into a folder of that name in this one, and begin anew.
+
+        Args:
+            name: of the folder; where there is one already, a number is added.
+
+        Returns:
+            The folder.
+        """
+        place = next(place for place in _numbered(self.path / name) if not place.exists())
+        place.mkdir()
+        for path in (*(self.path / log for log in _LOGS), self.checkpoint_dir):
+            if path.exists():
+                path.rename(place / path.name)
+        return place
+
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         line = json.dumps(_standard(record), allow_nan=False) + "\n"
         # One unbuffered write of a whole line: a kill leaves at most one torn line, at the end.
@@ -195,6 +217,11 @@ def read_summary(path: Path, expected: str | None = None) -> dict[str, Any] | No
     except (OSError, ValueError):  # unreadable, not UTF-8, not JSON, or (UsageError) no sound config.yaml
         return None
     return record if _fault(record, wanted) is None else None
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from twophase.files import write_atomic
 from twophase.lm import checkpoint
 from twophase.lm.config import TrainConfig
 from twophase.lm.trainer import RUNNING, STOPPED, Progress, Replica, Trainer, round_line
+
+_log = logging.getLogger("twophase")
 
 
 class Recorder(Protocol):
@@ -49,6 +52,14 @@ class Recorder(Protocol):
 
     def rewind(self, position: dict[str, int], /) -> None:
         """Cut the logs back to a position."""
+
+    def last_round(self) -> dict[str, Any] | None:
+        """The newest line about an outer step."""
+        ...
+
+    def set_aside(self, name: str, /) -> Path:
+        """Move the logs and checkpoints into a folder of that name (or the next that is free), and begin anew."""
+        ...
 
     def finish(self, summary: dict[str, Any], /) -> None:
         """Declare the run finished."""
@@ -106,7 +117,8 @@ def train(
                 report, joined = joined, None
             done.seconds = before + time.perf_counter() - started
             if report is None:
-                if run.files.size == 1 and should_stop():
+                # Where replicas come and go, what is under way cannot be saved: it is ended first.
+                if run.files.size == 1 and not (run.comm.elastic and run.engine.under_way) and should_stop():
                     done.exit_reason = STOPPED
                 continue
             line = run.end_round(report)
@@ -177,11 +189,20 @@ def _begin(run: Trainer, folder: Recorder) -> RoundReport | None:
     newest = checkpoint.latest_step(folder.checkpoint_dir)
     report = run.join(lambda: _restore(run, folder))
     if newest is not None and run.done.step < newest:
-        # Its log and its newest checkpoints would be of one history, and what follows of another.
         raise RunError(
             f"{folder.checkpoint_dir} has a checkpoint of step {newest}, but the other replicas have begun without it "
             f"and are at step {run.done.step}; start this replica again when they are further, or stop them and start "
-            f"all together (then all go on from step {newest}), or move {folder.checkpoint_dir} away"
+            f"all together (then all go on from the furthest checkpoint), or move {folder.checkpoint_dir} away"
+        )
+    last = folder.last_round()
+    if last is not None and run.done.knows_not(last["step"], last["checksum"]):
+        # It went on without the others for a while, and they without it: two histories do not go into one folder.
+        with _disk(folder):
+            place = folder.set_aside(f"parted-{last['step']:08d}")
+        _log.warning(
+            "step %d of this replica's record is not of this run, which begins a new one; %s keeps the old",
+            last["step"],
+            place,
         )
     return report
 

@@ -34,6 +34,7 @@ from twophase.lm.speed import flops_per_token, rates
 from twophase.lm.step import Step, make_repeatable, model_of
 
 _EVALUATED_LOGITS = 1 << 28
+_REMEMBERED = 1000
 LOSS, STOP = "train_loss", "stop"
 """What the processes tell one another at the end of a round."""
 _NOTHING = {LOSS: 0.0, STOP: 0.0}
@@ -107,6 +108,7 @@ class Trainer:
             "step": self.done.step,
             "exit_reason": self.done.exit_reason,  # not "running" where a run is taken up at its end
             "replica": self.replicas[0].state_dict(),
+            "history": self.done.history,
         }
 
     def _load_replica_state(self, state: dict[str, Any]) -> None:
@@ -114,6 +116,7 @@ class Trainer:
         self.replicas[0].load_state_dict(state["replica"])
         self.done.step, self.done.round_steps, self.replicas[0].round_loss = state["step"], 0, 0.0
         self.done.exit_reason = state["exit_reason"]
+        self.done.history = list(state["history"])
         self.validation = None
 
     def join(self, restore: Callable[[], None]) -> RoundReport | None:
@@ -215,6 +218,8 @@ class Trainer:
         for replica in self.replicas:
             replica.round_loss = 0.0
         self.done.exit_reason = self._exit_reason(report)
+        if self.comm.elastic:
+            self.done.remember(self.done.step, report.checksum)
         every = self.config.evaluate_every
         due = every and report.complete and report.round % every == 0
         if self.lead and (due or self.done.exit_reason in (FINISHED, DIVERGED)):
@@ -366,6 +371,17 @@ class Progress:
     engine_seconds: float = 0.0
     """Time spent in the engine: everything that is not forward, backward and inner optimizer."""
     exit_reason: str = RUNNING
+    history: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    """Step and checksum of the newest syncs, where replicas come and go."""
+
+    def remember(self, step: int, checksum: str) -> None:
+        """A sync has been completed."""
+        self.history = [*self.history[1 - _REMEMBERED :], (step, checksum)]
+
+    def knows_not(self, step: int, checksum: str) -> bool:
+        """Whether a sync is none of this run's, as far as is remembered: None has been at that step, or another."""
+        found = dict(self.history)
+        return bool(found) and step >= min(found) and found.get(step) != checksum
 
 
 def _alike(config: TrainConfig) -> dict[str, Any]:
