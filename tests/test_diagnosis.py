@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import textmaker
 from runmaker import EMA, NESTEROV, SUM, config_of, observed, round_lines, write_lines, write_run, write_summary
 from twophase.cli import main
 from twophase.config import dump_yaml
+from twophase.diagnosis.evidence import grown
 from twophase.diagnosis.text import describe, suggestions
-from twophase.diagnosis.verdict import Diagnosis, as_json, diagnose, weighed
+from twophase.diagnosis.verdict import Diagnosis, Finding, as_json, diagnose, weighed
 from twophase.experiment.record import read_record
 from twophase.experiment.run import RunFolder
 from twophase.lm.config import DataConfig, ModelConfig, OuterConfig, TrainConfig
@@ -234,15 +238,73 @@ def test_a_run_that_was_ended_for_divergence(tmp_path: Path) -> None:
     assert judged(folder).findings[0].verdict == "diverges"
 
 
-def test_an_inner_learning_rate_that_ends_at_nothing_is_no_divergence(tmp_path: Path) -> None:
-    """A norm that shrinks, only less than the inner learning rate, does not grow without end; one that grows does."""
-    for rule, sigma, diverges in ((EMA, 0.3, False), (HUGE, 0.99, True)):
-        folder = write_run(tmp_path / rule.describe(), rule, [sigma] * 3)
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for line in lines:
-            line["inner_lr"] = 2e-3 * 10 ** (-line["step"] / 10)
-        write_lines(folder / "metrics.jsonl", lines)
-        assert (judged(folder).findings[0].verdict == "diverges") is diverges
+def reshaped(folder: Path, norms: Sequence[float | None], rates: Sequence[float]) -> Finding:
+    """The finding on a run whose pseudo-gradients have these norms, and its rounds these inner learning rates."""
+    rounds, metrics = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("rounds.jsonl", "metrics.jsonl")
+    )
+    for line, norm in zip(rounds, norms, strict=True):
+        for place in (line, line["groups"][0]):
+            place["pseudo_gradient_norm"] = norm
+            if norm is None:
+                place["cosine"] = place["buffer_norm"] = None
+    for line, rate in zip(metrics, rates, strict=True):
+        line["inner_lr"] = rate
+    write_lines(folder / "rounds.jsonl", rounds)
+    write_lines(folder / "metrics.jsonl", metrics)
+    return judged(folder).findings[0]
+
+
+ROUND = np.arange(60)
+COSINE = (1e-3 * (1 + np.cos(np.pi * (ROUND + 0.5) / 60))).tolist()
+CONSTANT, WARM_UP = [2e-3] * 60, (2e-5 * np.exp(0.1 * ROUND)).tolist()
+SHAPES = {
+    "explodes": (np.exp(0.1 * ROUND), True),
+    "explodes in the end": (np.exp(0.3 * np.maximum(ROUND - 40, 0)), True),
+    "has risen and rests": (5 ** np.minimum(np.maximum(ROUND - 30, 0) / 10, 1), False),
+    "rises by less than chance could": (np.exp(0.01 * ROUND), False),
+    "decays, more slowly than the rate": (np.exp(-0.01 * ROUND), False),
+}
+
+
+@pytest.mark.parametrize(("shape", "diverges"), SHAPES.values(), ids=SHAPES)
+def test_what_explodes_diverges(tmp_path: Path, shape: NDArray[np.float64], diverges: bool) -> None:
+    """A norm that rises threefold and goes on rising diverges, with its own factor; what an inner rate does is none."""
+    folder = write_run(tmp_path, SUM, [0.3], noise=0.02)
+    noisy = shape * np.exp(0.05 * np.random.default_rng(0).standard_normal(60))
+    for rates in (COSINE, CONSTANT):
+        found = reshaped(folder, noisy.tolist(), rates)
+        assert (found.verdict == "diverges") is diverges, found.reasons
+    if shape[-1] > 100 and shape[30] > 10:
+        told = float(found.reasons[0].partition("grows by a factor ")[2].partition(" a round")[0])
+        assert told == pytest.approx(math.exp(0.1), abs=0.01)
+        assert reshaped(folder, noisy.tolist(), WARM_UP).verdict != "diverges"
+
+
+def test_a_flat_norm_hardly_ever_diverges() -> None:
+    """Of norms that only fluctuate, for one round or for many, at most 2 % are told to rise by so much."""
+    chance = np.random.default_rng(0)
+    for memory, spread in ((0.0, 0.02), (0.0, 0.5), (0.9, 0.3)):
+        risen = 0
+        for _ in range(300):
+            heights = np.zeros(90)
+            for t, shock in enumerate(spread * math.sqrt(1 - memory**2) * chance.standard_normal(89), start=1):
+                heights[t] = memory * heights[t - 1] + shock
+            risen += grown(np.exp(heights[-30:]), np.array(COSINE[-30:]))[0] > 0
+        assert risen <= 6, (memory, spread)
+
+
+def test_norms_that_are_no_numbers_any_more(tmp_path: Path) -> None:
+    """Where norms and cosine end to be numbers the run diverges; a single round or a run without any is no proof."""
+    norms: list[float | None] = [1.0] * 60
+    folder = write_run(tmp_path, SUM, [0.3], noise=0.02)
+    for lost, verdict in ((1, "lags"), (3, "diverges"), (60, "cannot tell")):
+        found = reshaped(write_run(folder, SUM, [0.3], noise=0.02), [*norms[lost:], *[None] * lost], CONSTANT)
+        assert (found.verdict == "diverges") is (verdict == "diverges"), (lost, found.reasons)
+    found = reshaped(write_run(folder, SUM, [0.3], noise=0.02), [*norms[3:], *[None] * 3], CONSTANT)
+    assert "In the last 3 rounds neither" in found.reasons[0]
+    assert [stage.verdict == "diverges" for stage in found.thirds] == [False, False, True]
 
 
 def test_lines_of_rounds(tmp_path: Path) -> None:

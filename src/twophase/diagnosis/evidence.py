@@ -24,6 +24,13 @@ _LEAST_FOR_SWING = 12
 _SWING_CHANCE = 0.01
 _QUIET = 0.1
 """Upper end of the noise's share of |g|^2 below which signs are taken as they are."""
+_LEAST_FOR_RISE = 8
+_RISE_ERRORS = 4.0
+"""Standard errors by which a norm must rise over a stretch; half of that over the second half, which has less to tell."""
+_GROWN = 3.0
+"""Factor by which a norm must have risen. One that diverges grows without end; less also comes about where the scale of
+the loss or of the inner optimizer drifts, and by noise that lasts for many rounds."""
+_MOST_CORRELATED = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,9 @@ class Evidence:
         gain: median gain, <update, g> / <g, g>.
         growth: change of log |g| a round, the inner learning rate's divided out where it is known.
         growth_error: its standard error.
-        bare_growth: change of log |g| a round as it is, with whatever the inner learning rate did.
+        risen: log of the factor by which |g| itself has risen, if that shows a divergence (`grown`), else 0.
+        risen_rounds: the last rounds of the stretch in which it has.
+        lost: rounds at the end of the stretch since when, to the run's end, no norm and no cosine is a finite number.
         observed: effective progress along the buffer.
     """
 
@@ -66,7 +75,9 @@ class Evidence:
     gain: float
     growth: float
     growth_error: float
-    bare_growth: float
+    risen: float
+    risen_rounds: int
+    lost: int
     observed: Observed
 
 
@@ -84,18 +95,19 @@ def stretches(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Evidenc
     count = len(block.index)
     lr = record.inner_lr(block.index)
     start = max(0, count - max(30, math.ceil(count / 3)))
-    latest = _evidence("latest rounds", block, rule, lr, slice(start, count))
+    end = _lost(block)
+    latest = _evidence("latest rounds", block, rule, lr, slice(start, count), lost=count - max(start, end))
     edges = [round(count * part / 3) for part in range(4)]
     names = ("first third", "middle third", "last third")
     parts = [
-        _evidence(name, block, rule, lr, slice(low, high))
+        _evidence(name, block, rule, lr, slice(low, high), lost=max(high - max(low, end), 0))
         for name, low, high in zip(names, edges, edges[1:], strict=False)
         if high - low >= 3
     ]
     return latest, parts
 
 
-def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part: slice) -> Evidence:
+def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part: slice, *, lost: int) -> Evidence:
     g, m, cosine = block.pseudo_gradient_norm[part], block.buffer_norm[part], block.cosine[part]
     restarted, number = block.restarted[part], block.number[part]
     rates = None if lr is None else lr[part]
@@ -105,6 +117,7 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
     mean, error = _mean(seen)
     swing = _swing(seen) if not restarted[:-1].any() else math.nan
     growth, growth_error = _growth(g, rates)
+    risen, risen_rounds = grown(g, rates)
     observed = observe(
         rule, g, m, cosine, restarted, inner_lr=rates, follows=np.concatenate([[True], np.diff(number) == 1])
     )
@@ -130,7 +143,9 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
         gain=gain,
         growth=growth,
         growth_error=growth_error,
-        bare_growth=_growth(g, None)[0],
+        risen=risen,
+        risen_rounds=risen_rounds,
+        lost=lost,
         observed=observed,
     )
 
@@ -199,16 +214,75 @@ def _swing(values: Column) -> float:
 
 def _growth(g: Column, rates: Column | None) -> tuple[float, float]:
     """Slope of log |g| over the rounds, and its standard error."""
+    return _trend(_height(g, rates), independent=True)
+
+
+def _height(g: Column, rates: Column | None) -> Column:
     with np.errstate(all="ignore"):
-        height = np.log(g) - (0.0 if rates is None else np.log(rates))
+        return np.log(g) - (0.0 if rates is None else np.log(rates))
+
+
+def _trend(height: Column, *, independent: bool = False) -> tuple[float, float]:
+    """Slope over the rounds by least squares, and its standard error.
+
+    Unless the rounds are `independent`, what is left is taken for an autoregression of order 1, of which n rounds tell
+    as much as n (1 - r) / (1 + r) independent ones; r is corrected for what the fit took away (about (2 + 4 r) / n).
+    """
     places = np.flatnonzero(np.isfinite(height))
-    if len(places) < 4:
+    count = len(places)
+    if count < 4:
         return math.nan, math.nan
     x, y = places - places.mean(), height[places]
     spread = float(x @ x)
     slope = float(x @ (y - y.mean())) / spread
     left = y - y.mean() - slope * x
-    return slope, math.sqrt(float(left @ left) / (len(places) - 2) / spread)
+    energy = float(left @ left)
+    error = math.sqrt(energy / (count - 2) / spread)
+    if independent or not energy > 0:
+        return slope, error
+    r = float(left[1:] @ left[:-1]) / energy
+    r = min(max(r + (2 + 4 * r) / count, 0.0), _MOST_CORRELATED)
+    return slope, error * math.sqrt((1 + r) / (1 - r))
+
+
+def grown(g: Column, rates: Column | None) -> tuple[float, int]:
+    """Log of the factor by which |g| has risen, and the last rounds in which it has; 0 where that shows no divergence.
+
+    It must rise by more than chance would and by a real factor; all the while, or it would have come to rest; by
+    itself, since divided by an inner learning rate that ends at nothing every norm rises; and over the rate, which may
+    warm up. Looked at are all rounds and, as it may have begun to rise late, their second half.
+
+    Args:
+        g: norms of the pseudo-gradient.
+        rates: the inner learning rate of each round; None where it is not known.
+    """
+    known = rates is not None and np.isfinite(rates).sum() >= _LEAST_FOR_RISE
+    heights = [_height(g, None), *([_height(g, rates)] if known else [])]
+    for start in (0, len(g) // 2):
+        rises = [_rise(height[start:]) for height in heights]
+        if min(rises) > math.log(_GROWN):
+            return rises[0], len(g) - start
+    return 0.0, 0
+
+
+def _rise(height: Column) -> float:
+    """By how much some heights rise, by more than chance and in their second half as well; else 0."""
+    count = len(height)
+    slope, error = _trend(height)
+    lately, spread = _trend(height[count // 2 :])
+    rises = slope > _RISE_ERRORS * error and lately > _RISE_ERRORS / 2 * spread
+    return slope * (count - 1) if count >= _LEAST_FOR_RISE and rises else 0.0
+
+
+def _lost(block: Block) -> int:
+    """The place in a block's rounds from which to the end nothing finite was measured; their count if there is none.
+
+    A single round, or a run that has no number at all, is rather damaged than lost.
+    """
+    count = len(block.index)
+    known = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)
+    places = np.flatnonzero(known)
+    return int(places[-1]) + 1 if len(places) and places[-1] < count - 2 else count
 
 
 def _whole(value: float) -> int:

@@ -32,7 +32,6 @@ from twophase.theory.periods import cancellation_periods
 
 Verdict = Literal["oscillates", "overshoots", "lags", "held", "diverges", "cannot tell"]
 LEAST_ROUNDS = 8
-_GROWN = math.log(10)
 _COMPLEX = ("oscillatory", "critical")
 _CLEAR = 4.0
 """Standard errors by which the mean cosine must exceed zero for `lags` where no third of the run shows it."""
@@ -291,12 +290,14 @@ def _grows(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float] 
     said = []
     if ended:
         said.append("The run was ended because its loss or its pseudo-gradient left the allowed range.")
-    rise = latest.growth * latest.rounds
-    # Divided by a learning rate that ends at nothing, a norm seems to grow that shrinks: it must grow by itself, too.
-    if latest.growth - 4 * latest.growth_error > 0 and rise > _GROWN and latest.bare_growth > 0:
+    if latest.lost:
         said.append(
-            f"The norm of the pseudo-gradient grows by a factor {math.exp(min(latest.growth, 50)):.3g} a round, over "
-            f"{latest.rounds} rounds."
+            f"In the last {latest.lost} rounds neither norms nor cosine are finite numbers, and before they were."
+        )
+    if latest.risen > 0:
+        said.append(
+            f"The norm of the pseudo-gradient itself grows by a factor {_factor(latest.risen / (latest.risen_rounds - 1))} a "
+            f"round, {_factor(latest.risen)} over the last {latest.risen_rounds} rounds."
         )
     if said and sigma is not None:
         said.append(sigma_words(rule, latest, sigma))
@@ -312,6 +313,10 @@ def _grows(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float] 
                 "loss's shape, or single directions of larger sigma."
             )
     return said
+
+
+def _factor(logarithm: float) -> str:
+    return f"{math.exp(min(logarithm, 230.0)):.3g}"
 
 
 def _noise(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float]) -> str:
