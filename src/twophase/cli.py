@@ -535,6 +535,8 @@ def _explore(words: list[str]) -> int:
     print(f"page {options.out} ({size / 1000:.0f} kB): open it in a browser; it needs no network")
     if run and state.spectrum == "run":
         print(f"spectrum of {run.spectrum.name}: {run.spectrum.note}")
+    elif run and run.problems:
+        print(f"{run.spectrum.name}: {run.problems}")
     if options.open:
         import webbrowser
 

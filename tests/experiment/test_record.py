@@ -75,7 +75,7 @@ def test_the_last_of_duplicates_counts(tmp_path: Path) -> None:
 def test_a_step_that_goes_back_is_left_out(tmp_path: Path) -> None:
     """A line of its own step that comes too late is left out and named."""
     record = changed(tmp_path, lambda lines: [*lines[:5], *lines[6:12], lines[5], *lines[12:]])
-    assert any("smaller than one before" in problem for problem in record.problems)
+    assert any("does not fit between those around (the first is step 6)" in problem for problem in record.problems)
     assert record.rounds["step"].tolist() == [step for step in range(1, 21) if step != 6]
 
 
@@ -114,6 +114,33 @@ def test_lines_may_be_read_in_any_portions(tmp_path: Path, monkeypatch: pytest.M
     assert len(portions[0].phases["late"]) == len(portions[0].rounds["step"])
     for other in portions[1:]:
         assert repr(other) == repr(portions[0])
+
+
+@pytest.mark.parametrize("step", [21_000, 2, 0, 19])
+def test_a_damaged_step_costs_its_own_line(tmp_path: Path, step: int) -> None:
+    """Whether a step is damaged to a larger or a smaller number or to another line's, all other lines are kept."""
+    record = changed(tmp_path, lambda lines: put(lines, step=step))
+    assert record.rounds["step"].tolist() == [number for number in range(1, 21) if number != 6]
+    assert record.recorded == 19
+    assert any("line" in problem and "step" in problem for problem in record.problems)
+
+
+@pytest.mark.parametrize("blocks", [{"0": [0.3]}, {"a": [0.3], "b": [0.5]}], ids=["one", "two"])
+def test_a_damaged_name_is_no_fragment(tmp_path: Path, blocks: dict[str, list[float]]) -> None:
+    """One wrong name among the rounds is said, and makes neither another block nor a run of one round."""
+    write_run(tmp_path, EMA, [], 20, blocks=blocks)
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    names = [block.name for block in read_record(tmp_path).blocks]
+    lines[5]["fragments"][0]["name"] = "zz"
+    write_lines(tmp_path / "rounds.jsonl", lines)
+    record = read_record(tmp_path)
+    assert record.recorded == 19
+    assert [block.name for block in record.blocks] == names
+    assert any("'fragment zz' in 1; not counted" in problem for problem in record.problems), record.problems
+    for line in lines[:10]:
+        line["fragments"][0]["name"] = "zz"  # half of the rounds are no damage: another layout was in force
+    write_lines(tmp_path / "rounds.jsonl", lines)
+    assert "zz" in [block.name for block in read_record(tmp_path).blocks]
 
 
 @pytest.mark.parametrize("name", ["pseudo_gradient_norm", "buffer_norm", "gain"])

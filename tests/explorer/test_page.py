@@ -280,6 +280,17 @@ def test_runs_whose_rounds_lack_numbers_are_refused(capsys: Capture, tmp_path: P
     assert asked(capsys, out, "--run", run)["spectrum"] == "run"
 
 
+def test_the_damage_of_a_run_is_named(capsys: Capture, tmp_path: Path) -> None:
+    """What a report names as damaged stands on the page and in what is printed, also where a spectrum is given."""
+    run, out = synthetic_run(tmp_path / "run", OuterRule(0.5, 0.8), [0.35]), tmp_path / "page.html"
+    lines = (run / "rounds.jsonl").read_text().splitlines()
+    (run / "rounds.jsonl").write_text("\n".join([*lines[:20], lines[20][:50], *lines[21:]]) + "\n")
+    for words, there in (([], True), (["--sigma", "0.5"], False)):
+        assert main(["explore", "--run", str(run), "--out", str(out), *words]) == 0
+        assert "rounds.jsonl is damaged: line 21 holds no JSON object" in capsys.readouterr().out
+        assert ("line 21 holds no JSON object" in out.read_text(encoding="utf-8")) is there
+
+
 def test_check_refuses_a_run_without_its_spectrum() -> None:
     """A state that shows a run's spectrum needs one, and the other way round."""
     with pytest.raises(UsageError, match="spectrum of a run"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 import time
 from html.parser import HTMLParser
@@ -16,7 +17,7 @@ from runmaker import EMA, NESTEROV, SUM, config_of, write_lines, write_run, writ
 from twophase.cli import main
 from twophase.experiment.grid import Axis, Sweep, product
 from twophase.experiment.record import read_record
-from twophase.experiment.table import rows_of, write_rows
+from twophase.experiment.table import read_rows, rows_of, write_rows
 from twophase.report.command import Wish, report
 from twophase.report.run import run_report
 
@@ -194,6 +195,26 @@ def test_damaged_runs(tmp_path: Path, how: str) -> None:
     write_run(tmp_path, EMA, [0.95] * 3)
     words = damage(tmp_path, how)
     assert words in page_of(tmp_path)
+
+
+def test_absurd_numbers_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers that are finite and yet nothing that could be measured are named, and neither shown nor summed up."""
+    folder = write_run(tmp_path, EMA, [0.95] * 3)
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    lines[4] |= {"pseudo_gradient_norm": 1e308, "bytes_sent": 10**30, "replicas": 1e300, "newcomers": 1e300}
+    lines[5]["groups"][0] |= {"pseudo_gradient_norm": 1e308, "gain": -1e308}
+    for line in lines[8:10]:
+        line["seconds"]["reduce"] = 1e308
+    write_lines(folder / "rounds.jsonl", lines)
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(re.sub(r"(?m)^(replicas|inner_steps): .*$", r"\1: 1" + "0" * 99, config))
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().err == ""
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    harmless(text)
+    shown = re.sub(r"<[^>]*>", " ", text[: text.index('id="settings"')])
+    assert "larger than anything that a run counts or measures" in shown
+    assert not re.search(r"\binf\b|\bnan\b|e\+\d\d\d|[\d,]{30}", shown)
 
 
 def test_values_of_a_newer_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,6 +426,45 @@ def test_a_sweep_without_its_table(tmp_path: Path, how: str) -> None:
     assert f"cells.csv is {how}" in text
     assert "8.00" in text
     assert text.count("diverged</span>") == 1
+
+
+def test_what_is_left_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a cut table and a damaged description the sound rows are shown, and the others named in plain words."""
+    make_sweep(tmp_path)
+    table = tmp_path / "cells.csv"
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join(["\ufeff" + lines[0], lines[1], '"' + lines[2], *lines[3:]])[:-40])
+    (tmp_path / "sweep.json").write_text("{")
+    assert main(["report", str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    harmless(text)
+    assert "2 lines cannot be used (line 3: " in text
+    assert re.search(rf"line {len(lines)}: has \d+ of \d+ values", text)
+    assert f"The {len(lines) - 3} cells of the other lines are shown" in text
+    assert "zip()" not in text + "".join(capsys.readouterr())
+    table.write_text(lines[0] + "\n" + lines[1][:20])
+    assert main(["report", str(tmp_path)]) == 2
+    assert "line 2: has " in capsys.readouterr().err
+
+
+def test_runs_that_are_gone_or_damaged(tmp_path: Path) -> None:
+    """The page of a sweep counts the runs with a result whose folder is gone or damaged, and names the first."""
+    make_sweep(tmp_path)
+    assert report(Wish(tmp_path), say=lambda _: None) == 0
+    assert "runs with a result" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+    names = [row.run for row in read_rows(tmp_path / "cells.csv") if row.state == "finished"]
+    for name in names[:5]:
+        shutil.rmtree(tmp_path / "runs" / name)
+    (tmp_path / "runs" / names[5] / "summary.json").write_text("{")
+    assert report(Wish(tmp_path), say=lambda _: None) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (
+        f"Of 5 of 11 runs with a result there is no folder below runs/, so that nothing leads to them: {names[0]}; "
+        in text
+    )
+    assert "and 2 more" in text
+    assert "Of 1 of 11 runs with a result there is no sound summary.json" in text
+    assert f"in the folder: {names[5]}." in text
 
 
 def test_hostile_names_in_a_sweep(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _QUIET = 0.1
 """Upper end of the noise's share of |g|^2 below which signs are taken as they are."""
 _LEAST_FOR_RISE = 8
 _RISE_ERRORS = 4.0
-"""Standard errors by which a norm must rise over a stretch; half of that over the second half, which has less to tell."""
+"""Standard errors by which a norm must rise over a stretch; half of that over its second half, of fewer rounds."""
 _GROWN = 3.0
 """Factor by which a norm must have risen. One that diverges grows without end; less also comes about where the scale of
 the loss or of the inner optimizer drifts, and by noise that lasts for many rounds."""

@@ -295,9 +295,10 @@ def _grows(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float] 
             f"In the last {latest.lost} rounds neither norms nor cosine are finite numbers, and before they were."
         )
     if latest.risen > 0:
+        a_round = _factor(latest.risen / (latest.risen_rounds - 1))
         said.append(
-            f"The norm of the pseudo-gradient itself grows by a factor {_factor(latest.risen / (latest.risen_rounds - 1))} a "
-            f"round, {_factor(latest.risen)} over the last {latest.risen_rounds} rounds."
+            f"The norm of the pseudo-gradient itself grows by a factor {a_round} a round, {_factor(latest.risen)} over "
+            f"the last {latest.risen_rounds} rounds."
         )
     if said and sigma is not None:
         said.append(sigma_words(rule, latest, sigma))

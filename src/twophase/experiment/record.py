@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from twophase import __version__
 from twophase.config import UsageError
-from twophase.experiment.jsonl import Column, number, read_columns
+from twophase.experiment.jsonl import LARGEST_COUNT, Column, number, read_columns
 from twophase.experiment.rounds import WHOLE, Block, read_rounds
 from twophase.experiment.run import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, list_some, read_summary
 from twophase.restart import RestartPolicy, parse
@@ -93,10 +93,15 @@ class RunRecord:
         """A value of the configuration as a number; nan if it is none."""
         return number(self.config.get(path))
 
+    def count(self, path: str) -> float:
+        """A value of the configuration that counts something; nan if it is none, or no run counts so far."""
+        value = self.number(path)
+        return value if 0 <= value < LARGEST_COUNT else math.nan
+
     @property
     def planned_rounds(self) -> int | None:
         """Rounds of the whole run, by its configuration."""
-        steps, inner = self.number("steps"), self.number("inner_steps")
+        steps, inner = self.count("steps"), self.count("inner_steps")
         return math.ceil(steps / inner) if steps >= 1 and inner >= 1 else None
 
     def inner_lr(self, index: NDArray[np.int64]) -> Column | None:
@@ -145,7 +150,7 @@ def read_record(path: Path, known: Collection[str] = ()) -> RunRecord:
     record = RunRecord(path)
     record.config = _config(path / CONFIG, record.problems)
     record.environment = _json_object(path / ENV, record.problems)
-    found = read_rounds(path, record.problems, last_step=record.number("steps"))
+    found = read_rounds(path, record.problems, last_step=record.count("steps"))
     record.rounds, record.phases, record.blocks = found.columns, found.phases, found.blocks
     record.recorded = found.recorded
     record.metrics = read_columns(path / METRICS, record.problems, expected=True)
@@ -195,7 +200,7 @@ def _text(path: Path, problems: list[str], *, expected: bool) -> str | None:
         if path.stat().st_size > _LARGEST_FILE:
             problems.append(f"{path.name} is larger than {_LARGEST_FILE >> 20} MiB and was not read.")
             return None
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         problems.append(f"{path.name} cannot be read ({error.strerror}).")
         return None

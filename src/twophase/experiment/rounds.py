@@ -7,6 +7,7 @@ newer version may have written what is not known here. Each is a sentence, and n
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twophase.experiment.jsonl import MOST_COLUMNS, Column, Columns, Line, read_batches
-from twophase.experiment.run import ROUNDS
+from twophase.experiment.jsonl import LARGEST_COUNT, MOST_COLUMNS, Column, Columns, Line, name_absurd, read_batches
+from twophase.experiment.run import ROUNDS, list_some
 
 WHOLE = "whole model"
 """Name of the block of a run that has only one."""
-_MOST_BLOCKS = 256
-_LARGEST_COUNT = 1 << 53
+_MOST_BLOCKS, _LONGEST_NAME = 256, 80
 _TOTALS = ("step", "round", "inner_steps", "replicas", "newcomers", "attempts", "restarted", "complete", "bytes_sent")
 _MEASURED = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
 _FLAGS = ("restarted", "complete")
+_COUNTS = ("inner_steps", "replicas", "newcomers", "attempts", "bytes_sent")
+_SELDOM = 4
+"""A fragment that the most frequent one outnumbers so many times was never one, but a damaged name."""
 
 
 @dataclass(slots=True)
@@ -81,12 +84,22 @@ def read_rounds(folder: Path, problems: list[str], *, last_step: float) -> Round
     totals = lines.totals.arrays()
     odd = int(np.sum(np.isnan(totals["pseudo_gradient_norm"]) | np.isnan(totals["cosine"])))
     for name in ("step", "round"):
-        totals[name][~((totals[name] >= 0) & (totals[name] < _LARGEST_COUNT))] = math.nan
+        totals[name][~((totals[name] >= 0) & (totals[name] < LARGEST_COUNT))] = math.nan
     keep = _in_order(totals["step"], np.array(lines.fragments, dtype=np.int64), problems)
     columns = {name: values[keep] for name, values in totals.items()}
-    own = lines.own_rounds.arrays(keep)
-    numbers = {name: rows["round"] for name, (_, rows) in own.items()}
+    blocks, own = lines.blocks.arrays(keep), lines.own_rounds.arrays(keep)
+    seldom, others = _seldom(own), _seldom(blocks)
+    if named := {name.removeprefix(" of "): count for name, count in (seldom | others).items() if name and count}:
+        words = list_some([f"{name[:_LONGEST_NAME]!r} in {count:,}" for name, count in named.items()], limit=3)
+        problems.append(
+            f"{ROUNDS} names what occurs in hardly any of its rounds, as a damaged name does: {words}; not counted, "
+            "and not shown by itself."
+        )
+    numbers = {name: rows["round"] for name, (_, rows) in own.items() if name not in seldom}
     _check_numbers(numbers, problems)
+    absurd = {**lines.totals.absurd, **lines.blocks.absurd}
+    absurd |= {f"seconds {name}": count for name, count in lines.phases.absurd.items()}
+    name_absurd(ROUNDS, absurd, problems)
     beyond = int(np.sum(columns["step"] > last_step))
     if beyond:
         problems.append(f"{beyond:,} rounds lie beyond the plan: their step is larger than {last_step:.0f} (--steps).")
@@ -102,7 +115,7 @@ def read_rounds(folder: Path, problems: list[str], *, last_step: float) -> Round
     return Rounds(
         columns,
         {name: values[keep] for name, values in lines.phases.arrays().items()},
-        _blocks(lines.blocks.arrays(keep)),
+        _blocks({name: rows for name, rows in blocks.items() if name not in others}),
         min((len(found) for found in numbers.values()), default=0),
     )
 
@@ -120,7 +133,7 @@ class _Lines:
     """
 
     def __init__(self) -> None:
-        self.totals = Columns((*_TOTALS, *_MEASURED), _FLAGS)
+        self.totals = Columns((*_TOTALS, *_MEASURED), _FLAGS, _COUNTS)
         self.phases = Columns()
         self.fragments: list[int] = []
         self.blocks = _Named(("round", "restarted", *_MEASURED))
@@ -178,6 +191,11 @@ class _Named:
             taken.append(row)
         self._columns.add(taken)
 
+    @property
+    def absurd(self) -> Mapping[str, int]:
+        """As of `Columns`."""
+        return self._columns.absurd
+
     def arrays(self, keep: NDArray[np.bool_]) -> dict[str, tuple[NDArray[np.int64], dict[str, Column]]]:
         """For each name the lines, counted among those that are kept, and the columns."""
         of, line = np.array(self._of, dtype=np.int64), np.array(self._line, dtype=np.int64)
@@ -220,28 +238,61 @@ def _as_written(lines: Sequence[Line]) -> bool:
         return False
     counts = [line.get(name) for name in ("step", "round") for line in lines] + [part.get("round") for part in parts]
     whole = [value for value in counts if value is not None]
-    return not whole or (set(map(type, whole)) == {int} and min(whole) >= 0 and max(whole) < _LARGEST_COUNT)
+    return not whole or (set(map(type, whole)) == {int} and min(whole) >= 0 and max(whole) < LARGEST_COUNT)
 
 
 def _in_order(steps: Column, fragments: NDArray[np.int64], problems: list[str]) -> NDArray[np.bool_]:
-    """Which lines to keep: the last of those of one step and the same fragments, and none that goes back."""
+    """Which lines to keep: of the same fragments the most whose steps increase, and of one step the last.
+
+    So a damaged step costs its own line and no other, wherever it points. Lines without a step are kept.
+    """
     keep = np.ones(len(steps), dtype=bool)
     known = np.flatnonzero(np.isfinite(steps))
-    order = known[np.lexsort((steps[known], fragments[known]))]
-    again = (np.diff(steps[order]) == 0) & (np.diff(fragments[order]) == 0)
-    keep[order[:-1][again]] = False
-    left = known[keep[known]]
-    order = left[np.argsort(fragments[left], kind="stable")]
-    back = 0
+    order = known[np.argsort(fragments[known], kind="stable")]
+    twice, astray = 0, []
     for mine in np.split(order, np.flatnonzero(np.diff(fragments[order])) + 1):
-        late = mine[steps[mine] < np.maximum.accumulate(steps[mine])]
-        keep[late] = False
-        back += len(late)
-    if twice := int(again.sum()):
+        if np.all(np.diff(steps[mine]) > 0):
+            continue
+        stays = np.zeros(len(mine), dtype=bool)
+        stays[_rising(steps[mine].tolist())] = True
+        out = mine[~stays]
+        keep[out] = False
+        last = dict(zip(steps[mine[stays]].tolist(), mine[stays].tolist(), strict=True))
+        lost = [place for place in out.tolist() if last.get(steps[place], -1) < place]
+        twice += len(out) - len(lost)
+        astray += lost
+    if twice:
         problems.append(f"{ROUNDS} has {twice:,} lines whose step comes again further down; the last of each is used.")
-    if back:
-        problems.append(f"{ROUNDS} has {back:,} lines whose step is smaller than one before; left out.")
+    if astray:
+        which = "a line whose step does" if len(astray) == 1 else f"{len(astray):,} lines whose steps do"
+        first = f"{steps[min(astray)]:.0f}"
+        problems.append(f"{ROUNDS} has {which} not fit between those around (the first is step {first}); left out.")
     return keep
+
+
+def _rising(values: Sequence[float]) -> list[int]:
+    """The places of a longest sequence of values that increase; of equal values the last that fits."""
+    ends: list[float] = []  # the smallest value that a sequence of each length can end with
+    places: list[int] = []
+    before: list[int] = []
+    for place, value in enumerate(values):
+        length = bisect_left(ends, value)
+        before.append(places[length - 1] if length else -1)
+        ends[length : length + 1] = [value]
+        places[length : length + 1] = [place]
+    found = []
+    place = places[-1] if places else -1
+    while place >= 0:
+        found.append(place)
+        place = before[place]
+    return found[::-1]
+
+
+def _seldom(found: Mapping[str, tuple[NDArray[np.int64], Any]]) -> dict[str, int]:
+    """Those of some names that occur in very few rounds, and in how many."""
+    counts = {name: len(index) for name, (index, _) in found.items()}
+    most = max(counts.values(), default=0)
+    return {name: count for name, count in counts.items() if count * _SELDOM < most}
 
 
 def _check_numbers(numbers: Mapping[str, Column], problems: list[str]) -> None:

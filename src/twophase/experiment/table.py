@@ -208,19 +208,47 @@ def read_rows(path: Path) -> list[Row]:
         UsageError: the file is missing, is not UTF-8 text, or is no table of cells.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             lines = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
+    rows, faults = _parsed(path, lines)
+    if faults:
+        raise UsageError(f"{path}: is damaged ({faults[0]}); repeat the sweep's command to write it again")
+    return rows
+
+
+def read_sound_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a damaged `cells.csv` that are sound, and a few words on each that is not.
+
+    Raises:
+        UsageError: the file is missing, or its first line is not that of a table of cells.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+            # A quote that is never closed would swallow what comes after: each line by itself.
+            lines = [next(csv.reader([line]), []) for line in file.read().replace("\0", "").splitlines()]
+    except (OSError, csv.Error) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
+    return _parsed(path, lines)
+
+
+def _parsed(path: Path, lines: Sequence[list[str]]) -> tuple[list[Row], list[str]]:
     header = lines[0] if lines else []
     if tuple(header[: len(_BEFORE)]) != _BEFORE or not any(
         tuple(header[-len(after) :]) == after for after in (_AFTER, _AFTER[:-1])
     ):
         raise UsageError(f"{path}: is not a table of cells; repeat the sweep's command to write it again")
-    try:
-        return [_row(dict(zip(header, line, strict=True))) for line in lines[1:]]
-    except ValueError as error:
-        raise UsageError(f"{path}: is damaged ({error}); repeat the sweep's command to write it again") from None
+    rows: list[Row] = []
+    faults: list[str] = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            if len(line) != len(header):
+                raise ValueError(f"has {len(line)} of {len(header)} values")
+            rows.append(_row(dict(zip(header, line, strict=True))))
+        except ValueError as error:
+            faults.append(f"line {number}: {error}")
+    return rows, faults
 
 
 def settings(rows: Iterable[Row]) -> list[Setting]:

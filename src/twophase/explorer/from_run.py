@@ -29,6 +29,7 @@ class FromRun:
         restart: its restart period, 0 where it has none.
         rounds: its length in rounds.
         inner_steps: its inner steps a round.
+        problems: what is missing or wrong in its folder, in sentences; empty where nothing is.
         spectrum: its estimated effective progress; without values, and a note that says why, where it shows none.
     """
 
@@ -36,6 +37,7 @@ class FromRun:
     restart: int
     rounds: int
     inner_steps: int
+    problems: str
     spectrum: RunSpectrum
 
 
@@ -61,11 +63,14 @@ def read_run(path: Path) -> FromRun:
     policy = record.policy()
     if not isinstance(policy, (Periodic, Never)):
         note += f" The run's own restarts ({policy}) have no single period and are not shown."
+    problems = " ".join(["What is missing or wrong in the folder:", *record.problems]) if record.problems else ""
+    note = f"{note} {problems}".strip()
     return FromRun(
         rule=rule,
         restart=policy.period if isinstance(policy, Periodic) else 0,
         rounds=_within("rounds", record.planned_rounds or len(record.rounds.get("round", ())) or 1),
-        inner_steps=_within("inner_steps", record.number("inner_steps")),
+        inner_steps=_within("inner_steps", record.count("inner_steps")),
+        problems=problems,
         spectrum=RunSpectrum(path.resolve().name, _distinct(usable), note),
     )
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from twophase.experiment.figure import DIGITS, look
+from twophase.experiment.jsonl import LARGEST
 from twophase.report.page import Html, clean, counted, download, join, minus, tag
 
 MOST_POINTS = 600
@@ -24,7 +25,6 @@ MOST_POINTS = 600
 _MARK_ROOM = 6
 """Units of a picture's width that a mark needs, so that marks do not run into each other."""
 _MOST_ROWS = 5_000
-_LARGEST = 1e100
 _WIDE, _NARROW = 720, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 10, 10, 58
 _SHAPES = {
@@ -126,11 +126,11 @@ def figure(chart: Chart) -> Html | None:
 def _points(curve: Curve, *, log: bool) -> _Points:
     x, y = np.asarray(curve.x, dtype=np.float64), np.array(curve.y, dtype=np.float64)
     # No quantity of a run is beyond these; differences and powers of ten of such numbers would overflow.
-    y[np.abs(y) > _LARGEST] = np.nan
-    y[np.abs(y) < 1 / _LARGEST] = 0
+    y[np.abs(y) > LARGEST] = np.nan
+    y[np.abs(y) < 1 / LARGEST] = 0
     if log:
         y[~(y > 0)] = np.nan
-    known = np.abs(x) <= _LARGEST
+    known = np.abs(x) <= LARGEST
     points = np.stack([x[known], y[known]], axis=1)
     points[~np.isfinite(points[:, 1]), 1] = np.nan
     return points

@@ -103,12 +103,12 @@ def _summary(record: RunRecord, found: Diagnosis) -> Html:
 
 
 def _steps_of_a_round(record: RunRecord) -> str:
-    steps = record.number("inner_steps")
+    steps = record.count("inner_steps")
     return counted(int(steps), "inner step") if math.isfinite(steps) else "an unknown number of inner steps"
 
 
 def _known(record: RunRecord, path: str) -> str:
-    value = record.number(path)
+    value = record.count(path)
     return f"{value:,.0f}" if math.isfinite(value) else "an unknown number"
 
 

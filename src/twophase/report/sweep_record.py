@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from twophase.config import UsageError, flatten
 from twophase.experiment.launch import SPEC, TABLE
-from twophase.experiment.run import read_summary
-from twophase.experiment.table import Row, State, read_rows
+from twophase.experiment.run import CONFIG, METRICS, SUMMARY, list_some, read_summary
+from twophase.experiment.table import Row, State, read_rows, read_sound_rows
 from twophase.experiment.verdict import select
 from twophase.experiment.work import RUNS
 from twophase.report.labels import RUN_ID
@@ -60,18 +60,14 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None) -> SweepRecor
     try:
         rows = read_rows(path / TABLE)
     except UsageError as error:
-        found = _rows_of(spec, path)
-        if found is None:
-            raise
-        fault = "is missing" if not (path / TABLE).exists() else f"is damaged ({error})"
-        problems.append(f"{TABLE} {fault}; the cells are from {SPEC} and the summaries of their runs.")
-        rows = found
+        rows = _other_rows(spec, path, error, problems)
     rows = select(rows, where or {})
     missing, failed = (sum(row.state == state for row in rows) for state in ("missing", "failed"))
     if missing:
         problems.append(f"{missing:,} of {len(rows):,} cells have no result yet; the sweep's command continues it.")
     if failed:
         problems.append(f"{failed:,} of {len(rows):,} cells could not be run.")
+    problems += _lost_runs(path, rows)
     forms = {str(row.values["outer.form"]) for row in rows if "outer.form" in row.values}
     base = flatten(spec["base"]) if spec and isinstance(spec.get("base"), Mapping) else {}
     forms |= set() if forms else {str(base.get("outer.form", ""))}
@@ -88,6 +84,51 @@ def _spec(path: Path, problems: list[str]) -> dict[str, Any] | None:
         problems.append(f"{SPEC} is missing or damaged.")
         return None
     return value
+
+
+def _other_rows(spec: Mapping[str, Any] | None, path: Path, fault: UsageError, problems: list[str]) -> list[Row]:
+    """The cells where the table cannot be read as it should: from the description, else what is sound in the table."""
+    what = f"is damaged ({fault})" if (path / TABLE).exists() else "is missing"
+    found = _rows_of(spec, path)
+    if found is not None:
+        problems.append(f"{TABLE} {what}; the cells are from {SPEC} and the summaries of their runs.")
+        return found
+    try:
+        rows, faults = read_sound_rows(path / TABLE)
+    except UsageError:
+        rows, faults = [], []
+    if not rows:
+        raise fault
+    lines = "a line" if len(faults) == 1 else f"{len(faults):,} lines"
+    problems.append(
+        f"{TABLE} is damaged: {lines} cannot be used ({list_some(faults, limit=3)}). The {len(rows):,} cells of the "
+        f"other lines are shown; how many there were only {SPEC} could tell. The sweep's command writes both again."
+    )
+    return rows
+
+
+def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
+    """A sentence each on runs that have a result in the table and whose folders are gone, or lack a sound file."""
+    done = dict.fromkeys(row.twin_of or row.run for row in rows if row.state in ("finished", "diverged"))
+    folders = [path / RUNS / run for run in done if RUN_ID.fullmatch(run)]
+    gone = [folder.name for folder in folders if not folder.is_dir()]
+    damaged = [folder.name for folder in folders if folder.is_dir() and not _sound(folder)]
+    words = []
+    for names, what in (
+        (gone, f"is no folder below {RUNS}/, so that nothing leads to them"),
+        (damaged, f"is no sound {SUMMARY}, {CONFIG} or {METRICS} in the folder"),
+    ):
+        if names:
+            words.append(f"Of {len(names):,} of {len(done):,} runs with a result there {what}: {list_some(names, 3)}.")
+    return words
+
+
+def _sound(folder: Path) -> bool:
+    """Whether a run's folder has what its page begins with; neither its values nor its lines are read."""
+    files = [folder / name for name in (CONFIG, METRICS)]
+    return read_summary(folder, folder.name) is not None and all(
+        file.is_file() and file.stat().st_size > 0 for file in files
+    )
 
 
 def _rows_of(spec: Mapping[str, Any] | None, folder: Path) -> list[Row] | None:
