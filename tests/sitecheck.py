@@ -87,15 +87,17 @@ def faults(site: Path) -> list[str]:
         ]
         if here.name == "404.html":  # is shown for any missing address, so its links begin at the root of the server
             continue
-        found += [f"{here}: {fault}" for link in page.links if (fault := bad_link(link, path, pages))]
-        found += [f"{here}: {fault}" for address in page.loaded if (fault := bad_load(address, path))]
+        found += [f"{here}: {fault}" for link in page.links if (fault := bad_link(link, path, pages, site))]
+        found += [f"{here}: {fault}" for address in page.loaded if (fault := bad_load(address, path, site))]
     for path in sorted(site.rglob("*.css")):
         wanted = wanted_by_style(path.read_text(encoding="utf-8"))
-        found += [f"{path.relative_to(site)}: {fault}" for address in wanted if (fault := bad_load(address, path))]
+        found += [
+            f"{path.relative_to(site)}: {fault}" for address in wanted if (fault := bad_load(address, path, site))
+        ]
     return found
 
 
-def bad_link(link: str, path: Path, pages: dict[Path, Page]) -> str | None:
+def bad_link(link: str, path: Path, pages: dict[Path, Page], site: Path) -> str | None:
     """What is wrong with a link on a page, if it is one within the site."""
     if SCHEME.match(link):
         return None
@@ -104,19 +106,23 @@ def bad_link(link: str, path: Path, pages: dict[Path, Page]) -> str | None:
     target = target / "index.html" if target.is_dir() else target
     if not target.exists():
         return f"link to {link}, which is not there"
+    if not target.is_relative_to(site):
+        return f"link to {link}, which is outside of the site"
     if anchor and target in pages and unquote(anchor) not in pages[target].ids:
         return f"link to {link}, where no element is called {unquote(anchor)!r}"
     return None
 
 
-def bad_load(address: str, path: Path) -> str | None:
+def bad_load(address: str, path: Path, site: Path) -> str | None:
     """What is wrong with an address that a browser loads by itself."""
     if address.startswith(("data:", "#")):
         return None
     if SCHEME.match(address):
         return f"loads {address} from elsewhere"
-    exists = (path.parent / unquote(address.split("?", maxsplit=1)[0].split("#", maxsplit=1)[0])).resolve().exists()
-    return None if exists else f"loads {address}, which is not there"
+    target = (path.parent / unquote(address.split("?", maxsplit=1)[0].split("#", maxsplit=1)[0])).resolve()
+    if not target.exists():
+        return f"loads {address}, which is not there"
+    return None if target.is_relative_to(site) else f"loads {address}, which is outside of the site"
 
 
 if __name__ == "__main__":

@@ -96,16 +96,21 @@ SOUND = '<html><head><link rel="stylesheet" href="a.css"></head><body><h1 id="to
         ('<link rel="preconnect" href="https://example.org">', "loads https://example.org from elsewhere"),
         ("<style>@font-face{src:url(https://example.org/x)}</style>", "loads https://example.org/x from elsewhere"),
         ("<img srcset='x.png 1x'>", "loads x.png, which is not there"),
+        ('<a href="../source.py">x</a>', "link to ../source.py, which is outside of the site"),
+        ('<img src="../source.py">', "loads ../source.py, which is outside of the site"),
         ('<a href="https://example.org">x</a><img src="data:image/png;base64,AA">', None),
     ],
 )
 def test_faults_are_found(tmp_path: Path, page: str, message: str | None) -> None:
     """The checker finds each kind of fault in a site that is sound without it, and no more."""
-    (tmp_path / "a.css").write_text("p{background:url('data:,')}")
-    (tmp_path / "index.html").write_text(SOUND)
-    assert sitecheck.faults(tmp_path) == []
-    (tmp_path / "index.html").write_text(SOUND + page)
-    assert sitecheck.faults(tmp_path) == ([] if message is None else [f"index.html: {message}"])
+    site = tmp_path / "site"
+    site.mkdir()
+    (tmp_path / "source.py").touch()
+    (site / "a.css").write_text("p{background:url('data:,')}")
+    (site / "index.html").write_text(SOUND)
+    assert sitecheck.faults(site) == []
+    (site / "index.html").write_text(SOUND + page)
+    assert sitecheck.faults(site) == ([] if message is None else [f"index.html: {message}"])
 
 
 # --- the built site -----------------------------------------------------------------------------------------------
@@ -220,6 +225,7 @@ def watched(browser: Browser) -> Iterator[Watched]:
         ("faq.html", 1280, "dark"),
         ("api/optimizer.html", 1280, "light"),
         ("restarts-in-practice.html", 360, "light"),
+        ("reproduce.html", 1280, "dark"),
     ],
 )
 def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: int, scheme: Any) -> None:
@@ -229,6 +235,34 @@ def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: in
     watched.open(site / name)
     assert axe_violations(watched.page) == []  # (axe reads style sheets again, which a page from disk may not)
     assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_what_scrolls_can_be_reached_by_keyboard(site: Path, watched: Watched) -> None:
+    """No page, narrow or wide, has a part that scrolls and has no way in by keyboard; what fits is no stop.
+
+    This is axe-core's rule scrollable-region-focusable, asked of all pages in seconds; axe itself would take minutes.
+    """
+    for path in sorted(site.rglob("*.html")):
+        if path.name == "404.html":
+            continue
+        watched.open(path)
+        for width in (360, 1280):
+            watched.page.set_viewport_size({"width": width, "height": 800})
+            assert watched.page.evaluate(UNREACHED) == [], (path.name, width)
+
+
+UNREACHED = """async () => {
+    for (let i = 0; i < 3; i++) await new Promise(requestAnimationFrame)  // sizes are observed between two pictures
+    const way = "a[href], button, input, summary, [tabindex='0']"
+    const scrolls = e => e.scrollWidth > e.clientWidth && ["auto", "scroll"].includes(getComputedStyle(e).overflowX)
+    const wrong = [...document.querySelectorAll("article *")].filter(
+        e => e.checkVisibility() && scrolls(e) && !e.matches(way) && !e.querySelector(way))
+    const stops = [...document.querySelectorAll(".md-typeset__scrollwrap[tabindex='0']")].filter(
+        e => !scrolls(e) || e.getAttribute("role") !== "region" || !/^Table: ./.test(e.getAttribute("aria-label")))
+    return [...wrong, ...stops].map(e => e.outerHTML.slice(0, 120))
+}"""
 
 
 @pytest.mark.slow

@@ -1,0 +1,26 @@
+/* A table that is wider than its column can be pushed sideways with a finger; this lets the arrow keys do so too, and
+ * tells screen readers what the part of the page is that they come to. Tables that fit are no stop on anybody's way. */
+const named = box => {
+  const headings = [...document.querySelectorAll("article :is(h1, h2, h3, h4)")]
+  const above = headings.filter(one => one.compareDocumentPosition(box) & Node.DOCUMENT_POSITION_FOLLOWING).pop()
+  const words = [...(above?.childNodes ?? [])].filter(one => !one.classList?.contains("headerlink"))
+  return "Table: " + (words.map(one => one.textContent).join("").trim() || document.title)
+}
+const sizes = new ResizeObserver(entries => {
+  for (const { target } of entries) {
+    const box = target.closest(".md-typeset__scrollwrap")
+    if (box.scrollWidth > box.clientWidth) {
+      box.tabIndex = 0
+      box.setAttribute("role", "region")
+      box.setAttribute("aria-label", named(box))
+    } else {
+      for (const name of ["tabindex", "role", "aria-label"]) box.removeAttribute(name)
+    }
+  }
+})
+window.document$.subscribe(() => {
+  for (const box of document.querySelectorAll(".md-typeset__scrollwrap")) {
+    sizes.observe(box)
+    sizes.observe(box.firstChild)
+  }
+})
