@@ -396,7 +396,8 @@ def _report(words: list[str]) -> int:
         nargs="?",
         const=WATCH_SECONDS,
         metavar="SECONDS",
-        help=f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g})",
+        help=f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g}); it then shows the "
+        "newest by itself, until that is switched off on it",
     )
     parser.add_argument("--runs", action="store_true", help="of a sweep: also write the report of each of its runs")
     parser.add_argument(

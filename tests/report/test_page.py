@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import re
 
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from twophase.report.page import (
     tag,
     with_options,
 )
+from twophase.report.watch import SCRIPT, notice
 
 
 @given(st.text())
@@ -52,11 +54,19 @@ def test_links_lead_nowhere_else() -> None:
 
 def test_the_page_allows_nothing() -> None:
     """The policy forbids every source; there is no script, no event handler and no address in a page."""
-    made = page("t", "s", tag("p", "x"), refresh=5)
+    made = page("t", "s", tag("p", "x"))
     assert "default-src 'none'" in made.replace("&#x27;", "'")
-    assert not re.search(r"<script|\son\w+=|https?:|src=", made)
-    assert '<meta http-equiv="refresh" content="5">' in made
-    assert "refresh" not in page("t", "s")
+    assert not re.search(r"script-src|<script|\son\w+=|https?:|src=|http-equiv=.refresh", made)
+
+
+def test_a_watched_page_allows_its_script_only() -> None:
+    """The policy names the one script by its hash, and that script is the same for every page."""
+    made = page("t", "s", tag("p", "x"), notice("run", 5, ["<script>y</script>"]), script=SCRIPT)
+    scripts = re.findall(r"<script>(.*?)</script>", made, re.DOTALL)
+    assert scripts == [SCRIPT]
+    sources = re.findall(r"script-src ([^;\"]*)", made.replace("&#x27;", "'"))
+    assert sources == [f"'sha256-{base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()}'"]
+    assert not re.search(r"\son\w+=|https?:|src=|http-equiv=.refresh|unsafe-eval|script-src[^;]*unsafe", made)
 
 
 def test_tables_and_lists() -> None:

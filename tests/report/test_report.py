@@ -20,6 +20,8 @@ from twophase.experiment.record import read_record
 from twophase.experiment.table import read_rows, rows_of, write_rows
 from twophase.report.command import Wish, report
 from twophase.report.run import run_report
+from twophase.report.sweep import sweep_report
+from twophase.report.sweep_record import read_sweep
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -42,7 +44,7 @@ class Reader(HTMLParser):
         self.names.append(tag)
         assert not any(name.startswith("on") for name, _ in attrs)
         self.links += [value or "" for name, value in attrs if name in ("href", "src")]
-        if tag not in ("meta", "br", "path"):
+        if tag not in ("meta", "br", "input", "path"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -263,13 +265,13 @@ def test_a_huge_run_is_thinned(tmp_path: Path) -> None:
 
 
 def test_watch_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a run goes on its page asks to be loaded again; the last one does not; Ctrl-C ends the watch well."""
+    """While a run goes on its page shows its newest self; the last one has no script; Ctrl-C ends the watch well."""
     folder = write_run(tmp_path, EMA, [0.95] * 3, finished=False)
     page, said = folder / "report.html", []
     seen: list[bool] = []
 
     def look(_: float) -> None:
-        seen.append('http-equiv="refresh" content="2"' in page.read_text())
+        seen.append('data-seconds="2"' in page.read_text() and "<script>" in page.read_text())
         if len(seen) == 2:
             write_summary(folder, config_of(EMA))
 
@@ -277,7 +279,8 @@ def test_watch_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert report(Wish(folder, watch=2.0), say=said.append) == 0
     assert seen == [True, True]
     assert len(said) == 3
-    assert "refresh" not in page.read_text()
+    harmless(page.read_text())
+    assert "Show the newest" not in page.read_text()
     (folder / "summary.json").unlink()
 
     def interrupt(_: float) -> None:
@@ -285,7 +288,8 @@ def test_watch_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(time, "sleep", interrupt)
     assert main(["report", str(folder), "--watch", "3"]) == 0
-    assert "refresh" not in page.read_text()
+    harmless(page.read_text())
+    assert "Show the newest" not in page.read_text()
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -492,7 +496,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     make_sweep(base / "sweep")
     for folder in (run, evil, base / "sweep"):
         assert report(Wish(folder), say=lambda _: None) == 0
-    return {folder.name: folder / "report.html" for folder in (run, evil, base / "sweep")}
+    found = {folder.name: folder / "report.html" for folder in (run, evil, base / "sweep")}
+    for folder, text in (
+        (evil, run_report(read_record(evil), refresh=10)),
+        (base / "sweep", sweep_report(read_sweep(base / "sweep"), base / "sweep", refresh=10)),
+    ):
+        found[f"watched {folder.name}"] = folder / "watched.html"
+        found[f"watched {folder.name}"].write_text(text, encoding="utf-8")
+    return found
 
 
 @pytest.mark.browser
@@ -500,6 +511,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("name", "width", "scheme"),
     [
         ("evil", 360, "dark"),
+        ("watched evil", 360, "light"),
+        ("watched sweep", 1280, "dark"),
         *[(n, w, s) for n in ("run", "sweep") for w in (360, 1280) for s in ("light", "dark")],
     ],
 )
@@ -527,9 +540,47 @@ def test_in_a_browser(browser: Browser, pages: dict[str, Path], name: str, width
 
 
 @pytest.mark.browser
-def test_the_policy_holds(browser: Browser, tmp_path: Path) -> None:
+def test_a_watched_page_keeps_the_place(browser: Browser, tmp_path: Path) -> None:
+    """It shows its newest self with what was opened, scrolled to and focused as it was, and not while it is paused."""
+    folder = write_run(tmp_path / "run", EMA, [0.95] * 3, 30, finished=False)
+    (tmp_path / "page.html").write_text(text := run_report(read_record(folder), refresh=10), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 700, "height": 500})
+    page.clock.install()
+    page.goto((tmp_path / "page.html").as_uri())
+    for element in page.query_selector_all("summary"):
+        element.click()
+    page.focus("#rounds ~ details summary")
+    page.evaluate("document.querySelector('#rounds ~ details summary').scrollIntoView()")
+    place = "[document.activeElement.textContent, document.activeElement.getBoundingClientRect().top, scrollY > 0]"
+    before = page.evaluate(place)
+    # The newest has a paragraph more, far above.
+    (tmp_path / "page.html").write_text(text.replace("<main>", "<main><p id='new'>new</p>"), encoding="utf-8")
+    page.clock.run_for(9_000)
+    assert page.query_selector("#new") is None
+    with page.expect_event("load"):
+        page.clock.run_for(1_500)
+    assert page.query_selector("#new") is not None
+    name, height, scrolled = page.evaluate(place)
+    assert (name, scrolled) == (before[0], before[2]) == ("The rounds as a table", True)
+    assert abs(height - before[1]) <= 1
+    assert page.evaluate("document.querySelectorAll('details:not([open])').length") == 0
+    page.get_by_label("Show the newest by itself every 10 s").uncheck()
+    page.evaluate("document.title = 'still here'")
+    page.clock.run_for(60_000)
+    page.wait_for_function("1")
+    assert page.title() == "still here"
+    with page.expect_event("load"):
+        page.get_by_role("link", name="Show the newest").click()
+    assert page.title() == "run"
+    assert not page.is_checked("#again")
+    page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("refresh", [None, 10])
+def test_the_policy_holds(browser: Browser, tmp_path: Path, refresh: float | None) -> None:
     """A script that had got into a page would not run: the browser refuses it by the page's own policy."""
-    text = run_report(read_record(write_run(tmp_path / "a run", SUM, [0.3], 9)))
+    text = run_report(read_record(write_run(tmp_path / "a run", SUM, [0.3], 9, finished=False)), refresh=refresh)
     (tmp_path / "page.html").write_text(text.replace("<main>", "<main><script>document.title=1</script>"))
     page = browser.new_page()
     refused = threading.Event()

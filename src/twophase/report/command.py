@@ -82,7 +82,7 @@ def report(wish: Wish, say: Callable[[str], None] = print) -> int:
             time.sleep(wish.watch)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-    once(say, None)  # without the wish to load itself again
+    once(say, None)  # without the script that shows the newest
     return 0
 
 

@@ -1,12 +1,14 @@
-"""The shell of a report: elements whose text is escaped by construction, and one self-contained page without script.
+"""The shell of a report: elements whose text is escaped by construction, and one self-contained page.
 
 Whatever a report shows comes from files that anybody may have written. `tag` escapes every text that it is given, only
-`Html` made here is taken as it is, and the page's content security policy lets a browser run and load nothing at all.
+`Html` made here is taken as it is, and the page's content security policy lets a browser run and load nothing at all,
+except, by its hash, the script that a watched page has (`watch.py`).
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import os
 import re
@@ -74,7 +76,7 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
         word = key.rstrip("_").replace("_", "-")
         words.append(word if value is True else f'{word}="{html.escape(clean(value))}"')
     start = f"<{' '.join(words)}>"
-    if name in ("br", "meta"):
+    if name in ("br", "input", "meta"):
         return Html(start)
     return Html(f"{start}{join(children)}</{name}>")
 
@@ -162,32 +164,35 @@ def details(summary: str, *children: object) -> Html:
     return tag("details", tag("summary", summary), *children)
 
 
-def page(title: str, subtitle: object, *children: object, refresh: float | None = None) -> str:
+def page(title: str, subtitle: object, *children: object, script: str = "") -> str:
     """The whole document.
 
     Args:
         title: of the page.
         subtitle: the line below it.
         children: the sections.
-        refresh: seconds after which the page loads itself again; None never.
+        script: runs at the end of the page; from our own code, the same whatever the files hold.
     """
+    run = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"{_POLICY}; script-src 'sha256-{run}'" if script else _POLICY
     head = join(
         [
             tag("meta", charset="utf-8"),
-            tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+            tag("meta", http_equiv="Content-Security-Policy", content=policy),
             tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
             tag("meta", name="color-scheme", content="light dark"),
             tag("meta", name="referrer", content="no-referrer"),
-            tag("meta", http_equiv="refresh", content=f"{refresh:g}") if refresh is not None else None,
             tag("title", title),
             Html(f"<style>{_STYLE}</style>"),
         ]
     )
+    without = "no script but the one that shows the newest" if script else "no script"
     body = tag(
         "body",
         tag("header", tag("h1", title), tag("p", subtitle, class_="lead")),
         tag("main", *children),
-        tag("footer", tag("p", "Written by twophase report. The file is complete in itself: no script, no network.")),
+        tag("footer", tag("p", f"Written by twophase report. The file is complete in itself: {without}, no network.")),
+        Html(f"<script>{script}</script>") if script else None,
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>{body}</html>\n'
 

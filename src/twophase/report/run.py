@@ -33,6 +33,7 @@ from twophase.report.page import (
     with_options,
 )
 from twophase.report.rounds import MOST_BLOCKS, block_name, finite, rounds
+from twophase.report.watch import SCRIPT, notice
 from twophase.theory.advice import Advice
 
 _STEP = "inner steps of each replica"
@@ -46,7 +47,7 @@ def run_report(
     Args:
         record: of `read_record`, in whatever state.
         found: its diagnosis, where the caller has made it already.
-        refresh: seconds after which the page loads itself again; only an unfinished run's does.
+        refresh: seconds after which the page shows its newest self; only an unfinished run's does.
         back: relative path of the sweep's report, if the run belongs to one.
     """
     found = found or diagnose(record)
@@ -54,7 +55,7 @@ def run_report(
     return page(
         record.path.resolve().name,
         join([_subtitle(record, found), *([" · ", link("the sweep that it belongs to", back)] if back else [])]),
-        _notice(record, watched),
+        notice("run", watched, record.problems),
         section("In short", _summary(record, found), anchor="short"),
         section("Loss", *_losses(record), anchor="loss"),
         section("Diagnosis", *_diagnosis(found), anchor="diagnosis"),
@@ -62,7 +63,7 @@ def run_report(
         section("Rounds", *rounds(record), anchor="rounds"),
         section("Repeat it", *_repeat(record), anchor="repeat"),
         section("Configuration and environment", *_settings(record), anchor="settings"),
-        refresh=watched,
+        script=SCRIPT if watched else "",
     )
 
 
@@ -70,13 +71,6 @@ def _subtitle(record: RunRecord, found: Diagnosis) -> str:
     rule = found.rule.describe() if found.rule else "outer rule unknown"
     restart = record.config.get("outer.restart", "unknown")
     return f"A run, {record.state}: {rule}, restart {restart}."
-
-
-def _notice(record: RunRecord, refresh: float | None) -> Html | None:
-    if not record.problems and refresh is None:
-        return None
-    going = tag("p", f"The run is going on; this page loads itself again every {refresh:g} s.") if refresh else None
-    return tag("div", going, notes(record.problems), class_="notice", role="note")
 
 
 # ------------------------------------------------------------------------------------------------------------ summary

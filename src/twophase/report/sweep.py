@@ -35,6 +35,7 @@ from twophase.report.page import (
     tag,
 )
 from twophase.report.sweep_record import SweepRecord
+from twophase.report.watch import SCRIPT, notice
 
 _MOST_CURVES, _MOST_CELLS = 6, 500
 
@@ -54,7 +55,7 @@ def sweep_report(
         page_folder: where the page will lie, for its links.
         within: distances from the best that robustness areas are given for.
         controls: further arms that the others are compared with.
-        refresh: seconds after which the page loads itself again; only while cells are missing.
+        refresh: seconds after which the page shows its newest self; only while cells are missing.
     """
     judged = verdict(record.rows, within, controls)
     found = settings(record.rows)
@@ -67,21 +68,14 @@ def sweep_report(
         record.path.resolve().name,
         f"A sweep of {counted(len(found), 'setting')} ({words}) over {counted(len(judged.arms), 'arm')}, "
         f"{record.forms}.",
-        _notice(record, watched),
+        notice("sweep", watched, record.problems),
         section("In short", *_in_short(first, found, links), anchor="short"),
         section("Heatmaps", *heatmaps(record, judged, found, links), anchor="heatmaps"),
         section("Curves", *_curves(record, judged), anchor="curves"),
         section("Verdict", *_verdict(others), anchor="verdict"),
         section("Every cell", *_cells(record, links), anchor="cells"),
-        refresh=watched,
+        script=SCRIPT if watched else "",
     )
-
-
-def _notice(record: SweepRecord, refresh: float | None) -> Html | None:
-    going = tag("p", f"The sweep is going on; this page loads itself again every {refresh:g} s.") if refresh else None
-    if not record.problems and going is None:
-        return None
-    return tag("div", going, notes(record.problems), class_="notice", role="note")
 
 
 def _in_short(first: tuple[Any, ...], found: Sequence[Setting], links: Links) -> Iterator[Html | None]:
