@@ -240,17 +240,20 @@ def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: in
 @pytest.mark.slow
 @pytest.mark.browser
 def test_what_scrolls_can_be_reached_by_keyboard(site: Path, watched: Watched) -> None:
-    """No page, narrow or wide, has a part that scrolls and has no way in by keyboard; what fits is no stop.
+    """No page with a table has a part that scrolls and has no way in by keyboard; what fits is no stop.
 
-    This is axe-core's rule scrollable-region-focusable, asked of all pages in seconds; axe itself would take minutes.
+    This is axe-core's rule scrollable-region-focusable, asked of these pages in seconds; axe itself would take minutes.
     """
-    for path in sorted(site.rglob("*.html")):
-        if path.name == "404.html":
-            continue
+    pages = [path for path in sorted(site.rglob("*.html")) if "<table" in path.read_text(encoding="utf-8")]
+    pages = [path for path in pages if "api" not in path.parts]  # of the reference, all made alike, one will do
+    assert len(pages) > 5
+    watched.page.set_viewport_size({"width": 360, "height": 800})
+    for path in [*pages, site / "api" / "theory.html"]:
         watched.open(path)
-        for width in (360, 1280):
-            watched.page.set_viewport_size({"width": width, "height": 800})
-            assert watched.page.evaluate(UNREACHED) == [], (path.name, width)
+        assert watched.page.evaluate(UNREACHED) == [], path.name
+    watched.page.set_viewport_size({"width": 1280, "height": 800})
+    watched.open(site / "reproduce.html")
+    assert watched.page.evaluate(UNREACHED) == []
 
 
 UNREACHED = """async () => {

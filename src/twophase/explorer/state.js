@@ -125,8 +125,9 @@ const store = (() => {
     if (value === -Infinity) return "−∞";
     if (!Number.isFinite(value)) return "–";
     const size = Math.abs(value);
-    const text =
-      size !== 0 && (size < 1e-4 || size >= 1e6) ? value.toExponential(digits - 1) : value.toPrecision(digits);
+    let text = value.toPrecision(digits);
+    if (size !== 0 && (size < 1e-4 || size >= 1e6)) text = value.toExponential(digits - 1);
+    else if (size >= 10 ** digits - 0.5) text = value.toFixed(0); // else 10,000 would be 1e4
     const [head, tail] = text.split("e");
     const short = head.includes(".") ? head.replace(/\.?0+$/, "") : head;
     return (tail ? `${short}e${tail.replace("+", "")}` : short).replace("-", "−").replace("e-", "e−");
