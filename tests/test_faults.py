@@ -256,9 +256,9 @@ def test_both_are_stopped_with_a_sync_under_way(begin: Begin, good: Good) -> Non
     So it is further than the other when both are started again, and gives it its state.
     """
     run = begin("delayed")
-    both = [run.replica(0), run.replica(1, "hold=go@inner:17")]
+    both = [run.replica(0, "touch=there@inner:18"), run.replica(1, "hold=go@inner:17")]
     run.await_event(1, "hold at inner")
-    time.sleep(1.0)  # the first waits at the sync of step 18
+    until("the first is at the sync of step 18", (run.folder / "there").exists)
     for process in both:
         process.send_signal(signal.SIGINT)
     run.touch("go")
@@ -283,7 +283,7 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
     second = run.replica(1, "hold=never@inner:26")
     until("stopped", lambda: stopped(first))
     run.await_event(1, "hold at inner")
-    time.sleep(0.3)  # until the checkpoint of step 24 is written
+    until("a checkpoint of step 24", lambda: latest_step(run.out / "replica-1" / "checkpoint") == 24)
     second.kill()
     run.ended("1", second, -signal.SIGKILL)
     again = run.replica(1, "touch=up@up:1")

@@ -80,7 +80,7 @@ def test_who_is_slow_and_who_is_silent(giver: Healing, monkeypatch: pytest.Monke
         for place in range(0, data.tell(), 100_000):
             stream.write(data.getvalue()[place : place + 100_000])
             stream.flush()
-            over.wait(PATIENCE if silent and place >= 200_000 else 0.1)
+            over.wait(PATIENCE if silent else 0.1)
 
     monkeypatch.setattr(healing, "_streaming_save", by_pieces)
     giver.send_checkpoint([1], 7, {"x": torch.zeros(1_000_000)}, timedelta(seconds=5))
@@ -89,11 +89,11 @@ def test_who_is_slow_and_who_is_silent(giver: Healing, monkeypatch: pytest.Monke
     over.set()
     assert isinstance(caught.value, TooSlow) != silent, caught.value
     if silent:
-        assert str(caught.value).startswith("no more of another replica's state came for 0.")
+        assert re.fullmatch(r"no more of another replica's state came for \d\.\d s", str(caught.value))
     else:
-        found = re.match(r"of another replica's state of 4 MB, (\S+) MB came in 0.8 s", str(caught.value))
+        found = re.match(r"of another replica's state of 4 MB, (\S+) MB came in \d\.\d s", str(caught.value))
         assert found
-        assert 0.2 < float(found[1]) < 1.5
+        assert 0.1 < float(found[1]) < 3.0  # and not the little that came before the tensor
 
 
 class Code:

@@ -529,6 +529,32 @@ def lives(monkeypatch: pytest.MonkeyPatch, live: Live, *options: tuple[dict[str,
         return side_by_side(monkeypatch, *(partial(one, place, url) for place in range(len(options))))
 
 
+def one_comes_in_vain() -> Live:
+    """The first trains alone until the second, which comes once that has begun, has failed: its reports, and the error.
+
+    It ends with a sync that succeeded at once.
+    """
+    begun, gone = threading.Event(), threading.Event()
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        if place:
+            begun.wait(PATIENCE)
+            try:
+                return engine.join()
+            finally:
+                group.close()
+                gone.set()
+        engine.join()
+        reports = []
+        while not gone.is_set() or reports[-1].attempts > 1:
+            mine.step(place)
+            reports.append(engine.step())
+            begun.set()
+        return reports
+
+    return live
+
+
 @linux
 @pytest.mark.dist
 @pytest.mark.parametrize(
@@ -602,26 +628,8 @@ def test_two_with_one_number_do_not_begin(monkeypatch: pytest.MonkeyPatch, caplo
 @pytest.mark.dist
 def test_a_number_is_not_taken_twice_in_a_run(monkeypatch: pytest.MonkeyPatch):
     """A process that comes into a run under the number of one that is there is told so, and the run goes on."""
-    begun, gone = threading.Event(), threading.Event()
-
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
-        if place:
-            begun.wait(PATIENCE)
-            try:
-                return engine.join()
-            finally:
-                group.close()
-                gone.set()
-        engine.join()
-        reports = []
-        while not gone.is_set() or reports[-1].attempts > 1:
-            mine.step(place)
-            reports.append(engine.step())
-            begun.set()
-        return reports
-
     same = {"replica": 0, "replicas": 2, "min_replicas": 1}
-    reports, error = lives(monkeypatch, live, (same, {}), (same, {}))
+    reports, error = lives(monkeypatch, one_comes_in_vain(), (same, {}), (same, {}))
     assert isinstance(error, RunError), error
     assert str(error).startswith(
         "TorchFT: replica 0 takes part in this run already, and two would train on the same text"
@@ -708,7 +716,6 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
 @pytest.mark.dist
 def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pytest.MonkeyPatch):
     """Its first try tells it what had come and which timeout would do; the other goes on, whatever `max_attempts`."""
-    begun, gone = threading.Event(), threading.Event()
 
     def slowly(state: Any, stream: Any) -> None:
         data = io.BytesIO()
@@ -716,35 +723,19 @@ def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pyt
         for place in range(0, data.tell(), 40_000):
             stream.write(data.getvalue()[place : place + 40_000])
             stream.flush()
-            time.sleep(0.15)
+            time.sleep(0.3)
 
     save, own = healing._streaming_save, Replica.save
     monkeypatch.setattr(healing, "_streaming_save", slowly)
     monkeypatch.setattr(torchft, "_HEAL_MARGIN", 0.0)
 
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
-        if place:
-            begun.wait(PATIENCE)
-            try:
-                return engine.join()
-            finally:
-                group.close()
-                gone.set()
-        engine.join()
-        reports = []
-        while not gone.is_set() or reports[-1].attempts > 1:
-            mine.step(place)
-            reports.append(engine.step())
-            begun.set()
-        return reports
-
     monkeypatch.setattr(Replica, "save", lambda mine: own(mine) | {"more": torch.zeros(100_000)})
-    options = {"min_replicas": 1, "timeout": 0.9, "max_attempts": 1}
-    reports, error = lives(monkeypatch, live, (options, {}), (options, {}))
+    options = {"min_replicas": 1, "timeout": 2.0, "max_attempts": 1}
+    reports, error = lives(monkeypatch, one_comes_in_vain(), (options, {}), (options, {}))
     assert isinstance(error, RunError)
     pattern = (
         r"TorchFT: of another replica's state of (\S+) MB, (\S+) MB came in (\S+) s, and then the others waited no "
-        r"longer \(timeout is 0.9 s\); give every replica a timeout of (\d+) or more \(twophase train: --sync-timeout\)"
+        r"longer \(timeout is 2 s\); give every replica a timeout of (\d+) or more \(twophase train: --sync-timeout\)"
     )
     found = re.match(pattern, str(error))
     assert found, str(error)

@@ -366,3 +366,28 @@ def test_whole_numbers_written_as_such_still_match(tmp_path: Path) -> None:
         folder.finish(GOOD)
         assert folder.summary() == read_summary(tmp_path)
         assert folder.summary() is not None
+
+
+def test_the_newest_round_and_a_record_set_aside(tmp_path: Path) -> None:
+    """The last whole line counts, whatever is wrong with others; a record that is set aside never covers another."""
+    with RunFolder.claim(tmp_path, Config()) as folder:
+        assert folder.last_round() is None
+        line = {"step": 4, "checksum": "00ff"}
+        (tmp_path / "rounds.jsonl").write_text(f'damaged\n{json.dumps(line)}\n{{"step": 8')
+        assert folder.last_round() == line
+        for text in ("", "[1]\n", "no json\n", '{"step": 4}\n'):
+            (tmp_path / "rounds.jsonl").write_text(text)
+            assert folder.last_round() is None
+        folder.checkpoint_dir.mkdir()
+        (folder.checkpoint_dir / "held").touch()
+        first = folder.set_aside("parted")
+        assert sorted(path.name for path in first.iterdir()) == ["checkpoint", "rounds.jsonl"]
+        assert (first / "checkpoint" / "held").exists()
+        assert not folder.checkpoint_dir.exists()
+        folder.log_round(line)
+        second = folder.set_aside("parted")
+        assert (first.name, second.name) == ("parted", "parted-2")
+        assert read_lines(second / "rounds.jsonl") == [line]
+        assert folder.resumed is False
+    with RunFolder.claim(tmp_path, Config()) as folder:
+        assert folder.resumed

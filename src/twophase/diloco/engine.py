@@ -524,6 +524,8 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Anchor, outer optimizers and position, the same on every process.
 
+        (Where processes come and go, also which fragments of this one hold another's progress, and so have no weight.)
+
         With the models, the inner optimizers, and what a lossy wire owes (`wire_state_dict`), it is the whole run. It
         holds tensors, numbers and text only, so `torch.load(weights_only=True)` reads it. The tensors are the live
         ones; save them before the next step, or clone them. With a reduction under way, which is waited for, it must be

@@ -172,9 +172,13 @@ class RunFolder:
                     file.truncate(_end_of_lines(file.read((position or {}).get(name, 0))))
 
     def last_round(self) -> dict[str, Any] | None:
-        """The newest whole line of `rounds.jsonl`; None where there is none."""
-        lines = read_lines(self.path / ROUNDS)
-        return lines[-1] if lines else None
+        """The newest whole line of `rounds.jsonl`; None where there is none, or it is damaged."""
+        try:
+            data = (self.path / ROUNDS).read_bytes()
+            record = json.loads(data[: _end_of_lines(data)].splitlines()[-1])  # of many, the others need not be sound
+        except (FileNotFoundError, IndexError, ValueError):
+            return None
+        return record if isinstance(record, dict) and {"step", "checksum"} <= record.keys() else None
 
     def set_aside(self, name: str) -> Path:
         """Move the logs and the checkpoints into a folder of that name in this one, and begin anew.
