@@ -20,7 +20,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from coefficients import Early, Measured, Twice, Vector, coefficients, decimal, registered
-from twophase.history import ABSENT, ZERO, algebra, bits, is_scheduled, restarts
+from twophase.history import ABSENT, ZERO, algebra, answers, bits, is_scheduled
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.restart import AtRounds, Cycle, Never, Periodic, RestartPolicy, RoundSignal, Soft, parse
 from twophase.rule import FORMS, OuterRule
@@ -291,7 +291,7 @@ def test_bits_imply_algebra() -> None:
     futures: dict[object, list[str]] = {}
     for run in GRID:
         names = algebra(*run, ROUNDS)
-        events = list(restarts(run[1], ROUNDS))
+        events = [answer.restart for answer in answers(*run, ROUNDS)]
         for t, one in enumerate(bits(*run, ROUNDS)):
             assert updates.setdefault((t, one.update), names[t]) == names[t], run
             if not any(events[t + 1 :]):  # under the same rule and without another restart, the buffer alone decides
@@ -488,14 +488,15 @@ def test_restarts_are_the_optimizer_s(policy: RestartPolicy, rounds: int) -> Non
     """The restarts listed are those that `OuterSGD` performs, for policies with memory and with `before` as well."""
     x = torch.zeros(1, requires_grad=True)
     outer = OuterSGD([x], 0.7, 0.9, restart=policy)
-    for number, restart in enumerate(restarts(policy, rounds), start=1):
+    rule = OuterRule(0.7, 0.9)
+    for number, answer in enumerate(answers(rule, policy, rounds), start=1):
         before = outer.param_groups[0]["restarts"]
         state = outer.param_groups[0]["policy_state"]
         age = outer.param_groups[0]["rounds_since_restart"] + 1
-        assert policy.decide(state, RoundSignal(number, age))[1] == restart
+        assert policy.decide(state, RoundSignal(number, age))[1] == answer.restart
         x.grad = torch.ones(1)
         outer.step()
-        assert outer.param_groups[0]["restarts"] - before == (restart is not None)
+        assert outer.param_groups[0]["restarts"] - before == answer.restarted
 
 
 PRINT_NAMES = """

@@ -23,10 +23,14 @@ import twophase
 ROOT = Path(twophase.__file__).parent
 NAME = "twophase"
 
-BASE = {"rule", "restart", "history", "config", "files", "progress"}
+POLICIES = {"rule", "restart", "adaptive", "rivals", "probing"}
+BASE = POLICIES | {"history", "config", "files", "progress"}
 MAY_IMPORT: dict[str, set[str]] = {
     "rule": set(),
     "restart": {"rule"},
+    "adaptive": {"rule", "restart"},
+    "rivals": {"rule", "restart", "adaptive"},
+    "probing": {"rule", "restart", "rivals"},
     "history": {"rule", "restart"},
     "config": set(),
     "files": set(),
@@ -76,8 +80,7 @@ DOWN = (
     "theory > (rule, restart); experiment does not import lm; recipes import only lm.config of lm"
 )
 TORCH_FREE = {
-    "rule",
-    "restart",
+    *POLICIES,
     "history",
     "config",
     "files",

@@ -477,7 +477,7 @@ def test_new_policy_resumes_with_its_memory(norm_ratio, saved_after: int):
 
 
 def test_policy_that_needs_a_value_of_the_caller(register_policy):
-    """A policy may need a value that the caller passes; without it the round is refused and has not happened."""
+    """A policy may need a value that the caller promises and passes; without it the round has not happened."""
 
     @register_policy("test-loss")
     @dataclass(frozen=True, slots=True)
@@ -491,8 +491,11 @@ def test_policy_that_needs_a_value_of_the_caller(register_policy):
 
     param = torch.nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)
-    outer = OuterSGD([param], 0.1, 0.9, restart=AboveLoss(2.0))
-    with pytest.raises(ValueError, match=r"test-loss:2\.0 needs loss; pass them to step\(signals=\.\.\.\)"):
+    told = r"test-loss:2\.0 needs loss; pass them to step\(signals=\.\.\.\)"
+    with pytest.raises(ValueError, match=told + r".* promise it here with signals=\['loss'\]"):
+        OuterSGD([param], 0.1, 0.9, restart=AboveLoss(2.0), signals=["other"])
+    outer = OuterSGD([param], 0.1, 0.9, restart=AboveLoss(2.0), signals=["loss"])
+    with pytest.raises(ValueError, match=told):
         outer.step()
     assert outer.param_groups[0]["rounds"] == 0
     assert torch.equal(param, torch.ones(2))

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from twophase.restart import Restart, RestartPolicy, RoundSignal
+from twophase.restart import Answer, Restart, RestartPolicy, RoundSignal, Step, ask
 from twophase.rule import OuterRule
 
 ABSENT = "-"
@@ -49,18 +49,16 @@ class Round:
 
 def is_scheduled(rule: OuterRule, policy: RestartPolicy) -> bool:
     """Whether the updates are known in advance: the policy measures nothing, or there is no momentum to forget."""
-    return not policy.needs or rule.momentum == 0
+    return not policy.needs or (rule.momentum == 0 and not policy.takes_steps)
 
 
-def restarts(policy: RestartPolicy, rounds: int) -> Iterator[Restart | None]:
-    """The restart of each round of a scheduled policy, or None."""
+def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Answer]:
+    """What a scheduled policy answers in each round."""
     state, age = policy.initial_state(), 0
     for number in range(1, rounds + 1):
-        age += 1
-        state, restart = policy.decide(state, RoundSignal(number, age))
-        if restart is not None:
-            age = 1 if restart.before else 0
-        yield restart
+        answer = ask(policy, state, RoundSignal(number, age + 1, rule=rule))
+        state, age = answer.state, answer.age(age + 1)
+        yield answer
 
 
 def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
@@ -82,14 +80,18 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
     lr, momentum = _residue(rule.lr), _residue(rule.momentum)
     weight = 1 if rule.form == "sum" else (1 - momentum) % _PRIME
     buffer, gradient, names = 0, 1, []
-    for restart in restarts(policy, rounds) if rule.momentum else [None] * rounds:
+    for answer in answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds:
+        restart = answer.restart
         gradient = gradient * _POINT % _PRIME
         rewritten = None if restart is None else (_residue(restart.retain), _residue(restart.inject))
         if rewritten and restart and restart.before:
             buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
         buffer = (momentum * buffer + weight * gradient) % _PRIME
-        direction = momentum * buffer + weight * gradient if rule.nesterov else buffer
-        names.append(f"{lr * direction % _PRIME:x}")
+        if answer.step is None:
+            update = lr * (momentum * buffer + weight * gradient if rule.nesterov else buffer)
+        else:
+            update = _residue(answer.step.along_g) * gradient + _residue(answer.step.along_m) * buffer
+        names.append(f"{update % _PRIME:x}")
         if rewritten and restart and not restart.before:
             buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
     return names
@@ -107,9 +109,12 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Round]:
         names = [_opaque(rule, policy, number) for number in range(1, rounds + 1)]
         return [Round(name, f"m{name}") for name in names]
     if rule.momentum == 0:
-        return [Round(_name("step", rule.lr, _scaled(1.0, t)), ABSENT) for t in range(1, rounds + 1)]
+        of = answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds
+        lrs = [rule.lr if one.step is None else one.step.along_g + one.step.along_m for one in of]
+        return [Round(_name("step", lr, _scaled(1.0, t)), ABSENT) for t, lr in enumerate(lrs, start=1)]
     buffer, found = ABSENT, []
-    for number, restart in enumerate(restarts(policy, rounds), start=1):
+    for number, answer in enumerate(answers(rule, policy, rounds), start=1):
+        restart = answer.restart
         if restart is not None and restart.before:
             buffer = _rewritten(buffer, restart, number)
         buffer = _mixed(buffer, rule.momentum, rule.injection, number)
@@ -117,6 +122,8 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Round]:
         if rule.nesterov:
             direction = _name("ahead", rule.form, rule.momentum, buffer, number)
         update = _name("step", rule.lr, direction)
+        if answer.step is not None:
+            update = _taken(answer.step, buffer, number)
         if restart is not None and not restart.before:
             buffer = _rewritten(buffer, restart, number)
         found.append(Round(update, buffer))
@@ -140,6 +147,15 @@ def _rewritten(buffer: str, restart: Restart, number: int) -> str:
         return kept
     weight = float(restart.inject)
     return _scaled(weight, number) if kept == ZERO else _name("add", kept, weight, number)
+
+
+def _taken(step: Step, buffer: str, number: int) -> str:
+    """`a g + b m`, as `outer_step_` takes it; with a = 0 or b = 0 it is one product."""
+    if step.along_m == 0:
+        return _name("step", step.along_g, _scaled(1.0, number))
+    if step.along_g == 0:
+        return _name("step", step.along_m, buffer)
+    return _name("both", step.along_g, step.along_m, buffer, number)
 
 
 def _scaled(weight: float, number: int) -> str:

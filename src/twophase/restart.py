@@ -1,15 +1,17 @@
 """When the outer momentum forgets: restart policies as values.
 
 A policy is a frozen dataclass that knows nothing of tensors. Once a round it is shown a `RoundSignal`, a few floats
-that are the same on every replica, and answers with its next state and either `None` or a `Restart`:
+that are the same on every replica, and answers with its next state and `None`, a `Restart` or a `Step`:
 
-    m <- retain m + inject g        (a hard restart is retain 0, inject 0: m <- 0)
+    m <- retain m + inject g        Restart; a hard one is retain 0, inject 0: m <- 0
+    x <- x - along_g g - along_m m  Step: in the place of the rule's own update, with the m that g has been mixed into
 
 on the buffer of the rule's own form. Scheduled policies (`Periodic`, `Cycle`, `AtRounds`, `Soft`) look only at the
-round number and restart *after* the ordinary update of that round, which is the paper's timing. Adaptive policies may
-also look at norms and angles, which are measured *before* the round's pseudo-gradient is mixed in, and may set
-`before=True` to act before the mixing. (After the mixing, everything in the plane of g and the buffer follows from
-these three numbers, so one measurement serves both moments.)
+round number and restart *after* the ordinary update of that round, which is the paper's timing. Adaptive policies
+(`twophase.adaptive`, `twophase.probing`; `twophase.rivals` are what they must beat) may also look at norms and angles,
+which are measured *before* the round's pseudo-gradient is mixed in, and may set `before=True` to act before the mixing.
+(After the mixing, everything in the plane of g and the buffer follows from these three numbers, so one measurement
+serves both moments.)
 
 To add a policy, write a frozen dataclass that derives from `RestartPolicy` and decorate it with `@register("name")`:
 its text form (`name:value:...`), JSON form, state saving, the optimizer, the engine, the sweeps and the command line
@@ -24,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from importlib import import_module
 from itertools import accumulate
 from numbers import Integral
 from typing import Any, ClassVar, TypeVar
@@ -45,6 +48,8 @@ class RoundSignal:
         buffer_norm: Euclidean norm of the buffer before g is mixed in; None unless needed.
         cosine: cosine of the angle between g and that buffer, 0 when either vanishes; None unless needed.
         extra: further all-reduced values that the caller supplies, such as losses.
+        rule: the rule that the policy is used with.
+        probes: the losses of the policy's `candidates`, in their order; None unless it needs `"probes"`.
     """
 
     round: int
@@ -53,37 +58,108 @@ class RoundSignal:
     buffer_norm: float | None = None
     cosine: float | None = None
     extra: Mapping[str, float] | None = None
+    rule: OuterRule | None = None
+    probes: tuple[float, ...] | None = None
+
+    def value(self, name: str) -> float:
+        """One of the numbers by its name, whether measured or supplied.
+
+        Raises:
+            KeyError: it is not there.
+        """
+        found = getattr(self, name) if name in MEASURED else (self.extra or {})[name]
+        if found is None:
+            raise KeyError(name)
+        return found
+
+
+MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
+"""What a policy may need that the optimizer measures by itself."""
+PROBES = "probes"
+"""What a policy needs that decides by the losses of its candidates."""
+AGREEMENT = "agreement"
+"""`|g|^2` over the mean of the replicas' own squared norms: 1 if they agree, 1 / replicas if they share nothing. An
+engine of at least two replicas measures it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An update in the place of the rule's own: `x <- x - along_g g - along_m m`.
+
+    Here m is the buffer that g has been mixed into (and that a restart before the mixing has rewritten). A rule's own
+    update is `Step(0, lr)` (heavy ball) or `Step(lr w, lr b)` (Nesterov, with w the weight of g in the mixing); plain
+    averaging of the replicas is `Step(1, 0)`. The buffer goes on as it would.
+    """
+
+    along_g: float
+    along_m: float
+
+    @classmethod
+    def of(cls, rule: OuterRule) -> Step:
+        """The rule's own update."""
+        return cls(rule.lr * rule.injection, rule.lr * rule.momentum) if rule.nesterov else cls(0.0, rule.lr)
+
+    def times(self, factor: float) -> Step:
+        """The same update, `factor` times as long."""
+        return Step(factor * self.along_g, factor * self.along_m)
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A restart event: `m <- retain m + inject g`, after (default) or before g is mixed into the buffer."""
+    """A restart event: `m <- retain m + inject g`, after (default) or before g is mixed into the buffer.
+
+    Args:
+        retain: share of the buffer that stays.
+        inject: weight of the pseudo-gradient.
+        before: act before g is mixed in instead of after the round's update.
+        opposed: only in the coordinates in which g and m have opposite signs.
+        counts: whether it begins a new cycle (`rounds_since_restart`) and is counted and reported as a restart; a mere
+            rescaling of the buffer does not.
+        step: the update of the round, in the place of the rule's own.
+    """
 
     retain: float = 0.0
     inject: float = 0.0
     before: bool = False
+    opposed: bool = False
+    counts: bool = True
+    step: Step | None = None
 
 
 HARD = Restart()
+Decision = Restart | Step | None
+"""What a policy answers."""
 
 
 class RestartPolicy(ABC):
     """Decides, once a round, whether the outer momentum restarts.
 
-    A subclass is a frozen dataclass of plain numbers. `needs` names the fields of `RoundSignal` beyond the round
-    counters that it reads; the optimizer measures only those that somebody needs.
+    A subclass is a frozen dataclass of plain numbers. `needs` names what it reads of a `RoundSignal` beyond the round
+    counters and the rule: the optimizer measures only those norms and angles that somebody needs, and whoever builds an
+    optimizer or an engine must promise to supply the rest. `takes_steps` says whether it ever answers with a `Step`:
+    then it also changes a rule without momentum. `reads_rule` says whether its answers depend on the rule.
     """
 
     name: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
+    takes_steps: ClassVar[bool] = False
+    reads_rule: ClassVar[bool] = False
 
     def initial_state(self) -> State:
         """The memory before the first round."""
         return {}
 
     @abstractmethod
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-        """The memory after this round and the restart to perform, or None."""
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """The memory after this round, and the restart to perform, the step to take instead of the rule's, or None.
+
+        Called through `ask`, which has seen to it that everything in `needs` is there and finite.
+        """
+
+    def candidates(self, rule: OuterRule) -> tuple[Decision, ...]:
+        """The decisions whose losses are to be measured, for a policy that needs `"probes"`."""
+        del rule
+        return ()
 
     def scaled(self, factor: float) -> RestartPolicy:
         """The same policy on a buffer that is `factor` times as large (what a change of form does to it)."""
@@ -103,7 +179,74 @@ class RestartPolicy(ABC):
         return ":".join([self.name, *self.arguments()])
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a policy has answered.
+
+    Args:
+        state: its memory after the round.
+        restart: what happens to the buffer, or None.
+        step: the update in the place of the rule's own, or None.
+        not_finite: what the policy needs and what was not finite. Then it was not asked, its memory is as it was, and
+            the run has diverged: whoever asks must say so.
+    """
+
+    state: State
+    restart: Restart | None = None
+    step: Step | None = None
+    not_finite: tuple[str, ...] = ()
+
+    @property
+    def restarted(self) -> bool:
+        """Whether a new cycle begins."""
+        return self.restart is not None and self.restart.counts
+
+    def age(self, age: int) -> int:
+        """Rounds since the last restart after this round, where there were `age` with it before."""
+        if self.restart is None or not self.restart.counts:
+            return age
+        return 1 if self.restart.before else 0
+
+    def weights(self, rule: OuterRule) -> tuple[float, float]:
+        """A and B of the round's update `A g + B m`, with m the buffer before the round."""
+        retain, inject = 1.0, 0.0
+        if self.restart is not None and self.restart.before:
+            retain, inject = self.restart.retain, self.restart.inject
+        step = self.step or Step.of(rule)
+        along_g = step.along_g + step.along_m * (rule.momentum * inject + rule.injection)
+        return along_g, step.along_m * rule.momentum * retain
+
+
+def ask(policy: RestartPolicy, state: State, signal: RoundSignal) -> Answer:
+    """Ask a policy for its decision: the one way for everybody who has one.
+
+    Args:
+        policy: the policy.
+        state: its memory; what is not there counts as before the first round.
+        signal: with everything that it needs.
+
+    Raises:
+        KeyError: something that it needs is not there.
+    """
+    broken = [name for name in policy.needs - {PROBES} if not math.isfinite(signal.value(name))]
+    if PROBES in policy.needs and not any(math.isfinite(loss) for loss in signal.probes or ()):
+        broken.append(PROBES)  # of several candidates one may blow up; it is not chosen
+    if broken:
+        return Answer(state, not_finite=tuple(sorted(broken)))
+    after, decision = policy.decide(policy.initial_state() | state, signal)
+    return answered(after, decision)
+
+
+def answered(state: State, decision: Decision) -> Answer:
+    """A decision as an answer."""
+    if isinstance(decision, Step):
+        return Answer(state, None, decision)
+    return Answer(state, decision, None if decision is None else decision.step)
+
+
 _REGISTRY: dict[str, type[RestartPolicy]] = {}
+_ELSEWHERE = ("twophase.adaptive", "twophase.rivals", "twophase.probing")
+"""Modules of ours that register policies; loaded when a name is not known yet."""
 P = TypeVar("P", bound=type[RestartPolicy])
 
 
@@ -125,7 +268,7 @@ def register(name: str) -> Callable[[P], P]:
 class Never(RestartPolicy):
     """No restart: ordinary outer momentum. Text form `never`."""
 
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Always None."""
         del signal
         return state, None
@@ -152,7 +295,7 @@ class Periodic(RestartPolicy):
         """Refuse periods that are not whole numbers >= 1."""
         object.__setattr__(self, "period", check_count("Periodic", "period", self.period))
 
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A hard restart when the round is a multiple of the period."""
         return state, HARD if signal.round % self.period == 0 else None
 
@@ -180,7 +323,7 @@ class Cycle(RestartPolicy):
             raise ValueError("Cycle: periods is empty; give at least one, for example cycle:5,6,10")
         object.__setattr__(self, "periods", tuple(check_count("Cycle", "a period", p) for p in self.periods))
 
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A hard restart when the round ends one of the cycles."""
         place = (signal.round - 1) % sum(self.periods) + 1
         return state, HARD if place in accumulate(self.periods) else None
@@ -215,7 +358,7 @@ class AtRounds(RestartPolicy):
         if any(b <= a for a, b in zip(self.rounds, self.rounds[1:], strict=False)):
             raise ValueError(f"AtRounds: rounds {self.rounds} must increase strictly; sort them and drop repetitions")
 
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A hard restart when the round is listed."""
         return state, HARD if signal.round in self.rounds else None
 
@@ -259,7 +402,7 @@ class Soft(RestartPolicy):
             if not (isinstance(value, (int, float)) and math.isfinite(value)):
                 raise ValueError(f"Soft: {name} is {value!r}; it must be a finite number, for example soft:3:0.2:0.1")
 
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A soft restart when the round is a multiple of the period."""
         due = signal.round % self.period == 0
         return state, Restart(self.retain, self.inject) if due else None
@@ -267,6 +410,14 @@ class Soft(RestartPolicy):
     def scaled(self, factor: float) -> RestartPolicy:
         """The buffer scales and g does not, so the injection scales with the buffer."""
         return replace(self, inject=self.inject * factor)
+
+
+def _known(name: str) -> type[RestartPolicy] | None:
+    """The policy of a name; ours are loaded when they are first asked for."""
+    if name not in _REGISTRY:
+        for module in _ELSEWHERE:
+            import_module(module)
+    return _REGISTRY.get(name)
 
 
 def parse(text: str | int | RestartPolicy) -> RestartPolicy:
@@ -282,7 +433,7 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     (Periodic(period=3), 'soft:3:0.2:0.1')
     """
     if isinstance(text, RestartPolicy):
-        if _REGISTRY.get(text.name) is not type(text):  # its text form would be that of another policy, or of none
+        if _known(text.name) is not type(text):  # its text form would be that of another policy, or of none
             raise ValueError(
                 f'restart {text!r} has no text form; decorate {type(text).__name__} with @register("name")'
             )
@@ -295,7 +446,7 @@ def _parse_text(text: str) -> RestartPolicy:
     if re.fullmatch(r"[+-]?[0-9]+", text):
         return Periodic(int(text))
     name, *words = text.split(":")
-    cls = _REGISTRY.get(name)
+    cls = _known(name)
     if cls is None:
         raise ValueError(
             f"restart {text!r} is not known; write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
@@ -326,7 +477,7 @@ def from_json(data: Mapping[str, Any]) -> RestartPolicy:
     """
     values = dict(data)
     kind = values.pop("kind", None)
-    cls = _REGISTRY.get(kind) if isinstance(kind, str) else None
+    cls = _known(kind) if isinstance(kind, str) else None
     if cls is None:
         raise ValueError(f"from_json: kind {kind!r} is not known; use one of {', '.join(sorted(_REGISTRY))}")
     wanted = {field.name for field in fields(cls)}  # type: ignore[arg-type]
@@ -350,8 +501,8 @@ def convert(rule: OuterRule, policy: RestartPolicy, form: Form) -> tuple[OuterRu
 def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> float:
     """Mean displacement a round that a constant unit pseudo-gradient would cause over a run.
 
-    `(1/T) sum_t lr d_t` with g = 1 in every round, d_t = m_t (heavy ball) or its look-ahead (Nesterov), and m under
-    the policy from m = 0. The same in both forms. A restart lowers it, so a comparison with and without restarts is
+    `(1/T) sum_t u_t` with g = 1 in every round, u_t the rule's update (or the policy's step), and m under the policy
+    from m = 0. The same in both forms. A restart lowers it, so a comparison with and without restarts is
     also a comparison of two step sizes: match this number in a control (R31 of the theory note).
 
     Args:
@@ -370,15 +521,16 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
         raise ValueError(f"mean_outer_gain: {policy} decides from measured signals; its gain is not known in advance")
     state, buffer, total, age = policy.initial_state(), 0.0, 0.0, 0
     for number in range(1, rounds + 1):
-        age += 1
-        state, restart = policy.decide(state, RoundSignal(number, age))
+        answer = ask(policy, state, RoundSignal(number, age + 1, rule=rule))
+        state, age, restart = answer.state, answer.age(age + 1), answer.restart
         if restart is not None and restart.before:
-            buffer, age = restart.retain * buffer + restart.inject, 1
+            buffer = restart.retain * buffer + restart.inject
         buffer = rule.momentum * buffer + rule.injection
-        total += rule.momentum * buffer + rule.injection if rule.nesterov else buffer
+        step = answer.step or Step.of(rule)
+        total += step.along_g + step.along_m * buffer
         if restart is not None and not restart.before:
-            buffer, age = restart.retain * buffer + restart.inject, 0
-    return rule.lr * total / rounds
+            buffer = restart.retain * buffer + restart.inject
+    return total / rounds
 
 
 def check_count(where: str, what: str, value: object) -> int:

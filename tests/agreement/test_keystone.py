@@ -7,8 +7,8 @@ restarts of blocks, adaptive decisions round by round, and replicas that are dis
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -228,7 +228,7 @@ def test_restarts_of_blocks(against: Any, norm_ratio: Any):
 @pytest.mark.parametrize("rule", [*RULES, OuterRule(0.5, 0.0), OuterRule(1e60, 0.9), OuterRule(1e200, 0.9, True)])
 @pytest.mark.parametrize("rounds", [(), (4, 7, 12)])
 def test_policies_are_shown_the_same(rule: OuterRule, rounds: tuple[int, ...], register_policy: Callable[[str], Any]):
-    """Counters, norms and cosine are the optimizer's: after restarts, without momentum, and when all diverges."""
+    """Counters, norms and cosine are the optimizer's, also without momentum; both ask until the run diverges."""
     seen: list[RoundSignal] = []
 
     @register_policy("witness")
@@ -244,17 +244,18 @@ def test_policies_are_shown_the_same(rule: OuterRule, rounds: tuple[int, ...], r
     rollout(rule, SIGMA, ROUNDS, "witness")
     x = nn.Parameter(torch.ones(len(SIGMA), dtype=torch.float64))
     outer = OuterSGD.from_rule([x], rule, "witness")
-    for _ in range(ROUNDS):
-        x.grad = torch.from_numpy(SIGMA) * x.detach()
-        outer.step()
-    assert len(seen) == 2 * ROUNDS
-    for theory, ours in zip(seen[:ROUNDS], seen[ROUNDS:], strict=True):
+    asked = len(seen)
+    diverges = rule.lr > 1
+    assert asked < ROUNDS if diverges else asked == ROUNDS
+    with pytest.warns(RuntimeWarning, match="has diverged") if diverges else nullcontext():
+        for _ in range(ROUNDS):
+            x.grad = torch.from_numpy(SIGMA) * x.detach()
+            outer.step()
+    for theory, ours in zip(seen[:asked], seen[asked:], strict=True):
         assert (theory.round, theory.rounds_since_restart) == (ours.round, ours.rounds_since_restart)
         for name in ("pseudo_gradient_norm", "buffer_norm", "cosine"):
             a, b = getattr(theory, name), getattr(ours, name)
             assert a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True), (name, theory, ours)
-    if rule.lr > 1:
-        assert math.isnan(seen[-1].cosine or 0)
 
 
 # --- the keystone can fail ----------------------------------------------------------------------------------------

@@ -675,7 +675,7 @@ def test_first_round_gain_is_known():
 
 
 def test_signals_reach_the_policy(register_policy: Callable[[str], Any]):
-    """Values given to `step` at the end of a round reach the policy; without them the engine says what is missing."""
+    """Values promised and given to `step` at a round's end reach the policy; without them it says what is missing."""
 
     @register_policy("test-loss")
     @dataclass(frozen=True, slots=True)
@@ -687,7 +687,9 @@ def test_signals_reach_the_policy(register_policy: Callable[[str], Any]):
             assert signal.extra is not None
             return state, Restart() if signal.extra["loss"] > self.bound else None
 
-    engine = start(OuterRule(0.3, 0.9), restart=AboveLoss(2.0), inner_steps=2).engine
+    with pytest.raises(ValueError, match=r"test-loss:2\.0 needs loss; .*promise them here with signals=\['loss'\]"):
+        start(OuterRule(0.3, 0.9), restart=AboveLoss(2.0), inner_steps=2)
+    engine = start(OuterRule(0.3, 0.9), restart=AboveLoss(2.0), inner_steps=2, signals=["loss"]).engine
     restarted = []
     for loss in (1.0, 3.0, 1.5):
         assert engine.step() is None

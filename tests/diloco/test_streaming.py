@@ -601,7 +601,7 @@ def test_signals_of_the_step_that_reports(register_policy: Callable[[str], Any])
             assert signal.extra is not None
             return state, Restart() if signal.extra["loss"] > self.bound else None
 
-    engine = start(NESTEROV, fragments=2, delay=2, restart=AboveLoss(9.5)).engine
+    engine = start(NESTEROV, fragments=2, delay=2, restart=AboveLoss(9.5), signals=["loss"]).engine
     reports = [engine.step({"loss": float(step)} if engine.reports_next else None) for step in range(1, 15)]
     told = [(dict(report.signals), report.restarted) for report in reports if report is not None]
     assert told == [({"loss": 5.0}, False), ({"loss": 8.0}, False), ({"loss": 11.0}, True), ({"loss": 14.0}, True)]

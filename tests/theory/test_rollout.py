@@ -571,14 +571,15 @@ def test_divergence_is_data(restart: Any, nesterov: bool):
     assert run.loss[-1, 1] < 1e-3
 
 
-def test_a_policy_sees_divergence():
-    """Norms that overflow are shown as inf, and nan as nan; the cosine is then nan, not 1 and not an error."""
+def test_a_diverged_trajectory_asks_no_more():
+    """A policy is shown finite numbers only: once a norm overflows it is not asked again, and others still are."""
     policy = Told()
-    rollout(OuterRule(1e60, 0.9), SIX, 12, policy)
-    norms = [signal.pseudo_gradient_norm for signal in policy.seen]
-    assert any(norm == math.inf for norm in norms if norm is not None)
-    assert math.isnan(policy.seen[-1].pseudo_gradient_norm or 0)
-    assert math.isnan(policy.seen[-1].cosine or 0)
+    run = rollout([OuterRule(1e60, 0.9), OuterRule(0.5, 0.9)], SIX, 12, policy)  # type: ignore[arg-type]
+    lost = [signal for signal in policy.seen if signal.rule == OuterRule(1e60, 0.9)]
+    kept = [signal for signal in policy.seen if signal.rule == OuterRule(0.5, 0.9)]
+    assert 1 < len(lost) < len(kept) == 12
+    assert all(math.isfinite(signal.value(name)) for signal in policy.seen for name in policy.needs)
+    assert np.abs(run.pseudo_gradient[len(lost), 0]).max() > 1e150  # whose square is inf
 
 
 def test_hard_restart_forgets_anything():

@@ -21,6 +21,7 @@ from twophase.config import RunError
 from twophase.diloco.comm import Communicator, Interrupted
 from twophase.diloco.fragment import Fragment
 from twophase.optim.outer import Dots, OuterSGD
+from twophase.restart import AGREEMENT
 
 
 class Disagreement(RunError):  # noqa: N818 - it says what there is
@@ -55,7 +56,10 @@ def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: in
     return [count for _, count in everyone]
 
 
-_TRAINS = ("rule.py", "restart.py", "config.py", "optim/*.py", "diloco/*.py", "lm/*.py", "data/*.py")
+_TRAINS = (
+    *("rule.py", "restart.py", "adaptive.py", "rivals.py", "probing.py", "config.py"),
+    *("optim/*.py", "diloco/*.py", "lm/*.py", "data/*.py"),
+)
 """The files that decide a run's numbers; an edit of a report must not keep a replica away."""
 
 
@@ -104,10 +108,44 @@ class Shared:
     Args:
         signals: means over the replicas.
         dots: <g, g>, <m, m> and <g, m> of each param group of each fragment; None where nobody needs them beforehand.
+        probes: the losses of the candidates of each fragment's restart policy; empty where it has none.
     """
 
     signals: dict[str, float]
     dots: list[list[Dots]] | None
+    probes: Sequence[Sequence[float]] = ()
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The signals that `step` was given."""
+        return {name: value for name, value in self.signals.items() if not name.startswith(_SQUARE)}
+
+    def shown(self, index: int) -> dict[str, float]:
+        """What the restart policies of the fragment at an index are shown: the signals, and how the replicas agree."""
+        found = self.given
+        square = self.signals.get(f"{_SQUARE}{index}")
+        if square is not None and self.dots is not None:
+            whole = sum(gg for gg, _, _ in self.dots[index])
+            found[AGREEMENT] = whole / square if square != 0 else 1.0
+        return found
+
+
+_SQUARE = "squared norm of a replica's pseudo-gradient, fragment "
+
+
+def squares(communicator: Communicator, sums: Sequence[torch.Tensor | None], replicas: int) -> dict[str, float]:
+    """The mean squared norm of this process's replicas' own pseudo-gradients, by the names of `Shared.shown`.
+
+    Args:
+        communicator: the processes.
+        sums: of the squared norms, of each fragment that is measured.
+        replicas: of this process.
+    """
+    found = {f"{_SQUARE}{index}": float(total) / replicas for index, total in enumerate(sums) if total is not None}
+    if not found:
+        return found
+    parts = communicator.exchange_in_replica(list(found.values()))  # of a sharded replica each has a part of the norm
+    return {name: sum(column) for name, column in zip(found, zip(*parts, strict=True), strict=True)}
 
 
 def agree(
@@ -134,15 +172,29 @@ def agree(
     means = [sum(column) / len(parts) for column in list(zip(*parts, strict=True))[: len(names)]]
     totals = [sum(column) for column in list(zip(*parts, strict=True))[len(names) :]]
     everyone = communicator.exchange([weight, *means, *totals])
-    counted = [row for row in everyone if row[0]]
-    total = sum(row[0] for row in counted)
-    averages = {name: sum(row[0] * row[1 + index] for row in counted) / total for index, name in enumerate(names)}
-    if len(counted) == 1:  # a weight of 3 would round
-        averages = {name: counted[0][1 + index] for index, name in enumerate(names)}
+    averages = dict(zip(names, _weighted_mean([row[: 1 + len(names)] for row in everyone]), strict=True))
     if not measured:
         return Shared(averages, None)
     first = iter(everyone[0][1 + len(names) :])
     return Shared(averages, [[(next(first), next(first), next(first)) for _ in of_group] for of_group in dots])
+
+
+def _weighted_mean(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The mean of rows of (weight, values...), over those with weight."""
+    counted = [row for row in rows if row[0]]
+    if len(counted) == 1:  # a weight of 3 would round
+        return list(counted[0][1:])
+    total = sum(row[0] for row in counted)
+    return [sum(row[0] * row[index] for row in counted) / total for index in range(1, len(rows[0]))]
+
+
+def averaged(communicator: Communicator, weight: float, values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Lists of numbers, as many on every process, averaged over the replicas (and over the shards of each)."""
+    flat = [number for numbers in values for number in numbers]
+    parts = communicator.exchange_in_replica(flat)
+    means = [sum(column) / len(parts) for column in zip(*parts, strict=True)]
+    result = iter(_weighted_mean(communicator.exchange([weight, *means])))
+    return [[next(result) for _ in numbers] for numbers in values]
 
 
 def _same_signals(
@@ -248,7 +300,9 @@ def attend(
 
 
 def _decides_by_measure(fragment: Fragment) -> bool:
-    return isinstance(fragment.outer, OuterSGD) and fragment.outer.needs_measuring
+    return isinstance(fragment.outer, OuterSGD) and (
+        fragment.outer.needs_measuring or bool(fragment.outer.needs & {AGREEMENT})
+    )
 
 
 def _square(fragment: Fragment) -> list[Dots]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from twophase.diloco.flat import Layout, plan
 from twophase.diloco.fragment import Fragment, Slot, check_placement, local, slots_of
 from twophase.diloco.wire import Channel
 from twophase.optim.outer import OuterSGD
-from twophase.restart import Never, RestartPolicy
+from twophase.restart import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy, parse
 from twophase.rule import OuterRule
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
@@ -177,7 +177,8 @@ def build_outer(fragment: Fragment, outer: OuterRule | OuterFactory, restart: Re
     """A fragment's own outer optimizer: one for several fragments would step on the gradients of those at rest."""
     named = fragment.named
     if isinstance(outer, OuterRule):
-        return OuterSGD.from_rule(named, outer, Never() if restart is None else restart)
+        policy = Never() if restart is None else restart
+        return OuterSGD.from_rule(named, outer, policy, signals=parse(policy).needs)  # `check_needs` knows the remedy
     if isinstance(outer, Optimizer) or not callable(outer):
         raise ValueError(
             f"DiLoCo: outer is {type(outer).__name__}; pass an OuterRule, or a function of the engine's anchor "
@@ -194,6 +195,36 @@ def build_outer(fragment: Fragment, outer: OuterRule | OuterFactory, restart: Re
             "parameters that no group takes would be set back in every round, so give it all that outer receives"
         )
     return optimizer
+
+
+def check_needs(fragments: Sequence[Fragment], signals: Collection[str], *, probes: bool, replicas: int | None) -> None:
+    """Refuse a restart policy that needs what nobody will supply.
+
+    Args:
+        fragments: with their outer optimizers.
+        signals: names of what `step(signals=...)` will be given.
+        probes: whether there is a function that evaluates candidates.
+        replicas: in the whole run; None where they come and go.
+    """
+    for policy, needs in [(group["restart"], parse(group["restart"]).needs) for group in _groups(fragments)]:
+        missing = needs - MEASURED - set(signals)
+        ways = []
+        if PROBES in missing and not probes:
+            ways.append("give the engine a function that evaluates the loss on a probe batch, DiLoCo(..., probe=...)")
+        if AGREEMENT in missing and replicas == 1:
+            ways.append("train two or more replicas: it compares them, and there is 1")
+        named = sorted(missing - {PROBES, AGREEMENT})
+        if named:
+            ways.append(f"pass them to step(signals=...), and promise them here with signals={named!r}")
+        if ways:
+            lacking = named + [PROBES] * (PROBES in missing and not probes) + [AGREEMENT] * (AGREEMENT in missing)
+            raise ValueError(f"DiLoCo: restart policy {policy} needs {', '.join(lacking)}; {', and '.join(ways)}")
+
+
+def _groups(fragments: Sequence[Fragment]) -> list[dict[str, Any]]:
+    """The param groups that have a restart policy."""
+    outers = [fragment.outer for fragment in fragments]
+    return [group for outer in outers if isinstance(outer, OuterSGD) for group in outer.param_groups]
 
 
 def settings(outer: Optimizer) -> list[dict[str, str]]:

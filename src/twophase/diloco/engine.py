@@ -20,7 +20,7 @@ Source: DiLoCo (arXiv 2311.08105), algorithm 1; streaming DiLoCo (arXiv 2501.185
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -29,11 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco.agreement import Attendance, Shared, agree, attend, prove, same_start
+from twophase.diloco.agreement import Attendance, Shared, agree, attend, averaged, prove, same_start, squares
 from twophase.diloco.build import (
     OuterFactory,
     Restarts,
     build_outer,
+    check_needs,
     check_overlap,
     cut,
     frozen,
@@ -47,8 +48,11 @@ from twophase.diloco.fragment import Fragment, partition, reshard
 from twophase.diloco.report import FragmentRound, RoundReport, joined, merged
 from twophase.diloco.wire import Transfer, check_wire
 from twophase.optim.outer import GroupRound, OuterSGD
-from twophase.restart import check_count
+from twophase.restart import AGREEMENT, check_count
 from twophase.rule import OuterRule
+
+Probe = Callable[[nn.Module, int, int], float]
+"""From a module, the number of a replica in this process and a round's number to the loss on a probe batch."""
 
 
 @dataclass(slots=True)
@@ -70,6 +74,8 @@ class _Sync:
     bytes_sent: int = 0
     """Sent for it by attempts that failed, or before it was loaded from a state."""
     seconds: dict[str, float] = field(default_factory=dict)
+    squares: list[Tensor | None] = field(default_factory=list)
+    """Sum of the squared norms of this process's replicas' own pseudo-gradients, for a policy that needs it."""
 
     @property
     def all_bytes_sent(self) -> int:
@@ -109,11 +115,15 @@ class DiLoCo:
         wire: how pseudo-gradients travel: "float32" (the buffers' own type), "bfloat16", or "int8" (blocks with error
             feedback).
         communicator: None means the default torch.distributed group where one is initialised.
+        signals: names of what `step(signals=...)` will be given; a restart policy that needs more is refused.
+        probe: for restart policies that weigh candidates: `probe(module, replica, round)` is the module's loss, forward
+            only, on a probe batch that depends on the number of the replica in this process and on the round alone. The
+            module is one of the replicas, with a candidate's parameters.
         alike: what else all processes must have been started with, by the words that name it (JSON values).
 
     Raises:
         ValueError: no trainable parameters, replicas that differ (in this process or between processes), parameters
-            spread over devices, or an argument outside its range.
+            spread over devices, an argument outside its range, or a restart policy that needs what is not supplied.
     """
 
     def __init__(
@@ -129,6 +139,8 @@ class DiLoCo:
         mixing: float = 0.0,
         wire: str = "float32",
         communicator: Communicator | None = None,
+        signals: Collection[str] = (),
+        probe: Probe | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
         self.inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
@@ -158,6 +170,7 @@ class DiLoCo:
             fragment.outer = build_outer(fragment, outer, policy)
         self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
         self.replica_count = len(self.replicas)
+        self.probe = probe
         self._absent = self.communicator.elastic
         """Whether this process has still to `join` the others."""
         self._borrowed: set[int] = set()
@@ -165,6 +178,9 @@ class DiLoCo:
         if not self._absent:
             counts = same_start(self.communicator, self._description(), len(self.replicas))
             self.replica_count = sum(counts)
+        known = None if self._absent else self.replica_count
+        check_needs(self.fragments, signals, probes=probe is not None, replicas=known)
+        if not self._absent:
             self.communicator.broadcast(self._anchor)
         self._restore(self.fragments, mixing=0.0)
 
@@ -307,11 +323,15 @@ class DiLoCo:
         with _phase("pseudo_gradient", sync.seconds):
             for replica in self.replicas:
                 reshard(replica)
+            sync.squares = []
             for fragment in sync.fragments:
+                square = None
                 if sync.weight:
-                    fragment.write_pseudo_gradient(alone=alone)
+                    measure = isinstance(fragment.outer, OuterSGD) and AGREEMENT in fragment.outer.needs
+                    square = fragment.write_pseudo_gradient(alone=alone, measure=measure)
                 else:
                     fragment.gradient.zero_()
+                sync.squares.append(square)
         with _phase("reduce", sync.seconds):
             sync.transfers = [f.channel.launch(self.communicator, f.gradient, quantized=alone) for f in sync.fragments]
         sync.steps = [fragment.steps for fragment in sync.fragments]
@@ -358,7 +378,11 @@ class DiLoCo:
                         fragment.gradient.div_(sync.replicas)
                     fragment.hand_over()
             with _phase("outer", sync.seconds):
-                shared = agree(self.communicator, sync.fragments, sync.weight, signals or {})
+                own = squares(self.communicator, sync.squares, len(self.replicas))
+                shared = agree(self.communicator, sync.fragments, sync.weight, {**(signals or {}), **own})
+            if any(isinstance(f.outer, OuterSGD) and f.outer.candidate_count for f in sync.fragments):
+                with _phase("probe", sync.seconds):
+                    shared = replace(shared, probes=self._probes(sync))
         except Interrupted:
             pass
         if self.communicator.commit() and shared is not None:
@@ -371,6 +395,35 @@ class DiLoCo:
             fragment.channel.rollback()
             fragment.steps += steps
         return None
+
+    def _probes(self, sync: _Sync) -> list[list[float]]:
+        """The losses of each fragment's candidates, with the other fragments at the anchor; means over the replicas.
+
+        Before the vote on the round, so that it may fail like the reduction itself. The replicas stay as they are.
+        """
+        if self.probe is None:  # the policy came later than the engine
+            raise ValueError(
+                "DiLoCo: a restart policy needs probes; give the engine a function, DiLoCo(..., probe=...)"
+            )
+        model = self.replicas[0]
+        reshard(model)
+        held = [[slot.tensor().clone() for slot in fragment.slots[0]] for fragment in self.fragments]
+        found: list[list[float]] = []
+        try:
+            for fragment in sync.fragments:
+                outer, losses = fragment.outer, []
+                count = outer.candidate_count if isinstance(outer, OuterSGD) else 0
+                for number in range(count):
+                    new = {id(p): value for p, value in cast("OuterSGD", outer).candidate(number)}
+                    self._set(0, [[new.get(id(view), view) for view in f.anchor_views] for f in self.fragments])
+                    replicas = range(len(self.replicas))
+                    with torch.no_grad():
+                        own = [float(self.probe(model, replica, fragment.round + 1)) for replica in replicas]
+                    losses.append(sum(own) / len(own))
+                found.append(losses)
+        finally:
+            self._set(0, held)
+        return averaged(self.communicator, sync.weight, found)
 
     def _report(
         self,
@@ -401,7 +454,7 @@ class DiLoCo:
             fragments=told,
             groups=tuple(group for of_fragment in groups for group in of_fragment),
             pseudo_gradient_norm=sum(norm**2 for norm in norms) ** 0.5 if len(norms) > 1 else norms[0],
-            signals=shared.signals,
+            signals=shared.given,
             bytes_sent=sync.all_bytes_sent,
             seconds=sync.seconds,
             checksum=joined(checksums),
@@ -561,6 +614,7 @@ class DiLoCo:
                     "age": sync.age,
                     "replicas": sync.replicas,
                     "bytes_sent": sync.all_bytes_sent,
+                    "squares": self._mean_squares(sync),
                 }
                 for sync in self._under_way
             ],
@@ -571,6 +625,11 @@ class DiLoCo:
             "inner_step": self.inner_step,
             "syncs": self.syncs,
         }
+
+    def _mean_squares(self, sync: _Sync) -> list[float | None]:
+        """The mean squared norms of all replicas' own pseudo-gradients, of the fragments that need them."""
+        own = [[] if total is None else [float(total) / len(self.replicas)] for total in sync.squares]
+        return [found[0] if found else None for found in averaged(self.communicator, sync.weight, own)]
 
     def _schedule(self) -> dict[str, Any]:
         """When which fragments are reduced."""
@@ -612,6 +671,8 @@ class DiLoCo:
                 own = len(self.replicas)
                 sync = _Sync(fragments, list(saved["steps"]), [], own, saved["replicas"], 0, 1, saved["age"])
                 sync.bytes_sent = saved["bytes_sent"]
+                for mean in saved.get("squares", ()):
+                    sync.squares.append(None if mean is None else torch.tensor(mean * own, dtype=torch.float64))
                 self._under_way.append(sync)
             if self.at_anchor:
                 self._restore(self.fragments, mixing=0.0)
@@ -676,7 +737,8 @@ def _outer_step(fragment: Fragment, shared: Shared, index: int) -> tuple[float, 
     """The norm of g, and each param group's round."""
     measured = shared.dots[index] if shared.dots is not None else None
     if isinstance(fragment.outer, OuterSGD):
-        fragment.outer.step(signals=shared.signals, measure=True, measured=measured)
+        probes = shared.probes[index] if shared.probes and shared.probes[index] else None
+        fragment.outer.step(signals=shared.shown(index), measure=True, measured=measured, probes=probes)
         groups = tuple(fragment.outer.last_round)
         return sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5, groups
     # Before the step: some optimizers overwrite g.

@@ -222,7 +222,7 @@ class Fragment:
         for slots in self.slots:
             yield [slot.tensor() for slot in slots]
 
-    def write_pseudo_gradient(self, *, alone: bool) -> None:
+    def write_pseudo_gradient(self, *, alone: bool, measure: bool = False) -> Tensor | None:
         """Write g <- sum over this process's replicas of (a - theta_r).
 
         Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
@@ -234,7 +234,12 @@ class Fragment:
 
         Args:
             alone: there are no other processes, so each replica is a sender of its own on a lossy wire.
+            measure: also add up the squared norms of the replicas' own differences.
+
+        Returns:
+            That sum, a scalar in float64, or None.
         """
+        square = torch.zeros((), dtype=torch.float64, device=self.gradient.device) if measure else None
         if self._gaps:  # another fragment may have been here: its rest would be measured, and coarsen int8's scales
             torch._foreach_zero_(self._gaps)
         simulated = alone and self.channel.lossy
@@ -246,13 +251,17 @@ class Fragment:
                 start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
                 theta = theta.to(anchor.device)  # noqa: PLW2901 - a replica may live on another device
                 if number == 0 or simulated:
-                    torch.sub(start, theta, out=out)
+                    own = torch.sub(start, theta, out=out)
                 else:
-                    out.add_(torch.sub(start, theta))
+                    own = torch.sub(start, theta)
+                    out.add_(own)
+                if square is not None:
+                    square += torch.linalg.vector_norm(own).double() ** 2
             if simulated:
                 self.channel.quantize(target, number)
                 if number:
                     self.gradient.add_(target)
+        return square
 
     def hand_over(self) -> None:
         """Give the pseudo-gradient to the outer optimizer, as `.grad` of the anchor's parameters."""

@@ -51,9 +51,9 @@ class RoundReport:
         pseudo_gradient_norm: Euclidean norm of g over all parameters that were synchronised.
         signals: the means over the replicas of what was given to `step(signals=...)`.
         bytes_sent: bytes that this process sent to others for the reduction; 0 in a single process.
-        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`, and `quorum` where
-            processes come and go. On an accelerator the first four only launch work, which is waited for where a number
-            is read.
+        seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`, `probe` where a
+            restart policy weighs candidates, and `quorum` where processes come and go. On an accelerator the first four
+            only launch work, which is waited for where a number is read.
         checksum: digits that depend on every bit of the new anchor (of the fragments that were synchronised).
     """
 
@@ -72,6 +72,11 @@ class RoundReport:
     bytes_sent: int
     seconds: Mapping[str, float]
     checksum: str
+
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """What restart policies need and what was not finite: the run has diverged."""
+        return tuple(sorted({name for group in self.groups for name in group.not_finite}))
 
     @property
     def buffer_norm(self) -> float:

@@ -34,11 +34,12 @@ from twophase.lm.config import TrainConfig
 from twophase.lm.train import Recorder
 from twophase.lm.trainer import DIVERGED, RUNNING, Progress, Trainer, round_line
 from twophase.optim.outer import BUFFER, COUNTERS, OuterSGD
-from twophase.restart import RestartPolicy, RoundSignal
+from twophase.restart import Answer, RestartPolicy, RoundSignal, ask
+from twophase.rule import OuterRule
 
 State = dict[str, Any]
 """Everything that a stretch of inner steps starts from; `torch.load(weights_only=True)` reads it."""
-_FORMAT = 4
+_FORMAT = 5
 
 
 class Node(Protocol):
@@ -372,7 +373,11 @@ class Grower:
         for run in runs:
             outer, counters = self.configs[run].outer, self._counters[run]
             policy = outer.policy()
-            happening = (policy, repr(counters)) if policy.needs else _counted(policy, counters, number)[1]
+            if policy.needs:
+                happening: Any = (policy, repr(counters))
+            else:
+                answer = _counted(outer.rule(), policy, counters, number)[1]
+                happening = (answer.restart, answer.step)
             found.setdefault((outer.rule(), self._held[run], happening), []).append(run)
         return list(found.values())
 
@@ -397,7 +402,8 @@ class Grower:
             if policy.needs:
                 self._counters[run] = {key: group[key] for key in (*COUNTERS, "policy_state")}
             else:
-                self._counters[run] = _counted(policy, self._counters[run], number)[0]
+                rule = self.configs[run].outer.rule()
+                self._counters[run] = _counted(rule, policy, self._counters[run], number)[0]
             name = self._held[run] = self._names(run)[number - 1]
             if name not in (ABSENT, ZERO) and name not in buffers:
                 buffers[name] = [outer.state[param][BUFFER] for param in group["params"]]
@@ -558,14 +564,15 @@ class Grower:
         )
 
 
-def _counted(policy: RestartPolicy, counters: Mapping[str, Any], number: int) -> tuple[dict[str, Any], object]:
-    """A scheduled policy's counters after a round, as `OuterSGD` keeps them, and its restart."""
+def _counted(
+    rule: OuterRule, policy: RestartPolicy, counters: Mapping[str, Any], number: int
+) -> tuple[dict[str, Any], Answer]:
+    """A scheduled policy's counters after a round, as `OuterSGD` keeps them, and its answer."""
     age = counters["rounds_since_restart"] + 1
-    state, restart = policy.decide(policy.initial_state() | counters["policy_state"], RoundSignal(number, age))
-    if restart is not None:
-        age = 1 if restart.before else 0
-    after = {"rounds": number, "rounds_since_restart": age, "restarts": counters["restarts"] + (restart is not None)}
-    return after | {"policy_state": state}, restart
+    answer = ask(policy, counters["policy_state"], RoundSignal(number, age, rule=rule))
+    restarts = counters["restarts"] + answer.restarted
+    after = {"rounds": number, "rounds_since_restart": answer.age(age), "restarts": restarts}
+    return after | {"policy_state": answer.state}, answer
 
 
 def _write_line(log: Recorder, entry: Mapping[str, Any], run: str) -> None:

@@ -96,6 +96,16 @@ class Step:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    @torch.no_grad()
+    def loss(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a batch, forward only and piece by piece; a scalar on the device."""
+        self._choose(tokens.shape)
+        micro, batch = self.chosen["micro_batch"], len(tokens)
+        total = torch.zeros((), device=self.device)
+        for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
+            total += self._loss(model, inputs, wanted, self.chosen["attention"]) * (len(inputs) / batch)
+        return total
+
     def _pass(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
         micro, batch = self.chosen["micro_batch"], len(tokens)
         # Around the backward pass, too: what is recomputed there must meet the same kernel.

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import twophase
 from twophase.config import RunError, UsageError, fingerprint, flatten, to_tree
@@ -29,6 +29,7 @@ from twophase.diloco.report import RoundReport, merged
 from twophase.lm.config import TrainConfig, check, text_name
 from twophase.lm.corpus import AnyCorpus, build
 from twophase.lm.evaluate import Evaluation, evaluate
+from twophase.lm.model import Llama
 from twophase.lm.shard_corpus import ShardCorpus
 from twophase.lm.speed import flops_per_token, rates
 from twophase.lm.step import Step, make_repeatable, model_of
@@ -37,7 +38,10 @@ _EVALUATED_LOGITS = 1 << 28
 _REMEMBERED = 1000
 LOSS, STOP = "train_loss", "stop"
 """What the processes tell one another at the end of a round."""
-_NOTHING = {LOSS: 0.0, STOP: 0.0}
+FOR_POLICIES = ("inner_lr", "loss_end", "loss_start", "progress")
+"""What they also tell, for restart policies: the inner learning rate of the round's last step, the mean training losses
+of its last and first quarter, and the share of the run that is done."""
+_NOTHING: dict[str, float] = dict.fromkeys((LOSS, STOP, *FOR_POLICIES), 0.0)
 """What a replica without weight tells."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
 
@@ -90,6 +94,8 @@ class Trainer:
                 mixing=sync.mixing,
                 wire=sync.wire,
                 communicator=self.comm,
+                signals=FOR_POLICIES,
+                probe=self._probe,
                 alike={"texts": self.text[:12]} | _alike(config),
             )
         except ValueError as error:  # processes, or fragments, that do not fit
@@ -100,6 +106,11 @@ class Trainer:
             except ValueError as error:  # a timeout that no heal would meet
                 raise RunError(str(error)) from None
         return engine
+
+    def _probe(self, model: nn.Module, number: int, round: int) -> float:  # noqa: A002 - the engine's word
+        """The loss of a candidate on what a replica will train on next."""
+        del round
+        return self.replicas[number].probe(cast("Llama", model), self.done.step)
 
     def _replica_state(self) -> dict[str, Any]:
         """What a replica that comes late needs beside the engine's state: it goes on as this one."""
@@ -114,7 +125,7 @@ class Trainer:
     def _load_replica_state(self, state: dict[str, Any]) -> None:
         self._losses.clear()
         self.replicas[0].load_state_dict(state["replica"])
-        self.done.step, self.done.round_steps, self.replicas[0].round_loss = state["step"], 0, 0.0
+        self.done.step, self.done.round_steps, self.replicas[0].round_losses = state["step"], 0, []
         self.done.exit_reason = state["exit_reason"]
         self.done.history = list(state["history"])
         self.validation = None
@@ -144,7 +155,7 @@ class Trainer:
         """Read the losses that are still on the device, which waits for it, into `done`."""
         if self._losses:
             for replica, loss in zip(itertools.cycle(self.replicas), torch.stack(self._losses).tolist(), strict=False):
-                replica.round_loss += loss
+                replica.round_losses.append(loss)
                 self.done.recent_loss += loss
             self.done.recent_losses += len(self._losses)
             self._losses.clear()
@@ -185,15 +196,31 @@ class Trainer:
         signals = None
         if self.done.step == self.config.steps or self.engine.reports_next:
             self.settle()  # the engine would have to wait for the inner steps, and that is not its time
-            # Each replica's mean first, as where each has a process of its own: the same bits.
-            means = [replica.round_loss / self.done.round_steps for replica in self.replicas]
-            loss = sum(means) / len(means)
-            # Where replicas come and go, one that is asked to stop goes alone.
-            signals = {LOSS: loss, STOP: 0.0 if self.comm.elastic else float(should_stop())}
+            signals = self._signals(should_stop)
         clock = time.perf_counter()
         report = self._last(self.engine.step(signals), signals)
         self.done.engine_seconds += time.perf_counter() - clock
         return report
+
+    def _signals(self, should_stop: Callable[[], bool]) -> dict[str, float]:
+        """What this process tells the others at the end of a round."""
+        config, steps = self.config, self.done.round_steps
+        quarter = max(1, steps // 4)
+
+        def mean(part: slice) -> float:
+            # Each replica's mean first, as where each has a process of its own: the same bits.
+            means = [sum(losses) / len(losses) for one in self.replicas if (losses := one.round_losses[part])]
+            return sum(means) / len(means) if means else 0.0
+
+        return {
+            LOSS: mean(slice(None)),
+            # Where replicas come and go, one that is asked to stop goes alone.
+            STOP: 0.0 if self.comm.elastic else float(should_stop()),
+            "inner_lr": inner_lr(config, self.done.step - 1),
+            "loss_end": mean(slice(-quarter, None)),
+            "loss_start": mean(slice(quarter)),
+            "progress": self.done.step / config.steps,
+        }
 
     def _last(self, report: RoundReport | None, signals: dict[str, float] | None) -> RoundReport | None:
         """The report of a sync, with what is left to be synchronised where the run is at its end.
@@ -216,7 +243,7 @@ class Trainer:
         line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
         self.done.round_steps = 0
         for replica in self.replicas:
-            replica.round_loss = 0.0
+            replica.round_losses = []
         self.done.exit_reason = self._exit_reason(report)
         if self.comm.elastic:
             self.done.remember(self.done.step, report.checksum)
@@ -236,7 +263,9 @@ class Trainer:
     def _exit_reason(self, report: RoundReport) -> str:
         """How the run stands after a round; the same on all processes."""
         # A NaN is not <= anything.
-        if not (report.signals[LOSS] <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)):
+        if report.not_finite or not (
+            report.signals[LOSS] <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)
+        ):
             return DIVERGED
         if self.done.step == self.config.steps:
             return FINISHED
@@ -313,8 +342,8 @@ class Replica:
             weight_decay=config.inner.weight_decay,
             fused=True,
         )
-        self.round_loss = 0.0
-        """Sum of its training losses since the last report."""
+        self.round_losses: list[float] = []
+        """Its training losses since the last report, one an inner step."""
 
     def step(self, step: int, lr: float) -> Tensor:
         """One inner step; returns the training loss in nats a token, a scalar that is still on the device.
@@ -331,6 +360,11 @@ class Replica:
         self.inner.zero_grad()
         return loss
 
+    def probe(self, model: Llama, step: int) -> float:
+        """Mean loss of a model, forward only, on the batch of an inner step of this replica."""
+        tokens, targets = self.corpus.batch(self.config.seed, step, self.number)
+        return float(self.compute.loss(model, self._tensor(tokens), self._tensor(targets)))
+
     def evaluate(self) -> Evaluation:
         """Loss and perplexity on the held-out documents."""
         tokens, targets = self.corpus.validation()
@@ -341,13 +375,13 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """Model, inner optimizer, and the losses of the round."""
-        return {"model": self.model.state_dict(), "inner": self.inner.state_dict(), "round_loss": self.round_loss}
+        return {"model": self.model.state_dict(), "inner": self.inner.state_dict(), "round_losses": self.round_losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
-        self.round_loss = state["round_loss"]
+        self.round_losses = list(state["round_losses"])
 
     def _tensor(self, ids: Any) -> Tensor:
         tensor = torch.from_numpy(ids)

@@ -40,6 +40,7 @@ def outer_step_(
     nesterov: bool,
     form: Form,
     fresh: bool = False,
+    step: tuple[float, float] | None = None,
 ) -> None:
     """One outer update, in place on `params` and `buffers`.
 
@@ -56,6 +57,8 @@ def outer_step_(
         nesterov: whether to look ahead.
         form: `"sum"` or `"ema"`.
         fresh: the buffers hold nothing yet and count as 0; they are written without being read.
+        step: (a, b) of the update `x <- x - a g - b m` with the new m, in the place of the rule's own (then `lr` and
+            `nesterov` are not used).
 
     Source: paper section 2 and appendix A; theory notes R2 and R3.
     """
@@ -63,10 +66,12 @@ def outer_step_(
         return
     if momentum == 0:  # m is g itself in both forms, so there is nothing to remember
         for x, g in _batches(params, pseudo_gradients):
-            torch._foreach_add_(x, g, alpha=-lr)
+            torch._foreach_add_(x, g, alpha=-lr if step is None else -(step[0] + step[1]))
         return
-    rule = _Rule(lr, momentum, nesterov, form, fresh)
-    rows = _fused_(list(zip(params, pseudo_gradients, buffers, strict=True)), rule)
+    rule = _Rule(lr, momentum, nesterov, form, fresh, step)
+    rows = list(zip(params, pseudo_gradients, buffers, strict=True))
+    if step is None:
+        rows = _fused_(rows, rule)
     if rows:
         _in_pieces_(rows, rule)
 
@@ -84,6 +89,7 @@ class _Rule:
     nesterov: bool
     form: Form
     fresh: bool
+    step: tuple[float, float] | None = None
 
 
 def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
@@ -98,6 +104,9 @@ def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
         else:
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, g, alpha=weight)
+        if rule.step is not None:
+            _take_(x, g, m, rule.step, scratch)
+            continue
         step = m
         if rule.nesterov:
             step = _scratch_like(m, scratch)
@@ -108,6 +117,28 @@ def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
                 torch._foreach_mul_(step, momentum)
                 torch._foreach_add_(step, g, alpha=weight)
         torch._foreach_add_(x, step, alpha=-rule.lr)
+
+
+def _take_(
+    x: list[Tensor],
+    g: list[Tensor],
+    m: list[Tensor],
+    step: tuple[float, float],
+    scratch: dict[torch.dtype, Tensor],
+) -> None:
+    """`x <- x - a g - b m`, rounded to x's type once; with b = 0 it has the bits of a momentum-free step."""
+    along_g, along_m = step
+    if along_m == 0:
+        torch._foreach_add_(x, g, alpha=-along_g)
+        return
+    if along_g == 0:
+        torch._foreach_add_(x, m, alpha=-along_m)
+        return
+    whole = _scratch_like(m, scratch)
+    _copy_(whole, m)
+    torch._foreach_mul_(whole, along_m)
+    torch._foreach_add_(whole, g, alpha=along_g)
+    torch._foreach_add_(x, whole, alpha=-1.0)
 
 
 def _fused_(rows: list[Row], rule: _Rule) -> list[Row]:
@@ -195,9 +226,19 @@ def _scratch_like(batch: list[Tensor], scratch: dict[torch.dtype, Tensor]) -> li
     return [part.view(t.shape) for part, t in zip(parts, batch, strict=True)]
 
 
-def restart_(buffers: list[Tensor], pseudo_gradients: list[Tensor], retain: float, inject: float) -> None:
-    """`m <- retain m + inject g` in place; exact zeros for retain = inject = 0, whatever m holds."""
+def restart_(
+    buffers: list[Tensor], pseudo_gradients: list[Tensor], retain: float, inject: float, *, opposed: bool = False
+) -> None:
+    """`m <- retain m + inject g` in place; exact zeros for retain = inject = 0, whatever m holds.
+
+    With `opposed` only in the coordinates in which m and g have opposite signs (a NaN has none).
+    """
     for m, g in _batches(buffers, pseudo_gradients):
+        if opposed:
+            for ours, theirs in zip(m, g, strict=True):
+                there = (ours < 0) & (theirs > 0) | (ours > 0) & (theirs < 0)  # a product may underflow
+                ours.copy_(torch.where(there, retain * ours + inject * theirs, ours))
+            continue
         if retain == 0:
             torch._foreach_zero_(m)  # not a product: 0 x inf would keep a NaN alive
         else:
@@ -236,10 +277,11 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> Dots:
     """
     batches = _batches(pseudo_gradients, buffers or pseudo_gradients)
     if pseudo_gradients[0].device.type == "cpu":  # joining small tensors is cheaper than an operation on each
-        parts = torch.stack([_dots(_joined(g), _joined(m)) for g, m in batches])
+        found = [_dots(_joined(g), _joined(m)) for g, m in batches]
     else:  # there it would only be two more passes over the memory
-        parts = torch.stack([_dots(_joined([a]), _joined([b])) for g, m in batches for a, b in zip(g, m, strict=True)])
-    gg, mm, gm = parts.sum(dim=0).tolist()  # one transfer to the host
+        found = [_dots(_joined([a]), _joined([b])) for g, m in batches for a, b in zip(g, m, strict=True)]
+    parts = torch.stack([dot for three in found for dot in three]).double()  # a batch is short, all of them are not
+    gg, mm, gm = parts.view(-1, 3).sum(dim=0).tolist()  # one transfer to the host
     return (gg, mm, gm) if buffers else (gg, 0.0, 0.0)
 
 
@@ -249,14 +291,14 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in wide]) if len(wide) > 1 else wide[0]
 
 
-def _dots(g: Tensor, m: Tensor) -> Tensor:
-    """(<g, g>, <m, m>, <g, m>) of a batch; its length is bounded, but the sum over batches needs float64."""
+def _dots(g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+    """<g, g>, <m, m> and <g, m> of a batch."""
     if _is_plain(g):
         g, m = g.reshape(-1), m.reshape(-1).to(g.dtype)
-        return torch.stack([torch.dot(g, g), torch.dot(m, m), torch.dot(g, m)]).double()
-    total = torch.stack([(a * b).sum(dtype=torch.float64) for a, b in ((g, g), (m, m), (g, m))])
+        return torch.dot(g, g), torch.dot(m, m), torch.dot(g, m)
+    totals = [(a * b).sum(dtype=torch.float64) for a, b in ((g, g), (m, m), (g, m))]
     # A DTensor's sum is partial on each rank; full_tensor() adds the parts up, the same on every rank.
-    return total.full_tensor() if hasattr(total, "full_tensor") else total  # type: ignore[operator]
+    return tuple(total.full_tensor() if hasattr(total, "full_tensor") else total for total in totals)  # type: ignore[operator]
 
 
 def _is_plain(tensor: Tensor) -> bool:

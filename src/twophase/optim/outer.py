@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from twophase.optim.functional import Angles, Dots, buffer_dtype, dots, outer_step_, restart_
-from twophase.restart import Never, Restart, RestartPolicy, RoundSignal, parse
+from twophase.restart import (
+    MEASURED,
+    PROBES,
+    Answer,
+    Never,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    answered,
+    ask,
+    parse,
+)
 from twophase.rule import Form, OuterRule, check_rule
 
 
@@ -26,6 +38,8 @@ class GroupRound:
         buffer_norm: Euclidean norm of m before g was mixed in.
         cosine: cosine of the angle between that m and g, 0 when either vanishes.
         gain: `<update, g> / <g, g>`, with update = x before - x after; 1 would be plain averaging. NaN when g = 0.
+            (Of a policy that rewrites single coordinates, without that.)
+        not_finite: what its restart policy needs and what was not finite: the run has diverged, and nothing restarted.
     """
 
     restarted: bool
@@ -33,11 +47,11 @@ class GroupRound:
     buffer_norm: float
     cosine: float
     gain: float
+    not_finite: tuple[str, ...] = ()
 
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
 COUNTERS = ("rounds", "rounds_since_restart", "restarts")
-_MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
 
 
 class OuterSGD(Optimizer):
@@ -76,9 +90,11 @@ class OuterSGD(Optimizer):
         nesterov: whether the step looks ahead.
         form: `"sum"` (as torch.optim.SGD) or `"ema"` (as the restart paper).
         restart: a policy of `twophase.restart`, its text form, or a period.
+        signals: names of the further values that `step(signals=...)` will be given, and `"probes"` if it will be given
+            `probe`; a policy that needs more is refused.
 
     Raises:
-        ValueError: a value outside its range, or a policy that is not known.
+        ValueError: a value outside its range, a policy that is not known, or one that needs what is not promised.
 
     Source: paper sections 2 and 3; theory notes R2 to R4.
 
@@ -100,7 +116,9 @@ class OuterSGD(Optimizer):
         nesterov: bool = False,
         form: Form = "sum",
         restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
+        signals: Collection[str] = (),
     ) -> None:
+        self.promised = frozenset(signals)
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "form": form, "restart": str(parse(restart))}
         check_rule("OuterSGD", lr, momentum, form, nesterov)
         super().__init__(params, defaults)
@@ -112,14 +130,24 @@ class OuterSGD(Optimizer):
         params: Iterable[Any],
         rule: OuterRule,
         restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
+        signals: Collection[str] = (),
     ) -> OuterSGD:
         """The optimizer of a rule and a policy."""
-        return cls(params, rule.lr, rule.momentum, nesterov=rule.nesterov, form=rule.form, restart=restart)
+        options: dict[str, Any] = {"nesterov": rule.nesterov, "form": rule.form, "restart": restart, "signals": signals}
+        return cls(params, rule.lr, rule.momentum, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its own `lr`, `momentum`, `nesterov`, `form` and `restart` override the defaults."""
         super().add_param_group(param_group)
-        _complete(self.param_groups[-1])
+        group = self.param_groups[-1]
+        _complete(group)
+        missing = parse(group["restart"]).needs - MEASURED - self.promised
+        if missing:
+            self.param_groups.pop()
+            raise ValueError(
+                f"OuterSGD: restart policy {group['restart']} needs {_listed(missing)}; {_remedy(missing)}, and "
+                f"promise it here with signals={sorted(missing)!r}"
+            )
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -127,8 +155,10 @@ class OuterSGD(Optimizer):
         closure: Callable[[], Any] | None = None,
         *,
         signals: Mapping[str, float] | None = None,
+        probe: Callable[[], float] | None = None,
         measure: bool = False,
         measured: Sequence[Dots] | None = None,
+        probes: Sequence[float] | None = None,
     ) -> Any:
         """Take one outer round.
 
@@ -136,9 +166,13 @@ class OuterSGD(Optimizer):
             closure: re-evaluates and returns the loss, as for any torch optimizer.
             signals: further values for policies that need them (all-reduced: every replica must pass the same), such
                 as losses.
+            probe: the loss with the parameters as they are when it is called (of several processes, the mean over
+                all), for policies that weigh candidates; the same data at each call of a step. No gradient may be
+                taken, for `.grad` holds the pseudo-gradient.
             measure: also leave each group's norms, cosine and gain in `last_round` (three more reads of g and m).
             measured: what `dots()` has returned, to be used instead of measuring again; of several processes that hold
                 the same bits on unlike machines, all should be given one's.
+            probes: the losses of the candidates where they are known already, in the place of `probe`.
 
         Returns:
             The closure's value, or None.
@@ -148,15 +182,77 @@ class OuterSGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.last_round = []
-        for index, (group, params) in enumerate(self._taking_part()):
+        taking_part = self._taking_part()
+        if probes is None and probe is not None and self.candidate_count:
+            probes = self._probe(probe)
+        losses = None if probes is None else tuple(probes)
+        for index, (group, params) in enumerate(taking_part):
             seen = None if measured is None else Angles.of(measured[index])
-            self._step_group(group, params, signals, measure=measure, seen=seen)
+            self._step_group(group, params, signals, losses, measure=measure, seen=seen)
         return loss
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the policies of the groups need."""
+        return frozenset().union(*(parse(group["restart"]).needs for group in self.param_groups))
 
     @property
     def needs_measuring(self) -> bool:
         """Whether the policy of any group decides by norms or angles."""
-        return any(parse(group["restart"]).needs & _MEASURED for group in self.param_groups)
+        return bool(self.needs & MEASURED)
+
+    @property
+    def candidate_count(self) -> int:
+        """How many candidates the policies of the groups want to have probed; 0 if none does.
+
+        Raises:
+            ValueError: groups with different ones, which would be a decision for every combination.
+        """
+        policies = {str(p): p for group in self.param_groups if PROBES in (p := parse(group["restart"])).needs}
+        if len(policies) > 1:
+            raise ValueError(
+                f"OuterSGD: the groups have different probing policies, {_listed(policies)}; give all of them the same "
+                "one: they are judged together"
+            )
+        rule = OuterRule(0.0, 0.0)  # how many there are does not depend on it
+        return len(next(iter(policies.values())).candidates(rule)) if policies else 0
+
+    @torch.no_grad()
+    def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter that takes part, and what it would be after this round with the candidate of that number.
+
+        Groups whose policy does not probe take their rule's own update in it.
+
+        Args:
+            number: of the candidate, from 0.
+
+        Returns:
+            Pairs of parameter and new tensor, which has the buffer's dtype.
+        """
+        found: list[tuple[Tensor, Tensor]] = []
+        for group, params in self._taking_part():
+            policy, rule = parse(group["restart"]), _rule_of(group)
+            decision = policy.candidates(rule)[number] if PROBES in policy.needs else None
+            along_g, along_m = answered({}, decision).weights(rule)
+            for p in params:
+                held = self.state[p].get(BUFFER)
+                new = p.to(buffer_dtype(p), copy=True).sub_(_gradient(p), alpha=along_g)
+                found.append((p, new if held is None or along_m == 0 else new.sub_(held, alpha=along_m)))
+        return found
+
+    def _probe(self, probe: Callable[[], float]) -> list[float]:
+        """The losses of the candidates; the parameters come out as they were."""
+        before = [(p, p.clone()) for _, params in self._taking_part() for p in params]
+        losses = []
+        try:
+            for number in range(self.candidate_count):
+                for p, new in self.candidate(number):
+                    p.copy_(new)
+                losses.append(float(probe()))
+        finally:
+            for p, old in before:
+                p.copy_(old)
+        return losses
 
     @torch.no_grad()
     def dots(self) -> list[Dots]:
@@ -173,6 +269,7 @@ class OuterSGD(Optimizer):
         group: dict[str, Any],
         params: list[Tensor],
         signals: Mapping[str, float] | None,
+        probes: tuple[float, ...] | None,
         *,
         measure: bool,
         seen: Angles | None,
@@ -186,10 +283,13 @@ class OuterSGD(Optimizer):
             group["policy_state"] = policy.initial_state()
             group["restart"] = str(policy)  # and becomes text, which every checkpoint can hold
         number, age = group["rounds"] + 1, group["rounds_since_restart"] + 1
-        if seen is None and (measure or policy.needs & _MEASURED):
+        if seen is None and (measure or policy.needs & MEASURED):
             seen = Angles.of(self._measure(params))
-        signal = _signal(policy, number, age, seen, signals)
-        group["policy_state"], restart = policy.decide(policy.initial_state() | group["policy_state"], signal)
+        _check_signals(policy, signals, probes)
+        norms = (None, None, None) if seen is None else (seen.pseudo_gradient_norm, seen.buffer_norm, seen.cosine)
+        signal = RoundSignal(number, age, *norms, signals, _rule_of(group), probes)
+        answer = ask(policy, group["policy_state"], signal)
+        group["policy_state"], restart = answer.state, answer.restart
         group["rounds"] = number  # not before: a round that a missing signal stops has not happened
         if restart is not None and restart.before:
             if restart.inject != 0 and group["momentum"] != 0:  # a buffer that is not there yet counts as 0
@@ -197,17 +297,22 @@ class OuterSGD(Optimizer):
                     if BUFFER not in self.state[p]:
                         self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
             self._restart(params, restart)
-            age = 1
         old = [p for p in params if BUFFER in self.state[p]]
-        self._update(group, [p for p in params if BUFFER not in self.state[p]], fresh=True)
-        self._update(group, old, fresh=False)
+        self._update(group, [p for p in params if BUFFER not in self.state[p]], answer, fresh=True)
+        self._update(group, old, answer, fresh=False)
         if restart is not None and not restart.before:
             self._restart(params, restart)
-            age = 0
-        group["restarts"] += restart is not None
-        group["rounds_since_restart"] = age
+        group["restarts"] += answer.restarted
+        group["rounds_since_restart"] = answer.age(age)
         if measure and seen is not None:
-            self.last_round.append(_report(group, seen, restart))
+            self.last_round.append(_report(group, seen, answer))
+        elif answer.not_finite:
+            warnings.warn(
+                f"OuterSGD: in round {number} {_listed(answer.not_finite)} is not finite: the run has diverged, and "
+                f"restart policy {policy} cannot decide; go back to an earlier checkpoint with a smaller learning rate",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _measure(self, params: list[Tensor]) -> Dots:
         held = [p for p in params if BUFFER in self.state[p]]
@@ -219,9 +324,10 @@ class OuterSGD(Optimizer):
 
     def _restart(self, params: list[Tensor], restart: Restart) -> None:
         held = [p for p in params if BUFFER in self.state[p]]
-        restart_([self.state[p][BUFFER] for p in held], [_gradient(p) for p in held], restart.retain, restart.inject)
+        buffers, gradients = [self.state[p][BUFFER] for p in held], [_gradient(p) for p in held]
+        restart_(buffers, gradients, restart.retain, restart.inject, opposed=restart.opposed)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], *, fresh: bool) -> None:
+    def _update(self, group: dict[str, Any], params: list[Tensor], answer: Answer, *, fresh: bool) -> None:
         buffers: list[Tensor] = []
         if group["momentum"] != 0:
             if fresh:
@@ -237,6 +343,7 @@ class OuterSGD(Optimizer):
             nesterov=group["nesterov"],
             form=group["form"],
             fresh=fresh,
+            step=None if answer.step is None else (answer.step.along_g, answer.step.along_m),
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -264,6 +371,10 @@ class OuterSGD(Optimizer):
                 else:
                     self.state[param].pop(BUFFER, None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets."""
+        return super().__getstate__() | {"promised": self.promised}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Fill in what states of other versions, or of torch.optim.SGD, do not have."""
         super().__setstate__(state)
@@ -272,30 +383,38 @@ class OuterSGD(Optimizer):
             _complete(group)
 
 
-def _signal(
-    policy: RestartPolicy, number: int, age: int, seen: Angles | None, extra: Mapping[str, float] | None
-) -> RoundSignal:
-    missing = policy.needs - _MEASURED - set(extra or ())
+def _rule_of(group: dict[str, Any]) -> OuterRule:
+    return OuterRule(group["lr"], group["momentum"], group["nesterov"], group["form"])
+
+
+def _check_signals(policy: RestartPolicy, extra: Mapping[str, float] | None, probes: tuple[float, ...] | None) -> None:
+    there = set(extra or ()) if probes is None else {*(extra or ()), PROBES}
+    missing = policy.needs - MEASURED - there
     if missing:
-        raise ValueError(
-            f"OuterSGD: restart policy {policy} needs {', '.join(sorted(missing))}; pass them to step(signals=...), "
-            "the same on every replica"
-        )
-    if seen is None:
-        return RoundSignal(number, age, extra=extra)
-    return RoundSignal(number, age, seen.pseudo_gradient_norm, seen.buffer_norm, seen.cosine, extra)
+        raise ValueError(f"OuterSGD: restart policy {policy} needs {_listed(missing)}; {_remedy(missing)}")
 
 
-def _report(group: dict[str, Any], seen: Angles, restart: Restart | None) -> GroupRound:
+def _remedy(missing: Collection[str]) -> str:
+    """How to supply what a policy needs."""
+    ways = []
+    if set(missing) - {PROBES}:
+        ways.append("pass them to step(signals=...), the same on every replica")
+    if PROBES in missing:
+        ways.append("pass the loss on a probe batch as a function, step(probe=...)")
+    return " and ".join(ways)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _report(group: dict[str, Any], seen: Angles, answer: Answer) -> GroupRound:
     """The group's round in numbers; the gain follows from the angles because the update is linear in g and m."""
-    rule = OuterRule(group["lr"], group["momentum"], group["nesterov"], group["form"])
     norm = seen.pseudo_gradient_norm
     along = seen.cosine * seen.buffer_norm / norm if norm else math.nan  # <m, g> / <g, g>
-    if restart is not None and restart.before:
-        along = restart.retain * along + restart.inject
-    along = rule.momentum * along + rule.injection
-    gain = rule.lr * (rule.momentum * along + rule.injection if rule.nesterov else along)
-    return GroupRound(restart is not None, norm, seen.buffer_norm, seen.cosine, gain)
+    along_g, along_m = answer.weights(_rule_of(group))
+    gain = along_g + along_m * along
+    return GroupRound(answer.restarted, norm, seen.buffer_norm, seen.cosine, gain, answer.not_finite)
 
 
 def _gradient(param: Tensor) -> Tensor:

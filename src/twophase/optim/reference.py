@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from twophase.restart import Never, RestartPolicy, RoundSignal
+from twophase.restart import Answer, Never, Restart, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
 
 
@@ -33,16 +33,18 @@ class ReferenceOuter:
         self.policy_state = self.policy.initial_state()
         self.t = 0
         self.age = 0
+        self.extra: dict[str, float] = {}
+        """What else the policy is shown."""
 
     def round(self, g: Sequence[Tensor]) -> None:
         """One outer round with pseudo-gradient g (one tensor a block)."""
         nu, beta = self.rule.lr, self.rule.momentum
         self.t += 1
         self.age += 1
-        restart = self._decide(g)
+        answer = self._decide(g)
+        restart = answer.restart
         if restart is not None and restart.before:
-            self.m = [restart.retain * m + restart.inject * gi for m, gi in zip(self.m, g, strict=True)]
-            self.age = 1
+            self.m = [_restarted(m, gi, restart) for m, gi in zip(self.m, g, strict=True)]
         for i, gi in enumerate(g):
             x, m = self.x[i], self.m[i]
             if self.rule.form == "ema":
@@ -51,17 +53,26 @@ class ReferenceOuter:
             else:
                 m_new = beta * m + gi
                 step = gi + beta * m_new if self.rule.nesterov else m_new
-            self.x[i] = x - nu * step
+            if answer.step is None:
+                self.x[i] = x - nu * step
+            else:
+                self.x[i] = x - answer.step.along_g * gi - answer.step.along_m * m_new
             self.m[i] = m_new
         if restart is not None and not restart.before:
-            self.m = [restart.retain * m + restart.inject * gi for m, gi in zip(self.m, g, strict=True)]
-            self.age = 0
+            self.m = [_restarted(m, gi, restart) for m, gi in zip(self.m, g, strict=True)]
+        self.age = answer.age(self.age)
 
-    def _decide(self, g: Sequence[Tensor]):
+    def _decide(self, g: Sequence[Tensor]) -> Answer:
         gg = sum(float((gi.double() ** 2).sum()) for gi in g)
         mm = sum(float((m.double() ** 2).sum()) for m in self.m)
         gm = sum(float((gi.double() * m.double()).sum()) for gi, m in zip(g, self.m, strict=True))
         cosine = gm / (gg * mm) ** 0.5 if gg * mm > 0 else 0.0
-        signal = RoundSignal(self.t, self.age, gg**0.5, mm**0.5, cosine)
-        self.policy_state, restart = self.policy.decide(self.policy_state, signal)
-        return restart
+        signal = RoundSignal(self.t, self.age, gg**0.5, mm**0.5, cosine, self.extra, self.rule)
+        answer = ask(self.policy, self.policy_state, signal)
+        self.policy_state = answer.state
+        return answer
+
+
+def _restarted(m: Tensor, g: Tensor, restart: Restart) -> Tensor:
+    new = restart.retain * m + restart.inject * g
+    return torch.where(m.sign() * g.sign() < 0, new, m) if restart.opposed else new

@@ -20,12 +20,15 @@ from typing import Any
 from twophase.config import with_values
 from twophase.experiment.grid import Axis, Cell, product
 from twophase.experiment.overview import CONTROL
-from twophase.restart import Never, RestartPolicy, RoundSignal, mean_outer_gain
+from twophase.restart import Never, RestartPolicy, RoundSignal, ask, mean_outer_gain
+from twophase.rule import OuterRule
 
 MOMENTUM_FREE = CONTROL
 """Name of the arm of outer SGD without momentum."""
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
+_ANY = OuterRule(1.0, 0.5)
+"""When a schedule restarts does not depend on the rule."""
 _LR, _MOMENTUM, _NESTEROV, _RESTART = "outer.lr", "outer.momentum", "outer.nesterov", "outer.restart"
 
 
@@ -119,10 +122,8 @@ def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
         raise ValueError(f"restarts_that_count: {policy} decides from measured signals; it cannot be known in advance")
     state, age, count = policy.initial_state(), 0, 0
     for number in range(1, rounds):
-        age += 1
-        state, restart = policy.decide(state, RoundSignal(number, age))
-        if restart is not None:
-            age, count = 0, count + 1
+        answer = ask(policy, state, RoundSignal(number, age + 1, rule=_ANY))
+        state, age, count = answer.state, answer.age(age + 1), count + answer.restarted
     return count
 
 

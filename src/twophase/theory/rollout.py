@@ -16,12 +16,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.restart import Never, Restart, RestartPolicy, RoundSignal, State, check_count, parse
+from twophase.restart import (
+    AGREEMENT,
+    MEASURED,
+    PROBES,
+    Answer,
+    Never,
+    RestartPolicy,
+    RoundSignal,
+    State,
+    answered,
+    ask,
+    check_count,
+    parse,
+)
+from twophase.rule import OuterRule
 from twophase.theory.inputs import (
     Floats,
     Rules,
@@ -33,7 +47,9 @@ from twophase.theory.inputs import (
     rule_arrays,
 )
 
-_MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
+_LOSSES = frozenset({"loss_start", "loss_end"})
+_SUPPLIED = MEASURED | _LOSSES | {PROBES, AGREEMENT, "inner_lr", "progress"}
+"""What the model can show a policy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,10 +89,17 @@ def rollout(
     `x <- x - lr m` (heavy ball) or `x <- x - lr (w g + b m)` (Nesterov, the new m); then the policy's restart, if any:
     `m <- retain m + inject g`, on the buffer of the rule's own form.
 
-    The policy is asked once a round and sees what it would see in `OuterSGD`: the counters and, if it `needs` them,
-    norms and cosine over all modes of its trajectory, before g is mixed in (at momentum 0 the buffer counts as 0). One
-    that needs none is asked once for all trajectories, others for each. A mode that diverges becomes inf and nan
-    without a warning, and the policy is shown the inf and nan norms, as the optimizer would.
+    The policy is asked once a round and sees what it would see in `OuterSGD`: the rule, the counters and, if it `needs`
+    them, norms and cosine over all modes of its trajectory, before g is mixed in (at momentum 0 the buffer counts as
+    0). What an engine would have to supply is here
+
+    * `loss_start`, `loss_end`: the model's loss at the anchor x, and at x - g, where the replicas' mean has come to;
+    * `probes`: its loss at each candidate anchor, without noise;
+    * `agreement`: `|g|^2` over the mean of the replicas' own squared norms; needs at least two replicas;
+    * `inner_lr`: 1, for it is constant; `progress`: the share of the rounds that are done, this one included.
+
+    A policy that needs nothing is asked once for all trajectories of a rule, others for each. A mode that diverges
+    becomes inf and nan without a warning; where that makes what the policy needs inf or nan it is not asked any more.
 
     Args:
         rule: an outer rule, or an array of rules of any shape B.
@@ -111,7 +134,7 @@ def rollout(
     modes = check_modes(where, sigma)
     share = check_weights(where, weights, modes.shape[-1])
     rounds = check_count(where, "rounds", rounds)
-    noise_mean = _disturbance(where, noise, replicas, seeds, size=(rounds, modes.shape[-1]))
+    disturbed = _disturbance(where, noise, replicas, seeds, size=(rounds, modes.shape[-1]))
     return _simulate(
         where,
         rule,
@@ -120,7 +143,7 @@ def rollout(
         restart=restart,
         weights=share,
         initial=_finite(where, "initial", initial),
-        noise=noise_mean,
+        noise=disturbed,
     )
 
 
@@ -205,12 +228,12 @@ def rollout_blocks(
         start = np.broadcast_to(start, (*start.shape[:-1], ends[-1]))
     if start.shape[-1] != ends[-1]:
         raise ValueError(f"{where}: initial has {start.shape[-1]} modes; give a number, or all {ends[-1]} values")
-    noise_mean = _disturbance(where, noise, replicas, seeds, size=(rounds, ends[-1]))
+    disturbed = _disturbance(where, noise, replicas, seeds, size=(rounds, ends[-1]))
     runs, raw = [], []
     for name, block, sigma, part in zip(names, blocks, sigmas, modes, strict=True):
         share = check_weights(name, block.weights, sigma.shape[-1])
         raw.append(np.ones_like(share) if block.weights is None else np.atleast_1d(block.weights))
-        own = None if noise_mean is None else noise_mean[..., part]
+        own = disturbed.of(part)
         at = start[..., part]
         run = _simulate(name, block.rule, sigma, rounds, restart=block.restart, weights=share, initial=at, noise=own)
         runs.append(run)
@@ -230,7 +253,7 @@ def _simulate(
     restart: RestartPolicy | str | int,
     weights: Floats,
     initial: Floats,
-    noise: Floats | None,
+    noise: _Noise,
 ) -> Rollout:
     """The dynamics on a flat list of trajectories, shape (trajectories, modes); `noise` is the replicas' mean."""
     rules = rule_arrays(where, rule)
@@ -238,11 +261,14 @@ def _simulate(
     modes = sigma.shape[-1]
     if initial.ndim and initial.shape[-1] not in (1, modes):
         raise ValueError(f"{where}: initial has {initial.shape[-1]} modes; give a number, or all {modes} values")
-    shape = own if noise is None else (*noise.shape[1:-1], *own)
+    shape = own if noise.mean is None else (*noise.mean.shape[1:-1], *own)
     count = math.prod(shape)
 
     def flat(values: NDArray[Any]) -> Any:  # of shape (..., modes or 1)
         return np.broadcast_to(values, (*shape, values.shape[-1])).reshape(count, values.shape[-1])
+
+    def of_round(values: Floats) -> Floats:  # of shape ([seeds], modes)
+        return flat(values.reshape(*values.shape[:-1], *(1 for _ in own), modes))
 
     sigma, lr, b, w = flat(sigma), *(flat(v[..., None]) for v in (rules.lr, rules.momentum, rules.injection))
     nesterov = flat(rules.nesterov[..., None])
@@ -250,24 +276,27 @@ def _simulate(
     buffers, gradients = np.zeros_like(places), np.empty((rounds, count, modes))
     restarts = np.zeros((rounds, count), dtype=bool)
     places[0] = flat(np.atleast_1d(initial))
-    policy = _Asked(where, restart, count)
+    forms = flat(np.where(rules.ema, "ema", "sum")[..., None])
+    columns = [column[:, 0].tolist() for column in (lr, b, nesterov, forms)]
+    policy = _Asked(where, restart, [OuterRule(*row) for row in zip(*columns, strict=True)], weights, noise.replicas)
     for t in range(rounds):
         x, m = places[t], buffers[t]
         with np.errstate(all="ignore"):
             g = sigma * x
-            if noise is not None:
-                g = g + flat(noise[t].reshape(*noise.shape[1:-1], *(1 for _ in own), modes))
-            signals = policy.measure(g, np.where(b == 0, 0.0, m)) if policy.measures else None
-        events = policy.ask(t + 1, signals)
-        with np.errstate(all="ignore"):
-            m = b * _restarted(m, g, events, before=True) + w * g
-            gradients[t], places[t + 1] = g, x - lr * np.where(nesterov, b * m + w * g, m)
-            buffers[t + 1] = _restarted(m, g, events, before=False)
-        for rows in events.values():
-            restarts[t, rows] = True
+            square = (g * g).sum(axis=1) if policy.wants(AGREEMENT) else None
+            if noise.mean is not None and noise.square is not None:
+                mean = of_round(noise.mean[t])
+                if square is not None:  # mean_r |sigma x + n_r|^2
+                    square += (2 * g * mean + of_round(noise.square[t])).sum(axis=1)
+                g = g + mean
+            done = policy.ask((t + 1, rounds), x, g, np.where(b == 0, 0.0, m), square)
+            m = b * _restarted(m, g, done, before=True) + w * g
+            gradients[t], places[t + 1] = g, x - _stepped(lr * np.where(nesterov, b * m + w * g, m), m, g, done)
+            buffers[t + 1] = _restarted(m, g, done, before=False)
+        for rows, answer in done:
+            restarts[t, rows] = answer.restarted
     with np.errstate(all="ignore"):
-        counted = weights > 0  # a mode without weight may diverge: 0 times inf would be nan
-        loss = 0.5 * (weights[counted] * places[..., counted] ** 2).sum(axis=-1)
+        loss = _loss(places, weights)
     return Rollout(
         places.reshape(rounds + 1, *shape, modes),
         buffers.reshape(rounds + 1, *shape, modes),
@@ -277,64 +306,142 @@ def _simulate(
     )
 
 
-Events: TypeAlias = dict[Restart, slice | list[int]]
-"""The restarts of a round, and the trajectories that each befalls."""
+def _loss(x: Floats, weights: Floats) -> Floats:
+    """`1/2 sum_j w_j x_j^2`; a mode without weight may diverge: 0 times inf would be nan."""
+    counted = weights > 0
+    return 0.5 * (weights[counted] * x[..., counted] ** 2).sum(axis=-1)
+
+
+Rows = slice | list[int]
 
 
 class _Asked:
-    """A policy and its memory: of all trajectories together if it measures nothing, otherwise of each."""
+    """A policy and its memory: of all trajectories of a rule together if it needs nothing, otherwise of each."""
 
-    def __init__(self, where: str, restart: RestartPolicy | str | int, count: int) -> None:
+    def __init__(
+        self, where: str, restart: RestartPolicy | str | int, rules: list[OuterRule], weights: Floats, replicas: int
+    ) -> None:
         # A policy object is taken as it is: here it needs no text form, which `parse` would ask for.
         self.policy = restart if isinstance(restart, RestartPolicy) else parse(restart)
-        missing = self.policy.needs - _MEASURED
+        missing = self.policy.needs - _SUPPLIED
         if missing:
             raise ValueError(
                 f"{where}: restart policy {self.policy!r} needs {', '.join(sorted(missing))}, which the model does not "
-                f"have; use a policy that needs none but {', '.join(sorted(_MEASURED))}"
+                f"have; use a policy that needs none but {', '.join(sorted(_SUPPLIED))}"
             )
-        self.measures = bool(self.policy.needs)
-        self.states: list[State] = [self.policy.initial_state() for _ in range(count if self.measures else 1)]
+        if self.wants(AGREEMENT) and replicas < 2:
+            raise ValueError(
+                f"{where}: restart policy {self.policy!r} needs the agreement of the replicas, and there is "
+                f"{replicas}; give replicas=2 or more, and noise"
+            )
+        self.weights = weights
+        self.rows: list[tuple[Rows, OuterRule]] = [([row], rule) for row, rule in enumerate(rules)]
+        if not self.policy.needs:
+            same: dict[OuterRule, list[int]] = {}
+            for row, rule in enumerate(rules):
+                same.setdefault(rule if self.policy.reads_rule else rules[0], []).append(row)
+            self.rows = [(slice(None) if len(same) == 1 else rows, rule) for rule, rows in same.items()]
+        self.states: list[State] = [self.policy.initial_state() for _ in self.rows]
         self.ages = [0] * len(self.states)
 
-    def measure(self, g: Floats, m: Floats) -> list[tuple[float, float, float]]:
-        """Norms of g and m and their cosine, as `twophase.optim.functional.angles` takes them."""
-        dots = [(g * g).sum(axis=1).tolist(), (m * m).sum(axis=1).tolist(), (g * m).sum(axis=1).tolist()]
-        seen = []
-        for gg, mm, gm in zip(*dots, strict=True):
-            scale = (gg * mm) ** 0.5
-            cosine = gm / scale if scale != 0 else 0.0
-            seen.append((gg**0.5, mm**0.5, math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine))
-        return seen
+    def wants(self, name: str) -> bool:
+        """Whether the policy needs something."""
+        return name in self.policy.needs
 
-    def ask(self, number: int, signals: list[tuple[float, float, float]] | None) -> Events:
-        """One round's decisions."""
-        events: dict[Restart, Any] = {}
-        for row, age in enumerate(self.ages):
-            g_norm, m_norm, cosine = signals[row] if signals else (None, None, None)
-            signal = RoundSignal(number, age + 1, g_norm, m_norm, cosine)
-            state = self.policy.initial_state() | self.states[row]
-            self.states[row], event = self.policy.decide(state, signal)
-            self.ages[row] = age + 1 if event is None else 1 if event.before else 0
-            if event is not None:
-                events.setdefault(event, []).append(row)
-        return events if self.measures else dict.fromkeys(events, slice(None))
+    def ask(
+        self, number: tuple[int, int], x: Floats, g: Floats, m: Floats, square: Floats | None
+    ) -> list[tuple[Rows, Answer]]:
+        """One round's answers, and the trajectories that each is for.
+
+        Args:
+            number: of the round, and how many there are.
+            x: the anchors, shape (trajectories, modes).
+            g: the pseudo-gradients.
+            m: the buffers.
+            square: the replicas' mean squared norm, shape (trajectories,), where it is needed.
+        """
+        norms = _norms(g, m) if self.policy.needs & MEASURED else None
+        extra: dict[str, list[float]] = {}
+        if self.wants("loss_start") or self.wants("loss_end"):
+            extra |= {"loss_start": _loss(x, self.weights).tolist(), "loss_end": _loss(x - g, self.weights).tolist()}
+        if square is not None:
+            extra[AGREEMENT] = ((g * g).sum(axis=1) / square).tolist()
+        done: list[tuple[Rows, Answer]] = []
+        for index, (rows, rule) in enumerate(self.rows):
+            measured = (None, None, None) if norms is None else norms[index]
+            supplied = {name: values[index] for name, values in extra.items()}
+            supplied |= {"inner_lr": 1.0, "progress": number[0] / number[1]}
+            probes = self._probes(x[index], g[index], m[index], rule) if self.wants(PROBES) else None
+            signal = RoundSignal(number[0], self.ages[index] + 1, *measured, supplied, rule, probes)
+            answer = ask(self.policy, self.states[index], signal)
+            self.states[index], self.ages[index] = answer.state, answer.age(self.ages[index] + 1)
+            if answer.restart is not None or answer.step is not None:
+                done.append((rows, answer))
+        return done
+
+    def _probes(self, x: Floats, g: Floats, m: Floats, rule: OuterRule) -> tuple[float, ...]:
+        """The losses of the candidate anchors of one trajectory."""
+        losses = []
+        for decision in self.policy.candidates(rule):
+            along_g, along_m = answered({}, decision).weights(rule)
+            losses.append(float(_loss(x - along_g * g - (along_m * m if along_m else 0.0), self.weights)))
+        return tuple(losses)
 
 
-def _restarted(m: Floats, g: Floats, events: Events, *, before: bool) -> Floats:
+def _norms(g: Floats, m: Floats) -> list[tuple[float, float, float]]:
+    """Norms of g and m and their cosine, as `twophase.optim.functional.angles` takes them."""
+    dots = [(g * g).sum(axis=1).tolist(), (m * m).sum(axis=1).tolist(), (g * m).sum(axis=1).tolist()]
+    seen = []
+    for gg, mm, gm in zip(*dots, strict=True):
+        scale = (gg * mm) ** 0.5
+        cosine = gm / scale if scale != 0 else 0.0
+        seen.append((gg**0.5, mm**0.5, math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine))
+    return seen
+
+
+def _restarted(m: Floats, g: Floats, done: list[tuple[Rows, Answer]], *, before: bool) -> Floats:
     """The buffers after the restarts of one moment; exact zeros for retain = inject = 0, whatever m holds."""
-    for event, rows in events.items():
-        if event.before == before:
-            kept = event.retain * m[rows] if event.retain != 0 else np.zeros_like(m[rows])
+    for rows, answer in done:
+        event = answer.restart
+        if event is not None and event.before == before:
+            new = event.retain * m[rows] if event.retain != 0 else np.zeros_like(m[rows])
+            new = new + event.inject * g[rows] if event.inject != 0 else new
             m = m.copy()
-            m[rows] = kept + event.inject * g[rows] if event.inject != 0 else kept
+            m[rows] = np.where(np.sign(m[rows]) * np.sign(g[rows]) < 0, new, m[rows]) if event.opposed else new
     return m
+
+
+def _stepped(update: Floats, m: Floats, g: Floats, done: list[tuple[Rows, Answer]]) -> Floats:
+    """The updates, with the policy's steps in the place of the rule's own."""
+    for rows, answer in done:
+        if answer.step is not None:
+            update[rows] = _weighed(answer.step.along_g, g[rows]) + _weighed(answer.step.along_m, m[rows])
+    return update
+
+
+def _weighed(weight: float, values: Floats) -> Floats:
+    return weight * values if weight != 0 else np.zeros_like(values)  # 0 times inf would be nan
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """The replicas' disturbances: what is left of them in the mean, and their mean square, (rounds, [seeds], modes)."""
+
+    mean: Floats | None
+    square: Floats | None
+    replicas: int
+
+    def of(self, modes: slice) -> _Noise:
+        """That of some modes."""
+        if self.mean is None or self.square is None:
+            return self
+        return _Noise(self.mean[..., modes], self.square[..., modes], self.replicas)
 
 
 def _disturbance(
     where: str, noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, *, size: tuple[int, int]
-) -> Floats | None:
-    """Mean of the replicas' noise, shape (rounds, [seeds], modes); None without noise and seeds."""
+) -> _Noise:
+    """The replicas' noise; without noise and seeds there is none."""
     values, replicas = _finite(where, "noise", noise), check_count(where, "replicas", replicas)
     if values.ndim:
         if values.ndim != 3 or values.shape[::2] != size or values.shape[1] == 0:
@@ -346,25 +453,31 @@ def _disturbance(
             raise ValueError(f"{where}: replicas is {replicas}, but noise holds {values.shape[1]}; leave replicas out")
         if seeds is not None:
             raise ValueError(f"{where}: seeds go with noise that is drawn; leave them out, or give noise as a number")
-        return values.mean(axis=1)
+        return _Noise(values.mean(axis=1), (values**2).mean(axis=1), values.shape[1])
     if values < 0:
         raise ValueError(f"{where}: noise is {values.item()!r}; a standard deviation is >= 0")
     if seeds is None:
-        return values * _draws(0, replicas, size) if values else None
+        if not values:
+            return _Noise(None, None, replicas)
+        mean, square = _draws(0, replicas, size)
+        return _Noise(values * mean, values**2 * square, replicas)
     if np.ndim(seeds) == 0:
         chosen = range(check_count(where, "seeds", seeds))
     else:
         chosen = check_counts(where, "seeds", seeds, least=0).ravel().tolist()
-    return np.stack([values * _draws(seed, replicas, size) for seed in chosen], axis=1)
+    means, squares = zip(*(_draws(seed, replicas, size) for seed in chosen), strict=True)
+    return _Noise(values * np.stack(means, axis=1), values**2 * np.stack(squares, axis=1), replicas)
 
 
-def _draws(seed: int, replicas: int, size: tuple[int, int]) -> Floats:
-    """Mean over replicas of standard normal draws, shape (rounds, modes); every replica has a stream of its own."""
-    total = np.zeros(size)
+def _draws(seed: int, replicas: int, size: tuple[int, int]) -> tuple[Floats, Floats]:
+    """Mean and mean square over replicas of standard normal draws, (rounds, modes); each replica has its own stream."""
+    total, square = np.zeros(size), np.zeros(size)
     for replica in range(replicas):
         stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(replica,)))
-        total += stream.standard_normal(size)
-    return total / replicas
+        draw = stream.standard_normal(size)
+        total += draw
+        square += draw * draw
+    return total / replicas, square / replicas
 
 
 def _finite(where: str, what: str, value: ArrayLike) -> Floats:
