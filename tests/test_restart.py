@@ -32,6 +32,7 @@ from twophase.restart import (
     RoundSignal,
     Soft,
     State,
+    ask,
     convert,
     from_json,
     mean_outer_gain,
@@ -281,7 +282,8 @@ def trajectory(rule: OuterRule, policy: RestartPolicy, gradients: list[float]) -
     b, x, m, state, age, places = rule.momentum, 0.0, 0.0, policy.initial_state(), 0, []
     for number, g in enumerate(gradients, start=1):
         age += 1
-        state, restart = policy.decide(state, RoundSignal(number, age))
+        answer = ask(policy, state, RoundSignal(number, age))
+        state, restart = answer.state, answer.restart
         if restart and restart.before:
             m, age = restart.retain * m + restart.inject * g, 1
         if rule.form == "sum":

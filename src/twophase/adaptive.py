@@ -155,9 +155,9 @@ class Tracked(RestartPolicy):
 
     The next cycle's length is the rounded first cancellation time `K_0(sigma)` of the theory, at least 2; none where
     sigma lies at or below the oscillatory interval, for then a restart can only lose. With m the buffer after a round,
-    the mode model gives `<g_t, m> - <g_{t+1}, m> = sigma <x_t - x_{t+1}, m> + noise`, whose ratio of sums over the
-    rounds (each a `_FORGET` part less than the next) estimates sigma along the buffer from three numbers a round; what
-    is not positive leaves the period as it is. Noise is taken for progress, so that the period comes out too short.
+    the mode model gives `<g_t, m> - <g_{t+1}, m> = sigma <x_t - x_{t+1}, m> + noise`, whose ratio of sums over a cycle
+    estimates sigma along the buffer from three numbers a round; what is not positive leaves the period as it is. Noise
+    is taken for progress, so that with noise the period comes out too short.
 
     Args:
         first: length of the first cycle, a whole number >= 1.
@@ -184,8 +184,8 @@ class Tracked(RestartPolicy):
         g, m, cosine = (signal.value(name) for name in ("pseudo_gradient_norm", "buffer_norm", "cosine"))
         after = dict(state)
         if "along" in state:  # the round before, unless it ended with a restart
-            after["progress"] = _FORGET * state["progress"] + state["along"] - g * m * cosine
-            after["distance"] = _FORGET * state["distance"] + state["step"]
+            after["progress"] = state["progress"] + state["along"] - g * m * cosine
+            after["distance"] = state["distance"] + state["step"]
         along = rule.momentum * g * m * cosine + rule.injection * g * g
         square = (
             (rule.momentum * m) ** 2 + 2 * rule.momentum * rule.injection * g * m * cosine + (rule.injection * g) ** 2
@@ -201,10 +201,8 @@ class Tracked(RestartPolicy):
             return after, None
         after["period"] = after.pop("next", after["period"])
         del after["along"], after["step"]
+        after["progress"] = after["distance"] = 0.0
         return after, Restart()
-
-
-_FORGET = 0.9
 
 
 def first_cancellation(rule: OuterRule, sigma: float) -> float:

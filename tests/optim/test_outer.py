@@ -41,6 +41,7 @@ from twophase.restart import (
     RoundSignal,
     Soft,
     State,
+    ask,
     convert,
     parse,
 )
@@ -105,7 +106,8 @@ def simulate(rule: OuterRule, policy: RestartPolicy, x: float, gradients: Sequen
         else:
             m = b * old + (1 - b) * g
             x = x - rule.lr * ((1 + b) * m - b * old) if rule.nesterov else x - rule.lr * m
-        state, event = policy.decide(state, RoundSignal(number, age))
+        answer = ask(policy, state, RoundSignal(number, age))
+        state, event = answer.state, answer.restart
         if event is not None:
             m, age = event.retain * m + event.inject * g, 0
         places.append((x, m))

@@ -10,7 +10,7 @@ from twophase.config import with_values
 from twophase.experiment.grid import Axis, Cell, product
 from twophase.lm.config import TrainConfig
 from twophase.recipes.controls import gain_matched, gain_matched_all, momentum_free, restarts_that_count, with_averaging
-from twophase.restart import AtRounds, Never, Periodic, RoundSignal, Soft
+from twophase.restart import AtRounds, Never, Periodic, RoundSignal, Soft, ask
 
 POLICIES = ("2", "3", "7", "cycle:2,5", "at:4,9", "soft:3:0.25:0.5", "soft:5:0.75:1.0", "soft:2:-0.3:0.1")
 
@@ -24,7 +24,7 @@ def direct_gain(config: TrainConfig) -> float:
         buffer = outer.momentum * buffer + enters
         step = outer.momentum * buffer + enters if outer.nesterov else buffer
         total += outer.lr * step
-        restart = policy.decide({}, RoundSignal(number, number))[1]
+        restart = ask(policy, {}, RoundSignal(number, number)).restart
         if restart is not None:
             buffer = restart.retain * buffer + restart.inject
     return total / config.rounds
