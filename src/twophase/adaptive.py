@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from twophase.restart import MEASURED, Decision, Restart, RestartPolicy, RoundSignal, State, Step, check_count, register
+from twophase.restart import MEASURED, Decision, Restart, RestartPolicy, RoundSignal, State, check_count, register
 from twophase.rule import OuterRule
 
 
@@ -190,8 +190,8 @@ class Tracked(RestartPolicy):
         square = (
             (rule.momentum * m) ** 2 + 2 * rule.momentum * rule.injection * g * m * cosine + (rule.injection * g) ** 2
         )
-        step = Step.of(rule)
-        after |= {"along": along, "step": step.along_g * along + step.along_m * square}
+        taken = rule.injection * along + rule.momentum * square if rule.nesterov else square  # <update, m> / lr
+        after |= {"along": along, "step": rule.lr * taken}
         if after["distance"] > 0 and after["progress"] > 0:
             sigma = min(after["progress"] / after["distance"], 1.0)
             after["next"] = first_cancellation(rule, sigma)

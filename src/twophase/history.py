@@ -86,11 +86,11 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
         rewritten = None if restart is None else (_residue(restart.retain), _residue(restart.inject))
         if rewritten and restart and restart.before:
             buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
-        buffer = (momentum * buffer + weight * gradient) % _PRIME
+        old, buffer = buffer, (momentum * buffer + weight * gradient) % _PRIME
         if answer.step is None:
             update = lr * (momentum * buffer + weight * gradient if rule.nesterov else buffer)
         else:
-            update = _residue(answer.step.along_g) * gradient + _residue(answer.step.along_m) * buffer
+            update = _residue(answer.step.along_g) * gradient + _residue(answer.step.along_m) * old
         names.append(f"{update % _PRIME:x}")
         if rewritten and restart and not restart.before:
             buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
@@ -110,20 +110,18 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Round]:
         return [Round(name, f"m{name}") for name in names]
     if rule.momentum == 0:
         of = answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds
-        lrs = [rule.lr if one.step is None else one.step.along_g + one.step.along_m for one in of]
+        lrs = [rule.lr if one.step is None else one.step.along_g for one in of]
         return [Round(_name("step", lr, _scaled(1.0, t)), ABSENT) for t, lr in enumerate(lrs, start=1)]
     buffer, found = ABSENT, []
     for number, answer in enumerate(answers(rule, policy, rounds), start=1):
         restart = answer.restart
         if restart is not None and restart.before:
             buffer = _rewritten(buffer, restart, number)
-        buffer = _mixed(buffer, rule.momentum, rule.injection, number)
+        old, buffer = buffer, _mixed(buffer, rule.momentum, rule.injection, number)
         direction = buffer
         if rule.nesterov:
             direction = _name("ahead", rule.form, rule.momentum, buffer, number)
-        update = _name("step", rule.lr, direction)
-        if answer.step is not None:
-            update = _taken(answer.step, buffer, number)
+        update = _name("step", rule.lr, direction) if answer.step is None else _taken(answer.step, old, number)
         if restart is not None and not restart.before:
             buffer = _rewritten(buffer, restart, number)
         found.append(Round(update, buffer))
@@ -150,8 +148,8 @@ def _rewritten(buffer: str, restart: Restart, number: int) -> str:
 
 
 def _taken(step: Step, buffer: str, number: int) -> str:
-    """`a g + b m`, as `outer_step_` takes it; with a = 0 or b = 0 it is one product."""
-    if step.along_m == 0:
+    """`a g + b m`, as `outer_step_` takes it; with a = 0 or b = 0 (or no m) it is one product."""
+    if step.along_m == 0 or buffer == ABSENT:
         return _name("step", step.along_g, _scaled(1.0, number))
     if step.along_g == 0:
         return _name("step", step.along_m, buffer)

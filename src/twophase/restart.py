@@ -4,7 +4,7 @@ A policy is a frozen dataclass that knows nothing of tensors. Once a round it is
 that are the same on every replica, and answers with its next state and `None`, a `Restart` or a `Step`:
 
     m <- retain m + inject g        Restart; a hard one is retain 0, inject 0: m <- 0
-    x <- x - along_g g - along_m m  Step: in the place of the rule's own update, with the m that g has been mixed into
+    x <- x - along_g g - along_m m  Step: in the place of the rule's own update, with the m before g is mixed in
 
 on the buffer of the rule's own form. Scheduled policies (`Periodic`, `Cycle`, `AtRounds`, `Soft`) look only at the
 round number and restart *after* the ordinary update of that round, which is the paper's timing. Adaptive policies
@@ -86,8 +86,7 @@ engine of at least two replicas measures it."""
 class Step:
     """An update in the place of the rule's own: `x <- x - along_g g - along_m m`.
 
-    Here m is the buffer that g has been mixed into (and that a restart before the mixing has rewritten). A rule's own
-    update is `Step(0, lr)` (heavy ball) or `Step(lr w, lr b)` (Nesterov, with w the weight of g in the mixing); plain
+    Here m is the buffer that the signal speaks of, before g is mixed in (but after a restart before the mixing). Plain
     averaging of the replicas is `Step(1, 0)`. The buffer goes on as it would.
     """
 
@@ -96,8 +95,9 @@ class Step:
 
     @classmethod
     def of(cls, rule: OuterRule) -> Step:
-        """The rule's own update."""
-        return cls(rule.lr * rule.injection, rule.lr * rule.momentum) if rule.nesterov else cls(0.0, rule.lr)
+        """The rule's own update: `lr (w g + b m)` (heavy ball) or `lr ((1 + b) w g + b^2 m)` (Nesterov)."""
+        lr, b, w = rule.lr, rule.momentum, rule.injection
+        return cls(lr * (1 + b) * w, lr * b * b) if rule.nesterov else cls(lr * w, lr * b)
 
     def times(self, factor: float) -> Step:
         """The same update, `factor` times as long."""
@@ -213,8 +213,7 @@ class Answer:
         if self.restart is not None and self.restart.before:
             retain, inject = self.restart.retain, self.restart.inject
         step = self.step or Step.of(rule)
-        along_g = step.along_g + step.along_m * (rule.momentum * inject + rule.injection)
-        return along_g, step.along_m * rule.momentum * retain
+        return step.along_g + step.along_m * inject, step.along_m * retain
 
 
 def ask(policy: RestartPolicy, state: State, signal: RoundSignal) -> Answer:
@@ -525,9 +524,9 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
         state, age, restart = answer.state, answer.age(age + 1), answer.restart
         if restart is not None and restart.before:
             buffer = restart.retain * buffer + restart.inject
-        buffer = rule.momentum * buffer + rule.injection
         step = answer.step or Step.of(rule)
         total += step.along_g + step.along_m * buffer
+        buffer = rule.momentum * buffer + rule.injection
         if restart is not None and not restart.before:
             buffer = restart.retain * buffer + restart.inject
     return total / rounds

@@ -195,6 +195,5 @@ def own_gain(rule: OuterRule, signal: RoundSignal) -> float:
     norm = signal.value("pseudo_gradient_norm")
     if norm == 0:
         return math.nan
-    along = rule.momentum * signal.value("cosine") * signal.value("buffer_norm") / norm + rule.injection
     step = Step.of(rule)
-    return step.along_g + step.along_m * along
+    return step.along_g + step.along_m * signal.value("cosine") * signal.value("buffer_norm") / norm

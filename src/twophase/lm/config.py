@@ -42,8 +42,9 @@ class DataConfig:
     """Text, tokens and batches."""
 
     corpus: str = "python"
-    """`python` (documentation and docstrings of the running Python), `file:PATH` (text, or JSON lines, gzip too), or
-    `tokens:PATH` (a folder of `twophase data prepare`, or nanoGPT-style .bin files)."""
+    """`python` (documentation and docstrings of the running Python), `python-code` (functions and classes of its
+    library), `file:PATH` (text, or JSON lines, gzip too), or `tokens:PATH` (a folder of `twophase data prepare`, or
+    nanoGPT-style .bin files)."""
     vocabulary: Literal["char", "bytes"] = "char"
     """`char` (95 printable ASCII characters and newline) or `bytes` (256); tokens: brings its own."""
     tokenizer: str = ""
@@ -88,7 +89,8 @@ class OuterConfig:
     form: Form = "sum"
     """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
     restart: str = "never"
-    """When the momentum restarts: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1."""
+    """When the momentum restarts: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or a policy that
+    decides for itself: auto, gradient, loss, probe:keep,average and more."""
 
     def rule(self) -> OuterRule:
         """The rule as a value."""

@@ -13,7 +13,7 @@ import re
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ TOKENS = "tokens:"
 MIN_DOCUMENT = 1000
 """Characters that a document of a plain text file has at least, where the text lasts."""
 MIN_DOCSTRING = 120
+MIN_CODE = 200
 MAX_REPLACED = 0.01
 SKIPPED = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"]
@@ -213,7 +214,8 @@ def load_documents(corpus: str) -> Documents:
     """The documents of a corpus.
 
     Args:
-        corpus: `python` for the documentation topics and longer docstrings of the running Python's standard library, or
+        corpus: `python` for the documentation topics and longer docstrings of the running Python's standard library,
+            `python-code` for its functions and classes of at least 200 characters without their docstrings, or
             `file:PATH` for a UTF-8 file: JSON lines with a string `text` each (`.jsonl`, `.json`), else plain text,
             whose paragraphs are gathered to documents of at least 1,000 characters. Either may end in `.gz`. Of equal
             documents, the first is kept.
@@ -224,14 +226,18 @@ def load_documents(corpus: str) -> Documents:
     named = f"--data.corpus {corpus}"
     if corpus == "python":
         source = f"documentation and docstrings of Python {platform.python_version()}"
-        texts = _python_documents()
+        texts = _python_documents("python", lambda files: [*_topics(), *_docstrings(files)])
+    elif corpus == "python-code":
+        source = f"functions and classes of the library of Python {platform.python_version()}"
+        texts = _python_documents("python-code", _code)
     elif corpus.startswith("file:") and corpus != "file:":
         path = Path(os.path.expanduser(corpus.removeprefix("file:")))  # noqa: PTH111 - Path's raises for unknown users
         source = f"text of {path.name}"
         texts = _file_documents(path, named)
     else:
         raise UsageError(
-            f"--data.corpus is {corpus!r}; it must be python, file:PATH or tokens:PATH, for example file:notes.txt"
+            f"--data.corpus is {corpus!r}; it must be python, python-code, file:PATH or tokens:PATH, for example "
+            "file:notes.txt"
         )
     texts = list(dict.fromkeys(texts))  # a held-out document must not be trained on under another number
     if not texts:
@@ -328,17 +334,22 @@ def _gather(pieces: Iterable[str], joint: str) -> list[str]:
     return texts
 
 
-def _python_documents() -> list[str]:
-    """The documents of the running Python, from a cache where that holds exactly these files' texts."""
+def _python_documents(name: str, read: Callable[[list[Path]], Iterable[str]]) -> list[str]:
+    """Documents of the running Python, from a cache where that holds exactly these files' texts.
+
+    Args:
+        name: of the corpus.
+        read: from the library's files to the texts.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     stamps = sorted(_python_files(root))
     key = hashlib.sha256(
         json.dumps([_CACHE_FORMAT, platform.python_version(), str(root), stamps]).encode("utf-8", "surrogatepass")
     ).hexdigest()
-    cache = _cache_file(root)
+    cache = _cache_file(root, name)
     texts = _read_cache(cache, key) if cache else None
     if texts is None:
-        texts = list(dict.fromkeys([*_topics(), *_docstrings(root / name for name, _, _ in stamps)]))
+        texts = list(dict.fromkeys(read([root / path for path, _, _ in stamps])))
         if cache:
             _write_cache(cache, key, texts)
     return texts
@@ -377,14 +388,37 @@ def _docstrings(files: Iterable[Path]) -> Iterator[str]:
                     yield text
 
 
-def _cache_file(root: Path) -> Path | None:
+def _code(files: Iterable[Path]) -> Iterator[str]:
+    """The source of functions and classes, less the lines of their docstrings."""
+    documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # other people's invalid escapes
+        for file in files:
+            try:
+                source = file.read_text(encoding="utf-8")
+                tree = ast.parse(source)
+            except (OSError, SyntaxError, ValueError, RecursionError):
+                continue
+            lines = source.split("\n")
+            for node in tree.body:
+                if not isinstance(node, documented):
+                    continue
+                told = [one.body[0] for one in ast.walk(node) if isinstance(one, documented) and ast.get_docstring(one)]
+                gone = {line for one in told for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+                kept = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                text = "\n".join(lines[line - 1] for line in kept if line not in gone).strip()
+                if len(text) >= MIN_CODE:
+                    yield text
+
+
+def _cache_file(root: Path, name: str) -> Path | None:
     """Where the texts of the Python library at `root` are kept; None for a user without a home."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # noqa: PTH117 - the specification has relative ones ignored, and Path("") is one
         folder = os.path.expanduser("~/.cache")  # noqa: PTH111 - Path's raises where there is no home
     # One file a Python and place, overwritten when its key changes, so that upgrades leave no heap of old ones.
     place = hashlib.sha256(str(root).encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    path = Path(folder, "twophase", f"python-{platform.python_version()}-{place}.json")
+    path = Path(folder, "twophase", f"{name}-{platform.python_version()}-{place}.json")
     return path if path.is_absolute() else None
 
 

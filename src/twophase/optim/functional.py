@@ -57,7 +57,7 @@ def outer_step_(
         nesterov: whether to look ahead.
         form: `"sum"` or `"ema"`.
         fresh: the buffers hold nothing yet and count as 0; they are written without being read.
-        step: (a, b) of the update `x <- x - a g - b m` with the new m, in the place of the rule's own (then `lr` and
+        step: (a, b) of the update `x <- x - a g - b m` with the old m, in the place of the rule's own (then `lr` and
             `nesterov` are not used).
 
     Source: paper section 2 and appendix A; theory notes R2 and R3.
@@ -66,7 +66,7 @@ def outer_step_(
         return
     if momentum == 0:  # m is g itself in both forms, so there is nothing to remember
         for x, g in _batches(params, pseudo_gradients):
-            torch._foreach_add_(x, g, alpha=-lr if step is None else -(step[0] + step[1]))
+            torch._foreach_add_(x, g, alpha=-lr if step is None else -step[0])
         return
     rule = _Rule(lr, momentum, nesterov, form, fresh, step)
     rows = list(zip(params, pseudo_gradients, buffers, strict=True))
@@ -97,6 +97,8 @@ def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
     momentum, weight = rule.momentum, 1.0 if rule.form == "sum" else 1 - rule.momentum
     scratch: dict[torch.dtype, Tensor] = {}
     for x, g, m in _batches(*zip(*rows, strict=True)):
+        if rule.step is not None:
+            _take_(x, g, m, (rule.step[0], 0.0 if rule.fresh else rule.step[1]), scratch)
         if rule.fresh:
             _copy_(m, g)
             if weight != 1:
@@ -105,7 +107,6 @@ def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, g, alpha=weight)
         if rule.step is not None:
-            _take_(x, g, m, rule.step, scratch)
             continue
         step = m
         if rule.nesterov:

@@ -56,7 +56,7 @@ class ReferenceOuter:
             if answer.step is None:
                 self.x[i] = x - nu * step
             else:
-                self.x[i] = x - answer.step.along_g * gi - answer.step.along_m * m_new
+                self.x[i] = x - answer.step.along_g * gi - answer.step.along_m * m
             self.m[i] = m_new
         if restart is not None and not restart.before:
             self.m = [_restarted(m, gi, restart) for m, gi in zip(self.m, g, strict=True)]

@@ -290,8 +290,9 @@ def _simulate(
                     square += (2 * g * mean + of_round(noise.square[t])).sum(axis=1)
                 g = g + mean
             done = policy.ask((t + 1, rounds), x, g, np.where(b == 0, 0.0, m), square)
-            m = b * _restarted(m, g, done, before=True) + w * g
-            gradients[t], places[t + 1] = g, x - _stepped(lr * np.where(nesterov, b * m + w * g, m), m, g, done)
+            old = _restarted(m, g, done, before=True)
+            m = b * old + w * g
+            gradients[t], places[t + 1] = g, x - _stepped(lr * np.where(nesterov, b * m + w * g, m), old, g, done)
             buffers[t + 1] = _restarted(m, g, done, before=False)
         for rows, answer in done:
             restarts[t, rows] = answer.restarted
