@@ -23,11 +23,12 @@ import twophase
 ROOT = Path(twophase.__file__).parent
 NAME = "twophase"
 
-POLICIES = {"rule", "restart", "adaptive", "rivals", "probing"}
+POLICIES = {"rule", "restart", "auto", "adaptive", "rivals", "probing"}
 BASE = POLICIES | {"history", "config", "files", "progress"}
 MAY_IMPORT: dict[str, set[str]] = {
     "rule": set(),
     "restart": {"rule"},
+    "auto": {"rule", "restart"},
     "adaptive": {"rule", "restart"},
     "rivals": {"rule", "restart", "adaptive"},
     "probing": {"rule", "restart", "rivals"},

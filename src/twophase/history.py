@@ -76,7 +76,7 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
         T names. An adaptive policy's updates are not known in advance: they are named after the policy itself.
     """
     if not is_scheduled(rule, policy):
-        return [_opaque(rule, policy, number) for number in range(1, rounds + 1)]
+        return [_opaque(policy.canonical(rule), policy, number) for number in range(1, rounds + 1)]
     lr, momentum = _residue(rule.lr), _residue(rule.momentum)
     weight = 1 if rule.form == "sum" else (1 - momentum) % _PRIME
     buffer, gradient, names = 0, 1, []

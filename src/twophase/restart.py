@@ -161,6 +161,10 @@ class RestartPolicy(ABC):
         del rule
         return ()
 
+    def canonical(self, rule: OuterRule) -> OuterRule:
+        """One of the rules that make the same updates with this policy, the same one for all of them."""
+        return rule
+
     def scaled(self, factor: float) -> RestartPolicy:
         """The same policy on a buffer that is `factor` times as large (what a change of form does to it)."""
         del factor
@@ -244,7 +248,7 @@ def answered(state: State, decision: Decision) -> Answer:
 
 
 _REGISTRY: dict[str, type[RestartPolicy]] = {}
-_ELSEWHERE = ("twophase.adaptive", "twophase.rivals", "twophase.probing")
+_ELSEWHERE = ("twophase.auto", "twophase.adaptive", "twophase.rivals", "twophase.probing")
 """Modules of ours that register policies; loaded when a name is not known yet."""
 P = TypeVar("P", bound=type[RestartPolicy])
 

@@ -57,7 +57,7 @@ def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: in
 
 
 _TRAINS = (
-    *("rule.py", "restart.py", "adaptive.py", "rivals.py", "probing.py", "config.py"),
+    *("rule.py", "restart.py", "auto.py", "adaptive.py", "rivals.py", "probing.py", "config.py"),
     *("optim/*.py", "diloco/*.py", "lm/*.py", "data/*.py"),
 )
 """The files that decide a run's numbers; an edit of a report must not keep a replica away."""

@@ -1,0 +1,147 @@
+"""Adaptive restart policies over a grid of rules, against fixed periods, plain averaging and their other rivals.
+
+`choice` is where a policy may be chosen; `confirmation` is other seeds, another width and another text, which had no
+part in choosing. Both have every rule in both forms at a short, a middle and a long communication period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from twophase.experiment.grid import Axis, Cell, Sweep, product
+from twophase.recipes.controls import momentum_free, with_averaging
+from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
+from twophase.rule import Form
+
+FIXED = {"never": "never", "K=2": "2", "K=3": "3", "K=5": "5", "K=7": "7"}
+"""Arms without decisions, from name to restart policy."""
+ADAPTIVE = {
+    "gradient": "gradient",
+    "norm 1.5": "norm:1.5",
+    "loss test": "loss",
+    "probed restart": "probe:keep,drop",
+    "probed gate": "probe:keep,average",
+    "auto": "auto",
+}
+"""Arms that decide for themselves."""
+RIVALS = {
+    "per coordinate": "opposed",
+    "tracked": "tracked",
+    "gain cap 1": "cap:1",
+    "buffer bound 1.5": "bound:1.5",
+    "SlowMo": "slowmo",
+    "reseeded K=3": "reseed:3",
+    "debiased K=3": "debiased:3",
+    "look-ahead gate": "lookahead:0.1:0.2",
+}
+"""Other rules that claim to need no restart, or a better one."""
+EVERYWHERE = ("probed gate", "auto")
+"""Arms that decide for themselves at every communication period; the others do at the middle one."""
+MOMENTA = (0.3, 0.5, 0.7, 0.9)
+MIDDLE = 16
+"""Communication period, in inner steps, of what is not tried at all of them."""
+
+_LR, _MOMENTUM, _NESTEROV, _FORM = "outer.lr", "outer.momentum", "outer.nesterov", "outer.form"
+_RESTART, _INNER_STEPS, _SEED = "outer.restart", "inner_steps", "seed"
+WIDTH, CORPUS = "model.hidden_size", "data.corpus"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model and text on which arms are compared.
+
+    Args:
+        base: what the runs share.
+        inner_steps: communication periods.
+        seeds: every run is repeated for each.
+        arms: from name to restart policy.
+        forms: of the rules.
+        free: with momentum-free SGD.
+    """
+
+    base: Any
+    inner_steps: tuple[int, ...]
+    seeds: tuple[int, ...]
+    arms: Mapping[str, str]
+    forms: tuple[Form, ...] = BOTH_FORMS
+    free: bool = True
+
+
+def choice(scale: Scale) -> Sweep:
+    """Every arm on the scale's own seeds, model and text.
+
+    Args:
+        scale: its base, learning rates and seeds count.
+
+    Returns:
+        The sweep. Arms: `sum, heavy ball, never` and so on for both forms, both rules and each name of `FIXED` and
+        `EVERYWHERE`; at the middle communication period those of `ADAPTIVE` too, and in sum form those of `RIVALS`; and
+        `momentum-free`, plain averaging among them.
+    """
+    periods = inner_steps_of(scale)
+    often = {name: ADAPTIVE[name] for name in EVERYWHERE}
+    once = {name: policy for name, policy in ADAPTIVE.items() if name not in often}
+    trials = [
+        Trial(scale.base, periods, scale.seeds, FIXED | often),
+        Trial(scale.base, periods[1:2], scale.seeds, once, free=False),
+        Trial(scale.base, periods[1:2], scale.seeds, RIVALS, forms=("sum",), free=False),
+    ]
+    return Sweep(f"adaptive-choice-{scale.name}", scale.base, _cells(scale, trials))
+
+
+def confirmation(scale: Scale) -> Sweep:
+    """What was chosen and its controls, on seeds, a width and a text that had no part in choosing.
+
+    Args:
+        scale: its base and learning rates; the seeds are the five after its own.
+
+    Returns:
+        The sweep. Arms as in `choice`: the fixed periods, the probed gate, `auto`, and momentum-free SGD. The wider
+        model and the other text have three of the seeds and the middle communication period.
+    """
+    first, periods = len(scale.seeds), inner_steps_of(scale)
+    seeds = tuple(range(first, first + (5 if len(scale.seeds) > 1 else 1)))
+    arms = FIXED | {name: ADAPTIVE[name] for name in EVERYWHERE}
+    model = scale.base.model
+    wider = replace(model, hidden_size=model.hidden_size * 3 // 2, intermediate_size=model.intermediate_size * 3 // 2)
+    trials = [
+        Trial(scale.base, periods, seeds, arms),
+        Trial(replace(scale.base, model=wider), periods[1:2], seeds[:3], arms),
+        Trial(replace(scale.base, data=replace(scale.base.data, corpus="python-code")), periods[1:2], seeds[:3], arms),
+    ]
+    return Sweep(f"adaptive-confirmation-{scale.name}", scale.base, _cells(scale, trials))
+
+
+def inner_steps_of(scale: Scale) -> tuple[int, int, int]:
+    """The short, middle and long communication period of a scale."""
+    return (8, MIDDLE, 64) if scale.base.steps >= 480 else (4, 8, 24)
+
+
+def momenta_of(scale: Scale) -> tuple[float, ...]:
+    """Outer momenta of the grid."""
+    return MOMENTA if len(scale.momenta) >= len(MOMENTA) else scale.momenta
+
+
+def _cells(scale: Scale, trials: Sequence[Trial]) -> list[Cell]:
+    found: list[Cell] = []
+    for trial in trials:
+        config = trial.base
+        place = {
+            WIDTH: config.model.hidden_size,
+            "model.intermediate_size": config.model.intermediate_size,
+            CORPUS: config.data.corpus,
+        }
+        seeds = Axis(_SEED, trial.seeds)
+        for inner_steps in trial.inner_steps:
+            here = place | {_INNER_STEPS: inner_steps}
+            for form in trial.forms:
+                for kind, nesterov in RULES.items():
+                    for name, policy in trial.arms.items():
+                        fixed = here | {_FORM: form, _NESTEROV: nesterov, _RESTART: policy}
+                        grid = [Axis(_MOMENTUM, momenta_of(scale)), Axis(_LR, scale.lrs)]
+                        found += product(scale.base, [seeds, *grid], arm_name(form, kind, name), fixed)
+            if trial.free:
+                found += momentum_free(scale.base, [seeds], with_averaging(scale.lrs), here | {_FORM: "sum"})
+    return found

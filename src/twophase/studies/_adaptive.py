@@ -1,0 +1,322 @@
+"""What the two studies on adaptive policies share: arms over a grid in numbers, seed by seed, and words for them.
+
+Everything is compared on log perplexity, seed by seed: a seed shares initial weights and data order between arms. An
+interval is the percentile bootstrap's at 95 % (`experiment.bootstrap` says what that is worth for few seeds).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from twophase.experiment.bootstrap import percentile_interval
+from twophase.experiment.figure import INK, MUTED, look, new_page
+from twophase.experiment.table import SEED, Row, format_table, readable
+from twophase.recipes.adaptive import CORPUS, FIXED, WIDTH
+from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE
+from twophase.recipes.paper import BOTH_FORMS, RULES, arm_name
+from twophase.studies._lm import SHORT_KINDS
+from twophase.studies._lm_figures import note
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WITHIN = 0.25
+"""A setting works when its perplexity is at most this much above the best of all, relatively."""
+CLOSE = 0.005
+"""Two tuned bests are as good as each other when they differ by at most this, relatively."""
+AVERAGING = "plain averaging"
+BEST_K = "best fixed K"
+_LR, _MOMENTUM = "outer.lr", "outer.momentum"
+
+Runs = dict[tuple[float, float], dict[Any, float | None]]
+"""From (momentum, learning rate) to seed to log perplexity; None for a run that has diverged."""
+
+
+def places_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows by what they may be compared within: width, text and communication period, in order of appearance."""
+    names = {_place(row): row for row in rows}
+    several = {path: len({row.values[path] for row in names.values()}) > 1 for path in (WIDTH, CORPUS)}
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        words = [f"S={row.values['inner_steps']}"]
+        words += [f"width {row.values[WIDTH]}"] if several[WIDTH] else []
+        words += [str(row.values[CORPUS])] if several[CORPUS] else []
+        found.setdefault(", ".join(words), []).append(row)
+    return found
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row.values[WIDTH], row.values[CORPUS], row.values["inner_steps"]
+
+
+def runs_of(rows: Sequence[Row], arm: str) -> Runs:
+    """An arm's runs; those that are missing are left out."""
+    found: Runs = {}
+    for row in rows:
+        if row.arm == arm and row.state in {"finished", "diverged"}:
+            log = None if row.perplexity is None or row.state == "diverged" else math.log(row.perplexity)
+            found.setdefault((row.values[_MOMENTUM], row.values[_LR]), {})[row.values[SEED]] = log
+    return found
+
+
+def facts_of(rows: Sequence[Row], arms: Sequence[str], chosen: str) -> dict[str, Any]:
+    """One place: every arm of every form and rule in numbers, and the chosen one against each.
+
+    Args:
+        rows: of the place.
+        arms: names of the arms, without form and rule.
+        chosen: the one that is held against the others.
+
+    Returns:
+        `best`: the lowest mean perplexity of a setting of any arm; `averaging`: that of plain averaging; and for each
+        form and rule, by short name, the arms.
+    """
+    free = runs_of(rows, MOMENTUM_FREE)
+    every = [runs_of(rows, arm) for arm in dict.fromkeys(row.arm for row in rows)]
+    means = [mean for runs in every for mean in _means(runs).values()]
+    top = min(means, default=None)
+    averaging = {seed: log for (_, lr), by_seed in free.items() if lr == AVERAGING_LR for seed, log in by_seed.items()}
+    facts: dict[str, Any] = {
+        "best": None if top is None else math.exp(top),
+        "averaging": _exp_mean(averaging),
+        "momentum_free": min((math.exp(mean) for mean in _means(free).values()), default=None),
+        "rules": {},
+    }
+    for form in BOTH_FORMS:
+        for kind in RULES:
+            found = {arm: runs for arm in arms if (runs := runs_of(rows, arm_name(form, kind, arm)))}
+            if chosen not in found:
+                continue
+            fixed = [arm for arm in FIXED if arm in found and arm != "never"]
+            ranked = [(mean, arm) for arm in fixed if (mean := _grid_mean(found[arm])) is not None]
+            # The best of the periods is chosen on the runs that judge it, which flatters it.
+            found[BEST_K] = found[min(ranked)[1]] if ranked else {}
+            grid = found[chosen]
+            found[AVERAGING] = dict.fromkeys(grid, averaging)
+            lines = {arm: _summary(runs, top) for arm, runs in found.items()}
+            lines[BEST_K]["period"] = min(ranked)[1] if ranked else ""
+            for arm, runs in found.items():
+                lines[arm]["over_chosen"] = _ratio(runs, grid)
+            lines[chosen]["against_never"] = _cell_by_cell(grid, found["never"]) if "never" in found else None
+            facts["rules"][f"{form} {SHORT_KINDS[kind]}"] = lines
+    return facts
+
+
+def _means(runs: Runs) -> dict[tuple[float, float], float]:
+    """Mean log perplexity of the settings that have finished on every seed."""
+    found = {}
+    for place, by_seed in runs.items():
+        known = [log for log in by_seed.values() if log is not None]
+        if known and len(known) == len(by_seed):
+            found[place] = math.fsum(known) / len(known)
+    return found
+
+
+def _grid_mean(runs: Runs) -> float | None:
+    """Mean log perplexity over the grid; None when a run has diverged, which no mean can hold."""
+    means = _means(runs)
+    return math.fsum(means.values()) / len(means) if means and len(means) == len(runs) else None
+
+
+def _exp_mean(by_seed: Mapping[Any, float | None]) -> float | None:
+    known = [log for log in by_seed.values() if log is not None]
+    return math.exp(math.fsum(known) / len(known)) if known and len(known) == len(by_seed) else None
+
+
+def _summary(runs: Runs, top: float | None) -> dict[str, Any]:
+    """An arm over its grid."""
+    means, mean = _means(runs), _grid_mean(runs)
+    bound = None if top is None else top + math.log1p(WITHIN)
+    return {
+        "settings": len(runs),
+        "diverged": len(runs) - len(means),
+        "geometric_mean": None if mean is None else math.exp(mean),
+        "best": math.exp(min(means.values())) if means else None,
+        "worst": math.exp(max(means.values())) if means and len(means) == len(runs) else None,
+        "within": 0 if bound is None else sum(value <= bound for value in means.values()),
+    }
+
+
+def _ratio(runs: Runs, grid: Runs) -> dict[str, Any] | None:
+    """Geometric mean of an arm over that of the chosen one: the mean over the seeds, and its interval."""
+    seeds = [seed for seed in next(iter(grid.values())) if all(seed in by_seed for by_seed in runs.values())]
+    gaps = []
+    for seed in seeds:
+        pairs = [(runs[place][seed], grid[place].get(seed)) for place in grid if place in runs]
+        if not pairs or any(ours is None or theirs is None for ours, theirs in pairs):
+            return None
+        gaps.append(math.fsum(ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None))
+        gaps[-1] /= len(pairs)
+    if not gaps:
+        return None
+    interval = percentile_interval(gaps)
+    ends = (math.exp(interval.low), math.exp(interval.high)) if interval else (None, None)
+    return {"mean": math.exp(math.fsum(gaps) / len(gaps)), "low": ends[0], "high": ends[1], "seeds": len(gaps)}
+
+
+def _cell_by_cell(grid: Runs, never: Runs) -> dict[str, Any]:
+    """Where no restart already works: settings in which the chosen one is worse for every seed, and by how much."""
+    means = _means(never)
+    good = [place for place, mean in means.items() if mean <= min(means.values()) + math.log1p(WITHIN)]
+    worse, ratios = 0, []
+    for place in good:
+        gaps = [
+            (math.inf if ours is None else ours) - theirs
+            for seed, theirs in never[place].items()
+            if theirs is not None and seed in grid.get(place, {})
+            for ours in [grid[place][seed]]
+        ]
+        worse += bool(gaps) and min(gaps) > 0
+        ratios += [math.exp(math.fsum(gaps) / len(gaps))] if gaps else []
+    return {"settings": len(good), "worse_for_every_seed": worse, "largest_ratio": max(ratios, default=None)}
+
+
+def lines_of(places: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One line of the table for each place, rule and arm."""
+    return [
+        {
+            "place": place,
+            "rule": rule,
+            "arm": arm,
+            "settings": line["settings"],
+            "diverged": line["diverged"],
+            "geometric_mean": line["geometric_mean"],
+            "best": line["best"],
+            "worst": line["worst"],
+            "within": line["within"],
+            **{
+                f"over_chosen_{what}": None if line["over_chosen"] is None else line["over_chosen"][what]
+                for what in ("mean", "low", "high")
+            },
+            "period": line.get("period", ""),
+        }
+        for place, facts in places.items()
+        for rule, arms in facts["rules"].items()
+        for arm, line in arms.items()
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
+    """For each place a table: geometric means of every arm by rule, and the chosen one's comparisons."""
+    blocks = []
+    for place, facts in places.items():
+        rules = list(facts["rules"])
+        arms = list(dict.fromkeys(arm for lines in facts["rules"].values() for arm in lines))
+        header = ["", *(word for rule in rules for word in (rule, "worst"))]
+        body = [[arm, *(word for rule in rules for word in _mean_words(facts["rules"][rule].get(arm)))] for arm in arms]
+        blocks.append(
+            f"{place}: geometric mean over the grid, and the worst setting. Best of all {readable(facts['best'])}; "
+            f"momentum-free {readable(facts['momentum_free'])} at its best; plain averaging "
+            f"{readable(facts['averaging'])}."
+        )
+        blocks.append(format_table(header, body))
+        for arm in ("never", BEST_K, AVERAGING):
+            told = [f"{rule} {_ratio_words(facts['rules'][rule].get(arm))}" for rule in rules]
+            blocks.append(f"{arm} over {chosen}: {'; '.join(told)}.")
+    return blocks
+
+
+def _mean_words(line: Mapping[str, Any] | None) -> tuple[str, str]:
+    if line is None:
+        return "", ""
+    if line["geometric_mean"] is None:
+        return (f"{line['diverged']} div.", "") if line["diverged"] else ("missing", "")
+    return f"{line['geometric_mean']:.2f}", readable(line["worst"])
+
+
+def _ratio_words(line: Mapping[str, Any] | None) -> str:
+    found = None if line is None else line["over_chosen"]
+    if found is None:
+        return "no pair"
+    if found["low"] is None:
+        return f"{found['mean']:.3f}"
+    return f"{found['mean']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def aims(places: Mapping[str, Mapping[str, Any]], chosen: str) -> dict[str, dict[str, bool | None]]:
+    """What a policy without hyperparameters is for, and where it is reached."""
+    found: dict[str, dict[str, bool | None]] = {}
+    for place, facts in places.items():
+        for rule, arms in facts["rules"].items():
+            name, mine = f"{rule} {place}", arms[chosen]
+
+            def at_most(other: str, mine: Any = mine, arms: Any = arms) -> bool | None:
+                ours, theirs = mine["geometric_mean"], arms.get(other, {}).get("geometric_mean")
+                return None if ours is None or theirs is None else ours <= theirs
+
+            never = mine.get("against_never")
+            close = (
+                None if facts["best"] is None or mine["best"] is None else mine["best"] <= facts["best"] * (1 + CLOSE)
+            )
+            for claim, held in (
+                (f"{chosen} is at or below {BEST_K} in geometric mean over the grid", at_most(BEST_K)),
+                (f"{chosen} is at or below {AVERAGING} in geometric mean over the grid", at_most(AVERAGING)),
+                (f"the best setting of {chosen} is within {CLOSE:.1%} of the best of all", close),
+                (
+                    f"where no restart works, {chosen} is in no setting worse for every seed",
+                    None if never is None or not never["settings"] else never["worse_for_every_seed"] == 0,
+                ),
+            ):
+                found.setdefault(claim, {})[name] = held
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- figure
+
+
+def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> Figure:
+    """Of every arm the geometric mean over its grid, from its best setting to its worst.
+
+    Rows: form and rule; columns: places. The vertical line is plain averaging.
+    """
+    names = list(places)
+    rules = list(dict.fromkeys(rule for facts in places.values() for rule in facts["rules"]))
+    arms = list(dict.fromkeys(arm for facts in places.values() for lines in facts["rules"].values() for arm in lines))
+    arms = [arm for arm in arms if arm not in {BEST_K, AVERAGING}]
+    figure = new_page(0.9 + len(rules) * (0.25 + 0.125 * len(arms)))
+    panels = figure.subplots(len(rules), len(names), squeeze=False, sharey=True, sharex="col")
+    for row, rule in zip(panels, rules, strict=True):
+        for panel, name in zip(row, names, strict=True):
+            facts = places[name]
+            lines = facts["rules"].get(rule, {})
+            for height, arm in enumerate(reversed(arms)):
+                line = lines.get(arm)
+                if line is None or line["best"] is None:
+                    continue
+                style = look(2 if arm == chosen else 1 if arm in FIXED else 0)["color"]
+                right = line["worst"] if line["worst"] is not None else line["best"]
+                panel.plot([line["best"], right], [height, height], color=style, linewidth=1.1)
+                if line["geometric_mean"] is not None:
+                    panel.plot(line["geometric_mean"], height, marker="o", color=style, markersize=3.2)
+                if line["diverged"]:
+                    panel.annotate(f" {line['diverged']} div.", (right, height), fontsize=5.5, color=MUTED, va="center")
+            if facts["averaging"] is not None:
+                panel.axvline(facts["averaging"], color=INK, linewidth=0.6, linestyle=(0, (2, 2)), zorder=0)
+            panel.set_xscale("log")
+            panel.set_yticks(range(len(arms)), list(reversed(arms)), fontsize=6)
+            panel.tick_params(axis="x", labelsize=6)
+            _plain_ticks(panel)
+        row[0].set_ylabel(rule, fontsize=7.5)
+    for panel, name in zip(panels[0], names, strict=True):
+        panel.set_title(name, fontsize=7.5)
+    for panel in panels[-1]:
+        panel.set_xlabel("validation perplexity a token", fontsize=6.5)
+    note(
+        figure,
+        f"Dot: geometric mean over the grid; line: from its best setting to its worst. Dashed: averaging. {words}",
+    )
+    return figure
+
+
+def _plain_ticks(panel: Any) -> None:
+    """Whole numbers instead of powers of ten on a short logarithmic axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415 - an extra
+
+    panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 3.0, 5.0)))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_minor_formatter(NullFormatter())
