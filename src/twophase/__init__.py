@@ -9,59 +9,86 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from twophase.adaptive import Cosine, Gradient, LossTest, NormRatio, Opposed, Speed, Tracked
+    from twophase.auto import Auto
     from twophase.diloco.comm import Communicator, ProcessGroup
     from twophase.diloco.engine import DiLoCo
     from twophase.diloco.report import RoundReport
     from twophase.diloco.torchft import TorchFT
     from twophase.optim.outer import OuterSGD
-    from twophase.restart import (
-        AtRounds,
-        Cycle,
-        Never,
-        Periodic,
-        Restart,
-        RestartPolicy,
-        RoundSignal,
-        Soft,
-    )
+    from twophase.probing import Probe
+    from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, Step
+    from twophase.rivals import BufferBound, Debiased, GainCap, LookAheadGate, Reseed, SlowMo
     from twophase.rule import OuterRule
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AtRounds": "twophase.restart",
+    "Auto": "twophase.auto",
+    "BufferBound": "twophase.rivals",
     "Communicator": "twophase.diloco.comm",
+    "Cosine": "twophase.adaptive",
     "Cycle": "twophase.restart",
+    "Debiased": "twophase.rivals",
     "DiLoCo": "twophase.diloco.engine",
+    "GainCap": "twophase.rivals",
+    "Gradient": "twophase.adaptive",
+    "LookAheadGate": "twophase.rivals",
+    "LossTest": "twophase.adaptive",
     "Never": "twophase.restart",
+    "NormRatio": "twophase.adaptive",
+    "Opposed": "twophase.adaptive",
     "OuterRule": "twophase.rule",
     "OuterSGD": "twophase.optim.outer",
     "Periodic": "twophase.restart",
+    "Probe": "twophase.probing",
     "ProcessGroup": "twophase.diloco.comm",
+    "Reseed": "twophase.rivals",
     "Restart": "twophase.restart",
     "RestartPolicy": "twophase.restart",
     "RoundReport": "twophase.diloco.report",
     "RoundSignal": "twophase.restart",
+    "SlowMo": "twophase.rivals",
     "Soft": "twophase.restart",
+    "Speed": "twophase.adaptive",
+    "Step": "twophase.restart",
     "TorchFT": "twophase.diloco.torchft",
+    "Tracked": "twophase.adaptive",
 }
 
 __all__ = [
     "AtRounds",
+    "Auto",
+    "BufferBound",
     "Communicator",
+    "Cosine",
     "Cycle",
+    "Debiased",
     "DiLoCo",
+    "GainCap",
+    "Gradient",
+    "LookAheadGate",
+    "LossTest",
     "Never",
+    "NormRatio",
+    "Opposed",
     "OuterRule",
     "OuterSGD",
     "Periodic",
+    "Probe",
     "ProcessGroup",
+    "Reseed",
     "Restart",
     "RestartPolicy",
     "RoundReport",
     "RoundSignal",
+    "SlowMo",
     "Soft",
+    "Speed",
+    "Step",
     "TorchFT",
+    "Tracked",
 ]
 
 

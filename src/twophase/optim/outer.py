@@ -90,6 +90,8 @@ class OuterSGD(Optimizer):
         nesterov: whether the step looks ahead.
         form: `"sum"` (as torch.optim.SGD) or `"ema"` (as the restart paper).
         restart: a policy of `twophase.restart`, its text form, or a period.
+        together: decide by the norms and angles of all groups that say so, instead of each group by its own. Groups
+            with the same policy then restart in the same rounds.
         signals: names of the further values that `step(signals=...)` will be given, and `"probes"` if it will be given
             `probe`; a policy that needs more is refused.
 
@@ -116,10 +118,12 @@ class OuterSGD(Optimizer):
         nesterov: bool = False,
         form: Form = "sum",
         restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
+        together: bool = False,
         signals: Collection[str] = (),
     ) -> None:
         self.promised = frozenset(signals)
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "form": form, "restart": str(parse(restart))}
+        defaults["together"] = together
         check_rule("OuterSGD", lr, momentum, form, nesterov)
         super().__init__(params, defaults)
         self.last_round: list[GroupRound] = []
@@ -186,9 +190,17 @@ class OuterSGD(Optimizer):
         if probes is None and probe is not None and self.candidate_count:
             probes = self._probe(probe)
         losses = None if probes is None else tuple(probes)
+        joint = [index for index, (group, _) in enumerate(taking_part) if group["together"]]
+        if measured is None and joint and (measure or self.needs_measuring):
+            measured = [self._measure(params) for _, params in taking_part]
+        all_of_them = None
+        if measured is not None and joint:
+            gg, mm, gm = (sum(values) for values in zip(*(measured[index] for index in joint), strict=True))
+            all_of_them = Angles.of((gg, mm, gm))
         for index, (group, params) in enumerate(taking_part):
             seen = None if measured is None else Angles.of(measured[index])
-            self._step_group(group, params, signals, losses, measure=measure, seen=seen)
+            shown = all_of_them if group["together"] else seen
+            self._step_group(group, params, signals, losses, measure=measure, seen=seen, shown=shown)
         return loss
 
     @property
@@ -273,7 +285,9 @@ class OuterSGD(Optimizer):
         *,
         measure: bool,
         seen: Angles | None,
+        shown: Angles | None,
     ) -> None:
+        """One group's round; `seen` are its own angles, `shown` what its policy decides by, where they are known."""
         gradients: list[Tensor] = [p.grad for p in params if p.grad is not None]
         if any(g.is_sparse for g in gradients):
             raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() before the step")
@@ -285,8 +299,9 @@ class OuterSGD(Optimizer):
         number, age = group["rounds"] + 1, group["rounds_since_restart"] + 1
         if seen is None and (measure or policy.needs & MEASURED):
             seen = Angles.of(self._measure(params))
+        shown = shown or seen
         _check_signals(policy, signals, probes)
-        norms = (None, None, None) if seen is None else (seen.pseudo_gradient_norm, seen.buffer_norm, seen.cosine)
+        norms = (None, None, None) if shown is None else (shown.pseudo_gradient_norm, shown.buffer_norm, shown.cosine)
         signal = RoundSignal(number, age, *norms, signals, _rule_of(group), probes)
         answer = ask(policy, group["policy_state"], signal)
         group["policy_state"], restart = answer.state, answer.restart
@@ -426,6 +441,7 @@ def _complete(group: dict[str, Any]) -> None:
     """Fill a param group's missing entries and check the others."""
     group.setdefault("form", "sum")
     group.setdefault("nesterov", False)
+    group.setdefault("together", False)
     policy = parse(group.get("restart", "never"))
     group["restart"] = str(policy)
     for key in COUNTERS:
