@@ -1,5 +1,9 @@
 """One outer step on 100M float32 parameters: `OuterSGD` against `torch.optim.SGD(foreach=True)`, in one run.
 
+Once with a fixed restart period, and once with the policy `auto`, which has norms and angle measured in every round
+before the step (and then takes its own step, in plain operations instead of torch's fused kernel); `gradient` has them
+measured and takes the rule's.
+
 Time: medians of interleaved steps; CPU time with one thread, so that other programs count less, else wall time.
 Memory: growth of the process's peak resident set during the first step from a
 fresh process each (that is where buffers and scratch appear). Last line: one JSON object, ratios first.
@@ -31,9 +35,12 @@ def tensors() -> list[torch.nn.Parameter]:
     return params
 
 
+OURS = {"ours": "3", "gradient": "gradient", "auto": "auto"}
+
+
 def build(name: str, params: list[torch.nn.Parameter], nesterov: bool) -> torch.optim.Optimizer:
-    if name == "ours":
-        return OuterSGD(params, lr=0.7, momentum=0.9, nesterov=nesterov, restart=3)
+    if name in OURS:
+        return OuterSGD(params, lr=0.7, momentum=0.9, nesterov=nesterov, restart=OURS[name])
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=nesterov, foreach=True)
 
 
@@ -54,9 +61,9 @@ def peak_resident() -> int:
 
 
 def times(nesterov: bool, rounds: int) -> dict[str, float]:
-    """Median seconds a step, ours and theirs taken in turn."""
+    """Median seconds a step of each, taken in turn."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    optimizers = {name: build(name, tensors(), nesterov) for name in ("ours", "theirs")}
+    optimizers = {name: build(name, tensors(), nesterov) for name in (*OURS, "theirs")}
     seconds: dict[str, list[float]] = {name: [] for name in optimizers}
     for number in range(rounds + 2):
         for name, optimizer in optimizers.items():
@@ -101,6 +108,14 @@ def main() -> None:
         )
         short = kind.replace(" ", "_")
         figures |= {f"time_ratio_{short}": round(time_ratio, 3), f"memory_ratio_{short}": round(memory_ratio, 3)}
+        for name in ("gradient", "auto"):
+            for other in ("theirs", "ours"):
+                ratio = seconds[name] / seconds[other]
+                figures[f"{name}_over_{'torch' if other == 'theirs' else 'fixed_period'}_{short}"] = round(ratio, 3)
+            print(
+                f"  {name:10}{seconds[name]:10.3f}{'':10}{seconds[name] / seconds['theirs']:8.2f}"
+                f"   {seconds[name] / seconds['ours']:.2f} of a step with a fixed period"
+            )
     worst = {
         "time_ratio": max(v for k, v in figures.items() if k.startswith("time")),
         "memory_ratio": max(v for k, v in figures.items() if k.startswith("memory")),

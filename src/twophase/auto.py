@@ -1,4 +1,4 @@
-"""`auto`: an outer step that needs neither learning rate nor restart period, and hardly a momentum."""
+"""`auto`: an outer step that needs neither learning rate nor momentum nor restart period."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from twophase.rule import OuterRule
 @register("auto")
 @dataclass(frozen=True, slots=True)
 class Auto(RestartPolicy):
-    """Average the replicas, and go on in the buffer's direction as far as the pseudo-gradient has shrunk. `auto`.
+    """Average the replicas, and go on along the last update as far as the pseudo-gradient has shrunk. Text form `auto`.
 
-        x <- x - g - (1 - |g| / M) |g| m / |m|,      M = the largest |g| of at least the last half of the rounds
+        u <- g + (1 - |g| / M) |g| u / |u|,      x <- x - u,      M = the largest |g| of at least half of the rounds
 
-    with m the buffer before g is mixed in. The learning rate, the look-ahead and the form of the rule do not enter; its
-    momentum is only the memory of the direction. While |g| is as large as ever, as it is early in a run and all along
-    under a constant inner learning rate, this is plain averaging: to extrapolate then hurts. Where |g| has shrunk, as
-    under a decaying inner learning rate, the buffer adds up to |g| once more. The update is at most twice as long as
-    that of averaging, whatever the buffer holds, so that nothing has to be forgotten in time.
+    with the last update u as the buffer. Of the rule nothing enters, neither learning rate, momentum, look-ahead nor
+    form; it must have a momentum (any above 0), or there is no buffer, and this is plain averaging.
 
-    It is a rule found by trials and not a theorem: docs/restarts-in-practice.md has the evidence, for and against.
+    While |g| is as large as ever, as it is early in a run and all along under a constant inner learning rate, this is
+    plain averaging: to extrapolate then hurts. Where |g| has shrunk, as under a decaying inner learning rate, the
+    direction of the last updates adds up to |g| once more. An update is at most twice as long as that of averaging,
+    whatever came before, so that nothing has to be forgotten in time.
+
+    It was found by trials and is no theorem: docs/restarts-in-practice.md has the evidence, for and against.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
@@ -36,9 +38,9 @@ class Auto(RestartPolicy):
             older, newer = newer, 0.0
         newer = max(newer, g)
         largest = max(older, newer)
-        shrunk = 1 - g / largest if largest > 0 else 0.0
-        return {"older": older, "newer": newer}, Step(1.0, shrunk * g / m if m > 0 else 0.0)
+        kept = (1 - g / largest) * g / m if largest > 0 and m > 0 else 0.0
+        return {"older": older, "newer": newer}, Step(1.0, kept, mix=(kept, 1.0))
 
     def canonical(self, rule: OuterRule) -> OuterRule:
-        """Rules of one momentum are one rule here."""
-        return OuterRule(1.0, rule.momentum)
+        """All rules with a momentum are one here, and all without."""
+        return OuterRule(1.0, 0.5 if rule.momentum > 0 else 0.0)

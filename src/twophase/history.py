@@ -86,7 +86,10 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
         rewritten = None if restart is None else (_residue(restart.retain), _residue(restart.inject))
         if rewritten and restart and restart.before:
             buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
-        old, buffer = buffer, (momentum * buffer + weight * gradient) % _PRIME
+        kept, added = momentum, weight
+        if answer.step is not None and answer.step.mix is not None:
+            kept, added = map(_residue, answer.step.mix)
+        old, buffer = buffer, (kept * buffer + added * gradient) % _PRIME
         if answer.step is None:
             update = lr * (momentum * buffer + weight * gradient if rule.nesterov else buffer)
         else:
@@ -117,7 +120,7 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Round]:
         restart = answer.restart
         if restart is not None and restart.before:
             buffer = _rewritten(buffer, restart, number)
-        old, buffer = buffer, _mixed(buffer, rule.momentum, rule.injection, number)
+        old, buffer = buffer, _mixed(buffer, *answer.mixing(rule), number)
         direction = buffer
         if rule.nesterov:
             direction = _name("ahead", rule.form, rule.momentum, buffer, number)

@@ -87,11 +87,18 @@ class Step:
     """An update in the place of the rule's own: `x <- x - along_g g - along_m m`.
 
     Here m is the buffer that the signal speaks of, before g is mixed in (but after a restart before the mixing). Plain
-    averaging of the replicas is `Step(1, 0)`. The buffer goes on as it would.
+    averaging of the replicas is `Step(1, 0)`.
+
+    Args:
+        along_g: weight of the pseudo-gradient in the update.
+        along_m: weight of the buffer.
+        mix: (c, d) of `m <- c m + d g` in the place of the rule's own mixing; None means that the buffer goes on as it
+            would.
     """
 
     along_g: float
     along_m: float
+    mix: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, rule: OuterRule) -> Step:
@@ -101,7 +108,7 @@ class Step:
 
     def times(self, factor: float) -> Step:
         """The same update, `factor` times as long."""
-        return Step(factor * self.along_g, factor * self.along_m)
+        return Step(factor * self.along_g, factor * self.along_m, self.mix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +217,11 @@ class Answer:
         if self.restart is None or not self.restart.counts:
             return age
         return 1 if self.restart.before else 0
+
+    def mixing(self, rule: OuterRule) -> tuple[float, float]:
+        """The c and d of the round's `m <- c m + d g`."""
+        own = (rule.momentum, rule.injection)
+        return own if self.step is None or self.step.mix is None else self.step.mix
 
     def weights(self, rule: OuterRule) -> tuple[float, float]:
         """A and B of the round's update `A g + B m`, with m the buffer before the round."""
@@ -530,7 +542,8 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
             buffer = restart.retain * buffer + restart.inject
         step = answer.step or Step.of(rule)
         total += step.along_g + step.along_m * buffer
-        buffer = rule.momentum * buffer + rule.injection
+        kept, added = answer.mixing(rule)
+        buffer = kept * buffer + added
         if restart is not None and not restart.before:
             buffer = restart.retain * buffer + restart.inject
     return total / rounds

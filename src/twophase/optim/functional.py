@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twophase.restart import Step
 from twophase.rule import Form
 
 _PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, about what a second-level cache holds
@@ -40,7 +41,7 @@ def outer_step_(
     nesterov: bool,
     form: Form,
     fresh: bool = False,
-    step: tuple[float, float] | None = None,
+    step: Step | None = None,
 ) -> None:
     """One outer update, in place on `params` and `buffers`.
 
@@ -57,8 +58,7 @@ def outer_step_(
         nesterov: whether to look ahead.
         form: `"sum"` or `"ema"`.
         fresh: the buffers hold nothing yet and count as 0; they are written without being read.
-        step: (a, b) of the update `x <- x - a g - b m` with the old m, in the place of the rule's own (then `lr` and
-            `nesterov` are not used).
+        step: the update in the place of the rule's own; `lr` and `nesterov` are not used then.
 
     Source: paper section 2 and appendix A; theory notes R2 and R3.
     """
@@ -66,11 +66,15 @@ def outer_step_(
         return
     if momentum == 0:  # m is g itself in both forms, so there is nothing to remember
         for x, g in _batches(params, pseudo_gradients):
-            torch._foreach_add_(x, g, alpha=-lr if step is None else -step[0])
+            torch._foreach_add_(x, g, alpha=-lr if step is None else -step.along_g)
         return
     rule = _Rule(lr, momentum, nesterov, form, fresh, step)
+    if step is not None and step.mix is not None and step.mix[0] != 0 and step.mix[1] == 1:
+        kept = step.mix[0]
+        if step.along_m == step.along_g * kept:  # heavy ball with another learning rate and momentum
+            rule = _Rule(step.along_g, kept, False, "sum", fresh)
     rows = list(zip(params, pseudo_gradients, buffers, strict=True))
-    if step is None:
+    if rule.step is None:
         rows = _fused_(rows, rule)
     if rows:
         _in_pieces_(rows, rule)
@@ -89,16 +93,23 @@ class _Rule:
     nesterov: bool
     form: Form
     fresh: bool
-    step: tuple[float, float] | None = None
+    step: Step | None = None
+
+    @property
+    def mixing(self) -> tuple[float, float]:
+        """The c and d of `m <- c m + d g`."""
+        if self.step is not None and self.step.mix is not None:
+            return self.step.mix
+        return self.momentum, 1.0 if self.form == "sum" else 1 - self.momentum
 
 
 def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
     """The update in plain operations, on tensors of any kind."""
-    momentum, weight = rule.momentum, 1.0 if rule.form == "sum" else 1 - rule.momentum
+    momentum, weight = rule.mixing
     scratch: dict[torch.dtype, Tensor] = {}
     for x, g, m in _batches(*zip(*rows, strict=True)):
         if rule.step is not None:
-            _take_(x, g, m, (rule.step[0], 0.0 if rule.fresh else rule.step[1]), scratch)
+            _take_(x, g, m, (rule.step.along_g, 0.0 if rule.fresh else rule.step.along_m), scratch)
         if rule.fresh:
             _copy_(m, g)
             if weight != 1:
@@ -127,10 +138,12 @@ def _take_(
     step: tuple[float, float],
     scratch: dict[torch.dtype, Tensor],
 ) -> None:
-    """`x <- x - a g - b m`, rounded to x's type once; with b = 0 it has the bits of a momentum-free step."""
+    """`x <- x - a g - b m`, 16-bit x rounded once; with b = 0 it has the bits of a momentum-free step."""
     along_g, along_m = step
-    if along_m == 0:
+    if along_m == 0 or x[0].dtype.itemsize >= 4:
         torch._foreach_add_(x, g, alpha=-along_g)
+        if along_m != 0:
+            torch._foreach_add_(x, m, alpha=-along_m)
         return
     if along_g == 0:
         torch._foreach_add_(x, m, alpha=-along_m)

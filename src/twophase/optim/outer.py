@@ -358,7 +358,7 @@ class OuterSGD(Optimizer):
             nesterov=group["nesterov"],
             form=group["form"],
             fresh=fresh,
-            step=None if answer.step is None else (answer.step.along_g, answer.step.along_m),
+            step=answer.step,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -57,6 +57,9 @@ class ReferenceOuter:
                 self.x[i] = x - nu * step
             else:
                 self.x[i] = x - answer.step.along_g * gi - answer.step.along_m * m
+                if answer.step.mix is not None:
+                    c, d = answer.step.mix
+                    m_new = c * m + d * gi
             self.m[i] = m_new
         if restart is not None and not restart.before:
             self.m = [_restarted(m, gi, restart) for m, gi in zip(self.m, g, strict=True)]

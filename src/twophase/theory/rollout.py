@@ -291,7 +291,7 @@ def _simulate(
                 g = g + mean
             done = policy.ask((t + 1, rounds), x, g, np.where(b == 0, 0.0, m), square)
             old = _restarted(m, g, done, before=True)
-            m = b * old + w * g
+            m = _mixed(b * old + w * g, old, g, done)
             gradients[t], places[t + 1] = g, x - _stepped(lr * np.where(nesterov, b * m + w * g, m), old, g, done)
             buffers[t + 1] = _restarted(m, g, done, before=False)
         for rows, answer in done:
@@ -418,6 +418,15 @@ def _stepped(update: Floats, m: Floats, g: Floats, done: list[tuple[Rows, Answer
         if answer.step is not None:
             update[rows] = _weighed(answer.step.along_g, g[rows]) + _weighed(answer.step.along_m, m[rows])
     return update
+
+
+def _mixed(m: Floats, old: Floats, g: Floats, done: list[tuple[Rows, Answer]]) -> Floats:
+    """The buffers after the mixing, with the policy's in the place of the rule's own."""
+    for rows, answer in done:
+        if answer.step is not None and answer.step.mix is not None:
+            kept, added = answer.step.mix
+            m[rows] = _weighed(kept, old[rows]) + _weighed(added, g[rows])
+    return m
 
 
 def _weighed(weight: float, values: Floats) -> Floats:
