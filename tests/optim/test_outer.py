@@ -1240,3 +1240,47 @@ def test_heals_inside_torchft(policy: str, norm_ratio: type[RestartPolicy]):
 
 if __name__ == "__main__":
     worker(int(sys.argv[1]), Path(sys.argv[2]))
+
+
+def test_candidates_are_tried_from_the_same_place():
+    """Each candidate is probed where it would lead to from the round's start, and the best is taken from there."""
+    params, seen = parameters(0), []
+    words = "probe:keep,drop,half,average,fresh,1.3"
+    outer = OuterSGD(params, 0.3, 0.9, nesterov=True, restart=words, signals=["probes"])
+    for number in range(2):
+        give(params, randoms(number))
+        outer.step(probes=[0, 1, 1, 1, 1, 1])  # keeps
+    give(params, randoms(7))
+    before = [p.detach().clone() for p in params]
+    buffers = [outer.state[p]["momentum_buffer"].clone() for p in params]
+
+    def probe() -> float:
+        seen.append([p.detach().clone() for p in params])
+        return float(len(seen))
+
+    outer.step(probe=probe)  # of which the first is the best
+    assert len(seen) == 6
+    for p, x in zip(params, seen[0], strict=True):  # it has come out as it was, and taken the candidate's step
+        torch.testing.assert_close(p.detach(), x, rtol=0, atol=1e-12)
+    for place, (retain, along_g, along_m) in zip(
+        seen,
+        [(1, 0.3, 0.27), (0, 0.3, 0.27), (0.5, 0.3, 0.27), (1, 1, 0), (0, 1, 0), (1, 1.3, 0)],
+        strict=True,
+    ):
+        for x, old, g, m in zip(place, before, randoms(7), buffers, strict=True):
+            torch.testing.assert_close(x, old - along_g * g - along_m * (0.9 * retain * m + g), rtol=0, atol=1e-12)
+
+
+def test_a_probe_that_fails_changes_nothing():
+    """An exception in the probe leaves the parameters and counters as they were."""
+    params = parameters(0)
+    outer = OuterSGD(params, 0.3, 0.9, restart="probe:keep,average", signals=["probes"])
+    give(params, randoms(1))
+
+    def probe() -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        outer.step(probe=probe)
+    assert all(same_bits(p.detach(), x) for p, x in zip(params, randoms(0), strict=True))
+    assert outer.param_groups[0]["rounds"] == 0

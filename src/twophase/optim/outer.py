@@ -256,14 +256,14 @@ class OuterSGD(Optimizer):
         """The losses of the candidates; the parameters come out as they were."""
         before = [(p, p.clone()) for _, params in self._taking_part() for p in params]
         losses = []
-        try:
-            for number in range(self.candidate_count):
-                for p, new in self.candidate(number):
+        for number in range(self.candidate_count):
+            try:
+                for p, new in self.candidate(number):  # from where they were: each candidate is a step of its own
                     p.copy_(new)
                 losses.append(float(probe()))
-        finally:
-            for p, old in before:
-                p.copy_(old)
+            finally:
+                for p, old in before:
+                    p.copy_(old)
         return losses
 
     @torch.no_grad()
