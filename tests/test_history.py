@@ -480,6 +480,28 @@ def test_adaptive_policies_at_momentum_zero() -> None:
         assert same(run, (OuterRule(0.7, 0), Never())) == (True, True)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_coordinates_that_forget_for_themselves_are_opaque(form: str) -> None:
+    """Which coordinates `opposed` forgets nobody knows in advance: it is like no schedule, and plain at momentum 0."""
+    for nesterov in SHARP:
+        run = OuterRule(0.7, 0.9, nesterov, form), parse("opposed")  # type: ignore[arg-type]
+        assert not is_scheduled(*run)
+        names, found = algebra(*run, 5), bits(*run, 5)
+        for schedule in (Never(), Periodic(1), Periodic(2)):
+            assert set(names).isdisjoint(algebra(run[0], schedule, 5))
+            assert {one.update for one in found}.isdisjoint(one.update for one in bits(run[0], schedule, 5))
+        assert same((OuterRule(0.7, 0, nesterov), parse("opposed")), (OuterRule(0.7, 0), Never())) == (True, True)
+
+
+@pytest.mark.parametrize("policy", ["lookahead:0.1:0.1", "cap:1", "probe:keep,average"])
+def test_steps_at_momentum_zero_leave_no_buffer(policy: str) -> None:
+    """A policy that measures and takes steps is opaque at momentum 0 as well, but there is no buffer to be kept."""
+    run = OuterRule(0.7, 0.0), parse(policy)
+    assert set(algebra(*run, 5)).isdisjoint(algebra(run[0], Never(), 5))
+    assert {one.buffer for one in bits(*run, 5)} == {ABSENT}
+    assert ABSENT not in {one.buffer for one in bits(OuterRule(0.7, 0.9), run[1], 5)}
+
+
 # --- restarts, processes ------------------------------------------------------------------------------------------
 
 

@@ -142,6 +142,8 @@ class Opposed(RestartPolicy):
     less), and the theory of modes does not cover it.
     """
 
+    by_coordinate: ClassVar[bool] = True
+
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """The partial restart of every round."""
         del signal

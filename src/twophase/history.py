@@ -49,7 +49,7 @@ class Round:
 
 def is_scheduled(rule: OuterRule, policy: RestartPolicy) -> bool:
     """Whether the updates are known in advance: the policy measures nothing, or there is no momentum to forget."""
-    return not policy.needs or (rule.momentum == 0 and not policy.takes_steps)
+    return not (policy.needs or policy.by_coordinate) or (rule.momentum == 0 and not policy.takes_steps)
 
 
 def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Answer]:
@@ -110,7 +110,7 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Round]:
     """
     if not is_scheduled(rule, policy):
         names = [_opaque(rule, policy, number) for number in range(1, rounds + 1)]
-        return [Round(name, f"m{name}") for name in names]
+        return [Round(name, f"m{name}" if rule.momentum else ABSENT) for name in names]
     if rule.momentum == 0:
         of = answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds
         lrs = [rule.lr if one.step is None else one.step.along_g for one in of]
@@ -140,6 +140,7 @@ def _mixed(buffer: str, momentum: float, weight: float, number: int) -> str:
 
 def _rewritten(buffer: str, restart: Restart, number: int) -> str:
     """`retain m + inject g`, as `restart_` computes it; a hard restart leaves exact zeros."""
+    assert not restart.opposed, "a policy that restarts single coordinates must say so, with by_coordinate"
     if buffer in (ABSENT, ZERO) or restart.retain == 0:
         kept = ZERO
     else:

@@ -144,13 +144,16 @@ class RestartPolicy(ABC):
     A subclass is a frozen dataclass of plain numbers. `needs` names what it reads of a `RoundSignal` beyond the round
     counters and the rule: the optimizer measures only those norms and angles that somebody needs, and whoever builds an
     optimizer or an engine must promise to supply the rest. `takes_steps` says whether it ever answers with a `Step`:
-    then it also changes a rule without momentum. `reads_rule` says whether its answers depend on the rule.
+    then it also changes a rule without momentum. `reads_rule` says whether its answers depend on the rule, and
+    `by_coordinate` whether it ever answers with a restart of the opposed coordinates alone: then nobody knows its
+    updates in advance, whatever it needs.
     """
 
     name: ClassVar[str] = ""
     needs: ClassVar[frozenset[str]] = frozenset()
     takes_steps: ClassVar[bool] = False
     reads_rule: ClassVar[bool] = False
+    by_coordinate: ClassVar[bool] = False
 
     def initial_state(self) -> State:
         """The memory before the first round."""
@@ -224,9 +227,12 @@ class Answer:
         return own if self.step is None or self.step.mix is None else self.step.mix
 
     def weights(self, rule: OuterRule) -> tuple[float, float]:
-        """A and B of the round's update `A g + B m`, with m the buffer before the round."""
+        """A and B of the round's update `A g + B m`, with m the buffer before the round.
+
+        A restart of single coordinates is left out: there are no such two numbers.
+        """
         retain, inject = 1.0, 0.0
-        if self.restart is not None and self.restart.before:
+        if self.restart is not None and self.restart.before and not self.restart.opposed:
             retain, inject = self.restart.retain, self.restart.inject
         step = self.step or Step.of(rule)
         return step.along_g + step.along_m * inject, step.along_m * retain
@@ -538,13 +544,13 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     for number in range(1, rounds + 1):
         answer = ask(policy, state, RoundSignal(number, age + 1, rule=rule))
         state, age, restart = answer.state, answer.age(age + 1), answer.restart
-        if restart is not None and restart.before:
+        if restart is not None and restart.before and (buffer < 0 or not restart.opposed):
             buffer = restart.retain * buffer + restart.inject
         step = answer.step or Step.of(rule)
         total += step.along_g + step.along_m * buffer
         kept, added = answer.mixing(rule)
         buffer = kept * buffer + added
-        if restart is not None and not restart.before:
+        if restart is not None and not restart.before and (buffer < 0 or not restart.opposed):
             buffer = restart.retain * buffer + restart.inject
     return total / rounds
 
