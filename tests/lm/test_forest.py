@@ -364,3 +364,26 @@ def test_other_text_is_refused(base: TrainConfig, tmp_path: Path) -> None:
     _corpus.cache_clear()
     with pytest.raises(ValueError, match="text is not the one"):
         grow(made, tmp_path)
+
+
+ADAPTIVE = ("opposed", "loss", "slowmo", "probe:drop,average", "lookahead:0.2:0.2", "debiased:3")
+
+
+@pytest.mark.parametrize(("momentum", "merge"), [(0.0, False), (0.9, True)])
+def test_policies_that_need_signals_are_as_alone(
+    base: TrainConfig, tmp_path: Path, momentum: float, merge: bool
+) -> None:
+    """Runs whose policies need losses, learning rates, probes or steps come out of a sweep as if done alone.
+
+    Beside schedules that share their first round's inner steps and, at momentum 0, all that a step does not change.
+    """
+    base = with_values(base, {"steps": 18})
+    made = plan(grid(base, momentum=(momentum,), restart=("never", "1", "2", *ADAPTIVE)), merge=merge)
+    one = grow(made, tmp_path, in_memory=1)
+    assert one.tally.steps == made.steps < len(made.runs) * base.steps
+    expected = alone(made, tmp_path / "alone")
+    check(made, tmp_path, expected)
+    ends = {made.runs[run].outer.restart: found["summary"]["checksum"] for run, found in expected.items()}
+    differing = {"1", "2", *ADAPTIVE} - {"loss"} if momentum else {"lookahead:0.2:0.2"}
+    assert ends["never"] not in {ends[policy] for policy in differing}
+    assert len(made.runs) == 3 + len(ADAPTIVE)  # nobody stands for another: their updates differ, or may

@@ -350,7 +350,7 @@ class Grower:
                 report = one = run.synchronize()
                 assert report is not None
             else:
-                outer = self._try(before, members[0])
+                outer = self._try(before, members[0], report.signals)
                 groups = tuple(outer.last_round)
                 whether = any(group.restarted for group in groups)
                 parts = tuple(dataclasses.replace(part, restarted=whether) for part in report.fragments)
@@ -410,8 +410,11 @@ class Grower:
         for param in group["params"]:
             outer.state[param].pop(BUFFER, None)  # it belongs to `buffers` now
 
-    def _try(self, before: list[Tensor], run: str) -> OuterSGD:
-        """Another class's outer step, on a scratch copy of the anchor, which must come out as the anchor has."""
+    def _try(self, before: list[Tensor], run: str, signals: Mapping[str, float]) -> OuterSGD:
+        """Another class's outer step, on a scratch copy of the anchor, which must come out as the anchor has.
+
+        At momentum 0 its policy may need signals, although they change nothing but the count of its restarts.
+        """
         anchor = list(self._run.engine.anchor.values())
         if self._scratch is None:
             self._scratch = OuterSGD([torch.empty_like(view) for view in anchor], lr=0.0)
@@ -420,7 +423,7 @@ class Grower:
             param.copy_(old)
             param.grad = view.grad
         self._load(self._scratch, run)
-        self._scratch.step(measure=True)
+        self._scratch.step(measure=True, signals=signals)
         if not all(_same(ours, theirs) for ours, theirs in zip(params, anchor, strict=True)):
             raise RuntimeError(
                 f"forest: run {run} does not take the update of the runs that it should share this round with: a fault "
