@@ -5,12 +5,12 @@ For readers and tests. The fast optimizer must agree with these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from twophase.restart import Answer, Never, Restart, RestartPolicy, RoundSignal, ask
+from twophase.restart import Answer, Decision, Never, Restart, RestartPolicy, RoundSignal, answered, ask
 from twophase.rule import OuterRule
 
 
@@ -35,13 +35,17 @@ class ReferenceOuter:
         self.age = 0
         self.extra: dict[str, float] = {}
         """What else the policy is shown."""
+        self.loss: Callable[[Sequence[Tensor]], float] | None = None
+        """Of parameters, for a policy that weighs candidates."""
 
     def round(self, g: Sequence[Tensor]) -> None:
         """One outer round with pseudo-gradient g (one tensor a block)."""
-        nu, beta = self.rule.lr, self.rule.momentum
         self.t += 1
         self.age += 1
-        answer = self._decide(g)
+        self._update(g, self._decide(g))
+
+    def _update(self, g: Sequence[Tensor], answer: Answer) -> None:
+        nu, beta = self.rule.lr, self.rule.momentum
         restart = answer.restart
         if restart is not None and restart.before:
             self.m = [_restarted(m, gi, restart) for m, gi in zip(self.m, g, strict=True)]
@@ -70,10 +74,19 @@ class ReferenceOuter:
         mm = sum(float((m.double() ** 2).sum()) for m in self.m)
         gm = sum(float((gi.double() * m.double()).sum()) for gi, m in zip(g, self.m, strict=True))
         cosine = gm / (gg * mm) ** 0.5 if gg * mm > 0 else 0.0
-        signal = RoundSignal(self.t, self.age, gg**0.5, mm**0.5, cosine, self.extra, self.rule)
+        probes = None if self.loss is None else tuple(self._tried(g, one) for one in self.policy.candidates(self.rule))
+        signal = RoundSignal(self.t, self.age, gg**0.5, mm**0.5, cosine, self.extra, self.rule, probes)
         answer = ask(self.policy, self.policy_state, signal)
         self.policy_state = answer.state
         return answer
+
+    def _tried(self, g: Sequence[Tensor], candidate: Decision) -> float:
+        """The loss after a round with a candidate, which a twin takes."""
+        assert self.loss is not None
+        twin = ReferenceOuter(self.x, self.rule)
+        twin.m = [m.clone() for m in self.m]
+        twin._update(g, answered({}, candidate))
+        return self.loss(twin.x)
 
 
 def _restarted(m: Tensor, g: Tensor, restart: Restart) -> Tensor:
