@@ -152,6 +152,11 @@ class OuterSGD(Optimizer):
                 f"OuterSGD: restart policy {group['restart']} needs {_listed(missing)}; {_remedy(missing)}, and "
                 f"promise it here with signals={sorted(missing)!r}"
             )
+        try:
+            _ = self.candidate_count  # refuses groups that cannot be judged together
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     @torch.no_grad()
     def step(  # type: ignore[override]
