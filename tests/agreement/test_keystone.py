@@ -17,11 +17,24 @@ import pytest
 import torch
 from torch import nn
 
+import policies as policies_of_ours
 from twophase.diloco.engine import DiLoCo, OuterFactory, RoundReport
 from twophase.optim.outer import OuterSGD
-from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State
+from twophase.restart import (
+    AtRounds,
+    Cycle,
+    Never,
+    Periodic,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    Soft,
+    State,
+    convert,
+    parse,
+)
 from twophase.rule import OuterRule
-from twophase.theory.rollout import Block, rollout, rollout_blocks
+from twophase.theory.rollout import Block, Rollout, rollout, rollout_blocks
 
 RULES = [
     OuterRule(lr, 0.9, nesterov, form)  # type: ignore[arg-type]
@@ -62,27 +75,48 @@ class Disturbed(torch.optim.SGD):
             x.sub_(values)
 
 
+def half_square(x: np.ndarray) -> float:
+    """The model's loss with equal weights."""
+    return 0.5 * float((x**2).mean())
+
+
 def engine_run(
-    outer: OuterRule | OuterFactory, restart: RestartPolicy | None = None, noise: np.ndarray | None = None
+    outer: OuterRule | OuterFactory,
+    restart: RestartPolicy | None = None,
+    noise: np.ndarray | None = None,
+    *,
+    start: float = 1.0,
 ) -> tuple[np.ndarray, list[RoundReport]]:
     """The anchor before and after every round, shape (rounds + 1, modes), and the reports.
 
     The loss of a replica is `sum(curvature x^2) / 2`. Its parameters are one tensor, or, when `outer` is a function,
-    one for every two modes, so that blocks can have param groups.
+    one for every two modes, so that blocks can have param groups. What policies need is supplied as the theory defines
+    it, from `mean(x^2) / 2`.
     """
     size = 2 if callable(outer) else len(CURVATURES)
     slices = [slice(i, i + size) for i in range(0, len(CURVATURES), size)]
     names = [f"x{number}" for number in range(len(slices))]
     models, inners = [], []
     for replica in range(2 if noise is None else noise.shape[1]):
-        model = nn.ParameterDict({name: torch.ones(size, dtype=torch.float64) for name in names})
+        model = nn.ParameterDict({name: torch.full((size,), start, dtype=torch.float64) for name in names})
         models.append(model)
         for name, part in zip(names, slices, strict=True):
             own = None if noise is None else noise[:, replica, part]
             inners.append(Disturbed([model.get_parameter(name)], own))
-    engine = DiLoCo(models, outer, restart=restart, inner_steps=INNER_STEPS)
+
+    def place(model: nn.Module) -> np.ndarray:
+        return torch.cat([model.get_parameter(name).detach() for name in names]).numpy()
+
+    engine = DiLoCo(
+        models,
+        outer,
+        restart=restart,
+        inner_steps=INNER_STEPS,
+        signals=("loss_start", "loss_end", "inner_lr", "progress"),
+        probe=lambda model, _replica, _round: half_square(place(model)),
+    )
     curvatures = torch.from_numpy(CURVATURES)
-    places, reports = [np.ones_like(CURVATURES)], []
+    places, reports = [np.full_like(CURVATURES, start)], []
     for _ in range(ROUNDS * INNER_STEPS):
         for inner in inners:
             inner.zero_grad()
@@ -91,7 +125,9 @@ def engine_run(
             (0.5 * curvatures * x * x).sum().backward()
         for inner in inners:
             inner.step()
-        report = engine.step()
+        ends = half_square(np.mean([place(model) for model in models], axis=0))
+        signals = {"loss_start": half_square(places[-1]), "loss_end": ends}
+        report = engine.step(signals | {"inner_lr": 1.0, "progress": len(places) / ROUNDS})
         if report is not None:
             places.append(torch.cat([engine.anchor[name] for name in names]).numpy().copy())
             reports.append(report)
@@ -184,6 +220,97 @@ def test_adaptive_decisions_coincide(rule: OuterRule, replicas: int | None, numb
     expected = rollout(rule, SIGMA, ROUNDS, policy, noise=0.0 if noise is None else noise)
     assert_agree(places, reports, expected.residual, expected.restarts)
     assert 0 < expected.restarts.sum() < ROUNDS
+
+
+@pytest.fixture
+def agreeing(register_policy: Callable[[str], Any]) -> RestartPolicy:
+    """A policy that restarts where the replicas hardly share a direction; for at least two of them."""
+
+    @register_policy("agreeing")
+    @dataclass(frozen=True, slots=True)
+    class Agreeing(RestartPolicy):
+        least: float
+        needs: ClassVar[frozenset[str]] = frozenset({"agreement"})
+
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+            fires = signal.value("agreement") < self.least
+            return state, Restart(before=True) if fires else None
+
+    return Agreeing(0.6)
+
+
+def assert_gains(reports: Sequence[RoundReport], expected: Rollout, text: str) -> None:
+    """The reported gains are those of the updates; of `opposed`, those of the rule."""
+    g, moved = expected.pseudo_gradient, -np.diff(expected.residual, axis=0)
+    gains = (moved * g).sum(axis=1) / (g * g).sum(axis=1)
+    matches = [report.gain for report in reports] == pytest.approx(gains.tolist(), rel=1e-9, abs=1e-9)
+    assert matches is (text != "opposed")
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [(RULES[(n + more) % 4], text) for n, text in enumerate(policies_of_ours.ALL) for more in (0, 3)],
+    ids=lambda value: value if isinstance(value, str) else value.describe(),
+)
+def test_our_policies_in_the_engine(rule: OuterRule, text: str):
+    """Every policy of ours, given what it needs, decides as in the theory and moves alike, with 1 to 3 replicas."""
+    noise = disturbances(1 + RULES.index(rule) % 3)
+    policy = convert(RULES[0], parse(text), rule.form)[1]
+    places, reports = engine_run(rule, policy, noise)
+    expected = rollout(rule, SIGMA, ROUNDS, policy, noise=noise)
+    assert_agree(places, reports, expected.residual, expected.restarts)
+    assert_gains(reports, expected, text)
+    assert not any(report.not_finite for report in reports)
+    if text != "slowmo":  # which does nothing while the inner learning rate stays
+        assert np.abs(rollout(rule, SIGMA, ROUNDS, noise=noise).residual - expected.residual).max() > 1e-3
+
+
+@each_rule
+@pytest.mark.parametrize("text", policies_of_ours.ALL)
+def test_our_policies_in_the_optimizer_alone(rule: OuterRule, text: str):
+    """`OuterSGD`, given the same numbers and probes, follows the theory too: places, buffers and restarts."""
+    noise = disturbances(1)
+    policy = convert(RULES[0], parse(text), rule.form)[1]
+    expected = rollout(rule, SIGMA, ROUNDS, policy, noise=noise)
+    x = nn.Parameter(torch.ones(len(SIGMA), dtype=torch.float64))
+    supplied = {"loss_start", "loss_end", "inner_lr", "progress", "probes"}
+    outer = OuterSGD.from_rule([x], rule, policy, signals=supplied)
+    for t in range(ROUNDS):
+        x.grad = torch.from_numpy(SIGMA) * x.detach() + torch.from_numpy(noise[t, 0])
+        ends = half_square((x.detach() - x.grad).numpy())
+        signals = {"loss_start": half_square(x.detach().numpy()), "loss_end": ends, "inner_lr": 1.0}
+        before = outer.param_groups[0]["restarts"]
+        outer.step(signals=signals | {"progress": (t + 1) / ROUNDS}, probe=lambda: half_square(x.detach().numpy()))
+        assert outer.param_groups[0]["restarts"] - before == expected.restarts[t]
+        np.testing.assert_allclose(x.detach(), expected.residual[t + 1], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(outer.state[x]["momentum_buffer"], expected.buffer[t + 1], rtol=0, atol=1e-12)
+
+
+@each_rule
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_agreement_of_the_replicas(rule: OuterRule, replicas: int, agreeing: RestartPolicy):
+    """What a policy is told of the replicas' agreement is the theory's, and so are its restarts."""
+    noise = disturbances(replicas)
+    places, reports = engine_run(rule, agreeing, noise)
+    expected = rollout(rule, SIGMA, ROUNDS, agreeing, noise=noise)
+    assert_agree(places, reports, expected.residual, expected.restarts)
+    assert 0 < expected.restarts.sum() < ROUNDS
+
+
+def test_agreement_is_whole_where_nothing_moves(agreeing: RestartPolicy):
+    """Replicas that all stand still agree: no restart, and no divergence, in the engine and in the theory."""
+    rule, noise = RULES[0], np.zeros((ROUNDS, 2, len(SIGMA)))
+    _, reports = engine_run(rule, agreeing, noise, start=0.0)
+    assert not any(report.restarted or report.not_finite for report in reports)
+    seen: list[float] = []
+
+    class Watching(type(agreeing)):  # type: ignore[misc]
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Any]:
+            seen.append(signal.value("agreement"))
+            return state, None
+
+    rollout(rule, SIGMA, ROUNDS, Watching(0.5), noise=noise, initial=0.0)
+    assert seen == [1.0] * ROUNDS
 
 
 def test_restarts_of_blocks(against: Any, norm_ratio: Any):

@@ -366,7 +366,8 @@ class _Asked:
         if self.wants("loss_start") or self.wants("loss_end"):
             extra |= {"loss_start": _loss(x, self.weights).tolist(), "loss_end": _loss(x - g, self.weights).tolist()}
         if square is not None:
-            extra[AGREEMENT] = ((g * g).sum(axis=1) / square).tolist()
+            whole = (g * g).sum(axis=1)
+            extra[AGREEMENT] = np.divide(whole, square, out=np.ones_like(square), where=square != 0).tolist()
         done: list[tuple[Rows, Answer]] = []
         for index, (rows, rule) in enumerate(self.rows):
             measured = (None, None, None) if norms is None else norms[index]
