@@ -165,6 +165,22 @@ def test_two_processes_equal_one(config: TrainConfig, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
+def test_two_processes_probe_as_one(config: TrainConfig, tmp_path: Path) -> None:
+    """Fragments whose policies weigh candidates on each replica's own text: one replica a process, or two in one."""
+    values = {"sync.fragments": ("2",), "outer.restart": "probe:average,drop,1.3", "sync.delay": 1}
+    config = with_values(config, values)
+    run(config, tmp_path / "one")
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    words = ["--out", str(tmp_path / "two")]
+    assert processes(tmp_path, words, words) == [(0, ""), (0, "")]
+    weights = [(tmp_path / which / "weights.safetensors").read_bytes() for which in ("one", "two")]
+    assert weights[0] == weights[1]
+    gains = [[line["gain"] for line in lines(tmp_path / which, "rounds.jsonl")] for which in ("one", "two")]
+    assert gains[0] == gains[1]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
 def test_unlike_processes_are_refused(config: TrainConfig, tmp_path: Path) -> None:
     """Another rule in one process ends both with status 2 and the option's name, before any training."""
     (tmp_path / "config.yaml").write_text(dump_yaml(replace(config, threads=1)))

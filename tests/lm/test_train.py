@@ -440,3 +440,72 @@ def test_replicas_and_processes(config: TrainConfig) -> None:
     """Replicas that the processes cannot share evenly are refused with both numbers."""
     with pytest.raises(UsageError, match=r"--replicas is 2 and there are 3 processes.*--replicas 3"):
         preflight(config, processes=3)
+
+
+# --- restart policies that need what the trainer measures ---------------------------------------------------------
+
+NEEDY = ("loss", "probe:drop,average", "lookahead:0.3:0.3", "slowmo")
+
+
+@pytest.mark.parametrize("policy", NEEDY)
+def test_needy_policies_resume(config: TrainConfig, tmp_path: Path, policy: str) -> None:
+    """With losses, probes, progress or learning rates, a run that is stopped in and after rounds ends the same."""
+    config = with_values(config, {"outer.restart": policy, "outer.momentum": 0.9})
+    whole = run(config, tmp_path / "whole")
+    for stop in (8, 5):  # inside the second round, and after the third and a step
+        calls = iter(range(1, 1000))
+        run(config, tmp_path / "parts", should_stop=lambda s=stop, c=calls: next(c) >= s)
+    assert timeless(run(config, tmp_path / "parts")) == timeless(whole)
+    same_files(tmp_path / "parts", tmp_path / "whole")
+    plain = run(with_values(config, {"outer.restart": "never"}), tmp_path / "plain")
+    assert (plain["checksum"] == whole["checksum"]) is (policy == "loss")  # which does not fire in a run that learns
+
+
+def test_signals_of_a_round(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What policies are told: means of the first and last quarter of a round's losses, its last rate, its share."""
+    seen: list[dict[str, float]] = []
+    losses: list[float] = []
+    judge, settle = Trainer.end_round, Trainer.settle
+
+    def noted(self: Trainer, report: Any) -> dict[str, Any]:
+        seen.append(dict(report.signals))
+        return judge(self, report)
+
+    def settled(self: Trainer) -> None:
+        losses.extend(loss.item() for loss in self._losses)
+        settle(self)
+
+    monkeypatch.setattr(Trainer, "end_round", noted)
+    monkeypatch.setattr(Trainer, "settle", settled)
+    run(with_values(config, {"inner_steps": 9, "replicas": 2}), tmp_path / "run")
+    mean = [sum(losses[2 * step : 2 * step + 2]) / 2 for step in range(22)]
+    for told, (start, stop) in zip(seen, ((0, 9), (9, 18), (18, 22)), strict=True):
+        quarter = (stop - start) // 4
+        assert told["loss_start"] == pytest.approx(sum(mean[start : start + quarter]) / quarter, rel=1e-6)
+        assert told["loss_end"] == pytest.approx(sum(mean[stop - quarter : stop]) / quarter, rel=1e-6)
+        assert told["train_loss"] == pytest.approx(sum(mean[start:stop]) / (stop - start), rel=1e-6)
+        assert told["progress"] == stop / 22
+        assert told["inner_lr"] == inner_lr(config, stop - 1)
+
+
+@pytest.mark.parametrize(("policy", "name"), [("loss", "loss_start"), ("probe:keep,average", "probes")])
+def test_a_policy_that_sees_nan_ends_the_run(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, name: str
+) -> None:
+    """What a policy needs and is not finite ends the run as diverged, in the round in which it was, and stays so."""
+    signals, probe = Trainer._signals, Trainer._probe
+
+    def broken(self: Trainer, should_stop: Any) -> dict[str, float]:
+        found = signals(self, should_stop)
+        return found | ({name: math.nan} if name in found and self.done.step == 12 else {})
+
+    def nowhere(self: Trainer, model: Any, number: int, round_: int) -> float:
+        return math.nan if self.done.step == 12 else probe(self, model, number, round_)
+
+    monkeypatch.setattr(Trainer, "_signals", broken)
+    monkeypatch.setattr(Trainer, "_probe", nowhere)
+    summary = run(with_values(config, {"outer.restart": policy}), tmp_path / "run")
+    assert (summary["diverged"], summary["exit_reason"], summary["steps"]) == (True, "diverged", 12)
+    told = [line["groups"][0]["not_finite"] for line in read_lines(tmp_path / "run" / "rounds.jsonl")]
+    assert told == [[], [name]]
+    assert run(with_values(config, {"outer.restart": policy}), tmp_path / "run")["diverged"]
