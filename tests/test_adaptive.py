@@ -307,7 +307,7 @@ def test_tracked_finds_the_mode():
     """Without noise one mode's effective progress is found from three rounds: 3, then `K_0` rounds at a time."""
     for rule, sigma in itertools.product([EMA, OuterRule(1.0, 0.9, True, "ema")], (0.95, 0.6, 0.3)):
         run = rollout(rule, [sigma], 40, "tracked")
-        lengths = np.diff([0, *(np.flatnonzero(run.restarts) + 1)])
+        lengths = np.diff(np.flatnonzero(run.restarts) + 1, prepend=0)
         assert lengths[0] == 3
         assert set(lengths[1:]) == {first_cancellation(rule, sigma)}
 

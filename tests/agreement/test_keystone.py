@@ -309,7 +309,8 @@ def test_agreement_is_whole_where_nothing_moves(agreeing: RestartPolicy):
             seen.append(signal.value("agreement"))
             return state, None
 
-    rollout(rule, SIGMA, ROUNDS, Watching(0.5), noise=noise, initial=0.0)
+    watching: Any = Watching
+    rollout(rule, SIGMA, ROUNDS, watching(0.5), noise=noise, initial=0.0)
     assert seen == [1.0] * ROUNDS
 
 

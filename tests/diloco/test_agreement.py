@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,17 @@ import pytest
 
 import twophase
 from twophase.diloco import agreement
-from twophase.diloco.agreement import Attendance, Disagreement, attend, same_start, versions
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.agreement import (
+    Attendance,
+    Disagreement,
+    Shared,
+    agree,
+    attend,
+    averaged,
+    same_start,
+    versions,
+)
+from twophase.diloco.comm import Communicator, SingleProcess
 
 
 class Two(SingleProcess):
@@ -63,3 +75,65 @@ def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     shutil.copy(Path(__file__).parents[2] / "src/twophase/rule.py", copy / "rule.py")
     (copy / "rule.py").rename(copy / "rules.py")
     assert versions.__wrapped__() not in (ours, edited)
+
+
+class Threads(SingleProcess):
+    """One of several processes, as far as the exchange of numbers is concerned, in threads of this one."""
+
+    def __init__(self, number: int, said: list[Any], barrier: threading.Barrier) -> None:
+        self.number, self.said, self.barrier = number, said, barrier
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """What each has said."""
+        return self.gather(list(numbers))
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each has said."""
+        self.said[self.number] = value
+        self.barrier.wait(10)
+        found = list(self.said)
+        self.barrier.wait(10)
+        return found
+
+
+def together(*calls: Callable[[Communicator], Any]) -> list[Any]:
+    """What each call brings home, made at the same time."""
+    said, barrier = [None] * len(calls), threading.Barrier(len(calls))
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call, Threads(number, said, barrier)) for number, call in enumerate(calls)]
+        return [future.result(20) for future in futures]
+
+
+def test_who_has_no_weight_decides_nothing():
+    """A newcomer's losses and probes, and signals that it cannot have, count in no mean, even as NaN; all learn them.
+
+    The others weigh by their replicas.
+    """
+    squared = f"{agreement._SQUARE}0"
+    first = {"loss": 1.0, squared: 4.0}
+    found = together(
+        lambda group: agree(group, [], 1, first),
+        lambda group: agree(group, [], 0, {"loss": math.nan}),
+        lambda group: agree(group, [], 3, {"loss": 5.0, squared: 8.0}),
+    )
+    assert [dict(shared.signals) for shared in found] == 3 * [{"loss": 4.0, squared: 7.0}]
+    assert [shared.given for shared in found] == 3 * [{"loss": 4.0}]
+    probed = together(
+        lambda group: averaged(group, 0, [[math.nan], []]),
+        lambda group: averaged(group, 1, [[1.0], []]),
+        lambda group: averaged(group, 1, [[math.inf], []]),
+    )
+    assert probed == 3 * [[[math.inf], []]]
+    alone = together(lambda group: averaged(group, 0, [[9.0]]), lambda group: averaged(group, 3, [[0.1]]))
+    assert alone == 2 * [[[0.1]]]  # 3 x 0.1 / 3 would be another number
+
+
+def test_agreement_is_of_the_whole_gradient():
+    """`|g|^2` over all groups of a fragment by the replicas' mean square; 1 where none has moved, NaN stays one."""
+    dots = [[(3.0, 0.0, 0.0), (1.0, 5.0, 2.0)], [(0.0, 1.0, 0.0)], [(2.0, 1.0, 0.0)]]
+    signals = {f"{agreement._SQUARE}{index}": value for index, value in enumerate((8.0, 0.0, math.nan))}
+    shared = Shared(signals, dots)
+    assert (shared.shown(0)["agreement"], shared.shown(1)["agreement"]) == (0.5, 1.0)
+    assert math.isnan(shared.shown(2)["agreement"])
+    assert "agreement" not in Shared({"loss": 1.0}, dots).shown(0)
+    assert shared.given == {}

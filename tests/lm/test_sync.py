@@ -149,8 +149,8 @@ def processes(tmp_path: Path, *words: list[str]) -> list[tuple[int, str]]:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_processes_equal_one(config: TrainConfig, tmp_path: Path) -> None:
-    """Streaming fragments on an int8 wire: one replica a process and two in one give the same bytes."""
-    config = with_values(config, SYNCS["streaming"])
+    """Streaming fragments on an int8 wire, and candidates probed: one replica a process, or two in one, same bytes."""
+    config = with_values(config, SYNCS["streaming"] | {"outer.restart": "probe:average,drop,1.3"})
     here = run(config, tmp_path / "one")
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     words = ["--out", str(tmp_path / "two")]
@@ -161,22 +161,6 @@ def test_two_processes_equal_one(config: TrainConfig, tmp_path: Path) -> None:
     assert [line["checksum"] for line in told] == [line["checksum"] for line in alone]
     assert told[-1]["round"] == here["rounds"]
     assert all(line["bytes_sent"] > 0 for line in told)
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_two_processes_probe_as_one(config: TrainConfig, tmp_path: Path) -> None:
-    """Fragments whose policies weigh candidates on each replica's own text: one replica a process, or two in one."""
-    values = {"sync.fragments": ("2",), "outer.restart": "probe:average,drop,1.3", "sync.delay": 1}
-    config = with_values(config, values)
-    run(config, tmp_path / "one")
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    words = ["--out", str(tmp_path / "two")]
-    assert processes(tmp_path, words, words) == [(0, ""), (0, "")]
-    weights = [(tmp_path / which / "weights.safetensors").read_bytes() for which in ("one", "two")]
-    assert weights[0] == weights[1]
-    gains = [[line["gain"] for line in lines(tmp_path / which, "rounds.jsonl")] for which in ("one", "two")]
-    assert gains[0] == gains[1]
 
 
 @pytest.mark.dist
