@@ -268,6 +268,23 @@ def test_candidates_have_the_other_fragments_at_the_anchor():
                 assert same_bits(value, anchor[name])
 
 
+def test_module_buffers_come_out_of_probing_as_well():
+    """The statistics of batch norm, which a forward pass in training changes, are those from before the probes."""
+    models = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2)]
+    seen: list[int] = []
+
+    def probe(model: nn.Module, replica: int, _round: int) -> float:
+        seen.append(replica)
+        return float(model(torch.arange(12.0).view(4, 3)).square().mean())
+
+    engine = DiLoCo(models, RULE, inner_steps=1, restart="probe:keep,average", probe=probe)
+    before = [{name: buffer.clone() for name, buffer in model.named_buffers()} for model in models]
+    assert engine.step() is not None
+    assert seen == [0, 1, 0, 1]
+    for model, old in zip(models, before, strict=True):
+        assert all(torch.equal(buffer, old[name]) for name, buffer in model.named_buffers())
+
+
 # --- what is missing, or not finite -------------------------------------------------------------------------------
 
 

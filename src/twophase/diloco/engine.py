@@ -408,6 +408,7 @@ class DiLoCo:
         model = self.replicas[0]
         reshard(model)
         held = [[slot.tensor().clone() for slot in fragment.slots[0]] for fragment in self.fragments]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # batch norm's change in a forward pass
         found: list[list[float]] = []
         try:
             for fragment in sync.fragments:
@@ -423,6 +424,8 @@ class DiLoCo:
                 found.append(losses)
         finally:
             self._set(0, held)
+            for buffer, old in buffers:
+                buffer.copy_(old)
         return averaged(self.communicator, sync.weight, found)
 
     def _report(
