@@ -30,6 +30,7 @@ from twophase.theory.modes import (
     phase,
     phase_shift,
     regime,
+    scheduled_progress,
     stable_limit,
     transition,
 )
@@ -587,3 +588,70 @@ def test_refused_rounds(rounds: Any):
     """The envelope takes times t >= 0 and refuses others by name."""
     with pytest.raises(ValueError, match=r"^envelope: rounds"):
         envelope(HB, 0.5, rounds)
+
+
+# ----------------------------------------------------------------------------------------------- a schedule of the lr
+
+
+@given(
+    st.lists(powers(-4, 0), min_size=1, max_size=12),
+    powers(-12, 0).map(lambda share: min(share, 1.0)),
+    st.sampled_from([0.0, 1e-3, 0.1]),
+)
+def test_scheduled_progress_is_that_of_the_inner_loop(lrs: list[float], eigenvalue: float, decay: float):
+    """One inner step after the other, with its own learning rate and decay, leaves 1 - sigma; exact in fractions."""
+    lrs = [min(lr, 1 / (eigenvalue + decay)) for lr in lrs]
+    lrs = [lr if lr * (eigenvalue + decay) <= 1 else math.nextafter(lr, 0) for lr in lrs]
+    x = Fraction(1)
+    for lr in lrs:
+        x -= Fraction(lr) * Fraction(eigenvalue + decay) * x
+    sigma = float(scheduled_progress(eigenvalue, lrs, weight_decay=decay))
+    assert 0 <= sigma <= 1
+    # Where a step nearly reaches the minimum, its product's rounding is all that is left of 1 - sigma.
+    assert sigma == pytest.approx(float(1 - x), rel=1e-14, abs=0)
+
+
+@given(powers(-10, 0), st.integers(1, 200))
+def test_a_constant_schedule_is_the_plain_formula(product: float, steps: int):
+    """With one learning rate and no decay it is `effective_progress`."""
+    product = min(product, 1.0)
+    found = scheduled_progress([product, 0.0], np.full(steps, 1.0))
+    assert found[0] == pytest.approx(float(effective_progress(product, 1.0, steps)), rel=1e-13)
+    assert found[1] == 0
+
+
+def test_scheduled_progress_where_a_step_passes_the_minimum():
+    """Clipped, a mode that is too steep for any step counts as removed, whatever the others do; else it is refused."""
+    assert scheduled_progress([1.0, 3.0, 1e300], [0.1, 0.5, 1.0], clip=True).tolist() == [1, 1, 1]
+    assert scheduled_progress(3.0, [0.1, 0.2], clip=True) == pytest.approx(1 - 0.7 * 0.4)
+    assert scheduled_progress(0.5, [0.0, 0.0]) == 0
+    with pytest.raises(ValueError, match=r"^scheduled_progress: eigenvalue\[1\] is 3\.0; times inner_lr 0\.5 .*clip"):
+        scheduled_progress([1.0, 3.0], [0.1, 0.5])
+    with pytest.raises(ValueError, match=r"with the decay"):
+        scheduled_progress(1.0, [1.0], weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "decay"),
+    [((-1.0, [0.1]), 0.0), ((1.0, [-0.1]), 0.0), ((1.0, []), 0.0), ((1.0, 0.1), 0.0), ((1.0, [0.1]), math.nan)],
+)
+def test_scheduled_progress_refuses_what_is_no_schedule(arguments: Any, decay: float):
+    """Values out of range and shapes that are no list are named."""
+    with pytest.raises(ValueError, match=r"^scheduled_progress: "):
+        scheduled_progress(*arguments, weight_decay=decay)
+
+
+def test_a_preconditioned_descent_shrinks_the_modes_of_the_scaled_matrix():
+    """Steps of `-lr D^-1 H x` with a changing lr remove sigma of each mode of `D^-1/2 H D^-1/2`, in its coordinates."""
+    rng = np.random.default_rng(0)
+    root = rng.standard_normal((6, 6))
+    h, d = root @ root.T, rng.uniform(0.5, 3, 6)
+    scaled = h / np.sqrt(d[:, None] * d[None, :])
+    values, vectors = np.linalg.eigh(scaled)
+    lrs = 0.9 / values[-1] * np.array([0.3, 1.0, 0.8, 0.2])
+    start = rng.standard_normal(6)
+    x = start.copy()
+    for lr in lrs:
+        x = x - lr * (h @ x) / d - lr * 0.01 * x
+    left = (vectors.T @ (np.sqrt(d) * x)) / (vectors.T @ (np.sqrt(d) * start))
+    np.testing.assert_allclose(1 - left, scheduled_progress(values, lrs, weight_decay=0.01), rtol=1e-10, atol=1e-12)

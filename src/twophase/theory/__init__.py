@@ -37,6 +37,7 @@ from twophase.theory.modes import (
     phase,
     phase_shift,
     regime,
+    scheduled_progress,
     stable_limit,
     transition,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "rounding_bound",
     "rule_grid",
     "schedule_factor",
+    "scheduled_progress",
     "soft_restart",
     "stable_limit",
     "transition",

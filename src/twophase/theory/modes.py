@@ -78,6 +78,58 @@ def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: 
         return _plain(-np.expm1(counts * np.log1p(-product)) + 0.0)
 
 
+def scheduled_progress(
+    eigenvalue: ArrayLike, inner_lrs: ArrayLike, *, weight_decay: float = 0.0, clip: bool = False
+) -> Any:
+    """Share of a mode that one inner phase removes whose learning rate changes from step to step.
+
+    `sigma = 1 - prod_t (1 - eta_t (lambda + decay))`; with a constant learning rate and no decay it is
+    `effective_progress`. Of a preconditioned optimizer, whose step is `-eta P^-1 gradient` with P held fixed over the
+    round, the eigenvalues are those of `P^-1/2 H P^-1/2`; decoupled weight decay adds to each of them. An inner
+    optimizer that averages gradients (AdamW's first moment, coefficient b) takes such steps only of modes with
+    `eta lambda` well below `1 - b`; faster ones it makes oscillate, which is outside of this formula.
+
+    Args:
+        eigenvalue: lambda >= 0 of the (preconditioned) curvature, any shape.
+        inner_lrs: eta_t >= 0 of each inner step of the round, in order, shape (S,), S >= 1.
+        weight_decay: decoupled weight decay, >= 0.
+        clip: take a step beyond the minimum, `eta_t (lambda + decay) > 1`, for one that reaches it, so that a mode
+            whose curvature is too large for the formula counts as removed. False refuses such a mode.
+
+    Returns:
+        sigma in [0, 1], of the shape of `eigenvalue`.
+
+    Raises:
+        ValueError: a value out of range; the message names the mode.
+
+    Source: paper section 2 (sigma for a constant learning rate); theory note R1.
+
+    >>> float(scheduled_progress(0.5, [1.0, 0.5, 0.0]))
+    0.625
+    """
+    where = "scheduled_progress"
+    values, rates = check_numbers(where, "eigenvalue", eigenvalue), check_numbers(where, "inner_lrs", inner_lrs)
+    decay = check_numbers(where, "weight_decay", weight_decay)
+    if rates.ndim != 1 or rates.size == 0 or decay.ndim:
+        raise ValueError(
+            f"{where}: inner_lrs have shape {rates.shape} and weight_decay {decay.shape}; give one learning rate for "
+            "each inner step of the round, shape (S,), and one number"
+        )
+    for name, array in (("eigenvalue", values), ("inner_lrs", rates), ("weight_decay", decay)):
+        refuse(where, name, array, ~(np.isfinite(array) & (array >= 0)), "it must be a finite number >= 0")
+    with np.errstate(over="ignore"):
+        total = values + decay
+        largest = total * rates.max()
+    if not clip:
+        remedy = f"times inner_lr {rates.max():g} it must be <= 1 (with the decay); lower that, or give clip=True"
+        refuse(where, "eigenvalue", values, largest > 1, remedy)
+    kept = np.zeros(values.shape)  # log of the product, one step after the other: no array of modes x steps
+    with np.errstate(divide="ignore", over="ignore"):
+        for rate in rates:
+            kept = kept + np.log1p(-np.minimum(rate * total, 1.0))
+    return _plain(-np.expm1(kept) + 0.0)
+
+
 def effective_step(rule: Rules, sigma: ArrayLike) -> Any:
     """The step s of a mode, which with the momentum decides everything: `lr sigma` (sum form), `lr (1-b) sigma` (EMA).
 
