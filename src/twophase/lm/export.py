@@ -66,7 +66,7 @@ def export(run: Path, out: Path, *, dtype: str = "float32", data: Path | None = 
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("export needs the package transformers; pip install 'twophase[hf]'")
     run, out = Path(run), Path(out)
-    config, identity = _config(run)
+    config, identity = run_config(run)
     _check_place(out)
     source = tokenizer_source(config, _json(run / _ENV), data) if tokenizer else None
     anchor = _anchor(run, config, identity)
@@ -145,8 +145,12 @@ class _Anchor:
         return self.weights["embedding"].shape[0]
 
 
-def _config(run: Path) -> tuple[TrainConfig, str]:
-    """The run's configuration and its fingerprint."""
+def run_config(run: Path) -> tuple[TrainConfig, str]:
+    """The configuration of a run's folder, and its fingerprint.
+
+    Raises:
+        UsageError: no folder, none of a run, or a configuration that this version cannot read.
+    """
     path = run / _CONFIG
     if not path.is_file():
         what = (
