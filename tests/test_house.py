@@ -51,7 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": set(),
     "period": {"theory"} | BASE,
     "period_figure": {"theory", "experiment", "period"} | BASE,
-    "studies": {"recipes", "experiment", "lm", "lm.config", "diloco", "optim", "theory"} | BASE,
+    "spectrum": {"experiment", "lm", "lm.config", "diloco", "theory"} | BASE,
+    "studies": {"spectrum", "recipes", "experiment", "lm", "lm.config", "diloco", "optim", "theory"} | BASE,
     "cli": {
         "period",
         "period_figure",
@@ -59,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "explorer",
         "diagnosis",
         "report",
+        "spectrum",
         "doctor",
         "recipes",
         "experiment",

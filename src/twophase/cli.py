@@ -1,4 +1,4 @@
-"""The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | diagnose | doctor | ...`.
+"""The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | spectrum | ...`.
 
 Each command is a plain function of its words. Commands import what they need when they run, so that `--help` answers
 without torch. Exit status: 0 done; 1 a failure while running (a single run that diverged included); 2 a mistake in
@@ -33,6 +33,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "sweep": ("_sweep", "a grid of runs; repeat the command to resume it"),
     "report": ("_report", "a run or a sweep as one HTML page; of a sweep also the verdict, each arm against controls"),
     "diagnose": ("_diagnose", "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests"),
+    "spectrum": ("_spectrum", "curvature of a trained run by block, what a round removes of it, and a period for each"),
     "period": ("_period", "when to restart a rule on a spectrum, what it gains, and where it cannot help"),
     "explore": (
         "_explore",
@@ -459,6 +460,52 @@ def _diagnose(words: list[str]) -> int:
     found = diagnose(record)
     print(json.dumps(as_json(found), indent=2, allow_nan=False) if options.json else describe(found, str(options.run)))
     return 0
+
+
+def _spectrum(words: list[str]) -> int:
+    from twophase.spectrum.command import Wish, spectrum
+
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} spectrum", description=_COMMANDS["spectrum"][1], allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, its --out")
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        default=(),
+        metavar="NAME=PATTERN",
+        help="a parameter is in the first block whose pattern its name contains (default: the run's named fragments, "
+        "else embeddings, attention, mlp, norms, head)",
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=4,
+        metavar="N",
+        help="of the run's training text, of its own batch size (%(default)s)",
+    )
+    parser.add_argument(
+        "--top", type=int, default=5, metavar="N", help="eigenvalues of each block found one by one (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of spectrum.png, .pdf, .csv and .json (the run's own)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    options = parser.parse_args(words)
+    blocks = tuple(options.blocks)
+    return spectrum(
+        Wish(
+            options.run,
+            blocks,
+            options.batches,
+            options.top,
+            options.out,
+            options.json,
+            options.quiet,
+            _config_paths(),
+        )
+    )
 
 
 def _doctor(words: list[str]) -> int:

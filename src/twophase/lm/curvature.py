@@ -259,7 +259,7 @@ def largest_eigenvalues(product: Product, size: int, count: int, seed: int = 0) 
     operator = LinearOperator((size, size), matvec=product, dtype=np.float64)  # pyright: ignore[reportCallIssue]
     wanted = min(count, size - 1)
     try:
-        found = eigsh(operator, wanted, which="LA", v0=image, tol=_ACCURACY, return_eigenvectors=False)
+        found = eigsh(operator, wanted, which="LA", v0=image, tol=_ACCURACY, return_eigenvectors=False)  # pyright: ignore[reportArgumentType]
     except ArpackNoConvergence as error:
         found = error.eigenvalues
     return np.sort(np.maximum(found, 0.0))[::-1]

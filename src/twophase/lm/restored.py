@@ -116,7 +116,7 @@ def _scales(saved: checkpoint.Checkpoint, config: TrainConfig, names: list[str])
         try:
             groups = inner["param_groups"]
             places = [(group, place) for group in groups for place in group["params"]]
-            moments = [_inverse(group, inner["state"][place]) for group, place in places]
+            moments = [inverse_scale(group, inner["state"][place]) for group, place in places]
             found.append(dict(zip(names, moments, strict=True)))
         except (KeyError, TypeError, ValueError):
             found = []
@@ -129,7 +129,13 @@ def _scales(saved: checkpoint.Checkpoint, config: TrainConfig, names: list[str])
     return found
 
 
-def _inverse(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+def inverse_scale(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+    """What AdamW multiplies each coordinate's gradient with besides its learning rate: `1 / (sqrt(v) + eps)`.
+
+    Args:
+        group: of its parameter groups.
+        state: of a parameter; v is its second moment, corrected for its beginning at 0.
+    """
     steps = float(state["step"])
     corrected = state["exp_avg_sq"].double() / -math.expm1(steps * math.log(group["betas"][1]))
     return 1 / (corrected.sqrt() + group["eps"])
