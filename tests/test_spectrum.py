@@ -246,7 +246,7 @@ def setting_at(lr: float, inner_steps: int = 4, rounds: int = 20) -> Setting:
     return Setting(RULE, rounds, dict.fromkeys(PLACES, (lr,) * inner_steps), 0.0)
 
 
-def block_of(values: Sequence[float], name: str = "block") -> Curvature:
+def block_of(values: Any, name: str = "block") -> Curvature:
     nodes = np.sort(np.asarray(values))
     return Curvature(name, len(nodes), nodes[::-1], nodes[::-1], nodes, np.full(len(nodes), 1 / len(nodes)))
 

@@ -118,10 +118,10 @@ class _Piece:
         def logits(parameters: Mapping[str, Tensor]) -> Tensor:
             return functional_call(model, {**still, **parameters}, (tokens,))
 
-        value, self._back = vjp(logits, dict(block))
+        value, self._back = vjp(logits, dict(block))[:2]
         # J v is the transpose of u -> J^T u, which is linear: its product from behind. So both graphs can be kept,
         # and forward-mode derivatives, which would run the model anew for each product, are not needed.
-        _, self._forward = vjp(lambda u: self._back(u)[0], torch.zeros_like(value))
+        self._forward = vjp(lambda u: self._back(u)[0], torch.zeros_like(value))[1]
         self._probabilities = value.detach().softmax(-1)
 
     def __call__(self, tangent: Mapping[str, Tensor], tokens: int) -> dict[str, Tensor]:

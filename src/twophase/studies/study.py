@@ -14,6 +14,11 @@ A study that also holds `sweep` is a *sweep study*: its numbers come from runs t
 * `table(rows, scale) -> Result` in the place of the above, from the rows of the sweep's table;
 * `answer` and `draw` as above.
 
+One whose later cells depend on the trained runs themselves, or whose runs share no steps (`sync.fragments`), also holds
+
+* `measure(scale, rows, runs, known) -> dict`, what is known by run id by now; `sweep` and `table` then take that as a
+  further argument, and the runs are trained one by one, each with its checkpoint.
+
 `run` writes `NAME.png`, `NAME.pdf`, `NAME.csv` (the rows) and, last, `NAME.json` (the numbers, with settings, question
 and version), byte for byte the same for the same input.
 """
@@ -37,6 +42,7 @@ from twophase.experiment.figure import DIGITS, rendered, styled, table_text, wri
 from twophase.experiment.launch import RUNS, TABLE, Status, run_sweep
 from twophase.experiment.table import Row, read_rows
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
+from twophase.studies._singly import Staged, train_in_stages
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -196,7 +202,11 @@ def run(
             trained = cast("SweepStudy", study)
             folder = out / (name if size.name == LAPTOP.name else f"{name}-{size.name}")
             options = {"runs": out / RUNS, "workers": workers, "progress": progress} | options
-            result = trained.table(_train(trained, size, folder, options), size)
+            if hasattr(study, "measure"):
+                rows, measured = train_in_stages(cast("Staged", study), size, folder, **options)
+                result = cast("Any", study).table(rows, size, measured)
+            else:
+                result = trained.table(_train(trained, size, folder, options), size)
         pictures = rendered(study.draw(result), palette=True)
     answer = study.answer(result)
     facts = {
