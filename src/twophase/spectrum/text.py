@@ -122,7 +122,7 @@ def _period_remarks(forecasts: Sequence[Forecast], setting: Setting) -> Iterator
     names = ", ".join(one.curvature.name for one in never)
     yield (
         f"{names}: over {setting.rounds} rounds no restart is best although a single mode at the mean would want one. "
-        f"Sigma within a block is spread (5 % of the loss below {low:.2g}, 5 % above {high:.2g}), and what is left at "
+        f"Sigma is spread within a block (90 % of the loss lies within {low:.2g} to {high:.2g}), and what is left at "
         "the end is in the slow modes, which every restart slows down."
     )
 
