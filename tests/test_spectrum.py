@@ -41,6 +41,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return textmaker.write(tmp_path_factory.mktemp("text") / "text.txt")
 
 
+@pytest.fixture(autouse=True)
+def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Densities here need not be fine."""
+    monkeypatch.setattr("twophase.spectrum.measure.STEPS", 20)
+    monkeypatch.setattr("twophase.spectrum.measure.PROBES", 1)
+
+
 def config_of(text: Path, **values: Any) -> TrainConfig:
     base = TrainConfig(
         model=ModelConfig(layers=1, hidden_size=8, intermediate_size=12),

@@ -205,3 +205,13 @@ def test_a_small_matrix_is_taken_apart_exactly() -> None:
     np.testing.assert_allclose(found.nodes, values, atol=1e-10 * values[-1])
     assert set(found.weights) == {1 / 40}
     assert isinstance(found, Density)
+
+
+def test_large_blocks_keep_fewer_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short a density has 8 steps, and the largest eigenvalues are those they are."""
+    matrix, values = spectrum_of(100, 80, 8)
+    monkeypatch.setattr("twophase.lm.curvature._ROOM", 100)
+    found = density(lambda v: matrix @ v, 100, steps=50, probes=1)
+    assert len(found.nodes) == 8
+    top = largest_eigenvalues(lambda v: matrix @ v, 100, 3)
+    np.testing.assert_allclose(top, values[::-1][:3], rtol=2e-3)

@@ -655,3 +655,26 @@ def test_a_preconditioned_descent_shrinks_the_modes_of_the_scaled_matrix():
         x = x - lr * (h @ x) / d - lr * 0.01 * x
     left = (vectors.T @ (np.sqrt(d) * x)) / (vectors.T @ (np.sqrt(d) * start))
     np.testing.assert_allclose(1 - left, scheduled_progress(values, lrs, weight_decay=0.01), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("inner_steps", [5, 20, 100])
+def test_averaged_gradients_take_the_same_steps_of_slow_modes(inner_steps: int):
+    """Steps along a running mean of gradients (coefficient 0.9) remove what the formula says where `eta lambda` << 0.1.
+
+    The mean goes on from round to round, as AdamW's does, so a round in the middle of a long descent is compared.
+    """
+    for product, within in ((1e-4, 2e-3), (1e-3, 2e-2), (1e-2, 0.2)):
+        x, mean = 1.0, product
+        places = []
+        for _ in range(100 + inner_steps):
+            mean = 0.9 * mean + 0.1 * product * x
+            x -= mean
+            places.append(x)
+        found = 1 - places[99 + inner_steps] / places[99]
+        assert found == pytest.approx(float(scheduled_progress(product, [1.0] * inner_steps)), rel=within)
+    x, mean, sign = 1.0, 0.5, set()
+    for _ in range(60):
+        mean = 0.9 * mean + 0.1 * 0.5 * x
+        x -= mean
+        sign.add(x > 0)
+    assert sign == {True, False}  # a fast mode: past the minimum and back, which the formula does not know

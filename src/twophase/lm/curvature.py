@@ -39,6 +39,8 @@ _PIECE_TOKENS = 1 << 13
 """Small batches go through the model together, up to this number of tokens: at a laptop's sizes calls cost most."""
 _ACCURACY = 1e-3
 """Relative accuracy of the largest eigenvalues."""
+_ROOM = 1 << 27
+"""Numbers that the vectors of one Lanczos run may take (1 GiB): of larger blocks fewer are kept."""
 _SMALL = 64
 """Blocks up to this size are decomposed exactly."""
 
@@ -215,7 +217,7 @@ def density(product: Product, size: int, *, steps: int, probes: int, seed: int =
     Args:
         product: with a symmetric, positive semidefinite matrix.
         size: of the matrix, >= 1.
-        steps: of Lanczos, >= 1.
+        steps: of Lanczos, >= 1; fewer where their vectors would take more than 1 GiB, but not below 8.
         probes: random vectors, >= 1.
         seed: of these.
 
@@ -231,6 +233,7 @@ def density(product: Product, size: int, *, steps: int, probes: int, seed: int =
         values = np.linalg.eigvalsh((matrix + matrix.T) / 2)
         return Density(np.maximum(values, 0.0), np.full(size, 1 / size), exact=True)
     generator = np.random.default_rng(seed)
+    steps = min(steps, max(_ROOM // size, 8))
     nodes, weights = [], []
     for _ in range(probes):
         diagonal, beside = lanczos(product, generator.choice([-1.0, 1.0], size), steps)
@@ -258,8 +261,10 @@ def largest_eigenvalues(product: Product, size: int, count: int, seed: int = 0) 
         return np.zeros(min(count, size))
     operator = LinearOperator((size, size), matvec=product, dtype=np.float64)  # pyright: ignore[reportCallIssue]
     wanted = min(count, size - 1)
+    vectors = min(size, max(2 * wanted + 1, 20 if 20 * size <= _ROOM else 8))
+    options: dict[str, Any] = {"which": "LA", "v0": image, "tol": _ACCURACY, "ncv": vectors}
     try:
-        found = eigsh(operator, wanted, which="LA", v0=image, tol=_ACCURACY, return_eigenvectors=False)  # pyright: ignore[reportArgumentType]
+        found = eigsh(operator, wanted, return_eigenvectors=False, **options)
     except ArpackNoConvergence as error:
         found = error.eigenvalues
     return np.sort(np.maximum(found, 0.0))[::-1]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.config import UsageError
+from twophase.config import UsageError, with_values
 from twophase.diloco.flat import plan
 from twophase.lm import checkpoint
 from twophase.lm.config import TrainConfig
@@ -29,7 +29,7 @@ class Restored:
     Args:
         config: of the run.
         step: inner steps that it had taken.
-        model: with the anchor's weights, in float32 whatever the run computed in, without gradients.
+        model: with the anchor's weights, on the CPU and in float32 whatever the run computed in, without gradients.
         scale: by parameter name the factor of each coordinate that makes AdamW's steps those of gradient descent,
             `D^-1/2` with `D = sqrt(v / (1 - beta_2^t)) + eps`; of several replicas the root of the mean of `D^-1`,
             because the anchor takes the mean of their steps.
@@ -89,7 +89,8 @@ def restore(run: Path) -> Restored:
         raise UsageError(f"{newest}: the weights do not fit the run's config.yaml ({fault})") from None
     model.requires_grad_(False)
     scales = _scales(saved, config, [name for name, _ in model.named_parameters()])
-    corpus, _ = preflight(config)
+    # Wherever the run was trained, it is looked at on the CPU.
+    corpus, _ = preflight(with_values(config, {"device": "cpu", "compute.attention": "auto"}))
     if corpus.description["fingerprint"] != progress["text"]:
         raise UsageError(
             f"--data.corpus {config.data.corpus} of {run}: the text is not the one that the run was trained on; put "

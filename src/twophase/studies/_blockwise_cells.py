@@ -16,11 +16,16 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+from scipy.special import logsumexp
+
 from twophase.config import with_values
 from twophase.experiment.grid import Cell, Sweep
+from twophase.experiment.record import read_record
 from twophase.experiment.table import Row
 from twophase.lm.config import TrainConfig
 from twophase.recipes.paper import PAPER, QUICK, Scale
+from twophase.spectrum.blocks import Forecast, Setting, first_cancellation, forecast, plain, seen
+from twophase.theory.periods import log_final_loss
 
 BLOCKS = {
     "embedding": "^embedding$",
@@ -237,10 +242,8 @@ def measure(scale: Scale, rows: Sequence[Row], runs: Path, known: Mapping[str, A
 
 
 def _measured(scale: Scale, run: Path) -> dict[str, Any]:
-    from twophase.experiment.record import read_record  # noqa: PLC0415 - like the next
-    from twophase.lm.restored import restore  # noqa: PLC0415 - torch, which a list of studies does without
-    from twophase.spectrum.blocks import first_cancellation, forecast, plain, seen  # noqa: PLC0415 - like the next
-    from twophase.spectrum.measure import measure as measure_blocks  # noqa: PLC0415 - torch
+    from twophase.lm.restored import restore  # noqa: PLC0415 - torch, which drawing and planning do without
+    from twophase.spectrum.measure import measure as measure_blocks  # noqa: PLC0415 - likewise
 
     restored = restore(run)
     blocks = measure_blocks(restored, BLOCKS, batches=design(scale).batches, top=1)
@@ -268,12 +271,8 @@ def _measured(scale: Scale, run: Path) -> dict[str, Any]:
     return plain(facts)
 
 
-def _predicted(forecasts: Sequence[Any], setting: Any, policies: Sequence[str]) -> dict[str, float]:
+def _predicted(forecasts: Sequence[Forecast], setting: Setting, policies: Sequence[str]) -> dict[str, float]:
     """Logarithm of the loss at the end over that at the start, of all blocks together, for each policy for all."""
-    from scipy.special import logsumexp  # noqa: PLC0415 - a second that listing studies does not need
-
-    from twophase.theory.periods import log_final_loss  # noqa: PLC0415 - like the above
-
     shares = [one.curvature.parameters * float(one.curvature.nodes @ one.curvature.weights) for one in forecasts]
     total = math.fsum(shares)
     found = {}
