@@ -56,8 +56,8 @@ class Curvature:
         parameters: how many it has.
         raw: largest eigenvalues of its Gauss-Newton matrix, descending.
         top: the same of the preconditioned matrix, whose modes the inner steps shrink.
-        nodes, weights: density of the preconditioned matrix: eigenvalues, ascending, and the share of directions that
-            each stands for.
+        nodes: density of the preconditioned matrix: eigenvalues, ascending.
+        weights: the share of directions that each of them stands for.
     """
 
     name: str

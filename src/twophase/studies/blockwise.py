@@ -33,7 +33,7 @@ from twophase.studies._lm import tally
 from twophase.studies.study import Result
 
 __all__ = ["QUESTION", "answer", "draw", "measure", "sweep", "table"]
-QUESTION = "Do restart periods by block, from curvature or from a run, beat one period for all in a trained model?"
+QUESTION = "Do restart periods by block, from curvature or from a run, beat one period for all blocks?"
 CLEAR = 2.0
 """Standard errors."""
 ARMS = (FREE, MEAN, SHUFFLED[MEAN], ALL, ROUNDS, ORACLE, SHUFFLED[ORACLE])
