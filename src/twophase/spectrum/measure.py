@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from twophase.config import UsageError
 from twophase.diloco.fragment import partition
 from twophase.lm.config import TrainConfig
-from twophase.lm.curvature import GaussNewton, density, largest_eigenvalues
+from twophase.lm.curvature import Floats, GaussNewton, Product, density, largest_eigenvalues
 from twophase.lm.restored import Restored
 from twophase.lm.trainer import inner_lr
 from twophase.spectrum.blocks import PLACES, Curvature, Setting
@@ -24,9 +23,9 @@ BLOCKS = {
     "head": "^head$",
 }
 """What a model is cut into where neither the run nor the caller says so; names are those of `twophase.lm.model`."""
-STEPS = 48
+STEPS = 32
 """Lanczos steps of a density."""
-PROBES = 3
+PROBES = 2
 """Random vectors of a density."""
 
 
@@ -82,8 +81,11 @@ def measure(
     tokens = restored.batches(batches)
     blocks = []
     for name, names in members.items():
-        show(len(blocks), name)
-        blocks.append(_block(restored, name, names, tokens, top))
+
+        def tell(products: int, name: str = name) -> None:
+            show(len(blocks), f"{name}, {products} products")
+
+        blocks.append(_block(restored, name, names, tokens, top=top, tell=tell))
     show(len(blocks), "done")
     count = sum(batch.numel() for batch in tokens)
     setting = setting_of(restored.config)
@@ -118,11 +120,21 @@ def patterns_of(restored: Restored, asked: Mapping[str, str] | None = None) -> d
     return {name: pattern for name, pattern in BLOCKS.items() if name != "head" or restored.model.head is not None}
 
 
-def _block(restored: Restored, name: str, names: list[str], tokens: list[Tensor], top: int) -> Curvature:
+def _block(
+    restored: Restored, name: str, names: list[str], tokens: list[Tensor], *, top: int, tell: Callable[[int], None]
+) -> Curvature:
     raw = GaussNewton(restored.model, tokens, names)
-    largest = largest_eigenvalues(raw, raw.size, top)
     scaled = GaussNewton(restored.model, tokens, names, restored.scale)
-    found = density(scaled, scaled.size, steps=STEPS, probes=PROBES)
+
+    def told(operator: GaussNewton) -> Product:
+        def product(vector: Floats) -> Floats:
+            tell(raw.products + scaled.products)
+            return operator(vector)
+
+        return product
+
+    largest = largest_eigenvalues(told(raw), raw.size, top)
+    found = density(told(scaled), scaled.size, steps=STEPS, probes=PROBES)
     # Lanczos has met the largest one too, only without a promise of how closely.
-    highest = largest_eigenvalues(scaled, scaled.size, top)
-    return Curvature(name, raw.size, largest, np.asarray(highest), found.nodes, found.weights)
+    highest = largest_eigenvalues(told(scaled), scaled.size, top)
+    return Curvature(name, raw.size, largest, highest, found.nodes, found.weights)

@@ -94,7 +94,7 @@ def design(scale: Scale) -> Design:
         policies = (NEVER, *map(str, scale.periods))
         return Design((size,), (scale.short, scale.long), steps, policies, 0, (1, 2, 3), 2, 1)
     widths, policies = (size // 2, size), (NEVER, "5", "2", "1")
-    return Design(widths, (scale.short, scale.long), steps * 5 // 12, policies, 0, (1, 2, 3), 2, 4)
+    return Design(widths, (scale.short, scale.long), steps // 3, policies, 0, (1, 2, 3), 2, 4)
 
 
 def places(scale: Scale) -> list[Place]:
