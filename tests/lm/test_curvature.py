@@ -15,7 +15,7 @@ from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twophase.lm.config import ModelConfig
-from twophase.lm.curvature import Density, GaussNewton, density, lanczos, largest_eigenvalues
+from twophase.lm.curvature import Density, GaussNewton, density, lanczos, largest_eigenpairs
 from twophase.lm.model import Llama
 
 Matrix = NDArray[np.float64]
@@ -150,8 +150,9 @@ def spectrum_of(size: int, rank: int, seed: int) -> tuple[Matrix, Matrix]:
 def test_the_largest_eigenvalues_are_found(size: int, rank: int, seed: int, count: int) -> None:
     """They are those of the dense matrix to the accuracy that is promised, zeros included."""
     matrix, values = spectrum_of(size, rank, seed)
-    found = largest_eigenvalues(lambda v: matrix @ v, size, count)
-    np.testing.assert_allclose(found, values[::-1][:count], rtol=2e-3, atol=1e-9 * values[-1])
+    found = largest_eigenpairs(lambda v: matrix @ v, size, count)
+    np.testing.assert_allclose(found.values, values[::-1][:count], rtol=2e-3, atol=1e-9 * values[-1])
+    np.testing.assert_allclose(found.vectors.T @ found.vectors, np.eye(count), atol=1e-9)
 
 
 def test_nothing_has_no_curvature() -> None:
@@ -159,8 +160,8 @@ def test_nothing_has_no_curvature() -> None:
     found = density(lambda v: 0 * v, 100, steps=5, probes=2)
     assert found.nodes.tolist() == [0, 0]
     assert found.mean == 0
-    assert largest_eigenvalues(lambda v: 0 * v, 100, 3).tolist() == [0, 0, 0]
-    assert largest_eigenvalues(lambda v: 0 * v, 2, 3).tolist() == [0, 0]
+    assert largest_eigenpairs(lambda v: 0 * v, 100, 3).values.tolist() == [0, 0, 0]
+    assert largest_eigenpairs(lambda v: 0 * v, 2, 3).values.tolist() == [0, 0]
 
 
 def test_lanczos_in_full_length_has_the_eigenvalues() -> None:
@@ -197,6 +198,23 @@ def test_many_probes_have_the_moments_of_the_eigenvalues() -> None:
     assert found.weights[found.nodes > middle].sum() == pytest.approx(0.05, abs=0.015)
 
 
+def test_known_eigenvalues_are_counted_as_they_are() -> None:
+    """With the largest ones apart the trace of one probe is far closer than without, and theirs is exact."""
+    matrix, values = spectrum_of(400, 60, 8)
+    known = largest_eigenpairs(lambda v: matrix @ v, 400, 10)
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for seed in range(10):
+        for apart, list_ in errors.items():
+            found = density(lambda v: matrix @ v, 400, steps=40, probes=1, known=known if apart else None, seed=seed)
+            assert found.weights.sum() == pytest.approx(1)
+            list_.append(found.mean / values.mean() - 1)
+            if apart:
+                np.testing.assert_allclose(found.nodes[-10:], values[-10:], rtol=2e-3)
+                assert found.weights[-10:] == pytest.approx(1 / 400)
+    assert np.std(errors[True]) < 0.3 * np.std(errors[False])
+    assert np.std(errors[True]) < 0.05
+
+
 def test_a_small_matrix_is_taken_apart_exactly() -> None:
     """Up to 64 coordinates the density is the eigenvalues, each with the same weight."""
     matrix, values = spectrum_of(40, 30, 9)
@@ -213,5 +231,5 @@ def test_large_blocks_keep_fewer_vectors(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("twophase.lm.curvature._ROOM", 100)
     found = density(lambda v: matrix @ v, 100, steps=50, probes=1)
     assert len(found.nodes) == 8
-    top = largest_eigenvalues(lambda v: matrix @ v, 100, 3)
-    np.testing.assert_allclose(top, values[::-1][:3], rtol=2e-3)
+    top = largest_eigenpairs(lambda v: matrix @ v, 100, 3)
+    np.testing.assert_allclose(top.values, values[::-1][:3], rtol=2e-3)

@@ -207,45 +207,21 @@ def lanczos(product: Product, start: Floats, steps: int) -> tuple[Floats, Floats
     return np.array(diagonal), np.array(beside)
 
 
-def density(product: Product, size: int, *, steps: int, probes: int, seed: int = 0) -> Density:
-    """The density of eigenvalues by stochastic Lanczos quadrature.
-
-    For a random unit vector z the eigenvalues t_j of its tridiagonal matrix, with the squared first components of their
-    eigenvectors as weights, are the Gauss quadrature of `z^T f(A) z`: exact for polynomials up to degree 2 steps - 1.
-    Its mean over random z is `trace f(A) / size`. A block of at most 64 coordinates is decomposed exactly.
+@dataclass(frozen=True, slots=True, eq=False)
+class Eigenpairs:
+    """The largest eigenvalues of a matrix.
 
     Args:
-        product: with a symmetric, positive semidefinite matrix.
-        size: of the matrix, >= 1.
-        steps: of Lanczos, >= 1; fewer where their vectors would take more than 1 GiB, but not below 8.
-        probes: random vectors, >= 1.
-        seed: of these.
-
-    Source: Golub and Welsch (1969); Ubaru, Chen and Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos
-    quadrature" (2017).
-
-    >>> found = density(lambda v: np.array([1.0, 2.0, 5.0]) * v, 3, steps=3, probes=1)
-    >>> found.nodes.round(9).tolist(), round(found.mean, 9)
-    ([1.0, 2.0, 5.0], 2.666666667)
+        values: descending, >= 0, shape (count,).
+        vectors: orthonormal, shape (size, count).
     """
-    if size <= _SMALL:
-        matrix = np.stack([product(column) for column in np.eye(size)])
-        values = np.linalg.eigvalsh((matrix + matrix.T) / 2)
-        return Density(np.maximum(values, 0.0), np.full(size, 1 / size), exact=True)
-    generator = np.random.default_rng(seed)
-    steps = min(steps, max(_ROOM // size, 8))
-    nodes, weights = [], []
-    for _ in range(probes):
-        diagonal, beside = lanczos(product, generator.choice([-1.0, 1.0], size), steps)
-        values, vectors = eigh_tridiagonal(diagonal, beside)
-        nodes.append(np.maximum(values, 0.0))  # rounding can make zeros a little negative
-        weights.append(vectors[0] ** 2 / probes)
-    order = np.argsort(np.concatenate(nodes), kind="stable")
-    return Density(np.concatenate(nodes)[order], np.concatenate(weights)[order])
+
+    values: Floats
+    vectors: Floats
 
 
-def largest_eigenvalues(product: Product, size: int, count: int, seed: int = 0) -> Floats:
-    """The largest eigenvalues of a symmetric, positive semidefinite matrix, descending, to about 0.1 %.
+def largest_eigenpairs(product: Product, size: int, count: int, seed: int = 0) -> Eigenpairs:
+    """The largest eigenvalues of a symmetric, positive semidefinite matrix, to about 0.1 %, and their vectors.
 
     Args:
         product: with the matrix.
@@ -254,17 +230,71 @@ def largest_eigenvalues(product: Product, size: int, count: int, seed: int = 0) 
         seed: of the starting vector.
     """
     if size <= _SMALL:
-        return density(product, size, steps=1, probes=1).nodes[::-1][:count].copy()
+        values, vectors = np.linalg.eigh(_matrix(product, size))
+        return Eigenpairs(np.maximum(values[::-1][:count], 0.0), vectors[:, ::-1][:, :count])
     start = np.random.default_rng(seed).standard_normal(size)
     image = product(start)
-    if not np.any(image):  # ARPACK refuses a matrix of zeros
-        return np.zeros(min(count, size))
-    operator = LinearOperator((size, size), matvec=product, dtype=np.float64)  # pyright: ignore[reportCallIssue]
     wanted = min(count, size - 1)
-    vectors = min(size, max(2 * wanted + 1, 20 if 20 * size <= _ROOM else 8))
-    options: dict[str, Any] = {"which": "LA", "v0": image, "tol": _ACCURACY, "ncv": vectors}
+    if not np.any(image):  # ARPACK refuses a matrix of zeros
+        return Eigenpairs(np.zeros(wanted), np.eye(size, wanted))
+    operator = LinearOperator((size, size), matvec=product, dtype=np.float64)  # pyright: ignore[reportCallIssue]
+    kept = min(size, max(2 * wanted + 1, 20 if 20 * size <= _ROOM else 8))
+    options: dict[str, Any] = {"which": "LA", "v0": image, "tol": _ACCURACY, "ncv": kept}
     try:
-        found = eigsh(operator, wanted, return_eigenvectors=False, **options)
+        values, vectors = eigsh(operator, wanted, **options)
     except ArpackNoConvergence as error:
-        found = error.eigenvalues
-    return np.sort(np.maximum(found, 0.0))[::-1]
+        values, vectors = error.eigenvalues, error.eigenvectors
+    order = np.argsort(values)[::-1]
+    return Eigenpairs(np.maximum(values[order], 0.0), vectors[:, order])
+
+
+def density(
+    product: Product, size: int, *, steps: int, probes: int, known: Eigenpairs | None = None, seed: int = 0
+) -> Density:
+    """The density of eigenvalues by stochastic Lanczos quadrature.
+
+    For a random unit vector z the eigenvalues t_j of its tridiagonal matrix, with the squared first components of their
+    eigenvectors as weights, are the Gauss quadrature of `z^T f(A) z`: exact for polynomials up to degree 2 steps - 1.
+    Its mean over random z is `trace f(A) / size`. One direction among many thousands has a weight in z that is mostly
+    chance; so the few that carry most of the trace, where they are known, are taken out of z and counted as they are.
+    A block of at most 64 coordinates is decomposed exactly.
+
+    Args:
+        product: with a symmetric, positive semidefinite matrix.
+        size: of the matrix, >= 1.
+        steps: of Lanczos, >= 1; fewer where their vectors would take more than 1 GiB, but not below 8.
+        probes: random vectors, >= 1.
+        known: its largest eigenvalues, fewer than `size`.
+        seed: of the random vectors.
+
+    Source: Golub and Welsch (1969); Ubaru, Chen and Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos
+    quadrature" (2017); the known ones apart as in Meyer et al., "Hutch++" (2021).
+
+    >>> found = density(lambda v: np.array([1.0, 2.0, 5.0]) * v, 3, steps=3, probes=1)
+    >>> found.nodes.round(9).tolist(), round(found.mean, 9)
+    ([1.0, 2.0, 5.0], 2.666666667)
+    """
+    if size <= _SMALL:
+        values = np.linalg.eigvalsh(_matrix(product, size))
+        return Density(np.maximum(values, 0.0), np.full(size, 1 / size), exact=True)
+    values, vectors = (np.zeros(0), np.zeros((size, 0))) if known is None else (known.values, known.vectors)
+    generator = np.random.default_rng(seed)
+    steps = min(steps, max(_ROOM // size, 8))
+    nodes, weights = [values], [np.full(len(values), 1 / size)]
+
+    def rest(vector: Floats) -> Floats:
+        return vector - vectors @ (vectors.T @ vector)
+
+    for _ in range(probes):
+        start = rest(generator.choice([-1.0, 1.0], size))
+        diagonal, beside = lanczos(lambda v: rest(product(v)), start, steps)
+        found, first = eigh_tridiagonal(diagonal, beside)
+        nodes.append(np.maximum(found, 0.0))  # rounding can make zeros a little negative
+        weights.append(first[0] ** 2 * (1 - len(values) / size) / probes)
+    order = np.argsort(np.concatenate(nodes), kind="stable")
+    return Density(np.concatenate(nodes)[order], np.concatenate(weights)[order])
+
+
+def _matrix(product: Product, size: int) -> Floats:
+    matrix = np.stack([product(column) for column in np.eye(size)])
+    return (matrix + matrix.T) / 2

@@ -10,7 +10,7 @@ from torch import Tensor
 from twophase.config import UsageError
 from twophase.diloco.fragment import partition
 from twophase.lm.config import TrainConfig
-from twophase.lm.curvature import Floats, GaussNewton, Product, density, largest_eigenvalues
+from twophase.lm.curvature import Floats, GaussNewton, Product, density, largest_eigenpairs
 from twophase.lm.restored import Restored
 from twophase.lm.trainer import inner_lr
 from twophase.spectrum.blocks import PLACES, Curvature, Setting
@@ -27,6 +27,8 @@ STEPS = 32
 """Lanczos steps of a density."""
 PROBES = 2
 """Random vectors of a density."""
+APART = 10
+"""The largest eigenvalues that a density counts one by one, or more where more are asked for."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,7 @@ def _block(
 
         return product
 
-    largest = largest_eigenvalues(told(raw), raw.size, top)
-    found = density(told(scaled), scaled.size, steps=STEPS, probes=PROBES)
-    # Lanczos has met the largest one too, only without a promise of how closely.
-    highest = largest_eigenvalues(told(scaled), scaled.size, top)
-    return Curvature(name, raw.size, largest, highest, found.nodes, found.weights)
+    largest = largest_eigenpairs(told(raw), raw.size, top).values
+    known = largest_eigenpairs(told(scaled), scaled.size, max(top, APART))
+    found = density(told(scaled), scaled.size, steps=STEPS, probes=PROBES, known=known)
+    return Curvature(name, raw.size, largest, known.values[:top], found.nodes, found.weights)
