@@ -40,8 +40,8 @@ def draw(result: Result) -> Figure:
     bars = f"Bars: {settings['clear']:g} standard errors; strokes: the seeds. " if several else "One seed. "
     note(
         figure,
-        f"{bars}Left of 0 is better than the one K for all that is best on another seed (ringed). Periods of "
-        f"{', '.join(settings['blocks'])};\n\N{EN DASH} is no restart. Nesterov lr {settings['lr']:g}, momentum "
+        f"{bars}Left of 0 is better than the one K for all that is best on another seed (ringed).\nPeriods of "
+        f"{', '.join(settings['blocks'])}; \N{EN DASH} is no restart. Nesterov lr {settings['lr']:g}, momentum "
         f"{settings['momentum']:g}, {settings['form']} form.",
     )
     return figure

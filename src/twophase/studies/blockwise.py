@@ -67,6 +67,7 @@ def table(rows: Sequence[Row], scale: Scale, measured: Mapping[str, Any]) -> Res
     ]
     for line in lines:
         line["periods"] = " / ".join(",".join(periods) for periods in line["periods"])
+        line |= {f"ratio_{number}": ratio for number, ratio in enumerate(line.pop("ratios"), start=1)}
     numbers = {
         "places": {
             name: facts
