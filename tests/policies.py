@@ -9,7 +9,18 @@ from typing import Any
 from twophase.restart import MEASURED, PROBES, Answer, RoundSignal, ask, parse
 from twophase.rule import OuterRule
 
-MEASURING = ("gradient", "cosine:0.2", "norm:1.5", "speed", "opposed", "tracked", "tracked:5", "cap:0.15", "bound:1.5")
+MEASURING = (
+    "gradient",
+    "cosine:0.2",
+    "norm:1.5",
+    "speed",
+    "opposed",
+    "tracked",
+    "tracked:5",
+    "cap:0.15",
+    "bound:1.5",
+    "auto",
+)
 SUPPLIED = ("loss:0.0", "loss:0.5", "slowmo", "lookahead:0.1:0.25")
 SCHEDULED = ("reseed:3", "debiased:0", "debiased:3")
 PROBING = ("probe:keep,average", "probe:keep,drop,average", "probe:drop,half,fresh,1.3")

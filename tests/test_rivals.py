@@ -45,12 +45,12 @@ def test_cap_written_out():
         assert answer.restart is None
         assert (answer.step is not None) == (gain > 1)
         if answer.step is not None:
-            assert (answer.step.along_g, answer.step.along_m) == (0.0, pytest.approx(0.5 / gain))
-    # Nesterov: 0.5 (g + 0.9 m_new), gain 0.5 (1 + 0.9 (0.9 c m / g + 1)).
+            assert (answer.step.along_g, answer.step.along_m) == pytest.approx((0.5 / gain, 0.45 / gain))
+    # Nesterov: 0.5 (g + 0.9 m_new) = 0.5 (1.9 g + 0.81 m), gain 0.5 (1 + 0.9 (0.9 c m / g + 1)).
     shortened = asked("cap:1", rows, OuterRule(0.5, 0.9, nesterov=True))[2].step
     gain = 0.5 * (1 + 0.9 * 3.25)
     assert shortened is not None
-    assert (shortened.along_g, shortened.along_m) == pytest.approx((0.5 / gain, 0.45 / gain))
+    assert (shortened.along_g, shortened.along_m) == pytest.approx((0.95 / gain, 0.405 / gain))
 
 
 @each_rule

@@ -18,7 +18,7 @@ from policies import ALL, PROBING, SUPPLIED
 from twophase.optim.functional import outer_step_
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.optim.reference import ReferenceOuter
-from twophase.restart import convert, parse
+from twophase.restart import Step, convert, parse
 from twophase.rule import OuterRule
 
 RULES = [
@@ -140,10 +140,9 @@ def test_a_step_rounds_16_bit_parameters_once(dtype: torch.dtype, step: tuple[fl
         gradients(parameters(torch.float32), 1),
     )
     expected = [
-        x.double() - step[0] * g.double() - step[1] * (0.9 * m.double() + g.double())
-        for x, g, m in zip(params, given, held, strict=True)
+        x.double() - step[0] * g.double() - step[1] * m.double() for x, g, m in zip(params, given, held, strict=True)
     ]
-    outer_step_(params, given, held, lr=9.0, momentum=0.9, nesterov=True, form="sum", step=step)
+    outer_step_(params, given, held, lr=9.0, momentum=0.9, nesterov=True, form="sum", step=Step(*step))
     for x, exact in zip(params, expected, strict=True):
         unit = torch.finfo(dtype).eps * 2 ** torch.floor(torch.log2(exact.abs()))
         assert bool(((x.double() - exact).abs() <= 0.501 * unit).all())
