@@ -138,7 +138,7 @@ def _take_(
     step: tuple[float, float],
     scratch: dict[torch.dtype, Tensor],
 ) -> None:
-    """`x <- x - a g - b m`, 16-bit x rounded once; with b = 0 it has the bits of a momentum-free step."""
+    """`x <- x - a g - b m`; 16-bit x is rounded once, unless b = 0, which has the bits of a momentum-free step."""
     along_g, along_m = step
     if along_m == 0 or x[0].dtype.itemsize >= 4:
         torch._foreach_add_(x, g, alpha=-along_g)

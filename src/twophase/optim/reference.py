@@ -71,8 +71,9 @@ class ReferenceOuter:
 
     def _decide(self, g: Sequence[Tensor]) -> Answer:
         gg = sum(float((gi.double() ** 2).sum()) for gi in g)
-        mm = sum(float((m.double() ** 2).sum()) for m in self.m)
-        gm = sum(float((gi.double() * m.double()).sum()) for gi, m in zip(g, self.m, strict=True))
+        held = self.m if self.rule.momentum else [0 * m for m in self.m]  # there is nothing to remember
+        mm = sum(float((m.double() ** 2).sum()) for m in held)
+        gm = sum(float((gi.double() * m.double()).sum()) for gi, m in zip(g, held, strict=True))
         cosine = gm / (gg * mm) ** 0.5 if gg * mm > 0 else 0.0
         probes = None if self.loss is None else tuple(self._tried(g, one) for one in self.policy.candidates(self.rule))
         signal = RoundSignal(self.t, self.age, gg**0.5, mm**0.5, cosine, self.extra, self.rule, probes)
