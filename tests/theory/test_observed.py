@@ -8,6 +8,7 @@ import pytest
 from runmaker import EMA, NESTEROV, SUM, observed
 from twophase.rule import OuterRule
 from twophase.theory.observed import LEAST, Observed, observe
+from twophase.theory.rollout import rollout
 
 RULES = {"ema": EMA, "sum": SUM, "nesterov": NESTEROV, "nesterov ema": NESTEROV.to("ema"), "light": OuterRule(1.1, 0.3)}
 
@@ -142,6 +143,26 @@ def test_another_rules_record_is_refused() -> None:
     assert wrong.foreign > 20
     follows = np.arange(30) != 15
     assert observe(SUM, *columns, follows=follows).pairs == 28
+
+
+def test_steps_of_a_policy_are_left_out() -> None:
+    """Rounds whose gain is not the rule's tell nothing of it; with the rule's own gains nothing is lost.
+
+    Under the gate the buffer is the rule's, so that without the gains a wrong sigma would come out.
+    """
+    rule, sigma, half = OuterRule(0.7, 0.9, nesterov=True), 0.3, "lookahead:0:0.5"
+    for restart, foreign in (("never", 0), (half, 29), ("auto", 59)):
+        run = rollout(rule, [sigma, sigma], 60, restart)
+        g, m = run.pseudo_gradient, run.buffer[:-1]
+        norms = [np.linalg.norm(g, axis=1), np.linalg.norm(m, axis=1)]
+        cosine = np.divide((g * m).sum(axis=1), norms[0] * norms[1], out=np.zeros(60), where=norms[1] > 0)
+        gain = ((run.residual[:-1] - run.residual[1:]) * g).sum(axis=1) / (g * g).sum(axis=1)
+        found = observe(rule, *norms, cosine, run.restarts, gain=gain)
+        assert found.foreign == pytest.approx(foreign, abs=3)
+        if restart != "auto":
+            assert found.sigma == pytest.approx(sigma, rel=1e-6)
+        if restart == half:
+            assert observe(rule, *norms, cosine, run.restarts).sigma != pytest.approx(sigma, rel=0.01)
 
 
 def test_scale_does_not_matter() -> None:

@@ -118,9 +118,8 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
     swing = _swing(seen) if not restarted[:-1].any() else math.nan
     growth, growth_error = _growth(g, rates)
     risen, risen_rounds = grown(g, rates)
-    observed = observe(
-        rule, g, m, cosine, restarted, inner_lr=rates, follows=np.concatenate([[True], np.diff(number) == 1])
-    )
+    follows = np.concatenate([[True], np.diff(number) == 1])
+    observed = observe(rule, g, m, cosine, restarted, inner_lr=rates, follows=follows, gain=block.gain[part])
     # Where the inner learning rate is unknown, its change may hide the noise.
     quiet = rates is not None and observed.noise_share + 2 * observed.noise_error < _QUIET
     gains = block.gain[part][np.isfinite(block.gain[part])]

@@ -143,8 +143,8 @@ def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:
         reasons.append("Replicas kept a share of their own parameters (--sync.mixing), which the estimate ignores.")
     if evidence.observed.foreign:
         reasons.append(
-            f"In {evidence.observed.foreign} of these rounds the buffer is not the one that the configured rule makes "
-            "of the round before: other settings were in force, and those rounds are left out."
+            f"In {evidence.observed.foreign} of these rounds the buffer or the step is not the one that the configured "
+            "rule makes: a policy took a step of its own, or other settings were in force; those rounds are left out."
         )
     return Finding(
         block.name,

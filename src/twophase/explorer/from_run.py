@@ -80,7 +80,7 @@ def _observed(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Observe
     columns = block.pseudo_gradient_norm, block.buffer_norm, block.cosine, block.restarted
     rates = record.inner_lr(block.index)
     follows = np.concatenate([[True], np.diff(block.number) == 1])
-    seen = observe(rule, *columns, inner_lr=rates, follows=follows)
+    seen = observe(rule, *columns, inner_lr=rates, follows=follows, gain=block.gain)
     g, m, cosine, _ = columns
     told = np.isfinite(g) & np.isfinite(m) & np.isfinite(cosine)
     lacking = int(np.sum(~told & (m != 0)))  # with an empty buffer there is no angle

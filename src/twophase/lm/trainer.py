@@ -381,7 +381,7 @@ class Replica:
         """Continue from `state_dict()`."""
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
-        self.round_losses = list(state["round_losses"])
+        self.round_losses = list(state.get("round_losses", ()))  # states of before had their sum
 
     def _tensor(self, ids: Any) -> Tensor:
         tensor = torch.from_numpy(ids)

@@ -264,6 +264,7 @@ def _observe(record: RunRecord, block: Block, rule: OuterRule, part: slice) -> O
         block.restarted[part],
         inner_lr=None if rates is None else rates[part],
         follows=np.concatenate([[True], np.diff(number) == 1])[: len(number)],
+        gain=block.gain[part],
     )
 
 

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit  # scipy.stats has it as t.ppf, and takes a second to import
 
+from twophase.restart import Step
 from twophase.rule import OuterRule
 from twophase.theory.inputs import Floats
 
@@ -63,7 +64,7 @@ class Observed:
         ceiling: the estimate that takes all noise for progress: too large by `w N / mean d` in expectation.
         noise_share: estimated share of `|g|^2` that is noise, 0 to 1; nan without an estimate.
         noise_error: its standard error.
-        foreign: pairs left out because the recorded buffer is not what the rule makes of the round before.
+        foreign: pairs left out because the recorded buffer, or the gain, is not what the rule makes.
         cycles: restart cycles that the pairs lie in; the pairs themselves where the momentum does not restart.
     """
 
@@ -143,6 +144,7 @@ def observe(
     *,
     inner_lr: ArrayLike | None = None,
     follows: ArrayLike | None = None,
+    gain: ArrayLike | None = None,
 ) -> Observed:
     """Effective progress along the buffer, from a block's record of its rounds.
 
@@ -155,6 +157,8 @@ def observe(
         inner_lr: inner learning rate of each round, the same shape; None means constant. Progress and noise are taken
             to be proportional to it.
         follows: whether a round is the one right after the entry before it, the same shape; None means all are.
+        gain: `<update, g> / <g, g>` of each round, the same shape; rounds in which it is not the rule's, because a
+            restart policy took another step, are left out as foreign. None, and nan, mean that it is.
 
     Returns:
         Observed; without an estimate where fewer than `LEAST` pairs are usable or they do not determine one. Numbers
@@ -177,7 +181,8 @@ def observe(
         return nothing
     with np.errstate(all="ignore"):
         cycle = np.concatenate([[0], np.cumsum(dropped[:-1])])
-        pairs = _pairs(rule, columns, lr, ~dropped[:-1] & after[1:], cycle)
+        own = _takes_own_step(rule, columns, gain)
+        pairs = _pairs(rule, columns, lr, ~dropped[:-1] & after[1:], cycle, own[:-1])
         found = len(pairs.y)
         ceiling = float(np.sum(pairs.y * pairs.weight) / np.sum(pairs.d * pairs.weight)) if found else np.nan
         if found < LEAST:
@@ -190,8 +195,25 @@ def observe(
     return Observed(found, sigma, error, ceiling, share, noise_error * scale, pairs.foreign, cycles)
 
 
-def _pairs(
-    rule: OuterRule, columns: list[Floats], lr: Floats, usable: NDArray[np.bool_], cycle: NDArray[np.int64]
+def _takes_own_step(rule: OuterRule, columns: list[Floats], gain: ArrayLike | None) -> NDArray[np.bool_]:
+    """Whether a round's update was the rule's own, as far as its gain tells."""
+    g, m, cosine = columns
+    if gain is None:
+        return np.ones(len(g), dtype=bool)
+    step, recorded = Step.of(rule), np.asarray(gain, dtype=np.float64)
+    behind = np.where(m > 0, step.along_m * cosine * m / g, 0.0)
+    own = step.along_g + behind
+    scale = step.along_g + np.abs(behind)  # the two may cancel
+    return ~(np.abs(recorded - own) > _SAME * scale)
+
+
+def _pairs(  # noqa: PLR0917 - columns of one table
+    rule: OuterRule,
+    columns: list[Floats],
+    lr: Floats,
+    usable: NDArray[np.bool_],
+    cycle: NDArray[np.int64],
+    own: NDArray[np.bool_],
 ) -> _Pairs:
     """The pairs of rounds t, t + 1 from which sigma can be read."""
     b, w = rule.momentum, rule.injection
@@ -208,7 +230,7 @@ def _pairs(
     y = ratio * along[:-1] - next_along
     usable = usable & np.isfinite(y) & np.isfinite(d) & (m[1:] > 0) & (g[:-1] > 0)
     usable &= (ratio >= _STEADY[0]) & (ratio <= _STEADY[1])
-    same = np.abs(m[1:] ** 2 / square[:-1] - 1) <= _SAME
+    same = own & (np.abs(m[1:] ** 2 / square[:-1] - 1) <= _SAME)
     foreign = int(np.sum(usable & ~same))
     places = np.flatnonzero(usable & same)
     # Weights from before the round, or they would depend on its noise.
