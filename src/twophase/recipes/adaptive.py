@@ -37,8 +37,8 @@ RIVALS = {
     "look-ahead gate": "lookahead:0.1:0.2",
 }
 """Other rules that claim to need no restart, or a better one."""
-EVERYWHERE = ("probed gate", "auto")
-"""Arms that decide for themselves at every communication period; the others do at the middle one."""
+FEW = ("never", "K=3", "K=7")
+"""The fixed arms where the full number of them would cost too much."""
 MOMENTA = (0.3, 0.5, 0.7, 0.9)
 MIDDLE = 16
 """Communication period, in inner steps, of what is not tried at all of them."""
@@ -76,17 +76,15 @@ def choice(scale: Scale) -> Sweep:
         scale: its base, learning rates and seeds count.
 
     Returns:
-        The sweep. Arms: `sum, heavy ball, never` and so on for both forms, both rules and each name of `FIXED` and
-        `EVERYWHERE`; at the middle communication period those of `ADAPTIVE` too, and in sum form those of `RIVALS`; and
-        `momentum-free`, plain averaging among them.
+        The sweep. Arms: `sum, heavy ball, never` and so on for both forms, both rules and, at the middle communication
+        period, each name of `FIXED` and `ADAPTIVE`, and in sum form of `RIVALS`; at the short and the long one those of
+        `FEW` and `auto`. And `momentum-free`, plain averaging among them.
     """
-    periods = inner_steps_of(scale)
-    often = {name: ADAPTIVE[name] for name in EVERYWHERE}
-    once = {name: policy for name, policy in ADAPTIVE.items() if name not in often}
+    short, middle, long = inner_steps_of(scale)
     trials = [
-        Trial(scale.base, periods, scale.seeds, FIXED | often),
-        Trial(scale.base, periods[1:2], scale.seeds, once, free=False),
-        Trial(scale.base, periods[1:2], scale.seeds, RIVALS, forms=("sum",), free=False),
+        Trial(scale.base, (middle,), scale.seeds, FIXED | ADAPTIVE),
+        Trial(scale.base, (short, long), scale.seeds, _few() | _AUTO),
+        Trial(scale.base, (middle,), scale.seeds, RIVALS, forms=("sum",), free=False),
     ]
     return Sweep(f"adaptive-choice-{scale.name}", scale.base, _cells(scale, trials))
 
@@ -98,20 +96,34 @@ def confirmation(scale: Scale) -> Sweep:
         scale: its base and learning rates; the seeds are the five after its own.
 
     Returns:
-        The sweep. Arms as in `choice`: the fixed periods, the probed gate, `auto`, and momentum-free SGD. The wider
-        model and the other text have three of the seeds and the middle communication period.
+        The sweep. Arms as in `choice`: `auto`, momentum-free SGD, and the fixed periods, at the short communication
+        period those of `FEW`. The wider model and the other text have three of the seeds, the middle communication
+        period, and `FEW`.
     """
-    first, periods = len(scale.seeds), inner_steps_of(scale)
-    seeds = tuple(range(first, first + (5 if len(scale.seeds) > 1 else 1)))
-    arms = FIXED | {name: ADAPTIVE[name] for name in EVERYWHERE}
+    first = len(scale.seeds)
+    short, middle, long = inner_steps_of(scale)
+    seeds = tuple(range(first, first + (5 if first > 1 else 1)))
     model = scale.base.model
     wider = replace(model, hidden_size=model.hidden_size * 3 // 2, intermediate_size=model.intermediate_size * 3 // 2)
     trials = [
-        Trial(scale.base, periods, seeds, arms),
-        Trial(replace(scale.base, model=wider), periods[1:2], seeds[:3], arms),
-        Trial(replace(scale.base, data=replace(scale.base.data, corpus="python-code")), periods[1:2], seeds[:3], arms),
+        Trial(scale.base, (short,), seeds, _few() | _AUTO),
+        Trial(scale.base, (middle, long), seeds, FIXED | _AUTO),
+        Trial(replace(scale.base, model=wider), (middle,), seeds[:3], _few() | _AUTO),
+        Trial(
+            replace(scale.base, data=replace(scale.base.data, corpus="python-code")),
+            (middle,),
+            seeds[:3],
+            _few() | _AUTO,
+        ),
     ]
     return Sweep(f"adaptive-confirmation-{scale.name}", scale.base, _cells(scale, trials))
+
+
+_AUTO = {"auto": ADAPTIVE["auto"]}
+
+
+def _few() -> dict[str, str]:
+    return {name: FIXED[name] for name in FEW}
 
 
 def inner_steps_of(scale: Scale) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 QUESTION = "Does the policy auto do on other seeds, another width and another text what it was chosen for?"
 _CHOSEN = "auto"
-_ARMS = (*FIXED, "probed gate", _CHOSEN)
+_ARMS = (*FIXED, _CHOSEN)
 
 
 def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
