@@ -181,6 +181,10 @@ def test_suggestions(tmp_path: Path) -> None:
     assert slow.findings[0].verdict == "lags"
     assert "10 times too small; it would be --outer.lr 7 in EMA form" in text
     assert "hold it against half the learning rate (--outer.lr 0.35)" in text  # sigma known, mean gain below 1
+    own = judged(write_run(tmp_path / "d", SUM, [0.5] * 3, restart="auto"))
+    (only,) = suggestions(own, own.findings[0])
+    assert "auto takes steps of its own" in only
+    assert "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)" in only
     hidden = judged(write_run(tmp_path / "c", SUM, [0.5] * 40, 40, noise=1.0, initial=0.0))
     assert describe(hidden, "run").lower().count("cannot tell") == 1 + len(hidden.findings[0].thirds)
 

@@ -88,6 +88,11 @@ def suggestions(found: Diagnosis, finding: Finding) -> list[str]:
     rule = found.rule
     if rule is None or finding.latest is None:
         return []
+    if _takes_steps(finding.restarts):
+        return [
+            f"The policy {finding.restarts} takes steps of its own, to which nothing here applies. Hold it against "
+            "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)."
+        ]
     gain = _gain(rule, finding.restarts, found.planned or found.rounds)
     said = list(_step_advice(rule, finding, gain))
     if finding.advice:
@@ -97,6 +102,13 @@ def suggestions(found: Diagnosis, finding: Finding) -> list[str]:
         said += list(_control_advice(finding, rule, gain))
     said += list(_form_advice(rule, finding))
     return said
+
+
+def _takes_steps(policy: str) -> bool:
+    try:
+        return parse(policy).takes_steps
+    except ValueError:  # unknown
+        return False
 
 
 def period_words(advice: tuple[Advice, ...], now: str) -> str:
