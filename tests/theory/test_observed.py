@@ -154,15 +154,15 @@ def test_steps_of_a_policy_are_left_out() -> None:
     for restart, foreign in (("never", 0), (half, 29), ("auto", 59)):
         run = rollout(rule, [sigma, sigma], 60, restart)
         g, m = run.pseudo_gradient, run.buffer[:-1]
-        norms = [np.linalg.norm(g, axis=1), np.linalg.norm(m, axis=1)]
-        cosine = np.divide((g * m).sum(axis=1), norms[0] * norms[1], out=np.zeros(60), where=norms[1] > 0)
+        length, buffer = np.linalg.norm(g, axis=1), np.linalg.norm(m, axis=1)
+        cosine = np.divide((g * m).sum(axis=1), length * buffer, out=np.zeros(60), where=buffer > 0)
         gain = ((run.residual[:-1] - run.residual[1:]) * g).sum(axis=1) / (g * g).sum(axis=1)
-        found = observe(rule, *norms, cosine, run.restarts, gain=gain)
+        found = observe(rule, length, buffer, cosine, run.restarts, gain=gain)
         assert found.foreign == pytest.approx(foreign, abs=3)
         if restart != "auto":
             assert found.sigma == pytest.approx(sigma, rel=1e-6)
         if restart == half:
-            assert observe(rule, *norms, cosine, run.restarts).sigma != pytest.approx(sigma, rel=0.01)
+            assert observe(rule, length, buffer, cosine, run.restarts).sigma != pytest.approx(sigma, rel=0.01)
 
 
 def test_scale_does_not_matter() -> None:

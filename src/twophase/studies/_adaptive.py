@@ -27,7 +27,10 @@ WITHIN = 0.25
 CLOSE = 0.005
 """Two tuned bests are as good as each other when they differ by at most this, relatively."""
 AVERAGING = "plain averaging"
+TUNED_FREE = "momentum-free, tuned"
 BEST_K = "best fixed K"
+CONTROLS = ("never", "K=3", BEST_K, AVERAGING, TUNED_FREE)
+"""What the chosen arm is held against, with intervals."""
 _LR, _MOMENTUM = "outer.lr", "outer.momentum"
 
 Runs = dict[tuple[float, float], dict[Any, float | None]]
@@ -35,14 +38,13 @@ Runs = dict[tuple[float, float], dict[Any, float | None]]
 
 
 def places_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows by what they may be compared within: width, text and communication period, in order of appearance."""
-    names = {_place(row): row for row in rows}
-    several = {path: len({row.values[path] for row in names.values()}) > 1 for path in (WIDTH, CORPUS)}
+    """The rows by what they may be compared within: width and text as they come, then communication period."""
+    kinds = list(dict.fromkeys((row.values[WIDTH], row.values[CORPUS]) for row in rows))
+    several = [len({kind[index] for kind in kinds}) > 1 for index in (0, 1)]
     found: dict[str, list[Row]] = {}
-    for row in rows:
-        words = [f"S={row.values['inner_steps']}"]
-        words += [f"width {row.values[WIDTH]}"] if several[WIDTH] else []
-        words += [str(row.values[CORPUS])] if several[CORPUS] else []
+    for row in sorted(rows, key=lambda row: (kinds.index(_place(row)[:2]), _place(row)[2])):
+        width, corpus, inner_steps = _place(row)
+        words = [f"S={inner_steps}", *([f"width {width}"] * several[0]), *([str(corpus)] * several[1])]
         found.setdefault(", ".join(words), []).append(row)
     return found
 
@@ -78,10 +80,13 @@ def facts_of(rows: Sequence[Row], arms: Sequence[str], chosen: str) -> dict[str,
     means = [mean for runs in every for mean in _means(runs).values()]
     top = min(means, default=None)
     averaging = {seed: log for (_, lr), by_seed in free.items() if lr == AVERAGING_LR for seed, log in by_seed.items()}
+    # Like the best of the periods, chosen on the runs that judge it, which flatters it.
+    free_means = _means(free)
+    tuned_free = free[min(free_means, key=lambda place: free_means[place])] if free_means else {}
     facts: dict[str, Any] = {
         "best": None if top is None else math.exp(top),
         "averaging": _exp_mean(averaging),
-        "momentum_free": min((math.exp(mean) for mean in _means(free).values()), default=None),
+        "momentum_free": _exp_mean(tuned_free),
         "rules": {},
     }
     for form in BOTH_FORMS:
@@ -91,10 +96,10 @@ def facts_of(rows: Sequence[Row], arms: Sequence[str], chosen: str) -> dict[str,
                 continue
             fixed = [arm for arm in FIXED if arm in found and arm != "never"]
             ranked = [(mean, arm) for arm in fixed if (mean := _grid_mean(found[arm])) is not None]
-            # The best of the periods is chosen on the runs that judge it, which flatters it.
             found[BEST_K] = found[min(ranked)[1]] if ranked else {}
             grid = found[chosen]
             found[AVERAGING] = dict.fromkeys(grid, averaging)
+            found[TUNED_FREE] = dict.fromkeys(grid, tuned_free)
             lines = {arm: _summary(runs, top) for arm, runs in found.items()}
             lines[BEST_K]["period"] = min(ranked)[1] if ranked else ""
             for arm, runs in found.items():
@@ -202,40 +207,47 @@ def lines_of(places: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
-    """For each place a table: geometric means of every arm by rule, and the chosen one's comparisons."""
+    """For each place and form a table of every arm by rule, and the chosen one's comparisons."""
     blocks = []
     for place, facts in places.items():
-        rules = list(facts["rules"])
-        arms = list(dict.fromkeys(arm for lines in facts["rules"].values() for arm in lines))
-        header = ["", *(word for rule in rules for word in (rule, "worst"))]
-        body = [[arm, *(word for rule in rules for word in _mean_words(facts["rules"][rule].get(arm)))] for arm in arms]
         blocks.append(
-            f"{place}: geometric mean over the grid, and the worst setting. Best of all {readable(facts['best'])}; "
-            f"momentum-free {readable(facts['momentum_free'])} at its best; plain averaging "
-            f"{readable(facts['averaging'])}."
+            f"{place}. Best of all {readable(facts['best'])}; momentum-free {readable(facts['momentum_free'])} at its "
+            f"best; plain averaging {readable(facts['averaging'])}. For each rule: geometric mean over the grid, best "
+            f"and worst setting, and settings within {WITHIN:.0%} of the best of all."
         )
-        blocks.append(format_table(header, body))
-        for arm in ("never", BEST_K, AVERAGING):
-            told = [f"{rule} {_ratio_words(facts['rules'][rule].get(arm))}" for rule in rules]
-            blocks.append(f"{arm} over {chosen}: {'; '.join(told)}.")
+        for form in BOTH_FORMS:
+            rules = [rule for rule in facts["rules"] if rule.startswith(form)]
+            if rules:
+                arms = _arms(facts["rules"][rule] for rule in rules)
+                header = ["", *(word for rule in rules for word in (rule, "best", "worst", "within"))]
+                body = [[arm, *_line_words(facts, rules, arm)] for arm in arms]
+                blocks.append(format_table(header, body))
+        for arm in CONTROLS:
+            told = [f"{rule} {_ratio_words(lines[arm])}" for rule, lines in facts["rules"].items() if arm in lines]
+            if told:
+                blocks.append(f"{arm} over {chosen}: {'; '.join(told)}.")
     return blocks
 
 
-def _mean_words(line: Mapping[str, Any] | None) -> tuple[str, str]:
-    if line is None:
-        return "", ""
-    if line["geometric_mean"] is None:
-        return (f"{line['diverged']} div.", "") if line["diverged"] else ("missing", "")
-    return f"{line['geometric_mean']:.2f}", readable(line["worst"])
+def _line_words(facts: Mapping[str, Any], rules: Sequence[str], arm: str) -> list[str]:
+    words: list[str] = []
+    for rule in rules:
+        line = facts["rules"][rule].get(arm)
+        if line is None:
+            words += ["", "", "", ""]
+            continue
+        mean = "missing" if line["geometric_mean"] is None else f"{line['geometric_mean']:.2f}"
+        mean = f"{line['diverged']} div." if line["diverged"] else mean
+        words += [mean, readable(line["best"]), readable(line["worst"]), f"{line['within']}/{line['settings']}"]
+    return words
 
 
-def _ratio_words(line: Mapping[str, Any] | None) -> str:
-    found = None if line is None else line["over_chosen"]
+def _ratio_words(line: Mapping[str, Any]) -> str:
+    found, which = line["over_chosen"], f" ({line['period']})" if line.get("period") else ""
     if found is None:
         return "no pair"
-    if found["low"] is None:
-        return f"{found['mean']:.3f}"
-    return f"{found['mean']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+    ends = "" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]"
+    return f"{found['mean']:.3f}{ends}{which}"
 
 
 def aims(places: Mapping[str, Mapping[str, Any]], chosen: str) -> dict[str, dict[str, bool | None]]:
@@ -311,7 +323,9 @@ def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> 
 
 def _arms(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """The arms that have runs, in order of appearance."""
-    return [arm for arm in dict.fromkeys(arm for one in lines for arm in one) if arm not in {BEST_K, AVERAGING}]
+    return [
+        arm for arm in dict.fromkeys(arm for one in lines for arm in one) if arm not in {BEST_K, AVERAGING, TUNED_FREE}
+    ]
 
 
 def _draw_range(panel: Any, height: int, line: Mapping[str, Any], colour: Any) -> None:

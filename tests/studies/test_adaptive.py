@@ -1,0 +1,140 @@
+"""The studies of adaptive policies: what they conclude from made-up runs, and that what they draw comes out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from twophase.experiment.figure import rendered, styled
+from twophase.experiment.grid import Cell, Sweep
+from twophase.experiment.plan import plan
+from twophase.experiment.table import Row, rows_of
+from twophase.recipes.adaptive import ADAPTIVE, FIXED, RIVALS, choice, confirmation, inner_steps_of
+from twophase.recipes.paper import QUICK
+from twophase.restart import parse
+from twophase.studies import adaptive_choice, adaptive_confirmation
+from twophase.studies._adaptive import AVERAGING, BEST_K, TUNED_FREE, aims
+
+Value = Callable[[Cell], float | None]
+"""A made-up perplexity; None is a run that has diverged."""
+STUDIES: dict[str, Any] = {"choice": (adaptive_choice, choice), "confirmation": (adaptive_confirmation, confirmation)}
+SCALE = replace(QUICK, seeds=(0, 1, 2))
+each_study = pytest.mark.parametrize("name", STUDIES)
+
+
+@cache
+def sweep_of(name: str) -> Sweep:
+    return STUDIES[name][1](SCALE)
+
+
+def rows_in(sweep: Sweep, value: Value) -> list[Row]:
+    summaries = {}
+    for cell in sweep.cells:
+        found = value(cell)
+        told = {"perplexity": found, "validation_loss": found, "seconds": 1.0, "diverged": found is None}
+        summaries[cell.run_id] = told
+    return rows_of(sweep, summaries)
+
+
+def world(cell: Cell) -> float:
+    """Momentum costs, restarts help, and `auto` is 4 % better than plain averaging, which is 10; seeds differ."""
+    outer, seed = cell.config.outer, 1 + 0.01 * (cell.config.seed % 3)
+    if outer.momentum == 0:
+        return seed * 10 * (1 + abs(outer.lr - 1))
+    if outer.restart == "auto":
+        return seed * 9.6
+    costs = 1 + outer.momentum * {"never": 1.0, "3": 0.5}.get(outer.restart, 0.7)
+    return seed * 9.7 * costs
+
+
+def result_of(name: str, value: Value) -> Any:
+    return STUDIES[name][0].table(rows_in(sweep_of(name), value), SCALE)
+
+
+@each_study
+def test_what_the_world_is_made_of_is_found(name: str) -> None:
+    """Means, bests, worsts, the best period, and ratios against every control are those of the made-up world."""
+    result = result_of(name, world)
+    for facts in result.numbers["places"].values():
+        for lines in facts["rules"].values():
+            if "auto" not in lines or "K=3" not in lines:
+                continue
+            auto, never = lines["auto"], lines["never"]
+            assert auto["best"] == pytest.approx(auto["worst"])
+            assert auto["geometric_mean"] == pytest.approx(0.96 * facts["averaging"])
+            assert never["worst"] / never["best"] == pytest.approx(1.9 / 1.5)
+            assert lines[BEST_K]["period"] == "K=3"
+            ratio = lines[AVERAGING]["over_chosen"]
+            assert [ratio[what] for what in ("mean", "low", "high")] == pytest.approx([1 / 0.96] * 3)
+            assert lines[TUNED_FREE]["over_chosen"]["mean"] == pytest.approx(1 / 0.96)  # lr 1 is its best
+            mean = math.sqrt(1.5 * 1.9)
+            assert lines["never"]["over_chosen"]["mean"] == pytest.approx(9.7 * mean / 9.6)
+            assert auto["within"] == auto["settings"] == 4
+            assert never["within"] == 0
+    text = STUDIES[name][0].answer(result)
+    assert "Holds: 'auto is at or below best fixed K in geometric mean over the grid'" in text
+    assert "best fixed K over auto: sum HB 1.3" in text
+    assert "(K=3)" in text
+
+
+@each_study
+def test_a_policy_that_fails_is_said_to(name: str) -> None:
+    """Where `auto` is worse than everything, or has diverged, no aim is reached."""
+    worse = result_of(name, lambda cell: world(cell) * (3.0 if cell.config.outer.restart == "auto" else 1.0))
+    assert not any(any(held.values()) for held in aims(worse.numbers["places"], "auto").values())
+    text = STUDIES[name][0].answer(worse)
+    assert text.count("Does not hold: '") == 4
+    gone = result_of(name, lambda cell: None if cell.config.outer.restart == "auto" else world(cell))
+    found = aims(gone.numbers["places"], "auto")
+    assert not any(held for claim in found.values() for held in claim.values())
+    assert "4 div." in STUDIES[name][0].answer(gone)
+    with styled():
+        assert rendered(STUDIES[name][0].draw(gone))[".png"]
+
+
+def test_one_setting_that_is_worse_for_every_seed_is_counted() -> None:
+    """A rule that is better than `auto` at one setting, for every seed, is counted there and nowhere else."""
+
+    def one_better(cell: Cell) -> float:
+        outer = cell.config.outer
+        here = (outer.restart, outer.momentum, outer.lr, outer.nesterov, outer.form) == ("never", 0.5, 0.3, True, "sum")
+        return 0.6 * world(cell) if here else world(cell)
+
+    for facts in result_of("choice", one_better).numbers["places"].values():
+        told = {rule: lines["auto"]["against_never"]["worse_for_every_seed"] for rule, lines in facts["rules"].items()}
+        assert told == {"sum HB": 0, "sum NAG": 1, "ema HB": 0, "ema NAG": 0}
+        assert facts["rules"]["sum NAG"]["auto"]["against_never"]["largest_ratio"] > 1
+
+
+@each_study
+def test_figures_come_out(name: str) -> None:
+    """The figure of a whole world is drawn, in colour and as a vector."""
+    with styled():
+        found = rendered(STUDIES[name][0].draw(result_of(name, world)), palette=True)
+    assert found[".png"][:4] == b"\x89PNG"
+    assert found[".pdf"][:4] == b"%PDF"
+
+
+def test_the_runs_of_the_choice() -> None:
+    """Every policy is a policy; `auto` is one run a seed and communication period, whatever the rule."""
+    for policy in (FIXED | ADAPTIVE | RIVALS).values():
+        parse(policy)
+    sweep = sweep_of("choice")
+    assert {cell.config.inner_steps for cell in sweep.cells} == set(inner_steps_of(SCALE))
+    alone = [config for config in plan(sweep).runs.values() if config.outer.restart == "auto"]
+    assert len(alone) == 3 * len(SCALE.seeds)
+
+
+def test_the_confirmation_shares_no_run_with_the_choice() -> None:
+    """Its seeds, its width and its text took no part in choosing."""
+    chosen, confirmed = sweep_of("choice"), sweep_of("confirmation")
+    assert not set(chosen.runs) & set(confirmed.runs)
+    assert {c.config.seed for c in chosen.cells} == {0, 1, 2}
+    assert {c.config.seed for c in confirmed.cells} == {3, 4, 5, 6, 7}
+    assert len({c.config.model.hidden_size for c in confirmed.cells}) == 2
+    assert {c.config.data.corpus for c in confirmed.cells} == {"python", "python-code"}
