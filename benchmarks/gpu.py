@@ -1,7 +1,7 @@
 """Everything that wants a GPU, in one go: speed, engine, a shortened run of the paper's model, a small sweep.
 
     python benchmarks/gpu.py --out runs/gpu                 all parts, some 20 minutes on one H200
-    python benchmarks/gpu.py --out runs/gpu --parts speed   one of: speed, engine, run, sweep
+    python benchmarks/gpu.py --out runs/gpu --parts speed   one of: speed, engine, run, sweep, policies
     python benchmarks/gpu.py --out runs/gpu --tiny          the same commands with a toy model on a CPU, to try them
 
 * `speed`: `lm_throughput.py`.
@@ -11,6 +11,8 @@
   the curve shows that training works, not how well the model would do on C4.
 * `sweep`: `nano`, heavy ball and Nesterov, without restarts and with K=3, over outer learning rate and momentum, with
   the controls; draws the heatmaps.
+* `policies`: `nano` at momentum 0.9, both rules, without restarts, with K=3 and 7, and `auto`, over outer learning rate
+  and two seeds, with the controls.
 
 What each printed lies in OUT/NAME.log; a part that is done is not done again. Last line: one JSON object.
 """
@@ -47,14 +49,18 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     axes = ["--axis", "outer.nesterov", "false", "true", "--axis", "outer.restart", "never", "3"]
     axes += ["--axis", "outer.momentum", "0.5", "0.9", "--axis", "outer.lr", "0.3", "0.7", "1.1"]
     sweep = ["--out", str(options.out / "sweep"), "--recipe", "nano", *text(options.corpus), *short, *axes]
-    sweep += ["--controls", "--workers", "1", "--yes", "--evaluate-every", "0", "--log-every", "0", *tiny]
+    quiet = ["--controls", "--workers", "1", "--yes", "--evaluate-every", "0", "--log-every", "0", *tiny]
+    axes = ["--axis", "outer.nesterov", "false", "true", "--axis", "outer.restart", "never", "3", "7", "auto"]
+    axes += ["--axis", "outer.lr", "0.3", "0.7", "1.1", "--axis", "seed", "0", "1"]
+    policies = ["--out", str(options.out / "policies"), "--recipe", "nano", *text(options.corpus), *short, *axes]
     engine = ["--recipe", "nano" if options.tiny else "paper_150m", "--inner-steps", "1", "16"]
     engine += ["--device", "cpu", "--seconds", "1", "--block", "1"] if options.tiny else ["--seconds", "40"]
     return {
         "speed": [sys.executable, str(HERE / "lm_throughput.py"), *(["--seconds", "2"] if options.tiny else [])],
         "run": [*twophase, "train", *run],
         "engine": [sys.executable, str(HERE / "engine_overhead.py"), *engine],
-        "sweep": [*twophase, "sweep", *sweep],
+        "sweep": [*twophase, "sweep", *sweep, *quiet],
+        "policies": [*twophase, "sweep", *policies, *quiet],
     }
 
 
@@ -84,7 +90,9 @@ def loss_curve(run: Path, stem: Path) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--parts", nargs="+", choices=["speed", "engine", "run", "sweep"], help="default: all")
+    parser.add_argument(
+        "--parts", nargs="+", choices=["speed", "engine", "run", "sweep", "policies"], help="default: all"
+    )
     parser.add_argument("--corpus", default="python", help="python, file:PATH or tokens:DIR (default python)")
     parser.add_argument("--tiny", action="store_true", help="a toy model on a CPU")
     options = parser.parse_args()
