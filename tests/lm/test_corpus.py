@@ -165,8 +165,10 @@ def test_unusable_files_are_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("form", ["", "file:", "c4", "File:x", "/etc/hosts"])
 def test_unknown_forms_are_refused(form: str):
-    """What is neither `python`, `file:PATH` nor `tokens:PATH` is refused, with an example of what would do."""
-    with pytest.raises(UsageError, match=r"--data.corpus is .*; it must be python, file:PATH or tokens:PATH"):
+    """What is neither a text of Python, `file:PATH` nor `tokens:PATH` is refused, with an example of what would do."""
+    with pytest.raises(
+        UsageError, match=r"--data.corpus is .*; it must be python, python-code, file:PATH or tokens:PATH"
+    ):
         load_documents(form)
 
 
@@ -484,3 +486,19 @@ def test_windows_that_do_not_fit_are_refused(tmp_path: Path):
     built = build_text(data(path, sequence_length=19), replicas=9)
     assert built.batch(0, 0, 8)[0].shape == (4, 19)
     assert built.validation()[0].shape == (256, 19)
+
+
+def test_code_without_its_docstrings(library: Path):
+    """`python-code` holds the functions and classes that are long enough, less their docstrings, decorators left out."""
+    lines = [f"    value_{number} = {number}" for number in range(20)]
+    told = ['    """A docstring', "    of two lines.", '    """']
+    (library / "code.py").write_text(
+        "\n".join(
+            ["import os", "@wrapped", "def f():", *told, *lines, "class C:", '    """One."""', *lines, "def g(): 1"]
+        )
+    )
+    documents = corpus.load_documents("python-code")
+    assert documents.texts == ("\n".join(["def f():", *lines]), "\n".join(["class C:", *lines]))
+    assert "functions and classes" in documents.description
+    assert corpus.load_documents("python-code").fingerprint == documents.fingerprint  # from the cache
+    assert corpus.load_documents("python").fingerprint != documents.fingerprint  # which is another one

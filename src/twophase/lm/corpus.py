@@ -411,7 +411,7 @@ def _code(files: Iterable[Path]) -> Iterator[str]:
                     yield text
 
 
-def _cache_file(root: Path, name: str) -> Path | None:
+def _cache_file(root: Path, name: str = "python") -> Path | None:
     """Where the texts of the Python library at `root` are kept; None for a user without a home."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(folder):  # noqa: PTH117 - the specification has relative ones ignored, and Path("") is one
