@@ -489,7 +489,7 @@ def test_windows_that_do_not_fit_are_refused(tmp_path: Path):
 
 
 def test_code_without_its_docstrings(library: Path):
-    """`python-code` holds the functions and classes that are long enough, less their docstrings, decorators left out."""
+    """`python-code` holds functions and classes that are long enough, less their docstrings and decorators."""
     lines = [f"    value_{number} = {number}" for number in range(20)]
     told = ['    """A docstring', "    of two lines.", '    """']
     (library / "code.py").write_text(
