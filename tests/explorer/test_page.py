@@ -56,7 +56,8 @@ def synthetic_run(folder: Path, rule: OuterRule, sigma: list[float], rounds: int
         sizes = float(np.linalg.norm(g)), float(np.linalg.norm(m))
         cosine = float(g @ m) / (sizes[0] * sizes[1]) if sizes[1] else 0.0
         group = {"restarted": bool(run.restarts[t]), "pseudo_gradient_norm": sizes[0], "buffer_norm": sizes[1]}
-        group |= {"cosine": cosine, "gain": 1.0}
+        gain = float((run.residual[t] - run.residual[t + 1]) @ g) / sizes[0] ** 2 if sizes[0] else 0.0
+        group |= {"cosine": cosine, "gain": gain}
         lines.append({"step": 20 * (t + 1), "round": t + 1, "inner_steps": 20, "groups": [group], **group})
     outer = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov, "form": rule.form, "restart": restart}
     (folder / "config.yaml").write_text(json.dumps({"outer": outer, "steps": 20 * rounds, "inner_steps": 20}))
@@ -276,7 +277,7 @@ def test_runs_whose_rounds_lack_numbers_are_refused(capsys: Capture, tmp_path: P
         assert said in refused(capsys, "--run", run, "--out", out), name
         assert asked(capsys, tmp_path / "given.html", "--run", run, "--sigma", 0.4)["momentum"] == 0.8
         (run / file).write_text(whole)
-    (run / "rounds.jsonl").write_text(re.sub(r', "gain": 1.0', "", (run / "rounds.jsonl").read_text()))
+    (run / "rounds.jsonl").write_text(re.sub(r', "gain": [^,}]+', "", (run / "rounds.jsonl").read_text()))
     assert asked(capsys, out, "--run", run)["spectrum"] == "run"
 
 
