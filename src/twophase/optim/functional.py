@@ -110,7 +110,7 @@ def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
     for x, g, m in _batches(*zip(*rows, strict=True)):
         if rule.step is not None:
             _take_(x, g, m, (rule.step.along_g, 0.0 if rule.fresh else rule.step.along_m), scratch)
-        if rule.fresh:
+        if rule.fresh or momentum == 0:
             _copy_(m, g)
             if weight != 1:
                 torch._foreach_mul_(m, weight)
