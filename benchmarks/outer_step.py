@@ -1,8 +1,8 @@
 """One outer step on 100M float32 parameters: `OuterSGD` against `torch.optim.SGD(foreach=True)`, in one run.
 
 Once with a fixed restart period, and once with the policy `auto`, which has norms and angle measured in every round
-before the step (and then takes its own step, in plain operations instead of torch's fused kernel); `gradient` has them
-measured and takes the rule's.
+before the step and then takes its own (plain averaging here, for the pseudo-gradients do not shrink); `gradient` has
+them measured and takes the rule's.
 
 Time: medians of interleaved steps; CPU time with one thread, so that other programs count less, else wall time.
 Memory: growth of the process's peak resident set during the first step from a

@@ -258,3 +258,22 @@ def test_groups_with_different_probes_are_refused():
     for number in range(4):
         take(outer, [first, *others], number, measure=True)
         assert len({round(group.gain, 9) == 1 for group in outer.last_round}) == 1
+
+
+def test_groups_decide_together() -> None:
+    """With `together` two groups restart where one group of both would; without it each goes by its own angles."""
+    start, generator = torch.ones(6, dtype=torch.float64), torch.Generator().manual_seed(0)
+    given = [torch.randn(6, dtype=torch.float64, generator=generator) for _ in range(30)]
+    paths = {}
+    for kind in ("one", "together", "apart"):
+        params = [nn.Parameter(start.clone())] if kind == "one" else [nn.Parameter(x) for x in start.clone().split(3)]
+        groups = [{"params": [p]} for p in params]
+        outer = OuterSGD(groups, lr=0.1, momentum=0.9, restart="gradient", together=kind == "together")
+        for g in given:
+            for p, part in zip(params, g.split([p.numel() for p in params]), strict=True):
+                p.grad = part.clone()
+            outer.step()
+        paths[kind] = torch.cat([p.detach() for p in params]), [group["restarts"] for group in outer.param_groups]
+    torch.testing.assert_close(paths["together"][0], paths["one"][0], rtol=0, atol=1e-12)
+    assert paths["together"][1] == paths["one"][1] * 2
+    assert paths["apart"][1] != paths["together"][1]

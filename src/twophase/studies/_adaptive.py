@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from twophase.experiment.bootstrap import percentile_interval
 from twophase.experiment.figure import INK, MUTED, look, new_page
 from twophase.experiment.table import SEED, Row, format_table, readable
-from twophase.recipes.adaptive import CORPUS, FIXED, WIDTH
+from twophase.recipes.adaptive import CORPUS, FIXED, WIDTH, inner_steps_of, momenta_of
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE
-from twophase.recipes.paper import BOTH_FORMS, RULES, arm_name
-from twophase.studies._lm import SHORT_KINDS
+from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
+from twophase.studies._lm import SHORT_KINDS, seeds_words, tally
 from twophase.studies._lm_figures import note
+from twophase.studies.study import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,6 +34,9 @@ BEST_K = "best fixed K"
 CONTROLS = ("never", "K=3", BEST_K, AVERAGING, TUNED_FREE)
 """What the chosen arm is held against, with intervals."""
 _LR, _MOMENTUM = "outer.lr", "outer.momentum"
+
+CHOSEN = "auto"
+"""The arm that both studies are about."""
 
 Runs = dict[tuple[float, float], dict[Any, float | None]]
 """From (momentum, learning rate) to seed to log perplexity; None for a run that has diverged."""
@@ -359,3 +364,37 @@ def _plain_ticks(column: Sequence[Any]) -> None:
 
 
 _TICKS = 6
+
+
+# -------------------------------------------------------------------------------------------------------- both studies
+
+
+def result_of(rows: Sequence[Row], scale: Scale, arms: Sequence[str]) -> Result:
+    """Every arm by place, form and rule."""
+    places = {name: facts_of(found, arms, CHOSEN) for name, found in places_of(rows).items()}
+    seeds = sorted({row.values[SEED] for row in rows})
+    settings = {
+        "seeds": seeds,
+        "seeds_words": seeds_words(replace(scale, seeds=tuple(seeds))),
+        "lrs": scale.lrs,
+        "momenta": momenta_of(scale),
+        "inner_steps": inner_steps_of(scale),
+    }
+    return Result(lines_of(places), {"places": places}, settings)
+
+
+def answer_of(result: Result) -> str:
+    """Every arm, and where the aims are reached."""
+    places = result.numbers["places"]
+    lines = [
+        f"Validation perplexity ({result.settings['seeds_words']}). Ratios above 1 favour {CHOSEN}; in brackets 95 %."
+    ]
+    lines += tables(places, CHOSEN)
+    lines += [tally(claim, held) for claim, held in aims(places, CHOSEN).items()]
+    return "\n".join(lines)
+
+
+def draw_of(result: Result) -> Figure:
+    """The arms' ranges."""
+    count = len(result.settings["seeds"])
+    return ranges(result.numbers["places"], CHOSEN, f"Means over up to {count} seeds." if count > 1 else "One seed.")

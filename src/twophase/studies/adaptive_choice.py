@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING
 
 from twophase.experiment.grid import Sweep
 from twophase.experiment.table import Row
-from twophase.recipes.adaptive import ADAPTIVE, FIXED, RIVALS, choice, inner_steps_of, momenta_of
+from twophase.recipes.adaptive import ADAPTIVE, FIXED, RIVALS, choice
 from twophase.recipes.paper import Scale
-from twophase.studies._adaptive import aims, facts_of, lines_of, places_of, ranges, tables
-from twophase.studies._lm import seeds_words, tally
+from twophase.studies._adaptive import answer_of, draw_of, result_of
 from twophase.studies.study import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 QUESTION = "Which policy makes outer learning rate, momentum and restart period safe to leave untuned?"
-_CHOSEN = "auto"
-_ARMS = (*FIXED, *ADAPTIVE, *RIVALS)
 
 
 def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
@@ -36,29 +33,14 @@ def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
 
 def table(rows: Sequence[Row], scale: Scale) -> Result:
     """Every arm by place, form and rule."""
-    places = {name: facts_of(found, _ARMS, _CHOSEN) for name, found in places_of(rows).items()}
-    settings = {
-        "seeds": scale.seeds,
-        "seeds_words": seeds_words(scale),
-        "lrs": scale.lrs,
-        "momenta": momenta_of(scale),
-        "inner_steps": inner_steps_of(scale),
-    }
-    return Result(lines_of(places), {"places": places}, settings)
+    return result_of(rows, scale, (*FIXED, *ADAPTIVE, *RIVALS))
 
 
 def answer(result: Result) -> str:
     """Every arm, and where the aims are reached."""
-    places = result.numbers["places"]
-    lines = [
-        f"Validation perplexity ({result.settings['seeds_words']}). Ratios above 1 favour {_CHOSEN}; in brackets 95 %."
-    ]
-    lines += tables(places, _CHOSEN)
-    lines += [tally(claim, held) for claim, held in aims(places, _CHOSEN).items()]
-    return "\n".join(lines)
+    return answer_of(result)
 
 
 def draw(result: Result) -> Figure:
     """The arms' ranges."""
-    count = len(result.settings["seeds"])
-    return ranges(result.numbers["places"], _CHOSEN, f"Means over {count} seeds." if count > 1 else "One seed.")
+    return draw_of(result)

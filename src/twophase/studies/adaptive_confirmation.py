@@ -8,23 +8,19 @@ Source: conclusion of the paper; theory notes R30, R31.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from twophase.experiment.grid import Sweep
-from twophase.experiment.table import SEED, Row
-from twophase.recipes.adaptive import FIXED, confirmation, inner_steps_of, momenta_of
+from twophase.experiment.table import Row
+from twophase.recipes.adaptive import FIXED, confirmation
 from twophase.recipes.paper import Scale
-from twophase.studies._adaptive import aims, facts_of, lines_of, places_of, ranges, tables
-from twophase.studies._lm import seeds_words, tally
+from twophase.studies._adaptive import CHOSEN, answer_of, draw_of, result_of
 from twophase.studies.study import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 QUESTION = "Does the policy auto do on other seeds, another width and another text what it was chosen for?"
-_CHOSEN = "auto"
-_ARMS = (*FIXED, _CHOSEN)
 
 
 def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
@@ -35,30 +31,14 @@ def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
 
 def table(rows: Sequence[Row], scale: Scale) -> Result:
     """Every arm by place, form and rule."""
-    places = {name: facts_of(found, _ARMS, _CHOSEN) for name, found in places_of(rows).items()}
-    seeds = sorted({row.values[SEED] for row in rows})
-    settings = {
-        "seeds": seeds,
-        "seeds_words": seeds_words(replace(scale, seeds=tuple(seeds))),
-        "lrs": scale.lrs,
-        "momenta": momenta_of(scale),
-        "inner_steps": inner_steps_of(scale),
-    }
-    return Result(lines_of(places), {"places": places}, settings)
+    return result_of(rows, scale, (*FIXED, CHOSEN))
 
 
 def answer(result: Result) -> str:
     """Every arm, and where the aims are reached."""
-    places = result.numbers["places"]
-    lines = [
-        f"Validation perplexity ({result.settings['seeds_words']}). Ratios above 1 favour {_CHOSEN}; in brackets 95 %."
-    ]
-    lines += tables(places, _CHOSEN)
-    lines += [tally(claim, held) for claim, held in aims(places, _CHOSEN).items()]
-    return "\n".join(lines)
+    return answer_of(result)
 
 
 def draw(result: Result) -> Figure:
     """The arms' ranges."""
-    count = len(result.settings["seeds"])
-    return ranges(result.numbers["places"], _CHOSEN, f"Means over up to {count} seeds." if count > 1 else "One seed.")
+    return draw_of(result)
