@@ -14,15 +14,29 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 import twophase
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["twophase.cli", "twophase.lm.train", "twophase.experiment.launch"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "twophase.cli",
+        "twophase.lm.train",
+        "twophase.experiment.launch",
+        "torch._dynamo",  # torch imports it, in seconds, with a process's first optimizer
+        "optuna.storages",
+        "sqlalchemy.dialects.sqlite",
+        "matplotlib.backends.backend_agg",
+        "matplotlib.backends.backend_pdf",
+    ]
+)
 
 
 class _Process:
@@ -92,7 +106,7 @@ class Forked(_Process):
 
 
 class Program(_Process):
-    """A Python program, or `-m twophase`, whose words are appended to two files."""
+    """A Python program, or `-m twophase`, that appends what it says to two files; `-W error` may stand before it."""
 
     def __init__(self, words: Sequence[str], out: Path, err: Path, env: Mapping[str, str]) -> None:
         for path in (out, err):
@@ -142,6 +156,20 @@ def call(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedPro
     return subprocess.CompletedProcess(list(words), process.wait(), out, err)
 
 
+def in_processes(program: str, folder: Path, size: int, *, seconds: float = 200) -> list[dict[str, Any]]:
+    """What the processes of a program bring home: each is given its rank and the folder, and leaves RANK.pt there."""
+    logs = [folder / f"{rank}.log" for rank in range(size)]
+    words = ["-W", "error", program]
+    processes = [Program([*words, str(rank), str(folder)], log, log, os.environ) for rank, log in enumerate(logs)]
+    try:
+        ends = [process.wait(seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert ends == [0] * size, "\n".join(log.read_text(encoding="utf-8")[-3000:] for log in logs)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
 def _run(
     words: list[str], place: str, variables: dict[str, str], outputs: list[str], leash: int | None, *, program: bool
 ) -> None:
@@ -157,6 +185,9 @@ def _run(
     os.chdir(place)
     os.environ.clear()
     os.environ.update(variables)
+    if program and words[:2] == ["-W", "error"]:
+        warnings.simplefilter("error")
+        words = words[2:]
     if program and words[0] != "-m":
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")

@@ -25,6 +25,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forked import Program
+
 FOLDER = Path(__file__).parents[1] / "examples"
 BIN = Path(sys.executable).parent
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -295,13 +297,13 @@ def torchft_replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dic
 
 def run_torchft(folder: Path, place: str) -> set[str]:
     """Run a lighthouse at `place` and two replica groups; the addresses on which these listen."""
-    program = [sys.executable, FOLDER / "torchft_diloco.py", "--replicas", "2", "--lighthouse", f"http://{place}"]
-    processes, logs = [], [folder / "0.log", folder / "1.log"]
+    program = [str(FOLDER / "torchft_diloco.py"), "--replicas", "2", "--lighthouse", f"http://{place}"]
+    processes: list[Any] = []
+    logs = [folder / "0.log", folder / "1.log"]
     try:
         for number, log in enumerate(logs):
-            words = ["--replica", str(number), "--rounds", str(ROUNDS), "--out", folder / f"{number}.pt"]
-            with log.open("w") as file:
-                processes.append(subprocess.Popen([*program, *words], env=ONE_THREAD, stdout=file, stderr=file))
+            words = ["--replica", str(number), "--rounds", str(ROUNDS), "--out", str(folder / f"{number}.pt")]
+            processes.append(Program([*program, *words], log, log, ONE_THREAD))
         replicas = [*processes]
         seen = wait_for_listeners(replicas)  # the replicas wait for the lighthouse, so they can be looked at
         lighthouse = [BIN / "torchft_lighthouse", "--min_replicas", "2", "--bind", place, "--quorum_tick_ms", "20"]
@@ -315,7 +317,7 @@ def run_torchft(folder: Path, place: str) -> set[str]:
     return seen
 
 
-def wait_for_listeners(replicas: list[subprocess.Popen[bytes]]) -> set[str]:
+def wait_for_listeners(replicas: list[Program]) -> set[str]:
     """Each replica's store, checkpoint server and manager, as soon as all of them listen."""
     found: list[set[str]] = []
     for _ in range(1200):

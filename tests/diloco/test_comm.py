@@ -6,7 +6,6 @@ Run as a program, this file is one of the three processes of its own test.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forked import in_processes
 from twophase.diloco.comm import Communicator, ProcessGroup, SingleProcess, default_communicator
 
 SIZE = 3
@@ -112,12 +112,7 @@ def talk(communicator: Communicator, rank: int) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def heard(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """What each of three processes heard, in the whole group and in a group of two."""
-    folder = tmp_path_factory.mktemp("comm")
-    workers = [
-        subprocess.Popen([sys.executable, "-W", "error", __file__, str(rank), str(folder)]) for rank in range(SIZE)
-    ]
-    assert [worker.wait(timeout=120) for worker in workers] == [0] * SIZE
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
+    return in_processes(__file__, tmp_path_factory.mktemp("comm"), SIZE)
 
 
 @pytest.mark.dist

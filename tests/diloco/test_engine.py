@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forked import in_processes
 from twophase import restart as restart_module
 from twophase.diloco.comm import Communicator, Done, ProcessGroup, SingleProcess
 from twophase.diloco.engine import DiLoCo, RoundReport
@@ -282,10 +282,7 @@ def scenario(name: str, replicas: Sequence[int], communicator: Communicator | No
 @pytest.fixture(scope="session")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two gloo processes brings home."""
-    folder = tmp_path_factory.mktemp("engine")
-    workers = [subprocess.Popen([sys.executable, "-W", "error", __file__, str(rank), str(folder)]) for rank in range(2)]
-    assert [worker.wait(timeout=150) for worker in workers] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return in_processes(__file__, tmp_path_factory.mktemp("engine"), 2)
 
 
 def worker(rank: int, folder: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from forked import in_processes
 from replicas import NAMES, Run, drift, network, same_bits, start, through_file, unlike
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
@@ -170,13 +170,7 @@ def worker(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two brings home."""
-    folder = tmp_path_factory.mktemp("pair")
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-W", "error", __file__]
-    workers = [subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(2)]
-    assert [process.wait(timeout=200) for process in workers] == [0] * 2
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return in_processes(__file__, tmp_path_factory.mktemp("pair"), 2)
 
 
 each_case = pytest.mark.parametrize(("policy", "options"), CASES)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forked import in_processes
 from replicas import NAMES, Run, network, same_bits, start, through_file, unlike
 from twophase import restart as restart_module
 from twophase.diloco.agreement import Disagreement
@@ -388,13 +388,7 @@ def worker(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="session")
 def brought(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the four brings home."""
-    folder = tmp_path_factory.mktemp("processes")
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-W", "error", __file__]
-    workers = [subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(4)]
-    assert [process.wait(timeout=200) for process in workers] == [0] * 4
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
+    return in_processes(__file__, tmp_path_factory.mktemp("processes"), 4)
 
 
 # --- one replica a process ----------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,7 +26,8 @@ import pytest
 import torch
 from torch import nn
 
-from elastic import PATIENCE, side_by_side
+from elastic import PATIENCE, side_by_side, until
+from forked import Program
 from replicas import start
 from twophase.config import RunError
 from twophase.diloco import healing, torchft, torchft_parts
@@ -259,14 +259,10 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes bring home; the second is killed at the end and started once more."""
     folder = tmp_path_factory.mktemp("torchft")
 
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-
-    def launch(replica: int, urls: dict[str, str]) -> subprocess.Popen[bytes]:
+    def launch(replica: int, urls: dict[str, str]) -> Program:
         pairs = [f"{name}={url}" for name, url in urls.items()]
-        command = [sys.executable, "-W", "error", __file__, str(replica), str(folder), *pairs]
-        with (folder / f"{replica}.log").open("ab") as log:
-            return subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+        log = folder / f"{replica}.log"
+        return Program(["-W", "error", __file__, str(replica), str(folder), *pairs], log, log, os.environ)
 
     with lighthouse() as a, lighthouse() as b, lighthouse() as c, lighthouse() as d:
         urls = {"plain": a, "streams": b, "tampered": c, "kill": d}
@@ -274,6 +270,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         try:
             killed = second.wait(timeout=120)
             assert killed == -signal.SIGKILL, (folder / "1.log").read_text()[-3000:]
+            until("the survivor notices", lambda: "replica 1 has gone" in (folder / "0.log").read_text())
             second = launch(1, {"kill": d})
             assert [first.wait(timeout=120), second.wait(timeout=120)] == [0, 0], (folder / "0.log").read_text()[-3000:]
         finally:

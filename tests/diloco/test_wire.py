@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from forked import in_processes
 from twophase.diloco import wire
 from twophase.diloco.codec import BLOCK, Packet, packet, packet_bytes
 from twophase.diloco.comm import Pending, ProcessGroup, SingleProcess
@@ -644,12 +644,7 @@ def after_failure(rank: int) -> list[str]:
 @pytest.fixture(scope="session")
 def heard_over_wire(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of three processes found."""
-    folder = tmp_path_factory.mktemp("wire")
-    workers = [
-        subprocess.Popen([sys.executable, "-W", "error", __file__, str(rank), str(folder)]) for rank in range(SIZE)
-    ]
-    assert [worker.wait(timeout=120) for worker in workers] == [0] * SIZE
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
+    return in_processes(__file__, tmp_path_factory.mktemp("wire"), SIZE)
 
 
 @pytest.mark.dist

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import pytest
 
 import textmaker
 from elastic import lighthouse, side_by_side, until
+from forked import Program
 from twophase.config import RunError, UsageError, dump_yaml, with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.experiment.run import RunFolder, read_lines
@@ -135,15 +135,15 @@ def processes(tmp_path: Path, *words: list[str]) -> list[tuple[int, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "twophase", "train", "--config", str(tmp_path / "config.yaml"), "--quiet"]
-    started = []
+    command = ["-m", "twophase", "train", "--config", str(tmp_path / "config.yaml"), "--quiet"]
+    started, told = [], []
     for rank, more in enumerate(words):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(words), "MASTER_PORT": port}
         env = os.environ | {key: str(value) for key, value in place.items()}
         env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        started.append(subprocess.Popen([*command, *more], env=env, stderr=subprocess.PIPE, text=True))
-    told = [process.communicate(timeout=120)[1] for process in started]
-    return [(process.returncode, text) for process, text in zip(started, told, strict=True)]
+        told.append(tmp_path / f"errors-{rank}")
+        started.append(Program([*command, *more], tmp_path / f"said-{rank}", told[-1], env))
+    return [(process.wait(120), path.read_text()) for process, path in zip(started, told, strict=True)]
 
 
 @pytest.mark.dist

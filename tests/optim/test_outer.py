@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forked import in_processes
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
 from twophase.optim import functional
@@ -1117,16 +1117,12 @@ def test_dtensor_state_round_trip(mesh_of_one: Any):
 def test_dtensors_in_two_processes(tmp_path: Path, register_policy: Callable[[str], Any]):
     """Two processes with half of each shard step like the whole tensor and decide alike, adaptive restarts included."""
     register_policy("test-turned")(Turned)
-    workers = [
-        subprocess.Popen([sys.executable, "-W", "error", __file__, str(rank), str(tmp_path)]) for rank in range(2)
-    ]
-    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+    found = in_processes(__file__, tmp_path, 2)
     for policy in ("3", "test-turned:0.1"):
         whole = distributed_run(lambda x, _: x, policy)
         assert 2 <= whole["counters"][2] < 9
-        for rank in range(2):
-            found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)[policy]
-            assert_same_run(found, whole)
+        for answers in found:
+            assert_same_run(answers[policy], whole)
 
 
 def worker(rank: int, folder: Path) -> None:
