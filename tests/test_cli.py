@@ -375,13 +375,3 @@ def test_sweep(tmp_path: Path, corpus: str) -> None:
     other = call(*words, "--outer.form", "ema")
     assert other.returncode == 2
     assert "belongs to another sweep" in other.stderr
-
-
-@pytest.mark.slow
-def test_sweep_over_seeds_alone(tmp_path: Path, corpus: str) -> None:
-    """A sweep whose only axis is the seed is one setting with a mean."""
-    words = ["sweep", *SMALL, "--data.corpus", corpus, "--axis", "seed", "0", "1", "--out", tmp_path / "sweep"]
-    done = call(*words)
-    assert done.returncode == 0, done.stderr
-    assert "Mean over 2 seeds" in done.stdout
-    assert (tmp_path / "sweep" / "figures" / "sweep.png").exists()

@@ -177,6 +177,15 @@ def test_killed_at_random_moments(tmp_path: Path, corpus: str, call: Call) -> No
 
 
 @pytest.mark.slow
+def test_seeds_alone(tmp_path: Path, call: Call) -> None:
+    """A sweep whose only axis is the seed is one setting with a mean."""
+    done = call("sweep", "--axis", "seed", "0", "1", "--out", tmp_path / "sweep")
+    assert done.status == 0, done.err
+    assert "Mean over 2 seeds" in done.out
+    assert (tmp_path / "sweep" / "figures" / "sweep.png").exists()
+
+
+@pytest.mark.slow
 def test_twins_and_no_merge(tmp_path: Path, call: Call) -> None:
     """Cells that are one run in exact arithmetic have one result; run apart they agree with it to rounding."""
     axes = "--axis outer.momentum 0 0.9 --axis outer.restart never 1 9".split()
