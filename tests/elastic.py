@@ -194,7 +194,7 @@ def wake(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGCONT)
 
 
-def check_rounds(run: Run, numbers: Sequence[int], *, always: Sequence[int], like: Path, period: int) -> None:
+def check_rounds(run: Run, numbers: Sequence[int], *, always: Sequence[int], like: Path, period: int | None) -> None:
     """What must hold after any fault.
 
     Every sync that two replicas have in common has the same checksum; each fragment's rounds go up by one in the
@@ -206,7 +206,7 @@ def check_rounds(run: Run, numbers: Sequence[int], *, always: Sequence[int], lik
         numbers: of all replicas.
         always: of those that were never killed.
         like: the folder of an undisturbed run of as many steps.
-        period: of the restarts.
+        period: of the restarts; None where the run itself decides, which all must do alike.
     """
     told: dict[tuple[str, int], Any] = {}
     for number in numbers:
@@ -220,14 +220,15 @@ def check_rounds(run: Run, numbers: Sequence[int], *, always: Sequence[int], lik
                 before = seen.get(name, 0)
                 assert this == before + 1 if number in always else this > before, (number, line)
                 seen[name] = this
-                assert part["restarted"] == (this % period == 0), (number, line)
-                common = [part["checksum"], line["replicas"], line["newcomers"], line["step"]]
+                assert period is None or part["restarted"] == (this % period == 0), (number, line)
+                common = [part["checksum"], part["restarted"], line["replicas"], line["newcomers"], line["step"]]
+                common += [group["gain"] for group in line["groups"]]
                 assert told.setdefault((name, this), common) == common, (number, line)
     summaries, whole = [run.summary(number) for number in numbers], read_summary(like)
     assert whole is not None
     for number, summary in zip(numbers, summaries, strict=True):
         assert summary["exit_reason"] == "finished", number
-        for key in ("rounds", "restarts", "steps"):
+        for key in ("rounds", "steps", *(["restarts"] if period else [])):
             assert summary[key] == whole[key], (number, key)
         for key in ("checksum", "perplexity"):
             assert summary[key] == summaries[0][key], (number, key)

@@ -232,10 +232,10 @@ def test_links() -> None:
 
 
 def test_quotes_are_what_was_printed() -> None:
-    """Every line of numbers in docs/restarts-in-practice.md is a line of the page where its command stands."""
+    """Every line of numbers in docs/restarts.md is a line of the page where its command stands."""
     sources = [ROOT / "docs" / name for name in ("log.md", "reproduce.md", "performance.md")]
     printed = {line for page in sources for line in page.read_text(encoding="utf-8").splitlines()}
-    quoted = [text for page, text in blocks("text") if page == "docs/restarts-in-practice.md"]
+    quoted = [text for page, text in blocks("text") if page == "docs/restarts.md"]
     assert len(quoted) >= 5
     for line in "".join(quoted).splitlines():
         assert line in printed, line

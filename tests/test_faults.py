@@ -66,6 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 KINDS["delayed"] = {"inner_steps": 6, "sync.delay": 2, "sync.mixing": 0.5}
+KINDS["probing"] = {"outer.restart": "probe:keep,drop,average"}
 KINDS["three streaming"] = KINDS["streaming"] | {"replicas": 3}
 
 
@@ -123,7 +124,8 @@ def good(undisturbed: Undisturbed) -> Good:
 
     def check(run: Run, kind: str, numbers: Sequence[int], always: Sequence[int]) -> None:
         wanted = summary(kind)
-        check_rounds(run, numbers, always=always, like=undisturbed(kind), period=PERIOD)
+        period = None if kind == "probing" else PERIOD
+        check_rounds(run, numbers, always=always, like=undisturbed(kind), period=period)
         found = run.summary(numbers[0])["perplexity"]
         say(f"perplexity {found:.3f}, undisturbed {wanted['perplexity']:.3f}; three seeds lie {noise:.3f} apart")
         assert abs(found - wanted["perplexity"]) <= noise
@@ -175,6 +177,7 @@ def test_killed_in_the_inner_phase_and_while_it_is_healed(begin: Begin, good: Go
     run = begin("two")
     first = run.replica(0, "hold=second@inner:33", "hold=third@inner:53")
     killed(run, "1", run.replica(1, "kill@inner:22"))
+    until("the other goes on alone", lambda: run.lines(0)[-1]["replicas"] == 1)
     killed(run, "1", run.replica(1, "touch=second@up:1", "kill@taking:1"))
     third = run.replica(1, "touch=third@up:1")
     run.ended("0", first)
@@ -194,11 +197,13 @@ def test_one_of_three_is_killed_and_then_the_one_that_heals_it(begin: Begin, goo
     giving = ("hold=second@inner:33", "kill=died@giving:1", "hold=third@inner:57")
     others = {number: run.replica(number, *giving) for number in (0, 2)}
     killed(run, "1", run.replica(1, "kill@inner:22"))
+    until("the others go on", lambda: run.lines(0)[-1]["replicas"] == 2)
     second = run.replica(1, "touch=second@up:1")
     until("one of the others is dead", lambda: any(process.poll() is not None for process in others.values()))
     (giver,) = (number for number, process in others.items() if process.poll() is not None)
     (last,) = {0, 2} - {giver}
     killed(run, str(giver), others[giver])
+    until("the last one gives it", lambda: newcomers(run, last) == [1])
     third = run.replica(giver, "touch=third@up:1")
     for number, process in ((last, others[last]), (1, second), (giver, third)):
         run.ended(str(number), process)
@@ -248,6 +253,24 @@ def test_killed_between_quorum_and_outer_step(begin: Begin, good: Good, moment: 
     assert (attempts[5] == 1) if counted else (attempts[5] > 1)
     assert run.lines(0)[5]["replicas"] == (2 if counted else 1)
     tell_recovery(run, f"kill at {moment.partition(':')[0]}", of=1, survivor=0)
+
+
+def test_one_is_killed_where_candidates_are_probed(begin: Begin, good: Good) -> None:
+    """One of two dies in the inner phase: alone, with its successor and before, the losses decide, and for both alike.
+
+    A successor has no inner steps behind it in its first round, and probes like the other.
+    """
+    run = begin("probing")
+    first = run.replica(0, "hold=second@inner:33")
+    killed(run, "1", run.replica(1, "kill@inner:22"))
+    second = run.replica(1, "touch=second@up:1")
+    run.ended("0", first)
+    run.ended("1", second)
+    good(run, "probing", numbers=(0, 1), always=(0,))
+    assert newcomers(run, 0) == [1]
+    assert sizes(run, 0) == [2, 1, 2]
+    gains = {line["groups"][0]["gain"] for line in run.lines(0)[1:]}
+    assert len(gains) > 2, "one candidate has won throughout"
 
 
 def test_both_are_stopped_with_a_sync_under_way(begin: Begin, good: Good) -> None:

@@ -224,7 +224,7 @@ def watched(browser: Browser) -> Iterator[Watched]:
         ("index.html", 1280, "light"),
         ("faq.html", 1280, "dark"),
         ("api/optimizer.html", 1280, "light"),
-        ("restarts-in-practice.html", 360, "light"),
+        ("restarts.html", 360, "light"),
         ("reproduce.html", 1280, "dark"),
     ],
 )

@@ -6,7 +6,7 @@ g is mixed in; and `tracked`, a period that follows the effective progress which
 Every policy sees one group of parameters: the whole model, or a block with an optimizer group (or a fragment) of its
 own. None knows tensors; `needs` says what has to be measured or supplied.
 
-Source: theory notes R29 to R31; the rules are compared in docs/restarts-in-practice.md.
+Source: theory notes R29 to R31; the rules are compared in docs/restarts.md.
 """
 
 from __future__ import annotations

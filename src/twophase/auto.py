@@ -24,7 +24,7 @@ class Auto(RestartPolicy):
     direction of the last updates adds up to |g| once more. An update is at most twice as long as that of averaging,
     whatever came before, so that nothing has to be forgotten in time.
 
-    It was found by trials and is no theorem: docs/restarts-in-practice.md has the evidence, for and against.
+    It was found by trials and is no theorem: docs/restarts.md has the evidence, for and against.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})

@@ -711,6 +711,43 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
 
 @linux
 @pytest.mark.dist
+def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pytest.MonkeyPatch):
+    """A sum under way is lost with one of two, and when it is repeated a third is there: it ends for both at once.
+
+    Inner steps of the newcomer meanwhile would lead it to the next fragment's sync, where nobody waits for it.
+    """
+    dead = threading.Event()
+    groups: dict[int, Any] = {}
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        groups[place] = group
+        if place == 2:
+            dead.wait(PATIENCE)
+        reports = [report] if (report := engine.join()) else []
+        while engine.round < 4:
+            mine.step(place)
+            if report := engine.step():
+                reports.append(report)
+            if place < 2 and engine.round == 1 and engine.under_way:
+                if place == 1:
+                    dead.set()
+                    raise Died
+                until("the third is up", lambda: 2 in groups and groups[2]._manager)
+                time.sleep(0.3)  # until the lighthouse knows of it
+        return reports
+
+    options = {"inner_steps": 6, "fragments": 2, "delay": 2, "mixing": 0.5}
+    ours, gone, theirs = lives(monkeypatch, live, *[({"min_replicas": 2}, options)] * 3)
+    assert isinstance(gone, Died)
+    assert [report.attempts for report in ours][:2] == [1, 1]
+    assert (ours[2].newcomers, ours[2].replicas) == (1, 1)
+    assert ours[2].attempts > 1
+    assert [told(report) for report in theirs] == [told(report) for report in ours[2:]]
+    assert {report.attempts for report in ours[3:]} == {1}
+
+
+@linux
+@pytest.mark.dist
 def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pytest.MonkeyPatch):
     """Its first try tells it what had come and which timeout would do; the other goes on, whatever `max_attempts`."""
 

@@ -160,6 +160,8 @@ class DiLoCo:
             )
         self.fragments, self._anchor, self.layout = cut(slots, parts, self.wire, self.communicator, shared=shared)
         self._launching = self.fragments
+        self._at_once = delay == 0
+        """Whether the sync of those ends where it begins: without a delay, or when it is over and is repeated."""
         self._under_way: list[_Sync] = []
         self._alike = dict(alike or {}) | frozen(self.replicas[0], sharded=self.communicator.sharded)
         self.round = 0
@@ -249,7 +251,7 @@ class DiLoCo:
         reports = []
         reports += [self._complete(sync, signals) for sync in list(self._under_way)]
         while left := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
-            reports.append(self._complete(self._launch(left[:1]), signals))
+            reports.append(self._complete(self._launch(left[:1], at_once=True), signals))
         if self.mixing:
             self._restore(self.fragments, mixing=0.0)
         self.inner_step = 0
@@ -308,10 +310,11 @@ class DiLoCo:
             torch._foreach_copy_([slot.tensor() for slot in fragment.slots[number]], list(of_fragment))
 
     @torch.no_grad()
-    def _launch(self, fragments: list[Fragment], attempts: int = 1) -> _Sync:
+    def _launch(self, fragments: list[Fragment], attempts: int = 1, *, at_once: bool = False) -> _Sync:
         """Take the fragments' pseudo-gradients and begin to sum them."""
         seconds: dict[str, float] = {}
-        self._launching = fragments  # whoever comes late is given it with our state
+        # Whoever comes late is given both with our state: no inner steps must go by there while we wait for the end.
+        self._launching, self._at_once = fragments, at_once or self.delay == 0
         weight, replicas, newcomers = len(self.replicas), self.replica_count, 0
         if self.communicator.elastic:
             with _phase("quorum", seconds):
@@ -345,7 +348,7 @@ class DiLoCo:
         """Wait for the sums, take the outer steps, and give the replicas the new anchor."""
         shared = self._receive(sync, signals)
         while shared is None:  # processes went away: once more with those that are left
-            again = self._launch(sync.fragments, sync.attempts + 1)
+            again = self._launch(sync.fragments, sync.attempts + 1, at_once=True)
             for key, value in sync.seconds.items():
                 again.seconds[key] = again.seconds.get(key, 0.0) + value
             again.bytes_sent += sync.all_bytes_sent  # what was in vain was sent, too
@@ -528,7 +531,7 @@ class DiLoCo:
         self._absent = False
         weight, replicas = self._shares(0, here)
         sync = self._reduce(_Sync(self._launching, [], [], weight, replicas, here.present - replicas, attempts=1))
-        return self._complete(sync, signals) if self.delay == 0 else None
+        return self._complete(sync, signals) if self._at_once else None
 
     def _check_joined(self) -> None:
         if self._absent:
@@ -623,6 +626,7 @@ class DiLoCo:
             ],
             "schedule": self._schedule(),
             "launching": [fragment.number for fragment in self._launching],
+            "at_once": self._at_once,
             "borrowed": sorted(self._borrowed),
             "round": self.round,
             "inner_step": self.inner_step,
@@ -666,6 +670,7 @@ class DiLoCo:
                 fragment.round, fragment.steps = saved["round"], saved["steps"]
             self.round, self.inner_step, self.syncs = state["round"], state["inner_step"], state["syncs"]
             self._launching = [self.fragments[number] for number in state["launching"]]
+            self._at_once = state.get("at_once", self.delay == 0)
             self._under_way = []
             for saved in state["under_way"]:
                 fragments = [self.fragments[number] for number in saved["fragments"]]
