@@ -737,7 +737,8 @@ def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pyte
         return reports
 
     options = {"inner_steps": 6, "fragments": 2, "delay": 2, "mixing": 0.5}
-    ours, gone, theirs = lives(monkeypatch, live, *[({"min_replicas": 2}, options)] * 3)
+    patience = {"min_replicas": 2, "timeout": 6.0}  # a thread that dies leaves its connections open
+    ours, gone, theirs = lives(monkeypatch, live, *[(patience, options)] * 3)
     assert isinstance(gone, Died)
     assert [report.attempts for report in ours][:2] == [1, 1]
     assert (ours[2].newcomers, ours[2].replicas) == (1, 1)
