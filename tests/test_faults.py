@@ -166,6 +166,15 @@ def killed(run: Run, name: str, process: subprocess.Popen[bytes]) -> None:
     run.ended(name, process, -signal.SIGKILL)
 
 
+def comes_back(run: Run, fault: str, until_step: int) -> None:
+    """Replica 1 of two dies and is started again; replica 0 goes on up to a step, waits there for it, and both end."""
+    first = run.replica(0, f"hold=second@inner:{until_step}")
+    killed(run, "1", run.replica(1, f"kill@{fault}"))
+    second = run.replica(1, "touch=second@up:1")
+    run.ended("0", first)
+    run.ended("1", second)
+
+
 # --- one of several is killed -----------------------------------------------------------------------------------------
 
 
@@ -240,11 +249,7 @@ def test_of_three_one_is_killed_at_each_moment(begin: Begin, good: Good) -> None
 def test_killed_between_quorum_and_outer_step(begin: Begin, good: Good, moment: str) -> None:
     """One of two dies within a sync: the other repeats it alone unless it had succeeded, and no round counts twice."""
     run = begin("two")
-    first = run.replica(0, "hold=second@inner:33")
-    killed(run, "1", run.replica(1, f"kill@{moment}"))
-    second = run.replica(1, "touch=second@up:1")
-    run.ended("0", first)
-    run.ended("1", second)
+    comes_back(run, moment, 33)
     good(run, "two", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1]
     assert sizes(run, 0) == [2, 1, 2]
@@ -261,11 +266,7 @@ def test_one_is_killed_where_candidates_are_probed(begin: Begin, good: Good) -> 
     A successor has no inner steps behind it in its first round, and probes like the other.
     """
     run = begin("probing")
-    first = run.replica(0, "hold=second@inner:33")
-    killed(run, "1", run.replica(1, "kill@inner:22"))
-    second = run.replica(1, "touch=second@up:1")
-    run.ended("0", first)
-    run.ended("1", second)
+    comes_back(run, "inner:22", 33)
     good(run, "probing", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1]
     assert sizes(run, 0) == [2, 1, 2]
@@ -330,11 +331,7 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
 def test_killed_during_a_delayed_sync(begin: Begin, good: Good) -> None:
     """Two fragments on an int8 wire, summed while training goes on: one of two dies with a sum under way."""
     run = begin("streaming")
-    first = run.replica(0, "hold=second@inner:40")
-    killed(run, "1", run.replica(1, "kill@under way:11"))
-    second = run.replica(1, "touch=second@up:1")
-    run.ended("0", first)
-    run.ended("1", second)
+    comes_back(run, "under way:11", 40)
     good(run, "streaming", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1, 1]  # in each fragment
     assert sizes(run, 0) == [2, 1, 2]
