@@ -441,6 +441,9 @@ def test_numbers_of_quorums_never_repeat(monkeypatch: pytest.MonkeyPatch) -> Non
     later = (3, "b", 5, 1)  # another has asked the new lighthouse before, and has gone unheard of since
     assert len(seen(both, later)) == 2
     assert seen(both, later, both, away=True) == [stayed[0]] * 2
+    assert len(seen(both, alone, both, later, both)) == 3  # a heartbeat that the new one does not hear yet
+    monkeypatch.setattr(torchft_parts, "_SETTLED", 0.0)
+    assert len(seen(both, alone, both, later, both)) == 5
 
 
 @pytest.fixture(scope="module")

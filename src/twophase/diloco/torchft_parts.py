@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import ipaddress
 import logging
+import math
 import os
 import socket
 import sys
@@ -37,6 +38,11 @@ _LOOK_EVERY = 0.5
 _ANEW, _ASKS_ANEW = 1.0, 30
 """Seconds between two questions to a lighthouse that was started anew, and how many it takes until all that live must
 have made themselves known to it: who has lost it tries again after pauses that grow to ten seconds."""
+
+_SETTLED = 15.0
+"""Seconds after which the heartbeats of all that live reach a lighthouse that was started anew: they have pauses of
+their own, so a replica whose question was heard may be silent for seconds after it (about half of the outage, as
+measured), and be taken for dead."""
 
 _log = logging.getLogger("twophase")
 _OVERRIDING = """
@@ -231,14 +237,16 @@ class _Client:
     """In place of the manager's client: it sees through a lighthouse that was started anew and counts from 1 again.
 
     Such a one knows at first only who asks first, and would send that one on alone: it is asked again until as many are
-    there as before, for some seconds. And torchft forms a new group only where the number of a quorum changes, so one
-    number for two memberships would leave some in an old group, for whom the others wait until a timeout.
+    there as before, for some seconds, and so at the next syncs, until all heartbeats reach it. And torchft forms a new
+    group only where the number of a quorum changes, so one number for two memberships would leave some in an old group,
+    for whom the others wait until a timeout.
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
         self._number, self._size = -1, 0  # of the last quorum, as the lighthouse has counted
         self._unique = 0
+        self._unsettled_until = -math.inf
         self.others_heal = False
         """Whether in the last quorum others are behind, and this process is not."""
         self.furthest = 0
@@ -251,8 +259,10 @@ class _Client:
 
     def _quorum(self, **options: Any) -> Any:
         quorum = self._client._quorum(**options)
-        anew = quorum.quorum_id <= self._number or self.was_away()
-        for _ in range(_ASKS_ANEW if anew else 0):
+        fewer = quorum.replica_world_size < self._size
+        if self.was_away() or quorum.quorum_id < self._number or (quorum.quorum_id == self._number and fewer):
+            self._unsettled_until = time.monotonic() + _SETTLED
+        for _ in range(_ASKS_ANEW if time.monotonic() < self._unsettled_until else 0):
             if quorum.replica_world_size >= self._size:
                 break
             time.sleep(_ANEW)
