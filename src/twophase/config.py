@@ -19,6 +19,10 @@ import yaml
 C = TypeVar("C")
 Tree = dict[str, Any]
 
+LATER = {"twophase": "later"}
+"""Metadata of a field that came after others had been used: while it has its default it is left out of the tree, so a
+configuration from before has the same fingerprint, and its runs are found and resumed."""
+
 
 class UsageError(ValueError):
     """A mistake of the user's, with the remedy in its message; the command line ends with status 2."""
@@ -29,8 +33,13 @@ class RunError(RuntimeError):
 
 
 def to_tree(config: Any) -> Tree:
-    """The configuration as nested dictionaries of plain values (tuples become lists)."""
-    return {field.name: _plain(getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    """The configuration as nested dictionaries of plain values (tuples become lists); see `LATER`."""
+    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    return {
+        field.name: _plain(value, field.default)
+        for field, value in values
+        if not (field.metadata == LATER and value == field.default)
+    }
 
 
 def _plain(value: Any, default: Any) -> Any:
@@ -52,12 +61,13 @@ def from_tree(cls: type[C], tree: Mapping[str, Any]) -> C:
 
 def _from_tree(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
     default = cls()
-    names = [field.name for field in dataclasses.fields(cls)]
-    if set(names) != set(tree):
-        odd = ", ".join(prefix + name for name in sorted(set(names) ^ set(tree)))
+    names = {field.name for field in dataclasses.fields(cls)}
+    later = {field.name for field in dataclasses.fields(cls) if field.metadata == LATER}
+    if not names - later <= set(tree) <= names:
+        odd = ", ".join(prefix + name for name in sorted((names ^ set(tree)) - later))
         raise UsageError(f"this configuration was written by another version: unknown or absent values {odd}")
     values = {}
-    for name in names:
+    for name in tree:
         value, model = tree[name], getattr(default, name)
         if dataclasses.is_dataclass(model):
             value = _from_tree(type(model), value, f"{prefix}{name}.")

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import textmaker
-from twophase.config import UsageError, dump_yaml, fingerprint, with_values
+from twophase.config import UsageError, dump_yaml, fingerprint, from_tree, load_yaml, to_tree, with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint, parts
@@ -393,7 +393,46 @@ def test_inner_lr() -> None:
     assert inner_lr(with_values(config, {"inner.warmup": 1.0}), 99) == 2.0
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"inner.schedule": "constant"}, [2.0, 2.0, 2.0, 2.0, 2.0]),
+        ({"inner.schedule": "linear"}, [2.0, 1.0, 2 * 21 / 90, 2 * 10 / 90, 2 / 90]),
+        ({"inner.schedule": "wsd"}, [2.0, 2.0, 2.0, 1.0, 0.1]),
+        ({"inner.schedule": "wsd", "inner.decay": 0.5}, [2.0, 1.8, 2 * 21 / 50, 0.4, 0.04]),
+        ({"inner.schedule": "wsd", "inner.decay": 0.0}, [2.0, 2.0, 2.0, 2.0, 2.0]),
+        ({"inner.schedule": "wsd", "inner.decay": 0.9}, [2.0, 1.0, 2 * 21 / 90, 2 * 10 / 90, 2 / 90]),
+    ],
+)
+def test_inner_schedules(values: dict[str, Any], expected: list[float]) -> None:
+    """What follows the warmup, by hand; the warmup is the same."""
+    config = with_values(TrainConfig(steps=100, inner_steps=10), {"inner.lr": 2.0, "inner.warmup": 0.1, **values})
+    check(config)
+    assert [inner_lr(config, step) for step in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
+    assert [inner_lr(config, step) for step in (10, 55, 79, 90, 99)] == pytest.approx(expected)
+
+
+def test_a_run_from_before_the_schedules_is_the_same_run(tmp_path: Path) -> None:
+    """A configuration that was written without them has the same fingerprint, and is read."""
+    before = to_tree(TrainConfig())
+    assert "schedule" not in before["inner"]
+    assert from_tree(TrainConfig, before) == TrainConfig()
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(TrainConfig()))
+    assert fingerprint(from_tree(TrainConfig, load_yaml(path))) == fingerprint(TrainConfig()) == "52b976f3b5af"
+    other = with_values(TrainConfig(), {"inner.schedule": "wsd", "inner.decay": 0.1})
+    assert fingerprint(other) != fingerprint(TrainConfig())
+    assert from_tree(TrainConfig, to_tree(other)) == other
+    with pytest.raises(UsageError, match=r"absent values inner\.lr$"):
+        from_tree(TrainConfig, {**before, "inner": {k: v for k, v in before["inner"].items() if k != "lr"}})
+
+
 BAD_VALUES = [
+    (
+        {"inner.decay": 0.1},
+        r"--inner\.decay is 0\.1; it must be left alone with --inner\.schedule cosine; it is for wsd",
+    ),
+    ({"inner.schedule": "wsd", "inner.decay": 0.95}, r"--inner\.decay is 0\.95; it must be .*\[0, 0\.9\]"),
     ({"outer.momentum": 1.0}, r"--outer\.momentum is 1\.0; it must lie in \[0, 1\)"),
     ({"outer.lr": -0.1}, r"--outer\.lr is -0\.1; it must be a finite number >= 0"),
     ({"outer.restart": "0"}, r"--outer\.restart: .*period is 0; it must be a whole number >= 1"),

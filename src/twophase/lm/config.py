@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from twophase.config import UsageError, fingerprint, to_tree
+from twophase.config import LATER, UsageError, fingerprint, to_tree
 from twophase.restart import RestartPolicy, parse
 from twophase.rule import Form, OuterRule, check_rule
 
@@ -62,7 +62,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class InnerConfig:
-    """The inner optimizer: AdamW with linear warmup, then cosine decay to zero over the run."""
+    """The inner optimizer: AdamW with linear warmup, then a schedule over the rest of the run."""
 
     lr: float = 2e-3
     """Peak inner learning rate."""
@@ -74,6 +74,11 @@ class InnerConfig:
     """Share of the inner steps that is linear warmup."""
     clip_norm: float = 0.0
     """Bound on the gradient norm; 0 means none."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = field(default="cosine", metadata=LATER)
+    """What follows the warmup: cosine or linear decay to zero at the run's end, constant, or wsd (warmup, stable,
+    decay): constant, then linear decay."""
+    decay: float = field(default=0.2, metadata=LATER)
+    """Share of the inner steps, at the run's end, over which wsd decays."""
 
 
 @dataclass(frozen=True)
@@ -312,6 +317,18 @@ def _check_numbers(config: TrainConfig) -> None:
     )
     _require(all(0 <= b < 1 for b in inner.betas), "inner.betas", inner.betas, "two numbers in [0, 1)")
     _require(0 <= inner.warmup <= 1, "inner.warmup", inner.warmup, "a share of the steps, in [0, 1]")
+    _require(
+        inner.schedule == "wsd" or inner.decay == InnerConfig().decay,
+        "inner.decay",
+        inner.decay,
+        f"left alone with --inner.schedule {inner.schedule}; it is for wsd",
+    )
+    _require(
+        0 <= inner.decay <= 1 - inner.warmup or inner.schedule != "wsd",
+        "inner.decay",
+        inner.decay,
+        f"a share of the steps, in [0, 1 - inner.warmup] = [0, {1 - inner.warmup:g}]",
+    )
     _require(inner.clip_norm >= 0, "inner.clip_norm", inner.clip_norm, ">= 0 (0 means no clipping)")
     _require(
         config.model.vocabulary_size >= 0,

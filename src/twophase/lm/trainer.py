@@ -425,14 +425,24 @@ def _alike(config: TrainConfig) -> dict[str, Any]:
 
 
 def inner_lr(config: TrainConfig, step: int) -> float:
-    """Inner learning rate at an inner step, counted from 0: linear warmup, then cosine decay to 0 at the end.
+    """Inner learning rate at an inner step t, counted from 0: linear warmup over w = warmup x steps, then a schedule.
 
-    `lr (t + 1) / w` for t < w = warmup x steps, then `lr (1 + cos(pi (t - w) / (steps - w))) / 2`.
+    * t < w: `lr (t + 1) / w`;
+    * cosine: `lr (1 + cos(pi (t - w) / (steps - w))) / 2`;
+    * linear: `lr (steps - t) / (steps - w)`; wsd: the same with w = steps - decay x steps, and `lr` before it;
+    * constant: `lr`.
     """
-    warmup = round(config.inner.warmup * config.steps)
-    if step < warmup:
-        return config.inner.lr * (step + 1) / warmup
-    return config.inner.lr * (1 + math.cos(math.pi * (step - warmup) / max(config.steps - warmup, 1))) / 2
+    inner, steps = config.inner, config.steps
+    start = round(inner.warmup * steps)
+    if step < start:
+        return inner.lr * (step + 1) / start
+    if inner.schedule == "wsd":
+        start = max(start, steps - round(inner.decay * steps))
+    if inner.schedule == "constant" or step < start:
+        return inner.lr
+    if inner.schedule == "cosine":
+        return inner.lr * (1 + math.cos(math.pi * (step - start) / max(steps - start, 1))) / 2
+    return inner.lr * (steps - step) / (steps - start)
 
 
 _corpus = lru_cache(maxsize=2)(build)  # a sweep's worker trains many runs on the same text
