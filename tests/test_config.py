@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twophase.config import (
+    LATER,
     UsageError,
     differences,
     dump_yaml,
@@ -25,6 +26,7 @@ from twophase.config import (
     parse_arguments,
     to_arguments,
     to_tree,
+    values_of,
     with_values,
 )
 
@@ -159,6 +161,35 @@ def test_every_value_changes_the_fingerprint():
     configs = [Config(), *(with_values(Config(), {path: value}) for path, value in OTHER.items())]
     assert len({fingerprint(config) for config in configs}) == len(configs) == 10
     assert fingerprint(Config()) == fingerprint(Config())
+
+
+@dataclass(frozen=True)
+class Newer(Config):
+    """The same, of a later version: two values more."""
+
+    schedule: str = field(default="cosine", metadata=LATER)
+    fast: bool = field(default=False, metadata=LATER)
+
+
+def test_later_values_at_their_default_change_nothing(tmp_path: Path):
+    """Same tree, same fingerprint, and what the earlier version wrote is read; set, they are written and count."""
+    assert to_tree(Newer()) == to_tree(Config())
+    assert fingerprint(Newer()) == fingerprint(Config())
+    assert from_tree(Newer, to_tree(Config(seed=3))) == Newer(seed=3)
+    assert values_of(Newer()) == flatten(to_tree(Config())) | {"schedule": "cosine", "fast": False}
+    linear = Newer(schedule="linear")
+    assert to_tree(linear) == to_tree(Config()) | {"schedule": "linear"}
+    assert fingerprint(linear) != fingerprint(Newer())
+    assert from_tree(Newer, to_tree(linear)) == linear
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(linear))
+    words = to_arguments(load_yaml(path))
+    assert parse_arguments(Newer(), words, prog="test") == linear
+    assert parse_arguments(Newer(), ["--fast", "true"], prog="test") == Newer(fast=True)
+    with pytest.raises(UsageError, match=r"unknown or absent values seed$"):
+        from_tree(Newer, {name: value for name, value in to_tree(Newer()).items() if name != "seed"})
+    with pytest.raises(UsageError, match=r"unknown or absent values schedule$"):
+        from_tree(Config, to_tree(linear))
 
 
 def test_differences_are_phrases_with_both_values():

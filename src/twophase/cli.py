@@ -436,10 +436,10 @@ def _report(words: list[str]) -> int:
 
 def _config_paths() -> frozenset[str]:
     """Dotted paths of all values that a run's configuration has in this version."""
-    from twophase.config import flatten, to_tree
+    from twophase.config import values_of
     from twophase.lm.config import TrainConfig
 
-    return frozenset(flatten(to_tree(TrainConfig())))
+    return frozenset(values_of(TrainConfig()))
 
 
 def _diagnose(words: list[str]) -> int:

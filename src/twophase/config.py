@@ -50,6 +50,17 @@ def _plain(value: Any, default: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value by its dotted path, also those that `to_tree` leaves out."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value, path = getattr(config, field.name), f"{prefix}{field.name}"
+        found |= (
+            values_of(value, f"{path}.") if dataclasses.is_dataclass(value) else {path: _plain(value, field.default)}
+        )
+    return found
+
+
 def from_tree(cls: type[C], tree: Mapping[str, Any]) -> C:
     """The configuration that `to_tree` wrote, checked for names.
 
@@ -198,7 +209,7 @@ def to_arguments(tree: Mapping[str, Any]) -> list[str]:
 
 def _spelt_out(words: list[str], default: Any) -> list[str]:
     """Turn `--outer.nesterov true` into `--outer.nesterov`, and `false` into `--outer.no-nesterov`."""
-    flags = {path.replace("_", "-") for path, value in flatten(to_tree(default)).items() if isinstance(value, bool)}
+    flags = {path.replace("_", "-") for path, value in values_of(default).items() if isinstance(value, bool)}
     spelt: list[str] = []
     for word in words:
         last = spelt[-1] if spelt else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from twophase.config import UsageError, from_tree, with_values
+from twophase.config import LATER, UsageError, from_tree, with_values
 from twophase.experiment import work as module
 from twophase.experiment.beat import Beat
 from twophase.experiment.grid import Axis, Sweep, product
@@ -49,6 +49,7 @@ class Config:
     inner_steps: int = 2
     betas: tuple[float, float] = (0.9, 0.99)
     seed: int = 0
+    schedule: str = field(default="cosine", metadata=LATER)
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,16 @@ def test_plan_survives_the_disk(tmp_path: Path) -> None:
     assert configs[first].betas == (0.9, 0.99)
     assert again.counts == {"cells": 4, "runs": 3, "steps_asked": 48, "steps": made.forest.steps,
                             "steps_algebra": again.counts["steps_algebra"]}  # fmt: skip
+
+
+def test_a_value_that_the_tree_leaves_out_reaches_the_workers(tmp_path: Path) -> None:
+    """A run at the default of a later value, where the sweep's base is not, is trained as that."""
+    base = Config(schedule="wsd")
+    sweep = Sweep("fake", base, product(base, [Axis("schedule", ("cosine", "wsd"))]))
+    made = written(tmp_path, sweep)
+    configs = {run: with_values(from_tree(Config, made.base), made.runs[run]) for run in made.runs}
+    assert configs == dict(plan(sweep).runs)
+    assert {config.schedule for config in configs.values()} == {"cosine", "wsd"}
 
 
 def test_password_is_not_written(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
 
-from twophase.config import Tree, UsageError, differences, fingerprint, flatten, get, to_tree, with_values
+from twophase.config import Tree, UsageError, differences, fingerprint, get, to_tree, values_of, with_values
 from twophase.restart import RestartPolicy, parse
 
 
@@ -191,7 +191,7 @@ def _current(base: Any, path: str) -> Any:
         value = get(base, path)
     except AttributeError:
         value = None
-    known = flatten(to_tree(base))
+    known = values_of(base)
     if is_dataclass(value):
         inside = [name for name in known if name.startswith(f"{path}.")]
         raise UsageError(f"--axis {path} is a group of values; name one of them: {', '.join(inside)}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.config import UsageError, fingerprint, flatten, to_tree
+from twophase.config import UsageError, fingerprint, to_tree, values_of
 from twophase.experiment.beat import Beat, hide_password
 from twophase.experiment.plan import Forest, Job, Plan, from_json, to_json
 from twophase.experiment.queue import Claim, Queue
@@ -68,9 +68,9 @@ class Work:
            base: Any, texts: Mapping[str, str]) -> Work:  # fmt: skip
         """The work of a plan, cut into jobs of at most `most` inner steps."""
         tree = to_tree(base)
-        known = flatten(tree)
+        known = values_of(base)
         runs = {
-            run: {path: value for path, value in flatten(to_tree(config)).items() if value != known.get(path)}
+            run: {path: value for path, value in values_of(config).items() if value != known[path]}
             for run, config in made.runs.items()
         }
         counts = {

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import twophase
-from twophase.config import RunError, UsageError, fingerprint, flatten, to_tree
+from twophase.config import RunError, UsageError, fingerprint, values_of
 from twophase.diloco.comm import Communicator, Elastic, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport, merged
@@ -421,7 +421,7 @@ class Progress:
 def _alike(config: TrainConfig) -> dict[str, Any]:
     """The values that must be the same in all processes; how one computes and what it writes is its own matter."""
     own = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
-    return {f"--{path}": value for path, value in flatten(to_tree(config)).items() if not path.startswith(own)}
+    return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(own)}
 
 
 def inner_lr(config: TrainConfig, step: int) -> float:
