@@ -6,10 +6,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and for torch below
 
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -66,7 +64,7 @@ def norm_ratio() -> Iterator[type[RestartPolicy]]:
 @pytest.fixture
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers of sweeps that this process runs need not import torch again."""
-    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forked.Popen}))
+    monkeypatch.setattr(launch, "subprocess", forked.FORKING)
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 A new interpreter spends seconds of CPU time on importing torch. What is forked here is otherwise a real process with
 its own output, signals and exit status. The fork server is the standard library's; it starts with the first process
-that a test worker asks for and ends with that worker.
+that a test worker asks for and ends with that worker. The workers of a sweep that runs in such a process come from the
+same server.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
 
 import twophase
+from twophase.experiment import launch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -135,6 +139,10 @@ class Popen(_Process):
         self.stdin = os.fdopen(write, "wb")
 
 
+FORKING = SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
+"""In place of the module `subprocess` in `twophase.experiment.launch`."""
+
+
 class _End:
     """The reading end of a pipe, on its way to a process."""
 
@@ -185,6 +193,9 @@ def _run(
     os.chdir(place)
     os.environ.clear()
     os.environ.update(variables)
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined] - knows where the one that made this process is
+    server.ensure_running = lambda: None  # as it does; this one would start another, which imports torch again
+    launch.subprocess = FORKING  # type: ignore[assignment]
     if program and words[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
         words = words[2:]

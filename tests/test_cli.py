@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -289,68 +291,92 @@ def test_divergence_ends_with_status_1(tmp_path: Path, corpus: str) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["diverged"] is True
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[list[str], Path]]:
+    """The words of a run with a seed, which nobody stops, and its folder; made once for all tests."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    text = textmaker.write(folder / "text.txt")
+
+    @cache
+    def train(seed: int) -> tuple[list[str], Path]:
+        size = ["--steps", "150", "--data.corpus", f"file:{text}", "--outer.restart", "3", "--seed", str(seed)]
+        out = folder / str(seed)
+        assert call("train", *SMALL, *size, "--out", out).returncode == 0
+        return ["train", *SMALL, *size], out
+
+    return train
+
+
 def wait_for(path: Path, process: Forked, pattern: str = "*") -> None:
     """Return as soon as something that matches is in the folder, or the process has ended."""
     while process.poll() is None and not any(path.glob(pattern)):
         time.sleep(0.0005)
 
 
+def rounds_of(folder: Path) -> int:
+    """The rounds that a run has noted."""
+    path = folder / "rounds.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopped_by_a_signal(tmp_path: Path, corpus: str, number: signal.Signals, status: int) -> None:
+def test_stopped_by_a_signal(
+    tmp_path: Path, uninterrupted: Callable[[int], tuple[list[str], Path]], number: signal.Signals, status: int
+) -> None:
     """Ctrl-C and SIGTERM save, print the command that resumes, and that command ends as if nothing had happened."""
-    size = ["--steps", "240", "--data.corpus", corpus]
-    words = ["train", *SMALL, *size, "--out", tmp_path / "run"]
+    words, whole = uninterrupted(0)
+    words = [*words, "--out", str(tmp_path / "run")]
     process = Forked(*words)
     wait_for(tmp_path / "run" / "checkpoint", process, "step-*")
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors
     hint = errors.splitlines()[-1].removeprefix("stopped; resume with: ")
-    assert shlex.split(hint) == ["python", "-m", "twophase", *map(str, words)]
+    assert shlex.split(hint) == ["python", "-m", "twophase", *words]
     assert not (tmp_path / "run" / "summary.json").exists()
     assert call(*shlex.split(hint)[3:]).returncode == 0
-    assert call("train", *SMALL, *size, "--out", tmp_path / "whole").returncode == 0
-    weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("run", "whole")]
+    weights = [(folder / "weights.safetensors").read_bytes() for folder in (tmp_path / "run", whole)]
     assert weights[0] == weights[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(amount(1, 10)))
-def test_killed_at_random_moments(tmp_path: Path, corpus: str, seed: int) -> None:
+def test_killed_at_random_moments(
+    tmp_path: Path, uninterrupted: Callable[[int], tuple[list[str], Path]], seed: int
+) -> None:
     """SIGKILL at random moments, checkpoint writes included: the end is byte for byte the uninterrupted one."""
-    size = ["--steps", "400", "--data.corpus", corpus, "--outer.restart", "3", "--seed", str(seed)]
-    assert call("train", *SMALL, *size, "--out", tmp_path / "whole").returncode == 0
-    words = ["train", *SMALL, *size, "--out", tmp_path / "run"]
+    words, whole = uninterrupted(seed)
+    run = tmp_path / "run"
     source = random.Random(seed)
     kills = writes = 0
     while True:
-        process = Forked(*words)
+        ahead = max(1, rounds_of(run) + source.randrange(4))  # none ahead: while it starts
+        process = Forked(*words, "--out", run)
         if kills % 2:
-            wait_for(tmp_path / "run" / "checkpoint", process, ".writing-*")  # in the middle of a write
-        else:
-            wait_for(tmp_path / "run", process, "rounds.jsonl")
-            time.sleep(source.uniform(0, 0.4))
+            wait_for(run / "checkpoint", process, ".writing-*")  # in the middle of a write
+        elif kills < 6:
+            while process.poll() is None and rounds_of(run) < ahead:
+                time.sleep(0.0005)
+            time.sleep(source.uniform(0, 0.1))
         if kills < 6:
             process.kill()
         process.communicate(timeout=120)
-        writes += any((tmp_path / "run" / "checkpoint").glob(".writing-*"))
+        writes += any((run / "checkpoint").glob(".writing-*"))
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL
         kills += 1
     assert kills >= 3, "the run was over before it could be killed; make it longer"
     assert writes >= 1, "no kill hit a checkpoint write"
-    assert (tmp_path / "run" / "weights.safetensors").read_bytes() == (
-        tmp_path / "whole" / "weights.safetensors"
-    ).read_bytes()
-    ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
+    assert (run / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+    ends = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
     for end in ends:
         del end["seconds"], end["engine_share"]  # wall times
     assert ends[0] == ends[1]
     rounds = [
-        [line | {"seconds": 0} for line in map(json.loads, (tmp_path / name / "rounds.jsonl").read_text().splitlines())]
-        for name in ("run", "whole")
+        [line | {"seconds": 0} for line in map(json.loads, (folder / "rounds.jsonl").read_text().splitlines())]
+        for folder in (run, whole)
     ]
     assert rounds[0] == rounds[1]
 
