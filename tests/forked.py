@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -57,7 +58,8 @@ class _Process:
         program: bool = False,
     ) -> None:
         given = (words, str(cwd or Path.cwd()), dict(env), outputs, leash)
-        self._process = _CONTEXT.Process(target=_run, args=given, kwargs={"program": program})
+        options = {"program": program, "largest": resource.getrlimit(resource.RLIMIT_FSIZE)}
+        self._process = _CONTEXT.Process(target=_run, args=given, kwargs=options)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -179,7 +181,14 @@ def in_processes(program: str, folder: Path, size: int, *, seconds: float = 200)
 
 
 def _run(
-    words: list[str], place: str, variables: dict[str, str], outputs: list[str], leash: int | None, *, program: bool
+    words: list[str],
+    place: str,
+    variables: dict[str, str],
+    outputs: list[str],
+    leash: int | None,
+    *,
+    program: bool,
+    largest: tuple[int, int],
 ) -> None:
     """In the new process."""
     if leash is not None:
@@ -190,6 +199,7 @@ def _run(
         descriptor = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_FSIZE, largest)  # a file's; as any child has it from who starts it
     os.chdir(place)
     os.environ.clear()
     os.environ.update(variables)

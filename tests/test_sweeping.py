@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,9 +10,8 @@ import resource
 import shlex
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 
 import textmaker
+from forked import Forked
 from test_cli import SMALL, snapshot
 from twophase.cli import main
+from twophase.experiment import launch
 from twophase.experiment.grid import Sweep, parse_axes, product
 from twophase.experiment.plan import Plan, plan
 from twophase.experiment.run import read_lines, read_summary
@@ -33,7 +35,6 @@ from twophase.sweeping import MOST_CELLS, take_slurm_options
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
-COMMAND = [sys.executable, "-m", "twophase"]
 TIMES = ("seconds", "engine_share")
 GRID = "--axis outer.momentum 0.5 0.9 --axis outer.restart never 2 3 --axis outer.lr 0.3 0.7".split()
 
@@ -117,37 +118,34 @@ def steps_done(folder: Path) -> int:
 
 
 def workers_of(folder: Path) -> list[int]:
-    """The processes that work in a sweep's folder, zombies left out."""
+    """The processes that write their output into a sweep's folder, as workers do, forked ones too; no zombies."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:  # it has ended meanwhile
-            continue
-        if b"sweep-worker" in words and str(folder).encode() in words:
-            found.append(int(path.parent.name))
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to somebody else
+            if path.readlink().is_relative_to(folder):
+                found.append(int(path.parts[2]))
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(900)  # two whole sweeps, one of them killed again and again
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds the workers in /proc")
+@pytest.mark.skipif(not Path("/proc/self/fd/1").exists(), reason="finds the workers in /proc")
 def test_killed_at_random_moments(tmp_path: Path, corpus: str, call: Call) -> None:
     """SIGKILL to random workers, and to the parent: in the end every run is bit for bit that of one quiet worker."""
     axes = "--axis outer.momentum 0.5 0.9 --axis outer.restart never 2 3 5 --axis outer.lr 0.3 0.7".split()
-    size = ["--steps", "60"]
+    size = ["--steps", "42"]
     quiet, folder = tmp_path / "quiet", tmp_path / "sweep"
     assert call("sweep", *size, *axes, "--out", quiet, "--workers", "0").status == 0
     assert call("sweep-worker", "--out", quiet).status == 0
     assert call("sweep", *size, *axes, "--out", quiet, "--workers", "0").status == 0
 
-    words = [*COMMAND, "sweep", *SMALL, "--data.corpus", corpus, *size, *axes, "--out", str(folder), "--workers", "4"]
+    words = ["sweep", *SMALL, "--data.corpus", corpus, *size, *axes, "--out", str(folder), "--workers", "4"]
     source, kills, ends = random.Random(0), 0, []
     while 0 not in ends:
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = Forked(*words)
         while process.poll() is None:
-            time.sleep(source.uniform(0.05, 0.3))
+            time.sleep(source.uniform(0.02, 0.2))
             # Those who have said that they are alive have their imports behind them.
             pids = {json.loads(path.read_text())["pid"] for path in (folder / "workers").glob("[!.]*.json")}
             victims = sorted(pids.intersection(workers_of(folder)))
@@ -156,8 +154,7 @@ def test_killed_at_random_moments(tmp_path: Path, corpus: str, call: Call) -> No
                 kills += 1
                 if kills == 3:
                     process.kill()
-        said, _ = process.communicate(timeout=60)
-        assert "Traceback" not in said
+        assert "Traceback" not in "".join(process.communicate(timeout=60))
         ends.append(process.returncode)
     assert kills >= 3, "the sweep was over before it could be killed; make it longer"
     assert ends.count(-signal.SIGKILL) == 1
@@ -177,9 +174,10 @@ def test_killed_at_random_moments(tmp_path: Path, corpus: str, call: Call) -> No
 
 
 @pytest.mark.slow
-def test_seeds_alone(tmp_path: Path, call: Call) -> None:
-    """A sweep whose only axis is the seed is one setting with a mean."""
-    done = call("sweep", "--axis", "seed", "0", "1", "--out", tmp_path / "sweep")
+def test_seeds_alone(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep whose only axis is the seed is one setting with a mean. Its worker is a real one, nothing is forked."""
+    monkeypatch.setattr(launch, "subprocess", subprocess)
+    done = call("sweep", "--axis", "seed", "0", "1", "--out", tmp_path / "sweep", "--workers", "1")
     assert done.status == 0, done.err
     assert "Mean over 2 seeds" in done.out
     assert (tmp_path / "sweep" / "figures" / "sweep.png").exists()
@@ -464,14 +462,22 @@ def test_slurm_launcher(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPa
 
 # ------------------------------------------------------------------------------------------------------------ full disk
 
-LIMITED = "import os, resource, sys; n = int(sys.argv[1]); resource.setrlimit(resource.RLIMIT_FSIZE, (n, n)); "
-LIMITED += "os.execv(sys.argv[2], sys.argv[2:])"
+
+@contextlib.contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """Neither this process nor the workers that it starts can let a file grow beyond the limit."""
+    usual, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (usual, hard))
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("what", ["states", "weights"])
-def test_full_disk(tmp_path: Path, corpus: str, call: Call, what: str) -> None:
+def test_full_disk(tmp_path: Path, call: Call, what: str) -> None:
     """Writes that fail in the middle, of states or weights: status 1 and the reason, once; then it goes on as ever."""
     limit, more, reason = {
         "states": (40_000, "--axis outer.restart never 2 --axis seed 0 1", "OSError: a state cannot be written into"),
@@ -483,14 +489,13 @@ def test_full_disk(tmp_path: Path, corpus: str, call: Call, what: str) -> None:
     assert call(*first).status == 0
     assert call("sweep-worker", "--out", folder).status == 0
     runs = snapshot(folder / "runs")
-    words = ["sweep", *more.split(), "--out", str(folder), "--workers", "1"]
-    whole = [*COMMAND, words[0], *SMALL, "--data.corpus", corpus, *words[1:], "--quiet"]
-    full = [sys.executable, "-c", LIMITED, str(limit), *whole]  # a file may not grow beyond the limit
-    done = subprocess.run(full, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert done.stderr.count(reason) == 1
-    assert "Traceback" not in done.stderr
-    assert "try the failed runs again with" in done.stderr
+    words = ["sweep", *more.split(), "--out", folder, "--workers", "1"]
+    with small_files(limit):
+        done = call(*words, "--quiet")
+    assert done.status == 1, done.err
+    assert done.err.count(reason) == 1
+    assert "Traceback" not in done.err
+    assert "try the failed runs again with" in done.err
     states = [row.state for row in read_rows(folder / "cells.csv")]
     assert states[0] == "finished"
     assert set(states[1:]) == {"failed"}
