@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.run
 from torch import Tensor
 
 from forked import Program
@@ -108,10 +109,12 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     pytest.importorskip("transformers", reason="the extra hf is not installed")
     pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
     folder = tmp_path_factory.mktemp("torchrun")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    command = [str(torch.distributed.run.__file__), "--standalone", "--nproc-per-node", "2", __file__, str(folder)]
     log = folder / "log"
-    with held_port() as first, held_port() as second, log.open("w") as file:
-        process = subprocess.Popen([*command, folder, first, second], env=ONE_THREAD, stdout=file, stderr=file)
+    with held_port() as first, held_port() as second:
+        process = Program(
+            [*command, first, second], log, log, ONE_THREAD
+        )  # torchrun itself need not import torch again
         try:
             code = process.wait(timeout=150)
         finally:

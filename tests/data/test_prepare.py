@@ -523,11 +523,11 @@ from twophase.data.prepare import Request, prepare
 prepare(Request((sys.argv[1],), Path(sys.argv[2]), tokenizer="bytes", held_out=0.01, shard_tokens=4_000_000))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-    peaks = []
+    documents, peaks = texts(20_000, words=150), []
     for size in (1, 8):
         for number in range(size):
             path = tmp_path / f"in{size}" / f"{number}.json.gz"
-            write(path, texts(20_000, seed=number, words=150))
+            write(path, [f"{number} {text}" for text in documents])  # no two alike
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / f"in{size}"), str(tmp_path / f"out{size}")],
             capture_output=True,
