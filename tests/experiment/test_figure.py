@@ -45,6 +45,35 @@ def test_pages_and_panels() -> None:
     assert [panel.get_title(loc="left") for panel in axes[0]] == [r"$\mathbf{(a)}$ one", r"$\mathbf{(b)}$ two"]
 
 
+def test_last_digits_of_the_layout_do_not_reach_the_files() -> None:
+    """Places that differ in their last digits, as the layout's solver leaves them, make the same bytes.
+
+    Of a part of the figure as well: a number on its way into the PDF may be a tie in decimal writing.
+    """
+    pytest.importorskip("matplotlib")
+
+    def picture(nudge: float) -> dict[str, bytes]:
+        with styled():
+            figure = new_page(4.0)
+            for part in figure.subfigures(2, 1, squeeze=False)[:, 0]:
+                part.subplots(1, 2)[0].set_title("one")
+            lay_out = figure.draw_without_rendering
+
+            def laid_out() -> None:
+                lay_out()
+                for part in figure.subfigs:
+                    part.bbox_relative.set_points(part.bbox_relative.get_points() + nudge)
+                for axes in figure.axes:
+                    x, y, width, height = axes.get_position().bounds
+                    axes.set_position((x + nudge, y + nudge, width, height))
+
+            figure.draw_without_rendering = laid_out
+            return rendered(figure)
+
+    assert picture(0.0) == picture(1e-9)
+    assert picture(0.0) != picture(1e-3)
+
+
 def test_palette_keeps_the_curves_colours() -> None:
     """Reduced to 256 colours a picture keeps those of thin curves beside a large gradient, and shrinks."""
     pytest.importorskip("matplotlib")

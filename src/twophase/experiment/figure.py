@@ -126,9 +126,11 @@ def name_panels(axes: Sequence[Axes], titles: Sequence[str]) -> None:
 
 
 def _settle(figure: Figure) -> None:
-    """Lay out the figure once and round the places of its axes: the solver's last digits differ from run to run."""
+    """Lay out the figure once and round the places of its parts: the solver's last digits differ from run to run."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
+    for part in figure.subfigs:
+        part.bbox_relative.set_points(part.bbox_relative.get_points().round(5))
     for axes in figure.axes:
         for which in ("original", "active"):
             box = axes.get_position(original=which == "original")
