@@ -193,10 +193,10 @@ def test_later_values_at_their_default_change_nothing(tmp_path: Path):
 
 
 def test_differences_are_phrases_with_both_values():
-    """One phrase a value that differs, sorted by path; a value that one side lacks is called absent."""
+    """One phrase a value that differs, sorted by path; a value that one side lacks is called not set."""
     ours = to_tree(with_values(Config(), {"outer.lr": 0.9, "seed": 1}))
     assert differences(ours, to_tree(Config())) == ["outer.lr is 0.7 there, 0.9 here", "seed is 0 there, 1 here"]
-    assert differences({"a": {"b": 1}}, {"c": 2}) == ["a.b is absent there, 1 here", "c is 2 there, absent here"]
+    assert differences({"a": {"b": 1}}, {"c": 2}) == ["a.b is not set there, 1 here", "c is 2 there, not set here"]
     assert differences(ours, ours) == []
 
 

@@ -142,7 +142,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     """What differs between two trees, one phrase a value: `outer.lr is 0.7 there, 0.9 here`."""
     here, there = flatten(ours), flatten(theirs)
     return [
-        f"{path} is {there.get(path, 'absent')} there, {here.get(path, 'absent')} here"
+        f"{path} is {there.get(path, 'not set')} there, {here.get(path, 'not set')} here"
         for path in sorted(here.keys() | there.keys())
         if here.get(path) != there.get(path)
     ]

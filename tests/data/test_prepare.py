@@ -314,7 +314,7 @@ def test_another_request_is_refused(corpus: Path, tmp_path: Path, monkeypatch: p
         (replace(asked, held_out=0.2), "held_out is 0.1 there, 0.2 here"),
         (replace(asked, tokenizer="bpe:300"), "tokenizer is bytes there, bpe:300 here"),
         (replace(asked, tokens=10), "tokens is None there, 10 here"),
-        (replace(asked, sources=(str(next(corpus.iterdir())),)), "absent here"),
+        (replace(asked, sources=(str(next(corpus.iterdir())),)), "not set here"),
         (replace(asked, sources=tuple(str(p) for p in sorted(corpus.iterdir(), reverse=True))), "order is"),
     ):
         with pytest.raises(UsageError, match=f"begun with another request .*{message}"):
