@@ -112,9 +112,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     command = [str(torch.distributed.run.__file__), "--standalone", "--nproc-per-node", "2", __file__, str(folder)]
     log = folder / "log"
     with held_port() as first, held_port() as second:
-        process = Program(
-            [*command, first, second], log, log, ONE_THREAD
-        )  # torchrun itself need not import torch again
+        process = Program([*command, first, second], log, log, ONE_THREAD)  # torchrun need not import torch again
         try:
             code = process.wait(timeout=150)
         finally:

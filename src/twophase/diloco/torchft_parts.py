@@ -41,8 +41,8 @@ have made themselves known to it: who has lost it tries again after pauses that 
 
 _SETTLED = 15.0
 """Seconds after which the heartbeats of all that live reach a lighthouse that was started anew: they have pauses of
-their own, so a replica whose question was heard may be silent for seconds after it (about half of the outage, as
-measured), and be taken for dead."""
+their own, which grow to ten seconds as well, so a replica whose question was heard may be silent for seconds after it
+(up to a third of the outage, as measured), and be taken for dead."""
 
 _log = logging.getLogger("twophase")
 _OVERRIDING = """
