@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from twophase.restart import (
     Restart,
     RestartPolicy,
     RoundSignal,
+    Soft,
     Step,
     ask,
     convert,
@@ -88,16 +91,21 @@ def test_what_texts_mean(text: str, policy: RestartPolicy):
         ("cosine", ["'cosine'", "wrong number of values", "cosine:THRESHOLD"]),
         ("gradient:0", ["'gradient:0'", "wrong number of values", "write gradient"]),
         ("norm:0", ["NormRatio: ratio is 0", "above 0", "norm:1.5"]),
+        ("norm:1" + 310 * "0", ["NormRatio: ratio is 1000", "finite number above 0"]),
+        ("probe:keep,1e31", ["Probe: candidate '1e31'", "above 0"]),
         ("norm:inf", ["NormRatio: ratio is inf", "finite number above 0", "norm:1.5"]),
+        ("norm:x", ["'norm:x'", "'x' is not a number", "norm:RATIO"]),
+        ("loss:", ["'loss:'", "'' is not a number", "loss:RETAIN"]),
+        ("soft:3:x:0", ["'soft:3:x:0'", "'x' is not a number", "soft:PERIOD:RETAIN:INJECT"]),
         ("loss:1", ["LossTest: retain is 1", "[0, 1)", "loss:0.5"]),
         ("loss:-0.1", ["LossTest: retain is -0.1", "[0, 1)", "loss:0.5"]),
         ("loss:nan", ["LossTest: retain is nan", "[0, 1)", "loss:0.5"]),
-        ("tracked:0", ["Tracked: first is 0", "whole number >= 1"]),
-        ("tracked:2.5", ["Tracked: first is 2.5", "whole number >= 1"]),
+        ("tracked:1", ["Tracked: first is 1", "whole number >= 2"]),
+        ("tracked:2.5", ["Tracked: first is 2.5", "whole number >= 2"]),
         ("cap:-1", ["GainCap: gain is -1", "above 0", "cap:1"]),
         ("bound:0.0", ["BufferBound: ratio is 0.0", "above 0", "bound:1.5"]),
         ("reseed:0", ["Reseed: period is 0", "whole number >= 1"]),
-        ("debiased:-1", ["Debiased: period is -1", "whole number >= 1"]),
+        ("debiased:-1", ["Debiased: period is -1", "whole number >= 0"]),
         ("lookahead:1.1:0", ["LookAheadGate: early is 1.1", "from 0 to 1", "lookahead:0.1:0.1"]),
         ("lookahead:0:-1", ["LookAheadGate: late is -1", "from 0 to 1", "lookahead:0.1:0.1"]),
         ("lookahead:0.1", ["wrong number of values", "lookahead:EARLY:LATE"]),
@@ -114,6 +122,36 @@ def test_impossible_values_say_what_to_write(text: str, words: list[str]):
     with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
         parse(text)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+SINGLE: Any = np.float32
+WHOLE: Any = np.int64
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Cosine(SINGLE(0.5)), "cosine:0.5"),
+        (lambda: NormRatio(WHOLE(2)), "norm:2"),
+        (lambda: Soft(3, WHOLE(0), SINGLE(0.5)), "soft:3:0:0.5"),
+        (lambda: LossTest(np.float64(0.5)), "loss:0.5"),
+        (lambda: LookAheadGate(SINGLE(0.25), 0), "lookahead:0.25:0"),
+        (lambda: GainCap(np.float64(1.5)), "cap:1.5"),
+        (lambda: Debiased(WHOLE(0)), "debiased:0"),
+    ],
+)
+def test_numbers_of_numpy_are_numbers(make: Callable[[], RestartPolicy], text: str):
+    """They become plain ones, so that text and JSON forms are those of the same policy."""
+    assert str(make()) == text
+    assert parse(text) == make()
+    assert all(type(getattr(make(), field.name)) in {int, float} for field in fields(make()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [lambda: Cosine(True), lambda: Soft(3, False, 0), lambda: LossTest(False)])
+def test_truth_values_are_no_numbers(make: Callable[[], RestartPolicy]):
+    """Their text form would not be read back."""
+    with pytest.raises(ValueError, match=r"True|False"):
+        make()
 
 
 # --- decisions by hand --------------------------------------------------------------------------------------------
@@ -310,6 +348,28 @@ def test_tracked_finds_the_mode():
         lengths = np.diff(np.flatnonzero(run.restarts) + 1, prepend=0)
         assert lengths[0] == 3
         assert set(lengths[1:]) == {first_cancellation(rule, sigma)}
+
+
+def test_tracked_forgets_what_the_whole_cycle_does_not_bear_out():
+    """An estimate from a part of the cycle, whose sums are not positive in the end, leaves the period as it is."""
+    policy = Tracked(4)
+    state, told, restarted = policy.initial_state(), [], False
+    for number, (g, m) in enumerate([(1.0, 0.0), (0.5, 0.1), (10.0, 0.1), (1000.0, 0.1)], start=1):
+        answer = ask(policy, state, RoundSignal(number, number, g, m, 1.0 if m else 0.0, rule=EMA))
+        state, restarted = answer.state, answer.restarted
+        told.append("next" in state)
+    assert told == [False, True, False, False]
+    assert restarted
+    assert state["period"] == 4
+
+
+@pytest.mark.parametrize("size", [1e-140, 1e-60, 1e60, 1e130])
+def test_decisions_do_not_depend_on_the_scale(size: float):
+    """A rollout of another size restarts in the same rounds, also where squares of squares are no doubles."""
+    run = rollout(EMA, SIX, 40, "gradient")
+    other = rollout(EMA, SIX, 40, "gradient", initial=np.full(len(SIX), size))
+    assert run.restarts.any()
+    assert np.array_equal(other.restarts, run.restarts)
 
 
 def test_tracked_does_not_restart_what_does_not_oscillate():

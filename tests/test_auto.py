@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from twophase.auto import Auto
+from twophase.diloco.engine import DiLoCo
 from twophase.history import algebra
+from twophase.lm.config import OuterConfig
 from twophase.optim.outer import OuterSGD
 from twophase.restart import RoundSignal, State, Step, ask, parse
 from twophase.rule import OuterRule
@@ -56,9 +58,9 @@ def test_the_equation() -> None:
 
 
 def test_nothing_of_the_rule_enters() -> None:
-    """Rules of any learning rate, momentum above 0, kind and form take the same path, bit for bit, and are one run."""
+    """Rules of any learning rate, momentum, kind and form take the same path, bit for bit, and are one run."""
     paths = []
-    for rule in RULES:
+    for rule in [*RULES, OuterRule(0.7, 0.0)]:
         x = nn.Parameter(torch.ones(100))
         outer = OuterSGD.from_rule([x], rule, "auto")
         generator = torch.Generator().manual_seed(0)
@@ -67,15 +69,33 @@ def test_nothing_of_the_rule_enters() -> None:
             outer.step()
         paths.append(x.detach().clone())
     assert all(torch.equal(path, paths[0]) for path in paths)
-    names = {tuple(algebra(rule, Auto(), 7)) for rule in RULES}
+    names = {tuple(algebra(rule, Auto(), 7)) for rule in [*RULES, OuterRule(0.7, 0.0)]}
     assert len(names) == 1
-    assert tuple(algebra(OuterRule(0.7, 0.0), Auto(), 7)) not in names  # without a buffer it is plain averaging
 
 
-def test_without_momentum_it_is_plain_averaging() -> None:
-    """A rule without momentum has no buffer: the updates are the pseudo-gradients themselves."""
-    with_auto, averaging = (rollout(OuterRule(lr, 0.0), [0.9, 0.2], 20, p) for lr, p in ((0.3, "auto"), (1, "never")))
-    np.testing.assert_array_equal(with_auto.residual, averaging.residual)
+def test_a_rule_without_momentum_gets_a_buffer() -> None:
+    """In rollouts, configurations and engines; an `OuterSGD` that is built by hand says what it needs."""
+    without, with_one = (rollout(OuterRule(0.3, momentum), [0.9, 0.2], 20, "auto") for momentum in (0.0, 0.9))
+    np.testing.assert_array_equal(without.residual, with_one.residual)
+    averaging = rollout(OuterRule(1.0, 0.0), [0.9, 0.2], 20, "never")
+    assert not np.array_equal(without.residual, averaging.residual)
+    assert OuterConfig(momentum=0.0, restart="auto").rule().momentum > 0
+    assert OuterConfig(momentum=0.0, restart="3").rule() == OuterRule(OuterConfig().lr, 0.0, OuterConfig().nesterov)
+    anchors = []
+    for momentum in (0.0, 0.9):
+        model = nn.Linear(2, 1)
+        nn.init.ones_(model.weight)
+        nn.init.ones_(model.bias)
+        engine = DiLoCo(model, OuterRule(0.3, momentum), restart="auto", inner_steps=1)
+        for number in range(6):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.9 - 0.1 * number)
+            engine.step()
+        anchors.append([p.detach().clone() for p in engine.anchor.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*anchors, strict=True))
+    with pytest.raises(ValueError, match="restart policy auto needs a buffer, and at momentum 0 there is none"):
+        OuterSGD([nn.Parameter(torch.ones(1))], 1.0, restart="auto")
 
 
 def test_it_is_averaging_while_nothing_shrinks() -> None:

@@ -185,6 +185,11 @@ def test_suggestions(tmp_path: Path) -> None:
     (only,) = suggestions(own, own.findings[0])
     assert "auto takes steps of its own" in only
     assert "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)" in only
+    by_coordinate = judged(write_run(tmp_path / "e", OuterRule(0.7, 0.9), [0.001] * 3, restart="opposed"))
+    text = " ".join(suggestions(by_coordinate, by_coordinate.findings[0]))
+    assert "half the learning rate" in text
+    assert "mean gain of this rule" not in text  # nobody knows it in advance
+    assert "at the present mean gain" not in text
     hidden = judged(write_run(tmp_path / "c", SUM, [0.5] * 40, 40, noise=1.0, initial=0.0))
     assert describe(hidden, "run").lower().count("cannot tell") == 1 + len(hidden.findings[0].thirds)
 

@@ -158,6 +158,7 @@ def test_bad_input_is_told_in_one_message(
     assert "is a file; give the folder" in refused([text])
     assert "--batches is 0" in refused([run, "--batches", 0])
     assert "--top is -1" in refused([run, "--top", -1])
+    assert "--top is 101; it must be at most 100" in refused([run, "--top", 101])
     assert "write NAME=PATTERN" in refused([run, "--blocks", "head"])
     assert "a name twice" in refused([run, "--blocks", "a=head", "a=."])
     assert "add one at the end such as rest=." in refused([run, "--blocks", "a=head", "--out", tmp_path / "o"])
@@ -220,6 +221,43 @@ def test_the_preconditioner_is_that_of_adamw() -> None:
         state = optimizer.state_dict()
         factor = inverse_scale(state["param_groups"][0], state["state"][0])
         torch.testing.assert_close(weight.detach() - before, -0.01 * factor * weight.grad)
+
+
+def test_a_coordinate_without_a_gradient_takes_no_step() -> None:
+    """A token that a replica has never seen is not the most mobile coordinate of all, as 1 / eps would make it."""
+    group = {"betas": (0.9, 0.99), "eps": 1e-8}
+    state = {"step": torch.tensor(5.0), "exp_avg_sq": torch.tensor([0.0, 1e-30, 1.0])}
+    never, hardly, often = inverse_scale(group, state).tolist()
+    assert never == 0
+    assert hardly > 1e7
+    assert often == pytest.approx((1 - 0.99**5) ** 0.5)
+
+
+def test_batches_are_those_that_have_been_trained_on(run: Path) -> None:
+    """Of a run that is not finished, the steps before its checkpoint; of a finished one all."""
+    whole = restore(run)
+    seen: list[int] = []
+
+    class Noted:
+        def batch(self, seed: int, step: int, replica: int) -> Any:
+            seen.append(step)
+            return whole.corpus.batch(seed, step, replica)
+
+    for step, steps in ((36, [0, 9, 18, 27]), (6, [0, 1, 3, 4])):
+        seen.clear()
+        replace(whole, step=step, corpus=Noted()).batches(4)  # type: ignore[arg-type]
+        assert seen == steps
+
+
+@pytest.mark.parametrize(("values", "own"), [({"outer.restart": "auto"}, True), ({"outer.restart": "gradient"}, False)])
+def test_steps_of_a_policys_own_are_told(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], own: bool
+) -> None:
+    """Periods are the rule's; a run whose policy takes other steps than its rule is told so."""
+    folder = trained(tmp_path / "run", config_of(text, **values, steps=6))
+    status, out, _ = told([str(folder), "--quiet", "--batches", "1", "--top", "1"], capsys)
+    assert status == 0
+    assert ("restart  auto takes steps of its own" in out) is own
 
 
 def test_several_replicas_take_the_mean_step(run: Path) -> None:

@@ -13,9 +13,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
 
-from twophase.restart import MEASURED, Decision, Restart, RestartPolicy, RoundSignal, State, check_count, register
+from twophase.restart import (
+    MEASURED,
+    Decision,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    State,
+    check_count,
+    check_number,
+    register,
+)
 from twophase.rule import OuterRule
 
 
@@ -52,7 +63,8 @@ class Cosine(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse what no cosine can be below, or above."""
-        check_number("Cosine", "threshold", self.threshold, (-1, 1), "cosine:0.2")
+        value = check_number("Cosine", "threshold", self.threshold, (-1, 1), "cosine:0.2")
+        object.__setattr__(self, "threshold", value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A hard restart before the mixing when the cosine is below the threshold."""
@@ -74,7 +86,8 @@ class NormRatio(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse ratios that are not positive."""
-        check_number("NormRatio", "ratio", self.ratio, (0, math.inf), "norm:1.5")
+        value = check_number("NormRatio", "ratio", self.ratio, (0, math.inf), "norm:1.5")
+        object.__setattr__(self, "ratio", value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A hard restart before the mixing when the buffer is too long."""
@@ -109,7 +122,8 @@ class LossTest(RestartPolicy):
 
     Fires before the mixing when the mean loss at the start of the round exceeds the one at the end of the round
     before: the outer step between the two has made things worse. Needs `loss_start` and `loss_end`, the mean training
-    loss over the first and the last quarter of a round's inner steps and over the replicas.
+    loss over the first and the last quarter of a round's inner steps and over the replicas. A fragment's round goes
+    from one of its own outer steps to the next.
 
     Args:
         retain: share of the buffer that stays, in [0, 1).
@@ -121,16 +135,17 @@ class LossTest(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse a share that is none."""
-        if not (isinstance(self.retain, (int, float)) and 0 <= self.retain < 1):
+        if not (isinstance(self.retain, Real) and not isinstance(self.retain, bool) and 0 <= self.retain < 1):
             raise ValueError(
                 f"LossTest: retain is {self.retain!r}; it must lie in [0, 1), for example loss or loss:0.5"
             )
+        object.__setattr__(self, "retain", float(self.retain))
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A restart before the mixing when the outer step before has raised the loss."""
         worse = signal.value("loss_start") > state.get("end", math.inf)
         after: State = {"end": signal.value("loss_end")}
-        return after, Restart(float(self.retain), before=True) if worse else None
+        return after, Restart(self.retain, before=True) if worse else None
 
 
 @register("opposed")
@@ -162,7 +177,7 @@ class Tracked(RestartPolicy):
     is taken for progress, so that with noise the period comes out too short.
 
     Args:
-        first: length of the first cycle, a whole number >= 1.
+        first: length of the first cycle, a whole number >= 2: a restart in every round leaves nothing to estimate from.
 
     Source: theory notes R7, R13 and R29 (there with vectors; here along the buffer, as `theory.observed`).
     """
@@ -172,8 +187,8 @@ class Tracked(RestartPolicy):
     needs: ClassVar[frozenset[str]] = MEASURED
 
     def __post_init__(self) -> None:
-        """Refuse lengths that are not whole numbers >= 1."""
-        object.__setattr__(self, "first", check_count("Tracked", "first", self.first))
+        """Refuse lengths that are not whole numbers >= 2."""
+        object.__setattr__(self, "first", check_count("Tracked", "first", self.first, least=2))
 
     def initial_state(self) -> State:
         """The first period, and no sums."""
@@ -197,6 +212,8 @@ class Tracked(RestartPolicy):
         if after["distance"] > 0 and after["progress"] > 0:
             sigma = min(after["progress"] / after["distance"], 1.0)
             after["next"] = first_cancellation(rule, sigma)
+        else:
+            after.pop("next", None)  # of a part of the cycle, which the whole does not bear out
         # Where nothing ought to restart, what a later round shows may end the cycle.
         length = after["period"] if after["period"] > 0 else after.get("next", 0.0)
         if length == 0 or signal.rounds_since_restart < length:
@@ -237,13 +254,3 @@ def first_cancellation(rule: OuterRule, sigma: float) -> float:
 def _drop_if(fires: bool, signal: RoundSignal) -> Decision:
     """A hard restart before the mixing, unless the buffer holds one round only."""
     return Restart(before=True) if fires and signal.rounds_since_restart > 1 else None
-
-
-def check_number(where: str, what: str, value: object, span: tuple[float, float], example: str) -> None:
-    """Raise a ValueError unless a value lies in a closed span, or strictly above the lower end of an endless one."""
-    low, high = span
-    endless = high == math.inf
-    number = value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
-    if not (low < number if endless else low <= number <= high):
-        words = f"a finite number above {low:g}" if endless else f"a number from {low:g} to {high:g}"
-        raise ValueError(f"{where}: {what} is {value!r}; it must be {words}, for example {example}")

@@ -17,7 +17,8 @@ class Auto(RestartPolicy):
         u <- g + (1 - |g| / M) |g| u / |u|,      x <- x - u,      M = the largest |g| of at least half of the rounds
 
     with the last update u as the buffer. Of the rule nothing enters, neither learning rate, momentum, look-ahead nor
-    form; it must have a momentum (any above 0), or there is no buffer, and this is plain averaging.
+    form. (An `OuterSGD` that is built by hand must have a momentum above 0, or it keeps no buffer; a rule without
+    momentum becomes one with it, see `RestartPolicy.effective`.)
 
     While |g| is as large as ever, as it is early in a run and all along under a constant inner learning rate, this is
     plain averaging: to extrapolate then hurts. Where |g| has shrunk, as under a decaying inner learning rate, the
@@ -42,5 +43,6 @@ class Auto(RestartPolicy):
         return {"older": older, "newer": newer}, Step(1.0, kept, mix=(kept, 1.0))
 
     def canonical(self, rule: OuterRule) -> OuterRule:
-        """All rules with a momentum are one here, and all without."""
-        return OuterRule(1.0, 0.5 if rule.momentum > 0 else 0.0)
+        """All rules are one here, also those without momentum."""
+        del rule
+        return OuterRule(1.0, 0.5)

@@ -290,7 +290,8 @@ def _export(words: list[str]) -> int:
 
 
 def _describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> str:
-    head = f"{out}: {config.outer.rule().describe()}, restart {config.outer.policy()}, S = {config.inner_steps}"
+    restart = ", ".join(config.sync.restart) or config.outer.policy()  # each fragment's own, or one for all
+    head = f"{out}: {config.outer.rule().describe()}, restart {restart}, S = {config.inner_steps}"
     if summary["diverged"]:
         return f"{head}: diverged at step {summary['steps']} of {config.steps}"
     per_byte = summary["perplexity_per_byte"]
@@ -593,7 +594,7 @@ def _explore(words: list[str]) -> int:
 
 
 def _study(words: list[str]) -> int:
-    from twophase.studies.study import load, questions, run
+    from twophase.studies.study import load, questions, run, so_far
     from twophase.sweeping import add_workers, watched, workers_of
 
     parser = argparse.ArgumentParser(
@@ -612,6 +613,14 @@ def _study(words: list[str]) -> int:
     parser.add_argument(
         "--scale", metavar="NAME", help="of a study that trains: laptop (default), or paper, the paper's own, for GPUs"
     )
+    parser.add_argument(
+        "--so-far",
+        type=int,
+        nargs="*",
+        metavar="SEED",
+        help="of a study that trains: what it says of the runs that have ended by now, of these seeds or those with the"
+        " most whole arms; trains and writes nothing",
+    )
     add_workers(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     options = parser.parse_args(words)
@@ -623,6 +632,9 @@ def _study(words: list[str]) -> int:
     if options.name is None:
         raise UsageError(f"name a study: {', '.join(questions())}")
     print(load(options.name).QUESTION, flush=True)
+    if options.so_far is not None:
+        print(f"\n{so_far(options.name, options.out, options.quick, scale=options.scale, seeds=options.so_far)}")
+        return 0
     try:
         with watched(options.name, quiet=options.quiet) as progress:
             outcome = run(

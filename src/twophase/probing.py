@@ -17,6 +17,8 @@ from twophase.restart import PROBES, Decision, Restart, RestartPolicy, RoundSign
 from twophase.rivals import AVERAGING
 from twophase.rule import OuterRule
 
+LARGEST = 1e30
+"""The largest gain of a candidate; a float32 holds it."""
 _WORDS: dict[str, Decision] = {
     "keep": None,
     "drop": Restart(before=True),
@@ -93,7 +95,7 @@ def _decision(word: str) -> Decision:
         gain = float(word)
     except ValueError:
         gain = math.nan
-    if not (math.isfinite(gain) and gain > 0):
+    if not 0 < gain <= LARGEST:
         raise ValueError(
             f"Probe: candidate {word!r} is not known; choose from {', '.join(_WORDS)}, or a gain above 0 such as 1.3"
         )

@@ -24,11 +24,12 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import import_module
 from itertools import accumulate
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, ClassVar, TypeVar
 
 from twophase.rule import Form, OuterRule
@@ -174,6 +175,13 @@ class RestartPolicy(ABC):
     def canonical(self, rule: OuterRule) -> OuterRule:
         """One of the rules that make the same updates with this policy, the same one for all of them."""
         return rule
+
+    def effective(self, rule: OuterRule) -> OuterRule:
+        """The rule that an optimizer with this policy is built with: it has a momentum where the policy needs a buffer.
+
+        A policy that brings its own mixing needs one whatever the rule says, and an optimizer keeps none at momentum 0.
+        """
+        return self.canonical(rule) if rule.momentum == 0 else rule
 
     def scaled(self, factor: float) -> RestartPolicy:
         """The same policy on a buffer that is `factor` times as large (what a change of form does to it)."""
@@ -419,9 +427,8 @@ class Soft(RestartPolicy):
         """Refuse bad periods and coefficients that are not finite."""
         object.__setattr__(self, "period", check_count("Soft", "period", self.period))
         for name in ("retain", "inject"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and math.isfinite(value)):
-                raise ValueError(f"Soft: {name} is {value!r}; it must be a finite number, for example soft:3:0.2:0.1")
+            value = check_number("Soft", name, getattr(self, name), (-math.inf, math.inf), "soft:3:0.2:0.1")
+            object.__setattr__(self, name, value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A soft restart when the round is a multiple of the period."""
@@ -473,11 +480,13 @@ def _parse_text(text: str) -> RestartPolicy:
             f"restart {text!r} is not known; write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
             f"one of {', '.join(sorted(_REGISTRY))} with its values"
         )
+    wanted = ":".join([name, *(field.name.upper() for field in fields(cls))])  # type: ignore[arg-type]
     try:
         return cls.from_arguments(words)
     except TypeError:
-        wanted = ":".join([name, *(field.name.upper() for field in fields(cls))])  # type: ignore[arg-type]
         raise ValueError(f"restart {text!r} has the wrong number of values; write {wanted}") from None
+    except _NotANumberError as error:
+        raise ValueError(f"restart {text!r}: {error} is not a number; write {wanted}") from None
 
 
 def to_json(policy: RestartPolicy) -> dict[str, Any]:
@@ -555,15 +564,38 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     return total / rounds
 
 
-def check_count(where: str, what: str, value: object) -> int:
-    """`value` as a plain int if it is a whole number >= 1 (NumPy's included); otherwise raise a ValueError."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{where}: {what} is {value!r}; it must be a whole number >= 1")
+def check_count(where: str, what: str, value: object, least: int = 1) -> int:
+    """`value` as a plain int if it is a whole number >= `least` (NumPy's included); otherwise raise a ValueError."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{where}: {what} is {value!r}; it must be a whole number >= {least}")
     return int(value)
+
+
+def check_number(where: str, what: str, value: object, span: tuple[float, float], example: str) -> float:
+    """`value` as a plain finite number (NumPy's included) in a span; otherwise raise a ValueError.
+
+    The ends belong to the span where both are finite; above 0 is `(0, inf)`, any number `(-inf, inf)`.
+    """
+    low, high = span
+    endless = high == math.inf
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # of a whole number that no float can hold
+            number = int(value) if isinstance(value, Integral) and math.isfinite(value) else float(value)
+    if not (low < number < high if endless else low <= number <= high):
+        words = f"a number from {low:g} to {high:g}"
+        if endless:
+            words = "a finite number" + (f" above {low:g}" if math.isfinite(low) else "")
+        raise ValueError(f"{where}: {what} is {value!r}; it must be {words}, for example {example}")
+    return number
 
 
 def _number(value: float) -> str:
     return repr(value if isinstance(value, int) else float(value))  # NumPy's floats would write their type's name
+
+
+class _NotANumberError(ValueError):
+    """The word that is none."""
 
 
 def _parse_number(word: str) -> float:
@@ -574,7 +606,7 @@ def _parse_number(word: str) -> float:
     try:
         return float(word)
     except ValueError:
-        raise ValueError(f"restart: {word!r} is not a number") from None
+        raise _NotANumberError(repr(word)) from None
 
 
 def _parse_list(name: str, words: list[str]) -> tuple[int, ...]:

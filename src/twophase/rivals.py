@@ -11,8 +11,18 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from twophase.adaptive import check_number
-from twophase.restart import MEASURED, Decision, Restart, RestartPolicy, RoundSignal, State, Step, check_count, register
+from twophase.restart import (
+    MEASURED,
+    Decision,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    State,
+    Step,
+    check_count,
+    check_number,
+    register,
+)
 from twophase.rule import OuterRule
 
 
@@ -37,7 +47,7 @@ class GainCap(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse bounds that are not positive."""
-        check_number("GainCap", "gain", self.gain, (0, math.inf), "cap:1")
+        object.__setattr__(self, "gain", check_number("GainCap", "gain", self.gain, (0, math.inf), "cap:1"))
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """The rule's update, shortened where it is too long."""
@@ -62,7 +72,8 @@ class BufferBound(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse ratios that are not positive."""
-        check_number("BufferBound", "ratio", self.ratio, (0, math.inf), "bound:1.5")
+        value = check_number("BufferBound", "ratio", self.ratio, (0, math.inf), "bound:1.5")
+        object.__setattr__(self, "ratio", value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A rescaling where the buffer is too long."""
@@ -142,8 +153,7 @@ class Debiased(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse periods that are not whole numbers >= 0."""
-        if self.period != 0:
-            object.__setattr__(self, "period", check_count("Debiased", "period", self.period))
+        object.__setattr__(self, "period", check_count("Debiased", "period", self.period, least=0))
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """The corrected update, and a hard restart when the round is a multiple of the period."""
@@ -177,8 +187,9 @@ class LookAheadGate(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse what is no share."""
-        check_number("LookAheadGate", "early", self.early, (0, 1), "lookahead:0.1:0.1")
-        check_number("LookAheadGate", "late", self.late, (0, 1), "lookahead:0.1:0.1")
+        for name in ("early", "late"):
+            value = check_number("LookAheadGate", name, getattr(self, name), (0, 1), "lookahead:0.1:0.1")
+            object.__setattr__(self, name, value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Averaging outside the gate's time."""

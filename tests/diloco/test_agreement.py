@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import twophase
 from twophase.diloco import agreement
@@ -126,6 +128,22 @@ def test_who_has_no_weight_decides_nothing():
     assert probed == 3 * [[[math.inf], []]]
     alone = together(lambda group: averaged(group, 0, [[9.0]]), lambda group: averaged(group, 3, [[0.1]]))
     assert alone == 2 * [[[0.1]]]  # 3 x 0.1 / 3 would be another number
+
+
+@given(st.floats(0, 1), st.lists(st.integers(0, 5), min_size=1, max_size=9).filter(any))
+@settings(max_examples=200, deadline=None)
+def test_what_all_have_alike_is_not_rounded(value: float, weights: list[int]):
+    """The progress of a run stands at a policy's threshold; it is the same for any number of processes."""
+
+    class Same(SingleProcess):
+        def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+            return [[float(weight), *numbers[1:]] for weight in weights]
+
+        def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
+            return [list(numbers) for _ in weights]
+
+    assert agree(Same(), [], 1, {"progress": value}).signals == {"progress": value}
+    assert averaged(Same(), 1, [[value]]) == [[value]]
 
 
 def test_agreement_is_of_the_whole_gradient():

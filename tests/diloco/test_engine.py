@@ -699,8 +699,82 @@ def test_signals_reach_the_policy(register_policy: Callable[[str], Any]):
     assert report is not None
     assert report.restarted
     engine.step()
-    with pytest.raises(ValueError, match=r"test-loss:2\.0 needs loss"):
+    with pytest.raises(
+        ValueError, match=r"a round ends, .*test-loss:2\.0 needs loss; .*step.*finish\(signals=\.\.\.\)"
+    ):
         engine.step()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("where", ["step", "finish"])
+def test_a_round_without_its_signals_has_not_happened(where: str, delay: int):
+    """Refused before anything moves, at a round's end and at the run's: with the signals it is the same run."""
+
+    def flat(tensors: Iterable[Tensor]) -> Tensor:
+        return torch.cat([tensor.detach().clone().flatten() for tensor in tensors])
+
+    def train(*, forget: bool) -> tuple[Tensor, Tensor]:
+        run = start(OuterRule(0.3, 0.9), restart="loss", inner_steps=3, delay=delay, signals=["loss_start", "loss_end"])
+        engine, given = run.engine, {"loss_start": 1.0, "loss_end": 2.0}
+        for step in range(1, 9):
+            for replica, (model, inner) in zip(run.replicas, run.pairs, strict=True):
+                inner_step(model, inner, step, replica)
+            if forget and where == "step" and engine.reports_next:
+                with pytest.raises(ValueError, match="needs loss_end, loss_start"):
+                    engine.step()
+                assert not engine.at_anchor
+            engine.step(given)
+        if forget and where == "finish":
+            with pytest.raises(ValueError, match="needs loss_end, loss_start"):
+                engine.finish()
+            assert not engine.at_anchor
+        assert engine.finish(given) is not None
+        assert engine.at_anchor
+        return flat(engine.anchor.values()), flat(run.pairs[0][0].parameters())
+
+    (a, x), (b, y) = train(forget=True), train(forget=False)
+    assert torch.equal(a, b)
+    assert torch.equal(x, a)
+    assert torch.equal(x, y)
+
+
+def test_a_function_is_asked_for_the_signals_of_each_round():
+    """It is called where a round ends, once, with the fragments whose round it is; `finish` asks for each by itself."""
+    engine = start(
+        OuterRule(0.3, 0.9), restart="loss", inner_steps=4, fragments=2, signals=["loss_start", "loss_end"]
+    ).engine
+    asked: list[tuple[int, list[str]]] = []
+
+    def given(names: list[str]) -> dict[str, float]:
+        asked.append((step, names))
+        return {"loss_start": float(len(asked)), "loss_end": 0.5}
+
+    told = []
+    for step in range(1, 8):  # noqa: B007 - the function reads it
+        report = engine.step(given)
+        told += [report.signals["loss_start"]] if report else []
+    step = 8
+    engine.finish(given)
+    assert asked == [(2, ["0"]), (4, ["1"]), (6, ["0"]), (8, ["0"]), (8, ["1"])]
+    assert told == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("policy", "lacks"), [("loss", "loss_end, loss_start"), ("probe:keep,drop", "probes")])
+def test_a_state_whose_policy_lacks_something_is_refused(policy: str, lacks: str):
+    """As at construction, before anything is changed; an engine that has it takes the policy over."""
+
+    def build_one(restart: Any, **more: Any) -> DiLoCo:
+        return start(OuterRule(0.3, 0.9), restart=restart, inner_steps=2, **more).engine
+
+    supply: dict[str, Any] = {"signals": ["loss_start", "loss_end"], "probe": lambda *_: 1.0}
+    state = build_one(policy, **supply).state_dict()
+    poor = build_one(3)
+    with pytest.raises(ValueError, match=rf"DiLoCo: restart policy {policy}.* needs {lacks}"):
+        poor.load_state_dict(state)
+    assert poor.outer.param_groups[0]["restart"] == "3"
+    rich = build_one(3, **supply)
+    rich.load_state_dict(state)
+    assert rich.outer.param_groups[0]["restart"].startswith(policy)
 
 
 # --- what takes part ----------------------------------------------------------------------------------------------

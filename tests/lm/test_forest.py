@@ -387,3 +387,20 @@ def test_policies_that_need_signals_are_as_alone(
     differing = {"1", "2", *ADAPTIVE} - {"loss"} if momentum else {"lookahead:0.2:0.2"}
     assert ends["never"] not in {ends[policy] for policy in differing}
     assert len(made.runs) == 3 + len(ADAPTIVE)  # nobody stands for another: their updates differ, or may
+
+
+def test_a_policy_with_a_buffer_of_its_own_has_it_at_momentum_0_too(base: TrainConfig, tmp_path: Path) -> None:
+    """`auto` takes nothing of the rule: alone and in a sweep, at momentum 0 it is the same run as at any other."""
+    base = with_values(base, {"steps": 18, "outer.lr": 1.0})
+    both = grid(base, momentum=(0.0, 0.5), restart=("never", "auto"))
+    assert len(plan(both).runs) == 3
+    made = plan(both, merge=False)
+    grow(made, tmp_path)
+    expected = alone(made, tmp_path / "alone")
+    check(made, tmp_path, expected)
+    ends: dict[str, set[str]] = {}
+    for run, found in expected.items():
+        ends.setdefault(made.runs[run].outer.restart, set()).add(found["summary"]["checksum"])
+    assert len(ends["auto"]) == 1
+    assert len(ends["never"]) == 2
+    assert not ends["auto"] & ends["never"]  # one of which is plain averaging

@@ -19,8 +19,10 @@ import pytest
 import textmaker
 from elastic import lighthouse, side_by_side, until
 from forked import Program
+from twophase.cli import _describe_run
 from twophase.config import RunError, UsageError, dump_yaml, with_values
 from twophase.diloco.comm import SingleProcess
+from twophase.experiment.record import read_record
 from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
@@ -117,6 +119,7 @@ def test_validated_at_the_anchor(config: TrainConfig, tmp_path: Path) -> None:
         ({"sync.mixing": 1.0}, r"--sync\.mixing is 1\.0; it must be at least 0 and below 1"),
         ({"sync.fragments": ("0",)}, r"--sync\.fragments is 0; it must be a whole number >= 1"),
         ({"sync.fragments": ("a", "b")}, r"--sync\.fragments is a; it must be NAME=VALUE, such as ends="),
+        ({"sync.restart": ("0=3", "0=4")}, r"--sync\.restart is 0=4; it must be a name that has not been given yet"),
         ({"sync.restart": ("0=often",)}, r"--sync\.restart: restart 'often' is not known"),
         ({"sync.restart": ("1=3",)}, r"--sync\.restart names 1, and the fragments are 0; give each fragment its"),
         ({"sync.fragments": ("a=(",)}, r"pattern '\(' of fragment 'a' is no regular expression"),
@@ -128,6 +131,17 @@ def test_mistakes_name_the_option(config: TrainConfig, tmp_path: Path, values: d
     """An impossible way of synchronising is refused in one message, before any training."""
     with pytest.raises(UsageError, match=message):
         train(check(with_values(config, values)), RunFolder.claim(tmp_path / "run", config))
+
+
+def test_the_words_on_a_run_have_its_fragments_policies(config: TrainConfig, tmp_path: Path) -> None:
+    """In the terminal and in the report: not the one of `outer.restart`, which such a run does not use."""
+    values = {"sync.fragments": ("2",), "sync.restart": ("0=3", "1=never"), "outer.restart": "7"}
+    config = check(with_values(config, values))
+    end = {"diverged": True, "steps": 6}
+    assert ", restart 0=3, 1=never, S = " in _describe_run(tmp_path, config, end)
+    assert ", restart 7, S = " in _describe_run(tmp_path, with_values(config, {"sync.restart": ()}), end)
+    run(config, tmp_path / "run")
+    assert read_record(tmp_path / "run").restart == "0=3, 1=never"
 
 
 def processes(tmp_path: Path, *words: list[str]) -> list[tuple[int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import shutil
@@ -434,6 +435,7 @@ BAD_VALUES = [
     ),
     ({"inner.schedule": "wsd", "inner.decay": 0.95}, r"--inner\.decay is 0\.95; it must be .*\[0, 0\.9\]"),
     ({"outer.momentum": 1.0}, r"--outer\.momentum is 1\.0; it must lie in \[0, 1\)"),
+    ({"outer.lr": 1e200}, r"--outer\.lr is 1e\+200; it must be at most 1e\+30"),
     ({"outer.lr": -0.1}, r"--outer\.lr is -0\.1; it must be a finite number >= 0"),
     ({"outer.restart": "0"}, r"--outer\.restart: .*period is 0; it must be a whole number >= 1"),
     ({"outer.restart": "often"}, r"--outer\.restart: restart 'often' is not known; write never"),
@@ -527,6 +529,64 @@ def test_signals_of_a_round(config: TrainConfig, tmp_path: Path, monkeypatch: py
         assert told["inner_lr"] == inner_lr(config, stop - 1)
 
 
+@pytest.mark.parametrize(
+    ("cut", "begins"),
+    [
+        # From one outer step of a fragment to its next; S = 8, 22 steps. Without a delay each round ends at its sync.
+        ((2, 0, 0.0), {"0": [0, 4, 12, 20, 22], "1": [0, 8, 16, 22]}),
+        ((4, 0, 0.0), {"0": [0, 2, 10, 18, 22], "1": [0, 4, 12, 20, 22], "2": [0, 6, 14, 22], "3": [0, 8, 16, 22]}),
+        ((2, 3, 0.0), {"0": [0, 7, 15, 22], "1": [0, 11, 19, 22]}),
+        # What is left at the end of a mixed run belongs to a round of its own, in which nothing was trained.
+        ((1, 4, 0.5), {"0": [0, 12, 20, 22]}),
+        ((1, 7, 0.5), {"0": [0, 15, 22, 22]}),
+    ],
+)
+def test_signals_of_a_fragments_round(
+    config: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: tuple[int, int, float],
+    begins: dict[str, list[int]],
+) -> None:
+    """Each fragment is told the losses of its own round, whatever the others do meanwhile, and in a resumed run too."""
+    told: dict[str, list[tuple[float, float]]] = {}
+    losses: list[float] = []
+    tell, settle = Trainer._signals, Trainer.settle
+
+    def noted(self: Trainer, stop: float, fragments: Any) -> dict[str, float]:
+        found = tell(self, stop, fragments)
+        for name in fragments:
+            told.setdefault(name, []).append((found["loss_start"], found["loss_end"]))
+        return found
+
+    def settled(self: Trainer) -> None:
+        losses.extend(loss.item() for loss in self._losses)
+        settle(self)
+
+    monkeypatch.setattr(Trainer, "_signals", noted)
+    monkeypatch.setattr(Trainer, "settle", settled)
+    values = {"sync.fragments": (str(cut[0]),), "sync.delay": cut[1], "sync.mixing": cut[2]}
+    config = with_values(config, values | {"inner_steps": 8, "replicas": 1})
+    run(config, tmp_path / "whole")
+    assert len(losses) == 22
+    wanted: dict[str, list[tuple[float, float]]] = {}
+    for name, ends in begins.items():
+        for start, stop in itertools.pairwise(ends):
+            quarter = max(1, (stop - start) // 4)
+            of_round = losses[start:stop]
+            ends_of = (of_round[:quarter], of_round[-quarter:]) if of_round else ([0.0], [0.0])
+            wanted.setdefault(name, []).append(tuple(sum(part) / len(part) for part in ends_of))  # type: ignore[arg-type]
+    assert told.keys() == wanted.keys()
+    for name, rounds in wanted.items():
+        assert told[name] == [pytest.approx(pair, rel=1e-6) for pair in rounds], name
+    whole = {name: list(rounds) for name, rounds in told.items()}
+    told.clear()
+    calls = iter(range(1, 1000))
+    run(config, tmp_path / "parts", should_stop=lambda: next(calls) >= 9)
+    run(config, tmp_path / "parts")
+    assert told == whole
+
+
 @pytest.mark.parametrize(("policy", "name"), [("loss", "loss_start"), ("probe:keep,average", "probes")])
 def test_a_policy_that_sees_nan_ends_the_run(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, name: str
@@ -534,8 +594,8 @@ def test_a_policy_that_sees_nan_ends_the_run(
     """What a policy needs and is not finite ends the run as diverged, in the round in which it was, and stays so."""
     signals, probe = Trainer._signals, Trainer._probe
 
-    def broken(self: Trainer, should_stop: Any) -> dict[str, float]:
-        found = signals(self, should_stop)
+    def broken(self: Trainer, stop: float, fragments: Any) -> dict[str, float]:
+        found = signals(self, stop, fragments)
         return found | ({name: math.nan} if name in found and self.done.step == 12 else {})
 
     def nowhere(self: Trainer, model: Any, number: int, round_: int) -> float:

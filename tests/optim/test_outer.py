@@ -698,6 +698,113 @@ def test_state_of_torch_sgd_loads(nesterov: bool):
     assert outer.param_groups[0]["restart"] == "never"
 
 
+@pytest.mark.parametrize("restart", ["2", "soft:2:0.2:0.1", "gradient"])
+def test_state_of_torch_sgd_keeps_the_policy_given_here(restart: str):
+    """What SGD's state does not speak of stays: policy and `together`; form, lr and momentum are SGD's."""
+    theirs = parameters(0)
+    sgd = torch.optim.SGD(theirs, 0.7, 0.9)
+    for number in range(3):
+        give(theirs, randoms(number))
+        sgd.step()
+    ours, twin = ([nn.Parameter(p.detach().clone()) for p in theirs] for _ in range(2))
+    outer = OuterSGD(ours, 0.1, 0.5, form="ema", restart=restart, together=True)
+    outer.load_state_dict(through_file(sgd.state_dict()))
+    (group,) = outer.param_groups
+    assert (group["restart"], group["together"], group["form"]) == (restart, True, "sum")
+    assert (group["lr"], group["momentum"], group["rounds"]) == (0.7, 0.9, 0)
+    other = OuterSGD(twin, 0.7, 0.9, restart=restart, together=True)  # built as it ought to be, with SGD's buffers
+    for p, q in zip(twin, theirs, strict=True):
+        other.state[p]["momentum_buffer"] = sgd.state[q]["momentum_buffer"].clone()
+    run(outer, range(3, 8))
+    run(other, range(3, 8))
+    assert all(same_bits(p, q) for p, q in zip(ours, twin, strict=True))
+    assert restart == "gradient" or outer.param_groups[0]["restarts"] == 2
+
+
+@pytest.mark.parametrize(("policy", "lacks"), [("loss", "loss_end, loss_start"), ("probe:keep,drop", "probes")])
+def test_a_loaded_policy_that_needs_what_is_not_promised_is_refused(policy: str, lacks: str):
+    """As at construction, and nothing is loaded; with the promise it is."""
+    needs = parse(policy).needs
+    state = OuterSGD(parameters(0), 0.7, 0.9, restart=policy, signals=needs).state_dict()
+    outer = OuterSGD(parameters(0), 0.1, 0.5, restart=3)
+    with pytest.raises(ValueError, match=rf"loaded state's restart policy {policy}.* needs {lacks}; .*construction"):
+        outer.load_state_dict(state)
+    assert (outer.param_groups[0]["lr"], outer.param_groups[0]["restart"]) == (0.1, "3")
+    promised = OuterSGD(parameters(0), 0.1, 0.5, restart=3, signals=needs)
+    promised.load_state_dict(state)
+    assert promised.param_groups[0]["restart"] == str(parse(policy))
+
+
+@pytest.mark.parametrize("fault", ["signals", "probes", "sparse", "lr"])
+def test_a_round_that_one_group_refuses_has_happened_in_none(fault: str):
+    """Whatever the second group lacks, the first has not moved either; the next call is the same round."""
+    policy, needs = {"signals": ("loss", ["loss_start", "loss_end"]), "probes": ("probe:keep,drop", ["probes"])}.get(
+        fault, ("never", [])
+    )
+    params, twin = parameters(0), parameters(0)
+    same = OuterSGD(twin, 0.5, 0.9)
+    groups = [{"params": params[:1]}, {"params": params[1:], "restart": policy}]
+    outer = OuterSGD(groups, 0.5, 0.9, signals=needs)
+    given = {"signals": {"loss_start": 1.0, "loss_end": 1.0}, "probe": lambda: 1.0}
+    give(params, randoms(1))
+    outer.step(**given)
+    before = [p.detach().clone() for p in params]
+    give(params, randoms(2))
+    if fault == "sparse":
+        params[1].grad = randoms(2)[1].to_sparse()
+    if fault == "lr":
+        outer.param_groups[1]["lr"] = -1.0
+    with pytest.raises(ValueError, match="OuterSGD"):
+        outer.step(**{key: value for key, value in given.items() if not key.startswith(fault[:5])})
+    assert all(same_bits(p, q) for p, q in zip(params, before, strict=True))
+    assert [group["rounds"] for group in outer.param_groups] == [1, 1]
+    outer.param_groups[1]["lr"] = 0.5
+    give(params, randoms(2))
+    outer.step(**given)
+    for number in (1, 2):
+        give(twin, randoms(number))
+        same.step()
+    assert [group["rounds"] for group in outer.param_groups] == [2, 2]
+    assert all(same_bits(p, q) for p, q in zip(params, twin, strict=True))
+
+
+@pytest.mark.parametrize("value", [None, "low", torch.ones(2)])
+def test_what_is_no_number_is_refused_by_name(value: Any):
+    """A signal or a probe's loss that is none, before anything moves; a scalar tensor is one."""
+    params = parameters(0)
+    needs = ["loss_start", "loss_end"]
+    outer = OuterSGD(params, 0.5, 0.9, restart="loss", signals=needs)
+    give(params, randoms(1))
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=r"signals\['loss_end'\] is .*; give a single number"):
+        outer.step(signals={"loss_start": 1.0, "loss_end": value})
+    outer.step(signals={"loss_start": 1.0, "loss_end": torch.tensor(1.0)})  # type: ignore[dict-item]
+    assert outer.param_groups[0]["rounds"] == 1
+    params = parameters(0)
+    probing = OuterSGD(params, 0.5, 0.9, restart="probe:keep,drop", signals=["probes"])
+    give(params, randoms(1))
+    with pytest.raises(ValueError, match=r"what probe\(\) returned is .*; give a single number"):
+        probing.step(probe=lambda: value)
+    assert all(same_bits(p, q) for p, q in zip(params, before, strict=True))
+
+
+def test_a_buffer_left_over_from_a_larger_momentum_takes_no_part():
+    """At momentum 0 the buffer counts as none: in the step, in what is measured and reported, and for policies."""
+    params = parameters(0)
+    outer = OuterSGD(params, 0.7, 0.9, restart="auto")
+    run(outer, range(3), measure=True)
+    assert outer.last_round[0].buffer_norm > 0
+    outer.param_groups[0]["momentum"] = 0.0
+    before = [p.detach().clone() for p in params]
+    run(outer, range(3, 4), measure=True)
+    (told,) = outer.last_round
+    g = flat([p.grad for p in params])
+    update = flat(before) - flat([p.detach() for p in params])
+    assert (told.buffer_norm, told.cosine) == (0, 0)
+    assert told.gain == pytest.approx(float(update @ g / (g @ g)))
+    assert told.gain == pytest.approx(1)  # averaging
+
+
 def test_state_with_empty_buffers_loads():
     """A buffer saved as None, as some versions of torch.optim.SGD write before the first step, is no buffer."""
     params = parameters(0)
@@ -998,6 +1105,14 @@ def test_angles_against_float64(dtype: torch.dtype):
     assert seen.cosine == pytest.approx(0.7, abs=0.01)  # m = g + independent noise of the same size: 1/sqrt(2)
 
 
+def test_opposed_coordinates_become_exact_zeros():
+    """Whatever they hold; the others, and a NaN, which has no sign, stay."""
+    m, g = torch.tensor([math.inf, -2.0, 3.0, math.nan]), torch.tensor([-1.0, math.inf, 1.0, 1.0])
+    functional.restart_([m], [g], 0.0, 0.0, opposed=True)
+    assert m[:3].tolist() == [0.0, 0.0, 3.0]
+    assert math.isnan(m[3])
+
+
 def test_angles_at_the_edges():
     """No buffers and zero buffers count as m = 0; parallel vectors have |cosine| at most 1; NaN shows."""
     g = randoms(0, SHAPES, torch.float32)
@@ -1013,6 +1128,13 @@ def test_angles_at_the_edges():
             cosine = Angles.of(dots(x, [factor * x[0]])).cosine
             assert cosine == pytest.approx(sign, abs=1e-6)
             assert abs(cosine) <= 1
+    for size in (1e-150, 1e-90, 1e90, 1e150):  # whose squares' product is no double any more
+        for sign in (1, -1):
+            a, b = (
+                torch.tensor([3.0, 4.0], dtype=torch.float64) * size,
+                torch.tensor([sign * size], dtype=torch.float64),
+            )
+            assert Angles.of(dots([a], [b.repeat(2) * torch.tensor([3.0, 4.0])])).cosine == pytest.approx(sign)
     poisoned = Angles.of(dots([torch.tensor([1.0, math.nan])], [torch.ones(2)]))
     assert math.isnan(poisoned.pseudo_gradient_norm)
     assert math.isnan(poisoned.cosine)

@@ -393,3 +393,9 @@ def test_range_of_periods() -> None:
     assert advise(HB, [0.03]).max_period == math.ceil(3 * cancellation_periods(HB, 0.03, 1)[0]) + 5 > 60
     assert advise(OuterRule(1.0, 1 - 1e-9, form="ema"), [0.5]).max_period == 10_000
     assert effective_step(HB, 0.5) == pytest.approx(0.05)
+
+
+def test_a_search_that_no_memory_holds_is_refused() -> None:
+    """All periods are held at once, for each mode."""
+    with pytest.raises(ValueError, match=r"advise: max_period is 1000000000; it must be at most 1,000,000"):
+        advise(HB, SIX, max_period=10**9)

@@ -195,7 +195,9 @@ def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
 
 def _gain(rule: OuterRule, policy: str, rounds: int) -> float | None:
     try:
-        return mean_outer_gain(rule, parse(policy), max(rounds, 1))
+        known = parse(policy)
+        # One that acts by coordinate answers to the g of the run, and not to a constant one.
+        return None if known.by_coordinate else mean_outer_gain(rule, known, max(rounds, 1))
     except ValueError:  # an adaptive policy, or none known
         return None
 

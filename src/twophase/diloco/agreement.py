@@ -169,7 +169,8 @@ def agree(
         return Shared({}, None)
     flat = [number for of_fragment in dots for of_group in of_fragment for number in of_group]
     parts = communicator.exchange_in_replica([*values, *flat])
-    means = [sum(column) / len(parts) for column in list(zip(*parts, strict=True))[: len(names)]]
+    alike = [1.0] * len(parts)
+    means = [_mean(column, alike) for column in list(zip(*parts, strict=True))[: len(names)]]
     totals = [sum(column) for column in list(zip(*parts, strict=True))[len(names) :]]
     everyone = communicator.exchange([weight, *means, *totals])
     averages = dict(zip(names, _weighted_mean([row[: 1 + len(names)] for row in everyone]), strict=True))
@@ -182,17 +183,22 @@ def agree(
 def _weighted_mean(rows: Sequence[Sequence[float]]) -> list[float]:
     """The mean of rows of (weight, values...), over those with weight."""
     counted = [row for row in rows if row[0]]
-    if len(counted) == 1:  # a weight of 3 would round
-        return list(counted[0][1:])
-    total = sum(row[0] for row in counted)
-    return [sum(row[0] * row[index] for row in counted) / total for index in range(1, len(rows[0]))]
+    weights = [row[0] for row in counted]
+    return [_mean(column, weights) for column in list(zip(*counted, strict=True))[1:]]
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted mean; what all have alike, such as the progress, unrounded: it may stand at a policy's threshold."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
 
 
 def averaged(communicator: Communicator, weight: float, values: Sequence[Sequence[float]]) -> list[list[float]]:
     """Lists of numbers, as many on every process, averaged over the replicas (and over the shards of each)."""
     flat = [number for numbers in values for number in numbers]
     parts = communicator.exchange_in_replica(flat)
-    means = [sum(column) / len(parts) for column in zip(*parts, strict=True)]
+    means = [_mean(column, [1.0] * len(parts)) for column in zip(*parts, strict=True)]
     result = iter(_weighted_mean(communicator.exchange([weight, *means])))
     return [[next(result) for _ in numbers] for numbers in values]
 

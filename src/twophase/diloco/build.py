@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,16 +197,22 @@ def build_outer(fragment: Fragment, outer: OuterRule | OuterFactory, restart: Re
     return optimizer
 
 
-def check_needs(fragments: Sequence[Fragment], signals: Collection[str], *, probes: bool, replicas: int | None) -> None:
+def check_needs(
+    groups: Iterable[Mapping[str, Any]], signals: Collection[str], *, probes: bool, replicas: int | None
+) -> frozenset[str]:
     """Refuse a restart policy that needs what nobody will supply.
 
     Args:
-        fragments: with their outer optimizers.
+        groups: param groups of `OuterSGD`s.
         signals: names of what `step(signals=...)` will be given.
         probes: whether there is a function that evaluates candidates.
         replicas: in the whole run; None where they come and go.
+
+    Returns:
+        The names of all that is supplied.
     """
-    for policy, needs in [(group["restart"], parse(group["restart"]).needs) for group in _groups(fragments)]:
+    for policy in [group["restart"] for group in groups]:
+        needs = parse(policy).needs
         missing = needs - MEASURED - set(signals)
         ways = []
         if PROBES in missing and not probes:
@@ -219,12 +225,7 @@ def check_needs(fragments: Sequence[Fragment], signals: Collection[str], *, prob
         if ways:
             lacking = named + [PROBES] * (PROBES in missing and not probes) + [AGREEMENT] * (AGREEMENT in missing)
             raise ValueError(f"DiLoCo: restart policy {policy} needs {', '.join(lacking)}; {', and '.join(ways)}")
-
-
-def _groups(fragments: Sequence[Fragment]) -> list[dict[str, Any]]:
-    """The param groups that have a restart policy."""
-    outers = [fragment.outer for fragment in fragments]
-    return [group for outer in outers if isinstance(outer, OuterSGD) for group in outer.param_groups]
+    return frozenset({*signals, *[PROBES] * probes, *[AGREEMENT] * (replicas != 1)})
 
 
 def settings(outer: Optimizer) -> list[dict[str, str]]:

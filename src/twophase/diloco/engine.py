@@ -20,7 +20,7 @@ Source: DiLoCo (arXiv 2311.08105), algorithm 1; streaming DiLoCo (arXiv 2501.185
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -47,12 +47,14 @@ from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment, partition, reshard
 from twophase.diloco.report import FragmentRound, RoundReport, joined, merged
 from twophase.diloco.wire import Transfer, check_wire
-from twophase.optim.outer import GroupRound, OuterSGD
-from twophase.restart import AGREEMENT, check_count
+from twophase.optim.outer import GroupRound, OuterSGD, as_number, check_signals
+from twophase.restart import AGREEMENT, MEASURED, PROBES, check_count, parse
 from twophase.rule import OuterRule
 
 Probe = Callable[[nn.Module, int, int], float]
 """From a module, the number of a replica in this process and a round's number to the loss on a probe batch."""
+Signals = Mapping[str, float] | Callable[[list[str]], Mapping[str, float]] | None
+"""Values by name, or a function from the names of the fragments whose round ends to them."""
 
 
 @dataclass(slots=True)
@@ -180,11 +182,21 @@ class DiLoCo:
         if not self._absent:
             counts = same_start(self.communicator, self._description(), len(self.replicas))
             self.replica_count = sum(counts)
-        known = None if self._absent else self.replica_count
-        check_needs(self.fragments, signals, probes=probe is not None, replicas=known)
+        self._signals = frozenset(signals)
+        supplied = self._check_needs(group for optimizer in self._outers() for group in optimizer.param_groups)
+        for optimizer in self._outers():
+            optimizer.promised |= supplied  # a state may bring another policy
         if not self._absent:
             self.communicator.broadcast(self._anchor)
         self._restore(self.fragments, mixing=0.0)
+
+    def _outers(self) -> list[OuterSGD]:
+        """The outer optimizers that have restart policies."""
+        return [fragment.outer for fragment in self.fragments if isinstance(fragment.outer, OuterSGD)]
+
+    def _check_needs(self, groups: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+        known = None if self.communicator.elastic else self.replica_count
+        return check_needs(groups, self._signals, probes=self.probe is not None, replicas=known)
 
     def _description(self) -> dict[str, Any]:
         """What all processes must have been started with, by the words that name it."""
@@ -210,18 +222,23 @@ class DiLoCo:
 
     # ---------------------------------------------------------------------------------------------------- the rounds
 
-    def step(self, signals: Mapping[str, float] | None = None) -> RoundReport | None:
+    def step(self, signals: Signals = None) -> RoundReport | None:
         """Count one inner step of every replica; end what ends with it.
 
         Args:
             signals: this process's values, such as its mean training loss, for the report and for restart policies
                 that need them; looked at where a round ends, and averaged over the replicas. The same names on every
-                process.
+                process. Or a function that is called where a round ends, with the names of the fragments whose round
+                it is, and returns the values: what was trained since their last outer step.
 
         Returns:
             The report of the round that has just ended, or None inside a round.
+
+        Raises:
+            ValueError: a round ends, and a signal is missing that a restart policy needs; nothing has happened.
         """
         self._check_joined()
+        given = self._given(signals, ending) if (ending := self._ending()) else None
         self.inner_step += 1
         for fragment in self.fragments:
             fragment.steps += 1
@@ -232,7 +249,7 @@ class DiLoCo:
         for sync in list(self._under_way):
             sync.age += 1
             if sync.age == self.delay:
-                report = self._complete(sync, signals)
+                report = self._complete(sync, given)
             elif sync.age == (self.delay + 1) // 2:
                 with suppress(Interrupted):  # `wait` says it again, where it can be helped
                     for transfer in sync.transfers:  # at the same step everywhere: collectives go in one order
@@ -240,18 +257,25 @@ class DiLoCo:
         if due:
             sync = self._launch(due)
             if self.delay == 0:
-                return self._complete(sync, signals)
+                return self._complete(sync, given)
         return report
 
-    def finish(self, signals: Mapping[str, float] | None = None) -> RoundReport | None:
+    def finish(self, signals: Signals = None) -> RoundReport | None:
         """End the run: apply what is under way and synchronise what is left; None when there is nothing.
 
         Afterwards every replica is the anchor, whatever the mixing.
+
+        Args:
+            signals: as for `step`; a function is called for each fragment by itself.
+
+        Raises:
+            ValueError: a signal is missing that a restart policy needs; call it again with all of them.
         """
-        reports = []
-        reports += [self._complete(sync, signals) for sync in list(self._under_way)]
+        under_way = list(self._under_way)
+        reports = [self._complete(sync, self._given(signals, sync.fragments)) for sync in under_way]
         while left := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
-            reports.append(self._complete(self._launch(left[:1], at_once=True), signals))
+            given = self._given(signals, left[:1])
+            reports.append(self._complete(self._launch(left[:1], at_once=True), given))
         if self.mixing:
             self._restore(self.fragments, mixing=0.0)
         self.inner_step = 0
@@ -269,9 +293,27 @@ class DiLoCo:
     @property
     def reports_next(self) -> bool:
         """Whether the next `step()` ends a round, and so looks at the signals."""
+        return bool(self._ending())
+
+    def _ending(self) -> list[Fragment]:
+        """The fragments whose round the next `step()` ends."""
         if self.delay:
-            return any(sync.age + 1 == self.delay for sync in self._under_way)
-        return any(self.offset(f) == self.inner_step + 1 for f in self.fragments)
+            return [f for sync in self._under_way if sync.age + 1 == self.delay for f in sync.fragments]
+        return [f for f in self.fragments if self.offset(f) == self.inner_step + 1]
+
+    def _given(self, signals: Signals, fragments: Sequence[Fragment]) -> Mapping[str, float] | None:
+        """The signals for the end of these fragments' round, before anything of it happens."""
+        given = signals([fragment.name for fragment in fragments]) if callable(signals) else signals
+        outers = [fragment.outer for fragment in fragments if isinstance(fragment.outer, OuterSGD)]
+        for policy in [group["restart"] for outer in outers for group in outer.param_groups]:
+            missing = parse(policy).needs - MEASURED - {PROBES, AGREEMENT} - set(given or ())
+            if missing:
+                raise ValueError(
+                    f"DiLoCo: a round ends, and restart policy {policy} needs {', '.join(sorted(missing))}; pass them "
+                    "to step(signals=...) and finish(signals=...)"
+                )
+        check_signals("DiLoCo", given or {})
+        return given
 
     @property
     def under_way(self) -> bool:
@@ -422,7 +464,8 @@ class DiLoCo:
                     self._set(0, [[new.get(id(view), view) for view in f.anchor_views] for f in self.fragments])
                     replicas = range(len(self.replicas))
                     with torch.no_grad():
-                        own = [float(self.probe(model, replica, fragment.round + 1)) for replica in replicas]
+                        told = [self.probe(model, replica, fragment.round + 1) for replica in replicas]
+                        own = [as_number("DiLoCo: what the probe returned", loss) for loss in told]
                     losses.append(sum(own) / len(own))
                 found.append(losses)
         finally:
@@ -656,10 +699,16 @@ class DiLoCo:
         state in which the replicas were the anchor also sets them to it.
 
         Raises:
-            ValueError: no engine's state, the state of another model, or a position that this engine's rounds do not
-                have; nothing has been changed.
+            ValueError: no engine's state, the state of another model, a position that this engine's rounds do not
+                have, or a restart policy that needs what this one was not promised; nothing has been changed.
         """
         self._check_state(state)
+        policies = [
+            saved["outer"]["param_groups"]
+            for fragment, saved in zip(self.fragments, state["fragments"], strict=True)
+            if isinstance(fragment.outer, OuterSGD)
+        ]
+        self._check_needs(group for groups in policies for group in groups if "restart" in group)
         self._settle()  # a sum that is given up must not end later, in what is loaded
         self._borrowed = set(state.get("borrowed", ()))  # of our own, until `_take_over` says that it is another's
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):

@@ -89,6 +89,13 @@ class RunRecord:
         except ValueError:
             return None
 
+    @property
+    def restart(self) -> str:
+        """The restart policy in words: each fragment's own, or one for all."""
+        own = self.config.get("sync.restart")
+        words = ", ".join(map(str, own)) if isinstance(own, (list, tuple)) else ""
+        return words or str(self.config.get("outer.restart", "unknown"))
+
     def number(self, path: str) -> float:
         """A value of the configuration as a number; nan if it is none."""
         return number(self.config.get(path))
@@ -145,7 +152,7 @@ def read_record(path: Path, known: Collection[str] = ()) -> RunRecord:
             raise UsageError(f"{path}: each replica of this run has a folder of its own; give {path / replicas[0]}")
         raise UsageError(
             f"{path}: is not the folder of a run (it has no {CONFIG}, {ROUNDS}, {METRICS} or {SUMMARY}); "
-            "give the --out of `twophase train`, or a folder below runs/ of a sweep"
+            "give the --out of `twophase train`, or (for reports) a folder below runs/ of a sweep"
         )
     record = RunRecord(path)
     record.config = _config(path / CONFIG, record.problems)

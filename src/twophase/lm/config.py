@@ -13,6 +13,10 @@ from twophase.rule import Form, OuterRule, check_rule
 VOCABULARY_SIZES = {"char": 96, "bytes": 256}
 
 
+LARGEST_LR = 1e30
+"""What a float32 holds with room to spare; a larger factor fails inside of torch."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A Llama-like decoder."""
@@ -98,8 +102,8 @@ class OuterConfig:
     decides for itself: auto, gradient, loss, probe:keep,average and more."""
 
     def rule(self) -> OuterRule:
-        """The rule as a value."""
-        return OuterRule(self.lr, self.momentum, self.nesterov, self.form)
+        """The rule as a value; one with a momentum where the policy needs a buffer of its own."""
+        return self.policy().effective(OuterRule(self.lr, self.momentum, self.nesterov, self.form))
 
     def policy(self) -> RestartPolicy:
         """The restart policy as a value."""
@@ -147,7 +151,8 @@ def _pairs(path: str, words: tuple[str, ...], example: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        _require(bool(name and equals and value) and name not in found, path, word, f"NAME=VALUE, such as {example}")
+        _require(bool(name and equals and value), path, word, f"NAME=VALUE, such as {example}")
+        _require(name not in found, path, word, "a name that has not been given yet")
         found[name] = value
     return found
 
@@ -257,6 +262,7 @@ def check(config: TrainConfig) -> TrainConfig:
         check_rule("--outer", config.outer.lr, config.outer.momentum, config.outer.form)
     except ValueError as error:
         raise UsageError(str(error).replace("--outer: ", "--outer.", 1)) from None
+    _require(config.outer.lr <= LARGEST_LR, "outer.lr", config.outer.lr, f"at most {LARGEST_LR:g}, far beyond any use")
     try:
         config.outer.policy()
     except ValueError as error:

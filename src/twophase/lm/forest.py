@@ -385,7 +385,7 @@ class Grower:
         """Make an optimizer that of a run: its rule, policy, counters and buffer."""
         config = self.configs[run].outer
         (group,) = outer.param_groups
-        rule = {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov, "form": config.form}
+        rule = dataclasses.asdict(config.rule())
         group.update(rule | {"restart": str(config.policy())} | self._counters[run])
         held = self._buffers.get(self._held[run])
         for index, param in enumerate(group["params"]):

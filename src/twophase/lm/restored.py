@@ -45,14 +45,14 @@ class Restored:
     corpus: AnyCorpus
 
     def batches(self, count: int) -> list[Tensor]:
-        """Tokens of some of the run's own training batches, evenly spread over its steps and replicas.
+        """Tokens of some of the run's own training batches, evenly spread over the steps taken and its replicas.
 
         Args:
             count: of batches, each of the run's own batch size.
         """
         config, found = self.config, []
         for number in range(count):
-            step, replica = number * config.steps // count, number % config.replicas
+            step, replica = number * self.step // count, number % config.replicas
             found.append(torch.from_numpy(self.corpus.batch(config.seed, step, replica)[0]))
         return found
 
@@ -133,10 +133,13 @@ def _scales(saved: checkpoint.Checkpoint, config: TrainConfig, names: list[str])
 def inverse_scale(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
     """What AdamW multiplies each coordinate's gradient with besides its learning rate: `1 / (sqrt(v) + eps)`.
 
+    Exactly 0 where v = 0: such a coordinate (of a token that the replica has never seen) has had no gradient, and takes
+    no step. With 1 / eps it would count as the most mobile of all.
+
     Args:
         group: of its parameter groups.
         state: of a parameter; v is its second moment, corrected for its beginning at 0.
     """
     steps = float(state["step"])
     corrected = state["exp_avg_sq"].double() / -math.expm1(steps * math.log(group["betas"][1]))
-    return 1 / (corrected.sqrt() + group["eps"])
+    return torch.where(corrected > 0, 1 / (corrected.sqrt() + group["eps"]), 0.0)

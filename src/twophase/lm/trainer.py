@@ -13,8 +13,8 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import safetensors.torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import twophase
 from twophase.config import RunError, UsageError, fingerprint, values_of
 from twophase.diloco.comm import Communicator, Elastic, SingleProcess
-from twophase.diloco.engine import DiLoCo
+from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.report import RoundReport, merged
 from twophase.lm.config import TrainConfig, check, text_name
 from twophase.lm.corpus import AnyCorpus, build
@@ -40,7 +40,8 @@ LOSS, STOP = "train_loss", "stop"
 """What the processes tell one another at the end of a round."""
 FOR_POLICIES = ("inner_lr", "loss_end", "loss_start", "progress")
 """What they also tell, for restart policies: the inner learning rate of the round's last step, the mean training losses
-of its last and first quarter, and the share of the run that is done."""
+of its last and first quarter, and the share of the run that is done. (A fragment's round goes from one of its own outer
+steps to the next.)"""
 _NOTHING: dict[str, float] = dict.fromkeys((LOSS, STOP, *FOR_POLICIES), 0.0)
 """What a replica without weight tells."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
@@ -126,6 +127,7 @@ class Trainer:
         self._losses.clear()
         self.replicas[0].load_state_dict(state["replica"])
         self.done.step, self.done.round_steps, self.replicas[0].round_losses = state["step"], 0, []
+        self.done.begun = {fragment.name: state["step"] for fragment in self.engine.fragments}
         self.done.exit_reason = state["exit_reason"]
         self.done.history = list(state["history"])
         self.validation = None
@@ -196,33 +198,41 @@ class Trainer:
         signals = None
         if self.done.step == self.config.steps or self.engine.reports_next:
             self.settle()  # the engine would have to wait for the inner steps, and that is not its time
-            signals = self._signals(should_stop)
+            # Where replicas come and go, one that is asked to stop goes alone.
+            signals = partial(self._signals, 0.0 if self.comm.elastic else float(should_stop()))
         clock = time.perf_counter()
         report = self._last(self.engine.step(signals), signals)
         self.done.engine_seconds += time.perf_counter() - clock
         return report
 
-    def _signals(self, should_stop: Callable[[], bool]) -> dict[str, float]:
-        """What this process tells the others at the end of a round."""
-        config, steps = self.config, self.done.round_steps
+    def _signals(self, stop: float, fragments: Sequence[str]) -> dict[str, float]:
+        """What this process tells the others at the end of a round of some fragments, whose next one begins now."""
+        config, done = self.config, self.done
+        steps = self._steps_of(fragments)
+        done.begun |= dict.fromkeys(fragments, done.step)
         quarter = max(1, steps // 4)
 
-        def mean(part: slice) -> float:
+        def mean(steps: int, part: slice) -> float:
             # Each replica's mean first, as where each has a process of its own: the same bits.
-            means = [sum(losses) / len(losses) for one in self.replicas if (losses := one.round_losses[part])]
+            rounds = [one.round_losses[-steps:][part] for one in self.replicas] if steps else []
+            means = [sum(losses) / len(losses) for losses in rounds if losses]
             return sum(means) / len(means) if means else 0.0
 
         return {
-            LOSS: mean(slice(None)),
-            # Where replicas come and go, one that is asked to stop goes alone.
-            STOP: 0.0 if self.comm.elastic else float(should_stop()),
-            "inner_lr": inner_lr(config, self.done.step - 1),
-            "loss_end": mean(slice(-quarter, None)),
-            "loss_start": mean(slice(quarter)),
-            "progress": self.done.step / config.steps,
+            LOSS: mean(done.round_steps, slice(None)),
+            STOP: stop,
+            "inner_lr": inner_lr(config, done.step - 1),
+            "loss_end": mean(steps, slice(-quarter, None)),
+            "loss_start": mean(steps, slice(quarter)),
+            "progress": done.step / config.steps,
         }
 
-    def _last(self, report: RoundReport | None, signals: dict[str, float] | None) -> RoundReport | None:
+    def _steps_of(self, fragments: Sequence[str]) -> int:
+        """Inner steps of the longest of some fragments' present rounds; the first begins with the losses at hand."""
+        first = self.done.step - len(self.replicas[0].round_losses)
+        return self.done.step - min(self.done.begun.get(name, first) for name in fragments)
+
+    def _last(self, report: RoundReport | None, signals: Signals) -> RoundReport | None:
         """The report of a sync, with what is left to be synchronised where the run is at its end.
 
         A replica that has just been given another's state may find itself there.
@@ -242,8 +252,9 @@ class Trainer:
         loss = report.signals[LOSS]
         line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
         self.done.round_steps = 0
+        kept = self._steps_of([fragment.name for fragment in self.engine.fragments])
         for replica in self.replicas:
-            replica.round_losses = []
+            replica.round_losses = replica.round_losses[-kept:] if kept else []
         self.done.exit_reason = self._exit_reason(report)
         if self.comm.elastic:
             self.done.remember(self.done.step, report.checksum)
@@ -343,7 +354,7 @@ class Replica:
             fused=True,
         )
         self.round_losses: list[float] = []
-        """Its training losses since the last report, one an inner step."""
+        """Its training losses, one an inner step, since the fragment whose round has gone on for longest began it."""
 
     def step(self, step: int, lr: float) -> Tensor:
         """One inner step; returns the training loss in nats a token, a scalar that is still on the device.
@@ -397,6 +408,8 @@ class Progress:
     step: int = 0
     round_steps: int = 0
     """Inner steps since the last report."""
+    begun: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Step after which the present round of each fragment began, by its name; none before the first has ended."""
     recent_loss: float = 0.0
     """Sum of those since the last line of `steps.jsonl`."""
     recent_losses: int = 0

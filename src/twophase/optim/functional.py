@@ -251,7 +251,8 @@ def restart_(
         if opposed:
             for ours, theirs in zip(m, g, strict=True):
                 there = (ours < 0) & (theirs > 0) | (ours > 0) & (theirs < 0)  # a product may underflow
-                ours.copy_(torch.where(there, retain * ours + inject * theirs, ours))
+                new = retain * ours if retain != 0 else torch.zeros_like(ours)  # 0 x inf would be a NaN
+                ours.copy_(torch.where(there, new + inject * theirs if inject != 0 else new, ours))
             continue
         if retain == 0:
             torch._foreach_zero_(m)  # not a product: 0 x inf would keep a NaN alive
@@ -277,7 +278,7 @@ class Angles:
     def of(cls, dots: Dots) -> Angles:
         """From the inner products."""
         gg, mm, gm = dots
-        scale = (gg * mm) ** 0.5
+        scale = gg**0.5 * mm**0.5  # the product of the squares may over- or underflow
         cosine = gm / scale if scale != 0 else 0.0
         if abs(cosine) > 1:  # by rounding; a NaN stays a NaN, for it is a divergence that the report must show
             cosine = math.copysign(1.0, cosine)

@@ -136,7 +136,8 @@ class OuterSGD(Optimizer):
         restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
         signals: Collection[str] = (),
     ) -> OuterSGD:
-        """The optimizer of a rule and a policy."""
+        """The optimizer of a rule and a policy (`RestartPolicy.effective`)."""
+        rule = parse(restart).effective(rule)
         options: dict[str, Any] = {"nesterov": rule.nesterov, "form": rule.form, "restart": restart, "signals": signals}
         return cls(params, rule.lr, rule.momentum, **options)
 
@@ -145,7 +146,7 @@ class OuterSGD(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         _complete(group)
-        missing = parse(group["restart"]).needs - MEASURED - self.promised
+        missing = self._unpromised(group)
         if missing:
             self.param_groups.pop()
             raise ValueError(
@@ -154,9 +155,18 @@ class OuterSGD(Optimizer):
             )
         try:
             _ = self.candidate_count  # refuses groups that cannot be judged together
+            if parse(group["restart"]).effective(_rule_of(group)).momentum != group["momentum"]:
+                raise ValueError(
+                    f"OuterSGD: restart policy {group['restart']} needs a buffer, and at momentum 0 there is none; "
+                    "give any momentum above 0, which does not enter"
+                )
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def _unpromised(self, group: Mapping[str, Any]) -> frozenset[str]:
+        """What a group's policy needs and nobody has promised."""
+        return parse(group["restart"]).needs - MEASURED - self.promised
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -178,7 +188,8 @@ class OuterSGD(Optimizer):
             probe: the loss with the parameters as they are when it is called (of several processes, the mean over
                 all), for policies that weigh candidates; the same data at each call of a step. No gradient may be
                 taken, for `.grad` holds the pseudo-gradient.
-            measure: also leave each group's norms, cosine and gain in `last_round` (three more reads of g and m).
+            measure: also leave each group's norms, cosine and gain in `last_round` (three more reads of g and m); a
+                signal that is not finite is told there, too, in the place of the warning.
             measured: what `dots()` has returned, to be used instead of measuring again; of several processes that hold
                 the same bits on unlike machines, all should be given one's.
             probes: the losses of the candidates where they are known already, in the place of `probe`.
@@ -192,12 +203,14 @@ class OuterSGD(Optimizer):
                 loss = closure()
         self.last_round = []
         taking_part = self._taking_part()
+        for group, params in taking_part:  # all of them before any: a round that is refused has not happened
+            _check_round(group, params, signals, probes=probes is not None or probe is not None)
         if probes is None and probe is not None and self.candidate_count:
             probes = self._probe(probe)
         losses = None if probes is None else tuple(probes)
         joint = [index for index, (group, _) in enumerate(taking_part) if group["together"]]
         if measured is None and joint and (measure or self.needs_measuring):
-            measured = [self._measure(params) for _, params in taking_part]
+            measured = [self._measure(group, params) for group, params in taking_part]
         all_of_them = None
         if measured is not None and joint:
             gg, mm, gm = (sum(values) for values in zip(*(measured[index] for index in joint), strict=True))
@@ -225,14 +238,7 @@ class OuterSGD(Optimizer):
         Raises:
             ValueError: groups with different ones, which would be a decision for every combination.
         """
-        policies = {str(p): p for group in self.param_groups if PROBES in (p := parse(group["restart"])).needs}
-        if len(policies) > 1:
-            raise ValueError(
-                f"OuterSGD: the groups have different probing policies, {_listed(policies)}; give all of them the same "
-                "one: they are judged together"
-            )
-        rule = OuterRule(0.0, 0.0)  # how many there are does not depend on it
-        return len(next(iter(policies.values())).candidates(rule)) if policies else 0
+        return _candidates_of(self.param_groups)
 
     @torch.no_grad()
     def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
@@ -252,7 +258,7 @@ class OuterSGD(Optimizer):
             decision = policy.candidates(rule)[number] if PROBES in policy.needs else None
             along_g, along_m = answered({}, decision).weights(rule)
             for p in params:
-                held = self.state[p].get(BUFFER)
+                held = self.state[p].get(BUFFER) if group["momentum"] != 0 else None
                 new = p.to(buffer_dtype(p), copy=True).sub_(_gradient(p), alpha=along_g)
                 found.append((p, new if held is None or along_m == 0 else new.sub_(held, alpha=along_m)))
         return found
@@ -265,7 +271,7 @@ class OuterSGD(Optimizer):
             try:
                 for p, new in self.candidate(number):  # from where they were: each candidate is a step of its own
                     p.copy_(new)
-                losses.append(float(probe()))
+                losses.append(as_number("OuterSGD: what probe() returned", probe()))
             finally:
                 for p, old in before:
                     p.copy_(old)
@@ -274,7 +280,7 @@ class OuterSGD(Optimizer):
     @torch.no_grad()
     def dots(self) -> list[Dots]:
         """`<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
-        return [self._measure(params) for _, params in self._taking_part()]
+        return [self._measure(group, params) for group, params in self._taking_part()]
 
     def _taking_part(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """The groups that take a round, and their parameters that do."""
@@ -293,24 +299,19 @@ class OuterSGD(Optimizer):
         shown: Angles | None,
     ) -> None:
         """One group's round; `seen` are its own angles, `shown` what its policy decides by, where they are known."""
-        gradients: list[Tensor] = [p.grad for p in params if p.grad is not None]
-        if any(g.is_sparse for g in gradients):
-            raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() before the step")
-        _check(group)  # a scheduler may have changed it; after the update would be too late
         policy = parse(group["restart"])
         if not isinstance(group["restart"], str):  # the user put a policy there: it starts without memory,
             group["policy_state"] = policy.initial_state()
             group["restart"] = str(policy)  # and becomes text, which every checkpoint can hold
         number, age = group["rounds"] + 1, group["rounds_since_restart"] + 1
         if seen is None and (measure or policy.needs & MEASURED):
-            seen = Angles.of(self._measure(params))
+            seen = Angles.of(self._measure(group, params))
         shown = shown or seen
-        _check_signals(policy, signals, probes)
         norms = (None, None, None) if shown is None else (shown.pseudo_gradient_norm, shown.buffer_norm, shown.cosine)
         signal = RoundSignal(number, age, *norms, signals, _rule_of(group), probes)
         answer = ask(policy, group["policy_state"], signal)
         group["policy_state"], restart = answer.state, answer.restart
-        group["rounds"] = number  # not before: a round that a missing signal stops has not happened
+        group["rounds"] = number
         if restart is not None and restart.before:
             if restart.inject != 0 and group["momentum"] != 0:  # a buffer that is not there yet counts as 0
                 for p in params:
@@ -334,9 +335,10 @@ class OuterSGD(Optimizer):
                 stacklevel=3,
             )
 
-    def _measure(self, params: list[Tensor]) -> Dots:
-        held = [p for p in params if BUFFER in self.state[p]]
-        fresh = [p for p in params if BUFFER not in self.state[p]]  # their m is 0
+    def _measure(self, group: dict[str, Any], params: list[Tensor]) -> Dots:
+        there = group["momentum"] != 0  # one that is left over from a larger momentum takes no part
+        held = [p for p in params if there and BUFFER in self.state[p]]
+        fresh = [p for p in params if not there or BUFFER not in self.state[p]]  # their m is 0
         seen = dots([_gradient(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held])
         if not (held and fresh):
             return seen
@@ -369,18 +371,31 @@ class OuterSGD(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` returned; float32 buffers of 16-bit parameters stay float32.
 
-        A state of `torch.optim.SGD` loads too (its age counts from the loading), unless it used dampening, weight
-        decay or maximize, which an outer step has not.
+        What the state has wins over what was given here. A state of `torch.optim.SGD` loads too, unless it used
+        dampening, weight decay or maximize, which an outer step has not: it has SGD's form (sum), the restart policy
+        and `together` stay those given here, and rounds count from the loading.
 
         Raises:
-            ValueError: groups that do not fit, or values that this optimizer cannot honour.
+            ValueError: groups that do not fit, values that this optimizer cannot honour, or a policy that needs what is
+                not promised; nothing has been changed.
         """
-        for group in state_dict["param_groups"]:
+        groups = []
+        for index, group in enumerate(state_dict["param_groups"]):
             for key in ("dampening", "weight_decay", "maximize"):
                 if group.get(key):
                     raise ValueError(f"OuterSGD: the loaded state has {key}={group[key]}; an outer step has no {key}")
-            _complete(dict(group))  # refuse before anything is loaded
-        super().load_state_dict(state_dict)
+            ours = self.param_groups[index] if index < len(self.param_groups) else {}
+            own = {key: ours[key] for key in ("restart", "together") if key in ours and key not in group}
+            groups.append(own | group)
+            _complete(groups[-1])  # refuse before anything is loaded
+            missing = self._unpromised(groups[-1])
+            if missing:
+                raise ValueError(
+                    f"OuterSGD: the loaded state's restart policy {groups[-1]['restart']} needs {_listed(missing)}; "
+                    f"{_remedy(missing)}, and promise it at construction with signals={sorted(missing)!r}"
+                )
+        _candidates_of(groups)
+        super().load_state_dict(state_dict | {"param_groups": groups})
         # The base class has just cast every buffer to its parameter's dtype (and shares the others with the caller's
         # dictionary), so the buffers are put back from the original: as they were, and our own copy.
         for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -407,11 +422,44 @@ def _rule_of(group: dict[str, Any]) -> OuterRule:
     return OuterRule(group["lr"], group["momentum"], group["nesterov"], group["form"])
 
 
-def _check_signals(policy: RestartPolicy, extra: Mapping[str, float] | None, probes: tuple[float, ...] | None) -> None:
-    there = set(extra or ()) if probes is None else {*(extra or ()), PROBES}
-    missing = policy.needs - MEASURED - there
+def _candidates_of(groups: Sequence[Mapping[str, Any]]) -> int:
+    """See `OuterSGD.candidate_count`."""
+    policies = {str(p): p for group in groups if PROBES in (p := parse(group["restart"])).needs}
+    if len(policies) > 1:
+        raise ValueError(
+            f"OuterSGD: the groups have different probing policies, {_listed(policies)}; give all of them the same "
+            "one: they are judged together"
+        )
+    rule = OuterRule(0.0, 0.0)  # how many there are does not depend on it
+    return len(next(iter(policies.values())).candidates(rule)) if policies else 0
+
+
+def _check_round(
+    group: dict[str, Any], params: list[Tensor], signals: Mapping[str, float] | None, *, probes: bool
+) -> None:
+    """Refuse a round that the group cannot take."""
+    if any(_gradient(p).is_sparse for p in params):
+        raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() before the step")
+    _check(group)  # a scheduler may have changed it; after the update would be too late
+    policy = parse(group["restart"])
+    missing = policy.needs - MEASURED - set(signals or ()) - ({PROBES} if probes else set())
     if missing:
         raise ValueError(f"OuterSGD: restart policy {policy} needs {_listed(missing)}; {_remedy(missing)}")
+    check_signals("OuterSGD", {name: value for name, value in (signals or {}).items() if name in policy.needs})
+
+
+def check_signals(where: str, signals: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless all values are numbers."""
+    for name, value in signals.items():
+        as_number(f"{where}: signals[{name!r}]", value)
+
+
+def as_number(what: str, value: Any) -> float:
+    """A loss or signal that somebody has returned, as a float; a ValueError where it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
+        raise ValueError(f"{what} is {value!r}; give a single number") from None
 
 
 def _remedy(missing: Collection[str]) -> str:

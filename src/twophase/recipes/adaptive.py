@@ -96,9 +96,9 @@ def confirmation(scale: Scale) -> Sweep:
         scale: its base and learning rates; the seeds are the five after its own.
 
     Returns:
-        The sweep. Arms as in `choice`: `auto`, momentum-free SGD, and the fixed periods, at the short communication
-        period those of `FEW`. The wider model and the other text have three of the seeds, the middle communication
-        period, and `FEW`.
+        The sweep. Arms as in `choice`: `auto`, momentum-free SGD, and the fixed periods, at the short and the long
+        communication period those of `FEW`. The wider model and the other text have three of the seeds, the middle
+        communication period, and `FEW`.
     """
     first = len(scale.seeds)
     short, middle, long = inner_steps_of(scale)
@@ -106,8 +106,8 @@ def confirmation(scale: Scale) -> Sweep:
     model = scale.base.model
     wider = replace(model, hidden_size=model.hidden_size * 3 // 2, intermediate_size=model.intermediate_size * 3 // 2)
     trials = [
-        Trial(scale.base, (short,), seeds, _few() | _AUTO),
-        Trial(scale.base, (middle, long), seeds, FIXED | _AUTO),
+        Trial(scale.base, (middle,), seeds, FIXED | _AUTO),
+        Trial(scale.base, (short, long), seeds, _few() | _AUTO),
         Trial(replace(scale.base, model=wider), (middle,), seeds[:3], _few() | _AUTO),
         Trial(
             replace(scale.base, data=replace(scale.base.data, corpus="python-code")),

@@ -69,8 +69,7 @@ def run_report(
 
 def _subtitle(record: RunRecord, found: Diagnosis) -> str:
     rule = found.rule.describe() if found.rule else "outer rule unknown"
-    restart = record.config.get("outer.restart", "unknown")
-    return f"A run, {record.state}: {rule}, restart {restart}."
+    return f"A run, {record.state}: {rule}, restart {record.restart}."
 
 
 # ------------------------------------------------------------------------------------------------------------ summary
@@ -82,7 +81,7 @@ def _summary(record: RunRecord, found: Diagnosis) -> Html:
     planned = f" of {found.planned:,}" if found.planned else ""
     facts: list[tuple[str, Any]] = [
         ("Outer rule", both_forms(found.rule) if found.rule else "unknown"),
-        ("Restart policy", record.config.get("outer.restart", "unknown")),
+        ("Restart policy", record.restart),
         ("Rounds", f"{done:,}{planned}, of {_steps_of_a_round(record)}"),
         ("Restarts", f"{int(np.nansum(record.rounds['restarted'])):,}"),
         ("Replicas", _known(record, "replicas")),

@@ -21,6 +21,8 @@ from twophase.spectrum.measure import PROBES, STEPS, Measured, measure, patterns
 from twophase.spectrum.text import describe
 
 NAME = "spectrum"
+MOST = 100
+"""Eigenvalues of a block that can be asked for."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def spectrum(wish: Wish, say: Callable[[str], None] = print) -> int:
     for option, value in (("--batches", wish.batches), ("--top", wish.top)):
         if value < 1:
             raise UsageError(f"{option} is {value}; it must be a whole number >= 1")
+    if wish.top > MOST:
+        raise UsageError(f"--top is {wish.top}; it must be at most {MOST}: each eigenvalue is found by itself")
     record = read_record(wish.run, wish.known)
     out = wish.out or wish.run
     with styled():  # and the folder, before the computation: what is wrong is told at once
@@ -123,9 +127,16 @@ def _title(measured: Measured) -> str:
 def _heading(record: RunRecord, measured: Measured) -> list[str]:
     config = measured.config
     lrs = [f"{max(rates):.2g}" for rates in measured.setting.inner_lrs.values()]
+    given = config.sync.policies() or config.outer.policy()
+    policies = list(given.values()) if isinstance(given, Mapping) else [given]
+    own = sorted({str(policy) for policy in policies if policy.takes_steps or policy.by_coordinate})
     return [
         f"run      {record.path}: {record.state}, checkpoint of step {measured.step:,} of {config.steps:,}",
         f"rule     {measured.setting.rule.describe()}, {config.rounds} rounds of {config.inner_steps} inner steps",
+        *(
+            f"restart  {one} takes steps of its own: K and the rounds' sigma below are of the rule without it"
+            for one in own
+        ),
         f"inner    AdamW, learning rate {', '.join(lrs)} (early, mid, late), weight decay "
         f"{config.inner.weight_decay:g}; second moments of {measured.replicas} replicas",
         f"text     {measured.tokens:,} tokens of {config.data.corpus}, as trained on",

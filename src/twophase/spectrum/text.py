@@ -149,7 +149,7 @@ def _round_remarks(forecasts: Sequence[Forecast], rounds: Mapping[str, Seen], se
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"  # which .2g would write as 1e+02
 
 
 def _item(text: str) -> str:

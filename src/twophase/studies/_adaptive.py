@@ -215,10 +215,11 @@ def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
     """For each place and form a table of every arm by rule, and the chosen one's comparisons."""
     blocks = []
     for place, facts in places.items():
+        best, free, averaging = (readable(facts[key]) or "unknown" for key in ("best", "momentum_free", "averaging"))
         blocks.append(
-            f"{place}. Best of all {readable(facts['best'])}; momentum-free {readable(facts['momentum_free'])} at its "
-            f"best; plain averaging {readable(facts['averaging'])}. For each rule: geometric mean over the grid, best "
-            f"and worst setting, and settings within {WITHIN:.0%} of the best of all."
+            f"{place}. Best of all {best}; momentum-free {free} at its best; plain averaging {averaging}. For each "
+            "rule: geometric mean over the grid, best and worst setting, and settings within "
+            f"{WITHIN:.0%} of the best of all."
         )
         for form in BOTH_FORMS:
             rules = [rule for rule in facts["rules"] if rule.startswith(form)]

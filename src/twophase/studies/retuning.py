@@ -56,6 +56,7 @@ from twophase.studies.study import Result
 __all__ = ["QUESTION", "answer", "draw", "sweep", "table"]
 
 QUESTION = "Does a tuned restart period transfer over communication periods better than a tuned momentum?"
+CHOOSES_RUNS = True
 Found = dict[str, list[tuple[bool | None, float | None]]]
 """From form and rule to, for each communication period, whether a claim holds there and the number it rests on."""
 _OTHERS = {

@@ -102,7 +102,7 @@ def _facts(
     beside = [(line, one(never, momentum=line["momentum"], lr=line["lr"])) for line in restarted]
     controlled = [(line, control_of(matched, matched_arm, line)) for line in restarted]
     controlled = [(line, control) for line, control in controlled if control is not None]
-    largest = max(line["momentum"] for line in restarted)
+    largest = max((line["momentum"] for line in restarted), default=None)
     top, top_controlled = best(restarted), best(line for line, _ in controlled)
     return {
         "never": summary(never, bound),

@@ -14,6 +14,9 @@ A study that also holds `sweep` is a *sweep study*: its numbers come from runs t
 * `table(rows, scale) -> Result` in the place of the above, from the rows of the sweep's table;
 * `answer` and `draw` as above.
 
+One that chooses its later cells by the results of earlier ones holds `CHOOSES_RUNS = True`: what it would say of a part
+of its runs would rest on another choice.
+
 One whose later cells depend on the trained runs themselves, or whose runs share no steps (`sync.fragments`), also holds
 
 * `measure(scale, rows, runs, known) -> dict`, what is known by run id by now; `sweep` and `table` then take that as a
@@ -29,8 +32,8 @@ import ast
 import json
 import math
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -39,10 +42,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from twophase import __version__
 from twophase.config import UsageError
 from twophase.experiment.figure import DIGITS, rendered, styled, table_text, write_files
-from twophase.experiment.launch import RUNS, TABLE, Status, run_sweep
-from twophase.experiment.table import Row, read_rows
+from twophase.experiment.launch import RUNS, TABLE, Status, read_summaries, run_sweep
+from twophase.experiment.table import SEED, Row, read_rows, rows_of
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 from twophase.studies._singly import Staged, train_in_stages
+from twophase.studies._so_far import complete
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -200,7 +204,7 @@ def run(
             result = cast("Study", study).table(quick=quick)
         else:
             trained = cast("SweepStudy", study)
-            folder = out / (name if size.name == LAPTOP.name else f"{name}-{size.name}")
+            folder = _folder(name, out, size)
             options = {"runs": out / RUNS, "workers": workers, "progress": progress} | options
             if hasattr(study, "measure"):
                 rows, measured = train_in_stages(cast("Staged", study), size, folder, **options)
@@ -219,6 +223,61 @@ def run(
     }
     text = json.dumps(_plain(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return Outcome(write_files(out / name, pictures | {".csv": table_text(result.rows), ".json": text}), folded(answer))
+
+
+def so_far(
+    name: str,
+    out: Path,
+    quick: bool = False,
+    *,
+    scale: str | Scale | None = None,
+    seeds: Collection[int] = (),
+) -> str:
+    """What a sweep study says of the runs that have ended by now. Trains nothing and writes nothing.
+
+    Only whole arms count, over equal seeds; the first lines say which those are in each place (model, text and
+    communication period). It may be called while the study is running.
+
+    Args:
+        name: of the study.
+        out: folder that `run` was given.
+        quick: as for `run`.
+        scale: as for `run`.
+        seeds: to look at; without any, those for which the most arms are whole.
+
+    Returns:
+        The lines for people, long ones folded.
+
+    Raises:
+        UsageError: no such study or scale, a study that trains nothing or whose later runs depend on its earlier ones,
+            seeds that it does not have, or a folder in which it has not been begun.
+    """
+    study = load(name)
+    size = _scale(name, study, quick, scale)
+    if size is None or hasattr(study, "measure") or hasattr(study, "CHOOSES_RUNS"):
+        why = "trains nothing" if size is None else "chooses its later runs by its earlier ones"
+        raise UsageError(f"--so-far: the study {name} {why}, so it answers at its end only; leave the option out")
+    table = _folder(name, out, size) / TABLE
+    if not table.is_file():
+        raise UsageError(f"--so-far: {table} is not there; begin the study with this --out, without --so-far")
+    rows = read_rows(table)
+    if any(SEED not in row.values for row in rows):
+        raise UsageError(f"--so-far: {table} has no column {SEED}; repeat the study's command to write it again")
+    there = sorted({row.values[SEED] for row in rows})
+    unknown = sorted(set(seeds) - set(there))
+    if unknown:
+        raise UsageError(f"--so-far {unknown[0]}: the study has no such seed; it has {', '.join(map(str, there))}")
+    kept, words = complete(rows, seeds)
+    if not kept:
+        return words
+    size = replace(size, seeds=tuple(sorted({row.values[SEED] for row in kept})))
+    trained = cast("SweepStudy", study)
+    return f"{words}\n{folded(trained.answer(trained.table(kept, size)))}"
+
+
+def _folder(name: str, out: Path, scale: Scale) -> Path:
+    """Where a study's sweep lies."""
+    return out / (name if scale.name == LAPTOP.name else f"{name}-{scale.name}")
 
 
 def _scale(name: str, study: Study | SweepStudy, quick: bool, scale: str | Scale | None) -> Scale | None:
@@ -244,7 +303,7 @@ def _train(study: SweepStudy, scale: Scale, folder: Path, options: dict[str, Any
     """
     from twophase.lm.trainer import preflight_all  # noqa: PLC0415 - torch, which the theory's studies do without
 
-    rows = read_rows(folder / TABLE) if (folder / TABLE).is_file() else []
+    rows = _rows_there(study, scale, folder)
     sweep = study.sweep(scale, rows)
     while True:
         texts = preflight_all(sweep.runs.values())  # refuse what cannot be run here before a folder is made for it
@@ -257,10 +316,29 @@ def _train(study: SweepStudy, scale: Scale, folder: Path, options: dict[str, Any
                 f"repeat the command to try them again:{reasons}"
             )
         rows = read_rows(folder / TABLE)
+        left = {row.twin_of or row.run for row in rows if row.state == "missing"}
+        if left:  # a study of a part of its runs would say what it does not know
+            every = {row.twin_of or row.run for row in rows}
+            raise RuntimeError(
+                f"{len(left)} of the {len(every)} runs of {sweep.name} have not ended, and no worker was started here; "
+                f"start some with `twophase sweep-worker --out {folder}`, and repeat the command when they are done "
+                "(--so-far says what there is until then)"
+            )
         further = study.sweep(scale, rows)
         if len(further.cells) == len(sweep.cells):
             return rows
         sweep = further
+
+
+def _rows_there(study: SweepStudy, scale: Scale, folder: Path) -> list[Row]:
+    """The rows of the folder's table; where that is damaged, of the runs themselves."""
+    if not (folder / TABLE).is_file():
+        return []
+    try:
+        return read_rows(folder / TABLE)
+    except UsageError:  # it is written again from the runs
+        first = study.sweep(scale, [])
+        return rows_of(first, read_summaries(first.runs, folder))
 
 
 def folded(text: str) -> str:

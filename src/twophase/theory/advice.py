@@ -27,6 +27,8 @@ from twophase.theory.periods import (
 
 _PERIODS_BY_DEFAULT = 60
 _MOST_PERIODS = 10_000  # by default; a longer search can be asked for
+LONGEST_PERIOD = 1_000_000
+"""The longest period that can be asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,10 @@ def _mean_gain(rule: OuterRule, period: int | None, rounds: int | None) -> float
 
 def _longest_period(asked: int | None, rounds: int | None, first: Floats) -> int:
     if asked is not None:
-        return check_count("advise", "max_period", asked)
+        longest = check_count("advise", "max_period", asked)
+        if longest > LONGEST_PERIOD:  # all periods up to it are held at once, for each mode
+            raise ValueError(f"advise: max_period is {longest}; it must be at most {LONGEST_PERIOD:,}")
+        return longest
     if rounds is not None:
         return min(rounds, _MOST_PERIODS)
     reach = int(np.ceil(3 * first.max())) + 5 if first.size else 0

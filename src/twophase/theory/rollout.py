@@ -279,6 +279,7 @@ def _simulate(
     forms = flat(np.where(rules.ema, "ema", "sum")[..., None])
     columns = [column[:, 0].tolist() for column in (lr, b, nesterov, forms)]
     policy = _Asked(where, restart, [OuterRule(*row) for row in zip(*columns, strict=True)], weights, noise.replicas)
+    there = (b > 0) | (policy.policy.effective(OuterRule(1.0, 0.0)).momentum > 0)
     for t in range(rounds):
         x, m = places[t], buffers[t]
         with np.errstate(all="ignore"):
@@ -289,7 +290,7 @@ def _simulate(
                 if square is not None:  # mean_r |sigma x + n_r|^2
                     square += (2 * g * mean + of_round(noise.square[t])).sum(axis=1)
                 g = g + mean
-            done = policy.ask((t + 1, rounds), x, g, np.where(b == 0, 0.0, m), square)
+            done = policy.ask((t + 1, rounds), x, g, np.where(there, m, 0.0), square)
             old = _restarted(m, g, done, before=True)
             m = _mixed(b * old + w * g, old, g, done)
             gradients[t], places[t + 1] = g, x - _stepped(lr * np.where(nesterov, b * m + w * g, m), old, g, done)
@@ -395,7 +396,7 @@ def _norms(g: Floats, m: Floats) -> list[tuple[float, float, float]]:
     dots = [(g * g).sum(axis=1).tolist(), (m * m).sum(axis=1).tolist(), (g * m).sum(axis=1).tolist()]
     seen = []
     for gg, mm, gm in zip(*dots, strict=True):
-        scale = (gg * mm) ** 0.5
+        scale = gg**0.5 * mm**0.5  # the product of the squares may over- or underflow
         cosine = gm / scale if scale != 0 else 0.0
         seen.append((gg**0.5, mm**0.5, math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine))
     return seen

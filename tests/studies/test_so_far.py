@@ -1,0 +1,226 @@
+"""What a study says before its runs have all ended: of whole arms over equal seeds only, and nothing is written."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import textmaker
+from twophase.cli import main
+from twophase.config import UsageError, with_values
+from twophase.experiment.table import SEED, Row, rows_of, write_rows
+from twophase.recipes.paper import QUICK, Scale
+from twophase.studies import robustness_heatmaps, study
+from twophase.studies._so_far import complete
+
+WHOLE = ("adaptive_confirmation", "robustness_heatmaps")
+SCALE = replace(QUICK, name="small", seeds=(0, 1, 2))
+ARMS, SETTINGS, SEEDS = ("a", "b", "c"), (0.1, 0.5), (0, 1, 2)
+
+
+def place_of(row: Row) -> Any:
+    return row.values["inner_steps"]
+
+
+def grid(states: Callable[[int, str, float, int], str]) -> list[Row]:
+    """Two places, three arms, two settings, three seeds."""
+    rows = []
+    for inner_steps, arm, lr, seed in product((4, 16), ARMS, SETTINGS, SEEDS):
+        values = {"outer.lr": lr, "inner_steps": inner_steps, SEED: seed}
+        state: Any = states(inner_steps, arm, lr, seed)
+        rows.append(Row(arm, f"{inner_steps}-{arm}-{lr}-{seed}", values, state, 9.0))
+    return rows
+
+
+@given(st.lists(st.sampled_from(["finished", "finished", "diverged", "missing", "failed"]), min_size=36, max_size=36))
+@settings(max_examples=200, deadline=None)
+def test_kept_are_whole_arms_over_equal_seeds_and_no_choice_of_seeds_keeps_more(drawn: list[str]) -> None:
+    """Against every subset of the seeds: none has more whole arms in all places; none with as many has more seeds."""
+    queue = iter(drawn)
+    rows = grid(lambda *_: next(queue))
+    kept, words = complete(rows)
+    assert kept == [row for row in rows if row in kept]  # in order
+    seeds = {row.values[SEED] for row in kept}
+    whole = {
+        (place, arm): {
+            seed
+            for seed in SEEDS
+            if all(
+                row.state in {"finished", "diverged"}
+                for row in rows
+                if (place_of(row), row.arm, row.values[SEED]) == (place, arm, seed)
+            )
+        }
+        for place in (4, 16)
+        for arm in ARMS
+    }
+    best = max(
+        (sum(set(wanted) <= found for found in whole.values()), len(wanted))
+        for size in (1, 2, 3)
+        for wanted in combinations(SEEDS, size)
+    )
+    arms = {(place_of(row), row.arm) for row in kept}
+    assert arms == {key for key, found in whole.items() if seeds and seeds <= found}
+    assert len(kept) == len(arms) * len(SETTINGS) * len(seeds)
+    assert (len(arms), len(seeds)) == (best if best[0] else (0, 0))
+    assert ("no arm is whole" in words) == (not arms)
+    for place in (4, 16):
+        count = sum(key[0] == place for key in arms)
+        line = next(line for line in words.splitlines() if line.startswith(f"  inner_steps {place}:"))
+        assert f": {({0: 'no arm', 3: 'all 3 arms'}).get(count, f'{count} of 3 arms, without ')}" in line
+
+
+def test_seeds_that_are_asked_for_are_kept_and_arms_without_them_are_named() -> None:
+    rows = grid(lambda _, arm, lr, seed: "missing" if (arm, lr, seed) == ("b", 0.5, 2) else "finished")
+    kept, words = complete(rows)
+    assert {row.values[SEED] for row in kept} == {0, 1}
+    assert {row.arm for row in kept} == set(ARMS)
+    kept, words = complete(rows, [2])
+    assert {row.values[SEED] for row in kept} == {2}
+    assert {row.arm for row in kept} == {"a", "c"}
+    assert words.splitlines() == [
+        "34 of 36 runs have ended. Shown are the arms that are whole for seed 2:",
+        "  inner_steps 4: 2 of 3 arms, without b",
+        "  inner_steps 16: 2 of 3 arms, without b",
+    ]
+
+
+def test_a_run_that_stands_for_others_counts_once() -> None:
+    rows = [replace(row, twin_of="one") for row in grid(lambda *_: "finished")]
+    assert complete(rows)[1].startswith("1 of 1 runs")
+
+
+def begun(name: str, out: Path, scale: Scale, lacks: Callable[[Row], bool]) -> list[Row]:
+    """A study's folder with its table, in which some runs have not ended; the finished rows."""
+    module: Any = study.load(name)
+    sweep = module.sweep(scale, [])
+    made = {
+        cell.run_id: {
+            "perplexity": 9 + cell.config.outer.lr + 0.1 * cell.config.seed,
+            "validation_loss": 1.0,
+            "seconds": 1.0,
+            "diverged": False,
+        }
+        for cell in sweep.cells
+    }
+    rows = [
+        replace(row, state="missing", perplexity=None, validation_loss=None, seconds=None) if lacks(row) else row
+        for row in rows_of(sweep, made)
+    ]
+    folder = out / f"{name}-{scale.name}"
+    folder.mkdir(parents=True)
+    write_rows(folder / "cells.csv", rows)
+    return rows
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_it_says_what_the_study_says_of_those_runs_and_writes_nothing(name: str, tmp_path: Path) -> None:
+    """With all runs the study's own answer; without the last seed's that of a study of the first two."""
+    module: Any = study.load(name)
+    for lacks, kept in ((False, 3), (True, 2)):
+        out = tmp_path / str(kept)
+        seeds = sorted({cell.config.seed for cell in module.sweep(SCALE, []).cells})[:3]
+        rows = begun(name, out, SCALE, lambda row, lacks=lacks, last=seeds[-1]: lacks and row.values[SEED] >= last)
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        words = study.so_far(name, out, scale=SCALE)
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+        rows = [row for row in rows if row.state == "finished"]
+        there = tuple(sorted({row.values[SEED] for row in rows}))
+        wanted = module.answer(module.table(rows, replace(SCALE, seeds=there)))
+        assert words.endswith(study.folded(wanted))
+        head = words.removesuffix(study.folded(wanted))
+        assert "without" not in head
+        assert head.startswith(f"{len({row.run for row in rows})} of ")
+
+
+def test_nothing_whole_is_said_and_not_computed(tmp_path: Path) -> None:
+    begun("robustness_heatmaps", tmp_path, SCALE, lambda _: True)
+    words = study.so_far("robustness_heatmaps", tmp_path, scale=SCALE)
+    first, *places = words.splitlines()
+    assert first.startswith("0 of ")
+    assert first.endswith("and no arm is whole.")
+    assert all(line.endswith(": no arm") for line in places)
+
+
+NAMES = ("adaptive_confirmation", "robustness_heatmaps", "soft_restart", "wires")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_is_missing_something_is_said(name: str, tmp_path: Path) -> None:
+    """Half of the runs, a few, or whole arms are missing at random, as while a study trains: never an error."""
+    module: Any = study.load(name)
+    for number in range(3):
+        rng = random.Random(number)
+        arms = sorted({cell.arm for cell in module.sweep(SCALE, []).cells})
+        share = rng.choice([0.0, 0.02, 0.5])
+        gone = set(rng.sample(arms, rng.randint(0, len(arms) - 1)))
+        out = tmp_path / str(number)
+        begun(name, out, SCALE, lambda row, g=gone, r=rng, s=share: row.arm in g or r.random() < s)
+        words = study.so_far(name, out, scale=SCALE)
+        assert " runs have ended" in words
+        assert "nan" not in words
+
+
+def test_a_damaged_table_is_told_and_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--so-far` says so; the study itself counts the runs that lie there and goes on."""
+    begun("robustness_heatmaps", tmp_path, SCALE, lambda _: False)
+    table = tmp_path / "robustness_heatmaps-small" / "cells.csv"
+    whole = table.read_text()
+    for text, words in (("arm,run\nx", "is not a table"), (whole.replace(",seed,", ",sead,", 1), "no column seed")):
+        table.write_text(text)
+        with pytest.raises(UsageError, match=rf"{words}.*repeat"):
+            study.so_far("robustness_heatmaps", tmp_path, scale=SCALE)
+    table.write_text("")
+    swept: list[Any] = []
+
+    def stopped(sweep: Any, folder: Path, **_: Any) -> Any:
+        swept.append((sweep, folder))
+        raise RuntimeError("as far as this")
+
+    monkeypatch.setattr(study, "run_sweep", stopped)
+    monkeypatch.setattr("twophase.lm.trainer.preflight_all", lambda _: {})
+    with pytest.raises(RuntimeError, match="as far as this"):
+        study.run("robustness_heatmaps", tmp_path, scale=SCALE)
+    assert swept[0][1] == table.parent
+
+
+def test_a_study_is_not_drawn_from_a_part_of_its_runs(tmp_path: Path) -> None:
+    """`--workers 0` fills the queue and starts nobody: the study says what to do, and writes no answer."""
+    pytest.importorskip("matplotlib")
+    corpus = f"file:{textmaker.write(tmp_path / 'text.txt')}"
+    scale = replace(SCALE, base=with_values(SCALE.base, {"data.corpus": corpus}), seeds=(0,))
+    with pytest.raises(RuntimeError, match=r"runs of .* have not ended, .*sweep-worker --out .*repeat the command"):
+        study.run("robustness_heatmaps", tmp_path / "out", scale=scale, workers=0)
+    assert not list((tmp_path / "out").glob("*.json"))
+    assert study.so_far("robustness_heatmaps", tmp_path / "out", scale=scale).startswith("0 of ")
+
+
+def test_what_cannot_be_said_so_far(tmp_path: Path) -> None:
+    chooses = "by its earlier ones"
+    for name, reason in (("restart_mechanism", "trains nothing"), ("blockwise", chooses), ("retuning", chooses)):
+        with pytest.raises(UsageError, match=f"--so-far: the study {name} .*{reason}.*leave the option out"):
+            study.so_far(name, tmp_path)
+    with pytest.raises(UsageError, match=r"--so-far: .*cells\.csv is not there; begin the study"):
+        study.so_far("robustness_heatmaps", tmp_path)
+    begun("robustness_heatmaps", tmp_path, SCALE, lambda _: False)
+    with pytest.raises(UsageError, match="--so-far 7: the study has no such seed; it has 0, 1, 2"):
+        study.so_far("robustness_heatmaps", tmp_path, scale=SCALE, seeds=[7, 0])
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begun("robustness_heatmaps", tmp_path, QUICK, lambda _: False)
+    assert main(["study", "robustness_heatmaps", "--quick", "--out", str(tmp_path), "--so-far"]) == 0
+    plain = capsys.readouterr().out
+    assert main(["study", "robustness_heatmaps", "--quick", "--out", str(tmp_path), "--so-far", "0"]) == 0
+    assert capsys.readouterr().out == plain
+    assert plain.startswith(robustness_heatmaps.QUESTION)
+    assert "all" in plain
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["robustness_heatmaps-quick"]
