@@ -41,6 +41,15 @@ folder = Path(sys.argv[sys.argv.index("--out") + 1])
 environment = [os.environ.get(name, "-") for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
 stop, lingers = threading.Event(), False
 
+def ask_to_stop(*_):
+    note(folder / "told", str(os.getpid()))
+    stop.set()
+
+def all_told():
+    # Else a worker that is not told yet takes, and ends, the job that a stopped one gives back.
+    pids = [{line.split()[0] for line in (folder / name).read_text().splitlines()} for name in ("started", "told")]
+    return pids[0] <= pids[1]
+
 def note(path, text):
     with path.open("a") as file:
         file.write(text + "\n")
@@ -48,7 +57,7 @@ def note(path, text):
 def leash():
     while os.read(0, 1000):
         pass
-    stop.set()
+    ask_to_stop()
 
 def wait(condition):
     deadline = time.monotonic() + 60
@@ -76,6 +85,7 @@ def execute(plan, job):
             signal.signal(signal.SIGINT, lambda *_: note(place / "interrupted", "yes"))
             note(place / "hanging", "yes")
             wait(stop.is_set)
+            wait(all_told)
             note(place / "saved", "yes")
             raise house.Stopped
         if mode == "stubborn":
@@ -100,7 +110,7 @@ def execute(plan, job):
             os.kill(os.getpid(), signal.SIGKILL)
         lingers = lingers or mode == "lingers"
 
-signal.signal(signal.SIGTERM, lambda *_: stop.set())
+signal.signal(signal.SIGTERM, ask_to_stop)
 if "--leash" in sys.argv:
     threading.Thread(target=leash, daemon=True).start()
 note(folder / "started", " ".join([str(os.getpid()), *environment]))

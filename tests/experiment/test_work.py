@@ -228,10 +228,19 @@ def test_stopped_worker_gives_its_job_back(tmp_path: Path) -> None:
         raise Stopped
 
     for _ in range(5):
-        calls = iter((False, True))
+        calls = iter((False, False, True))
         assert work(tmp_path, None, stop, stopped=lambda calls=calls: next(calls)) == 0
     assert errors(tmp_path) == {}
     assert work(tmp_path, None, Hands(), stopped=never) == len(made.jobs)
+
+
+def test_worker_stopped_while_it_takes_a_job(tmp_path: Path) -> None:
+    """A worker that is asked to stop while it claims gives the job back and does not begin it."""
+    made, hands = written(tmp_path), Hands()
+    calls = iter((False, True))
+    assert work(tmp_path, None, hands, stopped=lambda: next(calls)) == 0
+    assert hands.done == []
+    assert work(tmp_path, None, hands, stopped=never) == len(made.jobs)
 
 
 def test_busy_run_is_waited_for(tmp_path: Path) -> None:

@@ -216,6 +216,9 @@ def work(
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 continue
+            if stopped():  # meanwhile: perhaps another worker, stopped as well, has just given this job back
+                claim.release()
+                break
             pause = _PAUSE_SECONDS
             if claim.job not in plan.jobs:  # the sweep has been extended
                 plan = _plan(folder, storage)
