@@ -189,12 +189,14 @@ def test_bad_texts(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str)
 
 def test_config_layers(tmp_path: Path) -> None:
     """YAML files are laid over each other from left to right and options win; `--print-config` reads back the same."""
-    (tmp_path / "a.yaml").write_text("outer: {lr: 0.3, nesterov: false, restart: 3}\nseed: 5\n")
+    (tmp_path / "a.yaml").write_text("outer: {lr: 0.3, nesterov: false, restart: 3}\ninner: {schedule: wsd}\nseed: 5\n")
     (tmp_path / "b.yaml").write_text("outer: {lr: 1e-1}\n")
     files = ["--config", tmp_path / "a.yaml", "--config", tmp_path / "b.yaml"]
     done = call("train", *files, "--seed", "7", "--print-config")
     assert done.returncode == 0, done.stderr
-    assert all(line in done.stdout for line in ("lr: 0.1", "nesterov: false", "restart: '3'", "seed: 7"))
+    assert all(
+        line in done.stdout for line in ("lr: 0.1", "nesterov: false", "restart: '3'", "schedule: wsd", "seed: 7")
+    )
     (tmp_path / "c.yaml").write_text(done.stdout)
     assert call("train", "--config", tmp_path / "c.yaml", "--print-config").stdout == done.stdout
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from twophase.config import (
     LATER,
     UsageError,
+    check_tree,
     differences,
     dump_yaml,
     fingerprint,
@@ -183,8 +184,10 @@ def test_later_values_at_their_default_change_nothing(tmp_path: Path):
     assert from_tree(Newer, to_tree(linear)) == linear
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(linear))
+    check_tree(load_yaml(path), Newer(), "--config")
     words = to_arguments(load_yaml(path))
     assert parse_arguments(Newer(), words, prog="test") == linear
+    assert yaml.safe_load(dump_yaml(Newer(), every=True)) == to_tree(Newer()) | {"schedule": "cosine", "fast": False}
     assert parse_arguments(Newer(), ["--fast", "true"], prog="test") == Newer(fast=True)
     with pytest.raises(UsageError, match=r"unknown or absent values seed$"):
         from_tree(Newer, {name: value for name, value in to_tree(Newer()).items() if name != "seed"})

@@ -7,10 +7,14 @@ import io
 import itertools
 import json
 import math
+import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -546,3 +550,32 @@ def test_numpy_numbers_become_plain():
     assert type(Periodic(np.int64(3)).period) is int  # type: ignore[arg-type]
     assert Cycle((np.int32(2), 3)) == Cycle((2, 3))  # type: ignore[arg-type]
     assert type(OuterRule(np.float32(0.5), np.float64(0.9)).lr) is float  # type: ignore[arg-type]
+
+
+def test_modules_with_policies_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register_policy):
+    """`TWOPHASE_POLICIES` makes another program's policies known, here and in the command line's own process."""
+    (tmp_path / "theirs.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from twophase.restart import Restart, RestartPolicy, register\n\n"
+        "@register('test-theirs')\n"
+        "@dataclass(frozen=True, slots=True)\n"
+        "class Theirs(RestartPolicy):\n"
+        "    first: int = 1\n\n"
+        "    def decide(self, state, signal):\n"
+        "        return state, Restart() if signal.round == self.first else None\n"
+    )
+    (tmp_path / "broken.py").write_text("import a_module_that_is_nowhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with pytest.raises(ValueError, match=r"test-theirs:4' is not known.*TWOPHASE_POLICIES .* names modules"):
+        parse("test-theirs:4")
+    monkeypatch.setenv("TWOPHASE_POLICIES", "broken")
+    with pytest.raises(ValueError, match=r"TWOPHASE_POLICIES: the module 'broken' cannot be imported .*PYTHONPATH"):
+        parse("test-theirs:4")
+    assert parse("3") == Periodic(3)
+    monkeypatch.setenv("TWOPHASE_POLICIES", " theirs ,")
+    register_policy("test-theirs")  # so that it is forgotten in the end
+    assert str(parse("test-theirs:4")) == "test-theirs:4"
+    words = ["train", "--outer.restart", "test-theirs:4", "--print-config"]
+    done = subprocess.run([sys.executable, "-m", "twophase", *words], capture_output=True, text=True, check=False)
+    assert "restart: test-theirs:4" in done.stdout, done.stderr

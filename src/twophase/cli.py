@@ -195,7 +195,7 @@ def _train(words: list[str]) -> int:
     _elastic_options(parser)
     options, config = _train_config(parser, words)
     if options.print_config:
-        print(dump_yaml(config), end="")
+        print(dump_yaml(config, every=True), end="")
         return 0
     out = options.out or Path("runs") / fingerprint(config)
     _check_elastic(options)
@@ -326,13 +326,13 @@ def _sweep(words: list[str]) -> int:
     parser.add_argument(
         "--controls",
         action="store_true",
-        help="add what restarts should be judged against: momentum-free runs, plain averaging, and for each restarted "
-        "run one without restarts at the same mean outer gain",
+        help="add what restarts should be judged against: momentum-free runs, plain averaging, and for each run "
+        "with scheduled restarts one without at the same mean outer gain",
     )
     rest, slurm = take_slurm_options(words)
     options, config = _train_config(parser, rest)
     if options.print_config:
-        print(dump_yaml(config), end="")
+        print(dump_yaml(config, every=True), end="")
         return 0
     if not options.axis:
         raise UsageError(
@@ -355,7 +355,14 @@ def _demo(words: list[str]) -> int:
     parser = _parser("demo")
     add_options(parser)
     parser.add_argument("--quick", action="store_true", help="a smaller grid of shorter runs, under two minutes")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="SEED", help="seeds, 60 runs each (0)")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="SEED",
+        help="seeds, 82 runs each, or 60 without controls (0)",
+    )
     parser.add_argument("--no-controls", action="store_true", help="leave out the control runs")
     rest, slurm = take_slurm_options(words)
     options = parser.parse_args(rest)

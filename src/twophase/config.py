@@ -148,9 +148,21 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     ]
 
 
-def dump_yaml(config: Any) -> str:
-    """The configuration as YAML, in the order of its fields."""
-    return yaml.safe_dump(to_tree(config), sort_keys=False, default_flow_style=False, width=120)
+def dump_yaml(config: Any, *, every: bool = False) -> str:
+    """The configuration as YAML, in the order of its fields.
+
+    Args:
+        config: the configuration.
+        every: write also what `to_tree` leaves out, for people; a file that is compared must not have it.
+    """
+    tree = to_tree(config)
+    for path, value in values_of(config).items() if every else ():
+        *scope, leaf = path.split(".")
+        place = tree
+        for name in scope:
+            place = place[name]
+        place[leaf] = value
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=120)
 
 
 def load_yaml(path: Path) -> Tree:
@@ -176,7 +188,7 @@ def check_tree(tree: Mapping[str, Any], default: Any, where: str) -> None:
 
     Text that reads as a number is left to the command line's parser, which also knows ranges.
     """
-    known = flatten(to_tree(default))
+    known = values_of(default)
     for path, value in flatten(tree).items():
         if path not in known:
             near = difflib.get_close_matches(path, known, n=1)

@@ -14,13 +14,14 @@ which are measured *before* the round's pseudo-gradient is mixed in, and may set
 serves both moments.)
 
 To add a policy, write a frozen dataclass that derives from `RestartPolicy` and decorate it with `@register("name")`:
-its text form (`name:value:...`), JSON form, state saving, the optimizer, the engine, the sweeps and the command line
-then work unchanged.
+its text form (`name:value:...`), JSON form, state saving, the optimizer and the engine then work unchanged; so do the
+sweeps and the command line, if the environment variable `TWOPHASE_POLICIES` names its module.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -276,6 +277,9 @@ def answered(state: State, decision: Decision) -> Answer:
 _REGISTRY: dict[str, type[RestartPolicy]] = {}
 _ELSEWHERE = ("twophase.auto", "twophase.adaptive", "twophase.rivals", "twophase.probing")
 """Modules of ours that register policies; loaded when a name is not known yet."""
+POLICIES_VARIABLE = "TWOPHASE_POLICIES"
+"""Environment variable with the names of other people's modules that register policies, separated by commas; loaded
+when a name is not known yet. So the command line and a sweep's workers, processes of their own, know them too."""
 P = TypeVar("P", bound=type[RestartPolicy])
 
 
@@ -441,10 +445,19 @@ class Soft(RestartPolicy):
 
 
 def _known(name: str) -> type[RestartPolicy] | None:
-    """The policy of a name; ours are loaded when they are first asked for."""
+    """The policy of a name; ours, and then those of `POLICIES_VARIABLE`, are loaded when they are first asked for."""
     if name not in _REGISTRY:
         for module in _ELSEWHERE:
             import_module(module)
+    if name not in _REGISTRY:
+        for module in filter(None, map(str.strip, os.environ.get(POLICIES_VARIABLE, "").split(","))):
+            try:
+                import_module(module)
+            except Exception as error:
+                raise ValueError(
+                    f"{POLICIES_VARIABLE}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); "
+                    "mend it, put its folder on PYTHONPATH, or unset the variable"
+                ) from error
     return _REGISTRY.get(name)
 
 
@@ -478,7 +491,8 @@ def _parse_text(text: str) -> RestartPolicy:
     if cls is None:
         raise ValueError(
             f"restart {text!r} is not known; write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
-            f"one of {', '.join(sorted(_REGISTRY))} with its values"
+            f"one of {', '.join(sorted(_REGISTRY))} with its values; {POLICIES_VARIABLE} (an "
+            "environment variable) names modules with policies of your own"
         )
     wanted = ":".join([name, *(field.name.upper() for field in fields(cls))])  # type: ignore[arg-type]
     try:
