@@ -1062,3 +1062,65 @@ def test_loading_a_rounds_end_sets_the_replicas():
     engine = DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=2)
     engine.load_state_dict(donor.state_dict())
     assert torch.equal(model.weight.detach(), donor.anchor["weight"])
+
+
+@pytest.mark.parametrize(("delay", "reached"), [(0, -8), (1, -6)], ids=["at-once", "delayed"])
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_an_exception_inside_a_sync_loses_nothing(delay: int, reached: float, wire: str):
+    """A probe that raises, or Ctrl-C there, undoes the sync: the next one takes its progress, once."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    asked = itertools.count()
+
+    def probe(*_: Any) -> float:
+        if next(asked) == 0:
+            raise KeyboardInterrupt
+        return 0.0
+
+    rule = OuterRule(1.0, 0.0)  # averaging: the anchor is what one replica has reached
+    engine = DiLoCo(model, rule, inner_steps=2, delay=delay, wire=wire, restart="probe:keep,average", probe=probe)
+    interrupted = 0
+    for _ in range(8):
+        with torch.no_grad():
+            model.weight -= 1.0
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+            assert not engine.under_way
+            assert len(engine.state_dict()["under_way"]) == 0
+    engine.finish()
+    assert interrupted == 1
+    assert model.weight.item() == pytest.approx(reached, rel=1e-2)  # a delay gives up a step of each sync, as always
+    assert engine.at_anchor
+
+
+def test_a_state_cut_in_other_places_is_refused():
+    """Fragments of the same names that hold other parameters are told apart before anything is changed."""
+
+    def engine_of(*cut: str) -> DiLoCo:
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(1)) for name in "abcd"})
+        parts: dict[str, str] = dict(zip("xyz", cut, strict=True))
+        return DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=1, fragments=parts, stagger=False)
+
+    saved, other = engine_of("a", "b|c", "d"), engine_of("a", "b", "c|d")
+    saved.step()
+    with pytest.raises(
+        ValueError, match=r"fragment y has param groups of \[2\] parameters in the state and of \[1\] here"
+    ):
+        other.load_state_dict(saved.state_dict())
+    assert [f.outer.param_groups[0]["rounds"] for f in other.fragments] == [0, 0, 0]
+    assert other.round == 0
+
+
+@pytest.mark.parametrize("signals", [0.5, torch.tensor(0.5), [1.0]])
+def test_signals_without_names_are_refused_at_once(signals: Any):
+    """A bare number is refused in the first step, not where a round ends."""
+    engine = DiLoCo(nn.Linear(1, 1), OuterRule(0.7, 0.9), inner_steps=5)
+    with pytest.raises(ValueError, match=r"DiLoCo: signals are .*give names and values, such as \{'loss': 2.3\}"):
+        engine.step(signals)
+    with pytest.raises(ValueError, match="DiLoCo: signals are"):
+        engine.finish(signals)
+    assert engine.inner_step == 0
+    with pytest.raises(ValueError, match="mixing is 'a'"):
+        DiLoCo(nn.Linear(1, 1), OuterRule(0.7, 0.9), inner_steps=5, mixing="a")  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def check_overlap(delay: int, mixing: float, inner_steps: int) -> None:
             f"DiLoCo: delay is {delay!r}; it must be a whole number of inner steps from 0 to inner_steps - 1 = "
             f"{inner_steps - 1}, so that a reduction ends before the fragment's next one begins"
         )
-    if not 0 <= mixing < 1:
+    if not isinstance(mixing, Real) or not 0 <= mixing < 1:
         raise ValueError(
             f"DiLoCo: mixing is {mixing!r}; it must lie in [0, 1): 0 takes the anchor over, 0.5 keeps half of what a "
             "replica has reached by itself"

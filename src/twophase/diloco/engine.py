@@ -237,6 +237,7 @@ class DiLoCo:
         Raises:
             ValueError: a round ends, and a signal is missing that a restart policy needs; nothing has happened.
         """
+        _check_kind(signals)  # in every step, and not only where a round ends
         self._check_joined()
         given = self._given(signals, ending) if (ending := self._ending()) else None
         self.inner_step += 1
@@ -271,6 +272,7 @@ class DiLoCo:
         Raises:
             ValueError: a signal is missing that a restart policy needs; call it again with all of them.
         """
+        _check_kind(signals)
         under_way = list(self._under_way)
         reports = [self._complete(sync, self._given(signals, sync.fragments)) for sync in under_way]
         while left := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
@@ -415,31 +417,44 @@ class DiLoCo:
         """Wait for the mean pseudo-gradients and what is decided by; None when a process has gone meanwhile."""
         shared = None
         try:
-            with _phase("reduce", sync.seconds):
-                for transfer in sync.transfers:
-                    transfer.wait()
-                for fragment in sync.fragments:
-                    if sync.replicas > 1:
-                        fragment.gradient.div_(sync.replicas)
-                    fragment.hand_over()
-            with _phase("outer", sync.seconds):
-                own = squares(self.communicator, sync.squares, len(self.replicas))
-                shared = agree(self.communicator, sync.fragments, sync.weight, {**(signals or {}), **own})
-            if any(isinstance(f.outer, OuterSGD) and f.outer.candidate_count for f in sync.fragments):
-                with _phase("probe", sync.seconds):
-                    shared = replace(shared, probes=self._probes(sync))
-        except Interrupted:
-            pass
-        if self.communicator.commit() and shared is not None:
+            with suppress(Interrupted):
+                shared = self._shared(sync, signals)
+            if not self.communicator.commit():
+                shared = None
+        except BaseException:  # of the probe, or Ctrl-C: the replicas hold their progress, and the next sync takes it
+            self._withdraw(sync)
+            raise
+        if shared is None:
+            self._withdraw(sync)
+            return None
+        for fragment in sync.fragments:
+            self._borrowed.discard(fragment.number)
+            fragment.channel.commit()
+        return shared
+
+    def _shared(self, sync: _Sync, signals: Mapping[str, float] | None) -> Shared:
+        """What all processes decide by, once the sums are there."""
+        with _phase("reduce", sync.seconds):
+            for transfer in sync.transfers:
+                transfer.wait()
             for fragment in sync.fragments:
-                self._borrowed.discard(fragment.number)
-                fragment.channel.commit()
-            return shared
+                if sync.replicas > 1:
+                    fragment.gradient.div_(sync.replicas)
+                fragment.hand_over()
+        with _phase("outer", sync.seconds):
+            own = squares(self.communicator, sync.squares, len(self.replicas))
+            shared = agree(self.communicator, sync.fragments, sync.weight, {**(signals or {}), **own})
+        if any(isinstance(f.outer, OuterSGD) and f.outer.candidate_count for f in sync.fragments):
+            with _phase("probe", sync.seconds):
+                shared = replace(shared, probes=self._probes(sync))
+        return shared
+
+    def _withdraw(self, sync: _Sync) -> None:
+        """Undo a sync that has not been agreed on."""
         self._under_way.remove(sync)
         for fragment, steps in zip(sync.fragments, sync.steps, strict=True):
-            fragment.channel.rollback()
+            fragment.channel.withdraw()
             fragment.steps += steps
-        return None
 
     def _probes(self, sync: _Sync) -> list[list[float]]:
         """The losses of each fragment's candidates, with the other fragments at the anchor; means over the replicas.
@@ -758,6 +773,14 @@ class DiLoCo:
                 f"DiLoCo.load_state_dict: the anchor has {state['anchor'].numel()} elements instead of "
                 f"{self._anchor.numel()}; the state is damaged"
             )
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            ours = [len(group["params"]) for group in fragment.outer.param_groups]
+            theirs = [len(group["params"]) for group in saved["outer"]["param_groups"]]
+            if ours != theirs:
+                raise ValueError(
+                    f"DiLoCo.load_state_dict: fragment {fragment.name} has param groups of {theirs} parameters in the "
+                    f"state and of {ours} here; build the engine with the checkpoint's fragments and param groups"
+                )
         if state["inner_step"] >= self.inner_steps:
             raise ValueError(
                 f"DiLoCo.load_state_dict: the state was saved after {state['inner_step']} inner steps of its round, "
@@ -788,6 +811,11 @@ class DiLoCo:
                 fragment.channel.load_state_dict(state[fragment.name])
             else:
                 fragment.channel.clear()
+
+
+def _check_kind(signals: Signals) -> None:
+    if not (signals is None or callable(signals) or isinstance(signals, Mapping)):
+        raise ValueError(f"DiLoCo: signals are {signals!r}; give names and values, such as {{'loss': 2.3}}")
 
 
 def _outer_step(fragment: Fragment, shared: Shared, index: int) -> tuple[float, tuple[GroupRound, ...]]:

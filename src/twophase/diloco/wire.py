@@ -407,6 +407,17 @@ class Channel:
             residual.rollback()
         self._give_up()
 
+    def withdraw(self) -> None:
+        """Give up a transfer under way, whose sum nobody has applied: `rollback()` where that is possible.
+
+        Elsewhere the residuals keep what the codes of this transfer lacked, in the place of what those before it did:
+        a rounding error either way, and the next sum takes all of the rest.
+        """
+        if self._transactional:
+            self.rollback()
+        else:
+            self._give_up()
+
     def clear(self) -> None:
         """Forget all residuals, and give up a transfer under way: as after construction."""
         for residual in self._sent:

@@ -82,6 +82,8 @@ def outer_step_(
 
 Row = tuple[Tensor, ...]
 """Parameter x, pseudo-gradient g and buffer m."""
+Scratch = dict[tuple[torch.dtype, torch.device], Tensor]
+"""One piece of uninitialised memory of each kind, which the batches of a step share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class _Rule:
 def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
     """The update in plain operations, on tensors of any kind."""
     momentum, weight = rule.mixing
-    scratch: dict[torch.dtype, Tensor] = {}
+    scratch: Scratch = {}
     for x, g, m in _batches(*zip(*rows, strict=True)):
         if rule.step is not None:
             _take_(x, g, m, (rule.step.along_g, 0.0 if rule.fresh else rule.step.along_m), scratch)
@@ -136,7 +138,7 @@ def _take_(
     g: list[Tensor],
     m: list[Tensor],
     step: tuple[float, float],
-    scratch: dict[torch.dtype, Tensor],
+    scratch: Scratch,
 ) -> None:
     """`x <- x - a g - b m`; 16-bit x is rounded once, unless b = 0, which has the bits of a momentum-free step."""
     along_g, along_m = step
@@ -226,17 +228,17 @@ def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
         target.copy_(source)  # one by one: DTensor has no foreach copy
 
 
-def _scratch_like(batch: list[Tensor], scratch: dict[torch.dtype, Tensor]) -> list[Tensor]:
+def _scratch_like(batch: list[Tensor], scratch: Scratch) -> list[Tensor]:
     """Uninitialised tensors of a batch's shapes, cut from one piece that all batches of a step share.
 
     A fresh allocation for each batch would be given back to the system and faulted in again, batch after batch.
     """
-    count, dtype = sum(t.numel() for t in batch), batch[0].dtype
-    if count > _limit(batch[0]) or not all(_is_plain(t) and t.dtype == dtype for t in batch):
+    count, kind = sum(t.numel() for t in batch), (batch[0].dtype, batch[0].device)
+    if count > _limit(batch[0]) or not all(_is_plain(t) and (t.dtype, t.device) == kind for t in batch):
         return [torch.empty_like(t) for t in batch]
-    if dtype not in scratch:
-        scratch[dtype] = torch.empty(_limit(batch[0]), dtype=dtype, device=batch[0].device)
-    parts = scratch[dtype][:count].split([t.numel() for t in batch])
+    if kind not in scratch:
+        scratch[kind] = torch.empty(_limit(batch[0]), dtype=kind[0], device=kind[1])
+    parts = scratch[kind][:count].split([t.numel() for t in batch])
     return [part.view(t.shape) for part, t in zip(parts, batch, strict=True)]
 
 
@@ -291,18 +293,25 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> Dots:
     An empty `buffers` counts as m = 0.
     """
     batches = _batches(pseudo_gradients, buffers or pseudo_gradients)
-    if pseudo_gradients[0].device.type == "cpu":  # joining small tensors is cheaper than an operation on each
+    first = pseudo_gradients[0].device
+    if first.type == "cpu" and all(
+        t.device == first for t in pseudo_gradients
+    ):  # joining small tensors is cheaper than an operation on each
         found = [_dots(_joined(g), _joined(m)) for g, m in batches]
     else:  # there it would only be two more passes over the memory
         found = [_dots(_joined([a]), _joined([b])) for g, m in batches for a, b in zip(g, m, strict=True)]
-    parts = torch.stack([dot for three in found for dot in three]).double()  # a batch is short, all of them are not
+    parts = torch.stack(
+        [dot.to(first) for three in found for dot in three]
+    ).double()  # a batch is short, all of them are not
     gg, mm, gm = parts.view(-1, 3).sum(dim=0).tolist()  # one transfer to the host
     return (gg, mm, gm) if buffers else (gg, 0.0, 0.0)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
     """The tensors of a batch as one vector, in a type wide enough to sum in."""
-    wide = [t.float() if t.dtype.itemsize < 4 else t for t in tensors]
+    # |z|^2 is the sum of the squares of both parts, and so is torch's step on a complex tensor one on its parts.
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    wide = [t.float() if t.dtype.itemsize < 4 else t for t in real]
     return torch.cat([t.reshape(-1) for t in wide]) if len(wide) > 1 else wide[0]
 
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class OuterSGD(Optimizer):
         EMA form:  m <- b m + (1 - b) g;  x <- x - lr m   or, Nesterov,  x <- x - lr ((1 + b) m - b m_old)
 
     then, if the policy restarts after this round, `m <- retain m + inject g` (hard: m <- 0). With `Never()` in sum
-    form it equals `torch.optim.SGD` (no weight decay, dampening 0) bit for bit.
+    form it equals `torch.optim.SGD` (no weight decay, dampening 0) bit for bit, on parameters of float32 and float64.
 
     | here       | symbol | paper      |
     |------------|--------|------------|
@@ -81,7 +82,9 @@ class OuterSGD(Optimizer):
     `restarts`, `policy_state`, and the policy in its text form), so `state_dict()` moves all of it: to disk, to a
     healing replica of torchft, through `torch.save` with `weights_only` loading. Buffers of 16-bit parameters are
     float32 and stay so when loaded. Gradients are only read. A group in which no parameter has a gradient takes no
-    round.
+    round; in one that takes one, a parameter without a gradient stays where it is, and its buffer restarts with the
+    others. A policy that is put into a param group as an object starts without memory; as text it takes over the memory
+    that is there.
 
     Args:
         params: parameters, named parameters, or param groups.
@@ -91,7 +94,7 @@ class OuterSGD(Optimizer):
         form: `"sum"` (as torch.optim.SGD) or `"ema"` (as the restart paper).
         restart: a policy of `twophase.restart`, its text form, or a period.
         together: decide by the norms and angles of all groups that say so, instead of each group by its own. Groups
-            with the same policy then restart in the same rounds.
+            with the same policy then restart in the same rounds, as long as they have taken the same rounds.
         signals: names of the further values that `step(signals=...)` will be given, and `"probes"` if it will be given
             `probe`; a policy that needs more is refused.
 
@@ -145,21 +148,15 @@ class OuterSGD(Optimizer):
         """Add a group; its own `lr`, `momentum`, `nesterov`, `form` and `restart` override the defaults."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _complete(group)
-        missing = self._unpromised(group)
-        if missing:
-            self.param_groups.pop()
-            raise ValueError(
-                f"OuterSGD: restart policy {group['restart']} needs {_listed(missing)}; {_remedy(missing)}, and "
-                f"promise it here with signals={sorted(missing)!r}"
-            )
         try:
-            _ = self.candidate_count  # refuses groups that cannot be judged together
-            if parse(group["restart"]).effective(_rule_of(group)).momentum != group["momentum"]:
+            _complete(group)
+            missing = self._unpromised(group)
+            if missing:
                 raise ValueError(
-                    f"OuterSGD: restart policy {group['restart']} needs a buffer, and at momentum 0 there is none; "
-                    "give any momentum above 0, which does not enter"
+                    f"OuterSGD: restart policy {group['restart']} needs {_listed(missing)}; {_remedy(missing)}, and "
+                    f"promise it here with signals={sorted(missing)!r}"
                 )
+            _ = self.candidate_count  # refuses groups that cannot be judged together
         except ValueError:
             self.param_groups.pop()
             raise
@@ -203,8 +200,14 @@ class OuterSGD(Optimizer):
                 loss = closure()
         self.last_round = []
         taking_part = self._taking_part()
+        bare = not measure and all(given is None for given in (signals, probe, measured, probes))
+        if bare and self._is_rehearsal(taking_part):
+            return loss
         for group, params in taking_part:  # all of them before any: a round that is refused has not happened
             _check_round(group, params, signals, probes=probes is not None or probe is not None)
+        needed = frozenset().union(*(parse(group["restart"]).needs for group, _ in taking_part))
+        if signals is not None:  # a tensor would go into the policies' memory as it is, and may change there
+            signals = {name: float(value) if name in needed else value for name, value in signals.items()}
         if probes is None and probe is not None and self.candidate_count:
             probes = self._probe(probe)
         losses = None if probes is None else tuple(probes)
@@ -282,6 +285,22 @@ class OuterSGD(Optimizer):
         """`<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
         return [self._measure(group, params) for group, params in self._taking_part()]
 
+    def _is_rehearsal(self, taking_part: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> bool:
+        """Whether this step is one of torch.distributed.checkpoint's, which makes buffers and must be no round.
+
+        To learn what a state holds, its `get_optimizer_state_dict` takes a step at learning rate 0 with gradients of 0
+        where there is no state yet.
+        """
+        if self.state or not taking_part or any(group["lr"] != 0 or group["rounds"] for group, _ in taking_part):
+            return False
+        gradients = [_gradient(p) for _, params in taking_part for p in params]
+        if any(g.is_sparse or bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients):
+            return False
+        for group, params in taking_part:
+            for p in params if group["momentum"] != 0 else ():
+                self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
+        return True
+
     def _taking_part(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
         """The groups that take a round, and their parameters that do."""
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
@@ -317,12 +336,12 @@ class OuterSGD(Optimizer):
                 for p in params:
                     if BUFFER not in self.state[p]:
                         self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
-            self._restart(params, restart)
+            self._restart(group, params, restart)
         old = [p for p in params if BUFFER in self.state[p]]
         self._update(group, [p for p in params if BUFFER not in self.state[p]], answer, fresh=True)
         self._update(group, old, answer, fresh=False)
         if restart is not None and not restart.before:
-            self._restart(params, restart)
+            self._restart(group, params, restart)
         group["restarts"] += answer.restarted
         group["rounds_since_restart"] = answer.age(age)
         if measure and seen is not None:
@@ -344,10 +363,15 @@ class OuterSGD(Optimizer):
             return seen
         return seen[0] + dots([_gradient(p) for p in fresh], [])[0], seen[1], seen[2]
 
-    def _restart(self, params: list[Tensor], restart: Restart) -> None:
+    def _restart(self, group: dict[str, Any], params: list[Tensor], restart: Restart) -> None:
         held = [p for p in params if BUFFER in self.state[p]]
         buffers, gradients = [self.state[p][BUFFER] for p in held], [_gradient(p) for p in held]
         restart_(buffers, gradients, restart.retain, restart.inject, opposed=restart.opposed)
+        if len(params) < len(group["params"]) and restart.counts and not restart.opposed:
+            # Those without a gradient in this round, whose g counts as 0: the cycle that begins is theirs, too.
+            resting = (p for p in group["params"] if p.grad is None)
+            idle = [self.state[p][BUFFER] for p in resting if BUFFER in self.state.get(p, {})]
+            restart_(idle, idle, restart.retain, 0.0)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], answer: Answer, *, fresh: bool) -> None:
         buffers: list[Tensor] = []
@@ -360,13 +384,24 @@ class OuterSGD(Optimizer):
             params,
             [_gradient(p) for p in params],
             buffers,
-            lr=group["lr"],
+            lr=float(group["lr"]),
             momentum=group["momentum"],
             nesterov=group["nesterov"],
             form=group["form"],
             fresh=fresh,
             step=answer.step,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every torch optimizer; next to tensors it holds plain numbers and text alone."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group |= {key: _plain(value) for key, value in group.items()}
+            group |= {key: bool(group[key]) for key in ("nesterov", "together")}  # NumPy's is no number
+            if not isinstance(group["restart"], str):  # the user put a policy there, which has not begun yet
+                policy = parse(group["restart"])
+                group |= {"restart": str(policy), "policy_state": policy.initial_state()}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` returned; float32 buffers of 16-bit parameters stay float32.
@@ -379,6 +414,13 @@ class OuterSGD(Optimizer):
             ValueError: groups that do not fit, values that this optimizer cannot honour, or a policy that needs what is
                 not promised; nothing has been changed.
         """
+        if not {"state", "param_groups"} <= set(state_dict) or any(
+            "momentum" not in group for group in state_dict["param_groups"]
+        ):
+            raise ValueError(
+                "OuterSGD: this is no state of an OuterSGD or a torch.optim.SGD, whose groups have a momentum; load "
+                "what the state_dict() of one has returned"
+            )
         groups = []
         for index, group in enumerate(state_dict["param_groups"]):
             for key in ("dampening", "weight_decay", "maximize"):
@@ -505,3 +547,17 @@ def _complete(group: dict[str, Any]) -> None:
 
 def _check(group: dict[str, Any]) -> None:
     check_rule("OuterSGD", group["lr"], group["momentum"], group["form"], group["nesterov"])
+    if parse(group["restart"]).effective(_rule_of(group)).momentum != group["momentum"]:
+        raise ValueError(
+            f"OuterSGD: restart policy {group['restart']} needs a buffer, and at momentum 0 there is none; "
+            "give any momentum above 0, which does not enter"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy number as Python's own, which loading with `weights_only` takes; anything else as it is."""
+    if isinstance(value, Integral) and type(value) not in (int, bool):
+        return int(value)
+    if isinstance(value, Real) and type(value) not in (int, bool, float):
+        return float(value)
+    return value
