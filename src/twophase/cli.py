@@ -628,6 +628,14 @@ def _study(words: list[str]) -> int:
         help="of a study that trains: what it says of the runs that have ended by now, of these seeds or those with the"
         " most whole arms; trains and writes nothing",
     )
+    parser.add_argument(
+        "--table",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="with --so-far: tables (cells.csv) of runs of this study that were trained elsewhere",
+    )
     add_workers(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     options = parser.parse_args(words)
@@ -640,8 +648,11 @@ def _study(words: list[str]) -> int:
         raise UsageError(f"name a study: {', '.join(questions())}")
     print(load(options.name).QUESTION, flush=True)
     if options.so_far is not None:
-        print(f"\n{so_far(options.name, options.out, options.quick, scale=options.scale, seeds=options.so_far)}")
+        where = {"scale": options.scale, "seeds": options.so_far, "tables": options.table}
+        print(f"\n{so_far(options.name, options.out, options.quick, **where)}")
         return 0
+    if options.table:
+        raise UsageError("--table: tables of other runs are read with --so-far only; give it, or leave them out")
     try:
         with watched(options.name, quiet=options.quiet) as progress:
             outcome = run(

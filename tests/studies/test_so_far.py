@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import textmaker
 from twophase.cli import main
 from twophase.config import UsageError, with_values
-from twophase.experiment.table import SEED, Row, rows_of, write_rows
+from twophase.experiment.table import SEED, Row, read_rows, rows_of, write_rows
 from twophase.recipes.paper import QUICK, Scale
 from twophase.studies import robustness_heatmaps, study
 from twophase.studies._so_far import complete
@@ -224,3 +224,35 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plain.startswith(robustness_heatmaps.QUESTION)
     assert "all" in plain
     assert sorted(path.name for path in tmp_path.iterdir()) == ["robustness_heatmaps-quick"]
+
+
+def test_tables_from_several_places_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three seeds trained in three places say what they say from one; a part's table may lack axes that it has not."""
+    name = "adaptive_confirmation"
+    begun(name, tmp_path / "one", SCALE, lambda _: False)
+    whole = study.so_far(name, tmp_path / "one", scale=SCALE)
+    seeds = sorted({row.values[SEED] for row in read_rows(tmp_path / "one" / f"{name}-small" / "cells.csv")})
+    tables = []
+    for seed in seeds:
+        rows = begun(name, tmp_path / str(seed), SCALE, lambda row, seed=seed: row.values[SEED] != seed)
+        kept = [row for row in rows if row.state == "finished"]
+        same = {path for path in kept[0].values if len({row.values[path] for row in kept}) == 1}
+        part = [replace(row, values={p: v for p, v in row.values.items() if p not in same}) for row in kept]
+        tables.append(tmp_path / f"{seed}.csv")
+        write_rows(tables[-1], part)
+    assert study.so_far(name, tmp_path / "nowhere", scale=SCALE, tables=tables) == whole
+    assert not (tmp_path / "nowhere").exists()
+    first = tmp_path / str(seeds[0])
+    assert study.so_far(name, first, scale=SCALE, tables=tables[1:]) == whole
+    assert study.so_far(name, first, scale=SCALE, tables=tables[1:2]) != whole
+    with pytest.raises(
+        UsageError, match=r"--table .*\.csv: .* of its .* rows are no runs of this study.* at this scale"
+    ):
+        study.so_far("robustness_heatmaps", first, scale=SCALE, tables=[tmp_path / f"{seeds[0]}.csv"])
+    begun(name, tmp_path, QUICK, lambda _: False)
+    words = ["study", name, "--quick", "--out", str(tmp_path / "nowhere")]
+    table = str(tmp_path / f"{name}-quick" / "cells.csv")
+    assert main([*words, "--so-far", "--table", table]) == 0
+    assert " runs have ended" in capsys.readouterr().out
+    assert main([*words, "--table", table]) == 2
+    assert "--table: tables of other runs are read with --so-far only" in capsys.readouterr().err

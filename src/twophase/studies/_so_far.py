@@ -2,19 +2,50 @@
 
 An arm that lacks some settings of its grid, or one seed that others have, would be compared on other ground than they
 are. So an arm counts in a place (model, text and communication period) with whole seeds, the same in all.
+
+The runs may have been trained in several places: their tables are joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from twophase.config import UsageError
 from twophase.experiment.run import list_some
 from twophase.experiment.table import SEED, Row
 
 _PLACE = ("model.", "data.", "inner_steps")
 """Beginnings of the axes whose values are never compared with one another."""
 _ENDED = {"finished", "diverged"}
+
+
+def joined(rows: Sequence[Row], others: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """A study's rows, where they have not ended with what other tables have of them.
+
+    Args:
+        rows: of the study's sweep, those of missing runs among them.
+        others: rows of further tables, by a name for messages; the first that has a run counts.
+
+    Raises:
+        UsageError: a table with rows that the study does not have.
+    """
+    known = {(row.arm, row.run) for row in rows}
+    found: dict[tuple[str, str], Row] = {}
+    for name, theirs in others.items():
+        foreign = [row for row in theirs if (row.arm, row.run) not in known]
+        if foreign:
+            raise UsageError(
+                f"--table {name}: {len(foreign)} of its {len(theirs)} rows are no runs of this study (the first is run "
+                f"{foreign[0].run} of {foreign[0].arm}); give tables of this study at this scale"
+            )
+        for row in theirs:
+            if row.state in _ENDED:
+                found.setdefault((row.arm, row.run), row)
+    ended = [row if row.state in _ENDED else found.get((row.arm, row.run), row) for row in rows]
+    # A table of a part of the study need not have all its axes.
+    return [replace(one, values=row.values) for row, one in zip(rows, ended, strict=True)]
 
 
 def complete(rows: Sequence[Row], seeds: Collection[int] = ()) -> tuple[list[Row], str]:

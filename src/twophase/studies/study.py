@@ -46,7 +46,7 @@ from twophase.experiment.launch import RUNS, TABLE, Status, read_summaries, run_
 from twophase.experiment.table import SEED, Row, read_rows, rows_of
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 from twophase.studies._singly import Staged, train_in_stages
-from twophase.studies._so_far import complete
+from twophase.studies._so_far import complete, joined
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -232,6 +232,7 @@ def so_far(
     *,
     scale: str | Scale | None = None,
     seeds: Collection[int] = (),
+    tables: Sequence[Path] = (),
 ) -> str:
     """What a sweep study says of the runs that have ended by now. Trains nothing and writes nothing.
 
@@ -244,13 +245,14 @@ def so_far(
         quick: as for `run`.
         scale: as for `run`.
         seeds: to look at; without any, those for which the most arms are whole.
+        tables: `cells.csv` of runs of this study that were trained elsewhere; with one, `out` need not hold any.
 
     Returns:
         The lines for people, long ones folded.
 
     Raises:
         UsageError: no such study or scale, a study that trains nothing or whose later runs depend on its earlier ones,
-            seeds that it does not have, or a folder in which it has not been begun.
+            seeds that it does not have, a folder in which it has not been begun, or tables of other runs.
     """
     study = load(name)
     size = _scale(name, study, quick, scale)
@@ -258,9 +260,13 @@ def so_far(
         why = "trains nothing" if size is None else "chooses its later runs by its earlier ones"
         raise UsageError(f"--so-far: the study {name} {why}, so it answers at its end only; leave the option out")
     table = _folder(name, out, size) / TABLE
-    if not table.is_file():
+    if table.is_file():
+        rows = read_rows(table)
+    elif tables:
+        rows = rows_of(cast("SweepStudy", study).sweep(size, []), {})
+    else:
         raise UsageError(f"--so-far: {table} is not there; begin the study with this --out, without --so-far")
-    rows = read_rows(table)
+    rows = joined(rows, {str(path): read_rows(path) for path in tables})
     if any(SEED not in row.values for row in rows):
         raise UsageError(f"--so-far: {table} has no column {SEED}; repeat the study's command to write it again")
     there = sorted({row.values[SEED] for row in rows})
