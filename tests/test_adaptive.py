@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from policies import ALL, EMA, MEASURING, SUM, asked, column, fired
 from twophase.adaptive import Cosine, LossTest, NormRatio, Tracked, first_cancellation
+from twophase.optim.outer import OuterSGD
 from twophase.probing import Probe
 from twophase.restart import (
     PROBES,
@@ -339,6 +341,32 @@ def test_first_cancellation_is_the_theory_s():
                 seen["oscillates"] += 1
     assert min(seen.values()) > 50
     assert first_cancellation(OuterRule(1.0, 0.0), 0.5) == first_cancellation(SUM, 0.0) == 0.0
+
+
+def test_first_cancellation_at_the_ends_of_the_interval():
+    """Next to either end, where `cos(phase)` rounds to 1 or -1, a mode oscillates slowly or in every round, or not."""
+    momenta = (0.01, 0.09, 0.25, 0.49, 0.5, 0.81, 0.9, 0.99, 0.999)
+    for momentum, nesterov, form in itertools.product(momenta, (False, True), ("sum", "ema")):
+        unit = OuterRule(1.0, momentum, nesterov, form)  # type: ignore[arg-type]
+        low, high = (float(end) for end in oscillatory_interval(unit))
+        for steps in range(-200, 200):
+            near = 1 + steps * 2.0**-52
+            slow, fast = (
+                first_cancellation(OuterRule(lr * near, momentum, nesterov, form), 1.0)  # type: ignore[arg-type]
+                for lr in (low, high)
+            )
+            assert slow == 0 or slow > 100, (unit, steps)
+            assert fast == 2, (unit, steps)
+
+
+def test_tracked_goes_on_at_the_end_of_the_interval():
+    """A run whose first estimate lies on the interval's lower end, to rounding, takes all of its rounds."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    outer = OuterSGD([param], lr=0.09, momentum=0.49, restart="tracked")
+    for gradient in (1.0, 0.5, 0.2, 0.1, 0.05):
+        param.grad = torch.tensor([gradient])
+        outer.step()
+    assert outer.param_groups[0]["rounds"] == 5
 
 
 def test_tracked_finds_the_mode():

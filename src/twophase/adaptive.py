@@ -243,11 +243,12 @@ def first_cancellation(rule: OuterRule, sigma: float) -> float:
     a, trace, determinant = (
         (1 - (1 + b) * s, (1 + b) * (1 - s), b * (1 - s)) if rule.nesterov else (1 - s, 1 + b - s, b)
     )
-    if trace * trace >= 4 * determinant:  # two real roots
+    square = determinant - trace * trace / 4
+    if square <= 0:  # two real roots
         return 0.0 if trace > 0 else 2.0
-    radius = math.sqrt(determinant)
-    phase = math.acos(trace / (2 * radius))
-    lag = math.atan((a - b) / (2 * radius * math.sin(phase)))
+    # By the roots' imaginary part: next to the interval's ends their cosine rounds to 1, whose angle has no sine.
+    height = math.sqrt(square)
+    phase, lag = math.atan2(height, trace / 2), math.atan((a - b) / (2 * height))
     return float(max(2, math.floor((lag + math.pi / 2) / phase + 0.5)))
 
 
