@@ -432,6 +432,31 @@ def test_a_sweep_without_its_table(tmp_path: Path, how: str) -> None:
     assert text.count("diverged</span>") == 1
 
 
+@pytest.mark.parametrize("plan", ["whole", "missing", "{", "[]", '{"stands_for": 3}', '{"stands_for": {"x": []}}'])
+def test_twins_in_a_sweep_without_its_table(tmp_path: Path, plan: str) -> None:
+    """Cells whose run another one stands for have its results, as in the table; without a plan it is said why not."""
+    sweep = make_sweep(tmp_path)
+    first, _, *others = sweep.runs
+    twin, done = others[:2]
+    for run in (first, twin):
+        shutil.rmtree(tmp_path / "runs" / run)
+    found = {run: json.loads((tmp_path / "runs" / run / "summary.json").read_text()) for run in others if run != twin}
+    write_rows(tmp_path / "cells.csv", rows_of(sweep, found, (), {twin: done}))
+    rows = read_rows(tmp_path / "cells.csv")
+    (tmp_path / "cells.csv").unlink()
+    if plan != "missing":
+        (tmp_path / "plan.json").write_text(json.dumps({"stands_for": {twin: done}}) if plan == "whole" else plan)
+    record = read_sweep(tmp_path)
+    cell = next(row for row in record.rows if row.run == twin)
+    said = any("plan.json is missing or damaged, so that cells which share" in text for text in record.problems)
+    if plan == "whole":
+        assert record.rows == rows
+        assert (cell.state, cell.twin_of) == ("finished", done)
+    else:
+        assert (cell.state, cell.twin_of) == ("missing", None)
+    assert said is (plan in ("missing", "{", "[]", '{"stands_for": 3}'))
+
+
 def test_what_is_left_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a cut table and a damaged description the sound rows are shown, and the others named in plain words."""
     make_sweep(tmp_path)

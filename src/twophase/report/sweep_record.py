@@ -13,7 +13,7 @@ from twophase.experiment.launch import SPEC, TABLE
 from twophase.experiment.run import CONFIG, METRICS, SUMMARY, list_some, read_summary
 from twophase.experiment.table import Row, State, read_rows, read_sound_rows
 from twophase.experiment.verdict import select
-from twophase.experiment.work import RUNS
+from twophase.experiment.work import PLAN, RUNS
 from twophase.report.labels import RUN_ID
 from twophase.rule import FORM_WORDS
 
@@ -89,9 +89,15 @@ def _spec(path: Path, problems: list[str]) -> dict[str, Any] | None:
 def _other_rows(spec: Mapping[str, Any] | None, path: Path, fault: UsageError, problems: list[str]) -> list[Row]:
     """The cells where the table cannot be read as it should: from the description, else what is sound in the table."""
     what = f"is damaged ({fault})" if (path / TABLE).exists() else "is missing"
-    found = _rows_of(spec, path)
+    stands_for = _stands_for(path / PLAN)
+    found = _rows_of(spec, path, stands_for or {})
     if found is not None:
         problems.append(f"{TABLE} {what}; the cells are from {SPEC} and the summaries of their runs.")
+        if stands_for is None and any(row.state == "missing" for row in found):
+            problems.append(
+                f"{PLAN} is missing or damaged, so that cells which share the run of another one count as missing; the "
+                "sweep's command writes it and the table again."
+            )
         return found
     try:
         rows, faults = read_sound_rows(path / TABLE)
@@ -131,7 +137,16 @@ def _sound(folder: Path) -> bool:
     )
 
 
-def _rows_of(spec: Mapping[str, Any] | None, folder: Path) -> list[Row] | None:
+def _stands_for(path: Path) -> dict[str, str] | None:
+    """From the run id of a cell that is not run to that of the run done in its place; None without a sound plan."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["stands_for"]
+        return {run: other for run, other in found.items() if isinstance(other, str) and RUN_ID.fullmatch(other)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _rows_of(spec: Mapping[str, Any] | None, folder: Path, stands_for: Mapping[str, str]) -> list[Row] | None:
     """A row a cell from the sweep's description and the summaries of its runs; None without a description."""
     cells = spec.get("cells") if spec else None
     if not isinstance(cells, list):
@@ -143,10 +158,13 @@ def _rows_of(spec: Mapping[str, Any] | None, folder: Path) -> list[Row] | None:
     for cell in found:
         run, of = str(cell.get("run", "")), cell.get("control_of")
         values = {path: _scalar(cell["values"].get(path, base.get(path))) for path in paths}
-        done = read_summary(folder / RUNS / run, run) if RUN_ID.fullmatch(run) else None
+        twin = stands_for.get(run)
+        own = run if twin is None else twin
+        done = read_summary(folder / RUNS / own, own) if RUN_ID.fullmatch(own) else None
         state: State = "missing" if done is None else "diverged" if done["diverged"] else "finished"
         numbers = (done["perplexity"], done["validation_loss"], done["seconds"]) if done else (None, None, None)
-        rows.append(Row(str(cell.get("arm", "")), run, values, state, *numbers, of if isinstance(of, str) else None))
+        of = of if isinstance(of, str) else None
+        rows.append(Row(str(cell.get("arm", "")), run, values, state, *numbers, of, twin))
     return rows or None
 
 
