@@ -149,7 +149,21 @@ def test_unfinished(corpus: Path, tmp_path: Path) -> None:
         trainer.synchronize()
     assert torch.equal(load(out).model.norm.weight, trainer.engine.anchor["norm"])
     assert torch.equal(load(out).model.embed_tokens.weight, trainer.engine.anchor["embedding"])
-    assert "checkpoint" in describe(out)
+    assert "checkpoint step-00000002 of a run that is not finished" in describe(out)
+
+
+def test_finished_without_its_weights(run: Path, tmp_path: Path) -> None:
+    """Where only the weights are gone, its last checkpoint gives the same ones, and nobody calls the run unfinished."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "weights.safetensors").unlink()
+    out = export(copy, tmp_path / "hf")
+    source = json.loads((out / RECORD).read_text())["source"]
+    assert source == "checkpoint step-00000004 of a run that has ended and has no weights.safetensors any more"
+    whole = export(run, tmp_path / "whole")
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    shutil.rmtree(copy / "checkpoint")
+    with pytest.raises(UsageError, match=r"has ended, but .*weights\.safetensors nor a checkpoint; put that file back"):
+        export(copy, tmp_path / "none")
 
 
 # --- the tokenizer ------------------------------------------------------------------------------------------------
@@ -363,6 +377,17 @@ def test_damaged_weights(run: Path, tmp_path: Path) -> None:
         export(copy, tmp_path / "hf")
     save_file({"embedding": torch.zeros(96, 16)}, path)
     with pytest.raises(UsageError, match="is damaged"):
+        export(copy, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("steps", ['"x"', "Infinity", "NaN", "null", "true", "-1", "2.5", "[4]"])
+def test_damaged_summary(run: Path, tmp_path: Path, steps: str) -> None:
+    """A number of steps that is none is told with the file and the remedy, and nothing is written."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = copy / "summary.json"
+    path.write_text(path.read_text().replace('"steps": 4', f'"steps": {steps}'))
+    with pytest.raises(UsageError, match=r"summary\.json is damaged: its steps is .*; delete it and repeat"):
         export(copy, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 

@@ -171,11 +171,18 @@ def _anchor(run: Path, config: TrainConfig, identity: str) -> _Anchor:
         found = _final(path, config, identity)
     else:
         newest = checkpoint.latest(run / _CHECKPOINTS)
+        ended = _json(run / _SUMMARY).get("config") == identity
+        if newest is None and ended:  # a sweep's run keeps no checkpoints
+            raise UsageError(
+                f"{run}: the run has ended, but there is neither its {_WEIGHTS} nor a checkpoint; put that file back, "
+                f"or delete {_SUMMARY} and repeat the run's command, or its sweep's, which then trains it again"
+            )
         if newest is None:
             raise UsageError(
                 f"{run}: the run is not finished and has no checkpoint yet; repeat its `twophase train` command first"
             )
-        found = _checkpointed(newest, identity)
+        state = f"has ended and has no {_WEIGHTS} any more" if ended else "is not finished"
+        found = _checkpointed(newest, identity, f"checkpoint {newest.name} of a run that {state}")
     if not all(bool(weight.isfinite().all()) for weight in found.weights.values()):
         raise UsageError(
             f"{run}: its weights hold numbers that are not finite (the run has diverged); nothing was written; export "
@@ -195,10 +202,15 @@ def _final(path: Path, config: TrainConfig, identity: str) -> _Anchor:
     if owner != identity:
         raise UsageError(f"{path} belongs to another run ({owner}, here {identity}); put the run's own file back")
     summary = _json(path.with_name(_SUMMARY))
-    known = summary.get("checksum")
+    known, steps = summary.get("checksum"), summary.get("steps", 0)
     if isinstance(known, str) and _checksum(path, weights, config) != known:
         raise _damaged(path, f"its content differs from the checksum in {_SUMMARY}")
-    return _Anchor(weights, "the end of the run", int(summary.get("steps", 0)))
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise UsageError(
+            f"{path.with_name(_SUMMARY)} is damaged: its steps is {steps!r}, not a whole number >= 0; delete it and "
+            "repeat the run's `twophase train` command, which writes it again from the last checkpoint"
+        )
+    return _Anchor(weights, "the end of the run", steps)
 
 
 def _checksum(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) -> str:
@@ -216,13 +228,13 @@ def _checksum(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) ->
     return checksum(flat)
 
 
-def _checkpointed(newest: Path, identity: str) -> _Anchor:
+def _checkpointed(newest: Path, identity: str, source: str) -> _Anchor:
     saved = checkpoint.Checkpoint(newest, identity)
     state = saved.part(checkpoint.ENGINE)
     layout = plan((name, tuple(shape)) for name, shape in state["layout"])
     views = layout.views(state["anchor"])
     weights = {slot.name: view for slot, view in zip(layout.slots, views, strict=True)}
-    return _Anchor(weights, f"checkpoint {newest.name} of a run that is not finished", saved.step)
+    return _Anchor(weights, source, saved.step)
 
 
 def _model(config: TrainConfig, anchor: _Anchor) -> Llama:
