@@ -363,6 +363,16 @@ def test_controls() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["period", "rounds"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, math.nan, True])
+def test_controls_of_no_period_and_no_run(name: str, value: Any) -> None:
+    """What is no whole number >= 1 is refused by name: no control belongs to it."""
+    given = {"period": 3, "rounds": 24} | {name: value}
+    with pytest.raises(ValueError, match=rf"controls: {name} is {value!r}; it must be a whole number >= 1"):
+        controls(HB, SIX, given["period"], given["rounds"])
+    assert controls(HB, SIX, 3.0, 24.0) == controls(HB, SIX, 3, 24)  # type: ignore[arg-type]
+
+
 def gain_of(rule: OuterRule, period: int | None, rounds: int | None) -> float:
     """The learning rate in the name of the second control, which has four digits."""
     name = list(controls(rule, 0.5, period, rounds))[1]

@@ -168,11 +168,14 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     Args:
         rule: the outer rule.
         sigma: effective progress of the modes.
-        period: the restart period whose gain is matched; None for none.
-        rounds: length of the run, for the gain; in the long run when None.
+        period: the restart period whose gain is matched, a whole number >= 1; None for none.
+        rounds: length of the run, a whole number >= 1, for the gain; in the long run when None.
 
     Returns:
         Rate of the slowest mode, nats a round, by the control's name.
+
+    Raises:
+        ValueError: sigma outside [0, 1], a period or rounds that are no whole number >= 1.
 
     Source: theory note R25 and R31; paper error E11.
 
@@ -181,6 +184,8 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     [0.03, 0.058, 0.619]
     """
     values = check_modes("controls", sigma)
+    period = None if period is None else check_count("controls", "period", period)
+    rounds = None if rounds is None else check_count("controls", "rounds", rounds)
     same = rule.to("sum").lr
     gain = _mean_gain(rule, period, rounds)
 
