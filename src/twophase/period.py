@@ -19,6 +19,7 @@ from twophase.theory.inputs import Floats
 from twophase.theory.modes import effective_progress
 
 _RANGE_MODES = 33  # of --sigma-range, unless told
+_MOST_MODES = 10_000  # of it; more say nothing new, and each costs memory
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Question:
     sigma: tuple[float, ...] = ()
     """Effective progress of one or several modes, each in [0, 1]."""
     sigma_range: tuple[float, ...] = ()
-    """LOW HIGH or LOW HIGH COUNT: equally spaced modes."""
+    """LOW HIGH or LOW HIGH COUNT: equally spaced modes, at most 10,000."""
     eigenvalues: tuple[float, ...] = ()
     """Curvatures of the modes; needs --inner-lr and --inner-steps."""
     inner_lr: float | None = None
@@ -122,10 +123,10 @@ def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
 
 def _range(ends: tuple[float, ...]) -> Floats:
     count = ends[2] if len(ends) == 3 else _RANGE_MODES
-    if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or not 2 <= count < math.inf or count != int(count):
+    if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or not 2 <= count <= _MOST_MODES or count != int(count):
         raise UsageError(
             f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= HIGH "
-            "and a whole COUNT of at least 2, for example --sigma-range 0.3 0.95 20"
+            f"and a whole COUNT of at least 2 and at most {_MOST_MODES:,}, for example --sigma-range 0.3 0.95 20"
         )
     return np.linspace(ends[0], ends[1], int(count))
 

@@ -152,6 +152,7 @@ def test_options_become_the_first_state(capsys: Capture, tmp_path: Path) -> None
         ("--sigma 0.5 --eigenvalues 3", "--sigma and --eigenvalues given; give one"),
         ("--sigma-range 0.9 0.1", "LOW <= HIGH"),
         ("--sigma-range 0.1 0.9 100", "--sigma-range is 100; the page shows values from 2 to 64"),
+        ("--sigma-range 0.1 0.9 1e12", "--sigma-range is 1e+12; the page shows values from 2 to 64"),
         ("--inner-steps 4", "go with --eigenvalues"),
         ("--eigenvalues 3", "needs --inner-lr and --inner-steps"),
         ("--eigenvalues 3 --inner-lr 0.5 --inner-steps 4", "lower --inner-lr to 0.333333 or less"),

@@ -29,6 +29,7 @@ _PERIODS_BY_DEFAULT = 60
 _MOST_PERIODS = 10_000  # by default; a longer search can be asked for
 LONGEST_PERIOD = 1_000_000
 """The longest period that can be asked for."""
+_MOST_FACTORS = 10**8  # modes times periods, all of whose restart factors are held at once: some 80 bytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,11 @@ def advise(
     first = cancellation_periods(rule, values, 1)[:, 0]
     first = first[~np.isnan(first)]
     longest = _longest_period(max_period, total, first)
+    if values.size * longest > _MOST_FACTORS:
+        raise ValueError(
+            f"{where}: max_period is {longest}, of {values.size:,} modes; all periods of all modes are held at once: "
+            f"give a max_period of at most {_MOST_FACTORS // values.size:,}, or fewer modes"
+        )
     criteria, without = _criteria(rule, values, shares, total, longest)
     chosen = criteria[0].period
     names = regime(rule, values)
