@@ -87,6 +87,8 @@ def test_help_without_torch() -> None:
         ("sweep", "no --axis; name at least one"),
         ("sweep --axis outer.lrr 1 2", "outer.lr"),
         ("sweep --axis outer.momentum 0.5 1", "momentum"),
+        ("sweep --axis outer.lr 1 --in-memory -1", "--in-memory is -1; it must be a whole number >= 0"),
+        ("demo --in-memory -1 --dry-run", "--in-memory is -1; it must be a whole number >= 0"),
         ("sweep --axis outer.lr 1 --workers -1", "--workers is -1; it must be a whole number >= 1, or 0"),
         ("sweep --axis outer.lr 1 --slurm-time 60", "--slurm-time is given without --launcher slurm"),
         ("sweep --axis outer.lr 1 --launcher pbs", "--launcher: invalid choice: 'pbs'"),

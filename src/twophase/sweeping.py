@@ -149,6 +149,8 @@ def run(
         raise UsageError("--launcher slurm needs --workers, the number of jobs in the array; for example --workers 16")
     _check_plain(sweep)
     workers, devices = _workers(sweep, options)
+    if options.in_memory is not None and options.in_memory < 0:
+        raise UsageError(f"--in-memory is {options.in_memory}; it must be a whole number >= 0")
     check(sweep, yes=options.yes or options.dry_run)
     if options.dry_run:
         _texts(sweep)

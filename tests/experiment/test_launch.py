@@ -745,6 +745,8 @@ def test_other_places_are_refused(tmp_path: Path) -> None:
         run_sweep(sweep, file, workers=1)
     with pytest.raises(UsageError, match=r"--workers is -1; it must be a whole number >= 1, or 0 to start none here"):
         run_sweep(sweep, busy, workers=-1)
+    with pytest.raises(UsageError, match=r"--in-memory is -1; it must be a whole number >= 0"):
+        run_sweep(sweep, busy, workers=1, in_memory=-1)
     assert not busy.exists()
     lock = lock_folder(busy, "is running a sweep")
     with pytest.raises(UsageError, match="another process is running a sweep in this folder"):

@@ -160,7 +160,7 @@ def run_sweep(
             them in the sweep's own folder.
         texts: fingerprints of what the runs train on, by name, which every worker compares with what it sees; None
             where nothing is left to do.
-        in_memory: branch states that a worker holds in memory at most; None leaves it to the worker.
+        in_memory: branch states that a worker holds in memory at most, >= 0; None leaves it to the worker.
         launch: starts workers elsewhere, given the command, which takes the storage from the environment
             (`STORAGE_VARIABLE`); this call then starts none and does not wait.
 
@@ -168,13 +168,15 @@ def run_sweep(
         What this call did.
 
     Raises:
-        UsageError: workers < 0, a folder of another sweep, in use, or not writable, or a queue that cannot be used;
-            nothing is overwritten.
+        UsageError: workers or in_memory < 0, a folder of another sweep, in use, or not writable, or a queue that cannot
+            be used; nothing is overwritten.
         RuntimeError: the workers cannot be started, or die one after the other.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
     if workers < 0:
         raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none here")
+    if in_memory is not None and in_memory < 0:
+        raise UsageError(f"--in-memory is {in_memory}; it must be a whole number >= 0")
     folder = Path(folder).absolute()
     check_place(folder, SPEC, "sweep")  # refuse before anything is touched
     check_storage(folder, storage)
