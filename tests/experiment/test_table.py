@@ -159,6 +159,7 @@ def test_any_rows_survive_the_disk(
         b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,2\n",
         b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,,,,asleep,,\n",
         b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,many,,,finished,,\n",
+        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of\n",
         b"\xff\xfe",
         None,
     ],

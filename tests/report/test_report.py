@@ -432,6 +432,22 @@ def test_a_sweep_without_its_table(tmp_path: Path, how: str) -> None:
     assert text.count("diverged</span>") == 1
 
 
+def test_a_table_without_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table of which only the header is left counts as damaged; without a description there is nothing to show."""
+    make_sweep(tmp_path)
+    table = tmp_path / "cells.csv"
+    table.write_text(table.read_text().splitlines()[0] + "\n")
+    assert len(read_sweep(tmp_path).rows) == 12
+    assert main(["report", str(tmp_path)]) == 0
+    assert "cells.csv is damaged" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "sweep.json").write_text("{")
+    capsys.readouterr()
+    for words in ([], ["--where", "outer.lr=0.3"]):
+        assert main(["report", str(tmp_path), *words]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert "cells.csv: holds no cells, only their header; repeat the sweep's command to write it" in said
+
+
 @pytest.mark.parametrize("plan", ["whole", "missing", "{", "[]", '{"stands_for": 3}', '{"stands_for": {"x": []}}'])
 def test_twins_in_a_sweep_without_its_table(tmp_path: Path, plan: str) -> None:
     """Cells whose run another one stands for have its results, as in the table; without a plan it is said why not."""

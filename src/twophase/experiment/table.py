@@ -205,7 +205,7 @@ def read_rows(path: Path) -> list[Row]:
     text. A table written before there was a column `twin_of` has no twins.
 
     Raises:
-        UsageError: the file is missing, is not UTF-8 text, or is no table of cells.
+        UsageError: the file is missing, is not UTF-8 text, is no table of cells, or holds none.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -215,6 +215,8 @@ def read_rows(path: Path) -> list[Row]:
     rows, faults = _parsed(path, lines)
     if faults:
         raise UsageError(f"{path}: is damaged ({faults[0]}); repeat the sweep's command to write it again")
+    if not rows:  # a sweep has cells, and a table has a line for each from its beginning
+        raise UsageError(f"{path}: holds no cells, only their header; repeat the sweep's command to write it again")
     return rows
 
 
