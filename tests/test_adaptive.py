@@ -156,6 +156,35 @@ def test_truth_values_are_no_numbers(make: Callable[[], RestartPolicy]):
         make()
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (("keep", 1.3), "probe:keep,1.3"),
+        (["keep", np.float64(1.3)], "probe:keep,1.3"),
+        (("keep", 2), "probe:keep,2"),
+        (("keep", 2.0), "probe:keep,2"),
+        (("keep", WHOLE(2)), "probe:keep,2"),
+        (("keep", 10**25), "probe:keep,1e+25"),
+        ((0.5, 1e-7), "probe:0.5,1e-07"),
+        (("keep", "1.30"), "probe:keep,1.30"),  # as written: the name of a run is made of it
+    ],
+)
+def test_gains_of_probes_may_be_numbers(given: Any, text: str):
+    """They become text, equal ones the same, so that the policy has a text and a JSON form, there and back."""
+    policy = Probe(given)
+    assert str(policy) == text
+    assert parse(text) == policy == from_json({"kind": "probe", "choices": list(given)})
+    assert from_json(json.loads(json.dumps(to_json(policy)))) == policy
+    assert policy.candidates(SUM)[1] == Step(float(given[1]), 0.0)
+
+
+@pytest.mark.parametrize("choice", [None, True, (), -1, 0.0, math.nan, math.inf, 10**400, "often", b"keep"])
+def test_what_is_no_candidate_is_refused(choice: Any):
+    """Neither a word nor a gain above 0: one ValueError that names what may stand there."""
+    with pytest.raises(ValueError, match=r"Probe: candidate .* is not known; choose from keep, .* a gain above 0"):
+        Probe(("keep", choice))
+
+
 # --- decisions by hand --------------------------------------------------------------------------------------------
 
 

@@ -513,11 +513,40 @@ def test_policy_that_needs_a_value_of_the_caller(register_policy):
 
 
 def test_names_are_taken_once():
-    """A second policy of the same name is refused by name, and the first one stays."""
+    """A second policy of the same name is refused by name, with the remedy, and the first one stays."""
     other = type("Other", (RestartPolicy,), {"decide": Never.decide})
-    with pytest.raises(ValueError, match="register: a restart policy named 'periodic' exists already"):
-        register("periodic")(other)
+    twin = type("Periodic", (RestartPolicy,), {"decide": Never.decide})
+    told = r"register: a restart policy named 'periodic' exists already \(twophase\.restart\.Periodic\); choose another"
+    for cls in (other, twin):
+        with pytest.raises(ValueError, match=told):
+            register("periodic")(cls)
     assert parse("periodic:3") == Periodic(3)
+
+
+def test_a_policy_may_be_defined_again(register_policy):
+    """A class of the same place, as of a notebook's cell that runs twice, takes the older one's name, text and JSON."""
+
+    def define(after: int) -> type[Any]:
+        @register_policy("test-behind")
+        @dataclass(frozen=True, slots=True)
+        class Behind(RestartPolicy):
+            rounds: int = 1
+
+            def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+                return state, Restart() if signal.round == self.rounds + after else None
+
+        return Behind
+
+    older, stale = define(0), parse("test-behind:3")
+    newer = define(2)
+    assert older is not newer
+    policy = parse("test-behind:3")
+    assert type(stale) is older
+    assert type(policy) is type(from_json(to_json(policy))) is newer
+    assert parse(policy) is policy
+    assert list(decisions(policy, 9)) == [5]
+    with pytest.raises(ValueError, match=r"Behind\(rounds=3\) is of an earlier definition of Behind; make it anew"):
+        parse(stale)
 
 
 def test_unregistered_policies_are_refused(register_policy):

@@ -10,7 +10,9 @@ An engine needs a `probe` function for it; the recipes' trainer has one.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
 
 from twophase.restart import PROBES, Decision, Restart, RestartPolicy, RoundSignal, State, Step, register
@@ -45,7 +47,8 @@ class Probe(RestartPolicy):
     `probe:keep,average` is the probed gate. Of equal losses the first one wins; one that is not finite never does.
 
     Args:
-        choices: two or more of the words above, in the order of preference among equals.
+        choices: two or more of the words above, in the order of preference among equals; they are kept as text, in
+            which equal numbers are written alike.
 
     Limits: it judges by one round, which favours short steps.
     """
@@ -57,7 +60,7 @@ class Probe(RestartPolicy):
 
     def __post_init__(self) -> None:
         """Refuse words that are none of the candidates, and fewer than two."""
-        object.__setattr__(self, "choices", tuple(self.choices))
+        object.__setattr__(self, "choices", tuple(map(_word, self.choices)))
         for word in self.choices:
             _decision(word)
         if len(set(self.choices)) < 2 or len(set(self.choices)) < len(self.choices):
@@ -86,6 +89,14 @@ class Probe(RestartPolicy):
         if len(words) != 1:
             raise ValueError(f"restart probe: write its candidates, for example probe:keep,average, not {words}")
         return cls(tuple(words[0].split(",")))
+
+
+def _word(choice: object) -> str:
+    """A candidate as text; what is written stays as it is, for the names of runs are made of it."""
+    if isinstance(choice, Real) and not isinstance(choice, bool):
+        with suppress(OverflowError):  # of a whole number that no float can hold
+            return repr(float(choice)).removesuffix(".0")
+    return str(choice)
 
 
 def _decision(word: str) -> Decision:

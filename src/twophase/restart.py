@@ -284,16 +284,32 @@ P = TypeVar("P", bound=type[RestartPolicy])
 
 
 def register(name: str) -> Callable[[P], P]:
-    """Class decorator: make a policy known under `name` to text, JSON, configs and the command line."""
+    """Class decorator: make a policy known under `name` to text, JSON, configs and the command line.
+
+    A class of the same module and name takes the place of the one before, as when a notebook's cell runs again;
+    instances of the older one must then be made anew.
+
+    Raises:
+        ValueError: the name is another policy's.
+    """
 
     def add(cls: P) -> P:
-        if name in _REGISTRY:
-            raise ValueError(f"register: a restart policy named {name!r} exists already ({_REGISTRY[name].__name__})")
+        before = _REGISTRY.get(name)
+        if before is not None and not _is_redefined(before, cls):
+            place = f"{before.__module__}.{before.__qualname__}"
+            raise ValueError(f"register: a restart policy named {name!r} exists already ({place}); choose another name")
         cls.name = name
         _REGISTRY[name] = cls
+        if before is not None:
+            _parse_text.cache_clear()  # what has been parsed is of the older class
         return cls
 
     return add
+
+
+def _is_redefined(before: type[RestartPolicy], now: type[RestartPolicy]) -> bool:
+    """Whether both classes are of the same place in the same module."""
+    return (before.__module__, before.__qualname__) == (now.__module__, now.__qualname__)
 
 
 @register("never")
@@ -474,7 +490,10 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     (Periodic(period=3), 'soft:3:0.2:0.1')
     """
     if isinstance(text, RestartPolicy):
-        if _known(text.name) is not type(text):  # its text form would be that of another policy, or of none
+        known = _known(text.name)
+        if known is not None and known is not type(text) and _is_redefined(known, type(text)):
+            raise ValueError(f"restart {text!r} is of an earlier definition of {known.__name__}; make it anew")
+        if known is not type(text):  # its text form would be that of another policy, or of none
             raise ValueError(
                 f'restart {text!r} has no text form; decorate {type(text).__name__} with @register("name")'
             )
