@@ -140,6 +140,9 @@ def test_scheduled_policies_look_at_the_round_only(policy: RestartPolicy, number
         (lambda: Soft(0, 0.2, 0.1), ["Soft", "period is 0", ">= 1"]),
         (lambda: Soft(3, math.nan, 0.1), ["Soft", "retain is nan", "finite"]),
         (lambda: Soft(3, 0.2, -math.inf), ["Soft", "inject is -inf", "finite"]),
+        (lambda: Soft(3, 1e31, 0.1), ["Soft", "retain is 1e+31", "from -1e+30 to 1e+30", "soft:3:0.2:0.1"]),
+        (lambda: Soft(3, 0, -(10**31)), ["Soft", "inject is -1000", "from -1e+30 to 1e+30", "float32"]),
+        (lambda: Soft(3, 10**400, 0), ["Soft", "retain is 1000", "finite"]),
         (lambda: Soft(3, "0.2", 0.1), ["Soft", "retain is '0.2'", "finite number"]),  # type: ignore[arg-type]
     ],
 )
@@ -187,6 +190,51 @@ def test_promised_texts(text: str, policy: RestartPolicy):
     assert parse(text) == policy
     assert str(policy) == text
     assert parse(f"  {text} ") == policy
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "soft:3:0.2:0.1",
+        "soft:3:1:0",
+        "soft:3:1.0:0.0",
+        "soft:3:-1:2",
+        "soft:1:100000000000000000000:0",
+        "norm:2",
+        "norm:2.0",
+        "cosine:0",
+        "cap:1",
+        "bound:100000000000000000000",
+        "lookahead:0:1",
+        "probe:keep,1,1.0,1.30",
+    ],
+)
+def test_numbers_keep_their_writing(text: str):
+    """Whole numbers stay whole and floats floats, in text and JSON: the names of runs are made of them."""
+    policy = parse(text)
+    assert str(policy) == text
+    back = from_json(json.loads(json.dumps(to_json(policy))))
+    assert (back, str(back)) == (policy, text)
+
+
+def test_whole_and_other_numbers_are_equal():
+    """A policy of whole numbers equals that of the same floats, although each has a text of its own."""
+    assert parse("soft:3:1:0") == parse("soft:3:1.0:0.0") == Soft(3, 1, 0.0)
+    assert hash(parse("soft:3:1:0")) == hash(parse("soft:3:1.0:0.0"))
+    assert to_json(parse("soft:3:1:0")) == {"kind": "soft", "period": 3, "retain": 1, "inject": 0}
+
+
+@pytest.mark.parametrize("number", ["100000000000000000000", "-100000000000000000000", str(10**30), "1e30"])
+def test_coefficients_that_no_integer_of_a_tensor_holds(number: str):
+    """A whole number beyond 64 bits does what the same float does, in the optimizer and its slow twin."""
+    for text in (f"soft:1:{number}:0", f"soft:1:0:{number}"):
+        param = torch.nn.Parameter(torch.zeros(3))
+        outer = OuterSGD([param], 1e-30, 0.5, restart=text)
+        twin = ReferenceOuter([param.detach().double()], OuterRule(1e-30, 0.5), parse(text))
+        param.grad = torch.full((3,), 1e-10)
+        outer.step()
+        twin.round([param.grad.double()])
+        torch.testing.assert_close(outer.state[param]["momentum_buffer"].double(), twin.m[0], rtol=1e-6, atol=0)
 
 
 @given(POLICIES)

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import ClassVar
 
-from twophase.restart import PROBES, Decision, Restart, RestartPolicy, RoundSignal, State, Step, register
+from twophase.restart import LARGEST, PROBES, Decision, Restart, RestartPolicy, RoundSignal, State, Step, register
 from twophase.rivals import AVERAGING
 from twophase.rule import OuterRule
 
-LARGEST = 1e30
-"""The largest gain of a candidate; a float32 holds it."""
 _WORDS: dict[str, Decision] = {
     "keep": None,
     "drop": Restart(before=True),

@@ -84,6 +84,10 @@ AGREEMENT = "agreement"
 engine of at least two replicas measures it."""
 
 
+LARGEST = 1e30
+"""The largest number that a policy may multiply a buffer or a pseudo-gradient with; a float32 holds it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """An update in the place of the rule's own: `x <- x - along_g g - along_m m`.
@@ -432,9 +436,9 @@ class Soft(RestartPolicy):
 
     Args:
         period: K, in rounds, a whole number >= 1.
-        retain: share of the buffer that stays, any finite number (the paper's alpha, in [0, 1]; the optimum may be
-            negative).
-        inject: weight of the pseudo-gradient, any finite number (the paper's beta of the soft restart).
+        retain: share of the buffer that stays, any number up to 1e30 in size (the paper's alpha, in [0, 1]; the optimum
+            may be negative).
+        inject: weight of the pseudo-gradient, any number up to 1e30 in size (the paper's beta of the soft restart).
 
     Source: paper appendix on soft restarts; R26 and R27 of the theory note.
     """
@@ -444,16 +448,23 @@ class Soft(RestartPolicy):
     inject: float
 
     def __post_init__(self) -> None:
-        """Refuse bad periods and coefficients that are not finite."""
+        """Refuse bad periods and coefficients that are not finite, or that a float32 buffer may not hold."""
         object.__setattr__(self, "period", check_count("Soft", "period", self.period))
         for name in ("retain", "inject"):
             value = check_number("Soft", name, getattr(self, name), (-math.inf, math.inf), "soft:3:0.2:0.1")
+            if abs(value) > LARGEST:
+                raise ValueError(
+                    f"Soft: {name} is {value!r}; it must be a number from {-LARGEST:g} to {LARGEST:g}, which a float32 "
+                    "holds, for example soft:3:0.2:0.1"
+                )
             object.__setattr__(self, name, value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """A soft restart when the round is a multiple of the period."""
         due = signal.round % self.period == 0
-        return state, Restart(self.retain, self.inject) if due else None
+        # Whole numbers stay what they are in text and JSON, of which names of runs are made; but a tensor takes none
+        # beyond 64 bits.
+        return state, Restart(float(self.retain), float(self.inject)) if due else None
 
     def scaled(self, factor: float) -> RestartPolicy:
         """The buffer scales and g does not, so the injection scales with the buffer."""
