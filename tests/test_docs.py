@@ -205,7 +205,7 @@ SHOWN = [
     (str(page.relative_to(ROOT)), command, output)
     for page in PAGES
     for command, output in re.findall(
-        r"^```console\n(?:\$ )?(twophase period [^\n]*)\n```\n+```text\n(.*?)^```",
+        r"^```console\n(?:\$ )?(twophase (?:period|study [^\n]* --table) [^\n]*)\n```\n+```text\n(.*?)^```",
         page.read_text(encoding="utf-8"),
         re.MULTILINE | re.DOTALL,
     )
@@ -213,8 +213,10 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(("page", "command", "output"), SHOWN, ids=[page for page, *_ in SHOWN])
-def test_shown_output(page: str, command: str, output: str) -> None:
-    """What a page shows below a `twophase period` command is what the command prints."""
+def test_shown_output(page: str, command: str, output: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a page shows below a command that needs no training is what the command prints."""
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(tmp_path)  # where no study has been begun
     status, text = said(shlex.split(command)[1:])
     assert status == 0, page
     assert text.split("\n") == output.split("\n"), page

@@ -43,6 +43,7 @@ from twophase import __version__
 from twophase.config import UsageError
 from twophase.experiment.figure import DIGITS, rendered, styled, table_text, write_files
 from twophase.experiment.launch import RUNS, TABLE, Status, read_summaries, run_sweep
+from twophase.experiment.plan import plan
 from twophase.experiment.table import SEED, Row, read_rows, rows_of
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 from twophase.studies._singly import Staged, train_in_stages
@@ -263,7 +264,8 @@ def so_far(
     if table.is_file():
         rows = read_rows(table)
     elif tables:
-        rows = rows_of(cast("SweepStudy", study).sweep(size, []), {})
+        sweep = cast("SweepStudy", study).sweep(size, [])
+        rows = rows_of(sweep, {}, stands_for=plan(sweep).stands_for)
     else:
         raise UsageError(f"--so-far: {table} is not there; begin the study with this --out, without --so-far")
     rows = joined(rows, {str(path): read_rows(path) for path in tables})
