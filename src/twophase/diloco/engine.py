@@ -236,6 +236,7 @@ class DiLoCo:
 
         Raises:
             ValueError: a round ends, and a signal is missing that a restart policy needs; nothing has happened.
+            Any error of the probe, or an interrupt: the sync is undone, and the next one takes its progress.
         """
         _check_kind(signals)  # in every step, and not only where a round ends
         self._check_joined()
