@@ -166,6 +166,22 @@ def test_a_closed_gate_is_plain_averaging(rule: OuterRule, dtype: torch.dtype):
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("along_g", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_step_that_keeps_nothing_of_the_buffer(dtype: torch.dtype, along_g: float):
+    """`x <- x - a g, m <- g`, as of `auto` where |g| has not shrunk: SGD's bits, and nothing of the old m is read."""
+    ours, plain = [p.detach() for p in parameters(dtype)], parameters(dtype)
+    given = gradients(plain, 0)
+    held = [torch.full_like(g, math.nan, dtype=torch.promote_types(dtype, torch.float32)) for g in given]
+    step = Step(along_g, 0.0, mix=(0.0, 1.0))
+    outer_step_(ours, given, held, lr=9.0, momentum=0.9, nesterov=True, form="ema", step=step)
+    for p, g in zip(plain, given, strict=True):
+        p.grad = g
+    torch.optim.SGD(plain, lr=along_g).step()
+    assert all(map(torch.equal, ours, plain))
+    assert all(torch.equal(m, g.to(m.dtype)) for m, g in zip(held, given, strict=True))
+
+
 @each_rule
 @pytest.mark.parametrize(
     ("text", "plain"),

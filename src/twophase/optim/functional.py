@@ -69,10 +69,12 @@ def outer_step_(
             torch._foreach_add_(x, g, alpha=-lr if step is None else -step.along_g)
         return
     rule = _Rule(lr, momentum, nesterov, form, fresh, step)
-    if step is not None and step.mix is not None and step.mix[0] != 0 and step.mix[1] == 1:
+    if step is not None and step.mix is not None and step.mix[1] == 1 and step.along_m == step.along_g * step.mix[0]:
         kept = step.mix[0]
-        if step.along_m == step.along_g * kept:  # heavy ball with another learning rate and momentum
+        if kept != 0:  # heavy ball with another learning rate and momentum
             rule = _Rule(step.along_g, kept, False, "sum", fresh)
+        elif all(x.dtype == m.dtype for x, m in zip(params, buffers, strict=True)):  # which round x alike
+            rule = _Rule(step.along_g, momentum, False, "sum", fresh=True)  # nothing of the buffer is read
     rows = list(zip(params, pseudo_gradients, buffers, strict=True))
     if rule.step is None:
         rows = _fused_(rows, rule)
