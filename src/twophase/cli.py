@@ -634,7 +634,8 @@ def _study(words: list[str]) -> int:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="with --so-far: tables (cells.csv) of runs of this study that were trained elsewhere",
+        help="tables (cells.csv) of runs of this study that were trained elsewhere; then nothing is trained here, and"
+        " without --so-far every run must have ended",
     )
     add_workers(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
@@ -651,8 +652,6 @@ def _study(words: list[str]) -> int:
         where = {"scale": options.scale, "seeds": options.so_far, "tables": options.table}
         print(f"\n{so_far(options.name, options.out, options.quick, **where)}")
         return 0
-    if options.table:
-        raise UsageError("--table: tables of other runs are read with --so-far only; give it, or leave them out")
     try:
         with watched(options.name, quiet=options.quiet) as progress:
             outcome = run(
@@ -662,6 +661,7 @@ def _study(words: list[str]) -> int:
                 scale=options.scale,
                 workers=workers_of(options),
                 progress=progress,
+                tables=options.table,
             )
     except RuntimeError as error:
         print(f"{_PROGRAM} study: failed: {error}", file=sys.stderr)

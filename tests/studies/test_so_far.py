@@ -254,5 +254,27 @@ def test_tables_from_several_places_are_joined(tmp_path: Path, capsys: pytest.Ca
     table = str(tmp_path / f"{name}-quick" / "cells.csv")
     assert main([*words, "--so-far", "--table", table]) == 0
     assert " runs have ended" in capsys.readouterr().out
-    assert main([*words, "--table", table]) == 2
-    assert "--table: tables of other runs are read with --so-far only" in capsys.readouterr().err
+    assert main([*words, "--table", table]) == 0
+    assert sorted(path.suffix for path in (tmp_path / "nowhere").iterdir()) == [".csv", ".json", ".pdf", ".png"]
+
+
+def test_tables_that_hold_every_run_are_drawn_and_nothing_is_trained(tmp_path: Path) -> None:
+    """What `begun` has made up cannot be trained, so whatever is said is the tables'; a run that lacks is told."""
+    name, out = "adaptive_confirmation", tmp_path / "out"
+    begun(name, tmp_path, SCALE, lambda _: False)
+    rows = read_rows(tmp_path / f"{name}-small" / "cells.csv")
+    tables = [tmp_path / "even.csv", tmp_path / "odd.csv"]
+    for parity, path in enumerate(tables):
+        write_rows(path, [row for row in rows if row.values[SEED] % 2 == parity])
+    outcome = study.run(name, out, scale=SCALE, tables=tables)
+    whole = study.so_far(name, tmp_path, scale=SCALE)
+    assert whole.endswith("\n" + outcome.answer)
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in outcome.paths)
+    with pytest.raises(
+        UsageError, match=r"--table: \d+ of the \d+ runs of adaptive_confirmation have ended in no table"
+    ):
+        study.run(name, tmp_path / "none", scale=SCALE, tables=tables[:1])
+    assert not (tmp_path / "none").exists()
+    for other, reason in (("restart_mechanism", "trains nothing"), ("retuning", "by its earlier ones")):
+        with pytest.raises(UsageError, match=f"--table: the study {other} .*{reason}"):
+            study.run(other, tmp_path / "none", tables=tables)

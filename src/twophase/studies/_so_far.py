@@ -18,7 +18,8 @@ from twophase.experiment.table import SEED, Row
 
 _PLACE = ("model.", "data.", "inner_steps")
 """Beginnings of the axes whose values are never compared with one another."""
-_ENDED = {"finished", "diverged"}
+ENDED = frozenset({"finished", "diverged"})
+"""States of a run whose result is known."""
 
 
 def joined(rows: Sequence[Row], others: Mapping[str, Sequence[Row]]) -> list[Row]:
@@ -41,9 +42,9 @@ def joined(rows: Sequence[Row], others: Mapping[str, Sequence[Row]]) -> list[Row
                 f"{foreign[0].run} of {foreign[0].arm}); give tables of this study at this scale"
             )
         for row in theirs:
-            if row.state in _ENDED:
+            if row.state in ENDED:
                 found.setdefault((row.arm, row.run), row)
-    ended = [row if row.state in _ENDED else found.get((row.arm, row.run), row) for row in rows]
+    ended = [row if row.state in ENDED else found.get((row.arm, row.run), row) for row in rows]
     # A table of a part of the study need not have all its axes.
     return [replace(one, values=row.values) for row, one in zip(rows, ended, strict=True)]
 
@@ -82,7 +83,7 @@ def complete(rows: Sequence[Row], seeds: Collection[int] = ()) -> tuple[list[Row
 
 
 def _head(rows: Sequence[Row], seeds: Collection[int]) -> str:
-    ended = {row.twin_of or row.run for row in rows if row.state in _ENDED}
+    ended = {row.twin_of or row.run for row in rows if row.state in ENDED}
     every = {row.twin_of or row.run for row in rows}
     words = f"{len(ended)} of {len(every)} runs have ended"
     if not seeds:
@@ -96,7 +97,7 @@ def _seeds_by_arm(rows: Sequence[Row], every: Collection[int]) -> dict[str, set[
     found: dict[str, dict[int, bool]] = {}
     for row in rows:
         its = found.setdefault(row.arm, {})
-        its[row.values[SEED]] = its.get(row.values[SEED], True) and row.state in _ENDED
+        its[row.values[SEED]] = its.get(row.values[SEED], True) and row.state in ENDED
     absent = set(every) - {row.values[SEED] for row in rows}
     has = {arm: {seed for seed, whole in its.items() if whole} for arm, its in found.items()}
     return {arm: its | absent if its else its for arm, its in has.items()}

@@ -47,7 +47,7 @@ from twophase.experiment.plan import plan
 from twophase.experiment.table import SEED, Row, read_rows, rows_of
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 from twophase.studies._singly import Staged, train_in_stages
-from twophase.studies._so_far import complete, joined
+from twophase.studies._so_far import ENDED, complete, joined
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,6 +172,7 @@ def run(
     scale: str | Scale | None = None,
     workers: int = 1,
     progress: Callable[[Status], None] | None = None,
+    tables: Sequence[Path] = (),
     **options: Any,
 ) -> Outcome:
     """Compute a study, draw it, and write its four files.
@@ -187,15 +188,18 @@ def run(
         scale: of a sweep study, by name or as a value: `laptop` when None and not quick, or `paper`.
         workers: worker processes of a sweep study.
         progress: called when a sweep begins and whenever a run ends (see `experiment.launch`).
+        tables: `cells.csv` of runs of this study that were trained elsewhere. With one nothing is trained here: every
+            run must have ended in a table, or in `out`.
         options: further arguments of `run_sweep` for a sweep study, such as `devices`.
 
     Raises:
-        UsageError: no such study or scale, matplotlib is not installed, a run that is impossible here, or the files
-            cannot be written.
+        UsageError: no such study or scale, matplotlib is not installed, a run that is impossible here, the files cannot
+            be written, or tables that are of another study, or lack a run.
         RuntimeError: runs that could not be trained, by name; nothing is drawn without them.
     """
     study = load(name)
     size = _scale(name, study, quick, scale)
+    known = _from_tables(name, study, out, size, tables) if tables else []
     with styled():  # this and the folder before the computation: what is wrong is told at once
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -203,6 +207,8 @@ def run(
             raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
         if size is None:
             result = cast("Study", study).table(quick=quick)
+        elif known:
+            result = cast("SweepStudy", study).table(known, size)
         else:
             trained = cast("SweepStudy", study)
             folder = _folder(name, out, size)
@@ -257,18 +263,11 @@ def so_far(
     """
     study = load(name)
     size = _scale(name, study, quick, scale)
-    if size is None or hasattr(study, "measure") or hasattr(study, "CHOOSES_RUNS"):
-        why = "trains nothing" if size is None else "chooses its later runs by its earlier ones"
-        raise UsageError(f"--so-far: the study {name} {why}, so it answers at its end only; leave the option out")
+    size = _fixed(name, study, size, "--so-far", "so it answers at its end only")
     table = _folder(name, out, size) / TABLE
-    if table.is_file():
-        rows = read_rows(table)
-    elif tables:
-        sweep = cast("SweepStudy", study).sweep(size, [])
-        rows = rows_of(sweep, {}, stands_for=plan(sweep).stands_for)
-    else:
+    if not (table.is_file() or tables):
         raise UsageError(f"--so-far: {table} is not there; begin the study with this --out, without --so-far")
-    rows = joined(rows, {str(path): read_rows(path) for path in tables})
+    rows = _rows_of_all(name, study, out, size, tables)
     if any(SEED not in row.values for row in rows):
         raise UsageError(f"--so-far: {table} has no column {SEED}; repeat the study's command to write it again")
     there = sorted({row.values[SEED] for row in rows})
@@ -281,6 +280,41 @@ def so_far(
     size = replace(size, seeds=tuple(sorted({row.values[SEED] for row in kept})))
     trained = cast("SweepStudy", study)
     return f"{words}\n{folded(trained.answer(trained.table(kept, size)))}"
+
+
+def _fixed(name: str, study: Study | SweepStudy, size: Scale | None, option: str, so: str) -> Scale:
+    """The scale of a study whose runs are all known from the beginning."""
+    if size is None or hasattr(study, "measure") or hasattr(study, "CHOOSES_RUNS"):
+        why = "trains nothing" if size is None else "chooses its later runs by its earlier ones"
+        raise UsageError(f"{option}: the study {name} {why}, {so}; leave the option out")
+    return size
+
+
+def _rows_of_all(name: str, study: Study | SweepStudy, out: Path, scale: Scale, tables: Sequence[Path]) -> list[Row]:
+    """The rows of all runs: of the study's folder, if it has been begun, and of the tables."""
+    table = _folder(name, out, scale) / TABLE
+    if table.is_file():
+        rows = read_rows(table)
+    else:
+        sweep = cast("SweepStudy", study).sweep(scale, [])
+        rows = rows_of(sweep, {}, stands_for=plan(sweep).stands_for)
+    return joined(rows, {str(path): read_rows(path) for path in tables})
+
+
+def _from_tables(
+    name: str, study: Study | SweepStudy, out: Path, size: Scale | None, tables: Sequence[Path]
+) -> list[Row]:
+    """The rows of a study all of whose runs have ended, in its folder or in a table."""
+    size = _fixed(name, study, size, "--table", "so it takes no tables of runs")
+    rows = _rows_of_all(name, study, out, size, tables)
+    every = {row.twin_of or row.run for row in rows}
+    ended = {row.twin_of or row.run for row in rows if row.state in ENDED}
+    if ended < every:
+        raise UsageError(
+            f"--table: {len(every) - len(ended)} of the {len(every)} runs of {name} have ended in no table; say "
+            "--so-far for what there is, or leave --table out to train every run here"
+        )
+    return rows
 
 
 def _folder(name: str, out: Path, scale: Scale) -> Path:
