@@ -157,6 +157,7 @@ class Opposed(RestartPolicy):
     less), and the theory of modes does not cover it.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})  # no NaN has a sign
     by_coordinate: ClassVar[bool] = True
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:

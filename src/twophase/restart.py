@@ -581,7 +581,7 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
 
     Args:
         rule: the outer rule.
-        policy: the restart policy; one that needs measured signals has no gain known in advance.
+        policy: the restart policy; one that decides from measured signals has no gain known in advance.
         rounds: T >= 1, the length of the run in rounds.
 
     Raises:
@@ -591,19 +591,19 @@ def mean_outer_gain(rule: OuterRule, policy: RestartPolicy, rounds: int) -> floa
     1.87
     """
     check_count("mean_outer_gain", "rounds", rounds)
-    if policy.needs:
+    if policy.needs or policy.by_coordinate:
         raise ValueError(f"mean_outer_gain: {policy} decides from measured signals; its gain is not known in advance")
     state, buffer, total, age = policy.initial_state(), 0.0, 0.0, 0
     for number in range(1, rounds + 1):
         answer = ask(policy, state, RoundSignal(number, age + 1, rule=rule))
         state, age, restart = answer.state, answer.age(age + 1), answer.restart
-        if restart is not None and restart.before and (buffer < 0 or not restart.opposed):
+        if restart is not None and restart.before:
             buffer = restart.retain * buffer + restart.inject
         step = answer.step or Step.of(rule)
         total += step.along_g + step.along_m * buffer
         kept, added = answer.mixing(rule)
         buffer = kept * buffer + added
-        if restart is not None and not restart.before and (buffer < 0 or not restart.opposed):
+        if restart is not None and not restart.before:
             buffer = restart.retain * buffer + restart.inject
     return total / rounds
 

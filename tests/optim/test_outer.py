@@ -9,6 +9,7 @@ import copy
 import functools
 import io
 import itertools
+import json
 import math
 import os
 import pickle
@@ -675,8 +676,8 @@ def test_state_is_plain():
     group = outer.state_dict()["param_groups"][0]
     assert group["restart"] == "soft:3:0.2:0.1"
     assert all(type(group[key]) is int for key in COUNTERS[:3])
-    assert {type(value) for value in group.values()} <= {int, float, bool, str, dict, list}
-    assert [group[key] for key in COUNTERS] == [4, 1, 1, {}]
+    assert {type(value) for value in group.values()} <= {int, float, bool, str, list}
+    assert [group[key] for key in COUNTERS] == [4, 1, 1, "{}"]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -1427,7 +1428,8 @@ def test_signals_are_kept_as_plain_numbers():
     end += 9
     outer.step(signals={"loss_start": np.float64(2.0), "loss_end": np.float64(1.5)})
     assert outer.param_groups[0]["restarts"] == 1  # 2 after an end at 1: the outer step made it worse
-    assert through_disk(outer.state_dict())["param_groups"][0]["policy_state"] == {"end": 1.5}
+    saved = through_disk(outer.state_dict())["param_groups"][0]["policy_state"]
+    assert json.loads(saved) == {"end": 1.5}
 
 
 def test_states_hold_plain_numbers():
@@ -1439,7 +1441,8 @@ def test_states_hold_plain_numbers():
     outer.param_groups[0]["restart"] = Periodic(5)
     saved = through_disk(outer.state_dict())["param_groups"][0]
     assert (type(saved["lr"]), type(saved["initial_lr"]), type(saved["momentum"])) == (float, float, float)
-    assert (saved["nesterov"], saved["restart"], saved["policy_state"]) == (True, "5", Periodic(5).initial_state())
+    assert (saved["nesterov"], saved["restart"]) == (True, "5")
+    assert json.loads(saved["policy_state"]) == Periodic(5).initial_state()
     assert outer.param_groups[0]["restart"] == Periodic(5)  # asking for the state has begun nothing
 
 

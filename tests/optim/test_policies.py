@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,34 @@ def test_resumed_is_uninterrupted(text: str, stop: int):
     assert all(torch.equal(p, q) for p, q in zip(first, whole, strict=True))
     ours, theirs = ({k: v for k, v in one.param_groups[0].items() if k != "params"} for one in (outer, straight))
     assert ours == theirs
+
+
+@each_policy
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_distributed_checkpoints_carry_the_memory(text: str, tmp_path: Path):
+    """`torch.distributed.checkpoint`, which restores the leaves that a fresh state has, brings back all of it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    def build(seed: int) -> tuple[nn.Module, OuterSGD]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        return model, outer_of(list(model.parameters()), RULES[0], text)
+
+    (model, outer), (other, twin) = build(0), build(1)
+    for number in range(5):
+        take(outer, list(model.parameters()), number)
+    dcp.save({"outer": get_optimizer_state_dict(model, outer)}, checkpoint_id=tmp_path, no_dist=True)
+    found = {"outer": get_optimizer_state_dict(other, twin)}
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, twin, found["outer"])
+    ours, theirs = ({k: v for k, v in one.param_groups[0].items() if k != "params"} for one in (outer, twin))
+    assert ours == theirs
+    buffers = ([one.state[p][BUFFER] for p in one.param_groups[0]["params"]] for one in (outer, twin))
+    assert all(map(torch.equal, *buffers))
 
 
 # --- 16 bits ------------------------------------------------------------------------------------------------------

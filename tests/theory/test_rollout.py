@@ -579,7 +579,21 @@ def test_a_diverged_trajectory_asks_no_more():
     kept = [signal for signal in policy.seen if signal.rule == OuterRule(0.5, 0.9)]
     assert 1 < len(lost) < len(kept) == 12
     assert all(math.isfinite(signal.value(name)) for signal in policy.seen for name in policy.needs)
-    assert np.abs(run.pseudo_gradient[len(lost), 0]).max() > 1e150  # whose square is inf
+    assert np.isinf(np.abs(run.pseudo_gradient[len(lost), 0]).max())
+    assert run.not_finite[:, 0].tolist() == [False] * len(lost) + [True] * (12 - len(lost))
+    assert not run.not_finite[:, 1].any()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
+@pytest.mark.parametrize("restart", ["gradient", "cosine:0.2", "norm:1.5", "speed", "cap:1", "auto"])
+def test_decisions_do_not_depend_on_the_units(rule: OuterRule, restart: str):
+    """Anchors whose squares over- or underflow are decided on like others: x is in units of its own."""
+    run = rollout(rule, SIX, 60, restart)
+    for power in (-600, 900):
+        other = rollout(rule, SIX, 60, restart, initial=math.ldexp(1.0, power))
+        assert not other.not_finite.any()
+        np.testing.assert_array_equal(other.restarts, run.restarts)
+        np.testing.assert_array_equal(other.residual, np.ldexp(run.residual, power))
 
 
 def test_hard_restart_forgets_anything():

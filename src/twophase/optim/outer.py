@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -79,12 +80,12 @@ class OuterSGD(Optimizer):
         OuterSGD([{"params": embeddings, "restart": Periodic(5)}, {"params": blocks, "restart": Periodic(9)}], lr=0.7)
 
     All memory lies in `state` (buffers) and `param_groups` (plain numbers and text: `rounds`, `rounds_since_restart`,
-    `restarts`, `policy_state`, and the policy in its text form), so `state_dict()` moves all of it: to disk, to a
-    healing replica of torchft, through `torch.save` with `weights_only` loading. Buffers of 16-bit parameters are
-    float32 and stay so when loaded. Gradients are only read. A group in which no parameter has a gradient takes no
-    round; in one that takes one, a parameter without a gradient stays where it is, and its buffer restarts with the
-    others. A policy that is put into a param group as an object starts without memory; as text it takes over the memory
-    that is there.
+    `restarts`, `policy_state`, in a `state_dict()` as JSON, and the policy in its text form), so `state_dict()` moves
+    all of it: to disk, to a healing replica of torchft, through `torch.save` with `weights_only` loading. Buffers of
+    16-bit parameters are float32 and stay so when loaded. Gradients are only read. A group in which no parameter has a
+    gradient takes no round; in one that takes one, a parameter without a gradient stays where it is, and its buffer
+    restarts with the others. A policy that is put into a param group as an object starts without memory; as text it
+    takes over the memory that is there.
 
     Args:
         params: parameters, named parameters, or param groups.
@@ -401,6 +402,9 @@ class OuterSGD(Optimizer):
             if not isinstance(group["restart"], str):  # the user put a policy there, which has not begun yet
                 policy = parse(group["restart"])
                 group |= {"restart": str(policy), "policy_state": policy.initial_state()}
+            # One leaf, whatever the policy remembers by now: torch.distributed.checkpoint restores those leaves alone
+            # that a fresh optimizer's state has as well.
+            group["policy_state"] = json.dumps(group["policy_state"], default=float)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -542,6 +546,8 @@ def _complete(group: dict[str, Any]) -> None:
     for key in COUNTERS:
         group.setdefault(key, 0)
     group.setdefault("policy_state", policy.initial_state())
+    if isinstance(group["policy_state"], str):
+        group["policy_state"] = json.loads(group["policy_state"])
     _check(group)
 
 

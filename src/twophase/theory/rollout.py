@@ -62,6 +62,8 @@ class Rollout:
         pseudo_gradient: g that the outer rule saw, averaged over replicas, shape (rounds, ..., modes).
         restarts: whether the buffer restarted in each round, shape (rounds, ...).
         loss: `1/2 sum_j w_j x_j^2` with weights of sum 1, at the times of `residual`, shape (rounds + 1, ...).
+        not_finite: whether what the policy needs was not finite in each round, shape (rounds, ...): the trajectory has
+            diverged, and the policy was not asked.
     """
 
     residual: Floats
@@ -69,6 +71,7 @@ class Rollout:
     pseudo_gradient: Floats
     restarts: NDArray[np.bool_]
     loss: Floats
+    not_finite: NDArray[np.bool_]
 
 
 def rollout(
@@ -99,7 +102,8 @@ def rollout(
     * `inner_lr`: 1, for it is constant; `progress`: the share of the rounds that are done, this one included.
 
     A policy that needs nothing is asked once for all trajectories of a rule, others for each. A mode that diverges
-    becomes inf and nan without a warning; where that makes what the policy needs inf or nan it is not asked any more.
+    becomes inf and nan without a warning; where that makes what the policy needs inf or nan it is not asked any more,
+    and `not_finite` says so.
 
     Args:
         rule: an outer rule, or an array of rules of any shape B.
@@ -274,7 +278,7 @@ def _simulate(
     nesterov = flat(rules.nesterov[..., None])
     places = np.empty((rounds + 1, count, modes))
     buffers, gradients = np.zeros_like(places), np.empty((rounds, count, modes))
-    restarts = np.zeros((rounds, count), dtype=bool)
+    restarts, not_finite = (np.zeros((rounds, count), dtype=bool) for _ in range(2))
     places[0] = flat(np.atleast_1d(initial))
     forms = flat(np.where(rules.ema, "ema", "sum")[..., None])
     columns = [column[:, 0].tolist() for column in (lr, b, nesterov, forms)]
@@ -296,7 +300,7 @@ def _simulate(
             gradients[t], places[t + 1] = g, x - _stepped(lr * np.where(nesterov, b * m + w * g, m), old, g, done)
             buffers[t + 1] = _restarted(m, g, done, before=False)
         for rows, answer in done:
-            restarts[t, rows] = answer.restarted
+            restarts[t, rows], not_finite[t, rows] = answer.restarted, bool(answer.not_finite)
     with np.errstate(all="ignore"):
         loss = _loss(places, weights)
     return Rollout(
@@ -305,6 +309,7 @@ def _simulate(
         gradients.reshape(rounds, *shape, modes),
         restarts.reshape(rounds, *shape),
         loss.reshape(rounds + 1, *shape),
+        not_finite.reshape(rounds, *shape),
     )
 
 
@@ -378,7 +383,7 @@ class _Asked:
             signal = RoundSignal(number[0], self.ages[index] + 1, *measured, supplied, rule, probes)
             answer = ask(self.policy, self.states[index], signal)
             self.states[index], self.ages[index] = answer.state, answer.age(self.ages[index] + 1)
-            if answer.restart is not None or answer.step is not None:
+            if answer.restart is not None or answer.step is not None or answer.not_finite:
                 done.append((rows, answer))
         return done
 
@@ -393,12 +398,16 @@ class _Asked:
 
 def _norms(g: Floats, m: Floats) -> list[tuple[float, float, float]]:
     """Norms of g and m and their cosine, as `twophase.optim.functional.angles` takes them."""
+    # Squares of a trajectory may over- or underflow long before it does. Powers of two change no other bit.
+    exponents = [np.frexp(np.abs(v).max(axis=1))[1] for v in (g, m)]
+    g, m = (np.ldexp(v, -exponent[:, None]) for v, exponent in zip((g, m), exponents, strict=True))
     dots = [(g * g).sum(axis=1).tolist(), (m * m).sum(axis=1).tolist(), (g * m).sum(axis=1).tolist()]
     seen = []
-    for gg, mm, gm in zip(*dots, strict=True):
-        scale = gg**0.5 * mm**0.5  # the product of the squares may over- or underflow
+    for gg, mm, gm, *sizes in zip(*dots, *exponents, strict=True):
+        scale = gg**0.5 * mm**0.5
         cosine = gm / scale if scale != 0 else 0.0
-        seen.append((gg**0.5, mm**0.5, math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine))
+        lengths = [float(np.ldexp(square**0.5, size)) for square, size in zip((gg, mm), sizes, strict=True)]
+        seen.append((*lengths, math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine))
     return seen
 
 
