@@ -170,7 +170,7 @@ def _cell_by_cell(grid: Runs, never: Runs) -> dict[str, Any]:
     """Where no restart already works: settings in which the chosen one is worse for every seed, and by how much."""
     means = _means(never)
     good = [place for place, mean in means.items() if mean <= min(means.values()) + math.log1p(WITHIN)]
-    worse, ratios = 0, []
+    worse, ratios, singles = 0, [], []
     for place in good:
         gaps = [
             (math.inf if ours is None else ours) - theirs
@@ -180,7 +180,13 @@ def _cell_by_cell(grid: Runs, never: Runs) -> dict[str, Any]:
         ]
         worse += bool(gaps) and min(gaps) > 0
         ratios += [math.exp(math.fsum(gaps) / len(gaps))] if gaps else []
-    return {"settings": len(good), "worse_for_every_seed": worse, "largest_ratio": max(ratios, default=None)}
+        singles += map(math.exp, gaps)
+    return {
+        "settings": len(good),
+        "worse_for_every_seed": worse,
+        "largest_ratio": max(ratios, default=None),
+        "largest_of_a_seed": max(singles, default=None),
+    }
 
 
 def lines_of(places: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -232,7 +238,21 @@ def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
             told = [f"{rule} {_ratio_words(lines[arm])}" for rule, lines in facts["rules"].items() if arm in lines]
             if told:
                 blocks.append(f"{arm} over {chosen}: {'; '.join(told)}.")
+        worst = {rule: _worst_words(lines[chosen]) for rule, lines in facts["rules"].items()}
+        told = [f"{rule} {words}" for rule, words in worst.items() if words]
+        if told:
+            blocks.append(
+                f"{chosen} over never in its worst setting of those that work without restarts: {'; '.join(told)}."
+            )
     return blocks
+
+
+def _worst_words(line: Mapping[str, Any]) -> str:
+    """In the mean over the seeds, and of a single seed."""
+    found = line.get("against_never")
+    if not found or found["largest_ratio"] is None:
+        return ""
+    return f"{found['largest_ratio']:.3f}, of a seed {found['largest_of_a_seed']:.3f}"
 
 
 def _line_words(facts: Mapping[str, Any], rules: Sequence[str], arm: str) -> list[str]:
