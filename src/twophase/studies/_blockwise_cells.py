@@ -41,7 +41,9 @@ ONE, FREE, MEAN, ALL, ROUNDS, ORACLE, SEARCH = (
     "one K for all", "averaging", "K_b, curvature, mean sigma", "K_b, curvature, all modes", "K_b, rounds",
     "K_b, oracle", "search",
 )  # fmt: skip
-SHUFFLED = {MEAN: "shuffled mean sigma", ORACLE: "shuffled oracle"}
+SHUFFLED = {
+    MEAN: "shuffled mean sigma", ALL: "shuffled all modes", ROUNDS: "shuffled rounds", ORACLE: "shuffled oracle",
+}  # fmt: skip
 """The controls: the same periods on other blocks."""
 Periods = tuple[str, ...]
 """A policy for each block, as text."""
@@ -172,7 +174,7 @@ def _cells(scale: Scale, place: Place, scores: Mapping[str, float], measured: Ma
     if found is not None:
         for arm in (MEAN, ALL, ROUNDS):
             yield from _judged(scale, place, arm, tuple(found["periods"][arm]))
-        yield from _shuffled(scale, place, MEAN, tuple(found["periods"][MEAN]))
+            yield from _shuffled(scale, place, arm, tuple(found["periods"][arm]))
     tried, oracle = searched(scale, place, scores)
     yield from (_cell(scale, place, SEARCH, made.search_seed, periods) for periods in tried)
     if oracle is not None:

@@ -36,7 +36,7 @@ __all__ = ["QUESTION", "answer", "draw", "measure", "sweep", "table"]
 QUESTION = "Do restart periods by block, from curvature or from a run, beat one period for all blocks?"
 CLEAR = 2.0
 """Standard errors."""
-ARMS = (FREE, MEAN, SHUFFLED[MEAN], ALL, ROUNDS, ORACLE, SHUFFLED[ORACLE])
+ARMS = (FREE, *(name for arm, control in SHUFFLED.items() for name in (arm, control)))
 
 
 def sweep(scale: Scale, rows: Sequence[Row], measured: Mapping[str, Any] | None = None) -> Sweep:
