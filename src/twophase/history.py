@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from twophase.restart import Answer, Restart, RestartPolicy, RoundSignal, Step, ask
+from twophase.restart import PROBES, Answer, Restart, RestartPolicy, RoundSignal, Step, ask
 from twophase.rule import OuterRule
 
 ABSENT = "-"
@@ -61,7 +61,7 @@ def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Ans
         yield answer
 
 
-def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
+def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -> list[str]:
     """A name for each round's update that is equal for equal coefficients `c_t1 ... c_tt`, in exact arithmetic.
 
     The coefficients are not written out (their digits grow with the rounds): `sum_i c_ti X^i` is computed modulo a
@@ -71,12 +71,13 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
         rule: the outer rule; its numbers count as the decimals that they print as.
         policy: the restart policy.
         rounds: T >= 1.
+        probed: sequences that a policy which probes is shown; 0 means all. No other policy's names depend on it.
 
     Returns:
         T names. An adaptive policy's updates are not known in advance: they are named after the policy itself.
     """
     if not is_scheduled(rule, policy):
-        return [_opaque(policy.canonical(rule), policy, number) for number in range(1, rounds + 1)]
+        return [_opaque(policy.canonical(rule), policy, number, probed) for number in range(1, rounds + 1)]
     lr, momentum = _residue(rule.lr), _residue(rule.momentum)
     weight = 1 if rule.form == "sum" else (1 - momentum) % _PRIME
     buffer, gradient, names = 0, 1, []
@@ -100,16 +101,17 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[str]:
     return names
 
 
-def bits(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Round]:
+def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -> list[Round]:
     """Names of each round's update and buffer that are equal only for the same floating-point operations.
 
     Args:
         rule: the outer rule.
         policy: the restart policy.
         rounds: T >= 1.
+        probed: as for `algebra`.
     """
     if not is_scheduled(rule, policy):
-        names = [_opaque(rule, policy, number) for number in range(1, rounds + 1)]
+        names = [_opaque(rule, policy, number, probed) for number in range(1, rounds + 1)]
         return [Round(name, f"m{name}" if rule.momentum else ABSENT) for name in names]
     if rule.momentum == 0:
         of = answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds
@@ -164,8 +166,10 @@ def _scaled(weight: float, number: int) -> str:
     return _name("g", number) if weight == 1 else _name("g", number, weight)
 
 
-def _opaque(rule: OuterRule, policy: RestartPolicy, number: int) -> str:
-    return _name("adaptive", rule, policy, number)
+def _opaque(rule: OuterRule, policy: RestartPolicy, number: int, probed: int) -> str:
+    # Where all are shown the name is as it was before there was a choice: states of sweeps are found by it.
+    shown = (probed,) if probed and PROBES in policy.needs else ()
+    return _name("adaptive", rule, policy, number, *shown)
 
 
 def _residue(value: float) -> int:

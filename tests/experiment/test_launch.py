@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -147,6 +147,7 @@ class Config:
     outer: Outer = field(default_factory=Outer)
     steps: int = 12
     inner_steps: int = 2
+    probed: ClassVar[int] = 0
 
 
 @pytest.fixture(scope="module")

@@ -198,6 +198,7 @@ def test_picture_of_the_docstring() -> None:
 POLICIES = (
     *("never", "1", "2", "3", "5", "cycle:2,1", "cycle:3", "at:2,4", "soft:2:0.5:0.25", "soft:2:0.5:2.5"),
     *("soft:3:0:1", "soft:3:0:0", "soft:2:1:0", "early:2:0:0", "twice:2:0", "measured:1.5"),
+    "probe:keep,drop",
 )
 VALUES = {
     "outer.lr": st.sampled_from([0.0, 0.3, 0.7, 3.0, 7.0]),
@@ -205,6 +206,7 @@ VALUES = {
     "outer.nesterov": st.booleans(),
     "outer.form": st.sampled_from(FORMS),
     "outer.restart": st.sampled_from(POLICIES),
+    "outer.probe_sequences": st.sampled_from([0, 0, 0, 2, 3]),
     "inner_steps": st.sampled_from([4, 4, 4, 7, 8, 30]),
     "steps": st.sampled_from([26, 26, 26, 26, 28]),
     "seed": st.sampled_from([0, 0, 0, 0, 1]),
@@ -240,11 +242,12 @@ def history(config: TrainConfig, how: str) -> History:
     rule, policy = config.outer.rule(), config.outer.policy()
     names: list[Any]
     if how == "bits":
-        names = [one.update for one in bits(rule, policy, len(syncs))]
+        names = [one.update for one in bits(rule, policy, len(syncs), config.probed)]
     elif is_scheduled(rule, policy):
         names = [tuple(map(str, vector)) for vector in coefficients(rule, policy, len(syncs))]
     else:
-        names = [(rule, str(policy), number) for number in range(len(syncs))]
+        shown = config.outer.probe_sequences if "probes" in policy.needs else 0
+        names = [(rule, str(policy), number, shown) for number in range(len(syncs))]
     trunk = dataclasses.replace(config, outer=OuterConfig(), inner_steps=1)
     return History(trunk, tuple(zip(syncs, names, strict=True)))
 
@@ -468,9 +471,10 @@ def test_merging_is_equality_of_coefficients(drawn: list[dict[str, Any]], data: 
             assert canonical == candidates[plain.index(min(plain))]
 
 
-def plainness(outer: OuterConfig) -> tuple[bool, bool, bool, bool]:
-    """Momentum-free first, then without restarts, then heavy ball, then in sum form."""
-    return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema"
+def plainness(outer: OuterConfig) -> tuple[bool, ...]:
+    """Momentum-free first, then without restarts, then heavy ball, then in sum form, then without a probe's size."""
+    shown = outer.probe_sequences > 0  # of a batch of 8, and never all of it
+    return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema", shown
 
 
 @given(CELLS)
@@ -551,6 +555,45 @@ def test_an_adaptive_run_shares_its_first_round() -> None:
     base = TrainConfig(steps=40, inner_steps=4)
     made = plan(grid(base, momentum=(0.5, 0.9), restart=("never", "measured:1.5", "measured:2")))
     assert (len(made.runs), made.steps, made.steps_algebra) == (6, 6 * 40 - 5 * 4, 6 * 40 - 5 * 4)
+
+
+PROBING = {"restart": ("probe:keep,average", "probe:keep,drop")}
+NODES_OF_BEFORE = ["10679ac7675fb430", "2b34e6fab1214fd2", "e8318d92288fad75"]
+"""Of its 12 steps in rounds of 4, when every probe took a whole batch."""
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_probes_of_several_sizes_share_their_first_round(momentum: float) -> None:
+    """Nobody who is shown a different number of sequences is another's twin; all of a batch is as no number."""
+    base = with_values(TrainConfig(steps=40, inner_steps=4), {"outer.momentum": momentum})
+    given = grid(base, probe_sequences=(0, 1, 2, 8), **PROBING)
+    made = plan(given)
+    assert (len(made.runs), made.steps, made.steps_algebra) == (6, 6 * 36 + 4, 6 * 36 + 4)
+    assert len(made.stands_for) == 2
+    for twin, other in made.stands_for.items():
+        eight, none = given.runs[twin].outer, given.runs[other].outer
+        assert (eight.probe_sequences, none.probe_sequences) == (8, 0)
+        assert eight.restart == none.restart
+
+
+@pytest.mark.parametrize("restart", ["never", "3", "measured:1.5", "auto", "opposed"])
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (2, 1, 0)])
+def test_the_size_of_a_probe_that_nobody_takes(restart: str, numbers: tuple[int, ...]) -> None:
+    """Without a policy that probes all numbers of sequences are one run, that without a number; or one history."""
+    base = with_values(TrainConfig(steps=40, inner_steps=4), {"outer.restart": restart})
+    made = plan(grid(base, probe_sequences=numbers))
+    assert [config.outer.probe_sequences for config in made.runs.values()] == [0]
+    each = plan(grid(base, probe_sequences=numbers), merge=False)
+    assert (len(each.runs), each.steps, len(each.forest.nodes)) == (3, 40, 1)
+
+
+def test_states_of_before_are_found() -> None:
+    """Runs that are shown whole batches have the nodes and jobs that they had before there was a choice."""
+    base = TrainConfig(steps=12, inner_steps=4)
+    more = plan(grid(base, probe_sequences=(0, 1), **PROBING)).forest
+    whole = plan(grid(base, **PROBING)).forest
+    assert set(whole.nodes) <= set(more.nodes)
+    assert list(whole.nodes) == NODES_OF_BEFORE
 
 
 PRINT_PLAN = """

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -47,6 +47,7 @@ class Config:
     outer: Outer = field(default_factory=Outer)
     steps: int = 12
     inner_steps: int = 2
+    probed: ClassVar[int] = 0
     betas: tuple[float, float] = (0.9, 0.99)
     seed: int = 0
     schedule: str = field(default="cosine", metadata=LATER)

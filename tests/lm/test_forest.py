@@ -132,7 +132,8 @@ def test_leaves_are_the_runs_alone(base: TrainConfig, tmp_path: Path, seed: int)
 
 
 def grid(base: TrainConfig, **values: tuple[Any, ...]) -> Sweep:
-    names = {name: f"outer.{name}" for name in ("lr", "momentum", "restart", "nesterov")} | {"wire": "sync.wire"}
+    outer = ("lr", "momentum", "restart", "nesterov", "probe_sequences")
+    names = {name: f"outer.{name}" for name in outer} | {"wire": "sync.wire"}
     return Sweep("grid", base, product(base, [Axis(names.get(name, name), some) for name, some in values.items()]))
 
 
@@ -404,3 +405,22 @@ def test_a_policy_with_a_buffer_of_its_own_has_it_at_momentum_0_too(base: TrainC
     assert len(ends["auto"]) == 1
     assert len(ends["never"]) == 2
     assert not ends["auto"] & ends["never"]  # one of which is plain averaging
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_probes_of_several_sizes_are_as_alone(base: TrainConfig, tmp_path: Path, merge: bool) -> None:
+    """Runs that are shown more and fewer sequences share their first round, and each decides by its own number.
+
+    The number changes nothing where no policy probes, and one that is all of a batch is as good as none.
+    """
+    base = with_values(base, {"data.batch_size": 3, "steps": 18, "inner.lr": 0.05})  # where other numbers choose others
+    given = grid(base, restart=("never", "probe:0.25,0.5,0.75,1,1.5,2,2.5,3,4"), probe_sequences=(3, 2, 1, 0))
+    made = plan(given, merge=merge)
+    none, probing = 1, 3
+    assert made.steps == base.inner_steps + (none + probing) * (base.steps - base.inner_steps)
+    assert len(made.runs) == (none + probing if merge else 8)
+    one = grow(made, tmp_path)
+    assert one.tally.steps == made.steps
+    expected = alone(made, tmp_path / "alone")
+    check(made, tmp_path, expected)
+    assert len({found["summary"]["checksum"] for found in expected.values()}) == none + probing

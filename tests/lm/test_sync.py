@@ -164,7 +164,8 @@ def processes(tmp_path: Path, *words: list[str]) -> list[tuple[int, str]]:
 @pytest.mark.slow
 def test_two_processes_equal_one(config: TrainConfig, tmp_path: Path) -> None:
     """Streaming fragments on an int8 wire, and candidates probed: one replica a process, or two in one, same bytes."""
-    config = with_values(config, SYNCS["streaming"] | {"outer.restart": "probe:average,drop,1.3"})
+    probed = {"outer.restart": "probe:average,drop,1.3", "outer.probe_sequences": 3}
+    config = with_values(config, SYNCS["streaming"] | probed)
     here = run(config, tmp_path / "one")
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     words = ["--out", str(tmp_path / "two")]

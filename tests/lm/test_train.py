@@ -414,16 +414,18 @@ def test_inner_schedules(values: dict[str, Any], expected: list[float]) -> None:
 
 
 def test_a_run_from_before_the_schedules_is_the_same_run(tmp_path: Path) -> None:
-    """A configuration that was written without them has the same fingerprint, and is read."""
+    """A configuration that was written without them, and sizes of a probe, has the same fingerprint, and is read."""
     before = to_tree(TrainConfig())
     assert "schedule" not in before["inner"]
+    assert "probe_sequences" not in before["outer"]
     assert from_tree(TrainConfig, before) == TrainConfig()
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(TrainConfig()))
     assert fingerprint(from_tree(TrainConfig, load_yaml(path))) == fingerprint(TrainConfig()) == "52b976f3b5af"
-    other = with_values(TrainConfig(), {"inner.schedule": "wsd", "inner.decay": 0.1})
-    assert fingerprint(other) != fingerprint(TrainConfig())
-    assert from_tree(TrainConfig, to_tree(other)) == other
+    for values in ({"inner.schedule": "wsd", "inner.decay": 0.1}, {"outer.probe_sequences": 2}):
+        other = with_values(TrainConfig(), values)
+        assert fingerprint(other) != fingerprint(TrainConfig())
+        assert from_tree(TrainConfig, to_tree(other)) == other
     with pytest.raises(UsageError, match=r"absent values inner\.lr$"):
         from_tree(TrainConfig, {**before, "inner": {k: v for k, v in before["inner"].items() if k != "lr"}})
 
@@ -439,6 +441,11 @@ BAD_VALUES = [
     ({"outer.lr": -0.1}, r"--outer\.lr is -0\.1; it must be a finite number >= 0"),
     ({"outer.restart": "0"}, r"--outer\.restart: .*period is 0; it must be a whole number >= 1"),
     ({"outer.restart": "often"}, r"--outer\.restart: restart 'often' is not known; write never"),
+    (
+        {"outer.probe_sequences": 5},
+        r"--outer\.probe-sequences is 5; it must be a whole number from 1 to --data\.batch-size 4, or 0 \(all of the",
+    ),
+    ({"outer.probe_sequences": -1}, r"--outer\.probe-sequences is -1; it must be a whole number from 1 to"),
     (
         {"inner_steps": 23},
         r"--inner-steps is 23; it must be at most steps \(22\); lower --inner-steps",

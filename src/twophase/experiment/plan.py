@@ -45,6 +45,11 @@ class Config(Protocol):
     steps: int
     inner_steps: int
 
+    @property
+    def probed(self) -> int:
+        """Sequences that a policy which probes is shown; 0 means all of a batch."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -230,8 +235,8 @@ class _History:
         rule, policy = config.outer.rule(), config.outer.policy()
         # The last round may be shorter.
         syncs = [*range(config.inner_steps, config.steps, config.inner_steps), config.steps]
-        same_bits = (one.update for one in bits(rule, policy, len(syncs)))
-        same_algebra = algebra(rule, policy, len(syncs))
+        same_bits = (one.update for one in bits(rule, policy, len(syncs), config.probed))
+        same_algebra = algebra(rule, policy, len(syncs), config.probed)
         return cls(
             fingerprint(tree),
             config.steps,
@@ -276,10 +281,11 @@ def _grow(
         ]
 
 
-def _plainness(config: Config) -> tuple[bool, bool, bool, bool]:
+def _plainness(config: Config) -> tuple[bool, bool, bool, bool, bool]:
     """Of runs that are the same, the one that says so most plainly comes first."""
     rule = config.outer.rule()
-    return rule.momentum > 0, config.outer.policy() != Never(), rule.nesterov, rule.form != "sum"
+    restarts = config.outer.policy() != Never()
+    return rule.momentum > 0, restarts, rule.nesterov, rule.form != "sum", config.probed > 0
 
 
 def _digest(*parts: object) -> str:

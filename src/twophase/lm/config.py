@@ -100,6 +100,9 @@ class OuterConfig:
     restart: str = "never"
     """When the momentum restarts: never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or a policy that
     decides for itself: auto, gradient, loss, probe:keep,average and more."""
+    probe_sequences: int = field(default=0, metadata=LATER)
+    """Sequences on which a policy that probes weighs its candidates: the first ones of each replica's next batch; 0
+    means all of it. Other policies do not look at it."""
 
     def rule(self) -> OuterRule:
         """The rule as a value; one with a momentum where the policy needs a buffer of its own."""
@@ -221,6 +224,12 @@ class TrainConfig:
         """Tokens of an inner step of one replica."""
         return self.data.batch_size * self.data.sequence_length
 
+    @property
+    def probed(self) -> int:
+        """Sequences of a probe batch where they are fewer than a step's; 0 where they are all of them."""
+        given = self.outer.probe_sequences
+        return given if given < self.data.batch_size else 0
+
 
 def text_name(config: TrainConfig) -> str:
     """A name for the text that a run trains on, equal for runs that share it."""
@@ -267,6 +276,12 @@ def check(config: TrainConfig) -> TrainConfig:
         config.outer.policy()
     except ValueError as error:
         raise UsageError(f"--outer.restart: {error}") from None
+    _require(
+        0 <= config.outer.probe_sequences <= config.data.batch_size,
+        "outer.probe_sequences",
+        config.outer.probe_sequences,
+        f"a whole number from 1 to --data.batch-size {config.data.batch_size}, or 0 (all of the next batch)",
+    )
     _check_sync(config)
     return config
 

@@ -435,7 +435,8 @@ class Grower:
         """The name of a run's buffer after each round."""
         if run not in self._named:
             config = self.configs[run]
-            self._named[run] = [one.buffer for one in bits(config.outer.rule(), config.outer.policy(), config.rounds)]
+            history = bits(config.outer.rule(), config.outer.policy(), config.rounds, config.probed)
+            self._named[run] = [one.buffer for one in history]
         return self._named[run]
 
     # --------------------------------------------------------------------------------------------------------- runs

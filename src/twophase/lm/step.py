@@ -98,8 +98,10 @@ class Step:
 
     @torch.no_grad()
     def loss(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a batch, forward only and piece by piece; a scalar on the device."""
-        self._choose(tokens.shape)
+        """The mean loss of some sequences, forward only and piece by piece; a scalar on the device."""
+        # For a training step's batch, whatever is evaluated here: a replica that comes late may probe before it trains,
+        # and pieces of 3 that were chosen for a probe of 3 would be kept for batches of 8, which they do not divide.
+        self._choose(torch.Size((self.config.data.batch_size, tokens.shape[1])))
         micro, batch = self.chosen["micro_batch"], len(tokens)
         total = torch.zeros((), device=self.device)
         for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):

@@ -109,9 +109,10 @@ class Trainer:
         return engine
 
     def _probe(self, model: nn.Module, number: int, round: int) -> float:  # noqa: A002 - the engine's word
-        """The loss of a candidate on what a replica will train on next."""
+        """The loss of a candidate on what a replica will train on next, or the first sequences of that."""
         del round
-        return self.replicas[number].probe(cast("Llama", model), self.done.step)
+        # Of this configuration and not the replica's, which in a forest is that of the run which came first.
+        return self.replicas[number].probe(cast("Llama", model), self.done.step, self.config.probed)
 
     def _replica_state(self) -> dict[str, Any]:
         """What a replica that comes late needs beside the engine's state: it goes on as this one."""
@@ -371,9 +372,15 @@ class Replica:
         self.inner.zero_grad()
         return loss
 
-    def probe(self, model: Llama, step: int) -> float:
-        """Mean loss of a model, forward only, on the batch of an inner step of this replica."""
-        tokens, targets = self.corpus.batch(self.config.seed, step, self.number)
+    def probe(self, model: Llama, step: int, sequences: int = 0) -> float:
+        """Mean loss of a model, forward only, on the batch of an inner step of this replica.
+
+        Args:
+            model: any of this configuration.
+            step: the inner step.
+            sequences: how many of the batch, from its first one on; 0 means all.
+        """
+        tokens, targets = (ids[: sequences or None] for ids in self.corpus.batch(self.config.seed, step, self.number))
         return float(self.compute.loss(model, self._tensor(tokens), self._tensor(targets)))
 
     def evaluate(self) -> Evaluation:
