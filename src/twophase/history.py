@@ -110,7 +110,9 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -
         rounds: T >= 1.
         probed: as for `algebra`.
     """
-    if not is_scheduled(rule, policy):
+    # At momentum 0 a policy that probes may be plain as well, but a forest evaluates candidates for one class of runs a
+    # round only: its run, and the restarts that it counts, stay its own.
+    if not is_scheduled(rule, policy) or PROBES in policy.needs:
         names = [_opaque(rule, policy, number, probed) for number in range(1, rounds + 1)]
         return [Round(name, f"m{name}" if rule.momentum else ABSENT) for name in names]
     if rule.momentum == 0:

@@ -24,7 +24,7 @@ from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.lm.forest import Grower, Stopped
 from twophase.lm.train import train
 from twophase.lm.trainer import _corpus
-from twophase.restart import _REGISTRY, HARD, RestartPolicy, register
+from twophase.restart import _REGISTRY, HARD, PROBES, RestartPolicy, register
 
 TIMES = ("seconds", "engine_share")
 
@@ -424,3 +424,32 @@ def test_probes_of_several_sizes_are_as_alone(base: TrainConfig, tmp_path: Path,
     expected = alone(made, tmp_path / "alone")
     check(made, tmp_path, expected)
     assert len({found["summary"]["checksum"] for found in expected.values()}) == none + probing
+
+
+def test_a_policy_that_only_restarts_may_probe_at_momentum_0(base: TrainConfig, tmp_path: Path) -> None:
+    """Unmerged it stands beside schedules and other sizes of the probe, and counts its own restarts."""
+
+    @register("test_tries")
+    @dataclass(frozen=True, slots=True)
+    class Tries(RestartPolicy):
+        needs = frozenset({PROBES})
+
+        def candidates(self, rule):  # type: ignore[no-untyped-def]
+            del rule
+            return (None, HARD)
+
+        def decide(self, state, signal):  # type: ignore[no-untyped-def]
+            first = signal.probes[0] if signal.probes else 0.0
+            return state, HARD if int(1e6 * first) % 2 else None
+
+    try:
+        given = grid(base, momentum=(0.0,), restart=("never", "test_tries"), probe_sequences=(0, 1))
+        assert len(plan(given).runs) == 1
+        made = plan(given, merge=False)
+        grow(made, tmp_path)
+        expected = alone(made, tmp_path / "alone")
+        check(made, tmp_path, expected)
+        counts = [found["summary"]["restarts"] for found in expected.values()]
+        assert len(set(counts)) == 3  # never has none, and two sizes see other digits
+    finally:
+        del _REGISTRY["test_tries"]
