@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -282,19 +283,23 @@ def same_files(one: Path, other: Path) -> None:
         assert lines[0] == lines[1]
 
 
+def in_parts(config: TrainConfig, path: Path, stops: Sequence[int]) -> dict[str, Any]:
+    """A run that is stopped after each of these steps and resumed."""
+    for stop in stops:
+        calls = iter(range(1, 1000))
+        start = checkpoint.latest_step(path / "checkpoint") or 0
+        # Asked once a step, the last step excepted.
+        part = run(config, path, should_stop=lambda s=stop, b=start, c=calls: b + next(c) >= s)
+        assert part["exit_reason"] == "stopped"
+        assert part["steps"] == stop
+    return run(config, path)
+
+
 @pytest.mark.parametrize("stops", [(3,), (6,), (8, 14, 20), (21,), (1, 2, 3, 13)])
 def test_resumed_equals_uninterrupted(config: TrainConfig, tmp_path: Path, stops: tuple[int, ...]) -> None:
     """Stopped inside and at the end of rounds and resumed, a run ends with the same bytes, numbers and log lines."""
     whole = run(config, tmp_path / "whole")
-    for stop in stops:
-        calls = iter(range(1, 1000))
-        start = checkpoint.latest_step(tmp_path / "parts" / "checkpoint") or 0
-        # Asked once a step, the last step excepted.
-        part = run(config, tmp_path / "parts", should_stop=lambda s=stop, b=start, c=calls: b + next(c) >= s)
-        assert part["exit_reason"] == "stopped"
-        assert part["steps"] == stop
-    parts = run(config, tmp_path / "parts")
-    assert timeless(parts) == timeless(whole)
+    assert timeless(in_parts(config, tmp_path / "parts", stops)) == timeless(whole)
     same_files(tmp_path / "parts", tmp_path / "whole")
 
 
@@ -490,23 +495,68 @@ def test_replicas_and_processes(config: TrainConfig) -> None:
         preflight(config, processes=3)
 
 
-# --- restart policies that need what the trainer measures ---------------------------------------------------------
+# --- restart policies that have a memory, or need what the trainer measures ------------------------------------------
 
-NEEDY = ("loss", "probe:drop,average", "lookahead:0.3:0.3", "slowmo")
+STEEP = {"inner.lr": 0.03, "outer.lr": 4.0}
+"""Outer steps so long that the loss rises again and again."""
+MEMORY, LOSSES, ROUNDS = "policy_state", "round_losses", "begun"
+"""What checkpoints hold for policies, by its key: of their own, of a round under way, of each fragment's round."""
 
 
-@pytest.mark.parametrize("policy", NEEDY)
-def test_needy_policies_resume(config: TrainConfig, tmp_path: Path, policy: str) -> None:
-    """With losses, probes, progress or learning rates, a run that is stopped in and after rounds ends the same."""
-    config = with_values(config, {"outer.restart": policy, "outer.momentum": 0.9})
+@pytest.mark.parametrize(
+    ("policy", "values", "stops", "fires", "remembers"),
+    [
+        # Each stop is inside a round; those of `loss` and the last of `speed` inside one at whose end they fire.
+        ("loss", STEEP | {"inner_steps": 4}, (6, 18), True, (MEMORY,)),
+        ("loss", STEEP | {"sync.fragments": ("2",)}, (8, 13), True, (MEMORY, LOSSES, ROUNDS)),
+        ("speed", {"inner_steps": 4}, (6, 21), True, (MEMORY,)),
+        ("tracked", {"inner_steps": 3}, (5, 14), True, (MEMORY,)),  # after the third round it knows a longer period
+        ("auto", {"inner_steps": 3}, (5, 14), False, (MEMORY,)),
+        ("slowmo", {}, (8, 13), False, (MEMORY,)),
+        ("probe:drop,average", {}, (8, 13), True, ()),
+        ("lookahead:0.3:0.3", {}, (8, 13), False, ()),
+    ],
+)
+def test_needy_policies_resume(
+    config: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    policy: str,
+    values: dict[str, Any],
+    stops: tuple[int, ...],
+    fires: bool,
+    remembers: tuple[str, ...],
+) -> None:
+    """A run whose policy decides by what it remembers, or is told, ends the same when it is stopped and resumed.
+
+    And would not if any of what a checkpoint holds for the policy were lost.
+    """
+    config = with_values(config, {"outer.restart": policy, "outer.momentum": 0.9, **values})
     whole = run(config, tmp_path / "whole")
-    for stop in (8, 5):  # inside the second round, and after the third and a step
-        calls = iter(range(1, 1000))
-        run(config, tmp_path / "parts", should_stop=lambda s=stop, c=calls: next(c) >= s)
-    assert timeless(run(config, tmp_path / "parts")) == timeless(whole)
+    assert (whole["restarts"] > 0) is fires
+    assert not whole["diverged"]
+    assert timeless(in_parts(config, tmp_path / "parts", stops)) == timeless(whole)
     same_files(tmp_path / "parts", tmp_path / "whole")
     plain = run(with_values(config, {"outer.restart": "never"}), tmp_path / "plain")
-    assert (plain["checksum"] == whole["checksum"]) is (policy == "loss")  # which does not fire in a run that learns
+    assert plain["checksum"] != whole["checksum"]
+    for key in remembers:
+        with monkeypatch.context() as patch:
+            losing(patch, key)
+            assert in_parts(config, tmp_path / key, stops)["checksum"] != whole["checksum"], key
+
+
+def losing(patch: pytest.MonkeyPatch, key: str) -> None:
+    """Checkpoints are read as if nothing of that name were in them."""
+
+    def without(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {name: without(branch) for name, branch in tree.items() if name != key}
+        return [without(branch) for branch in tree] if isinstance(tree, list) else tree
+
+    part, progress = checkpoint.Checkpoint.part, checkpoint.Checkpoint.progress
+    patch.setattr(checkpoint.Checkpoint, "part", lambda self, name: without(part(self, name)))
+    patch.setattr(checkpoint.Checkpoint, "progress", lambda self: without(progress(self)))
 
 
 def test_signals_of_a_round(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
