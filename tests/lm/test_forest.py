@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,23 @@ def grow(made: Plan, path: Path, **options: Any) -> Grower:
     for root in made.forest.roots:
         one.grow(root.id)
     return one
+
+
+def grow_in_parts(made: Plan, path: Path, limits: Iterable[int], **options: Any) -> int:
+    """Grow, stopped after so many inner steps and taken up by a new grower, without a step twice: how many stops."""
+    steps = 0
+    for stops, limit in enumerate(limits):
+        left = iter(range(1, limit))
+        one = grower(made, path, should_stop=lambda left=left: next(left, None) is None, **options)
+        try:
+            for root in made.forest.roots:
+                one.grow(root.id)
+        except Stopped:
+            steps += one.tally.steps
+            continue
+        assert steps + one.tally.steps == made.steps
+        return stops
+    raise AssertionError("the limits are at an end, and the forest is not grown")
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -190,15 +208,7 @@ def test_what_a_wire_owes_is_forked_with_the_runs(base: TrainConfig, tmp_path: P
 def test_what_a_wire_owes_survives_interruptions(base: TrainConfig, tmp_path: Path) -> None:
     """Stopped every few inner steps, inside stretches and at branches, runs on int8 come out as if done alone."""
     made = plan(grid(base, wire=("int8",), restart=("never", "2", "3")))
-    stops = 0
-    while True:
-        left = iter(range(7 + stops % 3))
-        try:
-            grow(made, tmp_path, should_stop=lambda left=left: next(left, None) is None, in_memory=0)
-            break
-        except Stopped:
-            stops += 1
-    assert stops >= 4
+    assert grow_in_parts(made, tmp_path, itertools.cycle((8, 9, 10)), in_memory=0) >= 4
     check(made, tmp_path, alone(made, tmp_path / "alone"))
 
 
@@ -367,7 +377,10 @@ def test_other_text_is_refused(base: TrainConfig, tmp_path: Path) -> None:
         grow(made, tmp_path)
 
 
-ADAPTIVE = ("opposed", "loss", "slowmo", "probe:drop,average", "lookahead:0.2:0.2", "debiased:3")
+ADAPTIVE = (
+    *("opposed", "loss:0.0", "slowmo", "tracked:3", "lookahead:0.2:0.2", "debiased:3"),
+    *("probe:drop,average", "probe:keep,average"),
+)
 
 
 @pytest.mark.parametrize(("momentum", "merge"), [(0.0, False), (0.9, True)])
@@ -376,17 +389,23 @@ def test_policies_that_need_signals_are_as_alone(
 ) -> None:
     """Runs whose policies need losses, learning rates, probes or steps come out of a sweep as if done alone.
 
-    Beside schedules that share their first round's inner steps and, at momentum 0, all that a step does not change.
+    Beside schedules that share their first round's inner steps and, at momentum 0, all that a step does not change; and
+    also, with momentum, when the sweep is stopped again and again, in rounds in which they remember something.
     """
-    base = with_values(base, {"steps": 18})
+    steep = {"inner.lr": 0.03, "outer.lr": 4.0}  # the loss rises again and again
+    base = with_values(base, {"steps": 14, "inner_steps": 2, **steep})
     made = plan(grid(base, momentum=(momentum,), restart=("never", "1", "2", *ADAPTIVE)), merge=merge)
     one = grow(made, tmp_path, in_memory=1)
     assert one.tally.steps == made.steps < len(made.runs) * base.steps
     expected = alone(made, tmp_path / "alone")
     check(made, tmp_path, expected)
-    ends = {made.runs[run].outer.restart: found["summary"]["checksum"] for run, found in expected.items()}
-    differing = {"1", "2", *ADAPTIVE} - {"loss"} if momentum else {"lookahead:0.2:0.2"}
-    assert ends["never"] not in {ends[policy] for policy in differing}
+    if momentum:
+        assert grow_in_parts(made, tmp_path / "parts", itertools.repeat(11)) >= 8
+        check(made, tmp_path / "parts", expected)
+    found = {made.runs[run].outer.restart: wanted["summary"] for run, wanted in expected.items()}
+    differing = {"1", "2", *ADAPTIVE} if momentum else {"lookahead:0.2:0.2", *ADAPTIVE[-2:]}
+    assert found["never"]["checksum"] not in {found[policy]["checksum"] for policy in differing}
+    assert all(found[policy]["restarts"] > 0 for policy in ("loss:0.0", "tracked:3"))
     assert len(made.runs) == 3 + len(ADAPTIVE)  # nobody stands for another: their updates differ, or may
 
 
