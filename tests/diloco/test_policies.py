@@ -1,4 +1,4 @@
-"""Restart policies that need losses, probes or the replicas' agreement: alike in one process and in two, taken up, NaN.
+"""Restart policies that decide by what is measured, told or probed: alike in one process and in two, taken up, NaN.
 
 Run as a program, this file is one of the two processes of its own tests.
 """
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,7 +41,12 @@ CASES = [
     *((POLICIES[0], options) for options in ("whole", "streaming")),
     *((POLICIES[1], options) for options in OPTIONS),
     *((POLICIES[2], options) for options in ("streaming", "int8")),
+    # By what a sync measures; `auto` and `tracked` from memory, which would show in these if it were lost.
+    *((policy, "streaming") for policy in ("auto", "tracked:3", "opposed")),
+    *((policy, "int8") for policy in ("norm:1.5", "cap:1")),
 ]
+STEPPING = ("probe", "auto", "opposed", "cap")
+"""What begins the names of policies whose decisions show in the gain, and not in restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,12 @@ def scenario(policy: str, options: str, replicas: Sequence[int], *, stop: int | 
     }
 
 
+@cache
+def undecided(options: str) -> str:
+    """The last checksum where no policy decides anything."""
+    return scenario("never", options, [0, 1])["reports"][-1]["checksum"]
+
+
 def worker(rank: int, folder: Path) -> None:
     """One of the two processes."""
     torch.set_num_threads(1)
@@ -191,8 +203,9 @@ def test_two_processes_decide_as_one(pair: list[dict[str, Any]], policy: str, op
             if f"l {1 - rank}" not in key
         }
         assert unlike(ours, there["tensors"]) == []
-    chosen = {report["gain"] if policy.startswith("probe") else report["restarted"] for report in here["reports"]}
+    chosen = {report["gain"] if policy.startswith(STEPPING) else report["restarted"] for report in here["reports"]}
     assert len(chosen) > 1
+    assert here["reports"][-1]["checksum"] != undecided(options)
     assert not any(report["not_finite"] for report in here["reports"])
 
 
