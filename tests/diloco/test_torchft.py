@@ -28,6 +28,7 @@ from torch import nn
 
 from elastic import PATIENCE, side_by_side, until
 from forked import Program
+from policies import asked
 from replicas import start
 from twophase.config import RunError
 from twophase.diloco import healing, torchft, torchft_parts
@@ -41,7 +42,7 @@ RULE = OuterRule(0.5, 0.9, nesterov=True)
 URL = "http://127.0.0.1:1"
 
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "plain": {"inner_steps": 3, "restart": 3},
+    "plain": {"inner_steps": 3, "restart": "tracked:3"},  # which decides by what it remembers
     "streams": {"inner_steps": 4, "restart": 3, "fragments": 2, "delay": 1, "mixing": 0.25, "wire": "int8"},
 }
 ROUNDS = 12
@@ -108,8 +109,8 @@ def simulated(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]
     return found, [str(fragment.digest()) for fragment in engine.fragments]
 
 
-def alone_after_three(rounds: int) -> list[str]:
-    """Checksums of three rounds of both replicas and further ones of replica 0 alone."""
+def alone_after_three(rounds: int) -> list[tuple[str, bool]]:
+    """Checksums and restarts of three rounds of both replicas and further ones of replica 0 alone."""
     replicas = [Replica(), Replica()]
     engine = DiLoCo([r.model for r in replicas], RULE, communicator=SingleProcess(), **SCENARIOS["plain"])
     found = []
@@ -122,7 +123,7 @@ def alone_after_three(rounds: int) -> list[str]:
         for number, replica in enumerate(replicas):
             replica.step(number)
         report = engine.step({"loss": 0.0})
-        found += [report.checksum] if report else []
+        found += [(report.checksum, report.restarted)] if report else []
     return found
 
 
@@ -308,8 +309,8 @@ def test_equals_a_run_in_one_process(processes: list[dict[str, Any]], name: str)
 def test_a_killed_process_comes_back(processes: list[dict[str, Any]]):
     """One of two is killed inside a round and started again: it comes in once, without weight, and both stay equal.
 
-    The survivor goes on alone meanwhile, counts each round once, and restarts on time; afterwards weights, momentum,
-    counters and checksums are the same on both.
+    The survivor goes on alone meanwhile, counts each round once, and restarts when its policy would; afterwards
+    weights, momentum, counters, the policy's memory and checksums are the same on both.
     """
     survivor, back = (answers["kill"] for answers in processes)
     rounds = [report["round"] for report in survivor["reports"]]
@@ -321,13 +322,12 @@ def test_a_killed_process_comes_back(processes: list[dict[str, Any]]):
     before = survivor["reports"][: -len(common)]
     assert [report["replicas"] for report in before] == [2] * 3 + [1] * (len(before) - 3)
     assert not any(report["newcomers"] for report in before)
-    restarts = [f[1] for report in survivor["reports"] for f in report["fragments"] if f[2]]
-    assert restarts == list(range(3, len(rounds) + 1, 3))
     assert survivor["digests"] == back["digests"]
     assert survivor["counters"] == back["counters"]
+    assert survivor["counters"][0]["policy_state"]["period"] > 0
     for name, value in survivor["model"].items():
         assert torch.equal(value, back["model"][name]), name
-    solo = [report["checksum"] for report in survivor["reports"][: len(before) + 1]]
+    solo = [(report["checksum"], report["fragments"][0][2]) for report in survivor["reports"][: len(before) + 1]]
     assert solo == alone_after_three(len(solo))  # the newcomer's own round included: it has no weight
     assert survivor["seen"] == 3 * len(rounds)  # no inner step was lost or taken twice
     assert back["seen"] == survivor["seen"]
@@ -714,7 +714,8 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
 def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pytest.MonkeyPatch):
     """A sum under way is lost with one of two, and when it is repeated a third is there: it ends for both at once.
 
-    Inner steps of the newcomer meanwhile would lead it to the next fragment's sync, where nobody waits for it.
+    Inner steps of the newcomer meanwhile would lead it to the next fragment's sync, where nobody waits for it. Its
+    restart policy remembers what the other's does, which the repeated sync is told to once.
     """
     dead = threading.Event()
     groups: dict[int, Any] = {}
@@ -724,7 +725,7 @@ def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pyte
         if place == 2:
             dead.wait(PATIENCE)
         reports = [report] if (report := engine.join()) else []
-        while engine.round < 4:
+        while engine.round < 3:  # after a fourth, `auto` would have forgotten the repeated one
             mine.step(place)
             if report := engine.step():
                 reports.append(report)
@@ -734,12 +735,18 @@ def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pyte
                     raise Died
                 until("the third is up", lambda: 2 in groups and groups[2]._manager)
                 time.sleep(0.3)  # until the lighthouse knows of it
-        return reports
+        return reports, [(fragment.counters(), fragment.digest()) for fragment in engine.fragments]
 
-    options = {"inner_steps": 6, "fragments": 2, "delay": 2, "mixing": 0.5}
+    options = {"inner_steps": 6, "fragments": 2, "delay": 2, "mixing": 0.5, "restart": "auto"}
     patience = {"min_replicas": 2, "timeout": 6.0}  # a thread that dies leaves its connections open
-    ours, gone, theirs = lives(monkeypatch, live, *[(patience, options)] * 3)
+    (ours, held), gone, (theirs, healed) = lives(monkeypatch, live, *[(patience, options)] * 3)
     assert isinstance(gone, Died)
+    assert healed == held
+    for fragment, ((round_, (group,), _), _) in zip("01", held, strict=True):
+        own = [g for report in ours for f, g in zip(report.fragments, report.groups, strict=True) if f.name == fragment]
+        seen = [{"pseudo_gradient_norm": g.pseudo_gradient_norm, "buffer_norm": g.buffer_norm} for g in own]
+        assert round_ == len(seen) > 1
+        assert group["policy_state"] == asked("auto", seen)[-1].state
     assert [report.attempts for report in ours][:2] == [1, 1]
     assert (ours[2].newcomers, ours[2].replicas) == (1, 1)
     assert ours[2].attempts > 1
