@@ -111,15 +111,6 @@ def take_slurm_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]
     return rest, found
 
 
-def _check_plain(sweep: Sweep) -> None:
-    if not all(config.sync.plain for config in sweep.runs.values()):
-        raise UsageError(
-            "the runs of a sweep share their inner steps, which only runs can that combine the whole model at a "
-            "round's end: leave --sync.fragments, restart, delay and mixing as they are, or train such runs one by "
-            "one with twophase train"
-        )
-
-
 def run(
     sweep: Sweep,
     out: Path,
@@ -147,7 +138,6 @@ def run(
         raise UsageError(f"--slurm-{next(iter(slurm))} is given without --launcher slurm; add that, or leave it out")
     if options.launcher == "slurm" and options.workers is None:
         raise UsageError("--launcher slurm needs --workers, the number of jobs in the array; for example --workers 16")
-    _check_plain(sweep)
     workers, devices = _workers(sweep, options)
     if options.in_memory is not None and options.in_memory < 0:
         raise UsageError(f"--in-memory is {options.in_memory}; it must be a whole number >= 0")

@@ -148,6 +148,7 @@ class Config:
     steps: int = 12
     inner_steps: int = 2
     probed: ClassVar[int] = 0
+    shares_steps: ClassVar[bool] = True
 
 
 @pytest.fixture(scope="module")

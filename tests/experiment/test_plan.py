@@ -596,6 +596,26 @@ def test_states_of_before_are_found() -> None:
     assert list(whole.nodes) == NODES_OF_BEFORE
 
 
+def test_runs_in_fragments_share_nothing() -> None:
+    """Runs that are not combined whole at a round's end are trees of one and nobody's twins; others plan as ever."""
+    blocks = {"sync.fragments": ("a=x", "b=."), "sync.restart": ("a=2", "b=measured:2")}
+    base, outer = TrainConfig(steps=40, inner_steps=4), {"momentum": (0.0, 0.9), "restart": ("never", "2")}
+    alone = [
+        cell
+        for values in ({"sync.fragments": ("2",)}, blocks, {"sync.delay": 1}, {"sync.delay": 1, "sync.mixing": 0.5})
+        for cell in grid(with_values(base, values), **outer).cells
+    ]
+    plain = plan(grid(base, **outer))
+    made = plan(sweep_of([*alone, *grid(base, **outer).cells]))
+    assert len(made.runs) == 16 + len(plain.runs) == 16 + 3
+    assert made.stands_for == plain.stands_for
+    assert (made.steps, made.steps_algebra) == (16 * 40 + plain.steps, 16 * 40 + plain.steps_algebra)
+    trees = made.forest.roots[:16]
+    assert [(root.start, root.stop, root.runs) for root in trees] == [(0, 40, (cell.run_id,)) for cell in alone]
+    assert not any(made.forest.below(root) for root in trees)
+    assert [(job.deep, job.runs) for job in made.forest.jobs(1)[:16]] == [(True, (cell.run_id,)) for cell in alone]
+
+
 PRINT_PLAN = """
 import json
 from twophase.experiment.grid import Axis, Sweep, product

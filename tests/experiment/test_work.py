@@ -51,6 +51,7 @@ class Config:
     betas: tuple[float, float] = (0.9, 0.99)
     seed: int = 0
     schedule: str = field(default="cosine", metadata=LATER)
+    shares_steps: ClassVar[bool] = True
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from twophase.experiment.run import RunFolder, read_lines, read_summary
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.lm.forest import Grower, Stopped
 from twophase.lm.train import train
-from twophase.lm.trainer import _corpus
+from twophase.lm.trainer import Trainer, _corpus
 from twophase.restart import _REGISTRY, HARD, PROBES, RestartPolicy, register
 
 TIMES = ("seconds", "engine_share")
@@ -224,6 +224,84 @@ def test_jobs_of_several_wires_in_turn(base: TrainConfig, tmp_path: Path) -> Non
     assert (steps, one.tally.steps) == (9, made.steps)
     for run, wanted in alone(made, tmp_path / "alone").items():
         assert outcome(tmp_path / "runs" / run) == wanted
+
+
+IN_FRAGMENTS = {"sync.fragments": ("ends=embedding|head|norm", "rest=."), "outer.restart": "never"}
+ALONE: tuple[dict[str, Any], ...] = (
+    IN_FRAGMENTS,
+    IN_FRAGMENTS | {"sync.restart": ("ends=auto", "rest=3")},
+    IN_FRAGMENTS | {"sync.restart": ("ends=probe:keep,average", "rest=loss"), "outer.lr": 0.3},
+    {"sync.fragments": ("1",), "sync.restart": ("0=2",)},
+    {"sync.delay": 2, "sync.mixing": 0.25, "sync.wire": "int8"},
+)
+"""Ways of synchronising that share no steps."""
+
+
+def mixed(base: TrainConfig, *alone: dict[str, Any]) -> Plan:
+    """Some that share nothing, the first of them with two rates, among three plain ones."""
+    cells = [Cell("", values, with_values(base, values)) for values in (*alone, alone[0] | {"outer.lr": 0.3})]
+    cells[1:1] = product(base, [Axis("outer.restart", ("never", "2", "3"))])
+    return plan(Sweep("mixed", base, cells))
+
+
+def test_runs_that_share_nothing_are_the_runs_alone(base: TrainConfig, tmp_path: Path) -> None:
+    """In fragments, with a policy each or a delay, a run is a tree of one with the bytes of `train`; others share."""
+    base = with_values(base, {"log_every": 5})
+    made = mixed(base, *ALONE)
+    plain = [run for run, config in made.runs.items() if config.shares_steps]
+    (shared,) = (root for root in made.forest.roots if len(root.runs) > 1)
+    assert set(shared.runs) == set(plain)
+    assert len(made.runs) == len(ALONE) + 1 + 3
+    assert made.steps == (len(ALONE) + 1) * base.steps + made.forest.total[shared.id]
+    one = grow(made, tmp_path)
+    assert one.tally.steps == made.steps == len(one.tally.step_seconds)
+    check(made, tmp_path, alone(made, tmp_path / "alone"))
+    for run in made.runs:
+        kept = {path.name for path in (tmp_path / "runs" / run).iterdir()} & {"checkpoint", "steps.jsonl"}
+        assert len(kept) == (0 if run in plain else 2)
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_run_that_shares_nothing_goes_on_from_its_checkpoint(
+    base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: bool
+) -> None:
+    """Stopped again and again it repeats no step; killed, none before its checkpoint; it ends with the same bytes."""
+    made = mixed(with_values(base, {"checkpoint_every": 1}), ALONE[1])
+    expected = alone(made, tmp_path / "alone")
+    step, done, breaks = Trainer.inner_step, 0, 0
+    left = iter(())
+
+    def killed(self: Trainer) -> None:
+        if kill and next(left, None) is None:
+            raise KeyboardInterrupt  # what is no Exception leaves as suddenly as a process that is killed
+        step(self)
+        nonlocal done
+        done += not self.config.shares_steps
+
+    monkeypatch.setattr(Trainer, "inner_step", killed)
+    while True:
+        left = iter(range(15))
+        try:
+            grow(made, tmp_path, should_stop=lambda left=left: not kill and next(left, None) is None)
+            break
+        except (Stopped, KeyboardInterrupt):
+            breaks += 1
+    assert breaks >= 3
+    again = done - 2 * base.steps
+    # The newest checkpoint may not be whole yet.
+    assert (0 < again <= breaks * 2 * base.inner_steps) if kill else (again == 0)
+    check(made, tmp_path, expected)
+
+
+def test_divergence_of_a_run_that_shares_nothing(base: TrainConfig, tmp_path: Path) -> None:
+    """It ends early, as data; the others are done."""
+    wild = IN_FRAGMENTS | {"outer.lr": 1e4, "divergence_loss": 6.0}
+    cells = [Cell("", values, with_values(base, values)) for values in (wild, IN_FRAGMENTS)]
+    made = plan(Sweep("wild", base, cells))
+    one = grow(made, tmp_path)
+    summaries = [read_summary(tmp_path / "runs" / run, run) or {} for run in made.runs]
+    assert [summary["diverged"] for summary in summaries] == [True, False]
+    assert one.tally.steps == summaries[0]["steps"] + base.steps < made.steps
 
 
 def test_jobs_in_any_order(base: TrainConfig, tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ share; its children differ in the outer update at its end:
 Runs share a stretch only if their updates are the same floating-point operations (`twophase.history.bits`), so that
 each comes out bit for bit as if it had been run alone. Exact arithmetic would allow a little more sharing;
 `Plan.steps_algebra` counts it, for comparison.
+
+What is known of a run's updates supposes one outer optimizer for the whole model at a round's end. A run that is
+synchronised otherwise (in fragments, with a policy each, with a delay) is a tree by itself, and no other's twin.
 """
 
 from __future__ import annotations
@@ -48,6 +51,11 @@ class Config(Protocol):
     @property
     def probed(self) -> int:
         """Sequences that a policy which probes is shown; 0 means all of a batch."""
+        ...
+
+    @property
+    def shares_steps(self) -> bool:
+        """Whether there is one outer optimizer for the whole model, which steps at a round's end."""
         ...
 
 
@@ -221,7 +229,7 @@ Updates = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """A run as planning sees it; `trunk` is equal for runs that differ in the outer optimizer only."""
+    """A run as planning sees it; `trunk` is equal for runs that differ in the outer optimizer only, if those share."""
 
     trunk: str
     steps: int
@@ -231,6 +239,9 @@ class _History:
     @classmethod
     def of(cls, config: Config) -> _History:
         tree = to_tree(config)
+        if not config.shares_steps:
+            alone = ((config.steps, "alone"),)
+            return cls(fingerprint(tree), config.steps, alone, alone)
         del tree["outer"], tree["inner_steps"]
         rule, policy = config.outer.rule(), config.outer.policy()
         # The last round may be shorter.

@@ -144,11 +144,6 @@ class SyncConfig:
             return None
         return {name: parse(text) for name, text in _pairs("sync.restart", self.restart, "ends=3 blocks=5").items()}
 
-    @property
-    def plain(self) -> bool:
-        """Whether the whole model is combined at a round's end, as it is: what the sweeps share their steps by."""
-        return self.parts() == 1 and self.delay == 0 and self.mixing == 0 and not self.restart
-
 
 def _pairs(path: str, words: tuple[str, ...], example: str) -> dict[str, str]:
     found: dict[str, str] = {}
@@ -204,7 +199,7 @@ class TrainConfig:
     """Let a run read its tokens: more than once when they do not last."""
     log_every: int = 0
     """Inner steps between lines of steps.jsonl (training loss, speed, memory) of `train`; 0 means none. The cells of a
-    sweep write none, because they share their steps."""
+    sweep that share their steps write none."""
     evaluate_every: int = 0
     """Rounds between validations; 0 means at the end only."""
     checkpoint_every: int = 20
@@ -218,6 +213,12 @@ class TrainConfig:
     def rounds(self) -> int:
         """Outer rounds of the run, the last and perhaps shorter one included."""
         return math.ceil(self.steps / self.inner_steps)
+
+    @property
+    def shares_steps(self) -> bool:
+        """Whether the whole model is combined at a round's end, as it is: runs of a sweep share steps only then."""
+        sync = self.sync
+        return sync.parts() == 1 and sync.delay == 0 and sync.mixing == 0 and not sync.restart
 
     @property
     def step_tokens(self) -> int:
@@ -296,7 +297,8 @@ def _check_sync(config: TrainConfig) -> None:
     )
     _require(0 <= sync.mixing < 1, "sync.mixing", sync.mixing, "at least 0 and below 1")
     parts = sync.parts()
-    _require(not isinstance(parts, int) or parts >= 1, "sync.fragments", parts, "a whole number >= 1")
+    count, shown = (parts, parts) if isinstance(parts, int) else (len(parts), "empty")
+    _require(count >= 1, "sync.fragments", shown, "a whole number >= 1")
     names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
     try:
         policies = sync.policies()
@@ -307,7 +309,7 @@ def _check_sync(config: TrainConfig) -> None:
     if policies is not None and set(policies) != names:
         raise UsageError(
             f"--sync.restart names {', '.join(sorted(policies))}, and the fragments are {', '.join(sorted(names))}; "
-            "give each fragment its policy"
+            "give each fragment its policy, on an axis of a sweep with commas between them"
         )
 
 

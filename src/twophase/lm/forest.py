@@ -9,6 +9,9 @@ While several runs share a stretch they share replicas and anchor, but not their
 restart take the same first two updates and forget differently after the second. So every *class* of runs, those of one
 rule, buffer and restart event, takes its own outer step, the first on the anchor itself and the others on a scratch
 copy of it, which must come out with the same bits. That check holds the plan to its word, at every shared round.
+
+A run that can share nothing (`TrainConfig.shares_steps`) is a tree by itself. It is trained as `twophase train` would,
+with checkpoints in its own folder.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ from twophase.diloco.comm import SingleProcess
 from twophase.diloco.report import RoundReport
 from twophase.files import TEMPORARY, write_atomic
 from twophase.history import ABSENT, ZERO, bits
+from twophase.lm import checkpoint
 from twophase.lm.config import TrainConfig
-from twophase.lm.train import Recorder
-from twophase.lm.trainer import DIVERGED, RUNNING, Progress, Trainer, round_line
+from twophase.lm.train import Recorder, train
+from twophase.lm.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
 from twophase.optim.outer import BUFFER, COUNTERS, OuterSGD
 from twophase.restart import Answer, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
@@ -203,7 +207,10 @@ class Grower:
     def _try_leaf(self, node: Node, state: State | None) -> Exception | None:
         """Do a leaf; one that cannot be done, say for what lies in its folder, must not take its siblings with it."""
         try:
-            self._reach(node, state)
+            if self.configs[node.runs[0]].shares_steps:
+                self._reach(node, state)
+            else:
+                self._train(node.runs[0])
         except (Stopped, OSError):  # with a full disk the next one would fare no better
             raise
         except Exception as error:
@@ -212,6 +219,19 @@ class Grower:
             return error
         self._forget(node)
         return None
+
+    def _train(self, run: str) -> None:
+        """A run that shares nothing, from its newest checkpoint to its end."""
+        self._trainer = self._scratch = None  # it makes replicas of its own, and the memory may not hold both
+        self._clear()
+        with self.place.claim(run) as folder:
+            before, clock = checkpoint.latest_step(folder.checkpoint_dir) or 0, time.perf_counter()
+            summary = train(self.configs[run], folder, should_stop=self.should_stop)
+        steps = summary["steps"] - before
+        self.tally.steps += steps
+        self.tally.step_seconds += steps * [(time.perf_counter() - clock) / max(steps, 1)]
+        if summary["exit_reason"] == STOPPED:
+            raise Stopped
 
     # --------------------------------------------------------------------------------------------------- branches
 
