@@ -87,6 +87,14 @@ def test_help_without_torch() -> None:
         ("sweep", "no --axis; name at least one"),
         ("sweep --axis outer.lrr 1 2", "outer.lr"),
         ("sweep --axis outer.momentum 0.5 1", "momentum"),
+        ("sweep --axis inner.betas 0.9 0.99", "an axis varies a single number, word or true/false, or words"),
+        ("sweep --axis sync.restart 3 loss", "--axis sync.restart: '3' is not NAME=VALUE; write one for each name"),
+        (
+            "sweep --sync.fragments 2 --axis sync.restart 0=3 1=5",
+            "--sync.restart names 0, and the fragments are 0, 1; give each fragment its policy, on an axis of a sweep "
+            "with commas between them",
+        ),
+        ("sweep --axis sync.fragments none 2", "--sync.fragments is empty; it must be a whole number >= 1"),
         ("sweep --axis outer.lr 1 --in-memory -1", "--in-memory is -1; it must be a whole number >= 0"),
         ("demo --in-memory -1 --dry-run", "--in-memory is -1; it must be a whole number >= 0"),
         ("sweep --axis outer.lr 1 --workers -1", "--workers is -1; it must be a whole number >= 1, or 0"),

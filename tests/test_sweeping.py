@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import shlex
 import signal
@@ -29,6 +30,7 @@ from twophase.experiment.run import read_lines, read_summary
 from twophase.experiment.slurm import submit
 from twophase.experiment.table import Row, read_rows
 from twophase.experiment.work import Work, executed
+from twophase.lm.checkpoint import latest_step
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.lm.trainer import Trainer
 from twophase.sweeping import MOST_CELLS, take_slurm_options
@@ -337,6 +339,87 @@ def test_extension_of_a_stopped_sweep(tmp_path: Path, call: Call, stop_after: Ca
         assert list((folder / "forest").iterdir()) == []
     assert outcomes(tmp_path / "sweep") == outcomes(tmp_path / "one go")
     assert numbers(read_rows(tmp_path / "sweep" / "cells.csv")) == numbers(read_rows(tmp_path / "one go" / "cells.csv"))
+
+
+# ------------------------------------------------------------------------------------------- runs that share no steps
+
+BLOCKS = "--sync.fragments a=embedding|head b=.".split()
+BY_BLOCK = "--axis sync.restart none a=loss,b=auto a=probe:keep,average,b=cycle:5,6".split()
+
+
+@pytest.mark.slow
+def test_policies_by_block(tmp_path: Path, corpus: str, call: Call) -> None:
+    """Cells with a policy for each fragment are the runs of `train` byte for byte, and arms of the sweep's tables."""
+    folder = tmp_path / "sweep"
+    words = ["sweep", *BLOCKS, *BY_BLOCK, "--axis", "outer.lr", "0.3", "0.7", "--controls", "--out", folder]
+    said = call(*words, "--workers", "0")
+    assert said.status == 0, said.err
+    assert call("sweep-worker", "--out", folder).status == 0
+    said = call(*words, "--workers", "0")
+    assert "9 were finished before" in said.out
+    rows = read_rows(folder / "cells.csv")
+    texts = ["none", "a=loss:0.0,b=auto", "a=probe:keep,average,b=cycle:5,6"]
+    found = [(row.arm, row.values["sync.restart"], row.state, row.twin_of) for row in rows]
+    grid = [(arm, text, "finished", None) for arm, text in zip(["never", *texts[1:]], texts, strict=True)]
+    assert found == [grid[0]] * 2 + [grid[1]] * 2 + [grid[2]] * 2 + [("momentum-free", "none", "finished", None)] * 3
+    assert steps_done(folder) == 9 * 22
+    for row, policies in ((rows[1], ""), (rows[3], "--sync.restart a=loss:0.0 b=auto")):
+        alone = tmp_path / row.run
+        given = [*SMALL, "--data.corpus", corpus, *BLOCKS, *policies.split(), "--outer.lr", "0.7"]
+        assert call("train", *given, "--out", alone).status == 0
+        assert outcome(folder / "runs" / row.run) == outcome(alone)
+        kept = {path.name for path in (folder / "runs" / row.run / "checkpoint").iterdir()}
+        assert kept == {path.name for path in (alone / "checkpoint").iterdir()} != set()
+    report = call("report", folder)
+    assert report.status == 0
+    assert texts[1] in report.out
+    assert "nothing has changed" in call(*words, "--workers", "2").out
+
+
+def test_dry_run_of_what_shares_nothing(tmp_path: Path, corpus: str, call: Call) -> None:
+    """Plain cells share their steps as ever; the others are counted whole, and none of them is another's twin."""
+    plain = "--axis outer.momentum 0 0.9 --axis outer.restart never 2 3".split()
+    made = planned(corpus, plain)
+    said = call("sweep", *plain, "--axis", "sync.delay", "0", "2", "--out", tmp_path / "sweep", "--dry-run")
+    assert said.status == 0, said.err
+    told = dict(re.split(r"  +", line) for line in said.out.splitlines()[:5])
+    assert told == {
+        "cells asked": "12",
+        "distinct runs": str(len(made.runs) + 6),
+        "of them finished": "0",
+        "inner steps asked": str(12 * 22),
+        "inner steps to execute": str(made.steps + 6 * 22),
+    }
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_killed_in_a_run_that_shares_nothing(tmp_path: Path, call: Call, stop_after: Callable[..., None]) -> None:
+    """Stopped or killed in such a run, a worker leaves a checkpoint from which another goes on, to the same bytes."""
+    axes = "--steps 160 --sync.delay 2 --axis outer.restart never 2".split()
+    quiet, folder = tmp_path / "quiet", tmp_path / "sweep"
+    for path in (quiet, folder):
+        assert call("sweep", *axes, "--out", path, "--workers", "0").status == 0
+    assert call("sweep-worker", "--out", quiet).status == 0
+    stop_after(27, signal.SIGTERM)  # in the middle of a round
+    assert call("sweep-worker", "--out", folder).status == 143
+    (run,) = (path for path in folder.glob("runs/*"))
+    assert (steps_done(folder), latest_step(run / "checkpoint")) == (27, 27)
+
+    process = Forked("sweep-worker", "--out", folder)
+    while process.poll() is None and (latest_step(run / "checkpoint") or 0) < 60:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=60)
+    kept = latest_step(run / "checkpoint") or 0
+    assert kept >= 60
+    assert not (run / "summary.json").exists(), "the run was over before it could be killed; make it longer"
+    assert call("sweep-worker", "--out", folder).status == 0
+    assert steps_done(folder) == 27 + (160 - kept) + 160
+    assert call("sweep", *axes, "--out", folder, "--workers", "0").status == 0
+    assert outcomes(folder) == outcomes(quiet)
+    assert [row.state for row in read_rows(folder / "cells.csv")] == ["finished"] * 2
 
 
 # ---------------------------------------------------------------------------------------------------- workers elsewhere

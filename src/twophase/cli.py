@@ -321,7 +321,8 @@ def _sweep(words: list[str]) -> int:
         action="append",
         default=[],
         metavar=("PATH VALUE", "VALUE"),
-        help="an axis of the grid and its values, such as --axis outer.lr 0.3 0.7 or --axis outer.restart never 3",
+        help="an axis of the grid and its values, such as --axis outer.lr 0.3 0.7 or --axis outer.restart never 3; a "
+        "set of words is one value, with commas between them: --axis sync.restart none a=3,b=loss",
     )
     parser.add_argument(
         "--controls",

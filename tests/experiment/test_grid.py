@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.config import UsageError, fingerprint
-from twophase.experiment.grid import Axis, Cell, Sweep, parse_axes, product, spec_differences
+from twophase.experiment.grid import Axis, Cell, Sweep, parse_axes, product, spec_differences, text_of, words_of
 from twophase.restart import Periodic
 
 
@@ -27,10 +27,19 @@ class Outer:
 
 
 @dataclass(frozen=True)
+class Sync:
+    """Values of several words."""
+
+    fragments: tuple[str, ...] = ("1",)
+    restart: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Config:
     """A small configuration."""
 
     outer: Outer = field(default_factory=Outer)
+    sync: Sync = field(default_factory=Sync)
     corpus: str = "python"
     betas: tuple[float, float] = (0.9, 0.999)
     inner_steps: int = 16
@@ -96,6 +105,45 @@ def test_parse_axes_types_values_by_the_base() -> None:
     assert [type(value) for axis in axes[:3] for value in axis.values] == [float] * 3 + [bool] * 2 + [int] * 2
 
 
+def test_parse_axes_takes_sets_of_words() -> None:
+    """Of a setting of several words each value is a set: NAME= behind a comma begins a word, other commas do not."""
+    axes = parse_axes(
+        [
+            ["sync.restart", "none", "a=soft:3:.5:0", "a=03, b=probe:keep,average", "a=cycle:5,6,b=at:4,9,c=never"],
+            ["sync.fragments", "2", "a=embedding|head,b=.", "a=x{1,2},b=."],
+        ],
+        BASE,
+    )
+    assert axes == [
+        Axis(
+            "sync.restart",
+            (
+                (),
+                ("a=soft:3:0.5:0",),
+                ("a=3", "b=probe:keep,average"),
+                ("a=cycle:5,6", "b=at:4,9", "c=never"),
+            ),
+        ),
+        Axis("sync.fragments", (("2",), ("a=embedding|head", "b=."), ("a=x{1,2}", "b=."))),
+    ]
+    cells = product(BASE, axes)
+    assert [cell.config.sync.restart for cell in cells[::3]] == list(axes[0].values)
+    spec = Sweep("s", BASE, cells).spec()
+    assert json.loads(json.dumps(spec)) == spec
+    assert spec["axes"]["sync.restart"][:2] == [[], ["a=soft:3:0.5:0"]]
+
+
+NAMES = st.text(st.characters(codec="ascii", exclude_characters=",=", exclude_categories=["Z", "C"]), min_size=1)
+VALUES = st.text(st.characters(codec="ascii", exclude_characters="=", exclude_categories=["Z", "C"]), min_size=1)
+
+
+@given(st.lists(st.tuples(NAMES, VALUES), max_size=4))
+def test_sets_of_words_and_back(pairs: list[tuple[str, str]]) -> None:
+    """Whatever the names and values are, commas in values included, the text of a set gives the set."""
+    words = tuple(f"{name}={value}" for name, value in pairs)
+    assert words_of(text_of(words)) == words
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -119,6 +167,15 @@ def test_parse_axes_types_values_by_the_base() -> None:
         ([["inner-steps", "1"], ["inner_steps", "2"]], ["--axis inner_steps", "given twice"]),
         ([["outer.lr", "1", "0.3", "1.0"]], ["--axis outer.lr", "1.0 is given twice"]),
         ([["outer.restart", "3", "03"]], ["--axis outer.restart", "3 is given twice"]),
+        ([["sync.restart", "3"]], ["--axis sync.restart", "'3' is not NAME=VALUE", "such as a=3,b=cycle:5,6"]),
+        ([["sync.restart", "a=3 b=5"]], ["'a=3 b=5' is not NAME=VALUE", "a comma between them", "no other ="]),
+        ([["sync.restart", "3,b=5"]], ["'3' is not NAME=VALUE"]),
+        ([["sync.restart", "a=3,b=soft:x=1"]], ["'b=soft:x=1' is not NAME=VALUE"]),
+        ([["sync.restart", "a=3,5,b=never"]], ["--axis sync.restart", "restart '3,5' is not known"]),
+        ([["sync.restart", "a=,b=never"]], ["--axis sync.restart", "restart '' is not known"]),
+        ([["sync.restart", "a=3,b=5", "none", "a=03,b=5"]], ["the value a=3,b=5 is given twice"]),
+        ([["sync.fragments", "a=x,b=y=z"]], ["'b=y=z' is not NAME=VALUE", "such as a=embedding|head,b=."]),
+        ([["sync.fragments", "2,b=y"]], ["'2' is not NAME=VALUE"]),
     ],
 )
 def test_parse_axes_refuses(words: list[list[str]], parts: list[str]) -> None:
@@ -138,6 +195,9 @@ def test_parse_axes_refuses(words: list[list[str]], parts: list[str]) -> None:
         ("seed", (True,)),
         ("nothing", (1,)),
         ("outer.lr", ("1",)),
+        ("sync.restart", ("a=3",)),
+        ("sync.restart", ((1, 2),)),
+        ("sync.restart", (("a=3", "b=cycle:1,c=2"),)),
     ],
 )
 def test_product_refuses(path: str, values: tuple[Any, ...]) -> None:

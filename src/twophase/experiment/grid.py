@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -13,6 +14,9 @@ from typing import Any
 
 from twophase.config import Tree, UsageError, differences, fingerprint, get, to_tree, values_of, with_values
 from twophase.restart import RestartPolicy, parse
+
+_NO_WORDS = "none"
+_NEXT_WORD = re.compile(r",\s*(?=[^,=\s][^,=]*=)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +105,14 @@ class Sweep:
         return {
             "name": self.name,
             "base": to_tree(self.base),
-            "axes": {path: list(dict.fromkeys(row[path] for row in rows)) for path in self.paths},
+            "axes": {path: list(map(_json, dict.fromkeys(row[path] for row in rows))) for path in self.paths},
             "cells": [
-                {"arm": cell.arm, "run": cell.run_id, "values": dict(cell.values), "control_of": cell.control_of}
+                {
+                    "arm": cell.arm,
+                    "run": cell.run_id,
+                    "values": {path: _json(value) for path, value in cell.values.items()},
+                    "control_of": cell.control_of,
+                }
                 for cell in self.cells
             ],
         }
@@ -141,7 +150,8 @@ def parse_axes(words: Sequence[Sequence[str]], base: Any) -> list[Axis]:
 
     Args:
         words: one entry an `--axis`.
-        base: the configuration whose values give the types; a path that ends in `restart` takes policies.
+        base: the configuration whose values give the types; a path that ends in `restart` takes policies. A setting of
+            several words takes sets of words, each set as one text (`words_of`).
 
     Raises:
         UsageError: an unknown path, no values, a value of the wrong type, a repeated axis or a repeated value.
@@ -158,6 +168,26 @@ def parse_axes(words: Sequence[Sequence[str]], base: Any) -> list[Axis]:
         _check_distinct(path, values)
         axes.append(Axis(path, tuple(values)))
     return axes
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a setting that has several, such as `sync.restart`, from the one text that an axis has for them.
+
+    A comma ends a word where `NAME=` follows it; other commas belong to the word. `none` is no words at all.
+
+    >>> words_of("ends=probe:keep,average,blocks=3")
+    ('ends=probe:keep,average', 'blocks=3')
+    """
+    return () if text == _NO_WORDS else tuple(_NEXT_WORD.split(text.strip()))
+
+
+def text_of(words: tuple[str, ...]) -> str:
+    """The text of a setting that has several words; `words_of` reads it.
+
+    >>> text_of(("a=3", "b=cycle:5,6")), text_of(())
+    ('a=3,b=cycle:5,6', 'none')
+    """
+    return ",".join(words) or _NO_WORDS
 
 
 def extends(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -182,7 +212,8 @@ def _check_distinct(path: str, values: Sequence[Any]) -> None:
         raise UsageError(f"--axis {path} has no values; write them behind it")
     for index, value in enumerate(values):
         if value in values[:index]:
-            raise UsageError(f"--axis {path}: the value {value} is given twice; leave one out")
+            text = text_of(value) if isinstance(value, tuple) else value
+            raise UsageError(f"--axis {path}: the value {text} is given twice; leave one out")
 
 
 def _current(base: Any, path: str) -> Any:
@@ -201,13 +232,17 @@ def _current(base: Any, path: str) -> Any:
         nearest += [name for name in difflib.get_close_matches(path, known, n=3) if name not in nearest]
         hint = f"did you mean {', '.join(nearest)}?" if nearest else f"the values are: {', '.join(known)}"
         raise UsageError(f"--axis {path}: there is no such configuration value; {hint}")
-    if not isinstance(value, (bool, int, float, str)):
-        raise UsageError(f"--axis {path}: its value is {value!r}; an axis varies a single number, word or true/false")
+    if not (isinstance(value, (bool, int, float, str)) or _hint(base, path) == tuple[str, ...]):
+        raise UsageError(
+            f"--axis {path}: its value is {value!r}; an axis varies a single number, word or true/false, or words"
+        )
     return value
 
 
-def _from_text(path: str, text: str, like: bool | int | float | str) -> Any:
+def _from_text(path: str, text: str, like: bool | int | float | str | tuple[str, ...]) -> Any:
     """A word of the command line as a value of the type of `like`."""
+    if isinstance(like, tuple):
+        return words_of(text)
     if isinstance(like, bool):
         if text.lower() in {"true", "false"}:
             return text.lower() == "true"
@@ -224,11 +259,10 @@ def _from_text(path: str, text: str, like: bool | int | float | str) -> Any:
 def _fitted(base: Any, path: str, value: Any) -> Any:
     """A value in the one writing that its path has; a UsageError when it does not fit there."""
     like = _current(base, path)
-    if path.rpartition(".")[2] == "restart" and isinstance(like, str):
-        try:
-            return str(parse(value if isinstance(value, (int, RestartPolicy)) else str(value)))
-        except ValueError as error:
-            raise UsageError(f"--axis {path}: {error}") from None
+    if isinstance(like, tuple):
+        return _fitted_words(path, value)
+    if _takes_policies(path) and isinstance(like, str):
+        return _canonical(path, value if isinstance(value, (int, RestartPolicy)) else str(value))
     if isinstance(like, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not type(like) or (isinstance(value, float) and not math.isfinite(value)):
@@ -239,11 +273,49 @@ def _fitted(base: Any, path: str, value: Any) -> Any:
     return value
 
 
+def _fitted_words(path: str, value: Any) -> tuple[str, ...]:
+    """A set of words whose text can be read in one way only, restart policies in their one writing."""
+    if not isinstance(value, tuple) or not all(isinstance(word, str) for word in value):
+        raise UsageError(f"--axis {path}: {value!r} is no set of words")
+    policies, pairs = _takes_policies(path), []
+    for word in value:
+        name, equals, rest = word.partition("=")
+        # With an `=` in a value, nobody could tell the comma before NAME= from one inside of that value.
+        if "=" in rest or not (equals or (len(value) == 1 and not policies)):
+            raise UsageError(
+                f"--axis {path}: {word!r} is not NAME=VALUE; write one for each name with a comma between them, such "
+                f"as {'a=3,b=cycle:5,6' if policies else 'a=embedding|head,b=.'}, and no other ="
+            )
+        pairs.append(f"{name}={_canonical(path, rest)}" if policies else word)
+    return tuple(pairs)
+
+
+def _takes_policies(path: str) -> bool:
+    return path.rpartition(".")[2] == "restart"
+
+
+def _canonical(path: str, policy: str | int | RestartPolicy) -> str:
+    """A restart policy in its one writing."""
+    try:
+        return str(parse(policy))
+    except ValueError as error:
+        raise UsageError(f"--axis {path}: {error}") from None
+
+
 def _choices(base: Any, path: str) -> tuple[Any, ...]:
     """The values that a field declared as Literal allows; empty for every other field."""
-    parent, _, leaf = path.rpartition(".")
-    hint = typing.get_type_hints(type(get(base, parent) if parent else base)).get(leaf)
+    hint = _hint(base, path)
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def _hint(base: Any, path: str) -> Any:
+    """What a field is declared as."""
+    parent, _, leaf = path.rpartition(".")
+    return typing.get_type_hints(type(get(base, parent) if parent else base)).get(leaf)
+
+
+def _json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _misfit(path: str, value: Any, like: Any) -> UsageError:

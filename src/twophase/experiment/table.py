@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from twophase.config import UsageError
-from twophase.experiment.grid import Sweep
+from twophase.experiment.grid import Sweep, text_of
 from twophase.files import write_atomic
 
 State = Literal["finished", "diverged", "missing", "failed"]
@@ -202,7 +202,7 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a `cells.csv`.
 
     Axis values come back as true/false, whole numbers, numbers or text, whichever fits first; restart policies stay
-    text. A table written before there was a column `twin_of` has no twins.
+    text, and so do sets of words (`grid.words_of`). A table written before there was a column `twin_of` has no twins.
 
     Raises:
         UsageError: the file is missing, is not UTF-8 text, is no table of cells, or holds none.
@@ -451,6 +451,8 @@ def _number(text: str) -> float | None:
 def _text(item: Any) -> str:
     if item is None:
         return ""
+    if isinstance(item, tuple):
+        return text_of(item)
     return str(item).lower() if isinstance(item, bool) else repr(item) if isinstance(item, float) else str(item)
 
 

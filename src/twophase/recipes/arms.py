@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from twophase.experiment.grid import Axis, Cell, product
+from twophase.experiment.grid import Axis, Cell, product, text_of
 from twophase.recipes.controls import gain_matched, momentum_free, with_averaging
 from twophase.restart import Never
 
 _FORM, _NESTEROV, _RESTART = "outer.form", "outer.nesterov", "outer.restart"
 _LR, _OUTER = "outer.lr", "outer."
+_BLOCKS = "sync.restart"
 
 
 def in_arms(base: Any, axes: Sequence[Axis]) -> list[Cell]:
     """Every combination of the axes' values, in arms by form, rule and restart, so far as these vary.
 
-    The form, the rule and the restart say *what* is tuned; all other axes are what it is tuned over. A grid that varies
-    none of the three is one arm without a name.
+    The form, the rule and the restart, of all or of each fragment, say *what* is tuned; all other axes are what it is
+    tuned over. A grid that varies none of them is one arm without a name.
 
     Args:
         base: as for `grid.product`.
@@ -30,7 +31,7 @@ def in_arms(base: Any, axes: Sequence[Axis]) -> list[Cell]:
     Raises:
         UsageError: as `grid.product`.
     """
-    return [replace(cell, arm=_arm(cell.values)) for cell in product(base, axes)]
+    return [replace(cell, arm=_arm(cell.values, cell.config)) for cell in product(base, axes)]
 
 
 def controls(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[Cell]:
@@ -41,28 +42,33 @@ def controls(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[Cel
         axes: of the grid; the momentum-free runs take its outer learning rates (or the base's) and 1, and vary with it
             in everything that is not outer.
         cells: of the grid. A policy that decides from measured signals has no mean gain known in advance, hence no
-            gain-matched control.
+            gain-matched control; nor has a run whose fragments have a policy each, and so perhaps different gains.
 
     Returns:
         The cells of the controls.
     """
     lrs = next((axis.values for axis in axes if axis.path == _LR), (base.outer.lr,))
-    others = [axis for axis in axes if not axis.path.startswith(_OUTER)]
-    found = momentum_free(base, others, with_averaging(lrs))
+    others = [axis for axis in axes if not axis.path.startswith(_OUTER) and axis.path != _BLOCKS]
+    by_block = any(cell.config.sync.restart for cell in cells)
+    found = momentum_free(base, others, with_averaging(lrs), {_BLOCKS: ()} if by_block else None)
     for cell in cells:
         policy = cell.config.outer.policy()
-        if policy == Never() or policy.needs or cell.config.outer.momentum == 0:
+        if policy == Never() or policy.needs or cell.config.outer.momentum == 0 or cell.config.sync.restart:
             continue
-        control = gain_matched(cell, f"{_arm({**cell.values, _RESTART: 'never'})}, gain of {_restart(str(policy))}")
+        never = _arm({**cell.values, _RESTART: "never"}, cell.config)
+        control = gain_matched(cell, f"{never}, gain of {_restart(str(policy))}")
         if control is not None:
             found.append(control)
     return found
 
 
-def _arm(values: Any) -> str:
+def _arm(values: Any, config: Any) -> str:
     words = [values[_FORM]] if _FORM in values else []
     words += [("heavy ball", "Nesterov")[values[_NESTEROV]]] if _NESTEROV in values else []
-    words += [_restart(values[_RESTART])] if _RESTART in values else []
+    of_blocks = values.get(_BLOCKS)
+    if _RESTART in values or of_blocks == ():  # these have outer.restart, also where it does not vary
+        words.append(_restart(values.get(_RESTART, config.outer.restart)))
+    words += [text_of(of_blocks)] if of_blocks else []
     return ", ".join(words)
 
 

@@ -1,4 +1,6 @@
-"""Training the cells of a study one by one: runs in fragments share no steps, so the queue of sweeps is not for them.
+"""Training the cells of a study one by one, in this process or a few: no queue, for stages that follow one another.
+
+Its runs are in fragments and share no steps, so a plan would save none of them.
 
 Each run is one of `twophase train`, with its checkpoint, in the folder of runs that the studies share; whatever is
 finished is not trained again, and a run that was stopped goes on from its checkpoint.

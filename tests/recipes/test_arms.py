@@ -1,0 +1,31 @@
+"""Arms of a grid whose fragments have a restart policy each, and the controls of such a grid."""
+
+from __future__ import annotations
+
+from twophase.experiment.grid import Axis
+from twophase.lm.config import SyncConfig, TrainConfig, check
+from twophase.recipes.arms import controls, in_arms
+
+BASE = TrainConfig(sync=SyncConfig(fragments=("a=embedding", "b=.")))
+BY_BLOCK = ("a=3", "b=auto")
+
+
+def test_policies_by_block_are_arms() -> None:
+    """A set of policies names its arm; without one it is outer.restart that does, whether that varies or not."""
+    blocks, lrs = Axis("sync.restart", ((), BY_BLOCK)), Axis("outer.lr", (0.3, 0.7))
+    assert [cell.arm for cell in in_arms(BASE, [blocks, lrs])] == ["never"] * 2 + ["a=3,b=auto"] * 2
+    both = [Axis("outer.nesterov", (True,)), blocks, Axis("outer.restart", ("3",))]
+    assert [cell.arm for cell in in_arms(BASE, both)] == ["Nesterov, K=3", "Nesterov, K=3, a=3,b=auto"]
+
+
+def test_controls_restart_in_no_block() -> None:
+    """Momentum-free controls have no fragment's policy; where fragments have one, outer.restart has no control."""
+    axes = [Axis("sync.restart", ((), BY_BLOCK)), Axis("outer.restart", ("3",)), Axis("seed", (0, 1))]
+    cells = in_arms(BASE, axes)
+    found = controls(BASE, axes, cells)
+    assert [cell.control_of for cell in found if cell.control_of] == [cell.run_id for cell in cells[:2]]
+    assert [(cell.arm, cell.config.seed) for cell in found if not cell.control_of] == [
+        ("momentum-free", seed) for seed in (0, 0, 1, 1)
+    ]
+    for cell in found:
+        assert check(cell.config).sync == BASE.sync
