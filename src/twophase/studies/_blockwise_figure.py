@@ -74,7 +74,7 @@ def _panel(panel: Axes, facts: Mapping[str, Any]) -> None:
     panel.axvline(0, color=MUTED, linewidth=0.7, zorder=0)
     panel.set_yticks(range(len(names)), names, fontsize=5.8)
     panel.set_ylim(len(names) - 0.5, -0.5)
-    panel.set_xlabel("perplexity against the chosen K, %")
+    panel.set_xlabel("against the chosen K, %", fontsize=7)
     low, high = panel.get_xlim()
     panel.set_xlim(low, min(high, _FARTHEST * 1.02) if math.isfinite(high) else _FARTHEST)
 
