@@ -356,7 +356,10 @@ def test_restarts_of_blocks(against: Any, norm_ratio: Any):
 @pytest.mark.parametrize("rule", [*RULES, OuterRule(0.5, 0.0), OuterRule(1e60, 0.9), OuterRule(1e200, 0.9, True)])
 @pytest.mark.parametrize("rounds", [(), (4, 7, 12)])
 def test_policies_are_shown_the_same(rule: OuterRule, rounds: tuple[int, ...], register_policy: Callable[[str], Any]):
-    """Counters, norms and cosine are the optimizer's, also without momentum; both ask until the run diverges."""
+    """Counters, norms and cosine are the optimizer's, also without momentum; both ask until the run diverges.
+
+    That is sooner for the optimizer, whose norms are roots of sums of squares, which overflow first.
+    """
     seen: list[RoundSignal] = []
 
     @register_policy("witness")
@@ -379,7 +382,9 @@ def test_policies_are_shown_the_same(rule: OuterRule, rounds: tuple[int, ...], r
         for _ in range(ROUNDS):
             x.grad = torch.from_numpy(SIGMA) * x.detach()
             outer.step()
-    for theory, ours in zip(seen[:asked], seen[asked:], strict=True):
+    told = seen[asked:]
+    assert 0 < len(told) <= asked if diverges else len(told) == ROUNDS
+    for theory, ours in zip(seen, told, strict=False):
         assert (theory.round, theory.rounds_since_restart) == (ours.round, ours.rounds_since_restart)
         for name in ("pseudo_gradient_norm", "buffer_norm", "cosine"):
             a, b = getattr(theory, name), getattr(ours, name)
