@@ -205,12 +205,11 @@ class Tracked(RestartPolicy):
             after["progress"] = state["progress"] + state["along"] - g * m * cosine
             after["distance"] = state["distance"] + state["step"]
         along = rule.momentum * g * m * cosine + rule.injection * g * g
-        square = (
-            (rule.momentum * m) ** 2 + 2 * rule.momentum * rule.injection * g * m * cosine + (rule.injection * g) ** 2
-        )
+        old, new = rule.momentum * m, rule.injection * g  # products, for a power of floats raises where it overflows
+        square = old * old + 2 * old * new * cosine + new * new
         taken = rule.injection * along + rule.momentum * square if rule.nesterov else square  # <update, m> / lr
         after |= {"along": along, "step": rule.lr * taken}
-        if after["distance"] > 0 and after["progress"] > 0:
+        if 0 < after["distance"] < math.inf and 0 < after["progress"] < math.inf:
             sigma = min(after["progress"] / after["distance"], 1.0)
             after["next"] = first_cancellation(rule, sigma)
         else:

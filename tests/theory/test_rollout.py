@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies import ALL as ADAPTIVE
 from twophase.restart import (
+    MEASURED,
     AtRounds,
     Cycle,
     Never,
@@ -26,6 +28,7 @@ from twophase.restart import (
     State,
     convert,
     mean_outer_gain,
+    parse,
 )
 from twophase.rule import OuterRule
 from twophase.theory.inputs import rule_grid
@@ -582,6 +585,15 @@ def test_a_diverged_trajectory_asks_no_more():
     assert np.isinf(np.abs(run.pseudo_gradient[len(lost), 0]).max())
     assert run.not_finite[:, 0].tolist() == [False] * len(lost) + [True] * (12 - len(lost))
     assert not run.not_finite[:, 1].any()
+
+
+@pytest.mark.parametrize("restart", ADAPTIVE)
+@pytest.mark.parametrize("form", ["sum", "ema"])
+def test_every_policy_survives_divergence(form: Any, restart: str):
+    """Up to the largest numbers there are and beyond, without a warning; what a policy cannot be shown is told."""
+    for lr, nesterov in itertools.product((30.0, 1e3, 1e10), (False, True)):
+        run = rollout(OuterRule(lr, 0.9, nesterov, form), [0.5, 1.0], 900, restart)
+        assert np.isfinite(run.residual).all() or run.not_finite.any() or not parse(restart).needs & MEASURED
 
 
 @pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)

@@ -210,8 +210,10 @@ def spec_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list
 def _check_distinct(path: str, values: Sequence[Any]) -> None:
     if not values:
         raise UsageError(f"--axis {path} has no values; write them behind it")
+    # The policies of blocks are the same in any order.
+    alike = [sorted(value) if isinstance(value, tuple) and _takes_policies(path) else value for value in values]
     for index, value in enumerate(values):
-        if value in values[:index]:
+        if alike[index] in alike[:index]:
             text = text_of(value) if isinstance(value, tuple) else value
             raise UsageError(f"--axis {path}: the value {text} is given twice; leave one out")
 

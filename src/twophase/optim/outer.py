@@ -404,7 +404,7 @@ class OuterSGD(Optimizer):
                 group |= {"restart": str(policy), "policy_state": policy.initial_state()}
             # One leaf, whatever the policy remembers by now: torch.distributed.checkpoint restores those leaves alone
             # that a fresh optimizer's state has as well.
-            group["policy_state"] = json.dumps(group["policy_state"], default=float)
+            group["policy_state"] = _text_of(group["policy_state"], group["restart"])
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -558,6 +558,16 @@ def _check(group: dict[str, Any]) -> None:
             f"OuterSGD: restart policy {group['restart']} needs a buffer, and at momentum 0 there is none; "
             "give any momentum above 0, which does not enter"
         )
+
+
+def _text_of(memory: Mapping[str, float], policy: str) -> str:
+    """A policy's memory as JSON."""
+    try:
+        return json.dumps(memory, default=lambda value: int(value) if isinstance(value, Integral) else float(value))
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"OuterSGD: restart policy {policy} remembers {memory!r}; a policy's memory must be numbers under names"
+        ) from None
 
 
 def _plain(value: Any) -> Any:

@@ -53,7 +53,8 @@ def controls(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[Cel
     found = momentum_free(base, others, with_averaging(lrs), {_BLOCKS: ()} if by_block else None)
     for cell in cells:
         policy = cell.config.outer.policy()
-        if policy == Never() or policy.needs or cell.config.outer.momentum == 0 or cell.config.sync.restart:
+        known = not (policy.needs or policy.by_coordinate)  # what its updates are
+        if policy == Never() or not known or cell.config.outer.momentum == 0 or cell.config.sync.restart:
             continue
         never = _arm({**cell.values, _RESTART: "never"}, cell.config)
         control = gain_matched(cell, f"{never}, gain of {_restart(str(policy))}")

@@ -118,7 +118,7 @@ def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
     >>> [restarts_that_count(Periodic(k), 6) for k in (2, 3, 5, 6, 7)]
     [2, 1, 1, 0, 0]
     """
-    if policy.needs:
+    if policy.needs or policy.by_coordinate:
         raise ValueError(f"restarts_that_count: {policy} decides from measured signals; it cannot be known in advance")
     state, age, count = policy.initial_state(), 0, 0
     for number in range(1, rounds):

@@ -268,8 +268,6 @@ def so_far(
     if not (table.is_file() or tables):
         raise UsageError(f"--so-far: {table} is not there; begin the study with this --out, without --so-far")
     rows = _rows_of_all(name, study, out, size, tables)
-    if any(SEED not in row.values for row in rows):
-        raise UsageError(f"--so-far: {table} has no column {SEED}; repeat the study's command to write it again")
     there = sorted({row.values[SEED] for row in rows})
     unknown = sorted(set(seeds) - set(there))
     if unknown:
@@ -292,12 +290,12 @@ def _fixed(name: str, study: Study | SweepStudy, size: Scale | None, option: str
 
 def _rows_of_all(name: str, study: Study | SweepStudy, out: Path, scale: Scale, tables: Sequence[Path]) -> list[Row]:
     """The rows of all runs: of the study's folder, if it has been begun, and of the tables."""
+    sweep = cast("SweepStudy", study).sweep(scale, [])
+    rows = rows_of(sweep, {}, stands_for=plan(sweep).stands_for)
     table = _folder(name, out, scale) / TABLE
-    if table.is_file():
-        rows = read_rows(table)
-    else:
-        sweep = cast("SweepStudy", study).sweep(scale, [])
-        rows = rows_of(sweep, {}, stands_for=plan(sweep).stands_for)
+    if table.is_file():  # of another version of the study it may lack runs, or have some that are none any more
+        known = {(row.arm, row.run) for row in rows}
+        rows = joined(rows, {str(table): [row for row in read_rows(table) if (row.arm, row.run) in known]})
     return joined(rows, {str(path): read_rows(path) for path in tables})
 
 
