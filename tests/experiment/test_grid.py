@@ -174,6 +174,7 @@ def test_sets_of_words_and_back(pairs: list[tuple[str, str]]) -> None:
         ([["sync.restart", "a=3,5,b=never"]], ["--axis sync.restart", "restart '3,5' is not known"]),
         ([["sync.restart", "a=,b=never"]], ["--axis sync.restart", "restart '' is not known"]),
         ([["sync.restart", "a=3,b=5", "none", "a=03,b=5"]], ["the value a=3,b=5 is given twice"]),
+        ([["sync.restart", "a=3,b=5", "b=5,a=3"]], ["the value b=5,a=3 is given twice"]),
         ([["sync.fragments", "a=x,b=y=z"]], ["'b=y=z' is not NAME=VALUE", "such as a=embedding|head,b=."]),
         ([["sync.fragments", "2,b=y"]], ["'2' is not NAME=VALUE"]),
     ],
