@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+
 from twophase.experiment.grid import Axis
 from twophase.lm.config import SyncConfig, TrainConfig, check
 from twophase.recipes.arms import controls, in_arms
+from twophase.recipes.controls import restarts_that_count
+from twophase.restart import Restart, RestartPolicy, RoundSignal, State
 
 BASE = TrainConfig(sync=SyncConfig(fragments=("a=embedding", "b=.")))
 BY_BLOCK = ("a=3", "b=auto")
@@ -29,3 +37,22 @@ def test_controls_restart_in_no_block() -> None:
     ]
     for cell in found:
         assert check(cell.config).sync == BASE.sync
+
+
+def test_a_policy_by_coordinate_has_no_matched_gain(register_policy: Callable[[str], Any]) -> None:
+    """Whatever it needs, nobody knows its updates in advance: it gets the momentum-free controls alone."""
+
+    @register_policy("seldom")
+    @dataclass(frozen=True)
+    class Seldom(RestartPolicy):
+        by_coordinate: ClassVar[bool] = True
+
+        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
+            return state, Restart(before=True, opposed=True, counts=False) if signal.round % 2 else None
+
+    base = TrainConfig()
+    axes = [Axis("outer.restart", ("seldom", "3"))]
+    found = controls(base, axes, in_arms(base, axes))
+    assert [cell.arm for cell in found if cell.control_of] == ["never, gain of K=3"]
+    with pytest.raises(ValueError, match="restarts_that_count: seldom"):
+        restarts_that_count(Seldom(), 6)
