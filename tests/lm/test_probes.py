@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import textmaker
 from twophase import cli
 from twophase.config import dump_yaml, with_values
 from twophase.experiment.run import RunFolder, read_lines
-from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
+from twophase.lm.config import TrainConfig, check
 from twophase.lm.model import Llama
 from twophase.lm.train import train
 from twophase.lm.trainer import Trainer
@@ -27,17 +26,9 @@ GAINS = "probe:0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3"
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> TrainConfig:
-    """A run of a second: 3 full rounds and a shorter one, whose policy probes."""
-    corpus = textmaker.write(tmp_path / "text.txt")
-    base = TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
-        data=DataConfig(corpus=f"file:{corpus}", sequence_length=16, batch_size=4, validation_windows=8),
-        steps=22,
-        inner_steps=6,
-        checkpoint_every=2,
-    )
-    return with_values(base, {"outer.restart": GAINS, "inner.lr": 0.05})
+def config(short_run: TrainConfig) -> TrainConfig:
+    """A short run whose policy probes."""
+    return with_values(short_run, {"outer.restart": GAINS, "inner.lr": 0.05})
 
 
 def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:

@@ -25,24 +25,16 @@ from twophase.config import UsageError, dump_yaml, fingerprint, from_tree, load_
 from twophase.diloco.comm import SingleProcess
 from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint, parts
-from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
+from twophase.lm.config import TrainConfig, check
 from twophase.lm.train import _restore, train
 from twophase.lm.trainer import Trainer, inner_lr, preflight
 from twophase.lm.trainer import _corpus as build
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> TrainConfig:
-    """A run of a second: 3 full rounds and a shorter one, with a restart after the second."""
-    corpus = textmaker.write(tmp_path / "text.txt")
-    base = TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
-        data=DataConfig(corpus=f"file:{corpus}", sequence_length=16, batch_size=4, validation_windows=8),
-        steps=22,
-        inner_steps=6,
-        checkpoint_every=2,
-    )
-    return with_values(base, {"outer.restart": "2"})
+def config(short_run: TrainConfig) -> TrainConfig:
+    """A short run with a restart after the second round."""
+    return with_values(short_run, {"outer.restart": "2"})
 
 
 def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
