@@ -393,6 +393,16 @@ def test_dry_run_of_what_shares_nothing(tmp_path: Path, corpus: str, call: Call)
     assert not (tmp_path / "sweep").exists()
 
 
+def test_fragments_that_the_model_does_not_have(tmp_path: Path, call: Call) -> None:
+    """One cell of a sweep that the model cannot be cut for is told by the option, and nothing is made."""
+    axis = "--axis sync.fragments 1 a=embedding|head,b=tail".split()
+    said = call("sweep", *axis, "--workers", "0", "--out", tmp_path / "sweep")
+    assert said.status == 2
+    assert "--sync.fragments a=embedding|head b=tail: " in said.err
+    assert "no fragment's pattern is found in the parameter name 'norm'" in said.err
+    assert not (tmp_path / "sweep").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_killed_in_a_run_that_shares_nothing(tmp_path: Path, call: Call, stop_after: Callable[..., None]) -> None:

@@ -735,6 +735,7 @@ def test_fragments_that_never_meet_share_a_room(options: dict[str, Any], rooms: 
         ({"delay": 6}, ["DiLoCo: delay is 6", "from 0 to inner_steps - 1 = 5"]),
         ({"delay": 1.0}, ["DiLoCo: delay is 1.0", "whole number"]),
         ({"delay": True}, ["DiLoCo: delay is True", "whole number"]),
+        ({"stagger": "no"}, ["DiLoCo: stagger is 'no'", "True", "False"]),
         ({"mixing": 1.0}, ["DiLoCo: mixing is 1.0", "[0, 1)"]),
         ({"mixing": -0.1}, ["DiLoCo: mixing is -0.1", "[0, 1)"]),
         ({"mixing": float("nan")}, ["DiLoCo: mixing is nan", "[0, 1)"]),

@@ -27,6 +27,7 @@ from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
 from twophase.lm.train import train
+from twophase.lm.trainer import preflight, preflight_all
 
 SYNCS: dict[str, dict[str, Any]] = {
     "fragments": {"sync.fragments": ("3",), "sync.restart": ("0=1", "1=2", "2=never")},
@@ -127,10 +128,13 @@ def test_validated_at_the_anchor(config: TrainConfig, tmp_path: Path) -> None:
         ({"sync.fragments": ("99",)}, r"fragments is 99; it must be .*between 1 and the number of parameters, 9"),
     ],
 )
-def test_mistakes_name_the_option(config: TrainConfig, tmp_path: Path, values: dict[str, Any], message: str) -> None:
-    """An impossible way of synchronising is refused in one message, before any training."""
+def test_mistakes_name_the_option(config: TrainConfig, values: dict[str, Any], message: str) -> None:
+    """An impossible way of synchronising is refused in one message before a folder is made, alone or among others."""
+    wrong = with_values(config, values)
     with pytest.raises(UsageError, match=message):
-        train(check(with_values(config, values)), RunFolder.claim(tmp_path / "run", config))
+        preflight(wrong)
+    with pytest.raises(UsageError, match=message):
+        preflight_all([config, wrong, replace(config, steps=config.steps + 1)])
 
 
 def test_the_words_on_a_run_have_its_fragments_policies(config: TrainConfig, tmp_path: Path) -> None:

@@ -123,8 +123,12 @@ def _check_kinds(named: list[list[tuple[str, nn.Parameter]]], communicator: Comm
                 raise ValueError(f"DiLoCo: parameter {name!r} is {p.dtype}; only floating-point parameters can train")
 
 
-def check_overlap(delay: int, mixing: float, inner_steps: int) -> None:
-    """Refuse a delay that outlasts a round, and a mixing factor that would ignore the anchor."""
+def check_schedule(stagger: bool, delay: int, mixing: float, inner_steps: int) -> None:
+    """Refuse a stagger that is neither, a delay that outlasts a round, and a mixing that would ignore the anchor."""
+    if not isinstance(stagger, bool):
+        raise ValueError(
+            f"DiLoCo: stagger is {stagger!r}; it must be True, fragments' syncs spread over a round, or False"
+        )
     if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < inner_steps:
         raise ValueError(
             f"DiLoCo: delay is {delay!r}; it must be a whole number of inner steps from 0 to inner_steps - 1 = "

@@ -35,7 +35,7 @@ from twophase.diloco.build import (
     Restarts,
     build_outer,
     check_needs,
-    check_overlap,
+    check_schedule,
     cut,
     frozen,
     replicas_alike,
@@ -147,7 +147,7 @@ class DiLoCo:
     ) -> None:
         self.inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
         self.stagger, self.delay, self.mixing, self.wire = stagger, delay, mixing, check_wire(wire)
-        check_overlap(delay, mixing, self.inner_steps)
+        check_schedule(stagger, delay, mixing, self.inner_steps)
         self.communicator = communicator or default_communicator()
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
         slots = replicas_alike(self.replicas, self.communicator)

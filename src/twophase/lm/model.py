@@ -90,6 +90,8 @@ class Llama(nn.Module):
             if weight.dim() == 1:
                 weight.fill_(1.0)
                 continue
+            if weight.is_meta:  # names and shapes are wanted, and drawing is what takes long
+                continue
             std = EMBEDDING_STD if name in ("embedding", "head") else weight.shape[1] ** -0.5
             if name.endswith((".output", ".down")):
                 std *= (2 * self.config.layers) ** -0.5

@@ -25,6 +25,7 @@ import twophase
 from twophase.config import RunError, UsageError, fingerprint, values_of
 from twophase.diloco.comm import Communicator, Elastic, SingleProcess
 from twophase.diloco.engine import DiLoCo, Signals
+from twophase.diloco.fragment import partition
 from twophase.diloco.report import RoundReport, merged
 from twophase.lm.config import TrainConfig, check, text_name
 from twophase.lm.corpus import AnyCorpus, build
@@ -479,10 +480,11 @@ def preflight(config: TrainConfig, processes: int = 1) -> tuple[AnyCorpus, torch
         The corpus and the device.
 
     Raises:
-        UsageError: an impossible value, corpus or device, replicas that the processes cannot share, or tokens that do
-            not last for the run.
+        UsageError: an impossible value, corpus or device, replicas that the processes cannot share, fragments that the
+            model cannot be cut into, or tokens that do not last for the run.
     """
     check(config)
+    _check_fragments(config)
     if config.replicas % processes:
         raise UsageError(
             f"--replicas is {config.replicas} and there are {processes} processes; replicas must be a multiple of the "
@@ -505,6 +507,19 @@ def preflight(config: TrainConfig, processes: int = 1) -> tuple[AnyCorpus, torch
     return corpus, device
 
 
+def _check_fragments(config: TrainConfig) -> None:
+    """Refuse fragments that the model cannot be cut into."""
+    parts = config.sync.parts()
+    if parts == 1:
+        return
+    with torch.device("meta"):
+        model = Llama(config.model, 1)  # what is refused hangs on names and their number, not on the vocabulary
+    try:
+        partition({name: p.numel() for name, p in model.named_parameters()}, parts)
+    except ValueError as error:
+        raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None
+
+
 def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
     """Everything about several runs that can be refused before a folder is made for them; each text is read once.
 
@@ -517,6 +532,8 @@ def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
     # Of several runs on the same text, the longest one takes most tokens.
     longest = sorted(configs, key=lambda config: config.steps)
     different = {(text_name(check(one)), one.device, one.model.vocabulary_size, one.repeat): one for one in longest}
+    for one in {(one.model, one.sync.fragments): one for one in longest}.values():
+        _check_fragments(one)
     return {name: preflight(config)[0].description["fingerprint"] for (name, *_), config in different.items()}
 
 
