@@ -37,6 +37,8 @@ RIVALS = {
     "look-ahead gate": "lookahead:0.1:0.2",
 }
 """Other rules that claim to need no restart, or a better one."""
+CLOSEST = ("probed gate", "gain cap 1")
+"""The rivals that came closest to the chosen arm where it was chosen: for both rules, and for Nesterov momentum."""
 FEW = ("never", "K=3", "K=7")
 """The fixed arms where the full number of them would cost too much."""
 MOMENTA = (0.3, 0.5, 0.7, 0.9)
@@ -96,17 +98,19 @@ def confirmation(scale: Scale) -> Sweep:
         scale: its base and learning rates; the seeds are the five after its own.
 
     Returns:
-        The sweep. Arms as in `choice`: `auto`, momentum-free SGD, and the fixed periods, at the short and the long
-        communication period those of `FEW`. The wider model and the other text have three of the seeds, the middle
-        communication period, and `FEW`.
+        The sweep. Arms as in `choice`: `auto`, momentum-free SGD, and the fixed periods, at the middle communication
+        period with the rivals of `CLOSEST` (the second in sum form), at the short and the long one only those of `FEW`.
+        The wider model and the other text have three of the seeds, the middle communication period, and `FEW`.
     """
     first = len(scale.seeds)
     short, middle, long = inner_steps_of(scale)
     seeds = tuple(range(first, first + (5 if first > 1 else 1)))
     model = scale.base.model
     wider = replace(model, hidden_size=model.hidden_size * 3 // 2, intermediate_size=model.intermediate_size * 3 // 2)
+    gate, cap = ({name: (ADAPTIVE | RIVALS)[name]} for name in CLOSEST)
     trials = [
-        Trial(scale.base, (middle,), seeds, FIXED | _AUTO),
+        Trial(scale.base, (middle,), seeds, FIXED | _AUTO | gate),
+        Trial(scale.base, (middle,), seeds, cap, forms=("sum",), free=False),
         Trial(scale.base, (short, long), seeds, _few() | _AUTO),
         Trial(replace(scale.base, model=wider), (middle,), seeds[:3], _few() | _AUTO),
         Trial(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from twophase.experiment.grid import Sweep
 from twophase.experiment.table import Row
-from twophase.recipes.adaptive import FIXED, confirmation
+from twophase.recipes.adaptive import CLOSEST, FIXED, confirmation
 from twophase.recipes.paper import Scale
 from twophase.studies._adaptive import CHOSEN, answer_of, draw_of, result_of
 from twophase.studies.study import Result
@@ -31,7 +31,7 @@ def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
 
 def table(rows: Sequence[Row], scale: Scale) -> Result:
     """Every arm by place, form and rule."""
-    return result_of(rows, scale, (*FIXED, CHOSEN))
+    return result_of(rows, scale, (*FIXED, *CLOSEST, CHOSEN))
 
 
 def answer(result: Result) -> str:
