@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from twophase.experiment.bootstrap import percentile_interval
+from twophase.experiment.bootstrap import LEVEL, largest_coverage, percentile_interval
 from twophase.experiment.figure import INK, MUTED, look, new_page
 from twophase.experiment.table import SEED, Row, format_table, readable
 from twophase.recipes.adaptive import CORPUS, FIXED, WIDTH, inner_steps_of, momenta_of
@@ -37,7 +37,7 @@ _LR, _MOMENTUM = "outer.lr", "outer.momentum"
 CHOSEN = "auto"
 """The arm that both studies are about."""
 
-Runs = dict[tuple[float, float], dict[Any, float | None]]
+Runs = dict[tuple[Any, ...], dict[Any, float | None]]
 """From (momentum, learning rate) to seed to log perplexity; None for a run that has diverged."""
 
 
@@ -83,15 +83,17 @@ def facts_of(rows: Sequence[Row], arms: Sequence[str], chosen: str) -> dict[str,
     every = {arm: runs_of(rows, arm) for arm in dict.fromkeys(row.arm for row in rows)}
     top = min((mean for runs in every.values() for mean in _means(runs).values()), default=None)
     ours = {arm_name(form, kind, chosen) for form in BOTH_FORMS for kind in RULES}
-    best_other = _best_setting([runs for arm, runs in every.items() if arm not in ours])
+    best_other, name = _best_setting({arm: runs for arm, runs in every.items() if arm not in ours})
     averaging = {seed: log for (_, lr), by_seed in free.items() if lr == AVERAGING_LR for seed, log in by_seed.items()}
-    tuned_free = _best_setting([free])
+    tuned_free, _ = _best_setting({MOMENTUM_FREE: free})
     facts: dict[str, Any] = {
         "best": None if top is None else math.exp(top),
         "averaging": _exp_mean(averaging),
         "momentum_free": _exp_mean(tuned_free),
+        "best_other": name,
         "rules": {},
     }
+    grids: Runs = {}
     for form in BOTH_FORMS:
         for kind in RULES:
             found = {arm: runs for arm in arms if (runs := runs_of(rows, arm_name(form, kind, arm)))}
@@ -101,19 +103,23 @@ def facts_of(rows: Sequence[Row], arms: Sequence[str], chosen: str) -> dict[str,
             ranked = [(mean, arm) for arm in fixed if (mean := _grid_mean(found[arm])) is not None]
             found[BEST_K] = found[min(ranked)[1]] if ranked else {}
             grid = found[chosen]
+            grids |= {(*place, form, kind): by_seed for place, by_seed in grid.items()}
             found[AVERAGING] = dict.fromkeys(grid, averaging)
             found[TUNED_FREE] = dict.fromkeys(grid, tuned_free)
-            found[BEST_OTHER] = dict.fromkeys(grid, best_other)
             lines = {arm: _summary(runs, top) for arm, runs in found.items()}
             lines[BEST_K]["period"] = min(ranked)[1] if ranked else ""
             for arm, runs in found.items():
                 lines[arm]["over_chosen"] = _ratio(runs, grid)
             lines[chosen]["against_never"] = _cell_by_cell(grid, found["never"]) if "never" in found else None
             facts["rules"][f"{form} {SHORT_KINDS[kind]}"] = lines
+    single = {AVERAGING: averaging, TUNED_FREE: tuned_free, BEST_OTHER: best_other}
+    facts["single"] = {
+        what: _ratio(dict.fromkeys(grids, by_seed), grids) if grids else None for what, by_seed in single.items()
+    }
     return facts
 
 
-def _means(runs: Runs) -> dict[tuple[float, float], float]:
+def _means(runs: Runs) -> dict[tuple[Any, ...], float]:
     """Mean log perplexity of the settings that have finished on every seed."""
     found = {}
     for place, by_seed in runs.items():
@@ -123,16 +129,16 @@ def _means(runs: Runs) -> dict[tuple[float, float], float]:
     return found
 
 
-def _best_setting(arms: Sequence[Runs]) -> dict[Any, float | None]:
-    """From seed to log perplexity of the setting with the lowest mean in any of the arms; empty if there is none.
+def _best_setting(arms: Mapping[str, Runs]) -> tuple[dict[Any, float | None], str]:
+    """From seed to log perplexity of the setting with the lowest mean in any of the arms, and its name.
 
     Like the best of the periods it is chosen on the runs that judge it, which flatters it.
     """
-    ranked = [(mean, number, place) for number, runs in enumerate(arms) for place, mean in _means(runs).items()]
+    ranked = [(mean, arm, place) for arm, runs in arms.items() for place, mean in _means(runs).items()]
     if not ranked:
-        return {}
-    _, number, place = min(ranked)
-    return arms[number][place]
+        return {}, ""
+    _, arm, (momentum, lr) = min(ranked)
+    return arms[arm][momentum, lr], f"{arm}, momentum {momentum:g}, lr {lr:g}"
 
 
 def _grid_mean(runs: Runs) -> float | None:
@@ -246,7 +252,7 @@ def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
                 body = [[arm, *_line_words(facts, rules, arm)] for arm in arms]
                 blocks.append(format_table(header, body))
         others = [arm for arm in _arms(facts["rules"].values()) if arm != chosen]
-        body = [[arm, *_over_words(facts, arm)] for arm in (*others, BEST_K, AVERAGING, TUNED_FREE, BEST_OTHER)]
+        body = [[arm, *_over_words(facts, arm)] for arm in (*others, BEST_K)]
         blocks.append(format_table([f"over {chosen}", *facts["rules"]], body))
         worst = {rule: _worst_words(lines[chosen]) for rule, lines in facts["rules"].items()}
         told = [f"{rule} {words}" for rule, words in worst.items() if words]
@@ -254,6 +260,11 @@ def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
             blocks.append(
                 f"{chosen} over never in its worst setting of those that work without restarts: {'; '.join(told)}."
             )
+    singles = (AVERAGING, TUNED_FREE, BEST_OTHER)
+    body = [[place, *(_ratio_words(facts["single"][what]) for what in singles)] for place, facts in places.items()]
+    blocks.append(format_table([f"over {chosen}", *singles], body))
+    which = "; ".join(f"{place}: {facts['best_other']}" for place, facts in places.items() if facts["best_other"])
+    blocks.append(f"The best others, chosen on the runs that judge them, are {which or 'unknown'}.")
     return blocks
 
 
@@ -286,10 +297,15 @@ def _over_words(facts: Mapping[str, Any], arm: str) -> list[str]:
         if line is None or arm == BEST_K:
             words.append("" if line is None else line["period"])
             continue
-        found = line["over_chosen"]
-        ends = "" if found is None or found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]"
-        words.append("no pair" if found is None else f"{found['mean']:.3f}{ends}")
+        words.append(_ratio_words(line["over_chosen"]))
     return words
+
+
+def _ratio_words(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "no pair"
+    ends = "" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]"
+    return f"{found['mean']:.3f}{ends}"
 
 
 def aims(places: Mapping[str, Mapping[str, Any]], chosen: str) -> dict[str, dict[str, bool | None]]:
@@ -307,7 +323,7 @@ def aims(places: Mapping[str, Mapping[str, Any]], chosen: str) -> dict[str, dict
             close = (
                 None if facts["best"] is None or mine["best"] is None else mine["best"] <= facts["best"] * (1 + CLOSE)
             )
-            over = arms[BEST_OTHER]["over_chosen"]
+            over = facts["single"][BEST_OTHER]
             if close is False and over is not None and over["high"] is not None:
                 close = over["high"] >= 1
             for claim, held in (
@@ -372,7 +388,7 @@ def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> 
 
 def _arms(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """The arms that have runs, in order of appearance."""
-    derived = {BEST_K, AVERAGING, TUNED_FREE, BEST_OTHER}
+    derived = {BEST_K, AVERAGING, TUNED_FREE}
     return [arm for arm in dict.fromkeys(arm for one in lines for arm in one) if arm not in derived]
 
 
@@ -416,9 +432,10 @@ def result_of(rows: Sequence[Row], scale: Scale, arms: Sequence[str]) -> Result:
     """Every arm by place, form and rule."""
     places = {name: facts_of(found, arms, CHOSEN) for name, found in places_of(rows).items()}
     seeds = sorted({row.values[SEED] for row in rows})
+    alone = seeds_words(replace(scale, seeds=tuple(seeds)))
     settings = {
         "seeds": seeds,
-        "seeds_words": seeds_words(replace(scale, seeds=tuple(seeds))),
+        "seeds_words": f"means over up to {len(seeds)} seeds" if len(seeds) > 1 else alone,
         "lrs": scale.lrs,
         "momenta": momenta_of(scale),
         "inner_steps": inner_steps_of(scale),
@@ -430,11 +447,24 @@ def answer_of(result: Result) -> str:
     """Every arm, and where the aims are reached."""
     places = result.numbers["places"]
     lines = [
-        f"Validation perplexity ({result.settings['seeds_words']}). Ratios above 1 favour {CHOSEN}; in brackets 95 %."
+        f"Validation perplexity ({result.settings['seeds_words']}). Ratios above 1 favour {CHOSEN}.{_coverage(places)}"
     ]
     lines += tables(places, CHOSEN)
     lines += [tally(claim, held) for claim, held in aims(places, CHOSEN).items()]
     return "\n".join(lines)
+
+
+def _coverage(places: Mapping[str, Mapping[str, Any]]) -> str:
+    """What brackets hold, and the most that they can cover, by number of seeds."""
+    lines = [
+        line["over_chosen"] for facts in places.values() for arms in facts["rules"].values() for line in arms.values()
+    ]
+    counts = sorted({found["seeds"] for found in lines if found is not None and found["low"] is not None}, reverse=True)
+    shares = ", ".join(f"{min(LEVEL, largest_coverage(count)):.0%} ({count} seeds)" for count in counts)
+    words = (
+        f" In brackets: the bootstrap's {LEVEL:.0%} over the seeds, which can hold the true mean in at most {shares}."
+    )
+    return words if counts else ""
 
 
 def draw_of(result: Result) -> Figure:
