@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import doctest
 import io
 import json
 import re
 import runpy
 import shlex
-import statistics
 import subprocess
 import sys
 import tomllib
@@ -244,62 +242,6 @@ def test_quotes_are_what_was_printed() -> None:
     assert len(quoted) >= 5
     for line in "".join(quoted).splitlines():
         assert line in printed, line
-
-
-def test_ratios_of_single_settings() -> None:
-    """What docs/restarts.md says of momentum 0.9 setting by setting is in the study's own csv."""
-    found: dict[tuple[str, ...], dict[str, float]] = {}
-    with (ROOT / "docs" / "robustness_heatmaps.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["momentum"] == "0.9" and row["restart"] in ("never", "3") and not row["of_lr"]:
-                place = tuple(row[name] for name in ("form", "lr", "rule", "inner_steps"))
-                found.setdefault(place, {})[row["restart"]] = float(row["perplexity"])
-    ratios = {place: both["never"] / both["3"] for place, both in found.items() if len(both) == 2}
-    assert len(ratios) == 24
-
-    def span(form: str, lr: str = "") -> tuple[float, float]:
-        those = [ratio for place, ratio in ratios.items() if place[0] == form and lr in ("", place[1])]
-        return min(those), max(those)
-
-    text = " ".join((ROOT / "docs" / "restarts.md").read_text(encoding="utf-8").split())
-    low, high = span("sum")
-    assert f"{low:.2f} to {high:.2f} in single settings" in text
-    assert f"perplexity is {low:.2f} to {high:.2f} times higher" in text
-    for lr, words in (("0.3", "by {:.0f} to {:.0f} % at lr 0.3"), ("0.7", "{:.0f} to {:.0f} % at 0.7")):
-        low, high = span("ema", lr)
-        assert words.format(100 / high - 100, 100 / low - 100) in text
-    for lr in ("0.3", "1.1"):
-        low, high = span("ema", lr)
-        assert f"at lr {lr} ({low:.2f} to {high:.2f})" in text
-
-
-def test_what_is_said_of_averaging_in_the_demo() -> None:
-    """How far averaging is behind the demo's best settings, in docs/restarts.md, is in the demo's csv."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
-    with (ROOT / "docs" / "demo-cells.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            place = (row["arm"], row["outer.momentum"], row["outer.lr"])
-            found.setdefault(place, {})[row["seed"]] = float(row["perplexity"])
-    averaging = found["momentum-free", "0.0", "1.0"]
-    ratios = {
-        place: [perplexity / averaging[seed] for seed, perplexity in runs.items()]
-        for place, runs in found.items()
-        if place[0].endswith(("never", "K=3"))
-    }
-    behind = {place: 100 * (1 - statistics.geometric_mean(seeds)) for place, seeds in ratios.items()}
-    best = max(behind, key=lambda place: behind[place])
-    text = " ".join((ROOT / "docs" / "restarts.md").read_text(encoding="utf-8").split())
-    assert f"{behind[best]:.0f} % behind the best one, a momentum of {best[1]}" in text
-    assert f"{behind[best]:.0f} % below it in the mean" in text
-    assert max(ratios[best]) < 1  # "for every seed"
-    restarted = [
-        max(v for (arm, *_), v in behind.items() if arm == f"{kind}, K=3") for kind in ("heavy ball", "Nesterov")
-    ]
-    plain = [
-        max(v for (arm, *_), v in behind.items() if arm == f"{kind}, never") for kind in ("heavy ball", "Nesterov")
-    ]
-    assert f"by {min(restarted):.0f} to {max(restarted):.0f} %, but so does the same momentum" in text
-    assert min(plain) > min(restarted) - 0.5
 
 
 @pytest.mark.slow

@@ -355,7 +355,7 @@ def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> 
     rules = list(dict.fromkeys(rule for facts in places.values() for rule in facts["rules"]))
     drawn = {rule: _arms(facts["rules"].get(rule, {}) for facts in places.values()) for rule in rules}
     heights = [0.3 + 0.125 * len(drawn[rule]) for rule in rules]
-    figure = new_page(0.7 + sum(heights))
+    figure = new_page(0.8 + sum(heights))
     shape: dict[str, Any] = {"sharey": "row", "sharex": "col", "gridspec_kw": {"height_ratios": heights}}
     panels = figure.subplots(len(rules), len(names), squeeze=False, **shape)
     for row, rule in zip(panels, rules, strict=True):
@@ -376,9 +376,8 @@ def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> 
     for column in panels.T:
         _plain_ticks(column)
     for panel, name in zip(panels[0], names, strict=True):
-        panel.set_title(name, fontsize=7.5)
-    for panel in panels[-1]:
-        panel.set_xlabel("validation perplexity a token", fontsize=6.5)
+        panel.set_title(name.replace(", ", "\n", 1), fontsize=7)
+    panels[-1][len(names) // 2].set_xlabel("validation perplexity a token", fontsize=6.5)
     note(
         figure,
         f"Dot: geometric mean over the grid; line: from its best setting to its worst. Dashed: averaging. {words}",
@@ -387,9 +386,10 @@ def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> 
 
 
 def _arms(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The arms that have runs, in order of appearance."""
+    """The arms that have runs, in the order of where there are most of them."""
     derived = {BEST_K, AVERAGING, TUNED_FREE}
-    return [arm for arm in dict.fromkeys(arm for one in lines for arm in one) if arm not in derived]
+    longest_first = sorted(lines, key=len, reverse=True)
+    return [arm for arm in dict.fromkeys(arm for one in longest_first for arm in one) if arm not in derived]
 
 
 def _draw_range(panel: Any, height: int, line: Mapping[str, Any], colour: Any) -> None:
