@@ -93,6 +93,17 @@ def test_what_the_world_is_made_of_is_found(name: str) -> None:
     assert f"which can hold the true mean in at most {covered[name]}\n" in text
 
 
+def test_a_place_without_the_chosen_arm_has_no_ratios() -> None:
+    """What `--so-far` may show before `auto` is trained somewhere: the other arms, and nothing over `auto`."""
+    rows = [row for row in rows_in(sweep_of("confirmation"), world) if not row.arm.endswith("auto")]
+    result = adaptive_confirmation.table(rows, SCALE)
+    text = adaptive_confirmation.answer(result)
+    places = result.numbers["places"]
+    assert text.count("over auto") == 1
+    assert text.count("no pair") == 3 * len(places) == 15
+    assert "[" not in text
+
+
 @each_study
 def test_a_policy_that_fails_is_said_to(name: str) -> None:
     """Where `auto` is worse than everything, or has diverged, no aim is reached."""

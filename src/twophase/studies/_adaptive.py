@@ -38,7 +38,7 @@ CHOSEN = "auto"
 """The arm that both studies are about."""
 
 Runs = dict[tuple[Any, ...], dict[Any, float | None]]
-"""From (momentum, learning rate) to seed to log perplexity; None for a run that has diverged."""
+"""From setting, in an arm (momentum, learning rate), to seed to log perplexity; None for a run that has diverged."""
 
 
 def places_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -76,8 +76,9 @@ def facts_of(rows: Sequence[Row], arms: Sequence[str], chosen: str) -> dict[str,
         chosen: the one that is held against the others.
 
     Returns:
-        `best`: the lowest mean perplexity of a setting of any arm; `averaging`: that of plain averaging; and for each
-        form and rule, by short name, the arms.
+        `best`: the lowest mean perplexity of a setting of any arm; `averaging` and `momentum_free`: those of plain
+        averaging and of momentum-free SGD at its best; `best_other`: the best setting of the other arms by name;
+        `rules`: by short name of form and rule the arms; `single`: the three of these settings over the chosen arm.
     """
     free = runs_of(rows, MOMENTUM_FREE)
     every = {arm: runs_of(rows, arm) for arm in dict.fromkeys(row.arm for row in rows)}
@@ -251,9 +252,10 @@ def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
                 header = ["", *(word for rule in rules for word in (rule, "best", "worst", "within"))]
                 body = [[arm, *_line_words(facts, rules, arm)] for arm in arms]
                 blocks.append(format_table(header, body))
-        others = [arm for arm in _arms(facts["rules"].values()) if arm != chosen]
-        body = [[arm, *_over_words(facts, arm)] for arm in (*others, BEST_K)]
-        blocks.append(format_table([f"over {chosen}", *facts["rules"]], body))
+        if facts["rules"]:
+            others = [arm for arm in _arms(facts["rules"].values()) if arm != chosen]
+            body = [[arm, *_over_words(facts, arm)] for arm in (*others, BEST_K)]
+            blocks.append(format_table([f"over {chosen}", *facts["rules"]], body))
         worst = {rule: _worst_words(lines[chosen]) for rule, lines in facts["rules"].items()}
         told = [f"{rule} {words}" for rule, words in worst.items() if words]
         if told:
