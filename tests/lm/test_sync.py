@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import textmaker
 from elastic import lighthouse, side_by_side, until
 from forked import Program
 from twophase.cli import _describe_run
@@ -25,7 +24,7 @@ from twophase.diloco.comm import SingleProcess
 from twophase.experiment.record import read_record
 from twophase.experiment.run import RunFolder, read_lines
 from twophase.lm import checkpoint
-from twophase.lm.config import DataConfig, ModelConfig, TrainConfig, check
+from twophase.lm.config import TrainConfig, check
 from twophase.lm.train import train
 from twophase.lm.trainer import preflight, preflight_all
 
@@ -38,16 +37,9 @@ SYNCS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> TrainConfig:
-    """A run of a second: 3 full rounds and a shorter one."""
-    corpus = textmaker.write(tmp_path / "text.txt")
-    return TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
-        data=DataConfig(corpus=f"file:{corpus}", sequence_length=16, batch_size=4, validation_windows=8),
-        steps=22,
-        inner_steps=6,
-        checkpoint_every=2,
-    )
+def config(short_run: TrainConfig) -> TrainConfig:
+    """What the tests change by their own values."""
+    return short_run
 
 
 def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:

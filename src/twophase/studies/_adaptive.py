@@ -296,10 +296,8 @@ def _over_words(facts: Mapping[str, Any], arm: str) -> list[str]:
     words: list[str] = []
     for lines in facts["rules"].values():
         line = lines.get(arm)
-        if line is None or arm == BEST_K:
-            words.append("" if line is None else line["period"])
-            continue
-        words.append(_ratio_words(line["over_chosen"]))
+        told = "" if line is None else line["period"] if arm == BEST_K else _ratio_words(line["over_chosen"])
+        words.append(told)
     return words
 
 
