@@ -199,9 +199,10 @@ def test_digits_are_the_same_wherever_the_tensor_lies(count: int):
     for start in range(4):
         there = room[start : start + count].copy_(values)
         digits.add(checksum(there))
-        halves = there.view(torch.int32)
-        sums = [value - (value >> 63 << 64) for value in flat._sums_in_cache(halves, weights)]
-        assert flat._sums(halves, weights, rows=2) == sums
+        digest = flat.Digest(there)
+        digest.add(0, count)
+        sums = [value - (value >> 63 << 64) for value in digest._sums]
+        assert flat._sums(there.view(torch.int32), weights, rows=2) == sums
     assert len(digits) == 1
 
 
@@ -222,13 +223,27 @@ def test_checksum_is_the_same_on_every_machine():
     assert checksum(flat) == f"{state:016x}" == GOLDEN_DIGITS
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_digest_in_parts_is_the_checksum(dtype: torch.dtype):
+    """Parts that are taken up one after the other, each of whole digest pieces, give the digits of the whole."""
+    values = torch.randn(5 * flat.DIGEST_ELEMENTS + 321, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    digest = flat.Digest(values)
+    for start, stop in ((0, 1), (1, 3), (3, 5)):
+        digest.add(start * flat.DIGEST_ELEMENTS, stop * flat.DIGEST_ELEMENTS)
+    digest.add(5 * flat.DIGEST_ELEMENTS, len(values))
+    assert digest.digits() == checksum(values)
+
+
 @pytest.mark.parametrize("count", [1, 6, 7, 20, 27, 28, 29, 100])
 def test_the_sums_of_an_accelerator_are_those_of_a_cpu(count: int):
     """How many pieces are summed together, and in which operations, changes no sum."""
     generator = torch.Generator().manual_seed(1)
     halves = torch.randint(-(2**31), 2**31 - 1, (count,), generator=generator).to(torch.int32)
     weights = torch.tensor([2**62 + 1, -(2**63) + 3, 5, 7, -9, 11, 13])
-    plain = [value - (value >> 63 << 64) for value in flat._sums_in_cache(halves, weights)]
-    assert len(plain) == -(-(count // 2) // 7)
+    numbers = [int(half) % 2**32 for half in halves.tolist()]
+    words = [low + (high << 32) for low, high in zip(numbers[::2], numbers[1::2], strict=False)]
+    pieces = [zip(words[start : start + 7], weights.tolist(), strict=False) for start in range(0, len(words), 7)]
+    totals = [sum((word ^ word >> 29) * weight for word, weight in piece) % 2**64 for piece in pieces]
+    plain = [total - (total >> 63 << 64) for total in totals]
     for rows in (1, 2, 3, 50):
         assert flat._sums(halves, weights, rows=rows) == plain

@@ -291,7 +291,7 @@ def attend(
     kinds = communicator.exchange([running, *_halves(hashlib.sha256(text.encode()).hexdigest()[:16])])
     if not any(row[0] for row in kinds) and any(row != kinds[0] for row in kinds):
         same_start(communicator, description, own)
-    digests = [fragment.digest() for fragment in fragments]
+    digests = [fragment.digest({}) for fragment in fragments]
     ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
     everyone = communicator.exchange([running, own, weight, ready, *position, *ours])
     fault = _first_difference([row[4 + len(position) :] for row in everyone], fragments, digests)

@@ -80,7 +80,7 @@ def cut(
             ),
         )
         with torch.no_grad():
-            torch._foreach_copy_(fragment.anchor_views, next(fragment.params()))
+            torch._foreach_copy_(fragment.anchor_views, fragment.params()[0])
         fragments.append(fragment)
         start += layout.numel
     return fragments, anchor, whole

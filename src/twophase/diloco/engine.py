@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -44,8 +44,9 @@ from twophase.diloco.build import (
 )
 from twophase.diloco.comm import Communicator, Elastic, Interrupted, default_communicator
 from twophase.diloco.flat import checksum
-from twophase.diloco.fragment import Fragment, partition, reshard
+from twophase.diloco.fragment import Fragment, fsdp_modules, partition, reshard
 from twophase.diloco.report import FragmentRound, RoundReport, joined, merged
+from twophase.diloco.sweep import filler, goes_in_parts, round_sweep
 from twophase.diloco.wire import Transfer, check_wire
 from twophase.optim.outer import GroupRound, OuterSGD, as_number, check_signals
 from twophase.restart import AGREEMENT, MEASURED, PROBES, check_count, parse
@@ -76,6 +77,8 @@ class _Sync:
     bytes_sent: int = 0
     """Sent for it by attempts that failed, or before it was loaded from a state."""
     seconds: dict[str, float] = field(default_factory=dict)
+    in_parts: bool = False
+    """Whether the fragments' sums are waited for, and divided, part by part in the outer step."""
     squares: list[Tensor | None] = field(default_factory=list)
     """Sum of the squared norms of this process's replicas' own pseudo-gradients, for a policy that needs it."""
 
@@ -83,6 +86,18 @@ class _Sync:
     def all_bytes_sent(self) -> int:
         """With what has been sent since."""
         return self.bytes_sent + sum(transfer.bytes_sent for transfer in self.transfers)
+
+
+@dataclass(frozen=True, slots=True)
+class _OuterStep:
+    """A fragment's outer step: the norm of g, each param group's round, and what was done on the way."""
+
+    fragment: Fragment
+    norm: float
+    groups: tuple[GroupRound, ...]
+    digests: Mapping[str, str]
+    restored: bool
+    """Whether the replicas have the new anchor."""
 
 
 class DiLoCo:
@@ -151,6 +166,7 @@ class DiLoCo:
         self.communicator = communicator or default_communicator()
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
         slots = replicas_alike(self.replicas, self.communicator)
+        self._fsdp = [fsdp_modules(replica) for replica in self.replicas]
         # Fragments that are never reduced at the same time share the room for their pseudo-gradients.
         parts = partition({slot.name: slot.parameter.numel() for slot in slots[0]}, fragments)
         gap = self.inner_steps // len(parts) if stagger else self.inner_steps
@@ -239,7 +255,7 @@ class DiLoCo:
             Any error of the probe, or an interrupt: the sync is undone, and the next one takes its progress.
         """
         _check_kind(signals)  # in every step, and not only where a round ends
-        self._check_joined()
+        self._check_ready()
         given = self._given(signals, ending) if (ending := self._ending()) else None
         self.inner_step += 1
         for fragment in self.fragments:
@@ -256,10 +272,13 @@ class DiLoCo:
                 with suppress(Interrupted):  # `wait` says it again, where it can be helped
                     for transfer in sync.transfers:  # at the same step everywhere: collectives go in one order
                         transfer.advance()
+        if due and self.delay == 0:
+            with ExitStack() as lookups:
+                for fragment in due if not any(self._fsdp) else ():  # FSDP2's come and go with its forward passes
+                    lookups.enter_context(fragment.checked_once())
+                return self._complete(self._launch(due), given)
         if due:
-            sync = self._launch(due)
-            if self.delay == 0:
-                return self._complete(sync, given)
+            self._launch(due)
         return report
 
     def finish(self, signals: Signals = None) -> RoundReport | None:
@@ -274,6 +293,7 @@ class DiLoCo:
             ValueError: a signal is missing that a restart policy needs; call it again with all of them.
         """
         _check_kind(signals)
+        self._check_whole()
         under_way = list(self._under_way)
         reports = [self._complete(sync, self._given(signals, sync.fragments)) for sync in under_way]
         while left := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
@@ -340,7 +360,7 @@ class DiLoCo:
         if self.at_anchor:
             yield self.replicas[number]
             return
-        reshard(self.replicas[number])
+        reshard(self._fsdp[number])
         held = [[slot.tensor().clone() for slot in f.slots[number]] for f in self.fragments]
         try:
             self._set(number, [fragment.anchor_views for fragment in self.fragments])
@@ -350,7 +370,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def _set(self, number: int, values: Sequence[Sequence[Tensor]]) -> None:
-        reshard(self.replicas[number])
+        reshard(self._fsdp[number])
         for fragment, of_fragment in zip(self.fragments, values, strict=True):
             torch._foreach_copy_([slot.tensor() for slot in fragment.slots[number]], list(of_fragment))
 
@@ -368,25 +388,36 @@ class DiLoCo:
 
     def _reduce(self, sync: _Sync) -> _Sync:
         alone = self.communicator.size == 1 and not self.communicator.elastic
+        # Elastic: nothing of the anchor may change before the vote on all of the sum.
+        sync.in_parts = not alone and not self.communicator.elastic and all(map(goes_in_parts, sync.fragments))
         with _phase("pseudo_gradient", sync.seconds):
-            for replica in self.replicas:
-                reshard(replica)
-            sync.squares = []
-            for fragment in sync.fragments:
-                square = None
-                if sync.weight:
-                    measure = isinstance(fragment.outer, OuterSGD) and AGREEMENT in fragment.outer.needs
-                    square = fragment.write_pseudo_gradient(alone=alone, measure=measure)
-                else:
-                    fragment.gradient.zero_()
-                sync.squares.append(square)
-        with _phase("reduce", sync.seconds):
-            sync.transfers = [f.channel.launch(self.communicator, f.gradient, quantized=alone) for f in sync.fragments]
+            for modules in self._fsdp:
+                reshard(modules)
+            sync.squares = [None if sync.in_parts else self._take(f, sync, alone=alone) for f in sync.fragments]
+            if sync.in_parts:
+                fills = [filler(fragment) for fragment in sync.fragments]
+                sync.transfers = [
+                    f.channel.launch(self.communicator, f.gradient, fill=fill)
+                    for f, fill in zip(sync.fragments, fills, strict=True)
+                ]
+        if not sync.in_parts:
+            with _phase("reduce", sync.seconds):
+                sync.transfers = [
+                    f.channel.launch(self.communicator, f.gradient, quantized=alone) for f in sync.fragments
+                ]
         sync.steps = [fragment.steps for fragment in sync.fragments]
         for fragment in sync.fragments:
             fragment.steps = 0
         self._under_way.append(sync)
         return sync
+
+    def _take(self, fragment: Fragment, sync: _Sync, *, alone: bool) -> Tensor | None:
+        """Write a fragment's pseudo-gradient; the sum of its replicas' squared norms for a policy that needs it."""
+        if not sync.weight:
+            fragment.gradient.zero_()
+            return None
+        measure = isinstance(fragment.outer, OuterSGD) and AGREEMENT in fragment.outer.needs
+        return fragment.write_pseudo_gradient(alone=alone, measure=measure)
 
     @torch.no_grad()
     def _complete(self, sync: _Sync, signals: Mapping[str, float] | None) -> RoundReport:
@@ -400,19 +431,55 @@ class DiLoCo:
             sync = again
             shared = self._receive(sync, signals)
         self._under_way.remove(sync)
-        with _phase("outer", sync.seconds):
-            norms, groups = zip(*(_outer_step(f, shared, i) for i, f in enumerate(sync.fragments)), strict=True)
+        steps = [self._outer_step(sync, shared, index) for index in range(len(sync.fragments))]
         with _phase("restore", sync.seconds):
-            self._restore(sync.fragments, self.mixing)
+            self._restore([step.fragment for step in steps if not step.restored], self.mixing)
         for fragment in sync.fragments:
             fragment.round += 1
             if self.mixing == 0:
                 fragment.steps = 0  # what was trained during the delay is given up
         with _phase("checksum", sync.seconds):
-            digests = [fragment.digest() for fragment in sync.fragments]
-        report = self._report(sync, shared, norms, groups, [digest["anchor"] for digest in digests])
+            digests = [] if self._is_alone else [step.fragment.digest(step.digests) for step in steps]
+            anchors = [digest["anchor"] for digest in digests]
+            anchors = anchors or [step.digests.get("anchor") or checksum(step.fragment.flat) for step in steps]
+        report = self._report(sync, shared, steps, anchors)
         prove(self.communicator, report.round, sync.fragments, digests)
         return report
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether all replicas live in this process, so that there is nothing to compare."""
+        return self.communicator.size == 1 and not self.communicator.elastic
+
+    def _outer_step(self, sync: _Sync, shared: Shared, index: int) -> _OuterStep:
+        """One fragment's outer step; in one sweep with all that follows it, where it can be swept."""
+        fragment = sync.fragments[index]
+        measured = shared.dots[index] if shared.dots is not None else None
+        with _phase("outer", sync.seconds):
+            if not isinstance(fragment.outer, OuterSGD):
+                # Before the step: some optimizers overwrite g.
+                norm = measured[0][0] ** 0.5 if measured else float(torch.linalg.vector_norm(fragment.gradient))
+                fragment.outer.step()
+                return _OuterStep(fragment, norm, (), {}, restored=False)
+            probes = shared.probes[index] if shared.probes and shared.probes[index] else None
+            for modules in self._fsdp:
+                reshard(modules)
+            transfer = sync.transfers[index] if sync.in_parts else None
+            swept = round_sweep(fragment, transfer, sync.replicas, restore=self.mixing == 0, prove=not self._is_alone)
+            fragment.outer.step(
+                signals=shared.shown(index),
+                measure=True,
+                measured=measured,
+                probes=probes,
+                sweep=swept and swept.sweep,
+            )
+        if swept is not None:  # what it waited for belongs to the reduction
+            sync.seconds["outer"] -= swept.waited_seconds
+            sync.seconds["reduce"] += swept.waited_seconds
+        digests = {} if swept is None else {name: digest.digits() for name, digest in swept.digests.items()}
+        groups = tuple(fragment.outer.last_round)
+        norm = sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5
+        return _OuterStep(fragment, norm, groups, digests, restored=swept is not None and self.mixing == 0)
 
     def _receive(self, sync: _Sync, signals: Mapping[str, float] | None) -> Shared | None:
         """Wait for the mean pseudo-gradients and what is decided by; None when a process has gone meanwhile."""
@@ -436,10 +503,10 @@ class DiLoCo:
     def _shared(self, sync: _Sync, signals: Mapping[str, float] | None) -> Shared:
         """What all processes decide by, once the sums are there."""
         with _phase("reduce", sync.seconds):
-            for transfer in sync.transfers:
+            for transfer in [] if sync.in_parts else sync.transfers:
                 transfer.wait()
             for fragment in sync.fragments:
-                if sync.replicas > 1:
+                if sync.replicas > 1 and not sync.in_parts:
                     fragment.gradient.div_(sync.replicas)
                 fragment.hand_over()
         with _phase("outer", sync.seconds):
@@ -467,7 +534,7 @@ class DiLoCo:
                 "DiLoCo: a restart policy needs probes; give the engine a function, DiLoCo(..., probe=...)"
             )
         model = self.replicas[0]
-        reshard(model)
+        reshard(self._fsdp[0])
         held = [[slot.tensor().clone() for slot in fragment.slots[0]] for fragment in self.fragments]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # batch norm's change in a forward pass
         found: list[list[float]] = []
@@ -494,10 +561,11 @@ class DiLoCo:
         self,
         sync: _Sync,
         shared: Shared,
-        norms: Sequence[float],
-        groups: Sequence[tuple[GroupRound, ...]],
+        outer_steps: Sequence[_OuterStep],
         checksums: list[str],
     ) -> RoundReport:
+        groups = [step.groups for step in outer_steps]
+        norms = [step.norm for step in outer_steps]
         restarted = [any(group.restarted for group in of_fragment) for of_fragment in groups]
         told = tuple(
             FragmentRound(fragment.name, fragment.round, steps, whether, digits)
@@ -528,8 +596,8 @@ class DiLoCo:
     @torch.no_grad()
     def _restore(self, fragments: Sequence[Fragment], mixing: float) -> None:
         """theta_r <- mixing theta_r + (1 - mixing) a."""
-        for replica in self.replicas:
-            reshard(replica)
+        for modules in self._fsdp:
+            reshard(modules)
         for fragment in fragments:
             fragment.restore(mixing)
 
@@ -592,7 +660,15 @@ class DiLoCo:
         sync = self._reduce(_Sync(self._launching, [], [], weight, replicas, here.present - replicas, attempts=1))
         return self._complete(sync, signals) if self._at_once else None
 
-    def _check_joined(self) -> None:
+    def _check_whole(self) -> None:
+        if any(fragment.torn for fragment in self.fragments):
+            raise ValueError(
+                "DiLoCo: the last outer step was interrupted, and a part of the anchor is ahead of the others; go back "
+                "to the newest checkpoint with load_state_dict()"
+            )
+
+    def _check_ready(self) -> None:
+        self._check_whole()
         if self._absent:
             raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
 
@@ -652,6 +728,7 @@ class DiLoCo:
         Raises:
             ValueError: a reduction is `under_way` where processes come and go: its result may never be.
         """
+        self._check_whole()
         if self._under_way and self.communicator.elastic:
             raise ValueError(
                 "DiLoCo.state_dict: a reduction is under way, of which nobody knows whether the others will end it; "
@@ -732,7 +809,7 @@ class DiLoCo:
         with torch.no_grad():
             self._anchor.copy_(state["anchor"])
             for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
-                fragment.round, fragment.steps = saved["round"], saved["steps"]
+                fragment.round, fragment.steps, fragment.torn = saved["round"], saved["steps"], False
             self.round, self.inner_step, self.syncs = state["round"], state["inner_step"], state["syncs"]
             self._launching = [self.fragments[number] for number in state["launching"]]
             self._at_once = state.get("at_once", self.delay == 0)
@@ -819,26 +896,15 @@ def _check_kind(signals: Signals) -> None:
         raise ValueError(f"DiLoCo: signals are {signals!r}; give names and values, such as {{'loss': 2.3}}")
 
 
-def _outer_step(fragment: Fragment, shared: Shared, index: int) -> tuple[float, tuple[GroupRound, ...]]:
-    """The norm of g, and each param group's round."""
-    measured = shared.dots[index] if shared.dots is not None else None
-    if isinstance(fragment.outer, OuterSGD):
-        probes = shared.probes[index] if shared.probes and shared.probes[index] else None
-        fragment.outer.step(signals=shared.shown(index), measure=True, measured=measured, probes=probes)
-        groups = tuple(fragment.outer.last_round)
-        return sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5, groups
-    # Before the step: some optimizers overwrite g.
-    norm = measured[0][0] ** 0.5 if measured else float(torch.linalg.vector_norm(fragment.gradient))
-    fragment.outer.step()
-    return norm, ()
-
-
 @contextmanager
 def _phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
     """Time a phase, under a profiler scope of its name."""
     start = time.perf_counter()
     try:
-        with torch.profiler.record_function(f"twophase::{name}"):
+        if torch.autograd.profiler._is_profiler_enabled:  # a scope takes longer than a small model's phase
+            with torch.profiler.record_function(f"twophase::{name}"):
+                yield
+        else:
             yield
     finally:  # what has failed took its time too
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

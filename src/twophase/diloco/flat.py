@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +46,17 @@ class Layout:
         starts = [*(slot.offset for slot in self.slots), self.numel][1:]
         return [flat[end:start] for end, start in zip(ends, starts, strict=True) if start > end]
 
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The slots that elements `start` to `stop` touch: number of the slot, and first and last element in both."""
+        first = max(bisect_right(self.slots, start, key=lambda slot: slot.offset) - 1, 0)
+        for number in range(first, len(self.slots)):
+            slot = self.slots[number]
+            if slot.offset >= stop:
+                return
+            begin, end = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if begin < end:
+                yield number, begin, end
+
     def describe(self) -> list[list[object]]:
         """Names and shapes as plain lists, to be saved and compared."""
         return [[slot.name, list(slot.shape)] for slot in self.slots]
@@ -78,15 +90,57 @@ def checksum(flat: Tensor) -> str:
     Equal tensors give equal digits on every machine and device, wherever they lie in memory, so replicas that should
     agree can be compared by a few bytes.
     """
+    if flat.device.type == "cpu":
+        digest = Digest(flat)
+        digest.add(0, len(flat))
+        return digest.digits()
     halves = flat.detach().view(torch.int32)
-    # Integers modulo 2^64 add up to the same sum in any order. The weight of a word is odd, so no change of one word is
-    # lost, and differs from place to place, so neither two words that change places nor opposite last bits cancel.
-    weights = _weights(flat.device)
-    sums = _sums_in_cache(halves, weights) if flat.device.type == "cpu" else _sums(halves, weights, rows=_ROWS)
-    if len(halves) % 2:
-        sums.append(int(halves[-1]))
+    return _digits(halves, _sums(halves, _weights(flat.device), rows=_ROWS))
+
+
+class Digest:
+    """The `checksum` of a vector on the CPU, taken piece by piece while the pieces are in the cache.
+
+    Args:
+        flat: 1-D, float32 or float64; its memory is read at each `add`.
+    """
+
+    # In NumPy, whose operations on integers take half the time of torch's on a CPU, and which reads words that begin
+    # between multiples of eight bytes.
+    def __init__(self, flat: Tensor) -> None:
+        self._halves = flat.detach().view(torch.int32)
+        self._per_element = flat.element_size() // 4
+        self._words = self._halves.numpy()[: len(self._halves) // 2 * 2].view(np.uint64)
+        self._weights = _weights(torch.device("cpu")).numpy().view(np.uint64)
+        self._scratch = np.empty(min(len(self._weights), len(self._words)), np.uint64)
+        self._sums: list[int] = []
+
+    def add(self, start: int, stop: int) -> None:
+        """Take up elements `start` to `stop`, which follow those before.
+
+        Args:
+            start: a multiple of `DIGEST_ELEMENTS`.
+            stop: likewise, or the end of the vector.
+        """
+        first, last = (place * self._per_element // 2 for place in (start, stop))
+        length = len(self._weights)
+        for begin in range(first, last, length):
+            words = self._words[begin : min(begin + length, last)]
+            mixed = np.right_shift(words, _SHIFT_WORD, out=self._scratch[: len(words)])
+            mixed ^= words
+            # A product and a sum: NumPy's dot product of integers takes half as long again.
+            mixed *= self._weights[: len(words)]
+            self._sums.append(int(np.add.reduce(mixed)))
+
+    def digits(self) -> str:
+        """Sixteen hexadecimal digits, when all elements have been taken up."""
+        return _digits(self._halves, self._sums)
+
+
+def _digits(halves: Tensor, sums: list[int]) -> str:
+    """Join the sums of the pieces; an odd half at the end counts as a piece of its own."""
     state = len(halves)
-    for value in sums:
+    for value in [*sums, *([int(halves[-1])] if len(halves) % 2 else [])]:
         state = ((state ^ (value & _MASK)) * _PRIME) & _MASK  # FNV-1a, a word at a time
         state ^= state >> 29
     return f"{state:016x}"
@@ -102,32 +156,17 @@ def _weights(device: torch.device) -> Tensor:
 # float64, or of all, could change unseen. So what is summed is not the word w but w ^ (w >> 29), which brings high bits
 # down and makes no two words one. (A shift by 32 would let the signs of the two float32 in a word cancel.)
 _SHIFT = 29
-
-
-def _sums_in_cache(halves: Tensor, weights: Tensor) -> list[int]:
-    """The weighted sum of each piece of words of eight bytes, an odd half at the end left out.
-
-    In NumPy, whose operations on integers take half the time of torch's on a CPU, and which reads words that begin
-    between multiples of eight bytes.
-
-    Args:
-        halves: (n,) int32 on the CPU.
-        weights: (piece,) int64.
-    """
-    words = halves.numpy()[: len(halves) // 2 * 2].view(np.uint64)
-    factors = weights.numpy().view(np.uint64)
-    scratch = np.empty(min(len(factors), len(words)), np.uint64)
-    sums: list[int] = []
-    for start in range(0, len(words), len(factors)):
-        piece = words[start : start + len(factors)]
-        mixed = np.right_shift(piece, np.uint64(_SHIFT), out=scratch[: len(piece)])
-        mixed ^= piece
-        sums.append(int(np.dot(mixed, factors[: len(piece)])))
-    return sums
+_SHIFT_WORD = np.uint64(_SHIFT)
 
 
 def _sums(halves: Tensor, weights: Tensor, *, rows: int) -> list[int]:
-    """The same sums on any device, `rows` pieces at a time, which changes no sum."""
+    """The weighted sum of each piece on any device, `rows` pieces at a time, which changes no sum.
+
+    Args:
+        halves: (n,) int32; an odd half at the end is left out.
+        weights: (piece,) int64 on the same device.
+        rows: pieces that are summed by one operation.
+    """
     words = halves[: len(halves) // 2 * 2]
     if words.storage_offset() % 2:
         words = words.clone()  # torch reads eight bytes only from multiples of eight
@@ -149,6 +188,8 @@ def _sums(halves: Tensor, weights: Tensor, *, rows: int) -> list[int]:
 
 
 _PIECE = 1 << 15  # words, a part of what the digits mean: piece, weights and scratch stay in a second-level cache
+DIGEST_ELEMENTS = 2 * _PIECE
+"""A `Digest` takes up this many elements, or a multiple, at a time."""
 _ROWS = 512  # pieces at a time on an accelerator: enough to fill it, and a scratch of 128 MiB
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed word
 _MASK = (1 << 64) - 1

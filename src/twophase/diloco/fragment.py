@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ from torch.optim import Optimizer
 
 from twophase.diloco.flat import Layout, checksum
 from twophase.diloco.wire import Channel
+from twophase.optim.outer import BUFFER, OuterSGD
+
+SMALL = 1 << 20
+"""Elements up to which calls cost more than elements. A fragment up to that size is measured tensor by tensor, which
+gives other last bits than a sweep."""
 
 
 def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> dict[str, list[str]]:
@@ -136,7 +142,7 @@ class Slot:
 
 def slots_of(replica: nn.Module) -> list[Slot]:
     """The trainable parameters of a module, in its order."""
-    reshard(replica)  # after an evaluation FSDP2 names whole parameters, which are not those that train
+    reshard(fsdp_modules(replica))  # after an evaluation FSDP2 names whole parameters, which are not those that train
     slots = []
     for name, p in replica.named_parameters():
         if p.requires_grad:
@@ -166,14 +172,18 @@ def check_placement(name: str, p: Tensor, sharded: bool) -> None:
         )
 
 
-def reshard(replica: nn.Module) -> None:
-    """Have FSDP2 give up whole parameters that it may still hold: what the engine reads and writes are the shards."""
+def fsdp_modules(replica: nn.Module) -> list[Any]:
+    """The modules of a replica that FSDP2 shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # what nobody has imported, nobody has used; it costs 50 MB
-        return
-    for module in replica.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            fsdp.FSDPModule.reshard(module)
+    if fsdp is None:  # not imported means not used; importing it costs 50 MB
+        return []
+    return [module for module in replica.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def reshard(modules: Sequence[Any]) -> None:
+    """Have FSDP2 give up whole parameters that it may still hold: what the engine reads and writes are the shards."""
+    for module in modules:
+        module.reshard()
 
 
 class Fragment:
@@ -205,10 +215,15 @@ class Fragment:
         self.flat, self.gradient = anchor, gradient
         self.anchor_views = layout.views(anchor)
         self.gradient_views = layout.views(gradient)
-        self._gaps = layout.gaps(gradient)
+        self.gaps = layout.gaps(gradient)
+        self._checked: Sequence[list[Tensor]] = []
+        self._momentum: Tensor | None = None
+        self._momentum_views: list[Tensor] = []
         self.outer: Optimizer
         self.round = 0
         """Rounds that it has ended."""
+        self.torn = False
+        """Whether an outer step has changed a part of it only: it was interrupted."""
         self.steps = 0
         """Inner steps that its next pseudo-gradient will be made of."""
 
@@ -217,10 +232,18 @@ class Fragment:
         """The anchor's parameters by name."""
         return list(zip((slot.name for slot in self.layout.slots), self.anchor_views, strict=True))
 
-    def params(self) -> Iterator[list[Tensor]]:
+    def params(self) -> Sequence[list[Tensor]]:
         """The parameters of each replica as they are now, checked to be those that the engine was built for."""
-        for slots in self.slots:
-            yield [slot.tensor() for slot in slots]
+        return self._checked or [[slot.tensor() for slot in slots] for slots in self.slots]
+
+    @contextmanager
+    def checked_once(self) -> Iterator[None]:
+        """Look the parameters up once for all that is done in a sync in which no inner step is taken."""
+        self._checked = self.params()
+        try:
+            yield
+        finally:
+            self._checked = []
 
     def write_pseudo_gradient(self, *, alone: bool, measure: bool = False) -> Tensor | None:
         """Write g <- sum over this process's replicas of (a - theta_r).
@@ -240,9 +263,10 @@ class Fragment:
             That sum, a scalar in float64, or None.
         """
         square = torch.zeros((), dtype=torch.float64, device=self.gradient.device) if measure else None
-        if self._gaps:  # another fragment may have been here: its rest would be measured, and coarsen int8's scales
-            torch._foreach_zero_(self._gaps)
+        self.close_gaps()
         simulated = alone and self.channel.lossy
+        if not (simulated or measure) and self.layout.numel <= SMALL and self._write_in_few_calls():
+            return None
         scratch = torch.zeros_like(self.gradient) if simulated and len(self.slots) > 1 else None
         for number, params in enumerate(self.params()):
             target = scratch if scratch is not None and number else self.gradient
@@ -262,6 +286,54 @@ class Fragment:
                 if number:
                     self.gradient.add_(target)
         return square
+
+    def close_gaps(self) -> None:
+        """Zero what lies between the pseudo-gradients of two parameters."""
+        if self.gaps:  # another fragment may have been here: its rest would be measured, and coarsen int8's scales
+            torch._foreach_zero_(self.gaps)
+
+    def _write_in_few_calls(self) -> bool:
+        """Write g for replicas of the anchor's type and device, where calls cost more than elements; else False."""
+        replicas = list(self.params())
+        kind = self.flat.dtype, self.flat.device
+        if any((theta.dtype, theta.device) != kind for params in replicas for theta in params):
+            return False
+        self.gradient.copy_(self.flat)
+        torch._foreach_sub_(self.gradient_views, replicas[0])
+        for params in replicas[1:]:
+            torch._foreach_add_(self.gradient_views, torch._foreach_sub(self.anchor_views, params))
+        return True
+
+    @property
+    def outer_sgd(self) -> OuterSGD:
+        """The outer optimizer of a fragment that has an `OuterSGD`."""
+        assert isinstance(self.outer, OuterSGD)
+        return self.outer
+
+    def momentum(self) -> Tensor | None:
+        """The momentum buffers of all parameters as one flat vector that they are views of; None if any is missing.
+
+        Buffers that lie elsewhere, such as loaded ones, are copied into a new vector and become its views.
+        """
+        if not isinstance(self.outer, OuterSGD):
+            return None
+        buffers = [self.outer.state.get(p, {}).get(BUFFER) for p in self.anchor_views]
+        if self._momentum is not None and all(b is v for b, v in zip(buffers, self._momentum_views, strict=True)):
+            return self._momentum
+        if any(b is None or type(b) is not Tensor or b.dtype != self.flat.dtype for b in buffers):
+            return None
+        momentum, views = self.new_momentum()
+        torch._foreach_copy_(views, [buffer for buffer in buffers if buffer is not None])
+        for p, view in zip(self.anchor_views, views, strict=True):
+            self.outer.state[p][BUFFER] = view
+        return momentum
+
+    def new_momentum(self) -> tuple[Tensor, list[Tensor]]:
+        """A flat vector for momentum buffers that are still to be written, and its views."""
+        # Never the vector of before: views of that may be held elsewhere, by a sweep's forest for example.
+        self._momentum = torch.zeros_like(self.flat)
+        self._momentum_views = self.layout.views(self._momentum)
+        return self._momentum, self._momentum_views
 
     def hand_over(self) -> None:
         """Give the pseudo-gradient to the outer optimizer, as `.grad` of the anchor's parameters."""
@@ -284,14 +356,23 @@ class Fragment:
         plain = [{k: v for k, v in state.items() if not isinstance(v, Tensor)} for state in states]
         return [self.round, groups, plain]
 
-    def digest(self) -> dict[str, str]:
-        """Sixteen hexadecimal digits each of the anchor, of the outer optimizer's tensors, and of its counters."""
-        text = json.dumps(self.counters(), sort_keys=True, default=_exactly)
-        return {
-            "anchor": checksum(self.flat),
-            "momentum buffer": _digits([checksum_of(tensor) for tensor in self._buffers()]),
-            "counters": _digits([text]),
-        }
+    def digest(self, taken: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Sixteen hexadecimal digits each of the anchor, of the outer optimizer's tensors, and of its counters.
+
+        Args:
+            taken: those of them that a sweep has taken on its way.
+        """
+        digits = dict(taken or {})
+        if "anchor" not in digits:
+            digits["anchor"] = checksum(self.flat)
+        if "momentum buffer" not in digits:
+            momentum = self.momentum()
+            if momentum is None:
+                digits["momentum buffer"] = _digits([checksum_of(tensor) for tensor in self._buffers()])
+            else:
+                digits["momentum buffer"] = checksum(momentum)
+        counters = json.dumps(self.counters(), sort_keys=True, default=_exactly)
+        return {name: digits[name] for name in ("anchor", "momentum buffer")} | {"counters": _digits([counters])}
 
     def _buffers(self) -> Iterator[Tensor]:
         """The tensors of the outer optimizer's state, in the order of the parameters and their keys."""

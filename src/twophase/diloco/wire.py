@@ -27,9 +27,13 @@ from torch import Tensor
 
 from twophase.diloco.codec import BLOCK, Packet, decode, encode, packet, packet_bytes
 from twophase.diloco.comm import Communicator, Pending
+from twophase.diloco.flat import DIGEST_ELEMENTS
 
 WIRES = ("float32", "bfloat16", "int8")
 _SUM_PIECE_BYTES = 64 << 20
+_FILLED_PIECE_BYTES = (
+    16 << 20
+)  # smaller, for what comes before and after each part's journey goes on beside the others'
 _PIECE_ELEMENTS = 1 << 19  # on a CPU: what an encoding goes over several times stays in the cache
 _PIECE_ELEMENTS_ELSEWHERE = 1 << 22  # on an accelerator: fewer kernels to start
 
@@ -100,10 +104,12 @@ class Transfer:
         pending: Sequence[Pending] = (),
         second: Callable[[], Pending] | None = None,
         finish: Callable[[], None] | None = None,
+        stops: Sequence[int] = (),
     ) -> None:
         self._pending = list(pending)
         self._second = second
         self._finish = finish
+        self._stops = list(stops)
         self.bytes_sent = sum(work.bytes_sent for work in self._pending)
         """Bytes that this process has handed to others so far; all of them after `wait()`."""
 
@@ -115,6 +121,14 @@ class Transfer:
         self._drain()
         self._pending = [second()]
         self.bytes_sent += self._pending[0].bytes_sent
+
+    def parts(self) -> Iterator[int]:
+        """Wait for the sum part by part: the element up to which the tensor holds it, until that is its end."""
+        for stop in self._stops:
+            if self._pending:  # else all of them have been waited for
+                self._pending.pop(0).wait()
+            yield stop
+        self.wait()
 
     def wait(self) -> None:
         """Return when the tensor holds the sum."""
@@ -207,7 +221,14 @@ class Channel:
             self._send(tensor, 0, None, residual)
             _written(residual)
 
-    def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
+    def launch(
+        self,
+        communicator: Communicator,
+        tensor: Tensor,
+        *,
+        quantized: bool = False,
+        fill: Callable[[int, int], None] | None = None,
+    ) -> Transfer:
         """Begin to replace `tensor` by its sum over the processes, in place, with the same bits on all of them.
 
         Until `Transfer.wait()` has returned, the tensor holds nothing of use and the channel takes no other.
@@ -216,11 +237,14 @@ class Channel:
             communicator: the processes, which may be others than in the last round.
             tensor: 1-D, contiguous, of the channel's length, dtype and device.
             quantized: the tensor is a sum of what `quantize` made, in one process; only the second stage is left.
+            fill: writes elements `start` to `stop` of the tensor, called for each part just before it is sent, so that
+                parts travel while later ones are computed; only without loss. None: the tensor is written already.
         """
         self._check(tensor)
         assert self._under_way is None, "wait for the transfer under way, or call rollback()"
         if not self.lossy:
-            return Transfer(_launch_sum(communicator, tensor))
+            return _launch_sum(communicator, tensor, fill)
+        assert fill is None, "a lossy wire encodes the whole tensor"
         route = _Route(self._numel, communicator.size, communicator.rank)
         if route.size == 1:
             if not quantized:
@@ -443,7 +467,16 @@ def _describe(wire: str | None) -> str:
     return "no residuals" if wire is None else f"residuals of wire {wire}"
 
 
-def _launch_sum(communicator: Communicator, tensor: Tensor) -> list[Pending]:
-    """All-reduces of about 64 MiB each: a large one in pieces is quicker than whole, a small one is not."""
-    count = max(1, round(tensor.nbytes / _SUM_PIECE_BYTES))
-    return [communicator.launch_sum(piece) for piece in tensor.split(-(-tensor.numel() // count))]
+def _launch_sum(communicator: Communicator, tensor: Tensor, fill: Callable[[int, int], None] | None) -> Transfer:
+    """All-reduces of some MiB each: a large one in pieces is quicker than whole, a small one is not."""
+    size = _SUM_PIECE_BYTES if fill is None else _FILLED_PIECE_BYTES
+    count = max(1, round(tensor.nbytes / size))
+    length = -(-tensor.numel() // count)
+    length += -length % DIGEST_ELEMENTS if fill is not None else 0
+    pending, stops = [], []
+    for start in range(0, tensor.numel(), length):
+        stops.append(min(start + length, tensor.numel()))
+        if fill is not None:
+            fill(start, stops[-1])
+        pending.append(communicator.launch_sum(tensor[start : stops[-1]]))
+    return Transfer(pending, stops=stops)

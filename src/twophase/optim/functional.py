@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from twophase.restart import Step
+from twophase.restart import Restart, Step
 from twophase.rule import Form
 
 _PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, about what a second-level cache holds
@@ -64,22 +64,120 @@ def outer_step_(
     """
     if not params:
         return
-    if momentum == 0:  # m is g itself in both forms, so there is nothing to remember
+    if momentum == 0:
         for x, g in _batches(params, pseudo_gradients):
-            torch._foreach_add_(x, g, alpha=-lr if step is None else -step.along_g)
+            _step_without_momentum_(x, g, lr, step)
         return
-    rule = _Rule(lr, momentum, nesterov, form, fresh, step)
-    if step is not None and step.mix is not None and step.mix[1] == 1 and step.along_m == step.along_g * step.mix[0]:
-        kept = step.mix[0]
-        if kept != 0:  # heavy ball with another learning rate and momentum
-            rule = _Rule(step.along_g, kept, False, "sum", fresh)
-        elif all(x.dtype == m.dtype for x, m in zip(params, buffers, strict=True)):  # which round x alike
-            rule = _Rule(step.along_g, momentum, False, "sum", fresh=True)  # nothing of the buffer is read
+    unrounded = all(x.dtype == m.dtype for x, m in zip(params, buffers, strict=True))
+    rule = _simplified(_Rule(lr, momentum, nesterov, form, fresh, step), unrounded=unrounded)
     rows = list(zip(params, pseudo_gradients, buffers, strict=True))
     if rule.step is None:
         rows = _fused_(rows, rule)
     if rows:
         _in_pieces_(rows, rule)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A group's tensors as flat vectors, to be gone through once, part by part, while each part is in the cache.
+
+    Args:
+        x: parameters, (n,).
+        g: pseudo-gradients, (n,).
+        m: buffers, (n,); None at momentum 0.
+        buffers: `m` in views of the parameters' shapes, in their order.
+        parts: yields start and stop of each part, in order, as soon as its pseudo-gradient is there.
+        after: called with start and stop of each part when its x and m are those of the next round.
+        measure: whether the inner products are taken on the way, for a policy that does not decide by them.
+        dense: whether the tensors lie without room between them.
+    """
+
+    x: Tensor
+    g: Tensor
+    m: Tensor | None
+    buffers: Sequence[Tensor]
+    parts: Callable[[], Iterator[tuple[int, int]]]
+    after: Callable[[int, int], None]
+    measure: bool
+    dense: bool
+
+    @property
+    def is_one_piece(self) -> bool:
+        """Whether `dots` of the tensors, joined, and of the vectors are the same operation."""
+        return self.dense and len(self.g) <= _limit(self.g)
+
+
+def outer_sweep_(
+    sweep: Sweep,
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    form: Form,
+    fresh: bool,
+    step: Step | None,
+    restart: Restart | None,
+) -> Dots | None:
+    """`outer_step_`, and a restart before or after it, on flat vectors in one sweep; the same bits.
+
+    Returns:
+        `<g, g>`, `<m, m>` and `<g, m>` before all of it, where the sweep measures.
+    """
+    before = restart if restart is not None and restart.before else None
+    if before is not None and fresh and before.inject == 0:
+        before = None
+    after = None if restart is None or restart.before else restart
+    rule = _simplified(_Rule(lr, momentum, nesterov, form, fresh and before is None, step), unrounded=True)
+    fused = rule.step is None and sweep.x.is_cpu and _knows_fused(rule) and _fused_is_exact(sweep.x.dtype, rule)
+    scratch: Scratch = {}
+    products: list[Tensor] = []
+    for start, stop in sweep.parts():
+        x, g = sweep.x[start:stop], sweep.g[start:stop]
+        m = g if sweep.m is None else sweep.m[start:stop]
+        if sweep.measure:
+            products += [torch.dot(g, g)] if fresh or sweep.m is None else _dots(g, m, angle=True)
+        if sweep.m is None:
+            _step_without_momentum_([x], [g], lr, step)
+            sweep.after(start, stop)
+            continue
+        if before is not None:
+            if fresh:
+                m.zero_()
+            restart_([m], [g], before.retain, before.inject, opposed=before.opposed)
+        if fused:
+            _fused_sgd_([(x, g, m)], rule)
+        else:
+            _in_pieces_([(x, g, m)], rule, scratch)
+        if after is not None:
+            restart_([m], [g], after.retain, after.inject, opposed=after.opposed)
+        sweep.after(start, stop)
+    if not sweep.measure:
+        return None
+    totals = torch.stack(products).double().view(-1, 1 if fresh or sweep.m is None else 3).sum(dim=0).tolist()
+    gg, mm, gm = totals if len(totals) == 3 else (totals[0], 0.0, 0.0)
+    return gg, mm, gm
+
+
+def _step_without_momentum_(x: list[Tensor], g: list[Tensor], lr: float, step: Step | None) -> None:
+    """`x <- x - lr g`: m is g itself in both forms, so there is nothing to remember."""
+    torch._foreach_add_(x, g, alpha=-lr if step is None else -step.along_g)
+
+
+def _simplified(rule: _Rule, *, unrounded: bool) -> _Rule:
+    """A rule that takes the same update with fewer operations, where a policy's step is one of momentum SGD.
+
+    Args:
+        rule: the rule.
+        unrounded: the parameters have the buffers' dtype, so both ways round alike.
+    """
+    step = rule.step
+    if step is None or step.mix is None or step.mix[1] != 1 or step.along_m != step.along_g * step.mix[0]:
+        return rule
+    retained = step.mix[0]
+    if retained != 0:  # heavy ball with another learning rate and momentum
+        return _Rule(step.along_g, retained, False, "sum", rule.fresh)
+    # Nothing of the buffer is read.
+    return _Rule(step.along_g, rule.momentum, False, "sum", fresh=True) if unrounded else rule
 
 
 Row = tuple[Tensor, ...]
@@ -107,10 +205,10 @@ class _Rule:
         return self.momentum, 1.0 if self.form == "sum" else 1 - self.momentum
 
 
-def _in_pieces_(rows: Sequence[Row], rule: _Rule) -> None:
+def _in_pieces_(rows: Sequence[Row], rule: _Rule, scratch: Scratch | None = None) -> None:
     """The update in plain operations, on tensors of any kind."""
     momentum, weight = rule.mixing
-    scratch: Scratch = {}
+    scratch = {} if scratch is None else scratch
     for x, g, m in _batches(*zip(*rows, strict=True)):
         if rule.step is not None:
             _take_(x, g, m, (rule.step.along_g, 0.0 if rule.fresh else rule.step.along_m), scratch)
@@ -160,11 +258,8 @@ def _take_(
 
 
 def _fused_(rows: list[Row], rule: _Rule) -> list[Row]:
-    """Update in one sweep what torch's fused kernel updates to the same bits; return what is left.
-
-    The kernel knows the sum form, and the EMA form's heavy ball as dampening, which it leaves out of a first step.
-    """
-    if rule.form == "ema" and (rule.nesterov or rule.fresh):
+    """Update in one sweep what torch's fused kernel updates to the same bits; return what is left."""
+    if not _knows_fused(rule):
         return rows
     left: list[Row] = []
     bodies: dict[torch.dtype, list[Row]] = {}
@@ -182,6 +277,14 @@ def _fused_(rows: list[Row], rule: _Rule) -> list[Row]:
     for group in bodies.values():
         _fused_sgd_(group, rule)
     return left
+
+
+def _knows_fused(rule: _Rule) -> bool:
+    """Whether torch's fused kernel has the rule: the sum form, and the EMA form's heavy ball but for a first step.
+
+    That one is its dampening, which it leaves out of a first step.
+    """
+    return rule.form == "sum" or not (rule.nesterov or rule.fresh)
 
 
 def _fused_sgd_(rows: Sequence[Row], rule: _Rule) -> None:
@@ -289,19 +392,19 @@ class Angles:
         return cls(gg**0.5, mm**0.5, cosine)
 
 
-def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor]) -> Dots:
+def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle: bool = True) -> Dots:
     """`<g, g>`, `<m, m>` and `<g, m>` over all tensors together, accumulated in float64.
 
-    An empty `buffers` counts as m = 0.
+    An empty `buffers` counts as m = 0. Without `angle` the last one is not computed where it costs time, and is a NaN.
     """
     batches = _batches(pseudo_gradients, buffers or pseudo_gradients)
     first = pseudo_gradients[0].device
     if first.type == "cpu" and all(
         t.device == first for t in pseudo_gradients
     ):  # joining small tensors is cheaper than an operation on each
-        found = [_dots(_joined(g), _joined(m)) for g, m in batches]
+        found = [_dots(_joined(g), _joined(m), angle) for g, m in batches]
     else:  # there it would only be two more passes over the memory
-        found = [_dots(_joined([a]), _joined([b])) for g, m in batches for a, b in zip(g, m, strict=True)]
+        found = [_dots(_joined([a]), _joined([b]), angle) for g, m in batches for a, b in zip(g, m, strict=True)]
     parts = torch.stack(
         [dot.to(first) for three in found for dot in three]
     ).double()  # a batch is short, all of them are not
@@ -317,11 +420,11 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in wide]) if len(wide) > 1 else wide[0]
 
 
-def _dots(g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+def _dots(g: Tensor, m: Tensor, angle: bool) -> tuple[Tensor, ...]:
     """<g, g>, <m, m> and <g, m> of a batch."""
     if _is_plain(g):
         g, m = g.reshape(-1), m.reshape(-1).to(g.dtype)
-        return torch.dot(g, g), torch.dot(m, m), torch.dot(g, m)
+        return torch.dot(g, g), torch.dot(m, m), torch.dot(g, m) if angle else g.new_full((), math.nan)
     totals = [(a * b).sum(dtype=torch.float64) for a, b in ((g, g), (m, m), (g, m))]
     # A DTensor's sum is partial on each rank; full_tensor() adds the parts up, the same on every rank.
     return tuple(total.full_tensor() if hasattr(total, "full_tensor") else total for total in totals)  # type: ignore[operator]

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from twophase.optim.functional import Angles, Dots, buffer_dtype, dots, outer_step_, restart_
+from twophase.optim.functional import (
+    Angles,
+    Dots,
+    Sweep,
+    buffer_dtype,
+    dots,
+    outer_step_,
+    outer_sweep_,
+    restart_,
+)
 from twophase.restart import (
     MEASURED,
     PROBES,
@@ -176,6 +185,7 @@ class OuterSGD(Optimizer):
         measure: bool = False,
         measured: Sequence[Dots] | None = None,
         probes: Sequence[float] | None = None,
+        sweep: Sweep | None = None,
     ) -> Any:
         """Take one outer round.
 
@@ -191,6 +201,8 @@ class OuterSGD(Optimizer):
             measured: what `dots()` has returned, to be used instead of measuring again; of several processes that hold
                 the same bits on unlike machines, all should be given one's.
             probes: the losses of the candidates where they are known already, in the place of `probe`.
+            sweep: the parameters, gradients and buffers of the only group as flat vectors, for a caller whose tensors
+                lie so; see `twophase.optim.functional.Sweep`.
 
         Returns:
             The closure's value, or None.
@@ -222,7 +234,7 @@ class OuterSGD(Optimizer):
         for index, (group, params) in enumerate(taking_part):
             seen = None if measured is None else Angles.of(measured[index])
             shown = all_of_them if group["together"] else seen
-            self._step_group(group, params, signals, losses, measure=measure, seen=seen, shown=shown)
+            self._step_group(group, params, signals, losses, measure=measure, seen=seen, shown=shown, sweep=sweep)
         return loss
 
     @property
@@ -317,6 +329,7 @@ class OuterSGD(Optimizer):
         measure: bool,
         seen: Angles | None,
         shown: Angles | None,
+        sweep: Sweep | None,
     ) -> None:
         """One group's round; `seen` are its own angles, `shown` what its policy decides by, where they are known."""
         policy = parse(group["restart"])
@@ -324,25 +337,23 @@ class OuterSGD(Optimizer):
             group["policy_state"] = policy.initial_state()
             group["restart"] = str(policy)  # and becomes text, which every checkpoint can hold
         number, age = group["rounds"] + 1, group["rounds_since_restart"] + 1
-        if seen is None and (measure or policy.needs & MEASURED):
-            seen = Angles.of(self._measure(group, params))
+        decides, angle = bool(policy.needs & MEASURED), True
+        if seen is None and (decides or (measure and not (sweep is not None and sweep.measure))):
+            angle = measure or "cosine" in policy.needs
+            seen = Angles.of(self._measure(group, params, sweep, angle=angle))
         shown = shown or seen
-        norms = (None, None, None) if shown is None else (shown.pseudo_gradient_norm, shown.buffer_norm, shown.cosine)
+        norms: tuple[float | None, float | None, float | None] = (None, None, None)
+        if shown is not None:
+            norms = (shown.pseudo_gradient_norm, shown.buffer_norm, shown.cosine if angle else None)
         signal = RoundSignal(number, age, *norms, signals, _rule_of(group), probes)
         answer = ask(policy, group["policy_state"], signal)
-        group["policy_state"], restart = answer.state, answer.restart
+        group["policy_state"] = answer.state
         group["rounds"] = number
-        if restart is not None and restart.before:
-            if restart.inject != 0 and group["momentum"] != 0:  # a buffer that is not there yet counts as 0
-                for p in params:
-                    if BUFFER not in self.state[p]:
-                        self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
-            self._restart(group, params, restart)
-        old = [p for p in params if BUFFER in self.state[p]]
-        self._update(group, [p for p in params if BUFFER not in self.state[p]], answer, fresh=True)
-        self._update(group, old, answer, fresh=False)
-        if restart is not None and not restart.before:
-            self._restart(group, params, restart)
+        if sweep is not None:
+            totals = self._sweep(group, params, answer, sweep)
+            seen = seen if totals is None else Angles.of(totals)
+        else:
+            self._update_and_restart(group, params, answer)
         group["restarts"] += answer.restarted
         group["rounds_since_restart"] = answer.age(age)
         if measure and seen is not None:
@@ -355,11 +366,48 @@ class OuterSGD(Optimizer):
                 stacklevel=3,
             )
 
-    def _measure(self, group: dict[str, Any], params: list[Tensor]) -> Dots:
+    def _update_and_restart(self, group: dict[str, Any], params: list[Tensor], answer: Answer) -> None:
+        restart = answer.restart
+        if restart is not None and restart.before:
+            if restart.inject != 0 and group["momentum"] != 0:  # a buffer that is not there yet counts as 0
+                for p in params:
+                    if BUFFER not in self.state[p]:
+                        self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
+            self._restart(group, params, restart)
+        old = [p for p in params if BUFFER in self.state[p]]
+        self._update(group, [p for p in params if BUFFER not in self.state[p]], answer, fresh=True)
+        self._update(group, old, answer, fresh=False)
+        if restart is not None and not restart.before:
+            self._restart(group, params, restart)
+
+    def _sweep(self, group: dict[str, Any], params: list[Tensor], answer: Answer, sweep: Sweep) -> Dots | None:
+        """The same on flat vectors, of which the group is all there is."""
+        fresh = group["momentum"] != 0 and BUFFER not in self.state[params[0]]
+        totals = outer_sweep_(
+            sweep,
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            form=group["form"],
+            fresh=fresh,
+            step=answer.step,
+            restart=answer.restart,
+        )
+        if fresh:
+            for p, buffer in zip(params, sweep.buffers, strict=True):
+                self.state[p][BUFFER] = buffer
+        return totals
+
+    def _measure(
+        self, group: dict[str, Any], params: list[Tensor], sweep: Sweep | None = None, *, angle: bool = True
+    ) -> Dots:
         there = group["momentum"] != 0  # one that is left over from a larger momentum takes no part
+        if sweep is not None and sweep.is_one_piece:  # which joining the tensors would give as well
+            buffers = [] if sweep.m is None or BUFFER not in self.state[params[0]] else [sweep.m]
+            return dots([sweep.g], buffers if there else [], angle=angle)
         held = [p for p in params if there and BUFFER in self.state[p]]
         fresh = [p for p in params if not there or BUFFER not in self.state[p]]  # their m is 0
-        seen = dots([_gradient(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held])
+        seen = dots([_gradient(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held], angle=angle)
         if not (held and fresh):
             return seen
         return seen[0] + dots([_gradient(p) for p in fresh], [])[0], seen[1], seen[2]

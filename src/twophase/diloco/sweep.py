@@ -1,0 +1,180 @@
+"""A fragment's round on its flat vectors, part by part: what is in the cache is used for all that is done with it.
+
+Where replicas live in several processes, a part of the pseudo-gradient travels while later ones are computed, and the
+parts that have arrived take their outer step while others travel. Each part is divided, measured, stepped, restarted,
+copied to the replicas and digested before the next one, so the vectors are read from memory once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twophase.diloco.flat import DIGEST_ELEMENTS, Digest
+from twophase.diloco.fragment import SMALL, Fragment
+from twophase.diloco.wire import Transfer
+from twophase.optim.functional import Sweep
+from twophase.optim.outer import BUFFER, OuterSGD
+from twophase.restart import AGREEMENT, MEASURED, PROBES
+
+_PART_ELEMENTS = 2 * DIGEST_ELEMENTS
+"""Elements of a part: few enough for a second-level cache, enough to pay for the calls."""
+
+
+def goes_in_parts(fragment: Fragment) -> bool:
+    """Whether a fragment's pseudo-gradient may travel, and its outer step be taken, part by part.
+
+    Not where a policy must know the whole pseudo-gradient before the step, and not where it would not pay.
+    """
+    return (
+        fragment.layout.numel > SMALL
+        and not fragment.channel.lossy
+        and _is_sweepable(fragment)
+        and not fragment.outer_sgd.needs & (MEASURED | {PROBES, AGREEMENT})
+        and all(theta.is_contiguous() and theta.is_cpu for params in fragment.params() for theta in params)
+    )
+
+
+def _is_sweepable(fragment: Fragment) -> bool:
+    """Whether one group of an `OuterSGD` holds all parameters, in their order, with buffers for all or none."""
+    outer = fragment.outer
+    if not fragment.flat.is_cpu or not isinstance(outer, OuterSGD) or len(outer.param_groups) != 1:
+        return False
+    (group,) = outer.param_groups
+    params, views = group["params"], fragment.anchor_views
+    if group["together"] or len(params) != len(views) or any(p is not v for p, v in zip(params, views, strict=True)):
+        return False
+    if group["momentum"] == 0 or not any(BUFFER in outer.state.get(p, ()) for p in params):
+        return True
+    return fragment.momentum() is not None
+
+
+def filler(fragment: Fragment) -> Callable[[int, int], None]:
+    """A function that writes elements `start` to `stop` of the pseudo-gradient, for a wire that sends it in parts.
+
+    The bits are those of `Fragment.write_pseudo_gradient`.
+    """
+    fragment.close_gaps()
+    replicas = [[theta.view(-1) for theta in params] for params in fragment.params()]
+
+    def fill(start: int, stop: int) -> None:
+        for number, first, last in fragment.layout.within(start, stop):
+            offset = fragment.layout.slots[number].offset
+            anchor, out = fragment.flat[first:last], fragment.gradient[first:last]
+            for replica, thetas in enumerate(replicas):
+                theta = thetas[number][first - offset : last - offset]
+                origin = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
+                if replica == 0:
+                    torch.sub(origin, theta, out=out)
+                else:
+                    out.add_(torch.sub(origin, theta))
+
+    return fill
+
+
+@dataclass(slots=True)
+class RoundSweep:
+    """A fragment's outer step as one sweep, with all that follows it for each part.
+
+    Args:
+        sweep: for `OuterSGD.step`.
+        digests: of anchor and momentum buffer, taken on the way.
+        waited_seconds: spent waiting for parts.
+    """
+
+    sweep: Sweep
+    digests: Mapping[str, Digest]
+    waited_seconds: float = 0.0
+
+
+def round_sweep(
+    fragment: Fragment, transfer: Transfer | None, divisor: int, *, restore: bool, prove: bool
+) -> RoundSweep | None:
+    """Prepare the sweep of a fragment's round.
+
+    Args:
+        fragment: with its pseudo-gradient.
+        transfer: under way still, of a pseudo-gradient that `goes_in_parts`; None where the mean is there.
+        divisor: of the sums that arrive: replicas that took part.
+        restore: also set the replicas to the new anchor.
+        prove: also take the digest of the momentum buffer.
+
+    Returns:
+        The sweep; None where the fragment cannot be swept.
+    """
+    if not _is_sweepable(fragment):
+        return None
+    momentum, buffers = None, []
+    if fragment.outer_sgd.param_groups[0]["momentum"] != 0:
+        momentum = fragment.momentum()
+        if momentum is None:
+            momentum, buffers = fragment.new_momentum()
+    digests = {"anchor": Digest(fragment.flat)}
+    if prove and momentum is not None:
+        digests["momentum buffer"] = Digest(momentum)
+    restorers = [_restorer(fragment, params) for params in fragment.params()] if restore else []
+
+    def parts() -> Iterator[tuple[int, int]]:
+        first, fragment.torn = 0, True
+        for stop in [fragment.layout.numel] if transfer is None else _timed(transfer.parts(), result):
+            for start in range(first, stop, _PART_ELEMENTS):
+                end = min(start + _PART_ELEMENTS, stop)
+                if transfer is not None and divisor > 1:
+                    fragment.gradient[start:end].div_(divisor)
+                yield start, end
+            first = stop
+        fragment.torn = False
+
+    def after(start: int, stop: int) -> None:
+        for restorer in restorers:
+            restorer(start, stop)
+        for digest in digests.values():
+            digest.add(start, stop)
+
+    sweep = Sweep(
+        x=fragment.flat,
+        g=fragment.gradient,
+        m=momentum,
+        buffers=buffers,
+        parts=parts,
+        after=after,
+        measure=fragment.layout.numel > SMALL and not fragment.outer_sgd.needs & MEASURED,
+        dense=not fragment.gaps,
+    )
+    result = RoundSweep(sweep, digests)
+    return result
+
+
+def _restorer(fragment: Fragment, params: list[Tensor]) -> Callable[[int, int], None]:
+    """A function that sets a replica's elements `start` to `stop` to the anchor's."""
+    if fragment.layout.numel <= _PART_ELEMENTS or not all(theta.is_contiguous() for theta in params):
+
+        def restore_whole(start: int, stop: int) -> None:
+            del start
+            if stop == fragment.layout.numel:
+                torch._foreach_copy_(params, fragment.anchor_views)
+
+        return restore_whole
+    flat = [theta.view(-1) for theta in params]
+
+    def restore(start: int, stop: int) -> None:
+        for number, first, last in fragment.layout.within(start, stop):
+            offset = fragment.layout.slots[number].offset
+            flat[number][first - offset : last - offset].copy_(fragment.flat[first:last])
+
+    return restore
+
+
+def _timed(parts: Iterator[int], result: RoundSweep) -> Iterator[int]:
+    """The same parts, with the time that each is waited for."""
+    while True:
+        begin = time.perf_counter()
+        stop = next(parts, None)
+        result.waited_seconds += time.perf_counter() - begin
+        if stop is None:
+            return
+        yield stop

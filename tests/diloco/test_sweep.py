@@ -1,0 +1,147 @@
+"""The outer round part by part: the same bits as whole, whatever the rule, the policy and the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from twophase.diloco import engine as engine_module
+from twophase.diloco import fragment, sweep, wire
+from twophase.diloco.comm import Pending, SingleProcess
+from twophase.diloco.engine import DiLoCo
+from twophase.diloco.flat import DIGEST_ELEMENTS
+from twophase.rule import OuterRule
+
+
+class Sum:
+    """A sum that is made when it is waited for."""
+
+    bytes_sent = 0
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+
+    def wait(self) -> None:
+        assert self.tensor is not None, "waited for twice"
+        self.tensor.mul_(2)
+        self.tensor = None
+
+
+class Twins(SingleProcess):
+    """Two processes that hold the same; of each pair of messages one is this process's own."""
+
+    size = 2
+
+    def launch_sum(self, tensor: Tensor) -> Pending:
+        return Sum(tensor)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        return [list(numbers), list(numbers)]
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Tensors of odd lengths, larger and smaller than a part, one of them transposed."""
+    generator = torch.Generator().manual_seed(0)
+    module = nn.Module()
+    for number, shape in enumerate([(3, 7), (3 * DIGEST_ELEMENTS + 5,), (33,), (401, 303), (5,)]):
+        module.register_parameter(f"p{number}", nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+    return module
+
+
+def rounds(way: str, monkeypatch: pytest.MonkeyPatch, *, replicas: int, dtype: torch.dtype, **options: Any) -> Any:
+    """What four rounds lead to: reports, anchor, buffers and replicas."""
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "_FILLED_PIECE_BYTES", 600_000)
+        patch.setattr(sweep, "_PART_ELEMENTS", DIGEST_ELEMENTS)
+        patch.setattr(sweep, "SMALL", 1 << 10 if way == "parts" else 1 << 30)
+        patch.setattr(fragment, "SMALL", 1 << 30 if way == "few calls" else 0)
+        if way == "whole":
+            patch.setattr(engine_module, "round_sweep", lambda *_, **__: None)
+        models = [model(dtype) for _ in range(replicas)]
+        engine = DiLoCo(models, inner_steps=1, communicator=Twins(), **options)
+        reports = []
+        for number in range(4):
+            for index, one in enumerate(models):
+                generator = torch.Generator().manual_seed(10 * number + index)
+                with torch.no_grad():
+                    for p in one.parameters():
+                        p.add_(0.1 * torch.randn(p.shape, generator=generator))
+            report = engine.step()
+            assert report is not None
+            reports.append(report)
+        state = engine.fragments[0].outer.state
+        buffers = [state[p].get("momentum_buffer", torch.zeros(())) for p in engine.anchor.values()]
+        return reports, list(engine.anchor.values()), buffers, [list(one.parameters()) for one in models], engine
+
+
+RULES = [
+    (OuterRule(0.7, 0.9, nesterov=True), "never"),
+    (OuterRule(0.7, 0.9), "2"),
+    (OuterRule(3.0, 0.8, nesterov=True, form="ema"), "soft:2:0.2:0.1"),
+    (OuterRule(3.0, 0.8, form="ema"), "at:1,3"),
+    (OuterRule(1.0, 0.0), "never"),
+    (OuterRule(0.7, 0.9), "auto"),
+    (OuterRule(0.7, 0.9), "opposed"),
+]
+
+
+@pytest.mark.parametrize(("rule", "restart"), RULES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("replicas", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.bfloat16)])
+def test_parts_change_no_bit(
+    rule: OuterRule, restart: str, replicas: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Anchor, buffers, replicas and digests are the same bits whole, swept, and in parts that arrive one by one."""
+    options: dict[str, Any] = {"outer": rule, "restart": restart, "replicas": replicas, "dtype": dtype}
+    whole = rounds("whole", monkeypatch, **options)
+    for way in ("swept", "parts", "few calls"):
+        told = rounds(way, monkeypatch, **options)
+        for ours, theirs in zip(told[1:4], whole[1:4], strict=True):
+            for a, b in zip(_flat(ours), _flat(theirs), strict=True):
+                assert torch.equal(a, b), way
+        for report, other in zip(told[0], whole[0], strict=True):
+            assert (report.checksum, report.restarted, report.round) == (other.checksum, other.restarted, other.round)
+            for name in ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain"):
+                assert getattr(report, name) == pytest.approx(getattr(other, name), rel=1e-5, abs=1e-6)
+        assert told[4].fragments[0].digest() == whole[4].fragments[0].digest()
+
+
+def _flat(tensors: Any) -> list[Tensor]:
+    return [t for item in tensors for t in (item if isinstance(item, list) else [item])]
+
+
+def test_an_interrupted_sweep_is_told(monkeypatch: pytest.MonkeyPatch):
+    """An anchor of which a part is ahead of the others is neither saved nor trained on; a checkpoint mends it."""
+    monkeypatch.setattr(sweep, "SMALL", 1 << 10)
+    monkeypatch.setattr(wire, "_FILLED_PIECE_BYTES", 600_000)
+    module = model()
+    engine = DiLoCo(module, OuterRule(0.7, 0.9), inner_steps=1, communicator=Twins())
+    engine.step()
+    saved = torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, engine.state_dict())
+    before = [view.clone() for view in engine.anchor.values()]
+    waits = []
+
+    def interrupted(self: Sum) -> None:
+        waits.append(self)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(Sum, "wait", interrupted)
+        for p in module.parameters():
+            p.add_(1.0)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert not all(map(torch.equal, before, engine.anchor.values()))
+    for action in (engine.step, engine.finish, engine.state_dict):
+        with pytest.raises(ValueError, match="interrupted"):
+            action()
+    engine.load_state_dict(saved)
+    assert all(map(torch.equal, before, engine.anchor.values()))
+    assert engine.step() is not None
