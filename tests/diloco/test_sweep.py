@@ -26,6 +26,7 @@ class Sum:
         self.tensor: Tensor | None = tensor
 
     def wait(self) -> None:
+        """Add what the twin has."""
         assert self.tensor is not None, "waited for twice"
         self.tensor.mul_(2)
         self.tensor = None
@@ -37,12 +38,15 @@ class Twins(SingleProcess):
     size = 2
 
     def launch_sum(self, tensor: Tensor) -> Pending:
+        """Twice the tensor, later."""
         return Sum(tensor)
 
     def gather(self, value: Any) -> list[Any]:
+        """The value twice."""
         return [value, value]
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers twice."""
         return [list(numbers), list(numbers)]
 
 
@@ -92,7 +96,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "restart"), RULES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("rule", "restart"), RULES, ids=str)
 @pytest.mark.parametrize(("replicas", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.bfloat16)])
 def test_parts_change_no_bit(
     rule: OuterRule, restart: str, replicas: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

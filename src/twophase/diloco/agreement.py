@@ -20,6 +20,7 @@ import twophase
 from twophase.config import RunError
 from twophase.diloco.comm import Communicator, Interrupted
 from twophase.diloco.fragment import Fragment
+from twophase.diloco.sweep import dots_on_device, goes_on_device
 from twophase.optim.outer import Dots, OuterSGD
 from twophase.restart import AGREEMENT
 
@@ -163,7 +164,7 @@ def agree(
         signals: this process's values.
     """
     measured = communicator.sharded or any(_decides_by_measure(fragment) for fragment in fragments)
-    dots = [f.outer.dots() if isinstance(f.outer, OuterSGD) else _square(f) for f in fragments] if measured else []
+    dots = [_dots(fragment) for fragment in fragments] if measured else []
     names, values = _same_signals(communicator, weight, signals)
     if not names and not measured:
         return Shared({}, None)
@@ -311,8 +312,10 @@ def _decides_by_measure(fragment: Fragment) -> bool:
     )
 
 
-def _square(fragment: Fragment) -> list[Dots]:
-    """For an optimizer of others, <g, g> alone."""
+def _dots(fragment: Fragment) -> list[Dots]:
+    """The inner products of each param group; for an optimizer of others, <g, g> alone."""
+    if isinstance(fragment.outer, OuterSGD):
+        return dots_on_device(fragment) if goes_on_device(fragment) else fragment.outer.dots()
     gradient = fragment.gradient
     return [(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2, 0.0, 0.0)]
 

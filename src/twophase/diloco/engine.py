@@ -46,7 +46,7 @@ from twophase.diloco.comm import Communicator, Elastic, Interrupted, default_com
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment, fsdp_modules, partition, reshard
 from twophase.diloco.report import FragmentRound, RoundReport, joined, merged
-from twophase.diloco.sweep import filler, goes_in_parts, round_sweep
+from twophase.diloco.sweep import filler, goes_in_parts, goes_on_device, round_sweep, write_on_device
 from twophase.diloco.wire import Transfer, check_wire
 from twophase.optim.outer import GroupRound, OuterSGD, as_number, check_signals
 from twophase.restart import AGREEMENT, MEASURED, PROBES, check_count, parse
@@ -389,6 +389,8 @@ class DiLoCo:
     def _reduce(self, sync: _Sync) -> _Sync:
         alone = self.communicator.size == 1 and not self.communicator.elastic
         # Elastic: nothing of the anchor may change before the vote on all of the sum.
+        for fragment in sync.fragments:
+            fragment.divisor = sync.replicas
         sync.in_parts = not alone and not self.communicator.elastic and all(map(goes_in_parts, sync.fragments))
         with _phase("pseudo_gradient", sync.seconds):
             for modules in self._fsdp:
@@ -415,6 +417,10 @@ class DiLoCo:
         """Write a fragment's pseudo-gradient; the sum of its replicas' squared norms for a policy that needs it."""
         if not sync.weight:
             fragment.gradient.zero_()
+            return None
+        if goes_on_device(fragment):
+            write_on_device(fragment, sync.replicas if alone else 1)
+            fragment.divisor = 1 if alone else sync.replicas
             return None
         measure = isinstance(fragment.outer, OuterSGD) and AGREEMENT in fragment.outer.needs
         return fragment.write_pseudo_gradient(alone=alone, measure=measure)
@@ -465,7 +471,7 @@ class DiLoCo:
             for modules in self._fsdp:
                 reshard(modules)
             transfer = sync.transfers[index] if sync.in_parts else None
-            swept = round_sweep(fragment, transfer, sync.replicas, restore=self.mixing == 0, prove=not self._is_alone)
+            swept = round_sweep(fragment, transfer, restore=self.mixing == 0, prove=not self._is_alone)
             fragment.outer.step(
                 signals=shared.shown(index),
                 measure=True,
@@ -476,7 +482,7 @@ class DiLoCo:
         if swept is not None:  # what it waited for belongs to the reduction
             sync.seconds["outer"] -= swept.waited_seconds
             sync.seconds["reduce"] += swept.waited_seconds
-        digests = {} if swept is None else {name: digest.digits() for name, digest in swept.digests.items()}
+        digests = {} if swept is None else swept.digests()
         groups = tuple(fragment.outer.last_round)
         norm = sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5
         return _OuterStep(fragment, norm, groups, digests, restored=swept is not None and self.mixing == 0)
@@ -506,8 +512,8 @@ class DiLoCo:
             for transfer in [] if sync.in_parts else sync.transfers:
                 transfer.wait()
             for fragment in sync.fragments:
-                if sync.replicas > 1 and not sync.in_parts:
-                    fragment.gradient.div_(sync.replicas)
+                if not sync.in_parts and not goes_on_device(fragment):
+                    fragment.divide()
                 fragment.hand_over()
         with _phase("outer", sync.seconds):
             own = squares(self.communicator, sync.squares, len(self.replicas))
@@ -818,6 +824,7 @@ class DiLoCo:
                 fragments = [self.fragments[number] for number in saved["fragments"]]
                 for fragment, total in zip(fragments, saved["sums"], strict=True):
                     fragment.gradient.copy_(total)
+                    fragment.divisor = saved["replicas"]
                 own = len(self.replicas)
                 sync = _Sync(fragments, list(saved["steps"]), [], own, saved["replicas"], 0, 1, saved["age"])
                 sync.bytes_sent = saved["bytes_sent"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +95,8 @@ def checksum(flat: Tensor) -> str:
         digest.add(0, len(flat))
         return digest.digits()
     halves = flat.detach().view(torch.int32)
-    return _digits(halves, _sums(halves, _weights(flat.device), rows=_ROWS))
+    sums = _sums(halves, _weights(flat.device), rows=_ROWS)
+    return joined_digits(len(halves), sums + halves[len(halves) // 2 * 2 :].tolist())
 
 
 class Digest:
@@ -134,13 +135,18 @@ class Digest:
 
     def digits(self) -> str:
         """Sixteen hexadecimal digits, when all elements have been taken up."""
-        return _digits(self._halves, self._sums)
+        return joined_digits(len(self._halves), self._sums + self._halves[2 * len(self._words) :].tolist())
 
 
-def _digits(halves: Tensor, sums: list[int]) -> str:
-    """Join the sums of the pieces; an odd half at the end counts as a piece of its own."""
-    state = len(halves)
-    for value in [*sums, *([int(halves[-1])] if len(halves) % 2 else [])]:
+def joined_digits(halves: int, sums: Sequence[int]) -> str:
+    """Join the sums of a vector's pieces to sixteen hexadecimal digits.
+
+    Args:
+        halves: words of four bytes that the vector has.
+        sums: of each piece modulo 2^64; an odd word of four bytes at the end is a piece of its own.
+    """
+    state = halves
+    for value in sums:
         state = ((state ^ (value & _MASK)) * _PRIME) & _MASK  # FNV-1a, a word at a time
         state ^= state >> 29
     return f"{state:016x}"

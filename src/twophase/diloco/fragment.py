@@ -218,10 +218,12 @@ class Fragment:
         self.gaps = layout.gaps(gradient)
         self._checked: Sequence[list[Tensor]] = []
         self._momentum: Tensor | None = None
-        self._momentum_views: list[Tensor] = []
+        self.momentum_views: list[Tensor] = []
         self.outer: Optimizer
         self.round = 0
         """Rounds that it has ended."""
+        self.divisor = 1
+        """What its gradient is still to be divided by: replicas whose sum it is."""
         self.torn = False
         """Whether an outer step has changed a part of it only: it was interrupted."""
         self.steps = 0
@@ -318,22 +320,28 @@ class Fragment:
         if not isinstance(self.outer, OuterSGD):
             return None
         buffers = [self.outer.state.get(p, {}).get(BUFFER) for p in self.anchor_views]
-        if self._momentum is not None and all(b is v for b, v in zip(buffers, self._momentum_views, strict=True)):
+        if self._momentum is not None and all(b is v for b, v in zip(buffers, self.momentum_views, strict=True)):
             return self._momentum
         if any(b is None or type(b) is not Tensor or b.dtype != self.flat.dtype for b in buffers):
             return None
-        momentum, views = self.new_momentum()
-        torch._foreach_copy_(views, [buffer for buffer in buffers if buffer is not None])
-        for p, view in zip(self.anchor_views, views, strict=True):
+        momentum = self.new_momentum()
+        torch._foreach_copy_(self.momentum_views, [buffer for buffer in buffers if buffer is not None])
+        for p, view in zip(self.anchor_views, self.momentum_views, strict=True):
             self.outer.state[p][BUFFER] = view
         return momentum
 
-    def new_momentum(self) -> tuple[Tensor, list[Tensor]]:
-        """A flat vector for momentum buffers that are still to be written, and its views."""
+    def new_momentum(self) -> Tensor:
+        """A flat vector for momentum buffers that are still to be written, with `momentum_views`."""
         # Never the vector of before: views of that may be held elsewhere, by a sweep's forest for example.
         self._momentum = torch.zeros_like(self.flat)
-        self._momentum_views = self.layout.views(self._momentum)
-        return self._momentum, self._momentum_views
+        self.momentum_views = self.layout.views(self._momentum)
+        return self._momentum
+
+    def divide(self) -> None:
+        """Make the sum of pseudo-gradients their mean."""
+        if self.divisor > 1:
+            self.gradient.div_(self.divisor)
+        self.divisor = 1
 
     def hand_over(self) -> None:
         """Give the pseudo-gradient to the outer optimizer, as `.grad` of the anchor's parameters."""

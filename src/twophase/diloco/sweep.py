@@ -14,15 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twophase.diloco.device_sweep import DeviceSweep, is_usable, kernels
 from twophase.diloco.flat import DIGEST_ELEMENTS, Digest
 from twophase.diloco.fragment import SMALL, Fragment
 from twophase.diloco.wire import Transfer
-from twophase.optim.functional import Sweep
-from twophase.optim.outer import BUFFER, OuterSGD
+from twophase.optim.functional import Dots, PartSweep
+from twophase.optim.outer import BUFFER, OuterSGD, Sweep
 from twophase.restart import AGREEMENT, MEASURED, PROBES
 
 _PART_ELEMENTS = 2 * DIGEST_ELEMENTS
 """Elements of a part: few enough for a second-level cache, enough to pay for the calls."""
+
+
+def goes_on_device(fragment: Fragment) -> bool:
+    """Whether the kernels of an accelerator write a fragment's pseudo-gradient and take its outer step."""
+    needs = fragment.outer_sgd.needs if _is_sweepable(fragment) else {PROBES}
+    return not fragment.channel.lossy and not needs & {PROBES, AGREEMENT} and is_usable(fragment)
 
 
 def goes_in_parts(fragment: Fragment) -> bool:
@@ -32,6 +39,7 @@ def goes_in_parts(fragment: Fragment) -> bool:
     """
     return (
         fragment.layout.numel > SMALL
+        and fragment.flat.is_cpu
         and not fragment.channel.lossy
         and _is_sweepable(fragment)
         and not fragment.outer_sgd.needs & (MEASURED | {PROBES, AGREEMENT})
@@ -42,7 +50,7 @@ def goes_in_parts(fragment: Fragment) -> bool:
 def _is_sweepable(fragment: Fragment) -> bool:
     """Whether one group of an `OuterSGD` holds all parameters, in their order, with buffers for all or none."""
     outer = fragment.outer
-    if not fragment.flat.is_cpu or not isinstance(outer, OuterSGD) or len(outer.param_groups) != 1:
+    if not isinstance(outer, OuterSGD) or len(outer.param_groups) != 1:
         return False
     (group,) = outer.param_groups
     params, views = group["params"], fragment.anchor_views
@@ -82,37 +90,53 @@ class RoundSweep:
 
     Args:
         sweep: for `OuterSGD.step`.
-        digests: of anchor and momentum buffer, taken on the way.
+        digests: gives those of anchor and momentum buffer that were taken on the way.
         waited_seconds: spent waiting for parts.
     """
 
     sweep: Sweep
-    digests: Mapping[str, Digest]
+    digests: Callable[[], Mapping[str, str]]
     waited_seconds: float = 0.0
 
 
-def round_sweep(
-    fragment: Fragment, transfer: Transfer | None, divisor: int, *, restore: bool, prove: bool
-) -> RoundSweep | None:
+def write_on_device(fragment: Fragment, divisor: int) -> None:
+    """Write g <- sum over this process's replicas of (a - theta_r), over `divisor`, of one that `goes_on_device`."""
+    fragment.close_gaps()
+    _device_sweep(fragment, divisor, restore=True, prove=False, momentum=None).write_pseudo_gradient()
+
+
+def dots_on_device(fragment: Fragment) -> list[Dots]:
+    """The inner products of the only group of a fragment that `goes_on_device`; its pseudo-gradient is divided."""
+    momentum = fragment.momentum() if fragment.outer_sgd.param_groups[0]["momentum"] != 0 else None
+    sweep = _device_sweep(fragment, fragment.divisor, restore=False, prove=False, momentum=momentum)
+    totals = sweep.dots(fresh=momentum is None, angle=True)
+    fragment.divisor = 1
+    return [totals]
+
+
+def round_sweep(fragment: Fragment, transfer: Transfer | None, *, restore: bool, prove: bool) -> RoundSweep | None:
     """Prepare the sweep of a fragment's round.
 
     Args:
-        fragment: with its pseudo-gradient.
-        transfer: under way still, of a pseudo-gradient that `goes_in_parts`; None where the mean is there.
-        divisor: of the sums that arrive: replicas that took part.
+        fragment: with its pseudo-gradient, to be divided by its `divisor`.
+        transfer: under way still, of a pseudo-gradient that `goes_in_parts`.
         restore: also set the replicas to the new anchor.
         prove: also take the digest of the momentum buffer.
 
     Returns:
         The sweep; None where the fragment cannot be swept.
     """
-    if not _is_sweepable(fragment):
+    on_device = not fragment.flat.is_cpu
+    if not (goes_on_device(fragment) if on_device else _is_sweepable(fragment)):
         return None
-    momentum, buffers = None, []
+    momentum, divisor, fragment.divisor = None, fragment.divisor, 1
     if fragment.outer_sgd.param_groups[0]["momentum"] != 0:
         momentum = fragment.momentum()
         if momentum is None:
-            momentum, buffers = fragment.new_momentum()
+            momentum = fragment.new_momentum()
+    if on_device:
+        kernel = _device_sweep(fragment, divisor, restore=restore, prove=prove, momentum=momentum)
+        return RoundSweep(kernel, lambda: kernel.digits)
     digests = {"anchor": Digest(fragment.flat)}
     if prove and momentum is not None:
         digests["momentum buffer"] = Digest(momentum)
@@ -123,7 +147,7 @@ def round_sweep(
         for stop in [fragment.layout.numel] if transfer is None else _timed(transfer.parts(), result):
             for start in range(first, stop, _PART_ELEMENTS):
                 end = min(start + _PART_ELEMENTS, stop)
-                if transfer is not None and divisor > 1:
+                if divisor > 1:
                     fragment.gradient[start:end].div_(divisor)
                 yield start, end
             first = stop
@@ -135,18 +159,42 @@ def round_sweep(
         for digest in digests.values():
             digest.add(start, stop)
 
-    sweep = Sweep(
+    sweep = PartSweep(
         x=fragment.flat,
         g=fragment.gradient,
         m=momentum,
-        buffers=buffers,
+        buffers=fragment.momentum_views,
         parts=parts,
         after=after,
         measure=fragment.layout.numel > SMALL and not fragment.outer_sgd.needs & MEASURED,
         dense=not fragment.gaps,
     )
-    result = RoundSweep(sweep, digests)
+    result = RoundSweep(sweep, lambda: {name: digest.digits() for name, digest in digests.items()})
     return result
+
+
+def _device_sweep(
+    fragment: Fragment, divisor: int, *, restore: bool, prove: bool, momentum: Tensor | None
+) -> DeviceSweep:
+    module = kernels(fragment.flat.device)
+    assert module is not None, "goes_on_device() comes first"
+
+    def tell(torn: bool) -> None:
+        fragment.torn = torn
+
+    return DeviceSweep(
+        kernels=module,
+        x=fragment.flat,
+        g=fragment.gradient,
+        m=momentum,
+        buffers=fragment.momentum_views,
+        slots=[(slot.offset, slot.numel) for slot in fragment.layout.slots],
+        replicas=fragment.params() if restore else [],
+        divisor=divisor,
+        prove=prove,
+        measure=not fragment.outer_sgd.needs & MEASURED,
+        tell=tell,
+    )
 
 
 def _restorer(fragment: Fragment, params: list[Tensor]) -> Callable[[int, int], None]:

@@ -78,7 +78,7 @@ def outer_step_(
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class PartSweep:
     """A group's tensors as flat vectors, to be gone through once, part by part, while each part is in the cache.
 
     Args:
@@ -101,61 +101,103 @@ class Sweep:
     measure: bool
     dense: bool
 
-    @property
-    def is_one_piece(self) -> bool:
-        """Whether `dots` of the tensors, joined, and of the vectors are the same operation."""
-        return self.dense and len(self.g) <= _limit(self.g)
+    def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
+        """The inner products, where one operation on the vectors has the bits of `dots` of the tensors; else None."""
+        if not self.dense or len(self.g) > _limit(self.g):
+            return None
+        return dots([self.g], [] if fresh or self.m is None else [self.m], angle=angle)
+
+    def run(self, update: Update) -> Dots | None:
+        """Take the update, with the bits of `outer_step_` and `restart_`.
+
+        Returns:
+            `<g, g>`, `<m, m>` and `<g, m>` before all of it, where the sweep measures.
+        """
+        rule = _simplified(update.rule, unrounded=True)
+        fused = rule.step is None and self.x.is_cpu and _knows_fused(rule) and _fused_is_exact(self.x.dtype, rule)
+        remembers = self.m is not None and not update.fresh
+        scratch: Scratch = {}
+        products: list[Tensor] = []
+        for start, stop in self.parts():
+            x, g = self.x[start:stop], self.g[start:stop]
+            if self.measure and not remembers:
+                products.append(torch.dot(g, g))
+            if self.m is None:
+                _step_without_momentum_([x], [g], update.lr, update.step)
+                self.after(start, stop)
+                continue
+            m = self.m[start:stop]
+            if self.measure and remembers:
+                products += _dots(g, m, angle=True)
+            if update.before is not None:
+                if update.fresh:
+                    m.zero_()
+                restart_([m], [g], update.before.retain, update.before.inject, opposed=update.before.opposed)
+            if fused:
+                _fused_sgd_([(x, g, m)], rule)
+            else:
+                _in_pieces_([(x, g, m)], rule, scratch)
+            if update.after is not None:
+                restart_([m], [g], update.after.retain, update.after.inject, opposed=update.after.opposed)
+            self.after(start, stop)
+        if not self.measure:
+            return None
+        totals = torch.stack(products).double().view(-1, 3 if remembers else 1).sum(dim=0).tolist()
+        gg, mm, gm = totals if remembers else (totals[0], 0.0, 0.0)
+        return gg, mm, gm
 
 
-def outer_sweep_(
-    sweep: Sweep,
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    form: Form,
-    fresh: bool,
-    step: Step | None,
-    restart: Restart | None,
-) -> Dots | None:
-    """`outer_step_`, and a restart before or after it, on flat vectors in one sweep; the same bits.
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A group's round: its rule, the step in the rule's place, and the restart.
 
-    Returns:
-        `<g, g>`, `<m, m>` and `<g, m>` before all of it, where the sweep measures.
+    Args:
+        lr: outer learning rate in the named form.
+        momentum: in [0, 1).
+        nesterov: whether to look ahead.
+        form: `"sum"` or `"ema"`.
+        fresh: the buffers hold nothing yet and count as 0.
+        step: the update in the place of the rule's own.
+        restart: what happens to the buffers before or after g is mixed in.
     """
-    before = restart if restart is not None and restart.before else None
-    if before is not None and fresh and before.inject == 0:
-        before = None
-    after = None if restart is None or restart.before else restart
-    rule = _simplified(_Rule(lr, momentum, nesterov, form, fresh and before is None, step), unrounded=True)
-    fused = rule.step is None and sweep.x.is_cpu and _knows_fused(rule) and _fused_is_exact(sweep.x.dtype, rule)
-    scratch: Scratch = {}
-    products: list[Tensor] = []
-    for start, stop in sweep.parts():
-        x, g = sweep.x[start:stop], sweep.g[start:stop]
-        m = g if sweep.m is None else sweep.m[start:stop]
-        if sweep.measure:
-            products += [torch.dot(g, g)] if fresh or sweep.m is None else _dots(g, m, angle=True)
-        if sweep.m is None:
-            _step_without_momentum_([x], [g], lr, step)
-            sweep.after(start, stop)
-            continue
-        if before is not None:
-            if fresh:
-                m.zero_()
-            restart_([m], [g], before.retain, before.inject, opposed=before.opposed)
-        if fused:
-            _fused_sgd_([(x, g, m)], rule)
-        else:
-            _in_pieces_([(x, g, m)], rule, scratch)
-        if after is not None:
-            restart_([m], [g], after.retain, after.inject, opposed=after.opposed)
-        sweep.after(start, stop)
-    if not sweep.measure:
-        return None
-    totals = torch.stack(products).double().view(-1, 1 if fresh or sweep.m is None else 3).sum(dim=0).tolist()
-    gg, mm, gm = totals if len(totals) == 3 else (totals[0], 0.0, 0.0)
-    return gg, mm, gm
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    form: Form
+    fresh: bool
+    step: Step | None
+    restart: Restart | None
+
+    @property
+    def before(self) -> Restart | None:
+        """The restart before the mixing; one of buffers that hold nothing, and are given nothing, is none."""
+        restart = self.restart
+        if restart is None or not restart.before or (self.fresh and restart.inject == 0):
+            return None
+        return restart
+
+    @property
+    def after(self) -> Restart | None:
+        """The restart after the update."""
+        return None if self.restart is None or self.restart.before else self.restart
+
+    @property
+    def rule(self) -> _Rule:
+        """What the update itself is told, after a restart before it."""
+        fresh = self.fresh and self.before is None
+        return _Rule(self.lr, self.momentum, self.nesterov, self.form, fresh, self.step)
+
+    def coefficients(self) -> tuple[float, float, float, float, float]:
+        """A, B, C, c and d of `m <- c m_0 + d g` and `x <- x - A g - B m_0 - C m`, m_0 after a restart before it."""
+        c, d = self.rule.mixing
+        if self.step is not None:
+            return self.step.along_g, self.step.along_m, 0.0, c, d
+        if self.momentum == 0:
+            return self.lr, 0.0, 0.0, 0.0, 1.0
+        if self.nesterov:
+            return self.lr * d, 0.0, self.lr * self.momentum, c, d
+        return 0.0, 0.0, self.lr, c, d
 
 
 def _step_without_momentum_(x: list[Tensor], g: list[Tensor], lr: float, step: Step | None) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 from twophase.optim.functional import (
     Angles,
     Dots,
-    Sweep,
+    Update,
     buffer_dtype,
     dots,
     outer_step_,
-    outer_sweep_,
     restart_,
 )
 from twophase.restart import (
@@ -63,6 +62,28 @@ class GroupRound:
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
 COUNTERS = ("rounds", "rounds_since_restart", "restarts")
+
+
+class Sweep(Protocol):
+    """A group's parameters, pseudo-gradients and buffers as flat vectors, stepped and restarted in one go."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """The buffers in views of the parameters' shapes, in their order."""
+        ...
+
+    @property
+    def measure(self) -> bool:
+        """Whether `run` takes the inner products on its way."""
+        ...
+
+    def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
+        """The inner products before the round; None where the tensors themselves must be asked."""
+        ...
+
+    def run(self, update: Update) -> Dots | None:
+        """Take a round; the inner products before it, where it measures."""
+        ...
 
 
 class OuterSGD(Optimizer):
@@ -202,7 +223,7 @@ class OuterSGD(Optimizer):
                 the same bits on unlike machines, all should be given one's.
             probes: the losses of the candidates where they are known already, in the place of `probe`.
             sweep: the parameters, gradients and buffers of the only group as flat vectors, for a caller whose tensors
-                lie so; see `twophase.optim.functional.Sweep`.
+                lie so.
 
         Returns:
             The closure's value, or None.
@@ -383,16 +404,9 @@ class OuterSGD(Optimizer):
     def _sweep(self, group: dict[str, Any], params: list[Tensor], answer: Answer, sweep: Sweep) -> Dots | None:
         """The same on flat vectors, of which the group is all there is."""
         fresh = group["momentum"] != 0 and BUFFER not in self.state[params[0]]
-        totals = outer_sweep_(
-            sweep,
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            form=group["form"],
-            fresh=fresh,
-            step=answer.step,
-            restart=answer.restart,
-        )
+        rule = _rule_of(group)
+        update = Update(float(rule.lr), rule.momentum, rule.nesterov, rule.form, fresh, answer.step, answer.restart)
+        totals = sweep.run(update)
         if fresh:
             for p, buffer in zip(params, sweep.buffers, strict=True):
                 self.state[p][BUFFER] = buffer
@@ -402,9 +416,10 @@ class OuterSGD(Optimizer):
         self, group: dict[str, Any], params: list[Tensor], sweep: Sweep | None = None, *, angle: bool = True
     ) -> Dots:
         there = group["momentum"] != 0  # one that is left over from a larger momentum takes no part
-        if sweep is not None and sweep.is_one_piece:  # which joining the tensors would give as well
-            buffers = [] if sweep.m is None or BUFFER not in self.state[params[0]] else [sweep.m]
-            return dots([sweep.g], buffers if there else [], angle=angle)
+        if sweep is not None:
+            totals = sweep.dots(fresh=not there or BUFFER not in self.state[params[0]], angle=angle)
+            if totals is not None:
+                return totals
         held = [p for p in params if there and BUFFER in self.state[p]]
         fresh = [p for p in params if not there or BUFFER not in self.state[p]]  # their m is 0
         seen = dots([_gradient(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held], angle=angle)

@@ -1,0 +1,242 @@
+"""The outer round on an accelerator: two kernels and one transfer to the host, where Triton is there and works.
+
+Elsewhere the engine goes on with torch's operations, which read the parameters about four times as often.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twophase.diloco.flat import DIGEST_ELEMENTS, checksum, joined_digits
+from twophase.diloco.fragment import Fragment
+from twophase.optim.functional import Dots, Update
+from twophase.restart import Restart
+
+_log = logging.getLogger("twophase")
+_DEVICES = ("cuda",)
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_REPLICAS = 4
+"""Replicas of a process that the kernels have room for."""
+_BLOCK = 2048
+"""Elements of a program: a power of two, so that a block never lies in two pieces of a digest."""
+
+
+@functools.cache
+def kernels(device: torch.device) -> ModuleType | None:
+    """The kernels, tried once on a device; None, with a warning, where they cannot be used."""
+    try:
+        from twophase.diloco import kernels as module  # noqa: PLC0415 - Triton is not everywhere
+
+        _try(module, device)
+    except Exception as error:  # no Triton, no C compiler for its launchers, a GPU that it does not know, …
+        reason = (str(error).splitlines() or [""])[0]
+        _log.warning(
+            "outer round on %s: no Triton kernels (%s: %s); torch's operations take their place, and more time",
+            device,
+            type(error).__name__,
+            reason,
+        )
+        return None
+    return module
+
+
+def is_usable(fragment: Fragment) -> bool:
+    """Whether the kernels know a fragment: float32 on an accelerator, replicas that are few and contiguous."""
+    flat, replicas = fragment.flat, fragment.params()
+    return (
+        flat.device.type in _DEVICES
+        and flat.dtype == torch.float32
+        and len(replicas) <= _MOST_REPLICAS
+        and all(
+            theta.device == flat.device and theta.dtype in _TYPES and theta.is_contiguous()
+            for params in replicas
+            for theta in params
+        )
+        and kernels(flat.device) is not None
+    )
+
+
+@dataclass(slots=True)
+class DeviceSweep:
+    """A fragment's round on its flat vectors, for `OuterSGD.step`.
+
+    Args:
+        kernels: the module of the kernels.
+        x: the anchor, (n,) float32.
+        g: the sum or mean of pseudo-gradients, (n,).
+        m: the momentum buffer, (n,); None at momentum 0.
+        buffers: views of `m` in the parameters' shapes.
+        slots: offset and number of elements of each parameter.
+        replicas: the parameters of each replica; none where they are not to be set to the anchor.
+        divisor: what g is still to be divided by.
+        prove: whether the digest of the buffer is wanted too.
+        measure: whether `run` returns the inner products, for a policy that does not decide by them.
+        tell: called with True before the anchor changes, and with False when all of it has.
+        digits: of anchor and buffer by name, after `run`.
+    """
+
+    kernels: ModuleType
+    x: Tensor
+    g: Tensor
+    m: Tensor | None
+    buffers: Sequence[Tensor]
+    slots: Sequence[tuple[int, int]]
+    replicas: Sequence[Sequence[Tensor]]
+    divisor: int
+    prove: bool
+    measure: bool
+    tell: Callable[[bool], None] = lambda _: None
+    digits: dict[str, str] = field(default_factory=dict)
+
+    def write_pseudo_gradient(self) -> None:
+        """Write g <- sum over the replicas of (x - theta_r), over the divisor."""
+        for number, (offset, numel) in enumerate(self.slots):
+            end = offset + numel
+            _launch(
+                self.kernels.pseudo_gradient,
+                _programs(offset, numel),
+                (self.x, self.g, *self._of_parameter(number), offset, end, float(self.divisor)),
+                reads=[self.x[offset:end], *(params[number] for params in self.replicas)],
+                writes=[self.g[offset:end]],
+                REPLICAS=len(self.replicas),
+                DIVIDE=self.divisor > 1,
+            )
+        self.divisor = 1
+
+    def dots(self, *, fresh: bool, angle: bool) -> Dots:
+        """The inner products before the round; g is divided on the way."""
+        del angle  # it costs nothing here
+        m = None if fresh else self.m
+        programs = -(-len(self.g) // _BLOCK)
+        products = torch.empty(programs, 3, dtype=torch.float64, device=self.g.device)
+        _launch(
+            self.kernels.inner_products,
+            programs,
+            (self.g, self.g if m is None else m, products, len(self.g), float(self.divisor)),
+            reads=[self.g] if m is None else [self.g, m],
+            writes=[products] if self.divisor == 1 else [self.g, products],
+            MOMENTUM=m is not None,
+            DIVIDE=self.divisor > 1,
+        )
+        self.divisor = 1
+        gg, mm, gm = _to_host(products.sum(0))
+        return gg, mm, gm
+
+    def run(self, update: Update) -> Dots | None:
+        """Take the round, and read inner products and digests in one transfer."""
+        programs = [_programs(offset, numel) for offset, numel in self.slots]
+        products = torch.empty(sum(programs), 3, dtype=torch.float64, device=self.x.device)
+        rows = 2 if self.prove and self.m is not None else 1
+        sums = torch.zeros(rows, -(-len(self.x) // DIGEST_ELEMENTS), dtype=torch.int64, device=self.x.device)
+        self.tell(True)
+        first = 0
+        for number, count in enumerate(programs):
+            self._step(number, update, products[first : first + count], sums)
+            first += count
+        self.tell(False)
+        words = _to_host(torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]))
+        gg, mm, gm = struct.unpack("=3d", struct.pack("=3q", *words[:3]))
+        for row, name in enumerate(("anchor", "momentum buffer")[:rows]):
+            pieces = words[3 + row * sums.shape[1] : 3 + (row + 1) * sums.shape[1]]
+            self.digits[name] = joined_digits(len(self.x), pieces)
+        return (gg, mm, gm) if self.measure else None
+
+    def _step(self, number: int, update: Update, products: Tensor, sums: Tensor) -> None:
+        """Launch the round of one parameter."""
+        offset, numel = self.slots[number]
+        end = offset + numel
+        restart = update.before or update.after or Restart(1.0)
+        reads = [self.x[offset:end], self.g[offset:end]]
+        writes = [self.x[offset:end], *(params[number] for params in self.replicas)]
+        if self.m is not None:
+            reads += [] if update.fresh else [self.m[offset:end]]
+            writes += [self.m[offset:end]]
+        if self.divisor > 1:
+            writes += [self.g[offset:end]]
+        m = self.g if self.m is None else self.m
+        coefficients = *update.coefficients(), restart.retain, restart.inject
+        _launch(
+            self.kernels.outer_round,
+            len(products),
+            (
+                *(self.x, self.g, m, *self._of_parameter(number)),
+                *(products, sums[0], sums[-1], offset, end, float(self.divisor)),
+                *map(float, coefficients),
+            ),
+            reads=reads,
+            writes=writes,
+            MOMENTUM=self.m is not None,
+            FRESH=update.fresh,
+            RESTART=1 if update.before else 2 if update.after else 0,
+            OPPOSED=restart.opposed,
+            DROPS=restart.retain == 0,
+            REPLICAS=len(self.replicas),
+            DIVIDE=self.divisor > 1,
+            PROVE=len(sums) > 1,
+        )
+
+    def _of_parameter(self, number: int) -> list[Tensor]:
+        """The replicas' tensors of a parameter; the rest of the kernels' room is not looked at."""
+        tensors = [params[number] for params in self.replicas]
+        return tensors + [self.x] * (_MOST_REPLICAS - len(tensors))
+
+
+def _programs(offset: int, numel: int) -> int:
+    """Programs for the elements of a parameter; their blocks lie at multiples of a block's size."""
+    return (offset + numel - 1) // _BLOCK - offset // _BLOCK + 1
+
+
+def _to_host(tensor: Tensor) -> list[Any]:
+    """The elements of a vector as numbers: the only place where a round waits for the device."""
+    return tensor.tolist()
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Any],
+    *,
+    reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
+    **constants: bool | int,
+) -> None:
+    """Launch a kernel and go on; `reads` and `writes` are for those who count what it moves."""
+    del reads, writes
+    # Without fusion a product is rounded before it is added, on every kind of GPU alike.
+    kernel[(programs,)](*arguments, **constants, BLOCK=_BLOCK, enable_fp_fusion=False)
+
+
+def _try(module: ModuleType, device: torch.device) -> None:
+    """Take one small round, and compare it with the same arithmetic in torch.
+
+    Raises:
+        RuntimeError: they differ by more than rounding, or a digest differs.
+    """
+    numel = 3 * _BLOCK + 7
+    length = numel + -numel % 16
+    generator = torch.Generator().manual_seed(0)
+    x, m, theta = (torch.zeros(length).normal_(generator=generator) for _ in range(3))
+    for vector in (x, m):
+        vector[numel:] = 0
+    expected_g = (x - theta)[:numel] / 3
+    new = 0.9 * m[:numel] + expected_g
+    expected = (x[:numel] - 0.5 * (expected_g + 0.9 * new), 0.25 * new + 0.5 * expected_g)
+    x, m, theta = x.to(device), m.to(device), theta[:numel].to(device)
+    sweep = DeviceSweep(module, x, torch.zeros_like(x), m, [m], [(0, numel)], [[theta]], 3, prove=True, measure=True)
+    sweep.write_pseudo_gradient()
+    sweep.run(Update(0.5, 0.9, True, "sum", False, None, Restart(0.25, 0.5)))
+    for name, result, reference in zip(("anchor", "buffer"), (x, m), expected, strict=True):
+        if not torch.allclose(result[:numel].cpu(), reference, rtol=1e-5, atol=1e-5):
+            raise RuntimeError(f"the {name} differs from the same arithmetic in torch")
+    digits = {"anchor": checksum(x.cpu()), "momentum buffer": checksum(m.cpu())}
+    if sweep.digits != digits or not torch.equal(theta, x[:numel]):
+        raise RuntimeError("a digest, or a replica, is not that of the anchor")
