@@ -110,3 +110,43 @@ def test_the_whole_batchs_logits_never_exist(monkeypatch: pytest.MonkeyPatch, gr
         if grad:
             value.backward()
     assert seen.numel == 64 * 500
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_pieces_that_wait_give_the_plain_loss(monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, each piece waits for the one before, all of it; traced for a compiler, the loss is exact."""
+    x, weight, targets = case(40, 5, 30, torch.float64)
+    waited: list[int] = []
+    after = loss.after
+    with monkeypatch.context() as patch:
+        patch.setattr(loss, "after", lambda part, others: waited.append(len(others)) or after(part, others))
+        loss._forward(x, weight, targets, 7, gradients=True, in_order=True)
+    assert waited == [2, 3, 3, 3, 3, 3]
+    monkeypatch.setattr(loss, "_in_order", lambda _: True)
+    value = torch.compile(in_pieces, backend="aot_eager", fullgraph=True)(x, weight, targets, 7)
+    got = (value, *torch.autograd.grad(value, (x, weight)))
+    for ours, theirs in zip(got, exact(x, weight, targets), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("rows", [131072, 131072 + 300, 5000, 200])
+def test_compiled_pieces_are_of_one_size(monkeypatch: pytest.MonkeyPatch, rows: int):
+    """On a GPU all pieces but the last have the same rows, whole tiles, and none has more logits than allowed."""
+    given: list[int] = []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(loss, "in_pieces", lambda *arguments: given.append(arguments[3]))
+    x, weight = (torch.empty(size, 8, device="meta", dtype=torch.bfloat16) for size in (rows, 32000))
+    cross_entropy(x, weight, torch.empty(rows, device="meta", dtype=torch.int64))
+    (size,) = given
+    pieces = -(-rows // size)
+    assert size * 32000 <= loss.COMPILED_PIECE
+    assert size % 256 == 0
+    assert size - 256 * pieces < rows - size * (pieces - 1)  # the last is as large, but for tiles
+
+
+def test_the_operation_that_orders_is_a_well_behaved_one():
+    """Its fake, its schema and its place in compiled code agree with it."""
+    x, others = torch.randn(3, 4), [torch.zeros(()), torch.ones(2)]
+    torch.library.opcheck(loss.after, (x, others))
+    assert torch.equal(loss.after(x, others), x)

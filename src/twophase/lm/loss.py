@@ -7,6 +7,7 @@ pass and the head's product is not computed twice.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ WHOLE = 1 << 22
 """Logits up to this number, in float32 or float64, are computed at once: at a laptop's sizes pieces only cost time."""
 PIECE = {"cpu": 1 << 22, "cuda": 1 << 27}
 """Logits that exist at a time otherwise: enough rows for a matrix product to be efficient."""
+COMPILED_PIECE = 1 << 29
+"""The same in code that was compiled for a GPU, which keeps two bytes of each and nothing in float32."""
 
 
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -33,9 +36,27 @@ def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     logits = targets.numel() * weight.shape[0]
     if logits <= WHOLE and weight.dtype == x.dtype and x.dtype in (torch.float32, torch.float64):
         return F.cross_entropy(F.linear(x, weight), targets)
-    rows = max(PIECE.get(x.device.type, PIECE["cuda"]) // weight.shape[0], 1)
-    rows -= rows % 256 if rows > 256 else 0  # whole tiles of a matrix product
+    piece = COMPILED_PIECE if _in_order(x) else PIECE.get(x.device.type, PIECE["cuda"])
+    rows = max(piece // weight.shape[0], 1)
+    tile = 256 if rows > 256 else 1  # whole tiles of a matrix product
+    rows -= rows % tile
+    if _in_order(x):  # pieces of one size: the library chooses its kernels by the shape
+        count = math.ceil(targets.numel() / rows)
+        rows = math.ceil(targets.numel() / count / tile) * tile
     return in_pieces(x, weight, targets, rows)
+
+
+def pieces_bytes(rows: int, vocabulary_size: int, size: int, *, compiled: bool) -> int:
+    """About how much memory the pieces take on a GPU: logits and their gradient, or what is made of them in float32.
+
+    Args:
+        rows: of the whole batch.
+        vocabulary_size: columns.
+        size: bytes of a number of the type that is computed in.
+        compiled: whether the loss is compiled, so that only these two exist.
+    """
+    whole = rows * vocabulary_size
+    return min(COMPILED_PIECE, whole) * 2 * size if compiled else min(PIECE["cuda"], whole) * 5 * 4
 
 
 def in_pieces(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
@@ -50,7 +71,7 @@ def in_pieces(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
     Source: the idea of Wijmans et al., "Cut your losses in large-vocabulary language models" (2024), in plain PyTorch.
     """
     if not torch.is_grad_enabled():
-        return _forward(x, weight, targets, rows, gradients=False)[0]
+        return _forward(x, weight, targets, rows, gradients=False, in_order=_in_order(x))[0]
     return _InPieces.apply(x, weight, targets, rows)  # pyright: ignore[reportReturnType] - apply is not typed
 
 
@@ -59,7 +80,7 @@ class _InPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        loss, grad_x, grad_weight = _forward(x, weight, targets, rows, gradients=True)
+        loss, grad_x, grad_weight = _forward(x, weight, targets, rows, gradients=True, in_order=_in_order(x))
         ctx.save_for_backward(grad_x, grad_weight)
         return loss
 
@@ -72,16 +93,17 @@ class _InPieces(torch.autograd.Function):
 
 
 def _forward(
-    x: Tensor, weight: Tensor, targets: Tensor, rows: int, *, gradients: bool
+    x: Tensor, weight: Tensor, targets: Tensor, rows: int, *, gradients: bool, in_order: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and, where they are wanted, its gradients with respect to x and weight."""
+    """The loss and, where they are wanted, its gradients with respect to x and weight; `in_order`: see `_in_order`."""
     exact = torch.promote_types(x.dtype, torch.float32)
     cast = weight.to(x.dtype)
     count = targets.numel()
     total = torch.zeros((), dtype=exact, device=x.device)
     grad_weight = torch.zeros(weight.shape if gradients else 0, dtype=exact, device=x.device)
     grads_x: list[Tensor] = []
-    for piece, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+    for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+        piece = after(part, [total, grad_weight, *grads_x[-1:]]) if in_order else part
         z = F.linear(piece, cast).to(exact)
         places = wanted[:, None]
         log_sum = torch.logsumexp(z, -1, keepdim=True)
@@ -94,3 +116,25 @@ def _forward(
             grad_weight = grad_weight + (slope.t() @ piece).to(exact)
     grad_x = torch.cat(grads_x) if gradients else x.new_zeros(0)
     return total / count, grad_x, grad_weight.to(weight.dtype)
+
+
+def _in_order(x: Tensor) -> bool:
+    """Whether each piece must wait for the one before.
+
+    On a GPU the compiler is free to run the first product of every piece before the second of any, and does: all logits
+    exist at once. On a CPU it keeps the order that is written.
+    """
+    return x.device.type != "cpu" and torch.compiler.is_compiling()
+
+
+@torch.library.custom_op("twophase::after", mutates_args=())
+def after(x: Tensor, others: list[Tensor]) -> Tensor:
+    """A copy of `x` that compiled code makes when the others are there, and not before."""
+    del others
+    return x.clone()
+
+
+@after.register_fake
+def _(x: Tensor, others: list[Tensor]) -> Tensor:
+    del others
+    return torch.empty_like(x)
