@@ -256,10 +256,15 @@ class Block(nn.Module):
         dtype = x.dtype
         x = x + F.linear(self._attention(x, cos, sin), self.output.to(dtype))
         h = rms_norm(x, self.mlp_norm, self.eps)
-        # Two products with halves of one weight: their results are contiguous, on which SiLU and its gradient run twice
-        # as fast as on the halves of one product, and no gradient has to be joined.
-        gate, up = self.gate_up.to(dtype).chunk(2)
-        return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), self.down.to(dtype))
+        weight = self.gate_up.to(dtype)
+        if x.device.type == "cpu":
+            # Two products with halves of one weight: their results are contiguous, on which SiLU and its gradient run
+            # twice as fast as on the halves of one product, and no gradient has to be joined.
+            gate, up = (F.linear(h, half) for half in weight.chunk(2))
+        else:
+            # One product, whose gradients the compiler writes side by side: 36 products fewer a step of 12 layers.
+            gate, up = F.linear(h, weight).chunk(2, -1)
+        return x + F.linear(F.silu(gate) * up, self.down.to(dtype))
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads, kv_heads, size = self.heads, self.kv_heads, self.head_size
