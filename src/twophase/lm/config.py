@@ -165,10 +165,13 @@ class ComputeConfig:
     """Compile forward and backward (torch.compile), once for all replicas and runs of a process."""
     micro_batch: int = 0
     """Sequences a forward and backward pass, a divisor of the batch size; 0 means as many as the memory holds."""
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Attention kernel on a GPU; `auto` times those that there are at the run's shape and takes the fastest."""
+    attention: Literal["auto", "cudnn", "flash3", "flash", "efficient", "math"] = "auto"
+    """Attention kernel on a GPU; `auto` times those that there are at the run's shape and takes the fastest, the same
+    in all processes. `flash3` is FlashAttention 3, for a newer torch with the package flash_attn_interface."""
     recompute: bool = False
     """Keep only each block's input for the backward pass and compute the rest again (activation checkpointing)."""
+    autotune: bool = field(default=False, metadata=LATER)
+    """With `compile`, let the compiler time several versions of each product and kernel, which takes minutes once."""
 
 
 @dataclass(frozen=True)
@@ -366,6 +369,8 @@ def _check_numbers(config: TrainConfig) -> None:
         micro,
         f"0 (as many as the memory holds) or a divisor of --data.batch-size {batch}",
     )
+    compute = config.compute
+    _require(compute.compile or not compute.autotune, "compute.autotune", True, "used together with --compute.compile")
     _require(config.log_every >= 0, "log_every", config.log_every, ">= 0 (0 means no lines inside a round)")
     _require(config.evaluate_every >= 0, "evaluate_every", config.evaluate_every, ">= 0 (0 means at the end only)")
     _require(config.divergence_loss >= 0, "divergence_loss", config.divergence_loss, ">= 0 (0 means 3 ln(vocabulary))")

@@ -68,8 +68,19 @@ def evaluate(
     finally:
         for module, training in modes:
             module.training = training
-    count = targets.numel()
-    size_bytes = 0 if token_bytes is None else int(token_bytes[targets.cpu().numpy()].sum())
+    return evaluation(nats, targets.cpu().numpy(), token_bytes)
+
+
+def evaluation(nats: float, targets: NDArray[np.integer], token_bytes: NDArray[np.integer] | None) -> Evaluation:
+    """Loss and perplexities from the sum of the losses over all targets.
+
+    Args:
+        nats: the sum.
+        targets: tokens that were judged, of any shape.
+        token_bytes: as for `evaluate`.
+    """
+    count = targets.size
+    size_bytes = 0 if token_bytes is None else int(token_bytes[targets].sum())
     loss = nats / count
     return Evaluation(loss, _exp(loss), _exp(nats / size_bytes) if size_bytes else math.nan, count)
 

@@ -29,11 +29,11 @@ from twophase.diloco.fragment import partition
 from twophase.diloco.report import RoundReport, merged
 from twophase.lm.config import TrainConfig, check, text_name
 from twophase.lm.corpus import AnyCorpus, build
-from twophase.lm.evaluate import Evaluation, evaluate
+from twophase.lm.evaluate import Evaluation, evaluate, evaluation
 from twophase.lm.model import Llama
 from twophase.lm.shard_corpus import ShardCorpus
 from twophase.lm.speed import flops_per_token, rates
-from twophase.lm.step import Step, make_repeatable, model_of
+from twophase.lm.step import Step, make_repeatable, model_of, room_for
 
 _EVALUATED_LOGITS = 1 << 28
 _REMEMBERED = 1000
@@ -77,10 +77,11 @@ class Trainer:
         share = 1 if communicator.elastic else config.replicas // communicator.size
         first = cast("Elastic", communicator).replica if communicator.elastic else communicator.rank * share
         numbers = range(first, first + share)
-        self.compute = Step(config, self.vocabulary_size, device, share)
-        self.replicas = [Replica(config, number, self.corpus, self.compute) for number in numbers]
+        self.compute = Step(config, self.vocabulary_size, device, share, communicator)
         self._losses: list[Tensor] = []
-        self.engine = self._engine()
+        with room_for(f"the weights of {share} replicas and the outer optimizer's", config):
+            self.replicas = [Replica(config, number, self.corpus, self.compute) for number in numbers]
+            self.engine = self._engine()
 
     def _engine(self) -> DiLoCo:
         config, sync = self.config, self.config.sync
@@ -203,7 +204,8 @@ class Trainer:
             # Where replicas come and go, one that is asked to stop goes alone.
             signals = partial(self._signals, 0.0 if self.comm.elastic else float(should_stop()))
         clock = time.perf_counter()
-        report = self._last(self.engine.step(signals), signals)
+        with room_for("the outer step", self.config):
+            report = self._last(self.engine.step(signals), signals)
         self.done.engine_seconds += time.perf_counter() - clock
         return report
 
@@ -365,11 +367,12 @@ class Replica:
         """
         tokens, targets = self.corpus.batch(self.config.seed, step, self.number)
         loss = self.compute.gradients(self.model, self._tensor(tokens), self._tensor(targets))
-        if self.config.inner.clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        self.inner.step()
+        with room_for("the inner optimizer", self.config):
+            if self.config.inner.clip_norm > 0:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
+            for group in self.inner.param_groups:
+                group["lr"] = lr
+            self.inner.step()
         self.inner.zero_grad()
         return loss
 
@@ -388,6 +391,10 @@ class Replica:
         """Loss and perplexity on the held-out documents."""
         tokens, targets = self.corpus.validation()
         token_bytes = self.corpus.vocabulary.token_bytes
+        if self.device.type == "cuda":  # elsewhere logits are cheap, and the digits of earlier records stay
+            return evaluation(
+                self.compute.nats(self.model, self._tensor(tokens), self._tensor(targets)), targets, token_bytes
+            )
         logits = tokens.shape[1] * self.compute.vocabulary_size  # of a window; in float32, they should not take over
         batch = max(1, min(64, _EVALUATED_LOGITS // logits))
         return evaluate(self.model, self._tensor(tokens), self._tensor(targets), token_bytes, batch)
