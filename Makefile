@@ -10,13 +10,14 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test check bench docs clean
+.PHONY: help setup setup-dev demo test check bench gate docs clean
 
 help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
 	@echo "make test    set up and run the tests"
 	@echo "make check   set up and run ruff and pyright"
 	@echo "make bench   set up and run the benchmarks"
+	@echo "make gate    set up and hold the CUDA code of a training step to its bounds, without a GPU"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup   only the set-up for use;  make setup-dev  also what tests and checks need"
 
@@ -59,6 +60,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	  echo "no chromium here: the tests of pages will be skipped (apt-get install chromium brings it)"
 	@touch $@
 
+$(VENV)/.installed-gate: $(VENV)/.installed
+	@echo "installing Triton"
+	@$(PIP) -e '.[gate]'
+	@touch $@
+
 demo: setup
 	@$(BIN)/twophase demo $(ARGS)
 
@@ -72,6 +78,9 @@ check: setup-dev
 
 bench: setup-dev
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+gate: $(VENV)/.installed-gate
+	@$(BIN)/python benchmarks/cuda_gate.py
 
 docs: $(VENV)/.installed-docs
 	@$(BIN)/zensical build --clean --strict
