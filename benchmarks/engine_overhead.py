@@ -3,7 +3,8 @@
 `tokens_ratio_s16` compares, in one run and in turn, blocks of whole rounds of S = 16 inner steps of all replicas with
 everything that a round brings (pseudo-gradient, reduction, outer step with its norms, restoring the replicas, checksum,
 report) and the same inner steps without. On a CPU time is CPU time of this process, so that other programs do not
-enter; on a GPU it is wall time between synchronisations. `engine_share_s16` is the engine's own part of the first.
+enter; on a GPU it is wall time between synchronisations. `engine_share_s16` is the engine's own part of the first, and
+the table shows its phases in wall milliseconds a round (on a GPU most phases only launch work, see `RoundReport`).
 
 Without options it takes the demo's model; `--recipe paper_150m` takes the paper's, on the documentation of the running
 Python as bytes, whose content does not change the speed. Last line: one JSON object.
@@ -12,20 +13,37 @@ Python as bytes, whose content does not change the speed. Last line: one JSON ob
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from bounds import finish
 from twophase.diloco.engine import DiLoCo
+from twophase.diloco.report import RoundReport
 from twophase.lm.config import TrainConfig
 from twophase.lm.step import Step
 from twophase.lm.trainer import Replica, preflight
 from twophase.recipes.pretraining import RECIPES
 from twophase.restart import Periodic
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What the engine costs at one number of inner steps a round.
+
+    Args:
+        tokens_ratio: tokens a second with the engine over those without, a median over pairs of blocks.
+        engine_share: the engine's part of the time with it, likewise.
+        phases: median wall seconds of each phase of a round.
+    """
+
+    tokens_ratio: float
+    engine_share: float
+    phases: dict[str, float]
 
 
 class Loop:
@@ -56,58 +74,95 @@ class Loop:
             after()
         return self.clock() - begin
 
-    def compare(self, inner_steps: int, seconds: float, least: int) -> tuple[float, float]:
-        """Medians of: bare time / time with the engine; the engine's own share of the latter."""
+    def compare(self, inner_steps: int, seconds: float, least: int) -> Overhead:
+        """Time blocks of whole rounds, with the engine and without in turn.
+
+        Args:
+            inner_steps: S, of a round.
+            seconds: to measure for; three pairs of blocks at least.
+            least: inner steps of a block at least.
+        """
         rule = self.config.outer.rule()
         models = [replica.model for replica in self.replicas]
         engine = DiLoCo(models, rule, restart=Periodic(3), inner_steps=inner_steps)
         block = inner_steps * -(-least // inner_steps)  # whole rounds
-        own = 0.0
+        engine_seconds = 0.0
+        reports: list[RoundReport] = []
 
         def after() -> None:
-            nonlocal own
+            nonlocal engine_seconds
             ends = engine.inner_step + 1 == inner_steps
             before = self.clock() if ends else 0.0  # the engine would wait for the inner steps, which are not its own
-            engine.step()
-            own += self.clock() - before if ends else 0.0
+            report = engine.step()
+            if ends:
+                engine_seconds += self.clock() - before
+                assert report is not None
+                reports.append(report)
 
         self.inner(min(block, 4 * inner_steps), after)
+        reports.clear()
         ratios, shares = [], []
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(ratios) < 3:
-            own = 0.0
+            engine_seconds = 0.0
             bare = self.inner(block) if len(ratios) % 2 else 0.0  # in turn, so that neither is always the first
             whole = self.inner(block, after)
             bare = bare or self.inner(block)
             ratios.append(bare / whole)
-            shares.append(own / whole)
-        return statistics.median(ratios), statistics.median(shares)
+            shares.append(engine_seconds / whole)
+        phases = {name: statistics.median(report.seconds[name] for report in reports) for name in reports[0].seconds}
+        return Overhead(statistics.median(ratios), statistics.median(shares), phases)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def measure(config: TrainConfig, inner_steps: list[int], seconds: float, least: int) -> dict[int, Overhead]:
+    """Compare at several numbers of inner steps a round, and print a line for each.
+
+    Args:
+        config: model, text, replicas and device.
+        inner_steps: S, one comparison each.
+        seconds: for each.
+        least: inner steps of a block at least.
+    """
+    loop = Loop(config)
+    overheads: dict[int, Overhead] = {}
+    print(f"{'S':>5}{'tokens ratio':>14}{'engine share':>14}  ms of each phase of a round")
+    for count in inner_steps:
+        overheads[count] = overhead = loop.compare(count, seconds, least)
+        phases = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in overhead.phases.items())
+        print(f"{count:5}{overhead.tokens_ratio:14.4f}{overhead.engine_share:14.2%}  {phases}", flush=True)
+    return overheads
+
+
+def figures_of(overheads: dict[int, Overhead]) -> dict[str, float]:
+    """The figures of the last line."""
+    figures: dict[str, float] = {}
+    for count, overhead in overheads.items():
+        figures[f"tokens_ratio_s{count}"] = round(overhead.tokens_ratio, 5)
+        figures[f"engine_share_s{count}"] = round(overhead.engine_share, 5)
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", choices=list(RECIPES), help="a recipe's model (default: the demo's)")
     parser.add_argument("--device", help="a torch device (default: the recipe's)")
-    parser.add_argument("--inner-steps", type=int, nargs="+", default=[1, 16, 512], help="S, one comparison each")
+    parser.add_argument("--inner-steps", type=int, nargs="+", default=[1, 16, 128], help="S, one comparison each")
     parser.add_argument("--seconds", type=float, default=12.0, help="time for each, three blocks at least")
-    parser.add_argument("--block", type=int, help="inner steps that are timed together at least (64; recipes: 8)")
+    parser.add_argument("--block", type=int, help="inner steps that are timed together at least (16; recipes: 8)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = TrainConfig()
     if options.recipe:
         config = RECIPES[options.recipe]()
-        data = replace(config.data, corpus="python", vocabulary="bytes", validation_windows=16)
+        data = replace(config.data, corpus="python", vocabulary="bytes", tokenizer="", validation_windows=16)
         config = replace(config, data=data)
     config = replace(config, device=options.device or config.device)
-    loop = Loop(config)
-    figures: dict[str, float] = {}
-    print(f"{'S':>5}{'tokens ratio':>14}{'engine share':>14}")
-    for inner_steps in options.inner_steps:
-        ratio, share = loop.compare(inner_steps, options.seconds, options.block or (8 if options.recipe else 64))
-        print(f"{inner_steps:5}{ratio:14.4f}{share:14.2%}")
-        figures |= {f"tokens_ratio_s{inner_steps}": ratio, f"engine_share_s{inner_steps}": share}
-    print(json.dumps({name: round(value, 5) for name, value in figures.items()}))
+    overheads = measure(config, options.inner_steps, options.seconds, options.block or (8 if options.recipe else 16))
+    # Bounds are for the demo's model on a CPU and for a recipe on a GPU: other pairs show that the commands run.
+    name = {(False, "cpu"): "engine_overhead", (True, "cuda"): "engine_overhead_gpu"}
+    kind = bool(options.recipe), torch.device(config.device).type
+    return finish(name.get(kind, "engine_overhead_other"), figures_of(overheads))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
