@@ -52,7 +52,7 @@ PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 PRODUCT_TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 BURST = {"cuda": 1.0, "cpu": 0.3}
 """Seconds of a burst at least."""
-Call = Callable[[], None]
+Call = Callable[[], object]
 Facts = dict[str, Any]
 """What a contestant has chosen: sequences at a time, attention kernel. Filled in by its first step."""
 

@@ -1,0 +1,379 @@
+"""The benchmarks that want a GPU: what they do without one, and with damaged or missing things."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+import engine_overhead
+import gpu
+import lm_throughput
+import textmaker
+from gpu_parts import driver, kernels, run
+from gpu_parts.records import Record, Settings, Unfinished, toy
+from twophase.config import RunError
+from twophase.recipes.pretraining import RECIPES, nano
+
+PROGRAM = gpu.HERE / "gpu.py"
+ABSENT = "tyro docstring_parser optuna alembic sqlalchemy rich scipy datasets submitit".split()
+"""Packages that a bare machine with a GPU does not have."""
+FILES = {
+    *(f"{part}.{ending}" for part in gpu.PARTS for ending in ("json", "log")),
+    *(f"probe-{name}.csv" for name in ("kernels", "products", "attention", "sum", "variants")),
+    *("engine-phases.csv", "run.csv", "run.png", "nano.csv", "figures.json"),
+}
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Options of a toy's parts on a small text; a new folder."""
+    text = textmaker.write(tmp_path / "text.txt", documents=200)
+    return ["--out", str(tmp_path / "out"), "--tiny", "--corpus", f"file:{text}", "--work", str(tmp_path / "work")]
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the program does to its process is undone."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    yield
+    torch.set_num_threads(1)
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_all_parts(tmp_path: Path, words: list[str]):
+    """With few packages all parts leave files and figures; a second call does nothing, one after a cut what is left."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
+    out = tmp_path / "out"
+
+    def call() -> tuple[dict[str, float], list[str]]:
+        ended = subprocess.run(
+            [sys.executable, str(PROGRAM), *words, "--seed", "0"],
+            env=os.environ | {"PYTHONPATH": str(bare)}, cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        lines = ended.stdout.splitlines()
+        return json.loads(lines[-1]), lines[:-1]
+
+    figures, said = call()
+    assert set(contents(out)) == FILES
+    assert sum(map(len, contents(out).values())) < 1 << 20
+    for name in ("rho", "eager_ratio", "compiled_ratio", "peak_memory_gb", "tokens_ratio_s1", "nano_nesterov_best_k"):
+        assert figures[name] > 0
+    assert (figures["resume_same_bits"], figures["units_left"], figures["nano_cells"]) == (1, 0, 20)
+    rows = table(out / "probe-sum.csv")
+    step = float(rows[-1]["ms"])
+    assert step == pytest.approx(sum(float(row["ms"]) for row in rows if row["part"] not in ("step", "sum of kernels")))
+    assert [row["cell"] for row in table(out / "nano.csv")].count("auto-1-auto") == 1
+    before = contents(out)
+    again, said = call()
+    assert (again, said, contents(out)) == (figures, [], before)
+
+    # As if the call had been cut off after ten cells, on another machine.
+    record = json.loads(before["nano.json"])
+    (out / "nano.json").write_text(json.dumps(record | {"units": {}, "rows": record["rows"][:10]}))
+    again, said = call()
+    assert again == figures
+    assert sum(line.startswith("seed 0, ") for line in said) == 10
+    timeless = [[{**row, "seconds": "", "engine_share": ""} for row in rows] for rows in (
+        table(out / "nano.csv"), list(csv.DictReader(before["nano.csv"].decode().splitlines())))]  # fmt: skip
+    assert timeless[0] == timeless[1]
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> list[str]:
+    """Have units end at once, one of them badly; the list is of those that were begun."""
+    begun: list[str] = []
+
+    def launch(part: str, unit: str, options: Any, end: float) -> int:
+        del options, end
+        begun.append(part)
+        return driver.REFUSED if unit == failing else driver.DONE
+
+    monkeypatch.setattr(driver, "launch", launch)
+    return begun
+
+
+DAMAGED = (
+    '{"tiny": true, "uni',
+    "[]",
+    '{"tiny": true, "units": {"a": 3}, "rows": []}',
+    '{"tiny": false, "units": {}, "rows": []}',  # not damaged, but of the whole model
+)
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_record(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: str
+):
+    """A part whose record is damaged, or of another model, is left alone with one message; the others run."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "probe.json").write_text(content)
+    begun = launched(monkeypatch)
+    assert gpu.main(words) == 1
+    said = [line for line in capsys.readouterr().out.splitlines() if "probe.json" in line]
+    assert len(said) == 1
+    assert "--out" in said[0]
+    assert set(begun) == {"engine", "run", "nano"}
+    assert (tmp_path / "out" / "probe.json").read_text() == content
+
+
+def test_failed_unit(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """After a unit that failed the others run; the status says so, and another call is asked for."""
+    begun = launched(monkeypatch, failing="overhead")
+    assert gpu.main(words) == 1
+    assert begun == ["probe"] * 6 + ["engine"] * 4 + ["run", "nano"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["units_left"] == 2  # overhead, and the second seed
+
+
+def wheel(folder: Path, name: str, content: bytes | None = None) -> None:
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.whl"
+    if content is not None:
+        path.write_bytes(content)
+        return
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name.split('-', maxsplit=1)[0]}.py", "VALUE = 3\n")
+
+
+def test_wheels(tmp_path: Path):
+    """Wheels for this Python can be imported from, those for another are left out."""
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    names = [
+        "pure-1-py3-none-any",
+        f"fitting-1-{python}-{python}-any",
+        "foreign-1-cp27-cp27m-any",
+        "os2-1-py3-none-os2",
+    ]
+    for name in names:
+        wheel(tmp_path / "wheels", name)
+    gpu.unpack(tmp_path / "wheels", tmp_path / "place")
+    assert {path.name for path in (tmp_path / "place").iterdir()} == {"pure.py", "fitting.py"}
+
+
+@pytest.mark.parametrize("content", [None, b"no zip file"])
+def test_bad_wheels(
+    tmp_path: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+):
+    """Without the folder, or with a damaged wheel, there is one message, and the parts run with what is installed."""
+    if content is not None:
+        wheel(tmp_path / "wheels", "broken-1-py3-none-any", content)
+    begun = launched(monkeypatch)
+    assert gpu.main([*words, "--wheels", str(tmp_path / "wheels")]) == 1
+    assert sum("--wheels" in line for line in capsys.readouterr().out.splitlines()) == 1
+    assert set(begun) == set(gpu.PARTS)
+
+
+def test_missing_package(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Without a package that all parts need nothing is begun, and its name and remedy are told."""
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    begun = launched(monkeypatch)
+    assert gpu.main(words) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "PyYAML" in line
+    assert "--wheels" in line
+    assert "numpy" not in line
+    assert not begun
+
+
+@pytest.mark.parametrize("unit", ["run.curve", "nano.seed0", "probe.kernels"])
+def test_too_little_memory(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unit: str
+):
+    """A device on which not even one sequence fits ends a unit with one message and the remedy; nothing is recorded."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("twophase.lm.step.loss", full)
+    (tmp_path / "out").mkdir()
+    assert gpu.main([*words, "--unit", unit, "--deadline", str(time.time() + 60)]) == driver.REFUSED
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "out of memory at --compute.micro-batch 1" in line
+    assert not (tmp_path / "out" / f"{unit.partition('.')[0]}.json").exists()
+
+
+@pytest.mark.parametrize(("unit", "kernel"), [("probe.device", "cudnn"), ("run.curve", "flash")])
+def test_attention_that_is_not_there(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str], unit: str, kernel: str
+):
+    """A kernel that was asked for and does not work here ends a unit with one message that names the remedy."""
+    (tmp_path / "out").mkdir()
+    assert gpu.main([*words, "--unit", unit, "--attention", kernel]) == driver.REFUSED
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(unit.replace(".", " "))]
+    assert len(said) == 1
+    assert kernel in said[0]
+    assert "auto" in said[0]
+
+
+def test_unexpected_error(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """An error that nothing foresaw is one line, and its traceback is in the log."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("a kernel\nwithout a name")
+
+    monkeypatch.setitem(run.UNITS, "curve", fail)
+    (tmp_path / "out").mkdir()
+    assert gpu.main([*words, "--unit", "run.curve"]) == driver.FAILED
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert "Traceback" in (tmp_path / "out" / "run.log").read_text()
+
+
+def test_run_stops_and_goes_on(tmp_path: Path, words: list[str]):
+    """A run that stops near its deadline keeps its curve, and goes on to the same losses as one that does not stop."""
+    corpus = words[words.index("--corpus") + 1]
+
+    def losses(out: str, *deadlines: float) -> list[str]:
+        place = tmp_path / out
+        place.mkdir()
+        for seconds in deadlines:
+            settings = Settings(place, tmp_path / f"{out}-work", time.time() + seconds, tiny=True, corpus=corpus)
+            settings.work.mkdir(exist_ok=True)
+            try:
+                run.curve(settings, Record(place, "run", tiny=True))
+            except Unfinished:
+                assert not (place / "run.json").exists()
+                assert (place / "run.csv").exists()
+        assert "curve" in Record(place, "run", tiny=True).units
+        return [row["validation_loss"] for row in table(place / "run.csv")]
+
+    assert losses("parts", -1.0, 1000.0) == losses("whole", 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matrix products"),
+        ("triton_tem_fused_mm_3", "matrix products"),
+        ("aten::mm", "matrix products"),
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("fmha_cutlassB_bf16_aligned_64x64_k64_seqaligned_sm80(...)", "attention"),
+        ("triton_poi_fused__scaled_dot_product_flash_attention__to_copy_mm_t_4", "elementwise"),
+        ("triton_red_fused__to_copy_logsumexp_2", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "elementwise"),
+        ("void at::native::multi_tensor_apply_kernel<..., at::native::FusedAdamMathFunctor<float>>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+        ("Memset (Device)", "other"),
+    ],
+)
+def test_class_of_a_kernel(kernel: str, kind: str):
+    """Kernels by names seen in traces; what Inductor has fused near attention is not attention."""
+    assert kernels.class_of(kernel) == kind
+
+
+@dataclass
+class Row:
+    """A line of the profiler's averages."""
+
+    key: str
+    device_type: DeviceType
+    self_device_time_total: float
+    count: int
+
+
+class Profiler:
+    """A profiler that has seen two steps on a GPU."""
+
+    def __init__(self, **_: Any) -> None:
+        self.rows = [
+            Row("nvjet_tst_128x256", DeviceType.CUDA, 8000.0, 20),
+            Row("triton_poi_fused_mul_0", DeviceType.CUDA, 2000.0, 4),
+            Row("aten::mm", DeviceType.CPU, 8000.0, 20),  # launched the first line
+            Row("Optimizer.step#AdamW.step", DeviceType.CUDA, 500.0, 2),  # a stretch with kernels of its own
+            Row("Memset (Device)", DeviceType.CUDA, 400.0, 2),
+        ]
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def key_averages(self) -> list[Row]:
+        """All lines."""
+        return self.rows
+
+
+def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Each kernel counts once, and the classes and the remainder add up to the step."""
+    monkeypatch.setattr(kernels, "profile", Profiler)
+    monkeypatch.setattr(kernels, "wait_for", lambda _: 0.0)
+    top, classes, _ = kernels.profiled(lambda: None, torch.device("cuda"), 2)
+    assert [(line["kernel"], line["ms"], line["calls"]) for line in top] == [
+        ("nvjet_tst_128x256", 4.0, 10),
+        ("triton_poi_fused_mul_0", 1.0, 2),
+        ("Memset (Device)", 0.2, 1),
+    ]
+    assert classes == {"matrix products": 4.0, "elementwise": 1.0, "other": 0.2, "attention": 0.0, "optimizer": 0.0}
+    rows = {row["part"]: row["ms"] for row in kernels.closing_sum(6.0, classes, {})}
+    assert rows["remainder: no kernel runs"] == pytest.approx(0.8)
+
+
+def test_gpu_that_cannot_be_traced(monkeypatch: pytest.MonkeyPatch):
+    """Without a kernel in the trace there is no sum, rather than one whose remainder is the whole step."""
+    monkeypatch.setattr(kernels, "profile", Profiler)
+    monkeypatch.setattr(kernels, "wait_for", lambda _: 0.0)
+    monkeypatch.setattr(Profiler, "key_averages", lambda self: self.rows[2:3])
+    with pytest.raises(RunError, match="trace"):
+        kernels.profiled(lambda: None, torch.device("cuda"), 2)
+
+
+def test_recipe_of_another_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """`engine_overhead.py --recipe` runs a recipe that names a tokenizer, which its text has no use for."""
+    config = toy(nano())
+    config = replace(config, data=replace(config.data, tokenizer="mistral"))
+    monkeypatch.setitem(RECIPES, "toy", lambda *_, **__: config)
+    words = "--recipe toy --inner-steps 1 2 --seconds 0 --block 2 --device cpu".split()
+    monkeypatch.setattr(sys, "argv", ["engine_overhead.py", *words])
+    assert engine_overhead.main() == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures.keys() == {f"{name}_s{s}" for name in ("tokens_ratio", "engine_share") for s in (1, 2)}
+    assert all(value > 0 for value in figures.values())
+
+
+@pytest.mark.slow
+def test_contestant_that_fails():
+    """A contestant that cannot be built is left out with its reason; the other's bursts are measured."""
+    config = toy(nano())
+    contestants = {
+        "product": lm_throughput.Contestant("product", config),
+        "ours": lm_throughput.Contestant("ours", replace(config, device="nowhere")),
+    }
+    outcomes = lm_throughput.contest(contestants, 0.0, 0.01)
+    assert len(outcomes["product"].seconds) == 3
+    assert outcomes["ours"].error
+    assert not outcomes["ours"].seconds
