@@ -91,6 +91,7 @@ def arguments() -> argparse.ArgumentParser:
         "--work", type=Path, help="folder of checkpoints (a temporary one, the same for the same --out)"
     )
     parser.add_argument("--unit", help=argparse.SUPPRESS)
+    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser
 

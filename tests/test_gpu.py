@@ -94,15 +94,39 @@ def test_all_parts(tmp_path: Path, words: list[str]):
     again, said = call()
     assert (again, said, contents(out)) == (figures, [], before)
 
-    # As if the call had been cut off after ten cells, on another machine.
-    record = json.loads(before["nano.json"])
-    (out / "nano.json").write_text(json.dumps(record | {"units": {}, "rows": record["rows"][:10]}))
-    again, said = call()
-    assert again == figures
-    assert sum(line.startswith("seed 0, ") for line in said) == 10
-    timeless = [[{**row, "seconds": "", "engine_share": ""} for row in rows] for rows in (
-        table(out / "nano.csv"), list(csv.DictReader(before["nano.csv"].decode().splitlines())))]  # fmt: skip
-    assert timeless[0] == timeless[1]
+
+@pytest.mark.slow
+def test_killed_call(tmp_path: Path, words: list[str]):
+    """A call that is killed takes its unit's process with it, and the next one does what it had not done."""
+    command = [sys.executable, str(PROGRAM), *words, "--seed", "1", "--parts", "nano"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("seed 1, nesterov-0.7-3"):
+                break
+        (unit,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+    end = time.monotonic() + 20
+    while Path(f"/proc/{unit}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{unit}").exists()
+    before = [row["cell"] for row in table(tmp_path / "out" / "nano.csv")]
+    assert before[3:4] == ["nesterov-0.7-3"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [row["cell"] for row in table(tmp_path / "out" / "nano.csv")]
+    assert rows[: len(before)] == before
+    assert len(set(rows)) == len(rows) == 20
+    assert said.count("perplexity ") == 20 - len(before)
+
+
+def test_unit_that_takes_too_long(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
+    """A unit is ended when its part's time is over, and left to the next call."""
+    (tmp_path / "out").mkdir()
+    gpu.add_packages(None, tmp_path / "place")
+    options = gpu.arguments().parse_args(words)
+    assert driver.launch("engine", "resume", options, time.time() + 1.0) == driver.UNFINISHED
+    assert "--minutes" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "engine.json").exists()
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> list[str]:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -50,6 +51,8 @@ def perform(options: argparse.Namespace) -> int:
     settings = settings_of(options)
     log = settings.out / f"{part}.log"
     name = f"{part} {unit}"
+    if options.watched:
+        threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         settings.work.mkdir(parents=True, exist_ok=True)
         with short_of_memory(name):
@@ -67,6 +70,15 @@ def perform(options: argparse.Namespace) -> int:
         print(f"{name}: {type(error).__name__}: {reason} (more in {log}; the next call tries again)", flush=True)
         return FAILED
     return DONE
+
+
+def end_with_parent() -> None:
+    """Wait until the parent has gone, then end this process and its children.
+
+    A call that is killed cannot end its unit, which would take half of the device from the call that follows.
+    """
+    os.read(0, 1)  # ends when the parent does, for nothing is written; sys.stdin would be locked at our own end
+    os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -88,6 +100,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"{part}: {error}", flush=True)
             status, left = 1, left + 1
     figures["units_left"] = left
+    with suppress(OSError):  # it holds what another call goes on from
+        settings_of(options).work.rmdir()
     write_atomic(options.out / "figures.json", json.dumps(figures, indent=1) + "\n")
     return max(status, finish("gpu_tiny" if options.tiny else "gpu", figures))
 
@@ -139,13 +153,15 @@ def launch(part: str, unit: str, options: argparse.Namespace, end: float) -> int
     words += ["--work", options.work] if options.work else []
     words += ["--tiny"] if options.tiny else []
     process = subprocess.Popen(
-        [sys.executable, str(PROGRAM), *map(str, words)],
+        [sys.executable, str(PROGRAM), *map(str, words), "--watched"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,  # it has children of its own, which must go with it
     )
+    assert process.stdin
     assert process.stdout
     echo = threading.Thread(target=copy, args=(process.stdout, options.out / f"{part}.log"), daemon=True)
     echo.start()
@@ -159,6 +175,8 @@ def launch(part: str, unit: str, options: argparse.Namespace, end: float) -> int
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         echo.join(5)
+        process.stdin.close()
+        process.stdout.close()
     if status not in (DONE, FAILED, REFUSED, UNFINISHED):
         print(f"{part} {unit}: its process ended with status {status}; the next call tries again", flush=True)
         status = FAILED
