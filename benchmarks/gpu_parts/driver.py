@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from bounds import finish
 from gpu_parts.records import Record, Settings, Unfinished, short_of_memory
 from twophase.config import RunError, UsageError
@@ -33,7 +35,7 @@ DONE, FAILED, REFUSED, UNFINISHED = 0, 1, 2, 3
 
 
 def part_module(part: str) -> Any:
-    """The module of a part: it has `UNITS`, from name to function of settings and record, and `figures`."""
+    """The module of a part: `UNITS`, from name to function of settings and record; `NEED_A_GPU`; `figures`."""
     return import_module(f"gpu_parts.{part}")
 
 
@@ -83,10 +85,15 @@ def end_with_parent() -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Do what is left of the parts, print the figures of all, and return the exit status."""
+    if not (options.tiny or torch.cuda.is_available()):
+        print("gpu.py: torch finds no GPU here that it can use; run it on a machine with one, or try it with --tiny")
+        return 2
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+        for part in options.parts:
+            (options.out / f"{part}.log").touch()
     except OSError as error:
-        print(f"--out {options.out}: cannot be used ({error.strerror}); choose another --out")
+        print(f"--out {options.out}: cannot be written ({error.strerror}); choose another --out")
         return 2
     figures: dict[str, float | None] = {}
     status, left = 0, 0
@@ -95,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
             if part in options.parts:
                 failed, unfinished = run_part(part, options)
                 status, left = max(status, int(failed > 0)), left + failed + unfinished
-            figures |= part_module(part).figures(Record(options.out, part, tiny=options.tiny))
+            figures |= figures_of(part, options)
         except UsageError as error:  # a damaged file; the other parts go on
             print(f"{part}: {error}", flush=True)
             status, left = 1, left + 1
@@ -106,10 +113,24 @@ def run(options: argparse.Namespace) -> int:
     return max(status, finish("gpu_tiny" if options.tiny else "gpu", figures))
 
 
+def figures_of(part: str, options: argparse.Namespace) -> dict[str, float]:
+    """The figures of a part's record.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    record = Record(options.out, part, tiny=options.tiny)
+    try:
+        return part_module(part).figures(record)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise record.damage(error) from None
+
+
 def run_part(part: str, options: argparse.Namespace) -> tuple[int, int]:
     """Do what is left of a part in its minutes; return how many units failed, and how many are left beside them."""
     end = time.time() + 60 * options.minutes
-    units = [*part_module(part).UNITS]
+    module = part_module(part)
+    units = [unit for unit in module.UNITS if not (options.tiny and unit in module.NEED_A_GPU)]
     later = 0
     if part == "nano":
         options, units, later = of_one_seed(options, units)

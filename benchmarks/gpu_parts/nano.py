@@ -92,6 +92,7 @@ def grid(settings: Settings, record: Record, *, seed: int) -> None:
     record.done(f"seed{seed}", {})
 
 
+NEED_A_GPU: set[str] = set()
 UNITS = {f"seed{seed}": partial(grid, seed=seed) for seed in SEEDS}
 
 

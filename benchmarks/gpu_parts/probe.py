@@ -30,7 +30,7 @@ COMPARED = ("rho", "tokens_per_second", "peak_memory_gb")
 
 def contest(settings: Settings, record: Record) -> None:
     """Our step, the matrix product and transformers' step: rho, both ratios, peak memories."""
-    config = with_values(settings.config("paper_150m"), {"compute.compile": True})  # a toy's, too, to try it
+    config = settings.config("paper_150m")
     contestants = {"product": Contestant("product", config), "ours": Contestant("ours", config)}
     note = ""
     if importlib.util.find_spec("transformers") is None:
@@ -164,6 +164,8 @@ def with_sum(function: Callable[[Settings, Record], None]) -> Callable[[Settings
     return unit
 
 
+NEED_A_GPU = {"micro_batch_64", "autotune"}
+"""Units that a toy has nothing to try with."""
 UNITS: dict[str, Callable[[Settings, Record], None]] = {
     "contest": contest,
     "kernels": with_sum(step_kernels),

@@ -102,16 +102,20 @@ class Record:
                 _ = [float(value) for value in entry["figures"].values()]
             _ = [row.keys() for row in self.rows]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"--out {out}: {self.path.name} is damaged ({type(error).__name__}: {error}); remove that file to "
-                "measure its part again, or choose another --out"
-            ) from None
+            raise self.damage(error) from None
         if was_tiny != tiny:
             kinds = ("a toy (--tiny)", "the whole model")
             raise UsageError(
                 f"--out {out}: {self.path.name} is of {kinds[tiny]} and this call of {kinds[not tiny]}; choose another "
                 "--out"
             )
+
+    def damage(self, error: Exception) -> UsageError:
+        """The refusal of a file that is not as it was written."""
+        return UsageError(
+            f"--out {self.path.parent}: {self.path.name} is damaged ({type(error).__name__}: {error}); remove that "
+            "file to measure its part again, or choose another --out"
+        )
 
     def done(self, unit: str, figures: Figures, **facts: Any) -> None:
         """Keep what a unit has measured, with date, machine and versions."""

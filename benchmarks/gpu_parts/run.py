@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import shutil
 import statistics
 from collections.abc import Mapping
@@ -67,7 +68,9 @@ def curve(settings: Settings, record: Record) -> None:
         "run_engine_share": summary["engine_share"],
         "run_diverged": float(summary["diverged"]),
     }
-    record.done("curve", {name: value for name, value in figures.items() if value is not None}, summary=summary)
+    facts = {name: summary[name] for name in ("steps", "restarts", "checksum", "execution")}
+    finite = {name: value for name, value in figures.items() if value is not None and math.isfinite(value)}
+    record.done("curve", finite, **facts)
     shutil.rmtree(path, ignore_errors=True)  # gigabytes
 
 
@@ -101,6 +104,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+NEED_A_GPU: set[str] = set()
 UNITS = {"curve": curve}
 
 
