@@ -26,7 +26,8 @@ import textmaker
 from gpu_parts import driver, kernels, run
 from gpu_parts.records import Record, Settings, Unfinished, toy
 from twophase.config import RunError
-from twophase.recipes.pretraining import RECIPES, nano
+from twophase.lm.speed import flops_per_token
+from twophase.recipes.pretraining import RECIPES, nano, paper_150m
 
 PROGRAM = gpu.HERE / "gpu.py"
 ABSENT = "tyro docstring_parser optuna alembic sqlalchemy rich scipy datasets submitit".split()
@@ -347,6 +348,26 @@ def test_run_stops_and_goes_on(tmp_path: Path, words: list[str]):
 def test_class_of_a_kernel(kernel: str, kind: str):
     """Kernels by names seen in traces; what Inductor has fused near attention is not attention."""
     assert kernels.class_of(kernel) == kind
+
+
+def test_kernels_alone_make_a_step(monkeypatch: pytest.MonkeyPatch):
+    """Products and attention, timed alone, hold the operations that are counted for a step."""
+
+    def at_once(call: Any, *_: Any) -> float:
+        call()  # shapes and types fit
+        return 1e-3
+
+    monkeypatch.setattr(kernels, "seconds_of", at_once)
+    config, meta = paper_150m(), torch.device("meta")
+    products = kernels.products(config, meta, 65536, 1.0)
+    attention = [line for line in kernels.attentions(config, meta, 32, 1.0) if line["kernel"] == "flash"]
+    counted = flops_per_token(config.model, 32000, 2048)
+    step = {name: count * config.step_tokens for name, count in counted._asdict().items()}
+    done = sum(1e12 * line["tflops"] * 1e-3 * line["step_ms"] for line in products)
+    square = step["palm"] - step["causal"]
+    assert done == pytest.approx(step["causal"] - square)
+    # Forward and backward of attention by kernels that compute scores again: 7 products where 6 are counted.
+    assert 1e12 * attention[0]["tflops"] * 1e-3 * attention[0]["step_ms"] == pytest.approx(square * 7 / 6)
 
 
 @dataclass
