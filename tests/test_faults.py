@@ -560,6 +560,23 @@ def test_one_of_a_group_is_killed(base: TrainConfig, undisturbed: Undisturbed, t
     assert checksums[0] == checksums[1]
 
 
+def test_one_of_a_group_stands_still(base: TrainConfig, tmp_path: Path) -> None:
+    """It closes no connection, so the other waits for it, but no longer than its timeout; then the same message."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(base))
+    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
+    with Processes(tmp_path / "words") as processes:
+        port = free_port()
+        first = processes.start(
+            "0", [sys.executable, "-m", "twophase", *words, "--sync-timeout", "2"], **group(port, 0)
+        )
+        command = [sys.executable, str(DRIVER), f"events={tmp_path / 'events'}", "stop@reduce:2", "--", *words]
+        second = processes.start("1", command, **group(port, 1))
+        processes.ended("0", first, 1)
+        (line,) = processes.said("0")
+        assert line.startswith("twophase train: failed: the connection to the other processes is lost (")
+        second.kill()
+
+
 # --- who cannot begin -------------------------------------------------------------------------------------------------
 
 

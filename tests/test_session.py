@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from twophase import session
 from twophase.config import RunError, UsageError
 from twophase.lm.config import TrainConfig
 from twophase.session import process_group, take_device
@@ -73,6 +77,48 @@ def test_an_environment_that_is_not_torchruns(monkeypatch: pytest.MonkeyPatch):
         process_group(TrainConfig()),
     ):
         pass
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the group would be made with, by a process of torchrun whose current device is its second GPU."""
+    for name, value in {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "")  # so that it is put back
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(session, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
+    found: dict[str, Any] = {}
+
+    def join(backend: str, **options: Any) -> None:
+        found.update(options, backend=backend)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(dist, "init_process_group", join)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "place", "seconds"),
+    [("cpu", None, None, 1800), ("cpu", 7.0, None, 7), ("cuda", None, "cuda:1", 600), ("cuda", 0.5, "cuda:1", 0.5)],
+)
+def test_a_group_has_a_timeout_and_its_own_gpu(
+    joined: dict[str, Any], device: str, given: float | None, place: str | None, seconds: float
+):
+    """Collectives end in finite time; NCCL is bound to the rank's GPU and reports errors instead of aborting."""
+    with pytest.raises(RunError, match="enough"), process_group(TrainConfig(device=device), timeout=given):
+        pass
+    assert joined["timeout"].total_seconds() == seconds
+    assert joined["device_id"] == (place and torch.device(place))
+    assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == (place and "1")
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_that_is_none(joined: dict[str, Any], seconds: float):
+    """It is refused before the processes meet."""
+    with pytest.raises(UsageError, match="--sync-timeout is"), process_group(TrainConfig(), timeout=seconds):
+        pass
+    assert not joined
 
 
 @pytest.mark.dist

@@ -222,7 +222,12 @@ def _elastic_options(parser: argparse.ArgumentParser) -> None:
         help="of the interface to listen on; a private one (127.0.0.1)",
     )
     group.add_argument("--min-replicas", type=int, metavar="N", help="replicas that a run needs to begin (all of them)")
-    group.add_argument("--sync-timeout", type=float, metavar="S", help="seconds for a heal or a reduction (120)")
+    group.add_argument(
+        "--sync-timeout",
+        type=float,
+        metavar="S",
+        help="seconds for a heal or a reduction (120); also under torchrun (600 on GPUs, 1800 without)",
+    )
     group.add_argument("--quorum-timeout", type=float, metavar="S", help="seconds for the slowest's inner steps (3600)")
     group.add_argument(
         "--start-timeout",
@@ -234,7 +239,7 @@ def _elastic_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_elastic(options: argparse.Namespace) -> None:
-    names = ("replica", "host", "min_replicas", "sync_timeout", "quorum_timeout")
+    names = ("replica", "host", "min_replicas", "quorum_timeout")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
     if options.lighthouse is None and given:
         raise UsageError(

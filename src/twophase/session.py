@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -93,7 +95,7 @@ def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[
         options: of `twophase train`; those about replicas that come and go are looked at.
     """
     if options.lighthouse is None:
-        with process_group(config, options.start_timeout) as communicator:
+        with process_group(config, options.start_timeout, options.sync_timeout) as communicator:
             yield communicator
         return
     if world_size() > 1:
@@ -122,15 +124,16 @@ def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[
 
 
 @contextmanager
-def process_group(config: TrainConfig, patience: float = 600.0) -> Iterator[Communicator]:
+def process_group(config: TrainConfig, patience: float = 600.0, timeout: float | None = None) -> Iterator[Communicator]:
     """The processes that torchrun started, or this one alone.
 
     Args:
         config: the run.
         patience: seconds to wait until the first process's address answers.
+        timeout: seconds for a collective; None means ten minutes on GPUs and half an hour without.
 
     Raises:
-        UsageError: the environment is not torchrun's.
+        UsageError: the environment is not torchrun's, or a timeout that is not positive.
         RunError: they cannot meet.
     """
     if world_size() == 1:
@@ -142,15 +145,23 @@ def process_group(config: TrainConfig, patience: float = 600.0) -> Iterator[Comm
             f"the environment has WORLD_SIZE={world_size()} but no {', '.join(missing)}; start the processes with "
             "torchrun, which sets them all, or unset WORLD_SIZE"
         )
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise UsageError(f"--sync-timeout is {timeout}; it must be a positive number of seconds, such as 600")
+    on_gpu = config.device.startswith("cuda")
+    limit = timeout or (600.0 if on_gpu else dist.default_pg_timeout.total_seconds())
+    if on_gpu:
+        # Otherwise NCCL's watchdog may notice a dead peer first, and aborts the process: no message, no status 1.
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         _await_first(patience)
         # Torch would let the first process wait for the others for half an hour; that is for collectives, not for this.
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
-        store.set_timeout(dist.default_pg_timeout)
+        store.set_timeout(timedelta(seconds=limit))
         dist.init_process_group(
             "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
-            store=dist.PrefixStore("twophase", store), rank=rank, world_size=size,
+            store=dist.PrefixStore("twophase", store), rank=rank, world_size=size, timeout=timedelta(seconds=limit),
+            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,  # `take_device` has set it
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise RunError(
@@ -158,9 +169,15 @@ def process_group(config: TrainConfig, patience: float = 600.0) -> Iterator[Comm
             "machines reach and a free port (--rdzv-endpoint HOST:PORT), and gloo its interface (GLOO_SOCKET_IFNAME)"
         ) from error
     try:
-        communicator = ProcessGroup()
+        communicator = ProcessGroup(timeout=limit)
         yield communicator
         communicator.gather(None)  # leave together: a process that goes first takes its connections with it
+    except BaseException:
+        if on_gpu:
+            # Destroying the group waits for NCCL's collectives, and one that a dead peer has not joined never ends.
+            with suppress(Exception):
+                cast("dist.ProcessGroup", dist.group.WORLD).abort()
+        raise
     finally:
         dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forked import in_processes
+from twophase.config import RunError
+from twophase.diloco import comm
 from twophase.diloco.comm import Communicator, ProcessGroup, SingleProcess, default_communicator
+from twophase.diloco.engine import DiLoCo
+from twophase.rule import OuterRule
 
 SIZE = 3
 SUBGROUP = [1, 2]  # its process 0 is process 1 of all
@@ -86,6 +91,137 @@ def test_default_with_torch_distributed():
     communicator = default_communicator()
     assert isinstance(communicator, ProcessGroup)
     assert communicator.group is None
+
+
+# --- NCCL, by what it does and not with it ------------------------------------------------------------------------
+
+
+class Work:
+    """A collective as NCCL's: `wait()` neither blocks nor raises, and a failure shows in `is_completed` and later."""
+
+    def __init__(self, looks: int | None, fault: str = "") -> None:
+        self.looks, self.fault, self.limits = looks, fault, []
+
+    def is_completed(self) -> bool:
+        """After so many looks; None is never."""
+        if self.looks is not None:
+            self.looks -= 1
+        return self.looks is not None and self.looks < 0
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Raise the fault only where there is a time limit, as NCCL does."""
+        self.limits.append(limit)
+        if self.fault and limit is not None:
+            raise RuntimeError(self.fault)
+
+
+@pytest.fixture
+def on_gpus(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> ProcessGroup:
+    """A group that seems to be NCCL's alone, on a machine whose current device is its first GPU."""
+    assert group_of_one is None
+    monkeypatch.setattr(comm.dist, "get_backend_config", lambda _: "cuda:nccl")
+    monkeypatch.setattr(comm.dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return ProcessGroup(timeout=0.05)
+
+
+def summed(group: ProcessGroup, work: Work, monkeypatch: pytest.MonkeyPatch) -> comm.Pending:
+    """A sum under way on a device that is no CPU."""
+    monkeypatch.setattr(comm.dist, "all_reduce", lambda *_, **__: work)
+    return group.launch_sum(torch.empty(4, device="meta"))
+
+
+def test_the_host_waits_for_a_sum_on_a_gpu(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
+    """`wait` looks until the work is over, and lets the stream wait for it, too."""
+    work = Work(looks=7)
+    pending = summed(on_gpus, work, monkeypatch)
+    assert work.looks == 7
+    pending.wait()
+    assert work.looks == -1
+    assert len(work.limits) == 1
+
+
+@pytest.mark.parametrize("looks", [0, 3])
+def test_a_failed_sum_is_one_message(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch, looks: int):
+    """NCCL's error, which a plain `wait()` keeps to itself, ends the run, with the remedy."""
+    pending = summed(on_gpus, Work(looks, "NCCL error: remote process exited\nmore"), monkeypatch)
+    with pytest.raises(RunError, match=r"is lost \(NCCL error: remote process exited\).*repeat the command"):
+        pending.wait()
+
+
+@pytest.mark.parametrize("fault", ["", "timed out in blocking wait"])
+def test_a_sum_that_never_ends(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch, fault: str):
+    """After the timeout the backend is asked to wait with a limit, which frees the GPU, and the run ends."""
+    work = Work(None, fault)
+    with pytest.raises(RunError, match=fault or r"no answer for 0\.05 s"):
+        summed(on_gpus, work, monkeypatch).wait()
+    assert work.limits == [timedelta(milliseconds=1)]
+
+
+def test_a_broadcast_is_waited_for_likewise(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
+    """The first collective on the parameters must not hang, either."""
+    monkeypatch.setattr(comm.dist, "broadcast", lambda *_, **__: Work(None))
+    with pytest.raises(RunError, match="no answer"):
+        on_gpus.broadcast(torch.empty(4, device="meta"))
+
+
+def test_ranks_that_share_a_gpu_are_told(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
+    """NCCL's own words name PCI numbers; the remedy is a call."""
+    fault = "NCCL error in: init.cpp\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 17000"
+    with pytest.raises(RunError, match=r"on one GPU; call torch\.cuda\.set_device\(local_rank\)"):
+        summed(on_gpus, Work(0, fault), monkeypatch).wait()
+
+
+def test_small_messages_go_through_the_parameters_device(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
+    """And not through the current one, which a program may change between two rounds."""
+    devices = []
+
+    def gather(received: Tensor, sent: Tensor, _group: Any) -> Work:
+        devices.extend([received.device, sent.device])
+        return Work(0, "enough")
+
+    monkeypatch.setattr(comm, "_all_gather", gather)
+    on_gpus.bind(torch.device("meta"))  # any device that is no CPU and that this machine has
+    with pytest.raises(RunError, match="enough"):
+        on_gpus.exchange([1.0])
+    assert devices == [torch.device("meta")] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (
+            "cuda:1",
+            r"are on cuda:1, and .* device is cuda:0; call torch\.cuda\.set_device\(local_rank\) before",
+        ),
+        ("cpu", r"are on the CPU, .* \(cuda:nccl\) takes tensors of a GPU only; .* init_process_group"),
+    ],
+)
+def test_a_device_that_is_not_the_ranks_own_is_refused(on_gpus: ProcessGroup, device: str, message: str):
+    """Two ranks that exchange on the same GPU would wait for each other for ever."""
+    on_gpus.bind(torch.device("cuda:0"))
+    with pytest.raises(ValueError, match=message):
+        on_gpus.bind(torch.device(device))
+
+
+def test_the_engine_asks(on_gpus: ProcessGroup):
+    """Before its first collective, a device on which the group cannot work is refused."""
+    with pytest.raises(ValueError, match="are on the CPU"):
+        DiLoCo(torch.nn.Linear(2, 2), OuterRule(0.7, 0.9), inner_steps=1, communicator=on_gpus)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_with_a_cpu_backend_any_device_will_do():
+    """Small messages then go through main memory, whatever the current device is."""
+    ProcessGroup().bind(torch.device("cuda:5"))
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("timeout", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_is_positive_and_finite(timeout: float):
+    """Without one a dead peer would be waited for until the machine is turned off."""
+    with pytest.raises(ValueError, match=r"timeout is .*; it must be a positive number of seconds"):
+        ProcessGroup(timeout=timeout)
 
 
 # --- three processes ----------------------------------------------------------------------------------------------

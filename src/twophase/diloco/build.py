@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco.comm import Communicator
+from twophase.diloco.comm import Communicator, ProcessGroup
 from twophase.diloco.flat import Layout, plan
 from twophase.diloco.fragment import Fragment, Slot, check_placement, local, slots_of
 from twophase.diloco.wire import Channel
@@ -121,6 +121,8 @@ def _check_kinds(named: list[list[tuple[str, nn.Parameter]]], communicator: Comm
             check_placement(name, p, communicator.sharded)
             if not p.is_floating_point():
                 raise ValueError(f"DiLoCo: parameter {name!r} is {p.dtype}; only floating-point parameters can train")
+    if isinstance(communicator, ProcessGroup):
+        communicator.bind(named[0][0][1].device)
 
 
 def check_schedule(stagger: bool, delay: int, mixing: float, inner_steps: int) -> None:

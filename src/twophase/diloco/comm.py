@@ -6,10 +6,13 @@ a `torch.distributed` group sums over its processes; `twophase.diloco.torchft` i
 
 from __future__ import annotations
 
+import math
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -199,12 +202,22 @@ class SingleProcess:
         return [list(numbers)]
 
 
+TIMEOUT = 480.0
+"""Seconds. NCCL's own default is 600, at which its watchdog aborts the process, without our message and status."""
+_POLL = 1e-4
+
+
 @contextmanager
 def _told() -> Iterator[None]:
     """Say in one message that the others cannot be reached any more; torch's own is about sockets."""
     try:
         yield
     except RuntimeError as error:
+        if "Duplicate GPU" in str(error):
+            raise RunError(
+                "two ranks of this machine have their parameters on one GPU; call torch.cuda.set_device(local_rank) "
+                "before the model is made, with the LOCAL_RANK that torchrun sets"
+            ) from error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RunError(
             f"the connection to the other processes is lost ({reason}); see what they have said: one may have ended or "
@@ -212,16 +225,38 @@ def _told() -> Iterator[None]:
         ) from error
 
 
+def _finish(work: Any, device: torch.device, timeout: float) -> None:
+    """Wait for a collective, and raise the error that it has failed with.
+
+    NCCL's `wait()` returns at once, for it only makes the current stream wait: after a peer's death the next number
+    that is read from the GPU hangs until the watchdog aborts the process. So the host looks at the work itself. That is
+    no synchronization more a round, because the engine reads the norms right after its sums. `wait(timeout)` would
+    block, too, but in sleeps of a millisecond, and its time begins at the launch, long before a delayed sync's end.
+    """
+    if device.type == "cpu":
+        work.wait()
+        return
+    end = time.monotonic() + timeout
+    while not work.is_completed():  # also when it has failed
+        if time.monotonic() > end:
+            # With a time limit it raises and aborts the communicator, so that the GPU is free of the hanging kernel.
+            work.wait(timedelta(milliseconds=1))
+            raise RuntimeError(f"no answer for {timeout:g} s")
+        time.sleep(_POLL)
+    work.wait(timedelta(seconds=math.ceil(timeout)))  # the stream's part, and the error if there is one
+
+
 @dataclass(slots=True)
 class _Works:
-    works: list[Any]
+    work: Any
     bytes_sent: int
+    timeout: float
     kept: tuple[Tensor, ...] = field(default=())  # a buffer must not be freed under a collective that uses it
 
     def wait(self) -> None:
-        with _told():
-            for work in self.works:
-                work.wait()
+        if self.kept:
+            with _told():
+                _finish(self.work, self.kept[0].device, self.timeout)
         self.kept = ()
 
 
@@ -234,14 +269,26 @@ class ProcessGroup:
     Args:
         group: a process group; None means the default group, which must be initialised.
         shards: the processes that share this replica; None means this one alone.
+        timeout: seconds for a collective on a GPU, > 0; on a CPU the group's own timeout holds.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
+        ValueError: a timeout outside its range.
     """
 
     elastic = False
 
-    def __init__(self, group: dist.ProcessGroup | None = None, shards: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        shards: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if not 0 < timeout < math.inf:
+            raise ValueError(
+                f"ProcessGroup: timeout is {timeout}; it must be a positive number of seconds, such as {TIMEOUT:g}"
+            )
         if not dist.is_initialized():
             raise RuntimeError(
                 "ProcessGroup: torch.distributed is not initialised; call torch.distributed.init_process_group() "
@@ -250,6 +297,31 @@ class ProcessGroup:
         self.group = group
         self.shards = shards
         self.sharded = shards is not None
+        self.timeout = timeout
+        self._device = torch.device("cuda")
+        """Through which small messages of a group go that takes no tensors of a CPU."""
+
+    def bind(self, device: torch.device) -> None:
+        """Check that this rank can take part with parameters on a device, and send small messages through it.
+
+        Raises:
+            ValueError: the group takes no tensors of a CPU, where the parameters are; or the device is not the
+                process's current one, so that the ranks' small messages would meet on one GPU and hang.
+        """
+        if _takes_cpu(self.group) and (self.shards is None or _takes_cpu(self.shards)):
+            return
+        if device.type == "cpu":
+            raise ValueError(
+                f"DiLoCo: the parameters are on the CPU, and the process group ({dist.get_backend_config(self.group)}) "
+                'takes tensors of a GPU only; move the module there, or call init_process_group("cpu:gloo,cuda:nccl")'
+            )
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"DiLoCo: the parameters are on {device}, and this process's current device is "
+                f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device(local_rank) before the engine is "
+                "made, with the LOCAL_RANK that torchrun sets"
+            )
+        self._device = device
 
     def begin(self) -> bool:
         """Always the same processes."""
@@ -298,24 +370,24 @@ class ProcessGroup:
         """
         with _told():
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
-        return _Works([work], 2 * (self.size - 1) * tensor.nbytes // self.size, (tensor,))
+        return _Works(work, 2 * (self.size - 1) * tensor.nbytes // self.size, self.timeout, (tensor,))
 
     def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
         """All-to-all, asynchronously."""
         with _told():
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return _Works([work], (self.size - 1) * sent.nbytes // self.size, (received, sent))
+        return _Works(work, (self.size - 1) * sent.nbytes // self.size, self.timeout, (received, sent))
 
     def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
         """All-gather, asynchronously."""
         with _told():
-            work = _all_gather(received, sent, self.group, asynchronously=True)
-        return _Works([work], (self.size - 1) * sent.nbytes, (received, sent))
+            work = _all_gather(received, sent, self.group)
+        return _Works(work, (self.size - 1) * sent.nbytes, self.timeout, (received, sent))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Broadcast from the group's process 0."""
         with _told():
-            dist.broadcast(tensor, group=self.group, group_src=0)
+            _finish(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True), tensor.device, self.timeout)
 
     def gather(self, value: Any) -> list[Any]:
         """All-gather of Python objects."""
@@ -326,30 +398,32 @@ class ProcessGroup:
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """All-gather of the numbers' eight bytes each."""
-        return _exchange(numbers, self.group)
+        return self._exchange(numbers, self.group)
 
     def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
         """The same over the shards."""
-        return [list(numbers)] if self.shards is None else _exchange(numbers, self.shards)
+        return [list(numbers)] if self.shards is None else self._exchange(numbers, self.shards)
+
+    def _exchange(self, numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
+        # As bytes: a NaN keeps its bits.
+        count, size = len(numbers), dist.get_world_size(group)
+        device = torch.device("cpu") if _takes_cpu(group) else self._device
+        sent = torch.frombuffer(bytearray(struct.pack(f"={count}d", *numbers)), dtype=torch.uint8).to(device)
+        received = torch.empty(size * sent.numel(), dtype=torch.uint8, device=device)
+        with _told():
+            _finish(_all_gather(received, sent, group), device, self.timeout)
+        words = struct.unpack(f"={size * count}d", bytes(received.tolist()))
+        return [list(words[start : start + count]) for start in range(0, size * count, count)]
 
 
-def _exchange(numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-    # As bytes: a NaN keeps its bits, and NCCL, which takes tensors on its device only, takes them there.
-    count, size = len(numbers), dist.get_world_size(group)
-    on_host = "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
-    device = torch.device("cpu" if on_host else "cuda")
-    sent = torch.frombuffer(bytearray(struct.pack(f"={count}d", *numbers)), dtype=torch.uint8).to(device)
-    received = torch.empty(size * sent.numel(), dtype=torch.uint8, device=device)
-    with _told():
-        _all_gather(received, sent, group, asynchronously=False)
-    words = struct.unpack(f"={size * count}d", bytes(received.tolist()))
-    return [list(words[start : start + count]) for start in range(0, size * count, count)]
+def _takes_cpu(group: dist.ProcessGroup | None) -> bool:
+    return "cpu" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo"
 
 
-def _all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None, *, asynchronously: bool) -> Any:
+def _all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None) -> Any:
     # Newer releases warn about the older name, older ones do not know the newer one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(received, sent, group=group, async_op=asynchronously)
+    return gather(received, sent, group=group, async_op=True)
 
 
 def default_communicator() -> Communicator:
