@@ -573,7 +573,11 @@ def small_files(limit: int) -> Iterator[None]:
 def test_full_disk(tmp_path: Path, call: Call, what: str) -> None:
     """Writes that fail in the middle, of states or weights: status 1 and the reason, once; then it goes on as ever."""
     limit, more, reason = {
-        "states": (40_000, "--axis outer.restart never 2 --axis seed 0 1", "OSError: a state cannot be written into"),
+        "states": (
+            40_000,
+            "--in-memory 0 --axis outer.restart never 2 --axis seed 0 1",
+            "OSError: a state cannot be written into",
+        ),
         "weights": (16_000, "--axis outer.restart never --axis seed 0 1 2", "OSError: [Errno 27] File too large"),
     }[what]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
@@ -591,7 +595,7 @@ def test_full_disk(tmp_path: Path, call: Call, what: str) -> None:
     assert "try the failed runs again with" in done.err
     states = [row.state for row in read_rows(folder / "cells.csv")]
     assert states[0] == "finished"
-    assert set(states[1:]) == {"failed"}
+    assert states.count("failed") == 2  # in a sweep with states the fourth run has no sibling left, and needs none
     after = snapshot(folder / "runs")
     assert {name: after[name] for name in runs} == runs
     said = call(*words)

@@ -95,7 +95,7 @@ class _Executor:
             middle = sorted(spent)[len(spent) // 2] if spent else None
             words = (
                 f"job {job.id}: {len(job.runs)} runs, {record['steps']} inner steps in {record['seconds']:.1f} s; so "
-                f"far at most {tally.most_held} states in memory, {tally.spilled} on disk alone"
+                f"far at most {tally.most_held} states held, {tally.spilled} on disk alone"
             )
             with suppress(OSError):  # these are for people: a full disk must not undo a job that is done
                 report(plan.folder, record | {"median_step_seconds": middle, "most_held": tally.most_held})

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import textmaker
 from amount import amount
@@ -21,6 +23,7 @@ from twophase.diloco.wire import WIRES
 from twophase.experiment.grid import Axis, Cell, Sweep, product
 from twophase.experiment.plan import Plan, plan
 from twophase.experiment.run import RunFolder, read_lines, read_summary
+from twophase.lm import forest
 from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.lm.forest import Grower, Stopped
 from twophase.lm.train import train
@@ -282,7 +285,8 @@ def test_a_run_that_shares_nothing_goes_on_from_its_checkpoint(
     while True:
         left = iter(range(15))
         try:
-            grow(made, tmp_path, should_stop=lambda left=left: not kill and next(left, None) is None)
+            stop = lambda left=left: not kill and next(left, None) is None  # noqa: E731
+            grow(made, tmp_path, save_seconds=0.0 if kill else 60.0, should_stop=stop)
             break
         except (Stopped, KeyboardInterrupt):
             breaks += 1
@@ -401,6 +405,84 @@ def test_held_states_are_few(base: TrainConfig, tmp_path: Path) -> None:
     assert one.tally.spilled == 0
     other = grow(made, tmp_path / "b", in_memory=0)
     assert (other.tally.most_held, other.tally.spilled > 0) == (0, True)
+
+
+@pytest.mark.parametrize("room", ["all", "some", "one piece too small"])
+def test_states_stay_on_the_device_while_there_is_room(
+    base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    """Copies on the device are the runs alone, too, so nothing that trains goes on writing to them.
+
+    What finds no room is in main memory; and nothing is written to disk in a walk that is shorter than `save_seconds`.
+    """
+    made = plan(grid(base, lr=(0.3, 0.7, 1.1), restart=("never", "2", "4")))  # three ways at the first branch
+    sizes, written, copied = [], [], []
+    usual = forest._cloned
+
+    def cloned(value: Any, device: str | None = None) -> Any:
+        if isinstance(value, dict) and "engine" in value:  # a whole state
+            copied.append(device)
+            if room == "one piece too small" and copied == [None]:
+                raise torch.OutOfMemoryError("no such piece")
+        return usual(value, device)
+
+    def free(device: torch.device) -> int:
+        sizes.append(one.tally.device_bytes)
+        assert device.type == "cpu"
+        return 0 if room == "some" and one.tally.on_device else 10**9
+
+    monkeypatch.setattr(forest, "_cloned", cloned)
+    monkeypatch.setattr(Grower, "_write", lambda *_: written.append(1))
+    one = grower(made, tmp_path, free=free)
+    for root in made.forest.roots:
+        one.grow(root.id)
+    assert one.tally.steps == made.steps
+    check(made, tmp_path, alone(made, tmp_path / "alone"))
+    assert written == []
+    assert (max(sizes) > 0) == (room != "one piece too small")
+    assert ("cpu" in copied) == (room != "all")
+    assert (one.tally.most_held, one.tally.spilled) == (2, 0)
+    assert one.tally.held == one.tally.held_bytes == one.tally.on_device == one.tally.device_bytes == 0
+
+
+def test_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step needs at its peak stays free, and a tenth of the whole; before a step nobody knows what it needs."""
+    numbers = {"memory_reserved": 30, "max_memory_allocated": 25, "memory_allocated": 20}
+    for name, number in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, number=number: number)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 80))
+    gpu = torch.device("cuda:0")
+    # Beside 20 bytes in use 10 are cached and 10 free; 5 come and go with each step, and 8 are a tenth of 80.
+    assert forest.free_memory(gpu) == (10 + 30 - 20) - (25 - 20) - 8
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 20)
+    assert forest.free_memory(gpu) == 0
+    assert forest.free_memory(torch.device("cpu")) == 0
+
+
+def test_a_killed_walk_loses_little(base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after any number of steps, it repeats no more than the steps of `save_seconds`; the ends are the same."""
+    made = plan(grid(base, restart=("3", "4", "never")))  # a long trunk, and a branch within a branch
+    expected = alone(made, tmp_path / "alone")
+    step, done, limit = Trainer.inner_step, 0, 0
+
+    def killed(self: Trainer) -> None:
+        nonlocal done
+        if done == limit:
+            raise KeyboardInterrupt
+        step(self)
+        done += 1
+
+    monkeypatch.setattr(Trainer, "inner_step", killed)
+    monkeypatch.setattr(forest, "time", SimpleNamespace(perf_counter=lambda: float(done)))  # a step takes a second
+    for kill in range(2, made.steps, 3):
+        done, limit, path = 0, kill, tmp_path / str(kill)
+        options: dict[str, Any] = {"in_memory": (0, 8)[kill % 2], "save_seconds": 2.0}
+        with pytest.raises(KeyboardInterrupt):
+            grow(made, path, **options)
+        limit = -1
+        grow(made, path, **options)
+        assert 0 <= done - made.steps <= 3, kill
+        check(made, path, expected)
 
 
 def test_a_wrong_plan_is_noticed(base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

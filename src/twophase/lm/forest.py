@@ -1,9 +1,10 @@
 """Many runs as one walk: inner steps that several runs share are taken once, and the state is forked where they part.
 
 A forest (`twophase.experiment.plan`) is walked depth first in one process on one device, with one set of replicas. At
-a branch the state is copied; the smallest branch goes first and the largest last, which then needs no copy any more,
-so at most log2(runs) + 1 states are held at a time. Every branch state also goes to disk at once, so a walk that is
-killed goes on from the last branch, and copies beyond a limit are dropped from memory.
+a branch the state is copied; the smallest branch goes first and the largest last, which then needs no copy any more, so
+at most log2(runs) + 1 states are held at a time. On a GPU copies stay there while its memory lasts, and go to main
+memory after that; those beyond a limit go to disk. Now and then everything that is not on disk yet is written there, so
+a walk that is killed loses no more work than lies between two such saves.
 
 While several runs share a stretch they share replicas and anchor, but not their momentum buffers: a period of 2 and no
 restart take the same first two updates and forget differently after the second. So every *class* of runs, those of one
@@ -21,7 +22,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -94,8 +95,11 @@ class Tally:
     Args:
         steps: inner steps executed.
         step_seconds: duration of each; on a GPU, which does them later, the mean of each round.
-        held: branch states in memory now; `most_held` at once so far.
+        held: branch states in main memory now.
         held_bytes: their size.
+        on_device: branch states in a GPU's memory now; on a CPU there are none.
+        device_bytes: their size.
+        most_held: branch states in either memory at once so far.
         spilled: branch states that were kept on disk only, because of the limit.
         restored: times that a branch state was taken up again, from memory or disk.
     """
@@ -103,10 +107,35 @@ class Tally:
     steps: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     held: int = 0
-    most_held: int = 0
     held_bytes: int = 0
+    on_device: int = 0
+    device_bytes: int = 0
+    most_held: int = 0
     spilled: int = 0
     restored: int = 0
+
+    def count(self, size: int, *, on_device: bool, sign: int) -> None:
+        """Count a state of so many bytes that is held from now on (sign 1), or not any more (-1)."""
+        if on_device:
+            self.on_device += sign
+            self.device_bytes += sign * size
+        else:
+            self.held += sign
+            self.held_bytes += sign * size
+        self.most_held = max(self.most_held, self.held + self.on_device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory that copies may take; none of a CPU, whose memory is counted by states.
+
+    What a step has needed beside the parameters at its peak is left to it, and a tenth of the memory, for a longer
+    evaluation, another process, or an allocator whose free pieces are too small.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    peak, allocated = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    return free + torch.cuda.memory_reserved(device) - peak - total // 10 if peak > allocated else 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,7 +144,10 @@ class _Branch:
 
     node: Node
     left: int
-    state: State | None
+    state: State | None = None
+    size: int = 0
+    on_device: bool = False
+    saved: bool = False
 
 
 class Grower:
@@ -126,10 +158,11 @@ class Grower:
         configs: from run id to configuration, for every run of the tree.
         place: where the runs are written.
         states: folder of the states on disk.
-        in_memory: branch states held in memory at most; those beyond are read back from disk.
-        save_seconds: time between saves inside a long stretch.
+        in_memory: branch states held in main memory at most; those beyond are read back from disk.
+        save_seconds: time between saves, and so about the most work that a kill can undo.
         should_stop: asked after every inner step; true saves the state and raises `Stopped`.
         on_progress: called with a line of text a few times a minute at most.
+        free: bytes of a device's memory that copies of states may take.
     """
 
     def __init__(
@@ -143,6 +176,7 @@ class Grower:
         save_seconds: float = 60.0,
         should_stop: Callable[[], bool] = lambda: False,
         on_progress: Callable[[str], None] = lambda _: None,
+        free: Callable[[torch.device], int] = free_memory,
     ) -> None:
         self.tree = tree
         self.configs = configs
@@ -152,9 +186,13 @@ class Grower:
         self.save_seconds = save_seconds
         self.should_stop = should_stop
         self.on_progress = on_progress
+        self.free = free
         self.tally = Tally()
         self._trainer: Trainer | None = None
         self._scratch: OuterSGD | None = None
+        self._branches: list[_Branch] = []
+        """Those whose state is held."""
+        self._saved_at = time.perf_counter()
         self._clear()
 
     def grow(self, name: str, *, deep: bool = True) -> None:
@@ -169,11 +207,13 @@ class Grower:
             UsageError: a run's folder cannot be claimed.
         """
         self.states.mkdir(parents=True, exist_ok=True)
+        self._saved_at = time.perf_counter()
         node: Node = self.tree.nodes[name]
         if deep:
             self._walk(node)
         elif self._left(node):
             self._reach(node)
+            self._keep_end(node)  # other jobs go on from there
         above: Node | None = node
         while above is not None and not self._left(above):  # the last job below a node tidies it up
             self._forget(above)
@@ -182,6 +222,7 @@ class Grower:
     def _walk(self, node: Node) -> None:
         """A node and everything below it, depth first."""
         failed: Exception | None = None
+        self._branches.clear()
         waiting: list[tuple[Node, _Branch | None]] = [(node, None)]
         while waiting:
             node, branch = waiting.pop()
@@ -194,9 +235,10 @@ class Grower:
             if not self.tree.below(node):
                 failed = self._try_leaf(node, state) or failed
                 continue
-            self._reach(node, state)
-            children = sorted((child for child in self.tree.below(node) if self._left(child)), key=self._size)
-            branch = _Branch(node, len(children), None)
+            children = sorted(self._open(node), key=self._size)
+            if len(children) > 1 or not self._begun(children[0]):
+                self._reach(node, state)
+            branch = _Branch(node, len(children))
             waiting.append((node, branch))
             waiting += [(child, branch) for child in reversed(children)]
             if len(children) > 1:
@@ -235,6 +277,17 @@ class Grower:
 
     # --------------------------------------------------------------------------------------------------- branches
 
+    def _open(self, node: Node) -> list[Node]:
+        """The children of a node that are not done."""
+        return [child for child in self.tree.below(node) if self._left(child)]
+
+    def _begun(self, node: Node) -> bool:
+        """Whether a state on disk lies inside or below a node, so that its parent's end is of no use any more."""
+        if any(self._path(node, what).exists() for what in ("end", "part")):
+            return True
+        children = self._open(node)
+        return len(children) == 1 and self._begun(children[0])
+
     def _left(self, node: Node) -> list[str]:
         """The runs below a node that are not finished."""
         return [run for run in node.runs if not self.place.finished(run)]
@@ -245,13 +298,22 @@ class Grower:
 
     def _hold(self, branch: _Branch) -> None:
         """Keep the present state for the children that come after the first one."""
-        if self.tally.held >= self.in_memory:
-            self.tally.spilled += 1
-            return
-        branch.state = _cloned(self._state())
-        self.tally.held += 1
-        self.tally.most_held = max(self.tally.most_held, self.tally.held)
-        self.tally.held_bytes += _size_bytes(branch.state)
+        branch.saved = self._path(branch.node, "end").exists()
+        state = self._state()
+        size = _size_bytes(state)
+        if size <= self.free(self._run.replicas[0].device):
+            # A round of a small model takes less than a copy of its state through main memory.
+            with suppress(torch.OutOfMemoryError):  # in pieces that are too small
+                branch.state, branch.on_device = _cloned(state), True
+        if branch.state is None:
+            if self.tally.held >= self.in_memory:
+                self.tally.spilled += 1
+                self._keep_end(branch.node)
+                return
+            branch.state = _cloned(state, "cpu")
+        branch.size = size
+        self._branches.append(branch)
+        self.tally.count(size, on_device=branch.on_device, sign=1)
 
     def _leave(self, branch: _Branch) -> State | None:
         """The state for the next child: None if the replicas stand there already or it must be read from disk."""
@@ -259,8 +321,8 @@ class Grower:
         state = branch.state
         if state is not None and branch.left == 0:
             branch.state = None
-            self.tally.held -= 1
-            self.tally.held_bytes -= _size_bytes(state)
+            self._branches.remove(branch)
+            self.tally.count(branch.size, on_device=branch.on_device, sign=-1)
         elif state is not None and self._at != branch.node.id:
             state = _cloned(state)  # others need it too
         return None if self._at == branch.node.id else state
@@ -279,6 +341,7 @@ class Grower:
         if saved is not None:
             self._restore(saved, node)
             return
+        self._path(node, "end").unlink(missing_ok=True)  # what lies there is torn, or of other runs
         saved = self._read(node, "part", runs)
         if saved is not None:
             self._restore(saved, node)
@@ -288,6 +351,7 @@ class Grower:
             parent = self.tree.nodes[node.parent]
             if start is None:
                 self._reach(parent)
+                self._keep_end(parent)  # another job has lost it, and others may look for it
             else:
                 self._restore(start, parent)
         self._stretch(node, runs)
@@ -304,9 +368,8 @@ class Grower:
         run.engine.inner_steps = run.config.inner_steps
         leaf = not self.tree.below(node)
         before, started = run.done.seconds, time.perf_counter()
-        saved_at = started
         with ExitStack() as claims:
-            logs = {one: self._open(claims, one) for one in runs} if leaf else {}
+            logs = {one: self._log(claims, one) for one in runs} if leaf else {}
             if run.done.step == node.start > 0:
                 self._synchronize(runs, logs)
             while run.done.step < node.stop and run.done.exit_reason == RUNNING:
@@ -318,9 +381,8 @@ class Grower:
                 if run.done.step == node.stop or run.done.exit_reason != RUNNING:
                     break
                 stopping = self.should_stop()
-                if stopping or now - saved_at > self.save_seconds:
-                    self._write(node, "part")
-                    saved_at = time.perf_counter()
+                if stopping or now - self._saved_at > self.save_seconds:
+                    self._save(node, "part")
                     self.on_progress(self._progress_text(node))
                 if stopping:
                     raise Stopped
@@ -331,11 +393,12 @@ class Grower:
             for one in runs:  # below a shared stretch all of them have diverged
                 if not self.place.finished(one):
                     with ExitStack() as claims:
-                        self._finish({one: self._open(claims, one)})
+                        self._finish({one: self._log(claims, one)})
         self._at = node.id
-        if not leaf and run.done.exit_reason == RUNNING:
-            self._write(node, "end")
-        self._path(node, "part").unlink(missing_ok=True)
+        if leaf or run.done.exit_reason != RUNNING:
+            self._path(node, "part").unlink(missing_ok=True)
+        elif time.perf_counter() - self._saved_at > self.save_seconds:
+            self._save(node, "end")
 
     def _inner_step(self, node: Node) -> None:
         """One inner step and its duration; a GPU does it later, and is waited for at the end of a round."""
@@ -461,7 +524,7 @@ class Grower:
 
     # --------------------------------------------------------------------------------------------------------- runs
 
-    def _open(self, claims: ExitStack, run: str) -> Recorder:
+    def _log(self, claims: ExitStack, run: str) -> Recorder:
         """Claim a run's folder and write what has happened so far."""
         log = claims.enter_context(self.place.claim(run))
         log.write_env(self._run.environment())
@@ -550,16 +613,35 @@ class Grower:
     def _path(self, node: Node, what: str) -> Path:
         return self.states / f"{node.id}.{what}.pt"
 
-    def _write(self, node: Node, what: str) -> None:
+    def _save(self, node: Node, what: str) -> None:
+        """Write the present state and all that are held in memory only: from these any child goes on.
+
+        Finished runs are on disk already, so nothing that was done before would be done again.
+        """
+        for branch in self._branches:
+            if branch.state is not None and not branch.saved:
+                self._write(branch.node, "end", branch.state)
+                branch.saved = True
+        self._write(node, what, self._state())
+        self._saved_at = time.perf_counter()
+
+    def _keep_end(self, node: Node) -> None:
+        """See that the state at a node's end, where the replicas stand, is on disk."""
+        if self._at == node.id and self._run.done.exit_reason == RUNNING and not self._path(node, "end").exists():
+            self._write(node, "end", self._state())
+
+    def _write(self, node: Node, what: str, state: State) -> None:
         path = self._path(node, what)
         # A kill leaves the page cache as it is, so no fsync; a torn file after a power cut is read as none at all.
         temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
         try:
-            torch.save(self._state(), temporary)
+            torch.save(state, temporary)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        if what == "end":
+            self._path(node, "part").unlink(missing_ok=True)
 
     def _read(self, node: Node, what: str, runs: Sequence[str]) -> State | None:
         """A saved state that covers the runs, or None."""
@@ -584,7 +666,8 @@ class Grower:
         tally, run = self.tally, self._run
         return (
             f"step {run.done.step} of {node.start}..{node.stop} for {len(node.runs)} runs; holding {tally.held} states "
-            f"({tally.held_bytes / 2**20:.0f} MiB, at most {tally.most_held}), {tally.spilled} spilled"
+            f"in memory ({tally.held_bytes / 2**20:.0f} MiB) and {tally.on_device} on the GPU "
+            f"({tally.device_bytes / 2**20:.0f} MiB), at most {tally.most_held} at once; {tally.spilled} spilled"
         )
 
 
@@ -616,15 +699,18 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
     return torch.equal(ours, theirs) or bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
 
 
-def _cloned(value: Any) -> Any:
-    """A copy of a state in main memory; plain values and finished lines are shared, for they never change."""
+def _cloned(value: Any, device: str | None = None) -> Any:
+    """A copy of a state, on a device or where each tensor lies; plain values and finished lines are shared.
+
+    They never change.
+    """
     if isinstance(value, Tensor):
-        return value.to("cpu", copy=True)  # an accelerator's memory is for the runs
+        return value.clone() if device is None else value.to(device, copy=True)
     if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
+        return {key: _cloned(item, device) for key, item in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], dict) and "metrics" in value[0]:
         return list(value)
-    return [_cloned(item) for item in value] if isinstance(value, list) else value
+    return [_cloned(item, device) for item in value] if isinstance(value, list) else value
 
 
 def _size_bytes(value: Any) -> int:
