@@ -80,6 +80,7 @@ bench: setup-dev
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 gate: $(VENV)/.installed-gate
+	@$(BIN)/python -m pytest -q tests/diloco/test_kernels.py
 	@$(BIN)/python benchmarks/cuda_gate.py
 
 docs: $(VENV)/.installed-docs

@@ -23,6 +23,7 @@ def test_the_steps_cuda_code_keeps_its_bounds() -> None:
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     figures = json.loads(run.stdout.splitlines()[-1])
     bound = (
-        "live_logits_pieces forward_peak_gb traffic_gb activation_ratio graphs evaluation_graphs host_syncs_per_step"
+        "live_logits_pieces forward_peak_gb traffic_gb activation_ratio graphs evaluation_graphs host_syncs_per_step "
+        "host_syncs_per_round outer_passes"
     )
     assert figures.keys() >= set(bound.split())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from twophase.diloco import device_sweep, fragment, sweep, wire
 from twophase.diloco import engine as engine_module
-from twophase.diloco import fragment, sweep, wire
 from twophase.diloco.comm import Pending, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.flat import DIGEST_ELEMENTS
@@ -149,3 +151,22 @@ def test_an_interrupted_sweep_is_told(monkeypatch: pytest.MonkeyPatch):
     engine.load_state_dict(saved)
     assert all(map(torch.equal, before, engine.anchor.values()))
     assert engine.step() is not None
+
+
+def test_a_device_without_kernels_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """Where Triton is missing, or gives other numbers, torch's operations go on, and a warning says why."""
+    device_sweep.kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "twophase.diloco.kernels", None)
+    for _ in range(2):
+        assert device_sweep.kernels(torch.device("cpu")) is None
+    device_sweep.kernels.cache_clear()
+
+    def does_nothing(*_: Any, **__: Any) -> None: ...
+
+    monkeypatch.setitem(sys.modules, "twophase.diloco.kernels", types.ModuleType("kernels"))
+    for name in ("pseudo_gradient", "outer_round"):
+        monkeypatch.setattr(sys.modules["twophase.diloco.kernels"], name, None, raising=False)
+    monkeypatch.setattr(device_sweep, "_launch", does_nothing)
+    assert device_sweep.kernels(torch.device("cpu")) is None
+    device_sweep.kernels.cache_clear()
+    assert len(caplog.records) == 2

@@ -128,7 +128,7 @@ class DeviceSweep:
             DIVIDE=self.divisor > 1,
         )
         self.divisor = 1
-        gg, mm, gm = _to_host(products.sum(0))
+        gg, mm, gm = products.sum(0).tolist()
         return gg, mm, gm
 
     def run(self, update: Update) -> Dots | None:
@@ -143,7 +143,8 @@ class DeviceSweep:
             self._step(number, update, products[first : first + count], sums)
             first += count
         self.tell(False)
-        words = _to_host(torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]))
+        # The only place where a round waits for the device, but for a policy that decides by the inner products.
+        words = torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]).tolist()
         gg, mm, gm = struct.unpack("=3d", struct.pack("=3q", *words[:3]))
         for row, name in enumerate(("anchor", "momentum buffer")[:rows]):
             pieces = words[3 + row * sums.shape[1] : 3 + (row + 1) * sums.shape[1]]
@@ -193,11 +194,6 @@ class DeviceSweep:
 def _programs(offset: int, numel: int) -> int:
     """Programs for the elements of a parameter; their blocks lie at multiples of a block's size."""
     return (offset + numel - 1) // _BLOCK - offset // _BLOCK + 1
-
-
-def _to_host(tensor: Tensor) -> list[Any]:
-    """The elements of a vector as numbers: the only place where a round waits for the device."""
-    return tensor.tolist()
 
 
 def _launch(

@@ -1,0 +1,67 @@
+"""The Triton kernels of an outer round against the engine's other ways, and as machine code for a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import interpreted
+
+pytest.importorskip("triton", reason="Triton is not installed: make gate, or pip install 'twophase[gate]'")
+
+
+def test_kernels_take_the_round_of_the_engine(tmp_path: Path):
+    """Anchor, buffers, replicas, norms and decisions are those of torch's operations to rounding; digests exactly."""
+    command = [sys.executable, interpreted.__file__, str(tmp_path / "results")]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        command,
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    results = torch.load(tmp_path / "results", weights_only=True)
+    tried = 1  # by a small round, the first time
+    for case, result in zip(interpreted.CASES, results, strict=True):
+        names, launches = result["launched"], 4 * len(interpreted.PARAMETERS) + tried
+        assert names.count("pseudo_gradient") == names.count("outer_round") == launches, done.stderr
+        assert names.count("inner_products") == (4 if case[1] in ("auto", "opposed") else 0)
+        expected = interpreted.rounds(*case)
+        for ours, theirs in zip(result["reports"], expected["reports"], strict=True):
+            assert ours[0] == theirs[0]
+            assert ours[1:] == pytest.approx(theirs[1:], rel=1e-4, abs=1e-5)
+        report, engine = result["checksums"]
+        assert report == engine  # the kernel's own, and that of torch's operations on the same bits
+        for ours, theirs in zip(result["tensors"], expected["tensors"], strict=True):
+            coarse = torch.float16 in case  # there a last bit of the anchor can turn over a replica's rounding
+            torch.testing.assert_close(ours, theirs, rtol=2e-3 if coarse else 1e-5, atol=2e-3 if coarse else 1e-5)
+        tried = 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "restart"), [("pseudo_gradient", 0), ("inner_products", 0), ("outer_round", 1), ("outer_round", 2)]
+)
+def test_kernels_compile_for_a_gpu(kernel: str, restart: int):
+    """Triton makes machine code of every kernel for an H100, on a machine without one, and rounds each product."""
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    function = getattr(importlib.import_module("twophase.diloco.kernels"), kernel)
+    constants = {"MOMENTUM": True, "FRESH": False, "RESTART": restart, "OPPOSED": restart == 1, "DROPS": restart == 2}
+    constants |= {"REPLICAS": 2, "DIVIDE": True, "PROVE": True, "BLOCK": 2048}
+    types = dict.fromkeys(["anchor", "gradient", "momentum", "t0", "t2", "t3"], "*fp32")
+    types |= {"t1": "*bf16", "products": "*fp64", "anchor_sums": "*i64", "momentum_sums": "*i64"}
+    types |= dict.fromkeys(["offset", "end", "numel"], "i64")
+    given = {name: constants[name] for name in function.arg_names if name in constants}
+    signature = {name: "constexpr" if name in given else types.get(name, "fp32") for name in function.arg_names}
+    source = compiler.ASTSource(fn=function, signature=signature, constexprs=given)
+    binary = compiler.compile(source, target=target, options={"enable_fp_fusion": False})
+    assert binary.asm["cubin"]
+    assert "fma.rn.f32" not in binary.asm["ptx"].replace("div.rn", "")
