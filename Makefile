@@ -16,7 +16,7 @@ help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
 	@echo "make test    set up and run the tests"
 	@echo "make check   set up and run ruff and pyright"
-	@echo "make bench   set up and run the benchmarks"
+	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync loader\": some of them)"
 	@echo "make gate    set up and hold the CUDA code of a training step to its bounds, without a GPU"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup   only the set-up for use;  make setup-dev  also what tests and checks need"
@@ -77,7 +77,7 @@ check: setup-dev
 	@$(BIN)/pyright
 
 bench: setup-dev
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks $(ARGS)
 
 gate: $(VENV)/.installed-gate
 	@$(BIN)/python -m pytest -q tests/diloco/test_kernels.py

@@ -10,8 +10,8 @@ ratio larger than any real one. Last line: one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -19,13 +19,14 @@ from pathlib import Path
 
 import torch
 
+from bounds import finish
 from twophase.diloco.comm import SingleProcess
 from twophase.lm.checkpoint import ENGINE, Writer, replica_file
 from twophase.lm.trainer import Trainer
 from twophase.recipes.pretraining import RECIPES
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", choices=list(RECIPES), help="model (nano; on a GPU paper_150m)")
     parser.add_argument("--device", default="cpu", help="a torch device (cpu)")
@@ -71,8 +72,10 @@ def main() -> None:
     print(f"checkpoint of {size / 1e6:.0f} MB; a step takes {usual * 1e3:.0f} ms, {beside * 1e3:.0f} ms during a write")
     print(f"a save stops training for {pause * 1e3:.0f} ms, the first one for {first * 1e3:.0f} ms")
     figures = {"pause_ratio": pause / usual, "first_pause_ratio": first / usual, "during_ratio": beside / usual}
-    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+    return finish(
+        "checkpoint_gpu" if cuda else "checkpoint", {name: round(value, 4) for name, value in figures.items()}
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

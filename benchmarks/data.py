@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bounds import finish
+
 CODE = """
 import resource, sys
 from pathlib import Path
@@ -53,7 +55,7 @@ def run(folder: Path, out: Path, tokenizer: str) -> tuple[float, ...]:
     return tuple(float(word) for word in done.stdout.split())
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=float, default=40, help="text of the larger corpus (default 40)")
     options = parser.parse_args()
@@ -76,8 +78,8 @@ def main() -> None:
             figures[f"{name}_mb_per_second_per_core"] = round(speed, 2)
             ratio = figures.get("peak_memory_ratio", 0.0)
             figures["peak_memory_ratio"] = round(max(ratio, peak / eighth), 3)
-    print(json.dumps(dict(sorted(figures.items(), key=lambda item: item[0] != "peak_memory_ratio"))))
+    return finish("data", dict(sorted(figures.items(), key=lambda item: item[0] != "peak_memory_ratio")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,6 @@ it in which the page computes and draws. Needs playwright and a Chromium (`make 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -15,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bounds import finish
 from twophase.explorer.page import State, build
 
 LOADS = 9
@@ -57,11 +57,11 @@ def main() -> int:
         from playwright.sync_api import sync_playwright  # noqa: PLC0415 - an extra
     except ImportError:
         print("skipped: no playwright (make setup-dev installs it)")
-        return 0
+        return finish("explorer", {})
     path = os.environ.get("TWOPHASE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         print("skipped: no chromium (apt-get install chromium, or set TWOPHASE_CHROMIUM)")
-        return 0
+        return finish("explorer", {})
     state = State(1.0, 0.9, False, "ema", 7, 120)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         file = Path(folder) / "explore.html"
@@ -89,8 +89,7 @@ def main() -> int:
             figures |= {f"{name}_frame_ms": frame, f"{name}_frame_ms_95": frame_95}
             figures |= {f"{name}_work_ms": work, f"{name}_work_ms_95": work_95}
         browser.close()
-    print(json.dumps({name: round(value, 2) for name, value in figures.items()}))
-    return 0
+    return finish("explorer", {name: round(value, 2) for name, value in figures.items()})
 
 
 if __name__ == "__main__":

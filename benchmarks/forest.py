@@ -7,14 +7,15 @@ their median duration, so that everything else (outer steps, copies at branches,
 weights) is the excess over 1.
 
 Last line: one JSON object. `wall_ratio` is that wall time over executed steps x median step; `executed_ratio` is
-executed / asked inner steps, counted while walking; `exact_ratio` is the same from the plan alone.
+executed / asked inner steps, counted while walking; `exact_ratio` is the same from the plan alone, and `repeated_ratio`
+the first over the second.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from bounds import finish
 from twophase.config import with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.experiment.grid import Axis, Sweep, product
@@ -86,7 +88,7 @@ def walk(made: Plan) -> tuple[Grower, float]:
         return grower, time.perf_counter() - began
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=480, help="inner steps of a run (default 480)")
     parser.add_argument("--inner-steps", type=int, default=20, help="inner steps a round (default 20)")
@@ -96,7 +98,7 @@ def main() -> None:
     torch.set_num_threads(1)
     count()
     if options.count:
-        return
+        return 0
     changed = {"steps": options.steps, "inner_steps": options.inner_steps, "outer.form": options.form}
     base = with_values(TrainConfig(), changed)
     axes = [
@@ -119,12 +121,13 @@ def main() -> None:
     figures = {
         "wall_ratio": round(seconds / (tally.steps * middle), 4),
         "wall_ratio_to_mean_step": round(seconds / sum(tally.step_seconds), 4),
+        "repeated_ratio": tally.steps / made.steps,
         "executed_ratio": round(tally.steps / made.steps_asked, 6),
         "exact_ratio": round(made.steps / made.steps_asked, 6),
         "algebra_ratio": round(made.steps_algebra / made.steps_asked, 6),
     }
-    print(json.dumps(figures))
+    return finish("forest", figures)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
+from bounds import finish
 from twophase.data.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
 from twophase.lm.config import DataConfig
 from twophase.lm.shard_corpus import build_shards
@@ -52,7 +53,7 @@ def rate(batch: Callable[[int], object], steps: range, tokens: int) -> float:
     return len(steps) * tokens / (time.process_time() - begin)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=100, help="size of the training shard (default 100)")
     parser.add_argument(
@@ -89,8 +90,8 @@ def main() -> None:
             figures[f"share_of_copying_t{length}"] = round(loader / copying, 3)
             figures[f"tokens_per_second_t{length}"] = round(loader)
     figures["loader_tokens_per_second"] = min(figures["tokens_per_second_t2048"], figures["tokens_per_second_t256"])
-    print(json.dumps(figures))
+    return finish("loader", figures)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,7 +10,6 @@ of the plain one, against mpmath. Last line: one JSON object, ratios first.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import mpmath
 import numpy as np
 
+from bounds import finish
 from twophase.rule import OuterRule
 from twophase.theory.contraction import restart_table
 
@@ -104,7 +104,7 @@ def exact_logs(rule: OuterRule, sigma: float) -> list[Any]:
         return logs
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--modes", type=int, default=1_000_000, help="modes of the timed tables (default 1000000)")
     parser.add_argument("--repeats", type=int, default=5, help="timed tables of each way (default 5)")
@@ -113,7 +113,7 @@ def main() -> None:
     if options.peak:
         restart_table(RULES["nesterov"], np.random.default_rng(0).uniform(0, 1, 1_000_000), PERIODS)
         print(peak_resident())
-        return
+        return 0
     figures: dict[str, float] = {}
     for name, rule in RULES.items():
         taken = seconds(rule, options.modes, options.repeats)
@@ -132,8 +132,8 @@ def main() -> None:
         print(f"worst relative error of log|chi|, {name}: " + ", ".join(f"{w} {e:.1e}" for w, e in ways.items()))
         figures |= {f"error_{name.replace(' ', '_')}_{way}": error for way, error in ways.items()}
     ratio = max(figures["table_ratio_heavy_ball"], figures["table_ratio_nesterov"])
-    print(json.dumps({"table_ratio": round(ratio, 3)} | {k: float(f"{v:.4g}") for k, v in figures.items()}))
+    return finish("theory", {"table_ratio": round(ratio, 3)} | {k: float(f"{v:.4g}") for k, v in figures.items()})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import bounds
 
-FOLDER = Path(bounds.__file__).parent
+FOLDER = Path(str(bounds.__file__)).parent
+
+
+@pytest.fixture
+def runner() -> Any:
+    """`python benchmarks`."""
+    spec = importlib.util.spec_from_file_location("benchmarks_main", FOLDER / "__main__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -43,3 +56,36 @@ def test_stored_bounds() -> None:
             assert bound.keys() & {"min", "max"}, (name, figure)
             assert bound.keys() <= {"min", "max", "source"}, (name, figure)
             assert bound.get("source"), (name, figure)
+
+
+def test_all_are_run_and_summed_up(
+    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those after a failed one are run, too; each has a line with what became of it; any failure is status 1."""
+    programs = {
+        "good": ("""print('words'); print('{"ratio": 1.0}')""", "ok"),
+        "broken": ("""print('{"ratio": 9.0}'); raise SystemExit(1)""", "a bound is broken"),
+        "torn": ("print('words'); raise KeyError('x')", "failed, status 1"),
+        "killed": ("import os; print('{}', flush=True); os.kill(os.getpid(), 9)", "failed, status -9"),
+        "idle": ("print('{}')", "skipped"),
+        "renamed": ("""print('{"other": 1.0}')""", "not measured: ratio"),
+    }
+    for name, (program, _) in programs.items():
+        (tmp_path / f"{name}.py").write_text(program)
+    monkeypatch.setattr(runner, "FOLDER", tmp_path)
+    monkeypatch.setattr(runner, "BENCHMARKS", dict.fromkeys(programs, ()))
+    monkeypatch.setattr(runner, "BOUNDS", {"renamed": {"ratio": {"max": 1.0}}})
+    assert runner.main([]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    summary = [line.split(maxsplit=3) for line in lines[-len(programs) :]]
+    assert {words[0]: words[3] for words in summary} == {name: outcome for name, (_, outcome) in programs.items()}
+    assert "words" in lines
+    assert runner.main(["good", "idle"]) == 0
+    assert runner.main(["gone"]) == 2
+
+
+def test_no_benchmark_is_forgotten(runner: Any) -> None:
+    """Each program in the folder is run, is for a GPU, or is imported by others."""
+    others = {"__main__", "bounds", "gpu", "cuda_gate", "fake_cuda", "outer_round_gate"}
+    assert {path.stem for path in FOLDER.glob("*.py")} - others == set(runner.BENCHMARKS)
+    assert set(bounds.BOUNDS) >= set(runner.BENCHMARKS)
