@@ -40,7 +40,7 @@ def rounds(rule: OuterRule, restart: str, replicas: int, dtype: torch.dtype, mix
     """What four rounds lead to."""
     models = [model(dtype) for _ in range(replicas)]
     engine = DiLoCo(models, rule, restart=restart, mixing=mixing, inner_steps=1)
-    reports = []
+    reports, checksum = [], ""
     for number in range(4):
         for index, one in enumerate(models):
             generator = torch.Generator().manual_seed(10 * number + index)
@@ -49,11 +49,12 @@ def rounds(rule: OuterRule, restart: str, replicas: int, dtype: torch.dtype, mix
                     p.add_(0.1 * torch.randn(p.shape, generator=generator))
         report = engine.step()
         assert report is not None
+        checksum = report.checksum
         reports.append([report.restarted, *(getattr(report, name) for name in NUMBERS)])
     buffers = [engine.outer.state.get(p, {}).get("momentum_buffer", p) for p in engine.anchor.values()]
     return {
         "reports": reports,
-        "checksums": (report.checksum, engine.checksum()),
+        "checksums": (checksum, engine.checksum()),
         "tensors": [*engine.anchor.values(), *buffers, *(p.detach() for one in models for p in one.parameters())],
     }
 

@@ -12,8 +12,8 @@ import mpmath
 import numpy as np
 import pytest
 
+import oracle
 from amount import amount
-from theory import oracle
 from twophase.restart import Never, Periodic, mean_outer_gain
 from twophase.rule import FORMS, OuterRule
 from twophase.theory.advice import Advice, advise, controls

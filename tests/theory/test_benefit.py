@@ -11,7 +11,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from theory import oracle
+import oracle
 from twophase.rule import FORMS, OuterRule
 from twophase.theory.benefit import (
     beats_envelope,

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracle
 from amount import amount
-from theory import oracle
 from twophase.rule import OuterRule
 from twophase.theory.contraction import (
     closed_form,

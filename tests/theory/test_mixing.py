@@ -12,7 +12,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from theory import oracle
+import oracle
 from twophase.restart import AtRounds, Never, RoundSignal
 from twophase.rule import FORMS, OuterRule
 from twophase.theory.benefit import restart_can_help

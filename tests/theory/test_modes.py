@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from theory import oracle
+import oracle
 from twophase.rule import OuterRule
 from twophase.theory.contraction import restart_table
 from twophase.theory.inputs import rule_grid

@@ -11,7 +11,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from theory import oracle
+import oracle
 from twophase.rule import FORMS, Form, OuterRule
 from twophase.theory.contraction import restart_factor, restart_table
 from twophase.theory.inputs import rule_grid

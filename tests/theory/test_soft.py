@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from theory import oracle
+import oracle
 from twophase.restart import Soft, convert
 from twophase.rule import FORMS, Form, OuterRule
 from twophase.theory.contraction import restart_factor
