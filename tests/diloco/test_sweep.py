@@ -65,7 +65,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 def rounds(way: str, monkeypatch: pytest.MonkeyPatch, *, replicas: int, dtype: torch.dtype, **options: Any) -> Any:
     """What four rounds lead to: reports, anchor, buffers and replicas."""
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "_FILLED_PIECE_BYTES", 600_000)
+        patch.setattr(wire, "_PART_BYTES", 600_000)
         patch.setattr(sweep, "_PART_ELEMENTS", DIGEST_ELEMENTS)
         patch.setattr(sweep, "SMALL", 1 << 10 if way == "parts" else 1 << 30)
         patch.setattr(fragment, "SMALL", 1 << 30 if way == "few calls" else 0)
@@ -117,6 +117,9 @@ def test_parts_change_no_bit(
             for name in ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain"):
                 assert getattr(report, name) == pytest.approx(getattr(other, name), rel=1e-5, abs=1e-6)
         assert told[4].fragments[0].digest() == whole[4].fragments[0].digest()
+        if rule == OuterRule(1.0, 0.0) and replicas == 1:  # plain averaging of twins
+            assert all(map(torch.allclose, told[1], told[3][0]))
+            assert told[0][0].pseudo_gradient_norm == pytest.approx(0.1 * told[4].layout.numel ** 0.5, rel=0.01)
 
 
 def _flat(tensors: Any) -> list[Tensor]:
@@ -126,7 +129,7 @@ def _flat(tensors: Any) -> list[Tensor]:
 def test_an_interrupted_sweep_is_told(monkeypatch: pytest.MonkeyPatch):
     """An anchor of which a part is ahead of the others is neither saved nor trained on; a checkpoint mends it."""
     monkeypatch.setattr(sweep, "SMALL", 1 << 10)
-    monkeypatch.setattr(wire, "_FILLED_PIECE_BYTES", 600_000)
+    monkeypatch.setattr(wire, "_PART_BYTES", 600_000)
     module = model()
     engine = DiLoCo(module, OuterRule(0.7, 0.9), inner_steps=1, communicator=Twins())
     engine.step()

@@ -46,8 +46,8 @@ from twophase.diloco.comm import Communicator, Elastic, Interrupted, default_com
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment, fsdp_modules, partition, reshard
 from twophase.diloco.report import FragmentRound, RoundReport, joined, merged
-from twophase.diloco.sweep import filler, goes_in_parts, goes_on_device, round_sweep, write_on_device
-from twophase.diloco.wire import Transfer, check_wire
+from twophase.diloco.sweep import goes_in_parts, goes_on_device, round_sweep, transfer_in_parts, write_on_device
+from twophase.diloco.wire import PartTransfer, Transfer, check_wire
 from twophase.optim.outer import GroupRound, OuterSGD, as_number, check_signals
 from twophase.restart import AGREEMENT, MEASURED, PROBES, check_count, parse
 from twophase.rule import OuterRule
@@ -78,7 +78,7 @@ class _Sync:
     """Sent for it by attempts that failed, or before it was loaded from a state."""
     seconds: dict[str, float] = field(default_factory=dict)
     in_parts: bool = False
-    """Whether the fragments' sums are waited for, and divided, part by part in the outer step."""
+    """Whether the fragments' sums are made in the outer step, part by part."""
     squares: list[Tensor | None] = field(default_factory=list)
     """Sum of the squared norms of this process's replicas' own pseudo-gradients, for a policy that needs it."""
 
@@ -388,22 +388,19 @@ class DiLoCo:
 
     def _reduce(self, sync: _Sync) -> _Sync:
         alone = self.communicator.size == 1 and not self.communicator.elastic
-        # Elastic: nothing of the anchor may change before the vote on all of the sum.
         for fragment in sync.fragments:
             fragment.divisor = sync.replicas
-        sync.in_parts = not alone and not self.communicator.elastic and all(map(goes_in_parts, sync.fragments))
+        # Elastic: nothing of the anchor may change before the vote on the whole sum. After a delay all of it is there.
+        may_part = self._at_once and not alone and not self.communicator.elastic
+        sync.in_parts = may_part and all(map(goes_in_parts, sync.fragments))
         with _phase("pseudo_gradient", sync.seconds):
             for modules in self._fsdp:
                 reshard(modules)
             sync.squares = [None if sync.in_parts else self._take(f, sync, alone=alone) for f in sync.fragments]
+        with _phase("reduce", sync.seconds):
             if sync.in_parts:
-                fills = [filler(fragment) for fragment in sync.fragments]
-                sync.transfers = [
-                    f.channel.launch(self.communicator, f.gradient, fill=fill)
-                    for f, fill in zip(sync.fragments, fills, strict=True)
-                ]
-        if not sync.in_parts:
-            with _phase("reduce", sync.seconds):
+                sync.transfers = [transfer_in_parts(f, self.communicator) for f in sync.fragments]
+            else:
                 sync.transfers = [
                     f.channel.launch(self.communicator, f.gradient, quantized=alone) for f in sync.fragments
                 ]
@@ -470,7 +467,7 @@ class DiLoCo:
             probes = shared.probes[index] if shared.probes and shared.probes[index] else None
             for modules in self._fsdp:
                 reshard(modules)
-            transfer = sync.transfers[index] if sync.in_parts else None
+            transfer = cast("PartTransfer", sync.transfers[index]) if sync.in_parts else None
             swept = round_sweep(fragment, transfer, restore=self.mixing == 0, prove=not self._is_alone)
             fragment.outer.step(
                 signals=shared.shown(index),
@@ -479,9 +476,9 @@ class DiLoCo:
                 probes=probes,
                 sweep=swept and swept.sweep,
             )
-        if swept is not None:  # what it waited for belongs to the reduction
-            sync.seconds["outer"] -= swept.waited_seconds
-            sync.seconds["reduce"] += swept.waited_seconds
+        for phase, spent in ({} if transfer is None else transfer.seconds).items():
+            sync.seconds[phase] += spent
+            sync.seconds["outer"] -= spent
         digests = {} if swept is None else swept.digests()
         groups = tuple(fragment.outer.last_round)
         norm = sum(group.pseudo_gradient_norm**2 for group in groups) ** 0.5

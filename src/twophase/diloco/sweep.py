@@ -7,23 +7,24 @@ copied to the replicas and digested before the next one, so the vectors are read
 
 from __future__ import annotations
 
-import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from twophase.diloco.comm import Communicator
 from twophase.diloco.device_sweep import DeviceSweep, is_usable, kernels
 from twophase.diloco.flat import DIGEST_ELEMENTS, Digest
 from twophase.diloco.fragment import SMALL, Fragment
-from twophase.diloco.wire import Transfer
+from twophase.diloco.wire import PartTransfer
 from twophase.optim.functional import Dots, PartSweep
 from twophase.optim.outer import BUFFER, OuterSGD, Sweep
 from twophase.restart import AGREEMENT, MEASURED, PROBES
 
-_PART_ELEMENTS = 2 * DIGEST_ELEMENTS
-"""Elements of a part: few enough for a second-level cache, enough to pay for the calls."""
+_PART_ELEMENTS = 4 * DIGEST_ELEMENTS
+"""Elements of a part: few enough for a cache, enough to pay for the calls."""
 
 
 def goes_on_device(fragment: Fragment) -> bool:
@@ -61,8 +62,8 @@ def _is_sweepable(fragment: Fragment) -> bool:
     return fragment.momentum() is not None
 
 
-def filler(fragment: Fragment) -> Callable[[int, int], None]:
-    """A function that writes elements `start` to `stop` of the pseudo-gradient, for a wire that sends it in parts.
+def transfer_in_parts(fragment: Fragment, communicator: Communicator) -> PartTransfer:
+    """The sum of a fragment's pseudo-gradients, whose parts are written just before they are sent.
 
     The bits are those of `Fragment.write_pseudo_gradient`.
     """
@@ -81,22 +82,20 @@ def filler(fragment: Fragment) -> Callable[[int, int], None]:
                 else:
                     out.add_(torch.sub(origin, theta))
 
-    return fill
+    return PartTransfer(communicator, fragment.gradient, fill)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RoundSweep:
     """A fragment's outer step as one sweep, with all that follows it for each part.
 
     Args:
         sweep: for `OuterSGD.step`.
         digests: gives those of anchor and momentum buffer that were taken on the way.
-        waited_seconds: spent waiting for parts.
     """
 
     sweep: Sweep
     digests: Callable[[], Mapping[str, str]]
-    waited_seconds: float = 0.0
 
 
 def write_on_device(fragment: Fragment, divisor: int) -> None:
@@ -114,12 +113,12 @@ def dots_on_device(fragment: Fragment) -> list[Dots]:
     return [totals]
 
 
-def round_sweep(fragment: Fragment, transfer: Transfer | None, *, restore: bool, prove: bool) -> RoundSweep | None:
+def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: bool, prove: bool) -> RoundSweep | None:
     """Prepare the sweep of a fragment's round.
 
     Args:
         fragment: with its pseudo-gradient, to be divided by its `divisor`.
-        transfer: under way still, of a pseudo-gradient that `goes_in_parts`.
+        transfer: of one that `goes_in_parts`.
         restore: also set the replicas to the new anchor.
         prove: also take the digest of the momentum buffer.
 
@@ -139,23 +138,23 @@ def round_sweep(fragment: Fragment, transfer: Transfer | None, *, restore: bool,
         return RoundSweep(kernel, lambda: kernel.digits)
     digests = {"anchor": Digest(fragment.flat)}
     if prove and momentum is not None:
-        digests["momentum buffer"] = Digest(momentum)
-    restorers = [_restorer(fragment, params) for params in fragment.params()] if restore else []
+        digests["momentum buffer"] = Digest(momentum, beside=digests["anchor"])
+    restore_until = _restorer(fragment) if restore else None
 
     def parts() -> Iterator[tuple[int, int]]:
-        first, fragment.torn = 0, True
-        for stop in [fragment.layout.numel] if transfer is None else _timed(transfer.parts(), result):
-            for start in range(first, stop, _PART_ELEMENTS):
+        arrived = [(0, fragment.layout.numel)] if transfer is None else transfer.parts()
+        for begin, stop in arrived:
+            fragment.torn = True
+            for start in range(begin, stop, _PART_ELEMENTS):
                 end = min(start + _PART_ELEMENTS, stop)
                 if divisor > 1:
                     fragment.gradient[start:end].div_(divisor)
                 yield start, end
-            first = stop
         fragment.torn = False
 
     def after(start: int, stop: int) -> None:
-        for restorer in restorers:
-            restorer(start, stop)
+        if restore_until is not None:
+            restore_until(stop)
         for digest in digests.values():
             digest.add(start, stop)
 
@@ -169,8 +168,7 @@ def round_sweep(fragment: Fragment, transfer: Transfer | None, *, restore: bool,
         measure=fragment.layout.numel > SMALL and not fragment.outer_sgd.needs & MEASURED,
         dense=not fragment.gaps,
     )
-    result = RoundSweep(sweep, lambda: {name: digest.digits() for name, digest in digests.items()})
-    return result
+    return RoundSweep(sweep, lambda: {name: digest.digits() for name, digest in digests.items()})
 
 
 def _device_sweep(
@@ -197,32 +195,21 @@ def _device_sweep(
     )
 
 
-def _restorer(fragment: Fragment, params: list[Tensor]) -> Callable[[int, int], None]:
-    """A function that sets a replica's elements `start` to `stop` to the anchor's."""
-    if fragment.layout.numel <= _PART_ELEMENTS or not all(theta.is_contiguous() for theta in params):
+def _restorer(fragment: Fragment) -> Callable[[int], None]:
+    """A function that sets the replicas' tensors that end before element `stop`, and have not been set, to the anchor.
 
-        def restore_whole(start: int, stop: int) -> None:
-            del start
-            if stop == fragment.layout.numel:
-                torch._foreach_copy_(params, fragment.anchor_views)
+    Whole tensors, in one call for many: they are mostly still in a cache that the parts share.
+    """
+    ends = [slot.offset + slot.numel for slot in fragment.layout.slots]
+    replicas = fragment.params()
+    first = 0
 
-        return restore_whole
-    flat = [theta.view(-1) for theta in params]
-
-    def restore(start: int, stop: int) -> None:
-        for number, first, last in fragment.layout.within(start, stop):
-            offset = fragment.layout.slots[number].offset
-            flat[number][first - offset : last - offset].copy_(fragment.flat[first:last])
+    def restore(stop: int) -> None:
+        nonlocal first
+        last = bisect_right(ends, stop)
+        if first < last:
+            for params in replicas:
+                torch._foreach_copy_(params[first:last], fragment.anchor_views[first:last])
+            first = last
 
     return restore
-
-
-def _timed(parts: Iterator[int], result: RoundSweep) -> Iterator[int]:
-    """The same parts, with the time that each is waited for."""
-    while True:
-        begin = time.perf_counter()
-        stop = next(parts, None)
-        result.waited_seconds += time.perf_counter() - begin
-        if stop is None:
-            return
-        yield stop

@@ -17,6 +17,7 @@ Source: error feedback, Karimireddy et al. 2019 (arXiv 1901.09847); both stages 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +32,8 @@ from twophase.diloco.flat import DIGEST_ELEMENTS
 
 WIRES = ("float32", "bfloat16", "int8")
 _SUM_PIECE_BYTES = 64 << 20
-_FILLED_PIECE_BYTES = (
-    16 << 20
-)  # smaller, for what comes before and after each part's journey goes on beside the others'
+_PART_BYTES = 32 << 20
+"""Of a `PartTransfer`: the less, the sooner the first part can be used; the more, the fewer journeys."""
 _PIECE_ELEMENTS = 1 << 19  # on a CPU: what an encoding goes over several times stays in the cache
 _PIECE_ELEMENTS_ELSEWHERE = 1 << 22  # on an accelerator: fewer kernels to start
 
@@ -104,12 +104,10 @@ class Transfer:
         pending: Sequence[Pending] = (),
         second: Callable[[], Pending] | None = None,
         finish: Callable[[], None] | None = None,
-        stops: Sequence[int] = (),
     ) -> None:
         self._pending = list(pending)
         self._second = second
         self._finish = finish
-        self._stops = list(stops)
         self.bytes_sent = sum(work.bytes_sent for work in self._pending)
         """Bytes that this process has handed to others so far; all of them after `wait()`."""
 
@@ -121,14 +119,6 @@ class Transfer:
         self._drain()
         self._pending = [second()]
         self.bytes_sent += self._pending[0].bytes_sent
-
-    def parts(self) -> Iterator[int]:
-        """Wait for the sum part by part: the element up to which the tensor holds it, until that is its end."""
-        for stop in self._stops:
-            if self._pending:  # else all of them have been waited for
-                self._pending.pop(0).wait()
-            yield stop
-        self.wait()
 
     def wait(self) -> None:
         """Return when the tensor holds the sum."""
@@ -142,6 +132,46 @@ class Transfer:
         for work in self._pending:
             work.wait()
         self._pending = []
+
+
+class PartTransfer(Transfer):
+    """A sum that is made while it is used: part by part, each filled, sent, and given back when it is there.
+
+    Nothing is sent before `parts()` is gone through. Then each part travels while later ones are filled and earlier
+    ones used.
+
+    Args:
+        communicator: the processes.
+        tensor: 1-D, contiguous; each part of it becomes the sum over the processes.
+        fill: writes elements `start` to `stop` of the tensor.
+    """
+
+    def __init__(self, communicator: Communicator, tensor: Tensor, fill: Callable[[int, int], None]) -> None:
+        super().__init__()
+        self._communicator, self._tensor, self._fill = communicator, tensor, fill
+        self.seconds = {"pseudo_gradient": 0.0, "reduce": 0.0}
+        """Spent on filling, and on launching and waiting."""
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of each part, in order, as soon as the tensor holds its sum."""
+        numel = self._tensor.numel()
+        size = max(1, _PART_BYTES // self._tensor.element_size() // DIGEST_ELEMENTS) * DIGEST_ELEMENTS
+        bounds = [(start, min(start + size, numel)) for start in range(0, numel, size)]
+        for part, pending in [(part, self._launch(*part)) for part in bounds]:
+            clock = time.perf_counter()
+            pending.wait()
+            self.seconds["reduce"] += time.perf_counter() - clock
+            yield part
+
+    def _launch(self, start: int, stop: int) -> Pending:
+        clock = time.perf_counter()
+        self._fill(start, stop)
+        filled = time.perf_counter()
+        pending = self._communicator.launch_sum(self._tensor[start:stop])
+        self.bytes_sent += pending.bytes_sent
+        self.seconds["pseudo_gradient"] += filled - clock
+        self.seconds["reduce"] += time.perf_counter() - filled
+        return pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +251,7 @@ class Channel:
             self._send(tensor, 0, None, residual)
             _written(residual)
 
-    def launch(
-        self,
-        communicator: Communicator,
-        tensor: Tensor,
-        *,
-        quantized: bool = False,
-        fill: Callable[[int, int], None] | None = None,
-    ) -> Transfer:
+    def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
         """Begin to replace `tensor` by its sum over the processes, in place, with the same bits on all of them.
 
         Until `Transfer.wait()` has returned, the tensor holds nothing of use and the channel takes no other.
@@ -237,14 +260,11 @@ class Channel:
             communicator: the processes, which may be others than in the last round.
             tensor: 1-D, contiguous, of the channel's length, dtype and device.
             quantized: the tensor is a sum of what `quantize` made, in one process; only the second stage is left.
-            fill: writes elements `start` to `stop` of the tensor, called for each part just before it is sent, so that
-                parts travel while later ones are computed; only without loss. None: the tensor is written already.
         """
         self._check(tensor)
         assert self._under_way is None, "wait for the transfer under way, or call rollback()"
         if not self.lossy:
-            return _launch_sum(communicator, tensor, fill)
-        assert fill is None, "a lossy wire encodes the whole tensor"
+            return Transfer(_launch_sum(communicator, tensor))
         route = _Route(self._numel, communicator.size, communicator.rank)
         if route.size == 1:
             if not quantized:
@@ -467,16 +487,7 @@ def _describe(wire: str | None) -> str:
     return "no residuals" if wire is None else f"residuals of wire {wire}"
 
 
-def _launch_sum(communicator: Communicator, tensor: Tensor, fill: Callable[[int, int], None] | None) -> Transfer:
-    """All-reduces of some MiB each: a large one in pieces is quicker than whole, a small one is not."""
-    size = _SUM_PIECE_BYTES if fill is None else _FILLED_PIECE_BYTES
-    count = max(1, round(tensor.nbytes / size))
-    length = -(-tensor.numel() // count)
-    length += -length % DIGEST_ELEMENTS if fill is not None else 0
-    pending, stops = [], []
-    for start in range(0, tensor.numel(), length):
-        stops.append(min(start + length, tensor.numel()))
-        if fill is not None:
-            fill(start, stops[-1])
-        pending.append(communicator.launch_sum(tensor[start : stops[-1]]))
-    return Transfer(pending, stops=stops)
+def _launch_sum(communicator: Communicator, tensor: Tensor) -> list[Pending]:
+    """All-reduces of about 64 MiB each: a large one in pieces is quicker than whole, a small one is not."""
+    count = max(1, round(tensor.nbytes / _SUM_PIECE_BYTES))
+    return [communicator.launch_sum(piece) for piece in tensor.split(-(-tensor.numel() // count))]
