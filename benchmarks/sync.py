@@ -8,9 +8,10 @@ with `torch.optim.SGD`, without its inner optimizer and without its quorum and v
 processes and take turns; a sync takes as long as the slower process; medians. Both begin alike and see the same
 progress, so both must end with the same bits, which is checked.
 `torchft_memory_ratio`: peak resident memory of a process, each engine in a pair of processes of its own.
-`copy_bandwidth_ratio`: bytes that pseudo-gradient, outer step and restoring have to move in one process (without a
-reduction), over their time, over the rate of a plain copy of as many parameters (bytes read and written), taken in
-turn; medians. `..._whole`: the same bytes over the time of the whole step, checksums included.
+`flat_time_ratio_30m`, `flat_time_ratio_100m`: the same over the sync of a loop of a few lines on one flat buffer, with
+torch's fused SGD and without norms, checksums and agreement; it, too, must end with the same bits.
+`copy_bandwidth_ratio`: bytes that a step in one process has to move (without a reduction), over its time, over the rate
+of a plain copy of as many parameters (bytes read and written), taken in turn; medians.
 `int8_bytes_ratio`, `bfloat16_bytes_ratio`: bytes sent in a round as the engine reports them, over float32's;
 `..._loopback` the same as the network interface counts them, TCP's headers and answers included.
 
@@ -43,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bounds import finish
 from twophase.diloco.comm import ProcessGroup, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.rule import OuterRule
@@ -50,11 +52,8 @@ from twophase.rule import OuterRule
 RULE = OuterRule(0.7, 0.9, nesterov=True)
 LAYERS = 16
 WARM_UP = 2  # rounds: the first ones allocate, connect, and agree on a quorum
-PASSES = {
-    "pseudo_gradient": ("read theta, a; write g", 3),
-    "outer": ("read g, a, m; write a, m", 5),
-    "restore": ("read a; write theta", 2),
-}
+PASSES = {"read theta, a; write g": 3, "read g, a, m; write a, m, theta": 6}
+FLAT = {"30m": 30_000_000, "100m": 100_000_000}
 WIRES = ("float32", "bfloat16", "int8")
 LIGHTHOUSE_PORT = 29510  # of the namespace, so it is free
 
@@ -161,6 +160,54 @@ class Torchft:
         self.manager.shutdown(wait=False)
 
 
+class Flat:
+    """The strongest peer: parameters as views of one flat buffer, one all-reduce, torch's fused SGD, no proofs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        self.flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+        for p, view in zip(parameters, self.flat.split([p.numel() for p in parameters]), strict=True):
+            p.data = view.view(p.shape)
+        self.anchor = self.flat.clone()
+        self.anchor.grad = torch.empty_like(self.flat)
+        self.outer = torch.optim.SGD(
+            [self.anchor], lr=RULE.lr, momentum=RULE.momentum, nesterov=RULE.nesterov, fused=True
+        )
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One sync."""
+        gradient = self.anchor.grad
+        assert gradient is not None
+        torch.sub(self.anchor, self.flat, out=gradient)
+        dist.all_reduce(gradient)
+        gradient.div_(2)
+        self.outer.step()
+        self.flat.copy_(self.anchor)
+
+
+def compare_flat(rank: int, parameters: int, rounds: int) -> dict[str, Any]:
+    """Seconds of each sync of ours and of the flat loop in turn, and whether both end with the same bits."""
+    modules = {"ours": build(parameters), "flat": build(parameters)}
+    engines = {
+        "ours": DiLoCo(modules["ours"], RULE, inner_steps=1, communicator=ProcessGroup()),
+        "flat": Flat(modules["flat"]),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(WARM_UP + rounds):
+        for name in sorted(engines, reverse=bool(number % 2)):
+            progress(modules[name], rank)
+            dist.barrier()
+            begin = time.perf_counter()
+            engines[name].step()
+            seconds[name].append(time.perf_counter() - begin)
+    pairs = zip(modules["ours"].parameters(), modules["flat"].parameters(), strict=True)
+    return {
+        "seconds": {name: values[WARM_UP:] for name, values in seconds.items()},
+        "equal": all(torch.equal(a, b) for a, b in pairs),
+    }
+
+
 def compare_times(rank: int, parameters: int, rounds: int) -> dict[str, Any]:
     """Seconds of each sync of both engines in turn, the phases of ours, and whether both end with the same bits."""
     ours, theirs = build(parameters), build(parameters)
@@ -229,25 +276,22 @@ def traffic(rank: int, parameters: int, wires: list[str]) -> dict[str, Any]:
 
 
 def copy_bandwidth(parameters: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each step of an engine alone in its process, without and with its checksums, and of a copy; in turn.
+    """Seconds of each step of an engine alone in its process, and of a copy; in turn.
 
-    CPU time of one thread, so that other programs do not enter; a step is divided as its report says.
+    CPU time of one thread, so that other programs do not enter.
     """
     module = build(parameters)
     engine = DiLoCo(module, RULE, inner_steps=1, communicator=SingleProcess())
     source, target = torch.ones(parameters), torch.zeros(parameters)
-    seconds: dict[str, list[float]] = {"phases": [], "step": [], "copy": []}
+    seconds: dict[str, list[float]] = {"step": [], "copy": []}
     for _ in range(WARM_UP + rounds):
         progress(module, 0)
         begin = time.process_time()
-        report = engine.step()
+        engine.step()
         end = time.process_time()
         target.copy_(source)
-        assert report is not None
-        share = sum(report.seconds[name] for name in PASSES) / sum(report.seconds.values())
         seconds["copy"].append(time.process_time() - end)
         seconds["step"].append(end - begin)
-        seconds["phases"].append(share * (end - begin))
     return {name: statistics.median(values[WARM_UP:]) for name, values in seconds.items()}
 
 
@@ -261,6 +305,8 @@ def worker(options: argparse.Namespace) -> None:
         result = compare_times(rank, options.parameters, options.rounds)
     elif task == "copy":
         result = copy_bandwidth(options.parameters, options.rounds)
+    elif task == "flat":
+        result = compare_flat(rank, options.parameters, options.rounds)
     elif task == "traffic":
         result = traffic(rank, options.parameters, options.wires)
     else:
@@ -345,12 +391,12 @@ def main() -> None:
     print(f"{count / 1e6:.1f}M float32 parameters in {len(shapes(count))} tensors; 2 processes, one thread each")
     figures: dict[str, float | None] = {}
     ratios: dict[str, float | None] = {}
-    for part in (times_and_memory, bandwidth, bytes_sent):
+    for part in (flat_times, times_and_memory, bandwidth, bytes_sent):
         ratio, rest = part(options)
         ratios |= ratio
         figures |= rest
     rounded = {name: value if value is None else round(value, 4) for name, value in (ratios | figures).items()}
-    print(json.dumps(rounded))
+    sys.exit(finish("sync", rounded))
 
 
 Figures = tuple[dict[str, float | None], dict[str, float | None]]
@@ -394,20 +440,39 @@ def times_and_memory(options: argparse.Namespace) -> Figures:
     return ratios, details | {f"{name}_seconds": value for name, value in phases.items()}
 
 
+def flat_times(options: argparse.Namespace) -> Figures:
+    """Our syncs beside those of a loop on one flat buffer that proves nothing, at two sizes."""
+    print(f"\n{'a flat loop':22}{'ours s':>10}{'flat s':>10}{'ratio':>8}   same bits")
+    ratios: dict[str, float | None] = {}
+    details: dict[str, float | None] = {}
+    for name, parameters in FLAT.items():
+        told = run(argparse.Namespace(**vars(options) | {"parameters": parameters}), "flat")
+        if not all(result["equal"] for result in told):
+            raise SystemExit("sync: ours and the flat loop ended with different parameters: not the same work")
+        syncs = {
+            kind: statistics.median(map(max, zip(*(result["seconds"][kind] for result in told), strict=True)))
+            for kind in ("ours", "flat")
+        }
+        ratio = syncs["ours"] / syncs["flat"]
+        print(f"{parameters / 1e6:.0f}M parameters{'':8}{syncs['ours']:10.3f}{syncs['flat']:10.3f}{ratio:8.2f}")
+        ratios[f"flat_time_ratio_{name}"] = ratio
+        details |= {f"{kind}_seconds_{name}": value for kind, value in syncs.items()}
+    return ratios, details
+
+
 def bandwidth(options: argparse.Namespace) -> Figures:
     """One process's outer step against a plain copy."""
     seconds = run(options, "copy", processes=1)[0]
     gigabytes = 4e-9 * options.parameters
     copy = 2 * gigabytes / seconds["copy"]
-    passes = sum(count for _, count in PASSES.values())
-    step, whole = passes * gigabytes / seconds["phases"], passes * gigabytes / seconds["step"]
-    print("\none process: " + " | ".join(f"{what} ({count})" for what, count in PASSES.values()))
-    print(f"{passes} passes; in the time, though not counted: the norms, which read g and m once more")
+    passes = sum(PASSES.values())
+    step = passes * gigabytes / seconds["step"]
+    print("\none process: " + " | ".join(f"{what} ({count})" for what, count in PASSES.items()))
+    print(f"{passes} passes; the norms and the checksum are taken of what these read")
     print(f"{'':22}{'s':>10}{'GB/s':>10}{'ratio':>8}")
     print(f"{'copy':22}{seconds['copy']:10.3f}{copy:10.2f}{1:8.2f}")
-    print(f"{'these phases':22}{seconds['phases']:10.3f}{step:10.2f}{step / copy:8.2f}")
-    print(f"{'and the checksums':22}{seconds['step']:10.3f}{whole:10.2f}{whole / copy:8.2f}")
-    return {"copy_bandwidth_ratio": step / copy}, {"copy_bandwidth_ratio_whole": whole / copy, "copy_gb_s": copy}
+    print(f"{'a step':22}{seconds['step']:10.3f}{step:10.2f}{step / copy:8.2f}")
+    return {"copy_bandwidth_ratio": step / copy}, {"copy_gb_s": copy}
 
 
 def bytes_sent(options: argparse.Namespace) -> Figures:

@@ -18,7 +18,7 @@ import torch
 
 import twophase
 from twophase.config import RunError
-from twophase.diloco.comm import Communicator, Interrupted
+from twophase.diloco.comm import Communicator, Interrupted, SingleProcess
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.sweep import dots_on_device, goes_on_device
 from twophase.optim.outer import Dots, OuterSGD
@@ -164,6 +164,8 @@ def agree(
         signals: this process's values.
     """
     measured = communicator.sharded or any(_decides_by_measure(fragment) for fragment in fragments)
+    if type(communicator) is SingleProcess and not measured:
+        return Shared({name: float(signals[name]) for name in sorted(signals)}, None)
     dots = [_dots(fragment) for fragment in fragments] if measured else []
     names, values = _same_signals(communicator, weight, signals)
     if not names and not measured:

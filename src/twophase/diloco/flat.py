@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 ALIGNMENT = 16  # elements: 64 bytes in float32, a cache line, so that every view starts where vector loads like it
@@ -113,7 +114,7 @@ class Digest:
         self._halves = flat.detach().view(torch.int32)
         self._per_element = flat.element_size() // 4
         self._words = self._halves.numpy()[: len(self._halves) // 2 * 2].view(np.uint64)
-        self._weights = _weights(torch.device("cpu")).numpy().view(np.uint64)
+        self._weights = _word_weights()
         length = min(len(self._weights), len(self._words))
         self._scratch = np.empty(length, np.uint64) if beside is None else beside._scratch
         self._sums: list[int] = []
@@ -158,6 +159,11 @@ def joined_digits(halves: int, sums: Sequence[int]) -> str:
 def _weights(device: torch.device) -> Tensor:
     """(piece,) int64, odd and all different: small tensors would spend most of their time on it."""
     return (torch.arange(_PIECE, device=device) * _GOLDEN) | 1
+
+
+@functools.cache
+def _word_weights() -> NDArray[np.uint64]:
+    return _weights(torch.device("cpu")).numpy().view(np.uint64)
 
 
 # Modulo 2^64 a sum sees of the words' highest bits only whether an even number of them turned over: the signs of two

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -319,8 +320,9 @@ class Fragment:
         """
         if not isinstance(self.outer, OuterSGD):
             return None
-        buffers = [self.outer.state.get(p, {}).get(BUFFER) for p in self.anchor_views]
-        if self._momentum is not None and all(b is v for b, v in zip(buffers, self.momentum_views, strict=True)):
+        state = self.outer.state
+        buffers = [state[p].get(BUFFER) if p in state else None for p in self.anchor_views]
+        if self._momentum is not None and all(map(operator.is_, buffers, self.momentum_views)):
             return self._momentum
         if any(b is None or type(b) is not Tensor or b.dtype != self.flat.dtype for b in buffers):
             return None

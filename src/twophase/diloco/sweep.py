@@ -7,6 +7,7 @@ copied to the replicas and digested before the next one, so the vectors are read
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,8 +30,13 @@ _PART_ELEMENTS = 4 * DIGEST_ELEMENTS
 
 def goes_on_device(fragment: Fragment) -> bool:
     """Whether the kernels of an accelerator write a fragment's pseudo-gradient and take its outer step."""
-    needs = fragment.outer_sgd.needs if _is_sweepable(fragment) else {PROBES}
-    return not fragment.channel.lossy and not needs & {PROBES, AGREEMENT} and is_usable(fragment)
+    return (
+        not fragment.flat.is_cpu
+        and not fragment.channel.lossy
+        and _is_sweepable(fragment)
+        and not fragment.outer_sgd.needs & {PROBES, AGREEMENT}
+        and is_usable(fragment)
+    )
 
 
 def goes_in_parts(fragment: Fragment) -> bool:
@@ -55,11 +61,11 @@ def _is_sweepable(fragment: Fragment) -> bool:
         return False
     (group,) = outer.param_groups
     params, views = group["params"], fragment.anchor_views
-    if group["together"] or len(params) != len(views) or any(p is not v for p, v in zip(params, views, strict=True)):
+    if group["together"] or len(params) != len(views) or not all(map(operator.is_, params, views)):
         return False
-    if group["momentum"] == 0 or not any(BUFFER in outer.state.get(p, ()) for p in params):
+    if group["momentum"] == 0 or fragment.momentum() is not None:
         return True
-    return fragment.momentum() is not None
+    return not any(BUFFER in outer.state.get(p, ()) for p in params)
 
 
 def transfer_in_parts(fragment: Fragment, communicator: Communicator) -> PartTransfer:
