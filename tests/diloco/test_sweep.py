@@ -126,6 +126,19 @@ def _flat(tensors: Any) -> list[Tensor]:
     return [t for item in tensors for t in (item if isinstance(item, list) else [item])]
 
 
+def test_norms_that_are_given_are_the_ones_told(monkeypatch: pytest.MonkeyPatch):
+    """Where shards have added up their norms, a sweep of one shard's elements does not take their place."""
+    monkeypatch.setattr(sweep, "SMALL", 0)
+    engine = DiLoCo(model(), OuterRule(0.7, 0.9), inner_steps=1)
+    (whole,) = engine.fragments
+    whole.hand_over()
+    swept = sweep.round_sweep(whole, None, restore=True, prove=False)
+    assert swept is not None
+    assert swept.sweep.measure
+    whole.outer_sgd.step(measure=True, measured=[(4.0, 1.0, 0.0)], sweep=swept.sweep)
+    assert whole.outer_sgd.last_round[0].pseudo_gradient_norm == 2.0
+
+
 def test_an_interrupted_sweep_is_told(monkeypatch: pytest.MonkeyPatch):
     """An anchor of which a part is ahead of the others is neither saved nor trained on; a checkpoint mends it."""
     monkeypatch.setattr(sweep, "SMALL", 1 << 10)

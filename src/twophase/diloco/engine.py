@@ -252,7 +252,8 @@ class DiLoCo:
 
         Raises:
             ValueError: a round ends, and a signal is missing that a restart policy needs; nothing has happened.
-            Any error of the probe, or an interrupt: the sync is undone, and the next one takes its progress.
+            Any error of the probe, or an interrupt before the outer step: the sync is undone, and the next one takes
+                its progress. After an interrupt inside the outer step the engine refuses to go on from it.
         """
         _check_kind(signals)  # in every step, and not only where a round ends
         self._check_ready()
@@ -391,7 +392,8 @@ class DiLoCo:
         for fragment in sync.fragments:
             fragment.divisor = sync.replicas
         # Elastic: nothing of the anchor may change before the vote on the whole sum. After a delay all of it is there.
-        may_part = self._at_once and not alone and not self.communicator.elastic
+        # Sharded: the norms of all shards are added up before the step.
+        may_part = self._at_once and not (alone or self.communicator.elastic or self.communicator.sharded)
         sync.in_parts = may_part and all(map(goes_in_parts, sync.fragments))
         with _phase("pseudo_gradient", sync.seconds):
             for modules in self._fsdp:

@@ -52,8 +52,10 @@ class RoundReport:
         signals: the means over the replicas of what was given to `step(signals=...)`.
         bytes_sent: bytes that this process sent to others for the reduction; 0 in a single process.
         seconds: wall time of the phases `pseudo_gradient`, `reduce`, `outer`, `restore`, `checksum`, `probe` where a
-            restart policy weighs candidates, and `quorum` where processes come and go. On an accelerator the first four
-            only launch work, which is waited for where a number is read.
+            restart policy weighs candidates, and `quorum` where processes come and go. `outer` has all that its sweep
+            does on the way; `restore` and `checksum` have only copies and digests that no sweep has made. On an
+            accelerator a phase may only launch work, which is waited for in the phase that reads a number: `outer`, or
+            `reduce` where other processes' sums are waited for.
         checksum: digits that depend on every bit of the new anchor (of the fragments that were synchronised).
     """
 

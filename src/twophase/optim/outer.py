@@ -372,7 +372,8 @@ class OuterSGD(Optimizer):
         group["rounds"] = number
         if sweep is not None:
             totals = self._sweep(group, params, answer, sweep)
-            seen = seen if totals is None else Angles.of(totals)
+            if seen is None and totals is not None:  # what was given is of all shards, and the sweep's of this one
+                seen = Angles.of(totals)
         else:
             self._update_and_restart(group, params, answer)
         group["restarts"] += answer.restarted
