@@ -36,6 +36,7 @@ _PURPOSES = {
     "wandb": "`--track wandb`",
     "trainer": "examples/transformers_callback.py",
     "ft": "`--lighthouse`: replicas that die and come back",
+    "gate": "`make gate`: the CUDA code of a step, without a GPU",
     "docs": "`make docs`: the documentation site",
     "dev": "tests and checks",
 }

@@ -55,6 +55,7 @@ def test_kernels_compile_for_a_gpu(kernel: str, restart: int):
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     function = getattr(importlib.import_module("twophase.diloco.kernels"), kernel)
     constants = {"MOMENTUM": True, "FRESH": False, "RESTART": restart, "OPPOSED": restart == 1, "DROPS": restart == 2}
+    constants |= {"ALONG_G": True, "ALONG_M": True, "ALONG_NEW": True, "KEEPS": True}
     constants |= {"REPLICAS": 2, "DIVIDE": True, "PROVE": True, "BLOCK": 2048}
     types = dict.fromkeys(["anchor", "gradient", "momentum", "t0", "t2", "t3"], "*fp32")
     types |= {"t1": "*bf16", "products": "*fp64", "anchor_sums": "*i64", "momentum_sums": "*i64"}

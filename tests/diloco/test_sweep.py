@@ -139,7 +139,8 @@ def test_norms_that_are_given_are_the_ones_told(monkeypatch: pytest.MonkeyPatch)
     assert whole.outer_sgd.last_round[0].pseudo_gradient_norm == 2.0
 
 
-def test_an_interrupted_sweep_is_told(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("arrived", [0, 1])
+def test_an_interrupted_sweep_is_told(arrived: int, monkeypatch: pytest.MonkeyPatch):
     """An anchor of which a part is ahead of the others is neither saved nor trained on; a checkpoint mends it."""
     monkeypatch.setattr(sweep, "SMALL", 1 << 10)
     monkeypatch.setattr(wire, "_PART_BYTES", 600_000)
@@ -152,7 +153,7 @@ def test_an_interrupted_sweep_is_told(monkeypatch: pytest.MonkeyPatch):
 
     def interrupted(self: Sum) -> None:
         waits.append(self)
-        if len(waits) == 2:
+        if len(waits) > arrived:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, torch.no_grad():
@@ -161,7 +162,7 @@ def test_an_interrupted_sweep_is_told(monkeypatch: pytest.MonkeyPatch):
             p.add_(1.0)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    assert not all(map(torch.equal, before, engine.anchor.values()))
+    assert all(map(torch.equal, before, engine.anchor.values())) == (arrived == 0)
     for action in (engine.step, engine.finish, engine.state_dict):
         with pytest.raises(ValueError, match="interrupted"):
             action()
@@ -187,3 +188,33 @@ def test_a_device_without_kernels_is_told_once(monkeypatch: pytest.MonkeyPatch, 
     assert device_sweep.kernels(torch.device("cpu")) is None
     device_sweep.kernels.cache_clear()
     assert len(caplog.records) == 2
+
+
+def test_gaps_do_not_count(monkeypatch: pytest.MonkeyPatch):
+    """A buffer whose steps have left -0 between the parameters has the digest of one that was loaded."""
+    _, _, _, _, engine = rounds(
+        "swept", monkeypatch, replicas=1, dtype=torch.float32, outer=OuterRule(0.7, 0.9), restart="soft:2:-0.5:0"
+    )
+    loaded = DiLoCo(model(), OuterRule(0.7, 0.9), restart="soft:2:-0.5:0", inner_steps=1, communicator=Twins())
+    loaded.load_state_dict(copy.deepcopy(engine.state_dict()))
+    assert loaded.fragments[0].digest() == engine.fragments[0].digest()
+
+
+def test_a_hook_of_the_outer_optimizer_sees_the_whole_gradient(monkeypatch: pytest.MonkeyPatch):
+    """With a hook before its step, an outer optimizer is given gradients that are whole, and its changes count."""
+    monkeypatch.setattr(sweep, "SMALL", 0)
+    module = model()
+    engine = DiLoCo(module, OuterRule(1.0, 0.0), inner_steps=1, communicator=Twins())
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.mul_(0.5)
+
+    engine.outer.register_step_pre_hook(halve)
+    before = [p.detach().clone() for p in module.parameters()]
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(1.0)
+    engine.step()
+    for p, old in zip(module.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), old + 0.5)

@@ -20,7 +20,7 @@ import twophase
 from twophase.config import RunError
 from twophase.diloco.comm import Communicator, Interrupted, SingleProcess
 from twophase.diloco.fragment import Fragment
-from twophase.diloco.sweep import dots_on_device, goes_on_device
+from twophase.diloco.sweep import dots_on_device
 from twophase.optim.outer import Dots, OuterSGD
 from twophase.restart import AGREEMENT
 
@@ -294,7 +294,7 @@ def attend(
     kinds = communicator.exchange([running, *_halves(hashlib.sha256(text.encode()).hexdigest()[:16])])
     if not any(row[0] for row in kinds) and any(row != kinds[0] for row in kinds):
         same_start(communicator, description, own)
-    digests = [fragment.digest({}) for fragment in fragments]
+    digests = [fragment.digest() for fragment in fragments]
     ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
     everyone = communicator.exchange([running, own, weight, ready, *position, *ours])
     fault = _first_difference([row[4 + len(position) :] for row in everyone], fragments, digests)
@@ -317,7 +317,7 @@ def _decides_by_measure(fragment: Fragment) -> bool:
 def _dots(fragment: Fragment) -> list[Dots]:
     """The inner products of each param group; for an optimizer of others, <g, g> alone."""
     if isinstance(fragment.outer, OuterSGD):
-        return dots_on_device(fragment) if goes_on_device(fragment) else fragment.outer.dots()
+        return dots_on_device(fragment) if fragment.on_device else fragment.outer.dots()
     gradient = fragment.gradient
     return [(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2, 0.0, 0.0)]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -80,7 +81,6 @@ class DeviceSweep:
         divisor: what g is still to be divided by.
         prove: whether the digest of the buffer is wanted too.
         measure: whether `run` returns the inner products, for a policy that does not decide by them.
-        tell: called with True before the anchor changes, and with False when all of it has.
         digits: of anchor and buffer by name, after `run`.
     """
 
@@ -94,7 +94,6 @@ class DeviceSweep:
     divisor: int
     prove: bool
     measure: bool
-    tell: Callable[[bool], None] = lambda _: None
     digits: dict[str, str] = field(default_factory=dict)
 
     def write_pseudo_gradient(self) -> None:
@@ -137,12 +136,10 @@ class DeviceSweep:
         products = torch.empty(sum(programs), 3, dtype=torch.float64, device=self.x.device)
         rows = 2 if self.prove and self.m is not None else 1
         sums = torch.zeros(rows, -(-len(self.x) // DIGEST_ELEMENTS), dtype=torch.int64, device=self.x.device)
-        self.tell(True)
         first = 0
         for number, count in enumerate(programs):
             self._step(number, update, products[first : first + count], sums)
             first += count
-        self.tell(False)
         # The only place where a round waits for the device, but for a policy that decides by the inner products.
         words = torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]).tolist()
         gg, mm, gm = struct.unpack("=3d", struct.pack("=3q", *words[:3]))
@@ -165,6 +162,7 @@ class DeviceSweep:
             writes += [self.g[offset:end]]
         m = self.g if self.m is None else self.m
         coefficients = *update.coefficients(), restart.retain, restart.inject
+        along_g, along_m, along_new, mix_m, _ = update.coefficients()
         _launch(
             self.kernels.outer_round,
             len(products),
@@ -180,6 +178,10 @@ class DeviceSweep:
             RESTART=1 if update.before else 2 if update.after else 0,
             OPPOSED=restart.opposed,
             DROPS=restart.retain == 0,
+            ALONG_G=along_g != 0,
+            ALONG_M=along_m != 0,
+            ALONG_NEW=along_new != 0,
+            KEEPS=mix_m != 0 and not update.rule.fresh,
             REPLICAS=len(self.replicas),
             DIVIDE=self.divisor > 1,
             PROVE=len(sums) > 1,
@@ -205,10 +207,12 @@ def _launch(
     writes: Sequence[Tensor],
     **constants: bool | int,
 ) -> None:
-    """Launch a kernel and go on; `reads` and `writes` are for those who count what it moves."""
+    """Launch a kernel on its tensors' device and go on; a benchmark counts `reads` and `writes`."""
     del reads, writes
-    # Without fusion a product is rounded before it is added, on every kind of GPU alike.
-    kernel[(programs,)](*arguments, **constants, BLOCK=_BLOCK, enable_fp_fusion=False)
+    device = arguments[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        # Without fusion a product is rounded before it is added, on every kind of GPU alike.
+        kernel[(programs,)](*arguments, **constants, BLOCK=_BLOCK, enable_fp_fusion=False)
 
 
 def _try(module: ModuleType, device: torch.device) -> None:

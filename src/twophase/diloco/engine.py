@@ -227,6 +227,8 @@ class DiLoCo:
             "schedules": {"stagger": self.stagger, "delay": self.delay, "mixing": self.mixing},
             "wires": self.wire,
             "outer settings": {f"fragment {f.name}": settings(f.outer) for f in self.fragments},
+            # Their last bits differ.
+            "kernels of the outer round": {f.name: goes_on_device(f) for f in self.fragments if not f.flat.is_cpu},
         }
 
     @property
@@ -275,7 +277,8 @@ class DiLoCo:
                         transfer.advance()
         if due and self.delay == 0:
             with ExitStack() as lookups:
-                for fragment in due if not any(self._fsdp) else ():  # FSDP2's come and go with its forward passes
+                # FSDP2's come and go with its forward passes, and another replica's state may replace any.
+                for fragment in () if any(self._fsdp) or self.communicator.elastic else due:
                     lookups.enter_context(fragment.checked_once())
                 return self._complete(self._launch(due), given)
         if due:
@@ -398,6 +401,8 @@ class DiLoCo:
         with _phase("pseudo_gradient", sync.seconds):
             for modules in self._fsdp:
                 reshard(modules)
+            for fragment in sync.fragments:
+                fragment.on_device = goes_on_device(fragment)
             sync.squares = [None if sync.in_parts else self._take(f, sync, alone=alone) for f in sync.fragments]
         with _phase("reduce", sync.seconds):
             if sync.in_parts:
@@ -417,7 +422,7 @@ class DiLoCo:
         if not sync.weight:
             fragment.gradient.zero_()
             return None
-        if goes_on_device(fragment):
+        if fragment.on_device:
             write_on_device(fragment, sync.replicas if alone else 1)
             fragment.divisor = 1 if alone else sync.replicas
             return None
@@ -436,10 +441,18 @@ class DiLoCo:
             sync = again
             shared = self._receive(sync, signals)
         self._under_way.remove(sync)
-        steps = [self._outer_step(sync, shared, index) for index in range(len(sync.fragments))]
+        for fragment in sync.fragments:
+            fragment.torn = True
+        try:
+            steps = [self._outer_step(sync, shared, index) for index in range(len(sync.fragments))]
+        except ValueError:  # refused: nothing of a single fragment has changed
+            for fragment in sync.fragments:
+                fragment.torn = sync.in_parts or len(sync.fragments) > 1
+            raise
         with _phase("restore", sync.seconds):
             self._restore([step.fragment for step in steps if not step.restored], self.mixing)
         for fragment in sync.fragments:
+            fragment.torn = False
             fragment.round += 1
             if self.mixing == 0:
                 fragment.steps = 0  # what was trained during the delay is given up
@@ -511,7 +524,7 @@ class DiLoCo:
             for transfer in [] if sync.in_parts else sync.transfers:
                 transfer.wait()
             for fragment in sync.fragments:
-                if not sync.in_parts and not goes_on_device(fragment):
+                if not sync.in_parts and not fragment.on_device:
                     fragment.divide()
                 fragment.hand_over()
         with _phase("outer", sync.seconds):
@@ -760,6 +773,7 @@ class DiLoCo:
                     "sums": [fragment.gradient for fragment in sync.fragments],
                     "age": sync.age,
                     "replicas": sync.replicas,
+                    "divisors": [fragment.divisor for fragment in sync.fragments],
                     "bytes_sent": sync.all_bytes_sent,
                     "squares": self._mean_squares(sync),
                 }
@@ -819,11 +833,15 @@ class DiLoCo:
             self._launching = [self.fragments[number] for number in state["launching"]]
             self._at_once = state.get("at_once", self.delay == 0)
             self._under_way = []
+            for modules in self._fsdp:
+                reshard(modules)
             for saved in state["under_way"]:
                 fragments = [self.fragments[number] for number in saved["fragments"]]
-                for fragment, total in zip(fragments, saved["sums"], strict=True):
+                divisors = saved.get("divisors") or [saved["replicas"]] * len(fragments)
+                for fragment, total, divisor in zip(fragments, saved["sums"], divisors, strict=True):
                     fragment.gradient.copy_(total)
-                    fragment.divisor = saved["replicas"]
+                    fragment.on_device = goes_on_device(fragment)
+                    fragment.divisor = divisor
                 own = len(self.replicas)
                 sync = _Sync(fragments, list(saved["steps"]), [], own, saved["replicas"], 0, 1, saved["age"])
                 sync.bytes_sent = saved["bytes_sent"]

@@ -225,6 +225,8 @@ class Fragment:
         """Rounds that it has ended."""
         self.divisor = 1
         """What its gradient is still to be divided by: replicas whose sum it is."""
+        self.on_device = False
+        """Whether kernels of an accelerator take its round that is under way."""
         self.torn = False
         """Whether an outer step has changed a part of it only: it was interrupted."""
         self.steps = 0
@@ -318,14 +320,16 @@ class Fragment:
 
         Buffers that lie elsewhere, such as loaded ones, are copied into a new vector and become its views.
         """
-        if not isinstance(self.outer, OuterSGD):
+        if type(self.outer) is not OuterSGD:  # another optimizer's state may hold more
             return None
         state = self.outer.state
         buffers = [state[p].get(BUFFER) if p in state else None for p in self.anchor_views]
         if self._momentum is not None and all(map(operator.is_, buffers, self.momentum_views)):
             return self._momentum
-        if any(b is None or type(b) is not Tensor or b.dtype != self.flat.dtype for b in buffers):
+        kinds = [(type(b), b.dtype, b.shape) for b in buffers if b is not None]
+        if kinds != [(Tensor, self.flat.dtype, view.shape) for view in self.anchor_views]:
             return None
+        self._momentum, self.momentum_views = None, []  # not two of them at a time, beside the buffers
         momentum = self.new_momentum()
         torch._foreach_copy_(self.momentum_views, [buffer for buffer in buffers if buffer is not None])
         for p, view in zip(self.anchor_views, self.momentum_views, strict=True):

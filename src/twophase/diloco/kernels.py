@@ -79,6 +79,10 @@ def outer_round(
     RESTART: tl.constexpr,
     OPPOSED: tl.constexpr,
     DROPS: tl.constexpr,
+    ALONG_G: tl.constexpr,
+    ALONG_M: tl.constexpr,
+    ALONG_NEW: tl.constexpr,
+    KEEPS: tl.constexpr,
     REPLICAS: tl.constexpr,
     DIVIDE: tl.constexpr,
     PROVE: tl.constexpr,
@@ -90,7 +94,8 @@ def outer_round(
 
         m <- mix_m m_0 + mix_g g,   x <- x - along_g g - along_m m_0 - along_new m,   theta_r <- x
 
-    and m restarted where RESTART is 2. A restart is `m <- retain m + inject g`; DROPS says that retain is 0.
+    and m restarted where RESTART is 2. A restart is `m <- retain m + inject g`; DROPS says that retain is 0, KEEPS that
+    mix_m is not, and ALONG_... which terms there are.
     """
     places = (offset // BLOCK + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (places >= offset) & (places < end)
@@ -109,11 +114,16 @@ def outer_round(
     tl.store(row + 2, tl.sum(wide_g * wide_m, 0))
     if RESTART == 1:
         m = _restarted(m, g, retain, inject, OPPOSED, DROPS)
-    update = along_g * g
+    # A factor of 0 takes no part: 0 times a NaN would keep it alive.
+    update = tl.zeros_like(g)
+    if ALONG_G:
+        update += along_g * g
     if MOMENTUM:
-        update += along_m * m
-        m = mix_g * g if FRESH else mix_m * m + mix_g * g
-        update += along_new * m
+        if ALONG_M:
+            update += along_m * m
+        m = mix_m * m + mix_g * g if KEEPS else mix_g * g
+        if ALONG_NEW:
+            update += along_new * m
     x -= update
     if RESTART == 2:
         m = _restarted(m, g, retain, inject, OPPOSED, DROPS)

@@ -57,7 +57,8 @@ def goes_in_parts(fragment: Fragment) -> bool:
 def _is_sweepable(fragment: Fragment) -> bool:
     """Whether one group of an `OuterSGD` holds all parameters, in their order, with buffers for all or none."""
     outer = fragment.outer
-    if not isinstance(outer, OuterSGD) or len(outer.param_groups) != 1:
+    # A subclass may step in its own way, and a hook may change the gradients that a sweep does not look at.
+    if type(outer) is not OuterSGD or len(outer.param_groups) != 1 or outer._optimizer_step_pre_hooks:
         return False
     (group,) = outer.param_groups
     params, views = group["params"], fragment.anchor_views
@@ -132,7 +133,7 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
         The sweep; None where the fragment cannot be swept.
     """
     on_device = not fragment.flat.is_cpu
-    if not (goes_on_device(fragment) if on_device else _is_sweepable(fragment)):
+    if not (fragment.on_device if on_device else _is_sweepable(fragment)):
         return None
     momentum, divisor, fragment.divisor = None, fragment.divisor, 1
     if fragment.outer_sgd.param_groups[0]["momentum"] != 0:
@@ -142,6 +143,8 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
     if on_device:
         kernel = _device_sweep(fragment, divisor, restore=restore, prove=prove, momentum=momentum)
         return RoundSweep(kernel, lambda: kernel.digits)
+    if fragment.channel.lossy:  # an infinity spoils its whole block
+        fragment.close_gaps()
     digests = {"anchor": Digest(fragment.flat)}
     if prove and momentum is not None:
         digests["momentum buffer"] = Digest(momentum, beside=digests["anchor"])
@@ -150,15 +153,18 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
     def parts() -> Iterator[tuple[int, int]]:
         arrived = [(0, fragment.layout.numel)] if transfer is None else transfer.parts()
         for begin, stop in arrived:
-            fragment.torn = True
             for start in range(begin, stop, _PART_ELEMENTS):
                 end = min(start + _PART_ELEMENTS, stop)
                 if divisor > 1:
                     fragment.gradient[start:end].div_(divisor)
                 yield start, end
-        fragment.torn = False
+
+    gaps = [] if momentum is None else fragment.layout.gaps(momentum)
 
     def after(start: int, stop: int) -> None:
+        # A negative factor leaves -0 there, which a digest sees, and a buffer that was loaded has not.
+        if inside := [gap for gap in gaps if start <= gap.storage_offset() < stop]:
+            torch._foreach_zero_(inside)
         if restore_until is not None:
             restore_until(stop)
         for digest in digests.values():
@@ -183,9 +189,6 @@ def _device_sweep(
     module = kernels(fragment.flat.device)
     assert module is not None, "goes_on_device() comes first"
 
-    def tell(torn: bool) -> None:
-        fragment.torn = torn
-
     return DeviceSweep(
         kernels=module,
         x=fragment.flat,
@@ -197,7 +200,6 @@ def _device_sweep(
         divisor=divisor,
         prove=prove,
         measure=not fragment.outer_sgd.needs & MEASURED,
-        tell=tell,
     )
 
 

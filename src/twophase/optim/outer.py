@@ -408,6 +408,8 @@ class OuterSGD(Optimizer):
         rule = _rule_of(group)
         update = Update(float(rule.lr), rule.momentum, rule.nesterov, rule.form, fresh, answer.step, answer.restart)
         totals = sweep.run(update)
+        if rule.momentum == 0 and answer.restart is not None:  # a buffer that is left over from a larger momentum
+            self._restart(group, params, answer.restart)
         if fresh:
             for p, buffer in zip(params, sweep.buffers, strict=True):
                 self.state[p][BUFFER] = buffer
