@@ -42,6 +42,7 @@ def outer_step_(
     form: Form,
     fresh: bool = False,
     step: Step | None = None,
+    restart: Restart | None = None,
 ) -> None:
     """One outer update, in place on `params` and `buffers`.
 
@@ -59,6 +60,7 @@ def outer_step_(
         form: `"sum"` or `"ema"`.
         fresh: the buffers hold nothing yet and count as 0; they are written without being read.
         step: the update in the place of the rule's own; `lr` and `nesterov` are not used then.
+        restart: of the buffers, after the update of each piece, while it is in the cache.
 
     Source: paper section 2 and appendix A; theory notes R2 and R3.
     """
@@ -67,14 +69,19 @@ def outer_step_(
     if momentum == 0:
         for x, g in _batches(params, pseudo_gradients):
             _step_without_momentum_(x, g, lr, step)
+        if restart is not None:
+            restart_(list(buffers), list(pseudo_gradients), restart.retain, restart.inject, opposed=restart.opposed)
         return
     unrounded = all(x.dtype == m.dtype for x, m in zip(params, buffers, strict=True))
     rule = _simplified(_Rule(lr, momentum, nesterov, form, fresh, step), unrounded=unrounded)
     rows = list(zip(params, pseudo_gradients, buffers, strict=True))
     if rule.step is None:
-        rows = _fused_(rows, rule)
+        rows = _fused_(rows, rule, restart)
     if rows:
         _in_pieces_(rows, rule)
+        if restart is not None:
+            _, g, m = map(list, zip(*rows, strict=True))
+            restart_(m, g, restart.retain, restart.inject, opposed=restart.opposed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,25 +306,40 @@ def _take_(
     torch._foreach_add_(x, whole, alpha=-1.0)
 
 
-def _fused_(rows: list[Row], rule: _Rule) -> list[Row]:
+def _fused_(rows: list[Row], rule: _Rule, restart: Restart | None = None) -> list[Row]:
     """Update in one sweep what torch's fused kernel updates to the same bits; return what is left."""
     if not _knows_fused(rule):
         return rows
     left: list[Row] = []
     bodies: dict[torch.dtype, list[Row]] = {}
+    exact: dict[torch.dtype, bool] = {}
     for row in rows:
-        x = row[0]
-        fits = all(_is_plain(t) and t.is_cpu and t.dtype == x.dtype and t.is_contiguous() for t in row)
-        if not fits or x.dtype not in (torch.float32, torch.float64) or not _fused_is_exact(x.dtype, rule):
+        x, g, m = row
+        dtype, numel = x.dtype, x.numel()
+        if numel == 0:
+            continue
+        if dtype not in exact:
+            exact[dtype] = dtype in (torch.float32, torch.float64) and _fused_is_exact(dtype, rule)
+        fits = exact[dtype] and g.dtype == dtype and m.dtype == dtype and all(map(_is_plain, row))
+        if not (fits and x.is_cpu and g.is_cpu and m.is_cpu and all(t.is_contiguous() for t in row)):
             left.append(row)
             continue
-        flat, body = [t.detach().view(-1) for t in row], x.numel() // _LANES * _LANES
+        body = numel // _LANES * _LANES
+        if body == numel:
+            bodies.setdefault(dtype, []).append(row)
+            continue
+        flat = [t.detach().view(-1) for t in row]
         if body:
-            bodies.setdefault(x.dtype, []).append(tuple(t[:body] for t in flat))
-        if body < x.numel():  # the kernel rounds what fills no vector register in another way
-            left.append(tuple(t[body:] for t in flat))
+            bodies.setdefault(dtype, []).append(tuple(t[:body] for t in flat))
+        # The kernel rounds what fills no vector register in another way.
+        left.append(tuple(t[body:] for t in flat))
     for group in bodies.values():
-        _fused_sgd_(group, rule)
+        if restart is None:
+            _fused_sgd_(group, rule)
+            continue
+        for x, g, m in _batches(*zip(*group, strict=True)):
+            _fused_sgd_(list(zip(x, g, m, strict=True)), rule)
+            restart_(m, g, restart.retain, restart.inject, opposed=restart.opposed)
     return left
 
 

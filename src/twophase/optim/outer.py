@@ -396,11 +396,12 @@ class OuterSGD(Optimizer):
                     if BUFFER not in self.state[p]:
                         self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
             self._restart(group, params, restart)
+        after = None if restart is None or restart.before else restart
         old = [p for p in params if BUFFER in self.state[p]]
-        self._update(group, [p for p in params if BUFFER not in self.state[p]], answer, fresh=True)
-        self._update(group, old, answer, fresh=False)
-        if restart is not None and not restart.before:
-            self._restart(group, params, restart)
+        self._update(group, [p for p in params if BUFFER not in self.state[p]], answer, after, fresh=True)
+        self._update(group, old, answer, after, fresh=False)
+        if after is not None:  # of those that have been updated, only where there is no momentum
+            self._restart(group, params if group["momentum"] == 0 else [], after)
 
     def _sweep(self, group: dict[str, Any], params: list[Tensor], answer: Answer, sweep: Sweep) -> Dots | None:
         """The same on flat vectors, of which the group is all there is."""
@@ -440,7 +441,9 @@ class OuterSGD(Optimizer):
             idle = [self.state[p][BUFFER] for p in resting if BUFFER in self.state.get(p, {})]
             restart_(idle, idle, restart.retain, 0.0)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], answer: Answer, *, fresh: bool) -> None:
+    def _update(
+        self, group: dict[str, Any], params: list[Tensor], answer: Answer, restart: Restart | None, *, fresh: bool
+    ) -> None:
         buffers: list[Tensor] = []
         if group["momentum"] != 0:
             if fresh:
@@ -457,6 +460,7 @@ class OuterSGD(Optimizer):
             form=group["form"],
             fresh=fresh,
             step=answer.step,
+            restart=restart if buffers else None,
         )
 
     def state_dict(self) -> dict[str, Any]:
