@@ -230,7 +230,7 @@ def _finish(work: Any, device: torch.device, timeout: float) -> None:
 
     NCCL's `wait()` returns at once, for it only makes the current stream wait: after a peer's death the next number
     that is read from the GPU hangs until the watchdog aborts the process. So the host looks at the work itself. That is
-    no synchronization more a round, because the engine reads the norms right after its sums. `wait(timeout)` would
+    one synchronization a round, where the engine waits for its sums. `wait(timeout)` would
     block, too, but in sleeps of a millisecond, and its time begins at the launch, long before a delayed sync's end.
     """
     if device.type == "cpu":

@@ -391,7 +391,7 @@ class DiLoCo:
         return self._reduce(_Sync(self._launching, [], [], weight, replicas, newcomers, attempts, seconds=seconds))
 
     def _reduce(self, sync: _Sync) -> _Sync:
-        alone = self.communicator.size == 1 and not self.communicator.elastic
+        alone = self._is_alone
         for fragment in sync.fragments:
             fragment.divisor = sync.replicas
         # Elastic: nothing of the anchor may change before the vote on the whole sum. After a delay all of it is there.

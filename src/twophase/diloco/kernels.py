@@ -107,11 +107,7 @@ def outer_round(
     m = tl.zeros_like(g)
     if MOMENTUM and not FRESH:
         m = tl.load(momentum + places, mask=inside, other=0.0)
-    row = products + 3 * tl.program_id(0)
-    wide_g, wide_m = g.to(tl.float64), m.to(tl.float64)
-    tl.store(row, tl.sum(wide_g * wide_g, 0))
-    tl.store(row + 1, tl.sum(wide_m * wide_m, 0))
-    tl.store(row + 2, tl.sum(wide_g * wide_m, 0))
+    _store_products(products, g, m)
     if RESTART == 1:
         m = _restarted(m, g, retain, inject, OPPOSED, DROPS)
     # A factor of 0 takes no part: 0 times a NaN would keep it alive.
@@ -144,6 +140,16 @@ def outer_round(
         tl.store(momentum + places, m, mask=inside)
         if PROVE:
             tl.atomic_add(momentum_sums + word // 32768, _digest(tl.where(inside, m, 0.0), word, BLOCK))
+
+
+@triton.jit
+def _store_products(products, g, m):
+    """Store this program's <g, g>, <m, m> and <g, m>, summed in float64."""
+    row = products + 3 * tl.program_id(0)
+    wide_g, wide_m = g.to(tl.float64), m.to(tl.float64)
+    tl.store(row, tl.sum(wide_g * wide_g, 0))
+    tl.store(row + 1, tl.sum(wide_m * wide_m, 0))
+    tl.store(row + 2, tl.sum(wide_g * wide_m, 0))
 
 
 @triton.jit
@@ -185,8 +191,4 @@ def inner_products(
     m = tl.zeros_like(g)
     if MOMENTUM:
         m = tl.load(momentum + places, mask=inside, other=0.0)
-    row = products + 3 * tl.program_id(0)
-    wide_g, wide_m = g.to(tl.float64), m.to(tl.float64)
-    tl.store(row, tl.sum(wide_g * wide_g, 0))
-    tl.store(row + 1, tl.sum(wide_m * wide_m, 0))
-    tl.store(row + 2, tl.sum(wide_g * wide_m, 0))
+    _store_products(products, g, m)
