@@ -22,7 +22,11 @@ from twophase.restart import Restart, Step
 from twophase.rule import Form
 
 _PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, about what a second-level cache holds
+_PIECE_FUSED = 1 << 18  # elements: of three streams that one operation has read; calls cost more than the cache gives
+_PIECE_DOTS = 1 << 19  # elements: of inner products over many, which are read once; a longer sum rounds more
+_MANY = 1 << 20  # elements
 _PIECE_DEVICE = 1 << 24  # elements: enough to fill an accelerator, and a scratch of 64 MiB
+_PLAIN = (Tensor, torch.nn.Parameter)
 _LANES = 16  # elements: a multiple of every vector register's length
 
 
@@ -72,8 +76,9 @@ def outer_step_(
         if restart is not None:
             restart_(list(buffers), list(pseudo_gradients), restart.retain, restart.inject, opposed=restart.opposed)
         return
-    unrounded = all(x.dtype == m.dtype for x, m in zip(params, buffers, strict=True))
-    rule = _simplified(_Rule(lr, momentum, nesterov, form, fresh, step), unrounded=unrounded)
+    rule = _Rule(lr, momentum, nesterov, form, fresh, step)
+    if step is not None:
+        rule = _simplified(rule, unrounded=all(x.dtype == m.dtype for x, m in zip(params, buffers, strict=True)))
     rows = list(zip(params, pseudo_gradients, buffers, strict=True))
     if rule.step is None:
         rows = _fused_(rows, rule, restart)
@@ -320,8 +325,7 @@ def _fused_(rows: list[Row], rule: _Rule, restart: Restart | None = None) -> lis
             continue
         if dtype not in exact:
             exact[dtype] = dtype in (torch.float32, torch.float64) and _fused_is_exact(dtype, rule)
-        fits = exact[dtype] and g.dtype == dtype and m.dtype == dtype and all(map(_is_plain, row))
-        if not (fits and x.is_cpu and g.is_cpu and m.is_cpu and all(t.is_contiguous() for t in row)):
+        if not (exact[dtype] and _is_dense(x, dtype) and _is_dense(g, dtype) and _is_dense(m, dtype)):
             left.append(row)
             continue
         body = numel // _LANES * _LANES
@@ -337,7 +341,7 @@ def _fused_(rows: list[Row], rule: _Rule, restart: Restart | None = None) -> lis
         if restart is None:
             _fused_sgd_(group, rule)
             continue
-        for x, g, m in _batches(*zip(*group, strict=True)):
+        for x, g, m in _batches(*zip(*group, strict=True), limit=_PIECE_FUSED):
             _fused_sgd_(list(zip(x, g, m, strict=True)), rule)
             restart_(m, g, restart.retain, restart.inject, opposed=restart.opposed)
     return left
@@ -461,8 +465,11 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle
 
     An empty `buffers` counts as m = 0. Without `angle` the last one is not computed where it costs time, and is a NaN.
     """
-    batches = _batches(pseudo_gradients, buffers or pseudo_gradients)
     first = pseudo_gradients[0].device
+    limit = _limit(pseudo_gradients[0])
+    if first.type == "cpu" and sum(g.numel() for g in pseudo_gradients) > _MANY:
+        limit = _PIECE_DOTS
+    batches = _batches(pseudo_gradients, buffers or pseudo_gradients, limit=limit)
     if first.type == "cpu" and all(
         t.device == first for t in pseudo_gradients
     ):  # joining small tensors is cheaper than an operation on each
@@ -472,8 +479,10 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle
     parts = torch.stack(
         [dot.to(first) for three in found for dot in three]
     ).double()  # a batch is short, all of them are not
-    gg, mm, gm = parts.view(-1, 3).sum(dim=0).tolist()  # one transfer to the host
-    return (gg, mm, gm) if buffers else (gg, 0.0, 0.0)
+    gg, mm, *gm = parts.view(-1, 3 if angle else 2).sum(dim=0).tolist()  # one transfer to the host
+    if not buffers:
+        return gg, 0.0, 0.0
+    return gg, mm, gm[0] if gm else math.nan
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
@@ -485,21 +494,28 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 def _dots(g: Tensor, m: Tensor, angle: bool) -> tuple[Tensor, ...]:
-    """<g, g>, <m, m> and <g, m> of a batch."""
+    """<g, g>, <m, m> and, with `angle`, <g, m> of a batch."""
     if _is_plain(g):
         g, m = g.reshape(-1), m.reshape(-1).to(g.dtype)
-        return torch.dot(g, g), torch.dot(m, m), torch.dot(g, m) if angle else g.new_full((), math.nan)
-    totals = [(a * b).sum(dtype=torch.float64) for a, b in ((g, g), (m, m), (g, m))]
+    pairs = ((g, g), (m, m), (g, m))[: 3 if angle else 2]
+    if _is_plain(g):
+        return tuple(torch.dot(a, b) for a, b in pairs)
+    totals = [(a * b).sum(dtype=torch.float64) for a, b in pairs]
     # A DTensor's sum is partial on each rank; full_tensor() adds the parts up, the same on every rank.
     return tuple(total.full_tensor() if hasattr(total, "full_tensor") else total for total in totals)  # type: ignore[operator]
 
 
+def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor is a plain one of a dtype, without holes, on the CPU."""
+    return type(tensor) in _PLAIN and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
+
+
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter)
+    return type(tensor) in _PLAIN
 
 
-def _batches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Aligned batches over several lists of tensors, each batch about a piece long in all.
+def _batches(*lists: Sequence[Tensor], limit: int | None = None) -> Iterator[tuple[list[Tensor], ...]]:
+    """Aligned batches over several lists of tensors, each batch about a piece, or `limit` elements, long in all.
 
     Large contiguous tensors are cut into flat views; small ones are put together. A tensor that is no plain
     contiguous one (a DTensor, a transposed view) is taken whole, and a DTensor by itself: one operation cannot take
@@ -507,7 +523,7 @@ def _batches(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """
     if not lists[0]:
         return
-    limit = _limit(lists[0][0])
+    limit = limit or _limit(lists[0][0])
     batch: list[tuple[Tensor, ...]] = []
     size = 0
     for row in zip(*lists, strict=True):
