@@ -3,7 +3,8 @@
     sys.exit(finish("loader", figures))
 
 A bound is a `max`, a `min` or both for one figure of one benchmark, with the `source` of its number. Only ratios taken
-in one run have bounds: an absolute time would fail on a slower machine.
+in one run have bounds: an absolute time would fail on a slower machine. A bound that is no more than what was measured
+has the `goal` beside it, which each run names until it is reached.
 """
 
 from __future__ import annotations
@@ -33,8 +34,18 @@ def broken(name: str, figures: Mapping[str, float | None]) -> list[str]:
     return lines
 
 
+def missed_goals(name: str, figures: Mapping[str, float | None]) -> list[str]:
+    """Return a line for each figure within its bound that does not reach the goal beside it."""
+    lines = []
+    for figure, bound in BOUNDS.get(name, {}).items():
+        value, goal = figures.get(figure), bound.get("goal")
+        if value is not None and goal is not None and (value > goal if "max" in bound else value < goal):
+            lines.append(f"{name}: {figure} is {value:.4g}; its goal is {goal:g}")
+    return lines
+
+
 def finish(name: str, figures: Mapping[str, float | None]) -> int:
-    """Print a line for each broken bound, then the figures as one JSON object.
+    """Print a line for each broken bound and each goal that is not reached, then the figures as one JSON object.
 
     Args:
         name: the benchmark's name in bounds.json.
@@ -44,5 +55,5 @@ def finish(name: str, figures: Mapping[str, float | None]) -> int:
         The exit status: 1 where a bound is broken, otherwise 0.
     """
     lines = broken(name, figures)
-    print(*lines, json.dumps(dict(figures)), sep="\n", flush=True)
+    print(*lines, *missed_goals(name, figures), json.dumps(dict(figures)), sep="\n", flush=True)
     return 1 if lines else 0

@@ -7,8 +7,9 @@ measured too and takes the rule's.
 Time: medians of interleaved steps; CPU time with one thread, so that other programs count less, else wall time.
 `time_ratio`, `auto_ratio` and `gradient_ratio` are those of the worse rule over `torch.optim.SGD(fused=True)`, the
 fastest that torch has; `foreach_ratio` is that over `foreach=True`. Rounds that restart, every third one, write the
-buffer twice: `time_ratio` and `foreach_ratio` are of the others, and `restart_ratio` is of these. Memory: growth of the process's peak resident set
-during the first step from a fresh process each (that is where buffers and scratch appear). Last line: one JSON object.
+buffer twice: `time_ratio` and `foreach_ratio` are of the others, and `restart_ratio` is of these. Memory: growth of the
+process's peak resident set during the first step from a fresh process each (that is where buffers and scratch appear).
+Last line: one JSON object.
 """
 
 from __future__ import annotations

@@ -42,6 +42,16 @@ def test_status_says_whether_a_bound_is_broken(
     assert json.dumps(json.loads(lines[-1])) == json.dumps(figures)
 
 
+@pytest.mark.parametrize(("value", "lines"), [(0.9, 1), (1.1, 2), (1.6, 3)])
+def test_a_goal_is_named_until_it_is_reached(
+    value: float, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A goal that is not reached is a line of its own, and leaves the status to the bound."""
+    monkeypatch.setattr(bounds, "BOUNDS", {"walk": {"ratio": {"max": 1.5, "goal": 1.0}}})
+    assert bounds.finish("walk", {"ratio": value}) == (value > 1.5)
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
 def test_a_benchmark_without_bounds_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     """A name that bounds.json does not hold is no fault: new figures may be printed before they are bound."""
     assert bounds.finish("no such benchmark", {"ratio": 1e9}) == 0
@@ -54,7 +64,9 @@ def test_stored_bounds() -> None:
         assert (FOLDER / f"{name.removesuffix('_gpu')}.py").is_file(), name
         for figure, bound in stored.items():
             assert bound.keys() & {"min", "max"}, (name, figure)
-            assert bound.keys() <= {"min", "max", "source"}, (name, figure)
+            assert bound.keys() <= {"min", "max", "goal", "source"}, (name, figure)
+            if "goal" in bound:  # harder than the bound, or it would be none
+                assert bound["goal"] < bound["max"] if "max" in bound else bound["goal"] > bound["min"], (name, figure)
             assert bound.get("source"), (name, figure)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -276,11 +276,15 @@ class DiLoCo:
                     for transfer in sync.transfers:  # at the same step everywhere: collectives go in one order
                         transfer.advance()
         if due and self.delay == 0:
-            with ExitStack() as lookups:
-                # FSDP2's come and go with its forward passes, and another replica's state may replace any.
-                for fragment in () if any(self._fsdp) or self.communicator.elastic else due:
-                    lookups.enter_context(fragment.checked_once())
+            # FSDP2's come and go with its forward passes, and another replica's state may replace any.
+            stay = () if any(self._fsdp) or self.communicator.elastic else due
+            try:
+                for fragment in stay:
+                    fragment.hold_params()
                 return self._complete(self._launch(due), given)
+            finally:
+                for fragment in stay:
+                    fragment.release_params()
         if due:
             self._launch(due)
         return report
@@ -920,15 +924,22 @@ def _check_kind(signals: Signals) -> None:
         raise ValueError(f"DiLoCo: signals are {signals!r}; give names and values, such as {{'loss': 2.3}}")
 
 
-@contextmanager
-def _phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Time a phase, under a profiler scope of its name."""
-    start = time.perf_counter()
-    try:
-        if torch.autograd.profiler._is_profiler_enabled:  # a scope takes longer than a small model's phase
-            with torch.profiler.record_function(f"twophase::{name}"):
-                yield
-        else:
-            yield
-    finally:  # what has failed took its time too
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+class _phase:  # noqa: N801 - a context manager; of a generator each would take longer than a small model's phase
+    """Time a phase, under a profiler scope of its name; what has failed took its time too."""
+
+    __slots__ = ("name", "scope", "seconds", "start")
+
+    def __init__(self, name: str, seconds: dict[str, float]) -> None:
+        self.name, self.seconds = name, seconds
+
+    def __enter__(self) -> None:
+        self.scope = None
+        if torch.autograd.profiler._is_profiler_enabled:  # entered without a profiler it takes time all the same
+            self.scope = torch.profiler.record_function(f"twophase::{self.name}")
+            self.scope.__enter__()
+        self.start = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + time.perf_counter() - self.start
+        if self.scope is not None:
+            self.scope.__exit__(*error)

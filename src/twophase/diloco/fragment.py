@@ -14,7 +14,6 @@ import operator
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +132,7 @@ class Slot:
         Training on after a silent replacement would synchronise nothing.
         """
         p = self.parameter
-        if self.module._parameters.get(self.leaf) is not p or p.dtype != self.dtype or p.device != self.device:
+        if self.module._parameters.get(self.leaf) is not p or p.dtype is not self.dtype or p.device != self.device:
             raise ValueError(
                 f"DiLoCo: parameter {self.name!r} was replaced, moved or cast after the engine was built; call "
                 ".to(), .double() or load_state_dict(assign=True) first and build the engine last"
@@ -154,8 +153,8 @@ def slots_of(replica: nn.Module) -> list[Slot]:
 
 def local(p: Tensor) -> Tensor:
     """What this process holds of a parameter: its shard of a DTensor, and all of an ordinary one."""
-    p = p.detach()
-    return p.to_local() if hasattr(p, "to_local") else p  # type: ignore[operator]
+    sharded = type(p) is not nn.Parameter and hasattr(p, "to_local")  # a parameter that is a DTensor has its type
+    return p.detach().to_local() if sharded else p.detach()  # type: ignore[operator]
 
 
 def check_placement(name: str, p: Tensor, sharded: bool) -> None:
@@ -217,6 +216,9 @@ class Fragment:
         self.anchor_views = layout.views(anchor)
         self.gradient_views = layout.views(gradient)
         self.gaps = layout.gaps(gradient)
+        self.ends = [slot.offset + slot.numel for slot in layout.slots]
+        kinds = {(slot.dtype, slot.device) for slots_of_replica in slots for slot in slots_of_replica}
+        self._alike = kinds == {(anchor.dtype, anchor.device)}  # `Slot.tensor` sees that they stay so
         self._checked: Sequence[list[Tensor]] = []
         self._momentum: Tensor | None = None
         self.momentum_views: list[Tensor] = []
@@ -241,14 +243,13 @@ class Fragment:
         """The parameters of each replica as they are now, checked to be those that the engine was built for."""
         return self._checked or [[slot.tensor() for slot in slots] for slots in self.slots]
 
-    @contextmanager
-    def checked_once(self) -> Iterator[None]:
-        """Look the parameters up once for all that is done in a sync in which no inner step is taken."""
+    def hold_params(self) -> None:
+        """Look the parameters up once for all until `release_params()`; no inner step may be taken."""
         self._checked = self.params()
-        try:
-            yield
-        finally:
-            self._checked = []
+
+    def release_params(self) -> None:
+        """Look the parameters up anew from now on."""
+        self._checked = []
 
     def write_pseudo_gradient(self, *, alone: bool, measure: bool = False) -> Tensor | None:
         """Write g <- sum over this process's replicas of (a - theta_r).
@@ -299,10 +300,9 @@ class Fragment:
 
     def _write_in_few_calls(self) -> bool:
         """Write g for replicas of the anchor's type and device, where calls cost more than elements; else False."""
-        replicas = list(self.params())
-        kind = self.flat.dtype, self.flat.device
-        if any((theta.dtype, theta.device) != kind for params in replicas for theta in params):
+        if not self._alike:
             return False
+        replicas = self.params()
         self.gradient.copy_(self.flat)
         torch._foreach_sub_(self.gradient_views, replicas[0])
         for params in replicas[1:]:
@@ -322,8 +322,8 @@ class Fragment:
         """
         if type(self.outer) is not OuterSGD:  # another optimizer's state may hold more
             return None
-        state = self.outer.state
-        buffers = [state[p].get(BUFFER) if p in state else None for p in self.anchor_views]
+        state, nothing = self.outer.state, {}
+        buffers = [state.get(p, nothing).get(BUFFER) for p in self.anchor_views]
         if self._momentum is not None and all(map(operator.is_, buffers, self.momentum_views)):
             return self._momentum
         kinds = [(type(b), b.dtype, b.shape) for b in buffers if b is not None]

@@ -159,7 +159,7 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
                     fragment.gradient[start:end].div_(divisor)
                 yield start, end
 
-    gaps = [] if momentum is None else fragment.layout.gaps(momentum)
+    gaps = fragment.layout.gaps(momentum) if momentum is not None and fragment.gaps else []
 
     def after(start: int, stop: int) -> None:
         # A negative factor leaves -0 there, which a digest sees, and a buffer that was loaded has not.
@@ -208,9 +208,7 @@ def _restorer(fragment: Fragment) -> Callable[[int], None]:
 
     Whole tensors, in one call for many: they are mostly still in a cache that the parts share.
     """
-    ends = [slot.offset + slot.numel for slot in fragment.layout.slots]
-    replicas = fragment.params()
-    first = 0
+    ends, replicas, first = fragment.ends, fragment.params(), 0
 
     def restore(stop: int) -> None:
         nonlocal first

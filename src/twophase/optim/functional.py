@@ -117,7 +117,10 @@ class PartSweep:
         """The inner products, where one operation on the vectors has the bits of `dots` of the tensors; else None."""
         if not self.dense or len(self.g) > _limit(self.g):
             return None
-        return dots([self.g], [] if fresh or self.m is None else [self.m], angle=angle)
+        if fresh or self.m is None:
+            return float(torch.dot(self.g, self.g)), 0.0, 0.0
+        gg, mm, *gm = map(float, _dots(self.g, self.m, angle))
+        return gg, mm, gm[0] if gm else math.nan
 
     def run(self, update: Update) -> Dots | None:
         """Take the update, with the bits of `outer_step_` and `restart_`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import warnings
@@ -535,7 +536,10 @@ class OuterSGD(Optimizer):
 
 
 def _rule_of(group: dict[str, Any]) -> OuterRule:
-    return OuterRule(group["lr"], group["momentum"], group["nesterov"], group["form"])
+    return _rule(group["lr"], group["momentum"], group["nesterov"], group["form"])
+
+
+_rule = functools.lru_cache(maxsize=64)(OuterRule)  # a schedule changes lr between rounds; a round asks several times
 
 
 def _candidates_of(groups: Sequence[Mapping[str, Any]]) -> int:
@@ -546,8 +550,10 @@ def _candidates_of(groups: Sequence[Mapping[str, Any]]) -> int:
             f"OuterSGD: the groups have different probing policies, {_listed(policies)}; give all of them the same "
             "one: they are judged together"
         )
+    if not policies:
+        return 0
     rule = OuterRule(0.0, 0.0)  # how many there are does not depend on it
-    return len(next(iter(policies.values())).candidates(rule)) if policies else 0
+    return len(next(iter(policies.values())).candidates(rule))
 
 
 def _check_round(
