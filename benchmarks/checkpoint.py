@@ -21,9 +21,9 @@ import torch
 
 from bounds import finish
 from twophase.diloco.comm import SingleProcess
-from twophase.lm.checkpoint import ENGINE, Writer, replica_file
-from twophase.lm.trainer import Trainer
 from twophase.recipes.pretraining import RECIPES
+from twophase.training.checkpoint import ENGINE, Writer, replica_file
+from twophase.training.trainer import Trainer
 
 
 def main() -> int:

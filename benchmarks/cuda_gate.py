@@ -32,7 +32,7 @@ import fake_cuda
 from bounds import finish
 
 if TYPE_CHECKING:
-    from twophase.lm.config import TrainConfig
+    from twophase.training.config import TrainConfig
 
 VOCABULARY = 32000
 ROUNDS, STEPS = 3, 2
@@ -43,8 +43,8 @@ def model_on_gpu(config: TrainConfig) -> Any:
     """Make a model on the pretended GPU; `Module.to` cannot move tensors without values."""
     import torch
 
-    from twophase.lm.model import Llama
-    from twophase.lm.step import model_of
+    from twophase.tasks.lm.model import Llama
+    from twophase.tasks.lm.step import model_of
 
     with torch.device("cuda"), mock.patch.object(Llama, "to", lambda self, _: self):
         return model_of(config, VOCABULARY, torch.device("cuda"))
@@ -55,7 +55,7 @@ def step_figures(config: TrainConfig) -> dict[str, float]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from twophase.lm.step import Step, activation_bytes
+    from twophase.tasks.lm.step import Step, activation_bytes
 
     data, emitted = config.data, fake_cuda.Emitted()
 
@@ -110,8 +110,8 @@ def run_figures(config: TrainConfig) -> dict[str, float]:
     from torch._dynamo.utils import counters
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from twophase.lm import trainer
-    from twophase.lm.step import Step, compiled_loss
+    from twophase.tasks.lm.step import Step, compiled_loss
+    from twophase.training import trainer
 
     torch._dynamo.reset()
     compiled_loss.cache_clear()

@@ -24,8 +24,8 @@ from bounds import finish
 CODE = """
 import resource, sys
 from pathlib import Path
-from twophase.data.meta import TRAIN
-from twophase.data.prepare import Request, prepare
+from twophase.text.meta import TRAIN
+from twophase.text.prepare import Request, prepare
 meta = prepare(Request((sys.argv[1],), Path(sys.argv[2]), tokenizer=sys.argv[3], held_out=0.0, train_bytes=2_000_000))
 used = resource.getrusage(resource.RUSAGE_SELF)
 text = sum(shard.text_bytes for shard in meta.splits[TRAIN])

@@ -24,11 +24,11 @@ import torch
 from bounds import finish
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
-from twophase.lm.config import TrainConfig
-from twophase.lm.step import Step
-from twophase.lm.trainer import Replica, preflight
 from twophase.recipes.pretraining import RECIPES
 from twophase.restart import Periodic
+from twophase.tasks.lm.step import Step
+from twophase.training.config import TrainConfig
+from twophase.training.trainer import Replica, preflight
 
 
 @dataclass(frozen=True)

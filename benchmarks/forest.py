@@ -25,14 +25,14 @@ from pathlib import Path
 import torch
 
 from bounds import finish
-from twophase.config import with_values
+from twophase.base.config import with_values
 from twophase.diloco.comm import SingleProcess
-from twophase.experiment.grid import Axis, Sweep, product
-from twophase.experiment.plan import Plan, plan
-from twophase.experiment.run import RunFolder, read_summary
-from twophase.lm.config import TrainConfig
-from twophase.lm.forest import Grower
-from twophase.lm.trainer import Trainer
+from twophase.runs.folder import RunFolder, read_summary
+from twophase.sweep.forest import Grower
+from twophase.sweep.grid import Axis, Sweep, product
+from twophase.sweep.plan import Plan, plan
+from twophase.training.config import TrainConfig
+from twophase.training.trainer import Trainer
 
 LRS, MOMENTA = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9)
 PERIODS = ("2", "3", "5", "7", "9", "11", "never")
@@ -68,12 +68,12 @@ class Shelf:
         self.path, self.made = path, made
 
     def finished(self, run: str) -> bool:
-        """As `twophase.lm.forest.Place`."""
+        """As `twophase.sweep.forest.Place`."""
         return read_summary(self.path / run, run) is not None
 
     @contextmanager
     def claim(self, run: str) -> Iterator[RunFolder]:
-        """As `twophase.lm.forest.Place`."""
+        """As `twophase.sweep.forest.Place`."""
         with RunFolder.claim(self.path / run, self.made.runs[run]) as folder:
             yield folder
 

@@ -67,10 +67,10 @@ def figures() -> dict[str, float]:
 
     from twophase.diloco import device_sweep, sweep
     from twophase.diloco.engine import DiLoCo
-    from twophase.lm.model import Llama
-    from twophase.lm.trainer import Progress, Trainer
     from twophase.recipes.pretraining import paper_150m
     from twophase.restart import Periodic
+    from twophase.tasks.lm.model import Llama
+    from twophase.training.trainer import Progress, Trainer
 
     counts = counting_mode()
     launches = 0

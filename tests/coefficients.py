@@ -1,6 +1,6 @@
 """What a run subtracts from its anchor, written out: the coefficient of every pseudo-gradient, in exact fractions.
 
-The oracle of `twophase.history` and of merging: it shares no code with them. Restarts come from the definition of each
+The oracle of `sweep.history` and of merging: it shares no code with them. Restarts come from the definition of each
 policy, not from its `decide`, and Nesterov's step in EMA form is the paper's `(1 + b) m - b m_old`.
 """
 

@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -15,9 +16,11 @@ import torch
 from hypothesis import settings
 
 import forked
+import textmaker
 from twophase import restart
-from twophase.experiment import launch
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
+from twophase.sweep import run as launch
+from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 
 torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits
 
@@ -84,3 +87,16 @@ def register_policy() -> Iterator[object]:
 def forget_policy(name: str) -> None:
     restart._REGISTRY.pop(name, None)
     restart._parse_text.cache_clear()  # parsed texts keep instances of the class
+
+
+@pytest.fixture
+def short_run(tmp_path: Path) -> TrainConfig:
+    """A run of a second: 3 full rounds and a shorter one, with a checkpoint every 2 rounds."""
+    corpus = textmaker.write(tmp_path / "text.txt")
+    return TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
+        data=DataConfig(corpus=f"file:{corpus}", sequence_length=16, batch_size=4, validation_windows=8),
+        steps=22,
+        inner_steps=6,
+        checkpoint_every=2,
+    )

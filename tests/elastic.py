@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from forked import Program
-from twophase.experiment.run import read_lines, read_summary
+from twophase.runs.folder import read_lines, read_summary
 
 DRIVER = Path(__file__).with_name("faulty.py")
 HEARTBEAT = 1.0
@@ -260,7 +260,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[], Any]) -> 
     Where the processes need not be killed, this is a test of seconds less: nobody imports torch. Managers are made one
     after the other, and none of them filters the standard error that all share.
     """
-    from twophase.diloco import torchft_parts
+    from twophase.elastic import parts as torchft_parts
 
     one_by_one, make = threading.Lock(), torchft_parts.manager
 

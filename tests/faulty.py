@@ -25,10 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from twophase.diloco import healing, torchft, torchft_parts
 from twophase.diloco.engine import DiLoCo
-from twophase.experiment.run import RunFolder
-from twophase.lm.trainer import Trainer
+from twophase.elastic import healing, torchft
+from twophase.elastic import parts as torchft_parts
+from twophase.runs.folder import RunFolder
+from twophase.training.trainer import Trainer
 
 SETTLE = 0.3
 """Seconds after a hold: whoever has come meanwhile is known to the lighthouse by then."""

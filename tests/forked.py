@@ -27,14 +27,14 @@ from typing import IO, Any
 import torch
 
 import twophase
-from twophase.experiment import launch
+from twophase.sweep import run as launch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "twophase.cli",
-        "twophase.lm.train",
-        "twophase.experiment.launch",
+        "twophase.cli.main",
+        "twophase.training.train",
+        "twophase.sweep.run",
         "torch._dynamo",  # torch imports it, in seconds, with a process's first optimizer
         "optuna.storages",
         "sqlalchemy.dialects.sqlite",
@@ -142,7 +142,7 @@ class Popen(_Process):
 
 
 FORKING = SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
-"""In place of the module `subprocess` in `twophase.experiment.launch`."""
+"""In place of the module `subprocess` in `twophase.sweep.run`."""
 
 
 class _End:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from twophase.config import dump_yaml, fingerprint
-from twophase.lm.config import OuterConfig, TrainConfig
+from twophase.base.config import dump_yaml, fingerprint
 from twophase.rule import OuterRule
 from twophase.theory.rollout import rollout
+from twophase.training.config import OuterConfig, TrainConfig
 
 EMA = OuterRule(1.0, 0.9, form="ema")
 SUM = OuterRule(0.7, 0.9)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from twophase.data.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
+from twophase.text.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
 
 SHA256 = "0123456789abcdef" * 4
 """Of the tokenizer, which nobody has."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from twophase import cli
+from twophase.cli.main import main as cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("**/*.md")), *(ROOT / "examples").glob("*.md")]
@@ -173,7 +173,7 @@ def test_values_are_understood(line: str, monkeypatch: pytest.MonkeyPatch, tmp_p
         status, text = said([*words, "--print-config"])
     else:
         sweeps = []
-        monkeypatch.setattr("twophase.sweeping.run", lambda sweep, *_, **__: sweeps.append(sweep) or 0)
+        monkeypatch.setattr("twophase.cli.sweeping.run", lambda sweep, *_, **__: sweeps.append(sweep) or 0)
         status, text = said(words)
         assert sweeps
         assert sweeps[0].cells

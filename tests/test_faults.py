@@ -38,13 +38,13 @@ from elastic import (
     wake,
 )
 from namespaces import Hub, Place, Refused, joined
-from twophase.cli import main
-from twophase.config import dump_yaml, with_values
-from twophase.diloco import torchft_parts
-from twophase.experiment.run import RunFolder, read_lines, read_summary
-from twophase.lm.checkpoint import latest_step
-from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.lm.train import train
+from twophase.base.config import dump_yaml, with_values
+from twophase.cli.main import main
+from twophase.elastic import parts as torchft_parts
+from twophase.runs.folder import RunFolder, read_lines, read_summary
+from twophase.training.checkpoint import latest_step
+from twophase.training.config import DataConfig, ModelConfig, TrainConfig
+from twophase.training.train import train
 
 pytestmark = [
     pytest.mark.slow,

@@ -25,9 +25,9 @@ import lm_throughput
 import textmaker
 from gpu_parts import driver, kernels, run
 from gpu_parts.records import Record, Settings, Unfinished, toy
-from twophase.config import RunError
-from twophase.lm.speed import flops_per_token
+from twophase.base.config import RunError
 from twophase.recipes.pretraining import RECIPES, nano, paper_150m
+from twophase.tasks.lm.speed import flops_per_token
 
 PROGRAM = gpu.HERE / "gpu.py"
 ABSENT = "tyro docstring_parser optuna alembic sqlalchemy rich scipy datasets submitit".split()
@@ -268,7 +268,7 @@ def test_too_little_memory(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("twophase.lm.step.loss", full)
+    monkeypatch.setattr("twophase.tasks.lm.step.loss", full)
     (tmp_path / "out").mkdir()
     assert gpu.main([*words, "--unit", unit, "--deadline", str(time.time() + 60)]) == driver.REFUSED
     (line,) = capsys.readouterr().out.splitlines()

@@ -9,10 +9,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from twophase.experiment.comparison import Comparison
-from twophase.experiment.difference import Difference
-from twophase.experiment.table import Row, State
-from twophase.experiment.verdict import Verdict
+from twophase.judge.comparison import Comparison
+from twophase.judge.difference import Difference
+from twophase.judge.verdict import Verdict
+from twophase.sweep.table import Row, State
 
 WITHIN = (0.02, 0.1, 0.25)
 LR, MOMENTUM, RESTART = "outer.lr", "outer.momentum", "outer.restart"

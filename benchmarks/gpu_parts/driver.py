@@ -22,8 +22,8 @@ import torch
 
 from bounds import finish
 from gpu_parts.records import Record, Settings, Unfinished, short_of_memory
-from twophase.config import RunError, UsageError
-from twophase.files import write_atomic
+from twophase.base.config import RunError, UsageError
+from twophase.base.files import write_atomic
 
 PROGRAM = Path(__file__).resolve().parents[1] / "gpu.py"
 PARTS = ("probe", "engine", "run", "nano")

@@ -21,12 +21,12 @@ from typing import Any
 import checkpoint as checkpoint_benchmark
 import engine_overhead
 from gpu_parts.records import Figures, Record, Settings, toy, write_csv
-from twophase.config import RunError, from_tree, to_tree
-from twophase.experiment.run import RunFolder, read_summary
-from twophase.lm import checkpoint
-from twophase.lm.config import TrainConfig
-from twophase.lm.train import train
+from twophase.base.config import RunError, from_tree, to_tree
 from twophase.recipes.pretraining import RECIPES
+from twophase.runs.folder import RunFolder, read_summary
+from twophase.training import checkpoint
+from twophase.training.config import TrainConfig
+from twophase.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 FOR_TESTS = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}

@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from lm_throughput import Call, burst, wait_for
-from twophase.config import RunError
-from twophase.lm.config import TrainConfig
-from twophase.lm.step import DTYPES, model_of
+from twophase.base.config import RunError
+from twophase.tasks.lm.step import DTYPES, model_of
+from twophase.training.config import TrainConfig
 
 CLASSES = (
     # Inductor names an elementwise kernel after all operations near it, attention and products included; only its

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from gpu_parts.records import Figures, Record, Settings, Unfinished, write_csv
-from twophase.experiment.run import RunFolder
-from twophase.lm.config import TrainConfig
-from twophase.lm.train import train
+from twophase.runs.folder import RunFolder
+from twophase.training.config import TrainConfig
+from twophase.training.train import train
 
 SEEDS = (0, 1)
 MOMENTUM = 0.9

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import twophase
-from twophase.config import UsageError
-from twophase.files import write_atomic
-from twophase.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.base.config import UsageError
+from twophase.base.files import write_atomic
 from twophase.recipes.pretraining import RECIPES
+from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 
 Figures = dict[str, float]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_parts.records import Figures, Record, Settings, Unfinished, write_csv
-from twophase.config import fingerprint
-from twophase.experiment.run import METRICS, STEPS, RunFolder, read_lines
-from twophase.lm.config import TrainConfig
-from twophase.lm.train import train
+from twophase.base.config import fingerprint
+from twophase.runs.folder import METRICS, STEPS, RunFolder, read_lines
+from twophase.training.config import TrainConfig
+from twophase.training.train import train
 
 RESERVE = 0.1
 """Share of the time that is left for the checkpoint of a run that stops by itself."""

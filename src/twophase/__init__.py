@@ -9,52 +9,52 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twophase.adaptive import Cosine, Gradient, LossTest, NormRatio, Opposed, Speed, Tracked
-    from twophase.auto import Auto
     from twophase.diloco.comm import Communicator, ProcessGroup
     from twophase.diloco.engine import DiLoCo
     from twophase.diloco.report import RoundReport
-    from twophase.diloco.torchft import TorchFT
+    from twophase.elastic.torchft import TorchFT
     from twophase.optim.outer import OuterSGD
-    from twophase.probing import Probe
+    from twophase.policies.auto import Auto
+    from twophase.policies.measured import Cosine, Gradient, LossTest, NormRatio, Opposed, Speed, Tracked
+    from twophase.policies.probe import Probe
+    from twophase.policies.rivals import BufferBound, Debiased, GainCap, LookAheadGate, Reseed, SlowMo
     from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, Step
-    from twophase.rivals import BufferBound, Debiased, GainCap, LookAheadGate, Reseed, SlowMo
     from twophase.rule import OuterRule
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AtRounds": "twophase.restart",
-    "Auto": "twophase.auto",
-    "BufferBound": "twophase.rivals",
+    "Auto": "twophase.policies.auto",
+    "BufferBound": "twophase.policies.rivals",
     "Communicator": "twophase.diloco.comm",
-    "Cosine": "twophase.adaptive",
+    "Cosine": "twophase.policies.measured",
     "Cycle": "twophase.restart",
-    "Debiased": "twophase.rivals",
+    "Debiased": "twophase.policies.rivals",
     "DiLoCo": "twophase.diloco.engine",
-    "GainCap": "twophase.rivals",
-    "Gradient": "twophase.adaptive",
-    "LookAheadGate": "twophase.rivals",
-    "LossTest": "twophase.adaptive",
+    "GainCap": "twophase.policies.rivals",
+    "Gradient": "twophase.policies.measured",
+    "LookAheadGate": "twophase.policies.rivals",
+    "LossTest": "twophase.policies.measured",
     "Never": "twophase.restart",
-    "NormRatio": "twophase.adaptive",
-    "Opposed": "twophase.adaptive",
+    "NormRatio": "twophase.policies.measured",
+    "Opposed": "twophase.policies.measured",
     "OuterRule": "twophase.rule",
     "OuterSGD": "twophase.optim.outer",
     "Periodic": "twophase.restart",
-    "Probe": "twophase.probing",
+    "Probe": "twophase.policies.probe",
     "ProcessGroup": "twophase.diloco.comm",
-    "Reseed": "twophase.rivals",
+    "Reseed": "twophase.policies.rivals",
     "Restart": "twophase.restart",
     "RestartPolicy": "twophase.restart",
     "RoundReport": "twophase.diloco.report",
     "RoundSignal": "twophase.restart",
-    "SlowMo": "twophase.rivals",
+    "SlowMo": "twophase.policies.rivals",
     "Soft": "twophase.restart",
-    "Speed": "twophase.adaptive",
+    "Speed": "twophase.policies.measured",
     "Step": "twophase.restart",
-    "TorchFT": "twophase.diloco.torchft",
-    "Tracked": "twophase.adaptive",
+    "TorchFT": "twophase.elastic.torchft",
+    "Tracked": "twophase.policies.measured",
 }
 
 __all__ = [

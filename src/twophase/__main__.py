@@ -3,7 +3,7 @@
 import os
 import sys
 
-from twophase.cli import main
+from twophase.cli.main import main
 
 
 def run() -> None:

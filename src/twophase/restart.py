@@ -8,7 +8,7 @@ that are the same on every replica, and answers with its next state and `None`, 
 
 on the buffer of the rule's own form. Scheduled policies (`Periodic`, `Cycle`, `AtRounds`, `Soft`) look only at the
 round number and restart *after* the ordinary update of that round, which is the paper's timing. Adaptive policies
-(`twophase.adaptive`, `twophase.probing`; `twophase.rivals` are what they must beat) may also look at norms and angles,
+(`policies.measured`, `policies.probe`; `policies.rivals` are what they must beat) may also look at norms and angles,
 which are measured *before* the round's pseudo-gradient is mixed in, and may set `before=True` to act before the mixing.
 (After the mixing, everything in the plane of g and the buffer follows from these three numbers, so one measurement
 serves both moments.)
@@ -279,7 +279,7 @@ def answered(state: State, decision: Decision) -> Answer:
 
 
 _REGISTRY: dict[str, type[RestartPolicy]] = {}
-_ELSEWHERE = ("twophase.auto", "twophase.adaptive", "twophase.rivals", "twophase.probing")
+_ELSEWHERE = tuple(f"twophase.policies.{name}" for name in ("auto", "measured", "rivals", "probe"))
 """Modules of ours that register policies; loaded when a name is not known yet."""
 POLICIES_VARIABLE = "TWOPHASE_POLICIES"
 """Environment variable with the names of other people's modules that register policies, separated by commas; loaded

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forked import in_processes
-from twophase.config import RunError
+from twophase.base.config import RunError
 from twophase.diloco import comm
 from twophase.diloco.comm import Communicator, ProcessGroup, SingleProcess, default_communicator
 from twophase.diloco.engine import DiLoCo

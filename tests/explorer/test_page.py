@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from twophase.cli import main
-from twophase.config import UsageError
-from twophase.explorer.command import Question, of_run, state_of
+from twophase.base.config import UsageError
+from twophase.cli.explore import Question, of_run, state_of
+from twophase.cli.main import main
 from twophase.explorer.from_run import read_run
 from twophase.explorer.page import LIMITS, MARK, SCRIPTS, SLIDERS, RunSpectrum, State, build, check
 from twophase.rule import OuterRule

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from twophase.experiment.grid import Axis
-from twophase.lm.config import SyncConfig, TrainConfig, check
 from twophase.recipes.arms import controls, in_arms
 from twophase.recipes.controls import restarts_that_count
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
+from twophase.sweep.grid import Axis
+from twophase.training.config import SyncConfig, TrainConfig, check
 
 BASE = TrainConfig(sync=SyncConfig(fragments=("a=embedding", "b=.")))
 BY_BLOCK = ("a=3", "b=auto")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from twophase.config import UsageError, with_values
-from twophase.experiment.grid import Cell, Sweep
-from twophase.experiment.table import Row, rows_of
-from twophase.lm.config import TrainConfig, check
+from twophase.base.config import UsageError, with_values
 from twophase.recipes.demo import demo, draw, verdict
 from twophase.restart import mean_outer_gain
+from twophase.sweep.grid import Cell, Sweep
+from twophase.sweep.table import Row, rows_of
+from twophase.training.config import TrainConfig, check
 
 MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]
 MATCHED = ["heavy ball, never, gain of K=3", "Nesterov, never, gain of K=3"]

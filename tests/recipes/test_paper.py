@@ -11,10 +11,7 @@ from itertools import product
 
 import pytest
 
-from twophase.config import with_values
-from twophase.experiment.grid import Cell, Sweep, extends
-from twophase.experiment.table import Row, rows_of
-from twophase.lm.config import check
+from twophase.base.config import with_values
 from twophase.recipes.paper import (
     LAPTOP,
     PAPER,
@@ -29,6 +26,9 @@ from twophase.recipes.paper import (
     tuned,
 )
 from twophase.restart import Soft, mean_outer_gain
+from twophase.sweep.grid import Cell, Sweep, extends
+from twophase.sweep.table import Row, rows_of
+from twophase.training.config import check
 
 FORMS, KINDS = ("sum", "ema"), ("heavy ball", "Nesterov")
 RULES = [f"{form}, {kind}" for form in FORMS for kind in KINDS]

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from twophase.config import UsageError
-from twophase.lm.config import check
-from twophase.lm.speed import parameter_count
-from twophase.lm.trainer import inner_lr
+from twophase.base.config import UsageError
 from twophase.recipes.paper import INNER_STEPS, LRS, MOMENTA, PAPER, PERIODS, RULES
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
 from twophase.restart import Soft
 from twophase.rule import OuterRule
+from twophase.tasks.lm.speed import parameter_count
+from twophase.training.config import check
+from twophase.training.trainer import inner_lr
 
 
 def test_tables_1_and_2():

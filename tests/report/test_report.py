@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from runmaker import EMA, NESTEROV, SUM, config_of, write_lines, write_run, write_summary
-from twophase.cli import main
-from twophase.experiment.grid import Axis, Sweep, product
-from twophase.experiment.record import read_record
-from twophase.experiment.table import read_rows, rows_of, write_rows
-from twophase.report.command import Wish, report
+from twophase.cli.main import main
+from twophase.cli.report import Wish, report
 from twophase.report.run import run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import read_sweep
+from twophase.runs.record import read_record
+from twophase.sweep.grid import Axis, Sweep, product
+from twophase.sweep.table import read_rows, rows_of, write_rows
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from twophase.experiment.figure import rendered, styled
-from twophase.experiment.grid import Cell, Sweep
-from twophase.experiment.plan import plan
-from twophase.experiment.table import Row, rows_of
+from twophase.figures.style import rendered, styled
 from twophase.recipes.adaptive import ADAPTIVE, FIXED, RIVALS, choice, confirmation, inner_steps_of
 from twophase.recipes.paper import QUICK
 from twophase.restart import parse
 from twophase.studies import adaptive_choice, adaptive_confirmation
 from twophase.studies._adaptive import AVERAGING, BEST_K, BEST_OTHER, CHOSEN, TUNED_FREE, aims
+from twophase.sweep.grid import Cell, Sweep
+from twophase.sweep.plan import plan
+from twophase.sweep.table import Row, rows_of
 
 Value = Callable[[Cell], float | None]
 """A made-up perplexity; None is a run that has diverged."""

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 import textmaker
-from twophase.config import with_values
-from twophase.experiment.figure import rendered, styled
-from twophase.experiment.grid import Cell, Sweep
-from twophase.experiment.launch import Status
-from twophase.experiment.table import Row, rows_of
+from twophase.base.config import with_values
+from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import _blockwise_cells as cells
 from twophase.studies import _singly, blockwise, study
 from twophase.studies._blockwise_cells import ALL, MEAN, NEVER, ORACLE, ROUNDS, SEARCH, SHUFFLED
+from twophase.sweep.grid import Cell, Sweep
+from twophase.sweep.run import Status
+from twophase.sweep.table import Row, rows_of
 
 Value = Callable[[Cell], float | str]
 """A made-up perplexity, or "diverged"."""

@@ -17,8 +17,8 @@ import torch
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from twophase.config import UsageError
-from twophase.experiment.figure import styled
+from twophase.base.config import UsageError
+from twophase.figures.style import styled
 from twophase.rule import OuterRule
 from twophase.studies import linear_network, study
 from twophase.studies._digits import (

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 import textmaker
-from twophase.config import UsageError, with_values
-from twophase.experiment import launch
-from twophase.experiment.figure import rendered, styled
-from twophase.experiment.grid import Cell, Sweep
-from twophase.experiment.table import Row, rows_of, write_rows
+from twophase.base.config import UsageError, with_values
+from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale, robustness_heatmaps, soft_restart
 from twophase.restart import mean_outer_gain
 from twophase.studies import _lm, study
 from twophase.studies import retuning as retuning_study
 from twophase.studies import robustness_heatmaps as heatmaps_study
 from twophase.studies import soft_restart as soft_study
+from twophase.sweep import run as launch
+from twophase.sweep.grid import Cell, Sweep
+from twophase.sweep.table import Row, rows_of, write_rows
 
 NAMES = ("retuning", "robustness_heatmaps", "soft_restart")
 MODULES: dict[str, Any] = {
@@ -417,7 +417,7 @@ def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch:
 def test_scales_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Laptop by default, in NAME; quick and paper by their names, each in a folder of its own."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("twophase.lm.trainer.preflight_all", lambda _: {})
+    monkeypatch.setattr("twophase.training.trainer.preflight_all", lambda _: {})
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})  # no need for pages here
     asked: list[tuple[dict[str, Any], str, str]] = [
         ({}, "soft_restart", "laptop"),

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import textmaker
-from twophase.cli import main
-from twophase.config import UsageError, with_values
-from twophase.experiment.table import SEED, Row, read_rows, rows_of, write_rows
+from twophase.base.config import UsageError, with_values
+from twophase.cli.main import main
 from twophase.recipes.paper import QUICK, Scale
 from twophase.studies import robustness_heatmaps, study
 from twophase.studies._so_far import complete
+from twophase.sweep.table import SEED, Row, read_rows, rows_of, write_rows
 
 WHOLE = ("adaptive_confirmation", "robustness_heatmaps")
 SCALE = replace(QUICK, name="small", seeds=(0, 1, 2))
@@ -184,7 +184,7 @@ def test_a_damaged_table_is_told_and_written_again(tmp_path: Path, monkeypatch: 
         raise RuntimeError("as far as this")
 
     monkeypatch.setattr(study, "run_sweep", stopped)
-    monkeypatch.setattr("twophase.lm.trainer.preflight_all", lambda _: {})
+    monkeypatch.setattr("twophase.training.trainer.preflight_all", lambda _: {})
     with pytest.raises(RuntimeError, match="as far as this"):
         study.run("robustness_heatmaps", tmp_path, scale=SCALE)
     assert swept[0][1] == table.parent

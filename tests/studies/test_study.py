@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import twophase
-from twophase.config import UsageError
+from twophase.base.config import UsageError
 from twophase.studies import study
 
 THEORY = ("mixed_periods", "period_criteria", "restart_mechanism", "robustness_toy")
@@ -23,7 +23,7 @@ TOY = '''
 
 import numpy as np
 
-from twophase.experiment.figure import look, new_figure
+from twophase.figures.style import look, new_figure
 from twophase.studies.study import Result
 
 QUESTION = "Is it " "so?"
@@ -180,7 +180,7 @@ def test_theory_studies_need_no_torch_and_repeat(tmp_path: Path) -> None:
     """
     pytest.importorskip("matplotlib")
     code = (
-        "import sys; from twophase.cli import main\n"
+        "import sys; from twophase.cli.main import main\n"
         "for name in sys.argv[2:]: assert main(['study', name, '--quick', '--out', sys.argv[1]]) == 0\n"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules)"
     )

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import textmaker
-from twophase.config import to_tree, with_values
+from twophase.base.config import to_tree, with_values
 from twophase.diloco.comm import ProcessGroup
 from twophase.diloco.wire import WIRES, Channel
-from twophase.experiment import launch
-from twophase.experiment.figure import rendered, styled
-from twophase.experiment.grid import Cell, Sweep
-from twophase.experiment.plan import plan
-from twophase.experiment.table import Row, rows_of
-from twophase.lm.model import Llama
+from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import study, wires
+from twophase.sweep import run as launch
+from twophase.sweep.grid import Cell, Sweep
+from twophase.sweep.plan import plan
+from twophase.sweep.table import Row, rows_of
+from twophase.tasks.lm.model import Llama
 
 Value = Callable[[Cell], float | str | None]
 """A made-up perplexity, "diverged", or None for a run that is missing."""

@@ -10,14 +10,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import twophase
-from twophase.config import RunError
+from twophase.base.config import RunError
+from twophase.base.source import source_digest
 from twophase.diloco.comm import Communicator, Interrupted, SingleProcess
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.sweep import dots_on_device
@@ -57,21 +57,14 @@ def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: in
     return [count for _, count in everyone]
 
 
-_TRAINS = (
-    *("rule.py", "restart.py", "auto.py", "adaptive.py", "rivals.py", "probing.py", "config.py"),
-    *("optim/*.py", "diloco/*.py", "lm/*.py", "data/*.py"),
-)
-"""The files that decide a run's numbers; an edit of a report must not keep a replica away."""
+_ROOMS = ("rule.py", "restart.py", "policies", "base", "optim", "diloco")
+"""What the engine's numbers rest on; who trains with it tells the rest by `DiLoCo(alike=...)`."""
 
 
-@cache
 def versions() -> dict[str, str]:
-    """The code that trains here: an edit under one version number makes replicas as unlike as another release."""
-    code = hashlib.sha256()
+    """The engine's code: an edit under one version number makes replicas as unlike as another release."""
     folder = Path(__file__).parents[1]
-    for path in sorted(path for pattern in _TRAINS for path in folder.glob(pattern)):
-        code.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
-    ours = f"{twophase.__version__}, source {code.hexdigest()[:12]}"
+    ours = f"{twophase.__version__}, source {source_digest(folder / room for room in _ROOMS)}"
     return {"versions of twophase": ours, "versions of torch": str(torch.__version__)}
 
 

@@ -1,7 +1,7 @@
 """Who takes part: the small object through which the engine talks to the other processes.
 
 The engine is written once, against `Communicator`. One process (with any number of replicas in it) needs no messages;
-a `torch.distributed` group sums over its processes; `twophase.diloco.torchft` is a group whose members come and go.
+a `torch.distributed` group sums over its processes; `twophase.elastic.torchft` is a group whose members come and go.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from twophase.config import RunError
+from twophase.base.config import RunError
 
 
 class Interrupted(Exception):  # noqa: N818 - no fault: a process has gone, and the others go on

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from twophase.config import UsageError
-from twophase.experiment.record import RunRecord, read_record
-from twophase.experiment.rounds import Block
-from twophase.experiment.run import METRICS, ROUNDS
+from twophase.base.config import UsageError
 from twophase.explorer.page import LIMITS, RunSpectrum
 from twophase.restart import Never, Periodic
 from twophase.rule import OuterRule
+from twophase.runs.folder import METRICS, ROUNDS
+from twophase.runs.record import RunRecord, read_record
+from twophase.runs.rounds import Block
 from twophase.theory.observed import Observed, observe
 
 _MOST_NAMED = 6  # blocks that the note names

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from typing import Any, Literal
 
-from twophase.config import UsageError
+from twophase.base.config import UsageError
 from twophase.rule import Form
 
 MARK = '<meta name="generator" content="twophase explore">'

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from twophase.experiment.grid import Axis, Cell, Sweep, product
 from twophase.recipes.controls import momentum_free, with_averaging
 from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
 from twophase.rule import Form
+from twophase.sweep.grid import Axis, Cell, Sweep, product
 
 FIXED = {"never": "never", "K=2": "2", "K=3": "3", "K=5": "5", "K=7": "7"}
 """Arms without decisions, from name to restart policy."""

@@ -17,14 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from twophase.config import with_values
-from twophase.experiment.grid import Axis, Cell, product
-from twophase.experiment.overview import CONTROL
+from twophase.base.config import with_values
 from twophase.restart import Never, RestartPolicy, RoundSignal, ask, mean_outer_gain
 from twophase.rule import OuterRule
+from twophase.sweep.grid import MOMENTUM_FREE, Axis, Cell, product
 
-MOMENTUM_FREE = CONTROL
-"""Name of the arm of outer SGD without momentum."""
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
 _ANY = OuterRule(1.0, 0.5)

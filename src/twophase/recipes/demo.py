@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from twophase.config import with_values
-from twophase.experiment.grid import Axis, Cell, Sweep, product
-from twophase.experiment.plot import Panel, heatmaps, scale_of
-from twophase.experiment.table import (
+from twophase.base.config import with_values
+from twophase.figures.heatmaps import Panel, heatmaps, scale_of
+from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, gain_matched_all, momentum_free, with_averaging
+from twophase.rule import FORM_WORDS
+from twophase.sweep.grid import Axis, Cell, Sweep, product
+from twophase.sweep.table import (
     Row,
     Setting,
     State,
@@ -36,9 +38,7 @@ from twophase.experiment.table import (
     readable,
     settings,
 )
-from twophase.lm.config import TrainConfig
-from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, gain_matched_all, momentum_free, with_averaging
-from twophase.rule import FORM_WORDS
+from twophase.training.config import TrainConfig
 
 PERIOD = 3
 WITHIN = 0.25

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from twophase.experiment.grid import Axis, Cell, Sweep, product
-from twophase.experiment.table import Row, settings
-from twophase.lm.config import DataConfig, InnerConfig, ModelConfig, TrainConfig
 from twophase.recipes.controls import gain_matched_all, momentum_free, with_averaging
 from twophase.recipes.pretraining import paper_150m
 from twophase.restart import Periodic, RestartPolicy, Soft
 from twophase.rule import Form
+from twophase.sweep.grid import Axis, Cell, Sweep, product
+from twophase.sweep.table import Row, settings
+from twophase.training.config import DataConfig, InnerConfig, ModelConfig, TrainConfig
 
 LRS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1)
 """Outer learning rates nu of the paper's table 1."""

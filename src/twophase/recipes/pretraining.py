@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from twophase.config import UsageError
-from twophase.lm.config import ComputeConfig, DataConfig, InnerConfig, ModelConfig, OuterConfig, TrainConfig
+from twophase.base.config import UsageError
 from twophase.restart import Never, RestartPolicy, parse
 from twophase.rule import OuterRule
+from twophase.training.config import ComputeConfig, DataConfig, InnerConfig, ModelConfig, OuterConfig, TrainConfig
 
 C4 = "tokens:data/c4"
 """Where the recipes look for their tokens unless `data.corpus` says otherwise."""

@@ -1,7 +1,7 @@
 """Line charts as SVG that follow the page's light or dark colours, in two widths, each with its numbers as csv.
 
 They are drawn here rather than by matplotlib, so that every report has them, text stays text, and a phone gets a chart
-of its own width. Colours, strokes and markers are those of all figures (`twophase.experiment.figure.look`).
+of its own width. Colours, strokes and markers are those of all figures (`twophase.figures.style.look`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.experiment.figure import DIGITS, look
-from twophase.experiment.jsonl import LARGEST
+from twophase.base.files import DIGITS
+from twophase.figures.style import look
 from twophase.report.page import Html, clean, counted, download, join, minus, tag
+from twophase.runs.jsonl import LARGEST
 
 MOST_POINTS = 600
 """Points of a curve that are drawn; of more, the lowest and highest of each stretch."""

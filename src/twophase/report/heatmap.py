@@ -7,12 +7,12 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from twophase.experiment.plot import Scale, scale_of
-from twophase.experiment.table import Row, Setting
-from twophase.experiment.verdict import ArmVerdict, Verdict
+from twophase.figures.heatmaps import Scale, scale_of
+from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.report.labels import Links, arm_name, perplexity_text, value_text
 from twophase.report.page import Html, join, link, scroll, tag
 from twophase.report.sweep_record import SweepRecord
+from twophase.sweep.table import Row, Setting
 
 _MOST_FRAMES, _LONGEST_AXIS = 24, 60
 _PAIRED = "Each number stands at the setting that it is the control of; what it differs in is below it."

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.experiment.table import readable
-from twophase.experiment.work import RUNS
 from twophase.report.page import minus, relative
+from twophase.sweep.table import readable
+from twophase.sweep.work import RUNS
 
 REPORT = "report.html"
 """Name of a report in its run's or sweep's folder."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from twophase.experiment.jsonl import Column
-from twophase.experiment.record import RunRecord
-from twophase.experiment.rounds import Block
 from twophase.report.charts import Chart, Curve, figure
 from twophase.report.page import Html, counted, details, join, minus, table, tag
+from twophase.runs.jsonl import Column
+from twophase.runs.record import RunRecord
+from twophase.runs.rounds import Block
 
 MOST_BLOCKS = 7
 """Curves of a chart; more would not be told apart."""

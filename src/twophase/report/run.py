@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from twophase.diagnosis.text import HEADLINES, LIMITS, both_forms, suggestions
-from twophase.diagnosis.verdict import Diagnosis, Finding, Stage, diagnose
-from twophase.experiment.beat import hide_password
-from twophase.experiment.figure import signed
-from twophase.experiment.record import RunRecord
+from twophase.advice.text import HEADLINES, LIMITS, both_forms, suggestions
+from twophase.advice.verdict import Diagnosis, Finding, Stage, diagnose
+from twophase.figures.style import signed
 from twophase.report.charts import Chart, Curve, figure
 from twophase.report.page import (
     Html,
@@ -34,6 +32,8 @@ from twophase.report.page import (
 )
 from twophase.report.rounds import MOST_BLOCKS, block_name, finite, rounds
 from twophase.report.watch import SCRIPT, notice
+from twophase.runs.record import RunRecord
+from twophase.sweep.beat import hide_password
 from twophase.theory.advice import Advice
 
 _STEP = "inner steps of each replica"

@@ -10,13 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from twophase.config import UsageError
-from twophase.experiment.launch import TABLE
-from twophase.experiment.record import read_record
-from twophase.experiment.table import SEED, Setting, readable, settings
-from twophase.experiment.verdict import WITHIN, Verdict, verdict
-from twophase.experiment.verdict_text import sections
-from twophase.experiment.work import RUNS
+from twophase.base.config import UsageError
+from twophase.judge.verdict import WITHIN, Verdict, verdict
+from twophase.judge.verdict_text import sections
 from twophase.report.charts import Chart, Curve, figure
 from twophase.report.heatmap import heatmaps
 from twophase.report.labels import RUN_ID, Links, arm_name, perplexity_text, value_text
@@ -36,6 +32,10 @@ from twophase.report.page import (
 )
 from twophase.report.sweep_record import SweepRecord
 from twophase.report.watch import SCRIPT, notice
+from twophase.runs.record import read_record
+from twophase.sweep.run import TABLE
+from twophase.sweep.table import SEED, Setting, readable, settings
+from twophase.sweep.work import RUNS
 
 _MOST_CURVES, _MOST_CELLS = 6, 500
 

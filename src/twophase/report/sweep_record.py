@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.config import UsageError, flatten
-from twophase.experiment.launch import SPEC, TABLE
-from twophase.experiment.run import CONFIG, METRICS, SUMMARY, list_some, read_summary
-from twophase.experiment.table import Row, State, read_rows, read_sound_rows
-from twophase.experiment.verdict import select
-from twophase.experiment.work import PLAN, RUNS
+from twophase.base.config import UsageError, flatten
+from twophase.judge.verdict import select
 from twophase.report.labels import RUN_ID
 from twophase.rule import FORM_WORDS
+from twophase.runs.folder import CONFIG, METRICS, SUMMARY, list_some, read_summary
+from twophase.sweep.run import SPEC, TABLE
+from twophase.sweep.table import Row, State, read_rows, read_sound_rows
+from twophase.sweep.work import PLAN, RUNS
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twophase.experiment.figure import INK, MUTED, look, name_panels, new_page
+from twophase.figures.style import INK, MUTED, look, name_panels, new_page
 from twophase.spectrum.blocks import PLACES, Forecast, Seen, Setting, loss_curve, within
 
 if TYPE_CHECKING:

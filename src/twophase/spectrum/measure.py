@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from twophase.config import UsageError
+from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
-from twophase.lm.config import TrainConfig
-from twophase.lm.curvature import Floats, GaussNewton, Product, density, largest_eigenpairs
-from twophase.lm.restored import Restored
-from twophase.lm.trainer import inner_lr
 from twophase.spectrum.blocks import PLACES, Curvature, Setting
+from twophase.tasks.lm.curvature import Floats, GaussNewton, Product, density, largest_eigenpairs
+from twophase.tasks.lm.restored import Restored
+from twophase.training.config import TrainConfig
+from twophase.training.trainer import inner_lr
 
 BLOCKS = {
     "embeddings": "^embedding$",
@@ -22,7 +22,7 @@ BLOCKS = {
     "norms": "norm",
     "head": "^head$",
 }
-"""What a model is cut into where neither the run nor the caller says so; names are those of `twophase.lm.model`."""
+"""What a model is cut into where neither the run nor the caller says so; names are the model's."""
 STEPS = 32
 """Lanczos steps of a density."""
 PROBES = 2

@@ -6,9 +6,9 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from twophase.experiment.rounds import WHOLE
-from twophase.experiment.table import format_table
+from twophase.runs.rounds import WHOLE
 from twophase.spectrum.blocks import PLACES, Forecast, Period, Seen, Setting
+from twophase.sweep.table import format_table
 
 _WIDTH = 100
 LIMITS = (

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from twophase.experiment.bootstrap import LEVEL, largest_coverage, percentile_interval
-from twophase.experiment.figure import INK, MUTED, look, new_page
-from twophase.experiment.table import SEED, Row, format_table, readable
+from twophase.figures.style import INK, MUTED, look, new_page
+from twophase.judge.bootstrap import LEVEL, largest_coverage, percentile_interval
 from twophase.recipes.adaptive import CORPUS, FIXED, WIDTH, inner_steps_of, momenta_of
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE
 from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, seeds_words, tally
 from twophase.studies._lm_figures import note
 from twophase.studies.study import Result
+from twophase.sweep.table import SEED, Row, format_table, readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

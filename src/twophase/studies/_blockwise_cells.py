@@ -18,14 +18,14 @@ from typing import Any
 
 from scipy.special import logsumexp
 
-from twophase.config import with_values
-from twophase.experiment.grid import Cell, Sweep
-from twophase.experiment.record import read_record
-from twophase.experiment.table import Row
-from twophase.lm.config import TrainConfig
+from twophase.base.config import with_values
 from twophase.recipes.paper import PAPER, QUICK, Scale
+from twophase.runs.record import read_record
 from twophase.spectrum.blocks import Forecast, Setting, first_cancellation, forecast, plain, seen
+from twophase.sweep.grid import Cell, Sweep
+from twophase.sweep.table import Row
 from twophase.theory.periods import log_final_loss
+from twophase.training.config import TrainConfig
 
 BLOCKS = {
     "embedding": "^embedding$",
@@ -244,8 +244,8 @@ def measure(scale: Scale, rows: Sequence[Row], runs: Path, known: Mapping[str, A
 
 
 def _measured(scale: Scale, run: Path) -> dict[str, Any]:
-    from twophase.lm.restored import restore  # noqa: PLC0415 - torch, which drawing and planning do without
     from twophase.spectrum.measure import measure as measure_blocks  # noqa: PLC0415 - likewise
+    from twophase.tasks.lm.restored import restore  # noqa: PLC0415 - torch, which drawing and planning do without
 
     restored = restore(run)
     blocks = measure_blocks(restored, BLOCKS, batches=design(scale).batches, top=1)

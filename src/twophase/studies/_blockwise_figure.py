@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from twophase.experiment.figure import MUTED, look, name_panels, new_figure
-from twophase.experiment.table import readable
+from twophase.figures.style import MUTED, look, name_panels, new_figure
 from twophase.studies._lm_figures import note
+from twophase.sweep.table import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from twophase.config import UsageError
+from twophase.base.config import UsageError
 from twophase.diloco.engine import DiLoCo
 from twophase.rule import OuterRule
 from twophase.theory.contraction import restart_factor

@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from twophase.experiment.table import SEED, Row, geometric_mean, readable, settings
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
 from twophase.recipes.paper import RULES, Scale
 from twophase.restart import parse
+from twophase.sweep.table import SEED, Row, geometric_mean, readable, settings
 
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best, relatively."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twophase.experiment.plot import Scale, colours_of, draw_colour_bar, draw_tiles, scale_of
+from twophase.figures.heatmaps import Scale, colours_of, draw_colour_bar, draw_tiles, scale_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twophase.experiment.figure import INK, MUTED, PAPER, look, new_page
-from twophase.experiment.table import readable
-from twophase.recipes.controls import MOMENTUM_FREE
+from twophase.figures.style import INK, MUTED, PAPER, look, new_page
 from twophase.recipes.paper import BETA_SWEEP, BOTH_FORMS, K_SWEEP, OWN_K_SWEEP, RULES, arm_name, control_name
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import pick
 from twophase.studies._lm_figures import never_fires, note
+from twophase.sweep.grid import MOMENTUM_FREE
+from twophase.sweep.table import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from twophase.experiment.grid import Sweep
-from twophase.experiment.launch import TABLE, Happening, Status
-from twophase.experiment.run import RunFolder, read_summary
-from twophase.experiment.table import Row, rows_of, write_rows
-from twophase.files import write_atomic
-from twophase.lm.config import TrainConfig
+from twophase.base.files import write_atomic
 from twophase.recipes.paper import Scale
+from twophase.runs.folder import RunFolder, read_summary
+from twophase.sweep.grid import Sweep
+from twophase.sweep.run import TABLE, Happening, Status
+from twophase.sweep.table import Row, rows_of, write_rows
+from twophase.training.config import TrainConfig
 
 Progress = Callable[[Status], None]
 Measured = dict[str, Any]
@@ -118,7 +118,7 @@ def _crew(workers: int) -> Iterator[Callable[[Sequence[tuple[Path, TrainConfig]]
 
 
 def _one(job: tuple[Path, TrainConfig]) -> tuple[str, dict[str, Any]]:
-    from twophase.lm.train import train  # noqa: PLC0415 - torch, which a list of studies does without
+    from twophase.training.train import train  # noqa: PLC0415 - torch, which a list of studies does without
 
     path, config = job
     with RunFolder.claim(path, config) as folder:

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from twophase.config import UsageError
-from twophase.experiment.run import list_some
-from twophase.experiment.table import SEED, Row
+from twophase.base.config import UsageError
+from twophase.runs.folder import list_some
+from twophase.sweep.table import SEED, Row
 
 _PLACE = ("model.", "data.", "inner_steps")
 """Beginnings of the axes whose values are never compared with one another."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twophase.experiment.figure import MUTED, look, name_panels, new_page
+from twophase.figures.style import MUTED, look, name_panels, new_page
 from twophase.studies._lm import one, perplexity_words
 from twophase.studies._lm_figures import note
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from twophase.experiment.grid import Sweep
-from twophase.experiment.table import Row
 from twophase.recipes.adaptive import ADAPTIVE, FIXED, RIVALS, choice
 from twophase.recipes.paper import Scale
 from twophase.studies._adaptive import answer_of, draw_of, result_of
 from twophase.studies.study import Result
+from twophase.sweep.grid import Sweep
+from twophase.sweep.table import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,14 +23,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twophase.experiment.grid import Sweep
-from twophase.experiment.table import SEED, Row, format_table, readable
 from twophase.recipes.paper import Scale
 from twophase.studies import _blockwise_cells as cells
 from twophase.studies._blockwise_cells import ALL, FREE, MEAN, NEVER, ONE, ORACLE, ROUNDS, SHUFFLED, Place
 from twophase.studies._blockwise_figure import draw
 from twophase.studies._lm import tally
 from twophase.studies.study import Result
+from twophase.sweep.grid import Sweep
+from twophase.sweep.table import SEED, Row, format_table, readable
 
 __all__ = ["QUESTION", "answer", "draw", "measure", "sweep", "table"]
 QUESTION = "Do restart periods by block, from curvature or from a run, beat one period for all blocks?"

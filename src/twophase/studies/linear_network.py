@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from scipy.stats import linregress
 
-from twophase.experiment.figure import MUTED, look, name_panels, new_figure, signed
+from twophase.figures.style import MUTED, look, name_panels, new_figure, signed
 from twophase.rule import OuterRule
 from twophase.studies._digits import (
     Data,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import logsumexp
 
-from twophase.experiment.figure import HATCH, look, name_panels, new_page
+from twophase.figures.style import HATCH, look, name_panels, new_page
 from twophase.studies._model import LOG_10, select, verdict
 from twophase.studies.study import Result
 from twophase.theory.contraction import restart_table

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from twophase.experiment.grid import Sweep
-from twophase.experiment.table import Row, format_table
 from twophase.recipes.paper import (
     BETA_SWEEP,
     BOTH_FORMS,
@@ -52,6 +50,8 @@ from twophase.studies._lm import (
 )
 from twophase.studies._retuning_figure import draw
 from twophase.studies.study import Result
+from twophase.sweep.grid import Sweep
+from twophase.sweep.table import Row, format_table
 
 __all__ = ["QUESTION", "answer", "draw", "sweep", "table"]
 

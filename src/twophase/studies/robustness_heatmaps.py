@@ -12,10 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twophase.experiment.figure import new_page
-from twophase.experiment.grid import Sweep
-from twophase.experiment.table import Row, format_table, readable
-from twophase.recipes.controls import MOMENTUM_FREE
+from twophase.figures.style import new_page
 from twophase.recipes.paper import BOTH_FORMS, PERIOD, RULES, Scale, arm_name, control_name, robustness_heatmaps
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import (
@@ -44,6 +41,8 @@ from twophase.studies._lm import (
 )
 from twophase.studies._lm_figures import colour_bar, colours_for, draw_heatmap, note
 from twophase.studies.study import Result
+from twophase.sweep.grid import MOMENTUM_FREE, Sweep
+from twophase.sweep.table import Row, format_table, readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twophase.experiment.figure import DIVERGED, HATCH, INK, look, new_page, signed
+from twophase.figures.style import DIVERGED, HATCH, INK, look, new_page, signed
 from twophase.restart import Periodic, mean_outer_gain
 from twophase.rule import FORM_WORDS, FORMS, Form, OuterRule
 from twophase.studies._model import SIX, WIDE, log10_loss, select, verdict

@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twophase.experiment.figure import new_page
-from twophase.experiment.grid import Sweep
-from twophase.experiment.table import Row, format_table
+from twophase.figures.style import new_page
 from twophase.recipes.paper import (
     BOTH_FORMS,
     SOFT_PERIOD_LONG,
@@ -51,6 +49,8 @@ from twophase.studies._lm import (
 )
 from twophase.studies._lm_figures import NEVER_FIRES, colour_bar, colours_for, draw_heatmap, never_fires, note
 from twophase.studies.study import Result
+from twophase.sweep.grid import Sweep
+from twophase.sweep.table import Row, format_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

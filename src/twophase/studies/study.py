@@ -40,19 +40,20 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from twophase import __version__
-from twophase.config import UsageError
-from twophase.experiment.figure import DIGITS, rendered, styled, table_text, write_files
-from twophase.experiment.launch import RUNS, TABLE, Status, read_summaries, run_sweep
-from twophase.experiment.plan import plan
-from twophase.experiment.table import SEED, Row, read_rows, rows_of
+from twophase.base.config import UsageError
+from twophase.base.files import DIGITS, table_text
+from twophase.figures.style import rendered, styled, write_files
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 from twophase.studies._singly import Staged, train_in_stages
 from twophase.studies._so_far import ENDED, complete, joined
+from twophase.sweep.plan import plan
+from twophase.sweep.run import RUNS, TABLE, Status, read_summaries, run_sweep
+from twophase.sweep.table import SEED, Row, read_rows, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from twophase.experiment.grid import Sweep
+    from twophase.sweep.grid import Sweep
 
 _FOLDER = Path(__file__).parent
 _COLUMNS = 110
@@ -341,7 +342,7 @@ def _train(study: SweepStudy, scale: Scale, folder: Path, options: dict[str, Any
 
     The rows that are there already come first: a folder that has reached a later stage belongs to the larger sweep.
     """
-    from twophase.lm.trainer import preflight_all  # noqa: PLC0415 - torch, which the theory's studies do without
+    from twophase.training.trainer import preflight_all  # noqa: PLC0415 - torch, which the theory's studies do without
 
     rows = _rows_there(study, scale, folder)
     sweep = study.sweep(scale, rows)

@@ -26,14 +26,14 @@ from typing import Any
 from scipy.special import stdtr
 
 from twophase.diloco.wire import BLOCK, WIRES, packet_bytes
-from twophase.experiment.grid import Axis, Cell, Sweep, product
-from twophase.experiment.table import SEED, Row, format_table
-from twophase.lm.config import VOCABULARY_SIZES, TrainConfig
-from twophase.lm.speed import parameter_count
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, Line, lines_of, one, perplexity_words, pick, public, tally
 from twophase.studies._wires_figure import draw
 from twophase.studies.study import Result
+from twophase.sweep.grid import Axis, Cell, Sweep, product
+from twophase.sweep.table import SEED, Row, format_table
+from twophase.tasks.lm.speed import parameter_count
+from twophase.training.config import VOCABULARY_SIZES, TrainConfig
 
 __all__ = ["QUESTION", "answer", "draw", "sent_bytes", "sweep", "table", "verdict"]
 QUESTION = "Does sending pseudo-gradients in fewer bytes change what a language model reaches?"

@@ -1,0 +1,1 @@
+"""The theory's words about a rule or a run."""

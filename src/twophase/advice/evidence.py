@@ -1,0 +1,288 @@
+"""The evidence that a stretch of rounds holds about one block: cosines, gains, growth, effective progress.
+
+Everything is measured with its own uncertainty, so that `verdict` can tell what is known from what is not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twophase.rule import OuterRule
+from twophase.runs.jsonl import Column
+from twophase.runs.record import RunRecord
+from twophase.runs.rounds import Block
+from twophase.theory.observed import Observed, observe
+
+SELDOM = 0.15
+"""Share of rounds against the buffer below which they count as exceptions."""
+_LEAST_COSINES = 6
+_LEAST_FOR_SWING = 12
+_SWING_CHANCE = 0.01
+_QUIET = 0.1
+"""Upper end of the noise's share of |g|^2 below which signs are taken as they are."""
+_LEAST_FOR_RISE = 8
+_RISE_ERRORS = 4.0
+"""Standard errors by which a norm must rise over a stretch; half of that over its second half, of fewer rounds."""
+_GROWN = 3.0
+"""Factor by which a norm must have risen. One that diverges grows without end; less also comes about where the scale of
+the loss or of the inner optimizer drifts, and by noise that lasts for many rounds."""
+_MOST_CORRELATED = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What one stretch of a block's rounds shows; nan where nothing can be said.
+
+    Args:
+        name: of the stretch.
+        first, last: round numbers.
+        rounds: how many rounds it has.
+        restarts: in how many of them the momentum restarted.
+        oldest: rounds that the oldest measured buffer had gathered since the last restart.
+        rates_known: whether the inner learning rate of the rounds is known.
+        cosines: rounds whose cosine says something: the buffer was there and had not just been dropped.
+        cosine: mean cosine between pseudo-gradient and buffer.
+        cosine_error: its standard error, correlation between rounds included.
+        against: share of those rounds in which it is negative.
+        swing: rounds in which the cosine swings to and fro, where that is no chance; else nan.
+        turns: whether the pseudo-gradient turns against the buffer; None where chance would do the same.
+        gain: median gain, <update, g> / <g, g>.
+        growth: change of log |g| a round, the inner learning rate's divided out where it is known.
+        growth_error: its standard error.
+        risen: log of the factor by which |g| itself has risen, if that shows a divergence (`grown`), else 0.
+        risen_rounds: the last rounds of the stretch in which it has.
+        lost: rounds at the end of the stretch since when, to the run's end, no norm and no cosine is a finite number.
+        observed: effective progress along the buffer.
+    """
+
+    name: str
+    first: int
+    last: int
+    rounds: int
+    restarts: int
+    oldest: int
+    rates_known: bool
+    cosines: int
+    cosine: float
+    cosine_error: float
+    against: float
+    swing: float
+    turns: bool | None
+    gain: float
+    growth: float
+    growth_error: float
+    risen: float
+    risen_rounds: int
+    lost: int
+    observed: Observed
+
+
+def stretches(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Evidence, list[Evidence]]:
+    """The evidence of the latest rounds, which the verdict is about, and of the run's thirds.
+
+    Args:
+        record: the run.
+        block: one of its blocks.
+        rule: its outer rule.
+
+    Returns:
+        (latest, thirds); the latest are the last third, but at least 30 rounds if there are so many.
+    """
+    count = len(block.index)
+    lr = record.inner_lr(block.index)
+    start = max(0, count - max(30, math.ceil(count / 3)))
+    end = _lost(block)
+    latest = _evidence("latest rounds", block, rule, lr, slice(start, count), lost=count - max(start, end))
+    edges = [round(count * part / 3) for part in range(4)]
+    names = ("first third", "middle third", "last third")
+    parts = [
+        _evidence(name, block, rule, lr, slice(low, high), lost=max(high - max(low, end), 0))
+        for name, low, high in zip(names, edges, edges[1:], strict=False)
+        if high - low >= 3
+    ]
+    return latest, parts
+
+
+def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part: slice, *, lost: int) -> Evidence:
+    g, m, cosine = block.pseudo_gradient_norm[part], block.buffer_norm[part], block.cosine[part]
+    restarted, number = block.restarted[part], block.number[part]
+    rates = None if lr is None else lr[part]
+    fresh = np.concatenate([[True], restarted[:-1]])
+    told = (m > 0) & np.isfinite(cosine) & ~fresh
+    seen = cosine[told]
+    mean, error = _mean(seen)
+    swing = _swing(seen) if not restarted[:-1].any() else math.nan
+    growth, growth_error = _growth(g, rates)
+    risen, risen_rounds = grown(g, rates)
+    follows = np.concatenate([[True], np.diff(number) == 1])
+    observed = observe(rule, g, m, cosine, restarted, inner_lr=rates, follows=follows, gain=block.gain[part])
+    # Where the inner learning rate is unknown, its change may hide the noise.
+    quiet = rates is not None and observed.noise_share + 2 * observed.noise_error < _QUIET
+    gains = block.gain[part][np.isfinite(block.gain[part])]
+    with np.errstate(over="ignore"):
+        gain = float(np.median(gains)) if len(gains) else math.nan
+    return Evidence(
+        name=name,
+        first=_whole(number[0]) if len(number) else 0,
+        last=_whole(number[-1]) if len(number) else 0,
+        rounds=len(g),
+        restarts=int(restarted.sum()),
+        oldest=int(_ages(restarted)[told].max(initial=0)),
+        rates_known=rates is not None,
+        cosines=len(seen),
+        cosine=mean,
+        cosine_error=error,
+        against=float(np.mean(seen < 0)) if len(seen) else math.nan,
+        swing=swing,
+        turns=_turns(cosine, told, restarted, swing, quiet=quiet),
+        gain=gain,
+        growth=growth,
+        growth_error=growth_error,
+        risen=risen,
+        risen_rounds=risen_rounds,
+        lost=lost,
+        observed=observed,
+    )
+
+
+def _turns(
+    cosine: Column, told: NDArray[np.bool_], restarted: NDArray[np.bool_], swing: float, *, quiet: bool
+) -> bool | None:
+    """Whether the pseudo-gradient turns against the buffer, never does, or nothing can be told from chance.
+
+    Where there is hardly any noise (`quiet`), nothing is chance.
+    """
+    seen = cosine[told]
+    if len(seen) < _LEAST_COSINES:
+        return None
+    mean, error = _mean(seen)
+    against = float(np.mean(seen < 0))
+    if mean - 2 * error > 0 and against < SELDOM and not mean < 1e-3:
+        return False
+    if mean + 2 * error < 0 or ((quiet or not math.isnan(swing)) and against >= SELDOM):
+        return True
+    # Between restarts the buffer grows old, and turns at a certain age if at all.
+    ages = _ages(restarted)
+    for age in np.unique(ages[told]) if restarted.any() else ():
+        of_age = cosine[told & (ages == age)]
+        low, spread = _mean(of_age)
+        if len(of_age) >= 4 and low + 2.5 * spread < 0:  # several ages are tried, so a little more is asked for
+            return True
+    return None
+
+
+def _ages(restarted: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Rounds since the last restart, of each round, from 0 right after it."""
+    places = np.arange(len(restarted))
+    last = np.maximum.accumulate(np.where(restarted, places, -1))
+    return places - np.concatenate([[-1], last[:-1]]) - 1
+
+
+def _mean(values: Column) -> tuple[float, float]:
+    """Mean and its standard error for correlated values (Newey and West)."""
+    count = len(values)
+    if count < 2:
+        return (float(values[0]) if count else math.nan), math.nan
+    left = values - values.mean()
+    total = float(left @ left)
+    lags = min(count - 1, int(count ** (1 / 3)) + 1)
+    for lag in range(1, lags + 1):
+        total += 2 * (1 - lag / (lags + 1)) * float(left[lag:] @ left[:-lag])
+    # An oscillation's own correlation may take away more than a few rounds can know: not below independence.
+    total = max(total, float(left @ left))
+    return float(values.mean()), math.sqrt(max(total, 0.0) / count / (count - 1))
+
+
+def _swing(values: Column) -> float:
+    """Period in rounds of the strongest oscillation, where white noise would hardly show one as strong (Fisher)."""
+    count = len(values)
+    left = values - values.mean() if count else values
+    if count < _LEAST_FOR_SWING or float(np.abs(left).max()) < 1e-3:
+        return math.nan
+    power = np.abs(np.fft.rfft(left))[1:] ** 2
+    share = float(power.max() / power.sum())
+    chance = len(power) * (1 - share) ** (len(power) - 1)
+    place = int(power.argmax()) + 1
+    # One swing over the whole stretch is a trend.
+    return count / place if chance < _SWING_CHANCE and place >= 2 else math.nan
+
+
+def _growth(g: Column, rates: Column | None) -> tuple[float, float]:
+    """Slope of log |g| over the rounds, and its standard error."""
+    return _trend(_height(g, rates), independent=True)
+
+
+def _height(g: Column, rates: Column | None) -> Column:
+    with np.errstate(all="ignore"):
+        return np.log(g) - (0.0 if rates is None else np.log(rates))
+
+
+def _trend(height: Column, *, independent: bool = False) -> tuple[float, float]:
+    """Slope over the rounds by least squares, and its standard error.
+
+    Unless the rounds are `independent`, what is left is taken for an autoregression of order 1, of which n rounds tell
+    as much as n (1 - r) / (1 + r) independent ones; r is corrected for what the fit took away (about (2 + 4 r) / n).
+    """
+    places = np.flatnonzero(np.isfinite(height))
+    count = len(places)
+    if count < 4:
+        return math.nan, math.nan
+    x, y = places - places.mean(), height[places]
+    spread = float(x @ x)
+    slope = float(x @ (y - y.mean())) / spread
+    left = y - y.mean() - slope * x
+    energy = float(left @ left)
+    error = math.sqrt(energy / (count - 2) / spread)
+    if independent or not energy > 0:
+        return slope, error
+    r = float(left[1:] @ left[:-1]) / energy
+    r = min(max(r + (2 + 4 * r) / count, 0.0), _MOST_CORRELATED)
+    return slope, error * math.sqrt((1 + r) / (1 - r))
+
+
+def grown(g: Column, rates: Column | None) -> tuple[float, int]:
+    """Log of the factor by which |g| has risen, and the last rounds in which it has; 0 where that shows no divergence.
+
+    It must rise by more than chance would and by a real factor; all the while, or it would have come to rest; by
+    itself, since divided by an inner learning rate that ends at nothing every norm rises; and over the rate, which may
+    warm up. Looked at are all rounds and, as it may have begun to rise late, their second half.
+
+    Args:
+        g: norms of the pseudo-gradient.
+        rates: the inner learning rate of each round; None where it is not known.
+    """
+    known = rates is not None and np.isfinite(rates).sum() >= _LEAST_FOR_RISE
+    heights = [_height(g, None), *([_height(g, rates)] if known else [])]
+    for start in (0, len(g) // 2):
+        rises = [_rise(height[start:]) for height in heights]
+        if min(rises) > math.log(_GROWN):
+            return rises[0], len(g) - start
+    return 0.0, 0
+
+
+def _rise(height: Column) -> float:
+    """By how much some heights rise, by more than chance and in their second half as well; else 0."""
+    count = len(height)
+    slope, error = _trend(height)
+    lately, spread = _trend(height[count // 2 :])
+    rises = slope > _RISE_ERRORS * error and lately > _RISE_ERRORS / 2 * spread
+    return slope * (count - 1) if count >= _LEAST_FOR_RISE and rises else 0.0
+
+
+def _lost(block: Block) -> int:
+    """The place in a block's rounds from which to the end nothing finite was measured; their count if there is none.
+
+    A single round, or a run that has no number at all, is rather damaged than lost.
+    """
+    count = len(block.index)
+    known = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)
+    places = np.flatnonzero(known)
+    return int(places[-1]) + 1 if len(places) and places[-1] < count - 2 else count
+
+
+def _whole(value: float) -> int:
+    return int(value) if math.isfinite(value) else 0

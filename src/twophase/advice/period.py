@@ -1,0 +1,268 @@
+"""`twophase period`: when to restart a given rule on a given spectrum, in words, as JSON and as a figure. No torch."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twophase.base.config import UsageError
+from twophase.rule import FORM_WORDS, Form, OuterRule
+from twophase.theory.advice import Advice, Criterion, advise
+from twophase.theory.inputs import Floats
+from twophase.theory.modes import effective_progress
+
+_RANGE_MODES = 33  # of --sigma-range, unless told
+_MOST_MODES = 10_000  # of it; more say nothing new, and each costs memory
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The outer rule."""
+
+    lr: float = 0.7
+    """Outer learning rate, in the form named below."""
+    momentum: float = 0.9
+    """Outer momentum, in [0, 1)."""
+    nesterov: bool = True
+    """Look ahead (Nesterov) instead of heavy ball."""
+    form: Form = "sum"
+    """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A rule, a spectrum (in one of four ways) and, if known, the length of the run."""
+
+    outer: Rule = field(default_factory=Rule)
+    sigma: tuple[float, ...] = ()
+    """Effective progress of one or several modes, each in [0, 1]."""
+    sigma_range: tuple[float, ...] = ()
+    """LOW HIGH or LOW HIGH COUNT: equally spaced modes, at most 10,000."""
+    eigenvalues: tuple[float, ...] = ()
+    """Curvatures of the modes; needs --inner-lr and --inner-steps."""
+    inner_lr: float | None = None
+    """Learning rate of the inner gradient descent, for --eigenvalues."""
+    inner_steps: float | None = None
+    """Inner steps a round (S), for --eigenvalues."""
+    spectrum: Path | None = None
+    """A csv file with columns sigma and weight (or only sigma), with or without a line of names."""
+    weights: tuple[float, ...] | None = None
+    """One weight a mode; equal when left out."""
+    rounds: float | None = None
+    """Outer rounds of the run; without it the advice is for a long run."""
+    max_period: float | None = None
+    """Longest period to try; chosen from the spectrum when left out."""
+
+
+def answer(question: Question) -> Advice:
+    """The theory's advice.
+
+    Raises:
+        UsageError: no spectrum, several, or values out of range.
+    """
+    outer = question.outer
+    try:
+        rule = OuterRule(outer.lr, outer.momentum, outer.nesterov, outer.form)
+        sigma, weights = _spectrum(question)
+        rounds, max_period = _whole("--rounds", question.rounds), _whole("--max-period", question.max_period)
+        return advise(rule, sigma, weights=weights, rounds=rounds, max_period=max_period)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _whole(option: str, value: float | None) -> int | None:
+    """A whole number from an option that takes any number, so that its mistakes are told in one line too."""
+    if value is not None and not (1 <= value < 2**53 and value == int(value)):
+        raise UsageError(f"{option} is {value:g}; it must be a whole number >= 1")
+    return None if value is None else int(value)
+
+
+def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
+    given = {
+        "--sigma": question.sigma,
+        "--sigma-range": question.sigma_range,
+        "--eigenvalues": question.eigenvalues,
+        "--spectrum": question.spectrum,
+    }
+    named = [name for name, value in given.items() if value]
+    if len(named) != 1:
+        raise UsageError(
+            f"{' and '.join(named) or 'no spectrum'} given; give one of --sigma 0.95 0.6, --sigma-range 0.3 0.95, "
+            "--eigenvalues with --inner-lr and --inner-steps, --spectrum FILE.csv"
+        )
+    if not question.eigenvalues and (question.inner_lr, question.inner_steps) != (None, None):
+        raise UsageError("--inner-lr and --inner-steps go with --eigenvalues; leave them out, or give the eigenvalues")
+    if question.weights is not None and not question.weights:
+        raise UsageError("--weights: no numbers given; write one a mode, or leave it out for equal weights")
+    weights = None if question.weights is None else np.array(question.weights)
+    if question.spectrum is not None:
+        sigma, own = read_spectrum(question.spectrum)
+        if own is not None and weights is not None:
+            raise UsageError(f"--weights and a weight column in {question.spectrum} given; leave one out")
+        return sigma, weights if own is None else own
+    if question.sigma_range:
+        return _range(question.sigma_range), weights
+    if question.eigenvalues:
+        inner_steps = _whole("--inner-steps", question.inner_steps)
+        if question.inner_lr is None or inner_steps is None:
+            raise UsageError(
+                "--eigenvalues needs --inner-lr and --inner-steps, for example --inner-lr 0.1 --inner-steps 50"
+            )
+        return effective_progress(np.array(question.eigenvalues), question.inner_lr, inner_steps), weights
+    return np.array(question.sigma), weights
+
+
+def _range(ends: tuple[float, ...]) -> Floats:
+    count = ends[2] if len(ends) == 3 else _RANGE_MODES
+    if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or not 2 <= count <= _MOST_MODES or count != int(count):
+        raise UsageError(
+            f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= HIGH "
+            f"and a whole COUNT of at least 2 and at most {_MOST_MODES:,}, for example --sigma-range 0.3 0.95 20"
+        )
+    return np.linspace(ends[0], ends[1], int(count))
+
+
+def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
+    """Modes and weights of a csv file: columns `sigma` and, if present, `weight`; a first line of names is optional.
+
+    Raises:
+        UsageError: a file that cannot be read or is no such table; the message names the line.
+    """
+    try:
+        reader = csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), skipinitialspace=True)
+        lines = [(reader.line_num, line) for line in reader if any(word.strip() for word in line)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"--spectrum {path}: cannot be read ({error}); give a csv file") from None
+    columns = {"sigma": 0, "weight": 1}
+    names = [word.strip().lower() for word in lines[0][1]] if lines else []
+    named = False
+    if names and not _is_number(names[0]):
+        if "sigma" not in names:
+            raise UsageError(f"--spectrum {path}: columns are {', '.join(names)}; one must be named sigma")
+        if "weight" not in names and any("weight" in name for name in names):
+            raise UsageError(f"--spectrum {path}: columns are {', '.join(names)}; weights must be named weight")
+        columns = {name: names.index(name) for name in ("sigma", "weight") if name in names}
+        named = True
+    elif len(names) == 1:
+        columns = {"sigma": 0}
+    rows = []
+    for number, line in lines[named:]:
+        try:
+            if not named and len(line) != len(columns):
+                raise IndexError
+            rows.append([float(line[place]) for place in columns.values()])
+        except (ValueError, IndexError):
+            raise UsageError(
+                f"--spectrum {path}: row {number} is {','.join(line)!r}; write sigma, or sigma,weight, as numbers"
+            ) from None
+    if not rows:
+        raise UsageError(f"--spectrum {path}: no modes in it; write one a line, sigma or sigma,weight")
+    table = np.array(rows)
+    return table[:, 0], table[:, 1] if "weight" in columns else None
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+
+_CRITERIA = {
+    "loss": "exact final loss",
+    "minimax": "slowest mode's rate",
+    "rate": "mean rate of a cycle",
+    "factor": "factor of a cycle (paper)",
+    "none": "no restart",
+}
+_REGIMES = {
+    "oscillatory": "oscillatory",
+    "critical": "critically damped",
+    "real_below": "real, below the oscillatory interval",
+    "real_above": "real, above the oscillatory interval",
+    "negative_determinant": "real, of both signs",
+    "nilpotent": "gone after two rounds",
+}
+
+
+def describe(advice: Advice) -> str:
+    """The advice in words."""
+    rule, other = advice.rule, advice.rule.to("ema" if advice.rule.form == "sum" else "sum")
+    count = advice.sigma.size
+    span = f"{advice.sigma.min():.4g}" if count == 1 else f"{advice.sigma.min():.4g} to {advice.sigma.max():.4g}"
+    lines = [
+        f"rule     {rule.describe()}, the same as lr {other.lr:.4g} in {FORM_WORDS[other.form]}",
+        f"modes    {count}, sigma {span}",
+        "regime   " + ", ".join(f"{_share(share)} {_REGIMES[name]}" for name, share in advice.regimes.items()),
+    ]
+    if advice.first_cancellation:
+        low, high = advice.first_cancellation
+        span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
+        paper, corrected = advice.heuristics
+        lines.append(
+            f"first cancellation after {span} rounds "
+            f"(closed form at the mean sigma: {corrected:.2f}, as in the paper {paper:.2f})"
+        )
+    best = advice.recommended
+    horizon = f"over {advice.rounds} rounds" if advice.rounds else "in a long run"
+    lines += ["", f"recommended {horizon}: {_period_words(best.period)}", "", *_table(advice), ""]
+    if best.period is not None:
+        lines.append(f"a restart every {best.period} rounds slows down {_share(advice.hurt)} of the modes (by weight)")
+    lines.append("what a restart must be held against, rate of the slowest mode without restarts:")
+    lines += [f"  {rate:9.4f}  {name}" for name, rate in advice.controls.items()]
+    lines += [f"warning: {text}" for text in advice.warnings]
+    lines += ["", "model: linear modes, gradient descent inside a round, equal data on all replicas; no noise"]
+    return "\n".join(lines)
+
+
+def _table(advice: Advice) -> list[str]:
+    horizon = advice.rounds is not None
+    head = f"{'criterion':26} {'period':>7} {'rate':>9}" + (f" {'log10 loss':>11}" if horizon else "")
+    return [head, *(_row(criterion) for criterion in (*advice.criteria, advice.without))]
+
+
+def _row(criterion: Criterion) -> str:
+    period = "never" if criterion.period is None else str(criterion.period)
+    loss = "" if criterion.log_loss is None else f" {criterion.log_loss / math.log(10):11.3f}"
+    return f"{_CRITERIA[criterion.objective]:26} {period:>7} {criterion.rate:9.4f}{loss}"
+
+
+def _period_words(period: int | None) -> str:
+    return "no restart" if period is None else f"restart every {period} rounds (--outer.restart {period})"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def to_json(advice: Advice) -> str:
+    """The advice as one JSON object; infinite rates are null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        if isinstance(value, np.ndarray):
+            return plain(value.tolist())
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    tree = {item.name: getattr(advice, item.name) for item in dataclasses.fields(advice)}
+    tree["rule"] = dataclasses.asdict(advice.rule)
+    tree["criteria"] = [dataclasses.asdict(item) for item in advice.criteria]
+    tree["without"] = dataclasses.asdict(advice.without)
+    tree["recommended"] = advice.recommended.period
+    tree["restart"] = str(advice.policy)
+    return json.dumps(plain(tree), indent=2, allow_nan=False)

@@ -1,0 +1,206 @@
+"""A diagnosis in words, with the changes that the theory suggests and what they must be held against."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+
+from twophase.advice.reasons import step_alone
+from twophase.advice.verdict import LEAST_ROUNDS, Diagnosis, Finding
+from twophase.restart import mean_outer_gain, parse
+from twophase.rule import FORM_WORDS, OuterRule
+from twophase.theory.advice import Advice
+
+_WIDTH = 100
+_LARGE_GAIN = 2.0
+HEADLINES = {
+    "oscillates": "The outer loop oscillates: its momentum carries it past the minimum and back.",
+    "overshoots": "The outer loop overshoots: the step itself goes past the minimum, whatever the momentum.",
+    "lags": "The outer loop lags: pseudo-gradient and buffer keep pointing the same way.",
+    "held": "The outer loop would oscillate; its restarts stop it first.",
+    "diverges": "The outer loop diverges.",
+    "cannot tell": "Cannot tell.",
+}
+"""What each verdict says, in a sentence."""
+LIMITS = (
+    "The theory is of linear modes under gradient descent with equal data. An inner AdamW, different data on the "
+    "replicas and a loss that is not quadratic lie outside of it.",
+    "Sigma is an average along the buffer's direction, weighted by the buffer's energy; slow modes hardly show in it "
+    "and it changes when a restart changes what the buffer holds.",
+    "In the small language models measured for this project restarts made wrong settings less harmful and did not "
+    "lower the best perplexity; part of what they do is a smaller step. Try the controls before a restart.",
+)
+"""What a reader must know before acting."""
+
+
+def describe(found: Diagnosis, name: str) -> str:
+    """The diagnosis as plain text.
+
+    Args:
+        found: of `diagnose`.
+        name: of the run, for the first line.
+    """
+    lines = [f"run      {name}: {found.state}, {_rounds(found)}"]
+    if found.rule is not None:
+        lines.append(f"rule     {both_forms(found.rule)}")
+    for finding in found.findings:
+        lines += ["", *_finding_lines(found, finding)]
+    lines += ["", "limits"]
+    lines += [_item(text) for text in LIMITS]
+    if found.problems:
+        lines += ["", "what is missing or wrong in the folder", *(_item(text) for text in found.problems)]
+    return "\n".join(lines)
+
+
+def both_forms(rule: OuterRule) -> str:
+    """A rule with its form, and its learning rate in the other one."""
+    other = rule.to("ema" if rule.form == "sum" else "sum")
+    return f"{rule.describe()}, the same as lr {other.lr:.4g} in {FORM_WORDS[other.form]}"
+
+
+def _rounds(found: Diagnosis) -> str:
+    planned = f" of {found.planned:,}" if found.planned is not None else ""
+    return f"{found.rounds:,}{planned} rounds recorded"
+
+
+def _finding_lines(found: Diagnosis, finding: Finding) -> Iterator[str]:
+    yield f"{finding.block} (restart {finding.restarts}): {finding.verdict.upper()}"
+    if finding.verdict != "cannot tell":  # the headline would only repeat the word
+        yield textwrap.fill(HEADLINES[finding.verdict], _WIDTH)
+    yield from (_item(reason) for reason in finding.reasons)
+    if len(finding.thirds) > 1:
+        yield "over the run"
+        for stage in finding.thirds:
+            part = stage.evidence
+            cosine = "no cosines" if math.isnan(part.cosine) else f"mean cosine {part.cosine:.2f}"
+            sigma = "sigma unknown" if stage.sigma is None else f"sigma {stage.sigma[0]:.3g} to {stage.sigma[2]:.3g}"
+            words = f"{stage.verdict}; {cosine}, {sigma}, median gain {part.gain:.3g}"
+            yield f"  rounds {part.first} to {part.last}: {words}"
+    advised = suggestions(found, finding)
+    if advised:
+        yield "what the theory suggests"
+        yield from (_item(text) for text in advised)
+
+
+def suggestions(found: Diagnosis, finding: Finding) -> list[str]:
+    """Changes to try, and what they are to be held against, a sentence each; empty where there is nothing to say."""
+    rule = found.rule
+    if rule is None or finding.latest is None:
+        return []
+    if _takes_steps(finding.restarts):
+        return [
+            f"The policy {finding.restarts} takes steps of its own, to which nothing here applies. Hold it against "
+            "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)."
+        ]
+    gain = _gain(rule, finding.restarts, found.planned or found.rounds)
+    said = list(_step_advice(rule, finding, gain))
+    if finding.advice:
+        said.append(period_words(finding.advice, finding.restarts))
+        said += sorted({warning for advice in finding.advice for warning in advice.warnings if "slows" not in warning})
+    if rule.momentum > 0 and finding.latest.evidence.rounds >= LEAST_ROUNDS:
+        said += list(_control_advice(finding, rule, gain))
+    said += list(_form_advice(rule, finding))
+    return said
+
+
+def _takes_steps(policy: str) -> bool:
+    try:
+        return parse(policy).takes_steps
+    except ValueError:  # unknown
+        return False
+
+
+def period_words(advice: tuple[Advice, ...], now: str) -> str:
+    """The period that the theory chooses over the interval of sigma, beside the present policy."""
+    low, middle, high = (one.recommended.period for one in advice)
+    ends = f"sigma {float(advice[0].sigma[0]):.3g} to {float(advice[2].sigma[0]):.3g}"
+    horizon = f"over {advice[1].rounds} rounds" if advice[1].rounds else "in a long run"
+    if low == middle == high:
+        chosen = "no restart" if middle is None else f"a restart every {middle} rounds (--outer.restart {middle})"
+    else:
+        words = ["none" if one is None else str(one) for one in (low, middle, high)]
+        option = "never" if middle is None else middle
+        chosen = f"period {words[0]}, {words[1]} or {words[2]} from low to high sigma (--outer.restart {option})"
+    return f"Period for a single mode of {ends}, {horizon}: {chosen}; now it is {now}."
+
+
+def _step_advice(rule: OuterRule, finding: Finding, gain: float | None) -> Iterator[str]:
+    sigma = finding.sigma
+    if finding.verdict == "overshoots" and sigma is not None:
+        limit = rule.lr / step_alone(rule, sigma[1])
+        yield (
+            f"Lower the learning rate: below lr {limit:.3g} ({FORM_WORDS[rule.form]}) the step alone stays short of "
+            f"the minimum at sigma {sigma[1]:.3g} (--outer.lr {0.9 * limit:.2g})."
+        )
+    if finding.verdict == "diverges":
+        yield (
+            f"Lower the learning rate or the momentum; no restart schedule stabilises a mode that diverges. Now: "
+            f"{rule.describe()}."
+        )
+    if finding.verdict != "lags":
+        return
+    if sigma is not None and gain is not None and gain <= 1:
+        yield (
+            "In the linear model a larger learning rate or momentum is faster, and a restart slows this motion down; "
+            f"hold it against half the learning rate (--outer.lr {rule.lr / 2:.3g})."
+        )
+    elif gain is None or gain <= _LARGE_GAIN:
+        yield (
+            "In the linear model a restart slows such a motion down. Whether a larger or a smaller step is better the "
+            "record does not tell; half the learning rate is one of the controls."
+        )
+    else:
+        yield (
+            f"In the linear model a restart slows such a motion down. But the mean gain of this rule is {gain:.3g}, "
+            "where plain averaging has 1: in the small language models measured for this project, runs with a gain as "
+            "large as that became better with a smaller step, whether by a restart, less momentum or a lower lr."
+        )
+
+
+def _control_advice(finding: Finding, rule: OuterRule, gain: float | None) -> Iterator[str]:
+    if finding.advice:
+        names = [f"{name}: rate {rate:.3g}" for name, rate in finding.advice[1].controls.items()]
+        with_restart = finding.advice[1].recommended.rate
+        yield (
+            f"Hold a restart against (nats a round at sigma {finding.advice[1].sigma[0]:.3g}; the period's own rate is "
+            f"{with_restart:.3g}): {'; '.join(names)}."
+        )
+    if gain is not None:
+        yield (
+            f"Controls to run beside it: no momentum at the present mean gain (--outer.momentum 0 --outer.lr "
+            f"{gain:.3g}), plain averaging (--outer.momentum 0 --outer.lr 1), and half the learning rate (--outer.lr "
+            f"{rule.lr / 2:.3g}, {FORM_WORDS[rule.form]})."
+        )
+
+
+def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
+    """A learning rate of one form used in the other changes the step by 1 / (1 - momentum)."""
+    factor = 1 / (1 - rule.momentum)
+    if factor < 2:
+        return
+    other = rule.to("ema" if rule.form == "sum" else "sum").lr
+    if rule.form == "sum" and finding.verdict in ("oscillates", "overshoots", "diverges"):
+        yield (
+            f"Check the form: if lr {rule.lr:g} was taken from equations in EMA form, as in the restart paper, its "
+            f"step here is {factor:.3g} times too large; it would be --outer.lr {rule.lr / factor:.3g} in sum form."
+        )
+    if rule.form == "ema" and finding.verdict == "lags" and rule.lr < 2:
+        yield (
+            f"Check the form: if lr {rule.lr:g} was taken from torch.optim.SGD or a DiLoCo engine, which write the "
+            f"sum form, its step here is {factor:.3g} times too small; it would be --outer.lr {rule.lr * factor:.3g} "
+            f"in EMA form, or --outer.form sum. As it stands it equals lr {other:.3g} in sum form."
+        )
+
+
+def _gain(rule: OuterRule, policy: str, rounds: int) -> float | None:
+    try:
+        known = parse(policy)
+        # One that acts by coordinate answers to the g of the run, and not to a constant one.
+        return None if known.by_coordinate else mean_outer_gain(rule, known, max(rounds, 1))
+    except ValueError:  # an adaptive policy, or none known
+        return None
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")

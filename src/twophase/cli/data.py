@@ -1,0 +1,175 @@
+"""`twophase data prepare` and `twophase data info`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from twophase.base.config import UsageError
+from twophase.text.meta import META, TRAIN, VALIDATION, Meta, read_meta
+from twophase.text.prepare import Request, prepare
+
+_PROGRAM = "twophase data"
+_COMMANDS = {
+    "prepare": "text to token shards that every run reads through memory maps; repeat the command to resume it",
+    "info": "what a folder of token shards holds",
+}
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_LARGEST = 10**18
+
+
+def main(words: Sequence[str]) -> int:
+    """Run `twophase data` with these words and return its exit status.
+
+    Raises:
+        UsageError: a mistake in what was asked.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        lines = [f"  {name:8} {text}" for name, text in _COMMANDS.items()]
+        print("\n".join([f"usage: {_PROGRAM} COMMAND [OPTIONS]", "", *lines]))
+        return 0
+    name, *rest = words
+    if name not in _COMMANDS:
+        raise UsageError(f"{name!r} is no command of {_PROGRAM}; choose from {', '.join(_COMMANDS)}")
+    return _prepare(rest) if name == "prepare" else _info(rest)
+
+
+def _prepare(words: Sequence[str]) -> int:
+    options = _parser().parse_args(words)
+    if options.threads is not None:
+        if options.threads < 1:
+            raise UsageError(f"--threads {options.threads}: must be at least 1")
+        os.environ["RAYON_NUM_THREADS"] = str(options.threads)  # tokenizers reads it when it first encodes
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if options.threads > 1 else "false"
+    os.environ.setdefault("USE_TORCH", "0")  # or datasets imports torch, which takes seconds and is not used
+    request = Request(
+        sources=tuple(options.source),
+        out=options.out,
+        kind="json" if options.kind == "c4" else options.kind,
+        tokenizer=options.tokenizer,
+        end_of_text=options.end_of_text,
+        tokens=options.tokens,
+        validation=tuple(options.validation),
+        held_out=options.held_out,
+        validation_tokens=options.validation_tokens,
+        column=options.column,
+        shard_tokens=options.shard_tokens,
+        train_bytes=options.train_bytes,
+    )
+    finished = (options.out / META).exists()
+    with _sigterm_interrupts():
+        meta = prepare(request, quiet=options.quiet)
+    print(describe(options.out, meta) + ("\nit was finished before: nothing to do" if finished else ""))
+    return 0
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, with the words that resume it."""
+    if threading.current_thread() is not threading.main_thread():  # a caller's own arrangements
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} prepare", description=_COMMANDS["prepare"], allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "source",
+        nargs="+",
+        metavar="SOURCE",
+        help="files, folders or patterns of .json.gz, .jsonl, .parquet or .txt files; or c4, streamed from the hub",
+    )
+    add("--out", type=Path, required=True, metavar="DIR", help="folder of the shards; an unfinished one is resumed")
+    add(
+        "--kind",
+        choices=("auto", "c4", "json", "text", "parquet"),
+        default="auto",
+        help="what the files are (auto: by what their names end in; c4 and json: JSON lines)",
+    )
+    add(
+        "--tokenizer",
+        default="mistral",
+        metavar="NAME",
+        help="mistral (from the installed mistral-common), bytes, bpe:SIZE (learnt from the text), a folder, or a "
+        "Hugging Face id (%(default)s)",
+    )
+    add("--end-of-text", metavar="TOKEN", help="token that ends a document, where the tokenizer names none")
+    add("--tokens", type=_count, metavar="N", help="stop after so many training tokens, such as 3.3e9 or 10M (all)")
+    add(
+        "--validation",
+        nargs="+",
+        default=[],
+        metavar="SOURCE",
+        help="text of the validation split (C4's own, where it is there; else --held-out)",
+    )
+    add(
+        "--held-out",
+        type=float,
+        default=0.005,
+        metavar="SHARE",
+        help="share of the documents that validate, chosen by a hash of their text (%(default)s)",
+    )
+    add("--validation-tokens", type=_count, metavar="N", help="validation tokens at most (all)")
+    add("--column", default="text", help="name of the text in JSON objects and Parquet tables (%(default)s)")
+    add("--shard-tokens", type=_count, default=100_000_000, metavar="N", help="tokens of a shard (100M)")
+    add("--train-bytes", type=_count, default=50_000_000, metavar="N", help="text that bpe:SIZE learns from (50M)")
+    add("--threads", type=int, metavar="N", help="threads of the tokenizer (as many as cores)")
+    add("--quiet", action="store_true", help="show no progress")
+    return parser
+
+
+def _count(word: str) -> int:
+    """A number of things, as people write it: 3.3e9, 10M, 100_000.
+
+    >>> [_count(word) for word in ("3.3e9", "10M", "1_000")]
+    [3300000000, 10000000, 1000]
+    """
+    found = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)([kmgbt]?)", word.strip().lower())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number; write for example 3.3e9, 10M or 500000")
+    number, scale = found[1].replace("_", ""), _SUFFIXES[found[2]]
+    if float(number) * scale >= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{word!r} is too large; it must be below {_LARGEST:.0e}")
+    return int(number) * scale if number.isdecimal() else round(float(number) * scale)
+
+
+def _info(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} info", description=_COMMANDS["info"], allow_abbrev=False)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of `twophase data prepare`")
+    folder = parser.parse_args(words).folder
+    print(describe(folder, read_meta(folder)))
+    return 0
+
+
+def describe(folder: Path, meta: Meta) -> str:
+    """What a folder holds, in a few lines."""
+    source = meta.source
+    files = list(source.get("files", ()))
+    more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
+    lines = [
+        f"{folder}: {meta.dtype} token shards",
+        f"  tokenizer    {meta.tokenizer}, {meta.vocabulary_size:,} ids, end of text {meta.end_of_text}, "
+        f"sha256 {meta.tokenizer_sha256[:12]}",
+        f"  source       {files[0] if files else 'unknown'}{more}",
+    ]
+    for split in (TRAIN, VALIDATION):
+        shards = meta.splits.get(split, ())
+        documents, text = sum(shard.documents for shard in shards), sum(shard.text_bytes for shard in shards)
+        each = f", {text / meta.tokens(split):.2f} bytes a token" if shards else ""
+        lines.append(
+            f"  {split:12} {meta.tokens(split):,} tokens in {len(shards)} shards, {documents:,} documents, "
+            f"{text / 1e6:,.1f} MB of text{each}"
+        )
+    return "\n".join([*lines, f"  fingerprint  {meta.fingerprint[:12]}"])

@@ -1,0 +1,352 @@
+"""What the commands around a sweep do: check it, say what it will cost, run it, show it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twophase.base.config import UsageError
+from twophase.base.progress import duration, meter
+from twophase.runs.folder import list_some
+from twophase.sweep.grid import Sweep
+from twophase.sweep.plan import Plan, plan
+from twophase.sweep.run import STORAGE_VARIABLE, TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
+from twophase.sweep.table import Row, format_table, read_rows
+
+if TYPE_CHECKING:
+    from twophase.training.config import TrainConfig
+
+MOST_CELLS = 1000
+"""Cells that are run without `--yes`."""
+_TIMED_STEPS = 12
+
+Results = Callable[[list[Row], Sweep, Path], str]
+"""Draws a sweep and says what came out, from its rows."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every command around a sweep has."""
+    add_workers(parser, "; 0 starts none and only fills the queue, for workers elsewhere")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be run and how long it takes, and stop")
+    parser.add_argument(
+        "--no-merge", action="store_true", help="run cells apart that are the same run in exact arithmetic"
+    )
+    parser.add_argument("--yes", action="store_true", help=f"run more than {MOST_CELLS} cells without asking")
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        default=os.environ.get(STORAGE_VARIABLE),
+        help="database of the queue, such as postgresql://user:password@host/name, for workers on many machines "
+        f"(default: a file in the folder; also read from {STORAGE_VARIABLE})",
+    )
+    parser.add_argument(
+        "--in-memory",
+        type=int,
+        metavar="N",
+        help="states at branches that a worker holds in memory at most, each about the size of a checkpoint (8)",
+    )
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "slurm"),
+        default="local",
+        help="where the workers run; slurm submits an array of --workers jobs, with sbatch's options as "
+        "--slurm-partition NAME, --slurm-time 8:00:00, --slurm-gpus 1 and so on",
+    )
+
+
+def add_workers(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """The option `--workers`."""
+    text = f"worker processes (default: one a core, here {_cores()}, or one a GPU){more}"
+    parser.add_argument("--workers", type=int, default=None, help=text)
+
+
+def workers_of(options: argparse.Namespace) -> int:
+    """How many workers that option asks for, where the device is not known yet."""
+    return _cores() if options.workers is None else options.workers
+
+
+@contextmanager
+def watched(what: str, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
+    """Show the progress of sweeps one after the other, each on a display of its own; yields what `run_sweep` calls."""
+    with ExitStack() as displays:
+        show: Callable[[int, str], None] | None = None
+
+        def tell(status: Status) -> None:
+            nonlocal show
+            if status.event == "begun":
+                displays.close()
+                show = displays.enter_context(meter(what, status.total, quiet=quiet))
+            if show is not None:
+                show(status.done, _status_text(status))
+
+        yield tell
+
+
+def take_slurm_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words without `--slurm-NAME VALUE`, and these by name.
+
+    >>> take_slurm_options(["--workers", "4", "--slurm-time", "60", "--slurm-mem=8GB"])
+    (['--workers', '4'], {'time': '60', 'mem': '8GB'})
+    """
+    rest: list[str] = []
+    found: dict[str, Any] = {}
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith("--slurm-"):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix("--slurm-").partition("=")
+        if not equals:
+            value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else True
+        found[name] = value
+    return rest, found
+
+
+def run(
+    sweep: Sweep,
+    out: Path,
+    options: argparse.Namespace,
+    *,
+    repeat: str,
+    results: Results,
+    slurm: Mapping[str, Any] | None = None,
+) -> int:
+    """Run a sweep, show it, and print its results.
+
+    Args:
+        sweep: what to run.
+        out: its folder.
+        options: what `add_options` added, and `quiet`.
+        repeat: the command that repeats all this.
+        results: draws and describes.
+        slurm: options of the Slurm launcher.
+
+    Returns:
+        The exit status.
+    """
+    name = f"twophase {sweep.name}" if sweep.name == "sweep" else "twophase"
+    if slurm and options.launcher != "slurm":
+        raise UsageError(f"--slurm-{next(iter(slurm))} is given without --launcher slurm; add that, or leave it out")
+    if options.launcher == "slurm" and options.workers is None:
+        raise UsageError("--launcher slurm needs --workers, the number of jobs in the array; for example --workers 16")
+    workers, devices = _workers(sweep, options)
+    if options.in_memory is not None and options.in_memory < 0:
+        raise UsageError(f"--in-memory is {options.in_memory}; it must be a whole number >= 0")
+    check(sweep, yes=options.yes or options.dry_run)
+    if options.dry_run:
+        _texts(sweep)
+        print(dry_run(sweep, out, workers=max(workers, 1), merge=not options.no_merge))
+        return 0
+    texts = None if _is_finished(sweep, out) else _texts(sweep)  # refuses a bad one before a folder is made
+    launched: list[str] = []
+
+    def launch(command: Sequence[str]) -> None:
+        from twophase.sweep.slurm import submit  # noqa: PLC0415 - needs an extra
+
+        if options.storage is not None:
+            os.environ[STORAGE_VARIABLE] = options.storage  # sbatch hands the environment on
+        launched.extend(submit(out, command, workers, slurm or {}))
+
+    threads = max(config.threads for config in sweep.runs.values())
+    with watched(sweep.name, quiet=options.quiet) as progress:
+        try:
+            outcome = run_sweep(
+                sweep,
+                out,
+                workers=workers,
+                threads=threads,
+                merge=not options.no_merge,
+                storage=options.storage,
+                devices=devices,
+                launch=launch if options.launcher == "slurm" and workers > 0 else None,
+                texts=texts,
+                in_memory=options.in_memory,
+                progress=progress,
+            )
+        except RuntimeError as error:
+            print(f"{name}: failed: {error}", file=sys.stderr)
+            return 1
+    print(f"{out}: {_outcome_text(outcome)} in {duration(outcome.seconds)}")
+    plan_of = read_plan(sweep, out)
+    if plan_of is not None and plan_of.counts["runs"] < plan_of.counts["cells"]:
+        print(_saving(plan_of.counts))
+    if launched:
+        print(f"submitted {len(launched)} workers to Slurm: {', '.join(launched[:4])}{' …' * (len(launched) > 4)}")
+    if outcome.errors:
+        print(*(f"{name}: {line}" for line in _failures(outcome.errors)), sep="\n", file=sys.stderr)
+        print(f"try the failed runs again with: {repeat}", file=sys.stderr)
+    if launched or (workers == 0 and plan_of is not None and outcome.skipped < len(plan_of.runs)):
+        again = repeat if workers == 0 else f"{repeat} --workers 0"
+        print(f"see how far it is, and draw what is there, with: {again}")
+    if not outcome.changed and any((out / "figures").iterdir()):
+        print(f"nothing has changed: table {out / TABLE}, figures in {out / 'figures'}")
+        return 1 if outcome.errors else 0
+    try:
+        print(results(read_rows(out / TABLE), sweep, out))
+    except UsageError as error:
+        if not outcome.errors:
+            raise
+        print(f"{name}: {error}", file=sys.stderr)  # on a full disk there is no room for a figure either
+    return 1 if outcome.errors else 0
+
+
+def check(sweep: Sweep, *, yes: bool) -> None:
+    """Refuse what cannot be run, before anything is made on disk.
+
+    Raises:
+        UsageError: too many cells, or a configuration that cannot be run.
+    """
+    from twophase.training.config import check as check_config  # noqa: PLC0415 - pulls no torch, but is not needed for help
+
+    if len(sweep.cells) > MOST_CELLS and not yes:
+        raise UsageError(
+            f"the grid has {len(sweep.cells)} cells ({len(sweep.runs)} runs), more than {MOST_CELLS}; look at them "
+            "with --dry-run, then add --yes"
+        )
+    for config in sweep.runs.values():
+        check_config(config)
+
+
+def _texts(sweep: Sweep) -> dict[str, str]:
+    """Refuse texts and devices that cannot be used here; the fingerprints of the texts."""
+    from twophase.training.trainer import preflight_all  # noqa: PLC0415 - torch, which a finished sweep does without
+
+    return preflight_all(sweep.runs.values())
+
+
+def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
+    """What a sweep asks for, what will be executed, and an estimate of the time from a few timed steps.
+
+    Args:
+        sweep: the sweep.
+        out: its folder, which may hold finished runs; nothing is written.
+        workers: worker processes among which the time is shared.
+        merge: as `run_sweep`.
+    """
+    finished = set(read_summaries(list(sweep.runs), out)) if out.is_dir() else set()
+    made = plan(sweep, merge=merge, finished=finished)
+    left = [run for run in made.runs if run not in finished]
+    steps = _steps_left(made, set(left))
+    step_seconds, run_seconds = _timed(next(iter(sweep.runs.values())))
+    seconds = (steps * step_seconds + len(left) * run_seconds) / workers
+    table = [
+        ["cells asked", made.cells],
+        ["distinct runs", len(made.runs)],
+        ["of them finished", len(made.runs) - len(left)],
+        ["inner steps asked", made.steps_asked],
+        ["inner steps to execute", steps],
+        ["asked / to execute", f"{made.steps_asked / steps:.2f}" if steps else "nothing left"],
+    ]
+    lines = [format_table(["", ""], table).lstrip("\n "), ""]
+    lines.append(
+        f"Merging leaves {len(made.runs)} of {len(sweep.runs)} runs, sharing leaves {made.steps} of "
+        f"{sum(config.steps for config in made.runs.values())} inner steps (exact arithmetic would allow "
+        f"{made.steps_algebra})."
+    )
+    lines.append(
+        f"Estimated time: {duration(seconds)} with {workers} worker{'s' * (workers > 1)} "
+        f"({1e3 * step_seconds:.1f} ms an inner step of all replicas, {1e3 * run_seconds:.0f} ms a run for validation; "
+        f"measured here on one run's first {_TIMED_STEPS} steps)."
+    )
+    return "\n".join(lines)
+
+
+def _steps_left(made: Plan, left: set[str]) -> int:
+    """Inner steps of the nodes above runs that are not finished; what a started forest has on disk is not counted."""
+    return sum(node.steps for node in made.forest.nodes.values() if not left.isdisjoint(node.runs))
+
+
+def _timed(config: TrainConfig) -> tuple[float, float]:
+    """Seconds of an inner step of all replicas, and of a run's validation."""
+    import torch  # noqa: PLC0415
+
+    from twophase.diloco.comm import SingleProcess  # noqa: PLC0415 - torch
+    from twophase.training.trainer import Trainer  # noqa: PLC0415
+
+    trainer = Trainer(config, SingleProcess())
+    times = []
+    for _ in range(min(_TIMED_STEPS, config.steps)):
+        clock = time.perf_counter()
+        trainer.inner_step()
+        trainer.synchronize()
+        trainer.settle()  # a GPU's steps are only launched before
+        times.append(time.perf_counter() - clock)
+    clock = time.perf_counter()
+    trainer.validate()
+    judged = time.perf_counter() - clock
+    if trainer.compute.device.type == "cuda":  # the memory is for the workers
+        del trainer
+        gc.collect()
+        torch.cuda.empty_cache()
+    return statistics.median(times), judged
+
+
+def _workers(sweep: Sweep, options: argparse.Namespace) -> tuple[int, list[str]]:
+    """How many workers, and the GPU of each."""
+    devices: list[str] = []
+    if options.launcher == "local" and any(config.device == "cuda" for config in sweep.runs.values()):
+        import torch  # noqa: PLC0415
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    if options.workers is not None:
+        if options.workers < 0:
+            raise UsageError(f"--workers is {options.workers}; it must be a whole number >= 1, or 0 to start none")
+        return options.workers, devices
+    return len(devices) or _cores(), devices
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _is_finished(sweep: Sweep, out: Path) -> bool:
+    """Whether the folder holds this sweep with all its runs finished."""
+    if not (out / "plan.json").is_file():
+        return False
+    found = read_plan(sweep, out)
+    return found is not None and len(read_summaries(list(found.runs), out)) == len(found.runs)
+
+
+def _status_text(status: Status) -> str:
+    words = [f"{count} {name}" for name in ("skipped", "diverged", "failed") if (count := getattr(status, name))]
+    if status.event == "replaced":
+        words.append(status.error)
+    return ", ".join([*words, f"last {status.run}"] if status.run else words)
+
+
+def _outcome_text(outcome: Outcome) -> str:
+    parts = {
+        "runs finished": outcome.finished,
+        "diverged": outcome.diverged,
+        "failed": outcome.failed,
+        "were finished before": outcome.skipped,
+    }
+    return ", ".join(f"{count} {name}" for name, count in parts.items() if count or name == "runs finished")
+
+
+def _failures(errors: Mapping[str, str]) -> list[str]:
+    """Why runs failed, a line a reason: a full disk or a missing text fails many of them in the same way."""
+    runs: dict[str, list[str]] = {}
+    for run, error in errors.items():
+        runs.setdefault(error, []).append(run)
+    return [
+        f"run {some[0]} failed: {error}" if len(some) == 1 else f"{len(some)} runs failed: {error} ({list_some(some)})"
+        for error, some in runs.items()
+    ]
+
+
+def _saving(counts: Mapping[str, int]) -> str:
+    return (
+        f"{counts['cells']} cells are {counts['runs']} different runs; {counts['steps_asked']} inner steps asked, "
+        f"{counts['steps']} in the plan"
+    )

@@ -1,0 +1,1 @@
+"""torchft behind `Communicator`: the only room that knows its private names."""

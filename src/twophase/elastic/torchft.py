@@ -1,0 +1,553 @@
+"""`TorchFT`: a communicator whose processes may die, come back and come late, over torchft's quorum.
+
+    with TorchFT(replica=0, replicas=4, lighthouse="http://10.0.0.1:29510", host="10.0.0.2") as communicator:
+        engine = DiLoCo(model, OuterRule(0.7, 0.9, nesterov=True), inner_steps=500, communicator=communicator)
+        communicator.attach(engine, save, load)     # save() and load(state): models, inner optimizers, data position
+        report = engine.join()
+        ...                                         # the usual loop
+
+One process is one replica group. torchft's lighthouse, one for a run, says before every sync who takes part in it:
+
+    torchft_lighthouse --bind 10.0.0.1:29510 --min_replicas 1 --join_timeout_ms 600000
+
+Let its `--join_timeout_ms` be longer than the inner steps of a round take: then nobody who is alive is left out of a
+sync, and no two halves of the processes can go on without each other.
+
+Of torchft this uses the quorum, the vote and the forming of gloo groups; the rounds are the engine's own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import math
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
+
+from twophase.base.config import RunError
+from twophase.diloco.agreement import first_unlike, versions
+from twophase.diloco.comm import Done, Interrupted, Pending
+from twophase.elastic import parts
+from twophase.elastic.healing import Healing, TooSlow, bytes_of
+
+if TYPE_CHECKING:
+    from twophase.diloco.engine import DiLoCo
+
+_log = logging.getLogger("twophase")
+_HEAL_RATE = 0.1e9  # bytes a second, a third of what was measured on loopback
+_HEAL_MARGIN = 5.0
+_POLL = 0.2
+_UNDER_WAY = 1 << 40
+"""Added to the syncs of a run under way, so that nobody who comes late can have more of them."""
+
+
+class TorchFT:
+    """An elastic communicator: see the module's beginning, and `DiLoCo.join`.
+
+    Args:
+        replica: number of this process's replica group, from 0; a process that comes back has its old one.
+        replicas: how many there are when all are there, >= 1.
+        lighthouse: "http://HOST:PORT" of torchft's lighthouse.
+        host: the address of this machine on which the others reach it; all that listens here listens on it alone. There
+            is no authentication, so let it be one of a trusted network.
+        timeout: seconds after which a collective or a heal has failed; longer than a heal takes.
+        quorum_timeout: seconds to wait for the other replicas at a sync; longer than their inner steps take.
+        connect_timeout: seconds to wait for a connection.
+        patience: seconds that the lighthouse may be away.
+        min_replicas: how many a run needs to begin; None means all. Later on those that are left go on, even one.
+        start_timeout: seconds to wait for them.
+        max_attempts: how often in a row a sync may fail, >= 1; where one fails while another replica is being healed,
+            that counts for the other one alone.
+
+    Raises:
+        ImportError: torchft is not installed, or is another release.
+        ValueError: an argument outside its range, a variable of the environment that would override one, or a replica
+            of several processes.
+    """
+
+    elastic = True
+    sharded = False
+
+    def __init__(
+        self,
+        *,
+        replica: int,
+        replicas: int,
+        lighthouse: str,
+        host: str = "127.0.0.1",
+        timeout: float = 120.0,
+        quorum_timeout: float = 3600.0,
+        connect_timeout: float = 30.0,
+        patience: float = 300.0,
+        min_replicas: int | None = None,
+        start_timeout: float = 600.0,
+        max_attempts: int = 10,
+    ) -> None:
+        parts.check_environment()
+        parts.check_installed()
+        if not 0 <= replica < replicas:
+            raise ValueError(
+                f"TorchFT: replica is {replica} and replicas is {replicas}; replica counts from 0 to replicas - 1"
+            )
+        self.min_replicas = replicas if min_replicas is None else min_replicas
+        if not 1 <= self.min_replicas <= replicas:
+            raise ValueError(f"TorchFT: min_replicas is {min_replicas}; it must be between 1 and replicas = {replicas}")
+        seconds = {"timeout": timeout, "quorum_timeout": quorum_timeout, "connect_timeout": connect_timeout}
+        for name, value in {**seconds, "patience": patience, "start_timeout": start_timeout}.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"TorchFT: {name} is {value}; it must be a number of seconds above 0")
+        if max_attempts < 1:
+            raise ValueError(f"TorchFT: max_attempts is {max_attempts}; it must be at least 1")
+        self.replica, self.replicas = replica, replicas
+        self.lighthouse, self._lighthouse_at = parts.lighthouse(lighthouse)
+        self.address = parts.address_of(host)
+        if ipaddress.ip_address(self.address).is_loopback and parts.is_elsewhere(self._lighthouse_at[0]):
+            raise ValueError(
+                f"TorchFT: host is {host} and the lighthouse is at {lighthouse}, on another machine, where nobody "
+                "reaches this one under that address; pass host (twophase train: --host), this machine's address in "
+                "the network that the replicas share"
+            )
+        self.timeout, self.quorum_timeout, self.connect_timeout = timeout, quorum_timeout, connect_timeout
+        self.patience, self.start_timeout, self.max_attempts = patience, start_timeout, max_attempts
+        self._manager: Any = None
+        self._group: Any = None
+        self._store: TCPStore | None = None
+        self._healing: Healing | None = None
+        self._save: Callable[[], Mapping[str, Any]] | None = None
+        self._load: Callable[[Mapping[str, Any]], None] | None = None
+        self._size: Callable[[], int] = lambda: 0
+        self._listening_before: set[str] = set()
+        self._healed = False
+        self._refusal: Exception | None = None
+        self._failure: Exception | None = None
+        self._works: list[_Work] = []
+        self._members: list[int] = []
+        self._twice: list[int] = []
+        """Numbers under which more than one process is there."""
+        self._failures = 0
+        self._syncs = 0
+        self._running = False
+        self._waiting_since: float | None = None
+        self._closed = False
+        self._hush: parts.Hush | None = None
+
+    # ------------------------------------------------------------------------------------------------ what is healed
+
+    def attach(
+        self, engine: DiLoCo, save: Callable[[], Mapping[str, Any]], load: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """Say what a replica that comes late is given, and how it takes it; once, before `engine.join()`.
+
+        The engine's own state is added to it, and that both were started alike is checked.
+
+        Args:
+            engine: this process's.
+            save: returns the state of this process beside the engine's: models, inner optimizers, data position, and
+                random number generators if they matter. The tensors may be the live ones: they are sent while all wait.
+            load: takes what another's `save` returned, with tensors in main memory that are its own.
+
+        Raises:
+            ValueError: the state holds what cannot be sent, or lacks the models, or `timeout` is too short for it.
+        """
+        own = bytes_of(save(), "save()")
+        least = sum(p.nbytes for replica in engine.replicas for p in replica.parameters())
+        if own < least:
+            raise ValueError(
+                f"TorchFT.attach: save() returned {own} bytes of tensors, but the replicas alone have {least}; a "
+                "replica that comes back would go on with weights of its own: let it return the state_dict() of the "
+                "models and of the inner optimizers, and the data position"
+            )
+
+        def give() -> Mapping[str, Any]:
+            return {"run": _run(engine), "engine": engine.state_dict(), "own": save()}
+
+        def take(state: Mapping[str, Any]) -> None:
+            difference = first_unlike(_run(engine), state["run"])
+            if difference is not None:
+                raise ValueError(
+                    f"TorchFT: {difference[0]} differ between this replica ({difference[1]}) and the run that it comes "
+                    f"into ({difference[2]}); start it with the run's program and options"
+                )
+            engine.load_state_dict(state["engine"])
+            load(state["own"])
+
+        self._save, self._load = give, take
+        self._size = lambda: bytes_of(save()) + _bytes_of_outer(engine)
+        bytes_of(give())  # refuses what cannot be sent
+        # Of optimizers that have not stepped yet: the inner one's moments, and the outer one's buffer.
+        self._check_timeout(2 * least + _buffers_to_come(engine))
+
+    def _check_timeout(self, to_come: int = 0) -> None:
+        size = self._size() + to_come
+        needed = size / _HEAL_RATE + _HEAL_MARGIN
+        if self.timeout < needed:
+            raise ValueError(
+                f"TorchFT.attach: timeout is {self.timeout:g} s, but a replica that comes back is given about "
+                f"{size / 1e9:.2f} GB, which may take {needed:.0f} s (at {_HEAL_RATE / 1e9:g} GB/s); pass "
+                f"timeout={needed:.0f} or more (twophase train: --sync-timeout)"
+            )
+
+    # ---------------------------------------------------------------------------------------------------- a sync
+
+    def enter(self, syncs: int, *, running: bool = False) -> None:
+        """Say, before `begin`, how far this process's state is: in a run under way further than any checkpoint."""
+        self._running = running
+        step = syncs + (_UNDER_WAY if running else 0)
+        self._started().load_state_dict({"step": step, "batches_committed": 0})
+
+    def begin(self) -> bool:
+        """Wait for the others that take part in the next sync, and take their state if this one is behind.
+
+        Raises:
+            RunError: the lighthouse is away, the others do not come, or their state does not come in time.
+        """
+        manager = self._started()
+        assert self._healing is not None
+        self._healing.disallow_checkpoint()
+        self._works, self._failure, self._healed = [], None, False
+        with self._lighthouse_watched() as watch:
+            try:
+                manager.start_quorum()
+            except Exception as error:
+                if error is self._refusal:
+                    raise
+                raise RunError(self._no_quorum(watch, error)) from None
+        if manager.errored() is not None:
+            error = manager.errored().original_exception
+            self._fail(error)
+            if isinstance(error, TooSlow):  # it would be as slow the next time, and all would wait for it again
+                raise RunError(f"TorchFT: {error}; the others go on, and checkpoints are intact")
+        else:
+            self._look_around()
+        return self._healed
+
+    def commit(self) -> bool:
+        """Whether all collectives have succeeded, here and, as far as can be known, with the others.
+
+        Raises:
+            RunError: they have failed `max_attempts` times in a row.
+        """
+        with suppress(Interrupted):
+            self.exchange([1.0])  # a process that has lost a sum must not be left behind by the others
+        if self._manager.should_commit():
+            self._failures = 0
+            self._syncs += 1
+            self._running = self._running or self._manager._client.furthest >= _UNDER_WAY
+            if self._syncs == 2:  # after joining: the first sync, so the inner optimizers have all their state
+                try:
+                    self._check_timeout()
+                except ValueError as error:  # in the middle of a run, where nobody passes arguments any more
+                    raise RunError(str(error)) from None
+            return True
+        if self._manager._client.others_heal:
+            _log.warning("a sync has failed in which a replica was to be given the others' state; it is tried again")
+            return False
+        self._failures += 1
+        if self._failures >= self.max_attempts:
+            raise RunError(
+                f"TorchFT: a sync has failed {self._failures} times in a row, at last with: {self._failure}. Look for "
+                "a process that fails again and again, and at the network; checkpoints are intact, so repeat the "
+                "command that you have used"
+            )
+        return False
+
+    def enough(self, count: int) -> bool:
+        """Whether `min_replicas` are there; waits a moment if not.
+
+        Raises:
+            RunError: they have not come within `start_timeout`.
+        """
+        now = time.monotonic()
+        if count >= self.min_replicas and not self._twice:
+            self._waiting_since = None
+            return True
+        self._waiting_since = self._waiting_since or now
+        if now - self._waiting_since > self.start_timeout:
+            if self._twice:
+                raise RunError(
+                    f"TorchFT: two processes say that they are replica {self._twice[0]}, and would train on the same "
+                    "text; give each a number of its own (twophase train: --replica)"
+                )
+            raise RunError(
+                f"TorchFT: {count} of {self.min_replicas} replicas are here after {self.start_timeout:g} s; start the "
+                "others, with the same lighthouse, or lower min_replicas (twophase train: --min-replicas)"
+            )
+        time.sleep(_POLL)
+        return False
+
+    def _look_around(self) -> None:
+        """Tell who has gone and come, and see that no two have one number."""
+        members = sorted(self._group.members)
+        twice = {member for member in members if members.count(member) > 1}
+        if twice and sorted(twice) != self._twice:
+            # A process that was killed and restarted at once may be there twice until it is found dead.
+            _log.warning("replica %s is there twice", ", ".join(map(str, sorted(twice))))
+        gone, come = set(self._members) - set(members), set(members) - set(self._members)
+        if self._members and (gone or come):
+            changes = [f"replica {member} has gone" for member in sorted(gone)]
+            changes += [f"replica {member} has come" for member in sorted(come)]
+            _log.warning("%s; %d of %d are here", ", ".join(changes), len(members), self.replicas)
+        first, self._members = not self._members, members
+        self._twice = sorted(twice)
+        if self.replica in twice and not self._running and self._manager._client.furthest >= _UNDER_WAY:
+            self.close()
+            raise RunError(
+                f"TorchFT: replica {self.replica} takes part in this run already, and two would train on the same "
+                "text; give this one a number of its own (twophase train: --replica), or, if the other has just died, "
+                "repeat the command in some seconds"
+            )
+        found = parts.listening() - self._listening_before if first else set()
+        if found:
+            self.close()
+            raise RunError(
+                f"TorchFT: this process listens on {', '.join(sorted(found))}, open to every network, though host is "
+                f"{self.address}; this is a fault, and the run has been stopped for safety"
+            )
+
+    def _no_quorum(self, watch: parts.Watch, error: Exception) -> str:
+        if watch.away_for:
+            return (
+                f"TorchFT: the lighthouse at {self.lighthouse} cannot be reached for {watch.away_for:.0f} s; start it "
+                "again (torchft_lighthouse), then repeat the command that you have used; checkpoints are intact"
+            )
+        first = str(error).strip().splitlines()[0][:200]
+        return (
+            f"TorchFT: the other replicas did not come to a sync within {self.quorum_timeout:g} s ({first}); see "
+            "whether they hang, or pass a quorum_timeout (twophase train: --quorum-timeout) longer "
+            "than their inner steps take"
+        )
+
+    @contextmanager
+    def _lighthouse_watched(self) -> Iterator[parts.Watch]:
+        """Give up waiting when the lighthouse has been away for too long; torchft alone would wait for the quorum."""
+        watch = parts.Watch(self._lighthouse_at, self.patience, self._manager._executor.give_up)
+        self._manager._client.was_away = lambda: watch.missed
+        watch.start()
+        try:
+            yield watch
+        finally:
+            watch.over.set()
+
+    # ------------------------------------------------------------------------------------------------- collectives
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the present quorum."""
+        return 0 if self._manager is None else (self._manager.participating_rank() or 0)
+
+    @property
+    def size(self) -> int:
+        """Number of processes in it."""
+        return 1 if self._manager is None else max(1, self._manager.num_participants())
+
+    def launch_sum(self, tensor: Tensor) -> Pending:
+        """All-reduce with SUM."""
+        return self._launch(
+            lambda group: group.allreduce([tensor], AllreduceOptions()),
+            2 * (self.size - 1) * tensor.nbytes // self.size,
+            tensor,
+        )
+
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
+        """All-to-all."""
+        if self.size == 1:
+            received.copy_(sent)
+        return self._launch(
+            lambda group: group.alltoall_base(received, sent, [], [], AllToAllOptions()),
+            (self.size - 1) * sent.nbytes // self.size,
+            received,
+            sent,
+        )
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """All-gather."""
+        if self.size == 1:
+            received.copy_(sent)
+        return self._launch(
+            lambda group: group._allgather_base(received, sent, AllgatherOptions()),
+            (self.size - 1) * sent.nbytes,
+            received,
+            sent,
+        )
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcast from process 0."""
+        self._launch(lambda group: group.broadcast([tensor], BroadcastOptions()), 0, tensor).wait()
+
+    def gather(self, value: Any) -> list[Any]:
+        """All-gather of JSON values: nothing that comes from another process is unpickled."""
+        text = json.dumps(value).encode()
+        longest = int(max(row[0] for row in self.exchange([len(text)])))
+        texts = self._exchange_bytes(text.ljust(longest))
+        return [json.loads(text) for text in texts]
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """All-gather of the numbers' eight bytes each."""
+        form = f"={len(numbers)}d"
+        return [list(struct.unpack(form, row)) for row in self._exchange_bytes(struct.pack(form, *numbers))]
+
+    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
+        """This process's alone."""
+        return [list(numbers)]
+
+    def _exchange_bytes(self, ours: bytes) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
+        received = torch.empty(self.size * len(ours), dtype=torch.uint8)
+        self.launch_gather(received, sent).wait()
+        everyone = received.numpy().tobytes()
+        return [everyone[start : start + len(ours)] for start in range(0, len(everyone), len(ours))]
+
+    def _launch(self, start: Callable[[Any], Any], bytes_sent: int, *kept: Tensor) -> Pending:
+        if self._failure is None and self.size == 1:
+            return Done()
+        work = _Work(self, bytes_sent, kept)
+        if self._failure is None:
+            try:
+                work.work = start(self._group.parent)
+                self._works.append(work)
+            except Exception as error:  # whatever torch says of a process that has gone
+                self._fail(error)
+        return work
+
+    def _wait(self, work: _Work) -> None:
+        if self._failure is None and work in self._works:
+            try:
+                work.work.wait()
+                self._works.remove(work)
+            except Exception as error:  # the same
+                self._fail(error)
+        if self._failure is not None:
+            raise Interrupted(str(self._failure))
+
+    def _fail(self, error: Exception) -> None:
+        """Give this attempt up; the others notice it because this process leaves the group."""
+        self._failure = error
+        self._manager.report_error(error)
+        self._manager._commit_failures += 1  # also after the vote: the next quorum forms a new group
+        _log.info("a sync has failed: %s", error)
+        for work in self._works:  # none may write into buffers that the next attempt fills
+            with suppress(Exception):
+                work.work.wait()
+        self._works = []
+        self._group.abort(errored=False)
+
+    # ------------------------------------------------------------------------------------------- coming and going
+
+    def _started(self) -> Any:
+        """Torchft's manager. It makes itself known to the lighthouse, which then waits for it, so it starts late."""
+        if self._manager is not None:
+            return self._manager
+        if self._closed:
+            raise ValueError("TorchFT: it is closed; make a new one")
+        if self._save is None:
+            raise ValueError(
+                "TorchFT: call attach(engine, save, load) before engine.join(); a replica that comes back without the "
+                "others' state would spoil a round"
+            )
+        self._hush = parts.Hush()
+        self._listening_before = parts.listening()
+        try:
+            self._store = parts.store(self.address)
+            self._healing = Healing(self.address, self.timeout)
+        except OSError as error:
+            self.close()
+            raise RunError(
+                f"TorchFT: cannot listen on {self.address} ({error.strerror or error}); give an address of this "
+                "machine that the other replicas reach (host=..., --host)"
+            ) from None
+        self._group = parts.group(self.address, self.timeout, self.connect_timeout)
+        try:
+            self._manager = parts.manager(
+                self.address,
+                self._store.port,
+                pg=self._group,
+                load_state_dict=self._take,
+                state_dict=self._save,
+                timeout=timedelta(seconds=self.timeout),
+                quorum_timeout=timedelta(seconds=self.quorum_timeout),
+                connect_timeout=timedelta(seconds=self.connect_timeout),
+                lighthouse_addr=self.lighthouse,
+                replica_id=f"replica-{self.replica}",
+                checkpoint_transport=self._healing,
+                quorum_retries=math.ceil(self.quorum_timeout / parts.ASK_EVERY),
+            )
+        except Exception as error:
+            self.close()
+            first = str(error).strip().splitlines()[0][:300]
+            raise RunError(
+                f"TorchFT: the lighthouse at {self.lighthouse} cannot be reached for {self.connect_timeout:g} s "
+                f"({first}); start it (torchft_lighthouse), see that its address is right, and repeat the command"
+            ) from None
+        return self._manager
+
+    def _take(self, state: Mapping[str, Any]) -> None:
+        assert self._load is not None
+        try:
+            self._load(state)
+        except Exception as error:
+            self._refusal = error
+            raise
+        self._healed = True
+
+    def close(self) -> None:
+        """Leave the others, and stop listening. Again is nothing."""
+        self._closed = True
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.shutdown(wait=False)  # stops healing as well
+        elif self._healing is not None:
+            self._healing.shutdown()
+        if self._group is not None:
+            self._group.abort(errored=False)
+        self._healing = self._group = self._store = None
+        self._works = []
+        if self._hush is not None:
+            self._hush.close()
+            self._hush = None
+
+    def __enter__(self) -> TorchFT:
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self.close()
+
+
+class _Work:
+    """A collective under way, or one that was never begun since another had failed."""
+
+    def __init__(self, communicator: TorchFT, bytes_sent: int, kept: tuple[Tensor, ...]) -> None:
+        self.bytes_sent = bytes_sent
+        self.work: Any = None
+        self._communicator = communicator
+        self._kept = kept  # a buffer must not be freed under a collective that uses it
+
+    def wait(self) -> None:
+        self._communicator._wait(self)
+
+
+def _bytes_of_outer(engine: DiLoCo) -> int:
+    """Bytes of the anchor and of the outer optimizers' tensors."""
+    held = [value for f in engine.fragments for state in f.outer.state.values() for value in state.values()]
+    return sum(f.flat.nbytes for f in engine.fragments) + sum(x.nbytes for x in held if isinstance(x, Tensor))
+
+
+def _buffers_to_come(engine: DiLoCo) -> int:
+    """Bytes of the momentum buffers that the outer optimizers will have after their first steps, as far as is known."""
+    groups = [(f.outer, group) for f in engine.fragments for group in f.outer.param_groups if group.get("momentum")]
+    return sum(p.nbytes for outer, group in groups for p in group["params"] if p not in outer.state)
+
+
+def _run(engine: DiLoCo) -> dict[str, Any]:
+    """What a replica must have in common with a run that it comes into, beside what it is given with the state."""
+    ours = {key: value for key, value in engine._description().items() if key != "outer settings"}
+    return versions() | ours

@@ -1,1 +1,0 @@
-"""Runs and sweeps as folders: grids, launching, tables, figures (no torch here)."""

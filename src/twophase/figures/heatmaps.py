@@ -1,0 +1,291 @@
+"""Grids of heatmaps on one colour scale, as `.png`, `.pdf` and the `.csv` of what they show."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twophase.figures.style import DIVERGED, HATCH, INK, PAPER, new_figure, rendered, styled, write_files
+from twophase.sweep.table import State, readable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.figure import Figure
+
+WIDEST_RANGE = 3.0
+"""The colour scale ends at this multiple of the best value; a blow-up beyond it must not flatten the rest."""
+_INK, _PAPER, _MISSING = INK, PAPER, "#d4d4d4"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One heatmap.
+
+    Args:
+        title: above it.
+        x: values of the horizontal axis, from left to right.
+        y: values of the vertical axis, from bottom to top.
+        values: one list a y value, one entry an x value; None where there is no number.
+        states: of the same shape; only `finished` cells are coloured.
+    """
+
+    title: str
+    x: Sequence[Any]
+    y: Sequence[Any]
+    values: Sequence[Sequence[float | None]]
+    states: Sequence[Sequence[State]]
+
+    def cells(self) -> Iterator[tuple[int, int, State, float | None]]:
+        """Column, row, state and value of every cell; a value only where the cell has finished with a number."""
+        for j, (values, states) in enumerate(zip(self.values, self.states, strict=True)):
+            for i, (value, state) in enumerate(zip(values, states, strict=True)):
+                finished = state == "finished" and value is not None and math.isfinite(value)
+                yield i, j, "missing" if state == "finished" and not finished else state, value if finished else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What colours mean, so that several figures can share it.
+
+    Args:
+        low: the value at the good end; the lowest of all.
+        high: the value at the bad end, above which the colour no longer changes.
+        bound: cells at or below it are outlined.
+    """
+
+    low: float
+    high: float
+    bound: float
+
+
+def scale_of(values: Sequence[float], within: float = 0.25) -> Scale:
+    """The logarithmic colour scale for some positive values: from the best to the worst, or to 3 times the best.
+
+    Args:
+        values: every number that shall share the scale.
+        within: relative distance from the best that is outlined.
+    """
+    if not values:
+        return Scale(1.0, 2.0, -math.inf)
+    low, high = min(values), max(values)
+    # Equal values, or nearly: a scale of no width has no colours.
+    return Scale(low, max(min(high, WIDEST_RANGE * low), 1.05 * low), low * (1 + within))
+
+
+def heatmaps(
+    panels: Sequence[Sequence[Panel]],
+    *,
+    x_label: str,
+    y_label: str,
+    colour_label: str,
+    title: str,
+    path_stem: Path,
+    note: str = "",
+    scale: Scale | None = None,
+) -> list[Path]:
+    """Draw rows of heatmaps on one logarithmic colour scale and write them as `.png`, `.pdf` and `.csv`.
+
+    Lower is better. Every finished cell shows its number; diverged cells are hatched, cells without a result grey, and
+    the region within the scale's bound is outlined. The files are byte for byte the same for the same input.
+
+    Args:
+        panels: rows of panels, all rows of one length.
+        x_label: name of the horizontal axis.
+        y_label: name of the vertical axis.
+        colour_label: what the numbers are, with their unit.
+        title: of the figure.
+        path_stem: the files' path without their endings; its folder must exist.
+        note: a line below the panels, for what a reader must know to read them.
+        scale: the colour scale; `scale_of` everything that the panels show when None.
+
+    Returns:
+        The paths written.
+
+    Raises:
+        ValueError: no panels, or rows or panels of uneven shape.
+        UsageError: matplotlib is not installed, or the files cannot be written.
+    """
+    _check_shapes(panels)
+    shown = [value for row in panels for panel in row for *_, value in panel.cells() if value is not None]
+    scale = scale or scale_of(shown)
+    with styled():
+        figure, colours = _draw(panels, scale, x_label, y_label)
+        draw_colour_bar(figure, colours, scale, colour_label, max(shown, default=0.0))
+        figure.suptitle(title, fontsize=9.5, fontweight="bold")
+        figure.supxlabel(note, fontsize=7, color="#444444")
+        pictures = rendered(figure)
+    return write_files(path_stem, pictures | {".csv": _csv(panels, scale, x_label, y_label)})
+
+
+def _check_shapes(panels: Sequence[Sequence[Panel]]) -> None:
+    if not panels or not panels[0] or len({len(row) for row in panels}) != 1:
+        raise ValueError(
+            f"heatmaps: rows of {[len(row) for row in panels]} panels; give rows of one length, at least 1"
+        )
+    for panel in (panel for row in panels for panel in row):
+        for name, grid in {"values": panel.values, "states": panel.states}.items():
+            shape = [len(row) for row in grid]
+            if not panel.x or not panel.y or shape != [len(panel.x)] * len(panel.y):
+                raise ValueError(
+                    f"heatmaps: panel {panel.title!r} has {name} in rows of {shape}; "
+                    f"it must be {len(panel.y)} rows of {len(panel.x)}, at least 1 of 1"
+                )
+
+
+def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> tuple[Figure, ScalarMappable]:
+    heights = [max(len(panel.y) for panel in row) for row in panels]
+    height = 1.0 + sum(0.35 + 0.26 * max(n, 3) for n in heights)
+    figure, grid = new_figure(height, len(panels), len(panels[0]), gridspec_kw={"height_ratios": heights})
+    colours = colours_of(scale)
+    for j, row in enumerate(panels):
+        for i, panel in enumerate(row):
+            axes: Axes = grid[j, i]
+            _draw_panel(axes, panel, scale, colours)
+            below = panels[j + 1][i].x if j + 1 < len(panels) else None
+            axes.set_xticks(range(len(panel.x)), [] if below == panel.x else [_setting_text(x) for x in panel.x])
+            before = row[i - 1].y if i else None
+            axes.set_yticks(range(len(panel.y)), [] if before == panel.y else [_setting_text(y) for y in panel.y])
+            if j == len(panels) - 1:
+                axes.set_xlabel(x_label)
+            if i == 0:
+                axes.set_ylabel(y_label)
+    return figure, colours
+
+
+def colours_of(scale: Scale) -> ScalarMappable:
+    """The colours of all our heatmaps: light is good, and lightness alone orders the values, in grey and for every eye.
+
+    Args:
+        scale: their ends.
+    """
+    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see figure.py
+    from matplotlib.colors import LogNorm  # noqa: PLC0415
+
+    return ScalarMappable(LogNorm(scale.low, scale.high), "viridis_r")
+
+
+def _draw_panel(axes: Axes, panel: Panel, scale: Scale, colours: ScalarMappable) -> None:
+    draw_tiles(axes, list(panel.cells()), colours=colours, bound=scale.bound)
+    axes.set(title=panel.title)
+
+
+def draw_tiles(
+    axes: Axes,
+    cells: Sequence[tuple[int, int, State | None, float | None]],
+    *,
+    colours: ScalarMappable,
+    bound: float,
+    size: float = 7.5,
+    mark: Callable[[int, int], str] = lambda _i, _j: "",
+) -> None:
+    """A heatmap with its numbers: diverged cells hatched, missing ones grey, those within a bound outlined.
+
+    Args:
+        axes: where; limits are set to the cells, ticks are left to the caller.
+        cells: column, row, state and value of each; a state of None is a place where the design has no run.
+        colours: of the page.
+        bound: values at or below it are outlined.
+        size: of the numbers, in points.
+        mark: what is put behind the number of a cell.
+    """
+    from matplotlib.patches import Rectangle  # noqa: PLC0415
+
+    inside: set[tuple[int, int]] = set()
+    for i, j, state, value in cells:
+        face, ink, hatch, text = _MISSING, _INK, None, str(state)
+        if value is not None:
+            face = colours.to_rgba(value)  # type: ignore[arg-type] - it takes a number too, which its stub does not say
+            ink, text = _readable_on(face), readable(value) + mark(i, j)
+            inside |= {(i, j)} if value <= bound else set()
+        elif state == "diverged":
+            face, hatch, text = DIVERGED, "//////", "div."
+        elif state is None:
+            face, text = _PAPER, "\N{EN DASH}"
+        axes.add_patch(Rectangle((i - 0.5, j - 0.5), 1, 1, facecolor=face, hatch=hatch, edgecolor=HATCH, linewidth=0))
+        label = axes.text(i, j, text, color=ink, ha="center", va="center_baseline", fontsize=size)
+        if hatch:
+            label.set_bbox({"facecolor": DIVERGED, "edgecolor": "none", "pad": size / 6})
+        elif value is None:
+            label.set(fontsize=size - 1, fontstyle="italic", color="#555555")
+    columns, rows = 1 + max(cell[0] for cell in cells), 1 + max(cell[1] for cell in cells)
+    for i in range(1, columns):
+        axes.axvline(i - 0.5, color=_PAPER, linewidth=size / 9)
+    for j in range(1, rows):
+        axes.axhline(j - 0.5, color=_PAPER, linewidth=size / 9)
+    for i, j in inside:
+        for di, dj in ((1, 0), (-1, 0), (0, 1), (0, -1)):
+            if (i + di, j + dj) not in inside:
+                x, y = i + di / 2, j + dj / 2
+                ends = ([x - abs(dj) / 2, x + abs(dj) / 2], [y - abs(di) / 2, y + abs(di) / 2])
+                axes.plot(*ends, color=_INK, linewidth=size / 4.7, solid_capstyle="projecting", clip_on=False, zorder=5)
+    axes.set(xlim=(-0.5, columns - 0.5), ylim=(-0.5, rows - 0.5))
+    axes.tick_params(length=0, pad=3)
+    axes.spines[:].set_visible(False)
+
+
+def draw_colour_bar(
+    figure: Figure, colours: ScalarMappable, scale: Scale, label: str, worst: float, **where: Any
+) -> None:
+    """The colour bar of a page; its tip says that something that is shown lies beyond its end.
+
+    Args:
+        figure: the page.
+        colours: its colours.
+        scale: their ends, and the bound, which is marked if it lies inside.
+        label: what the numbers are.
+        worst: the largest number shown.
+        where: further arguments of `Figure.colorbar`.
+    """
+    clipped = worst > scale.high * (1 + 1e-9)
+    where = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02} | where
+    bar = figure.colorbar(colours, extend="max" if clipped else "neither", **where)
+    bar.set_ticks(_ticks(scale.low, scale.high), labels=[f"{tick:g}" for tick in _ticks(scale.low, scale.high)])
+    bar.minorticks_off()
+    bar.outline.set_visible(False)  # type: ignore[operator] - a spine, which the stubs take for a callable
+    bar.ax.tick_params(length=2, width=0.6)
+    if scale.low < scale.bound < scale.high:
+        bar.ax.axhline(scale.bound, color=_INK, linewidth=1.6)
+    end = f"; colours end at {readable(scale.high)}" if clipped else ""
+    bar.set_label(f"{label}\n(log scale{end})")  # two lines: a figure of one row is lower than one line is long
+
+
+def _readable_on(face: Any) -> str:
+    """Dark or white ink, whichever has the higher contrast ratio (WCAG 2) with a background."""
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in face[:3])
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return _PAPER if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else _INK
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers for a logarithmic scale, from four to about ten; on a very short one its rounded thirds."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = ([1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 5, 7], [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9])
+    for mantissas in steps:
+        ticks = [float(f"{m * 10.0**k:.3g}") for k in decades for m in mantissas]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) >= (3 if mantissas is steps[-1] else 4):
+            return inside
+    return sorted({float(f"{low * (high / low) ** (k / 3):.3g}") for k in range(4)})
+
+
+def _setting_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _csv(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> str:
+    """The numbers behind the figure: one line a cell, empty where there is none."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["panel", x_label, y_label, "value", "state", "outlined"])
+    for panel in (panel for row in panels for panel in row):
+        for i, j, state, value in panel.cells():
+            outlined = str(value is not None and value <= scale.bound).lower()
+            text = "" if value is None else repr(value)
+            writer.writerow([panel.title, _setting_text(panel.x[i]), _setting_text(panel.y[j]), text, state, outlined])
+    return buffer.getvalue()

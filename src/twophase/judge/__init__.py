@@ -1,0 +1,1 @@
+"""One comparison of arms: settings, controls, pairs, intervals."""

@@ -1,0 +1,139 @@
+"""Differences of two arms seed by seed, and what they come to over the seeds: counts, mean and intervals.
+
+A run that diverged has no number but is worse than any number: its seed counts for the other side, and takes the mean
+and the intervals away, because an average without it would flatter. A seed in which both diverged, or in which a run
+is missing, says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from twophase.judge.bootstrap import Interval, percentile_interval, t_interval
+
+Measure = Literal["tuned best", "held out", "cells", "area"]
+Remark = Literal["", "same run", "arm diverged", "control diverged", "both diverged", "missing"]
+SAME: Remark = "same run"
+ARM: Remark = "arm diverged"
+CONTROL: Remark = "control diverged"
+BOTH: Remark = "both diverged"
+MISSING: Remark = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class SeedDifference:
+    """One seed's difference.
+
+    Args:
+        seed: the seed; None in a sweep without an axis of seeds.
+        value: positive where the arm is better; None when there is none.
+        remark: why there is none, or `same run` where the arm and the control are one run.
+    """
+
+    seed: Any
+    value: float | None
+    remark: Remark = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One measure of an arm against a control.
+
+    Args:
+        measure: what is compared; see the module.
+        within: x of `area`, relative; None for the other measures.
+        by_seed: one difference a seed; natural logarithms of perplexity ratios, for `area` shares from -1 to 1.
+        better: seeds in which the arm is better, those in which only the control diverged included.
+        worse: likewise for the control.
+        equal: seeds with no difference.
+        mean: over the seeds; None when there is none, or when a run diverged in one arm only.
+        bootstrap: 95 % percentile interval of the mean over seeds; None for one seed or without any spread.
+        t: Student's 95 % interval of it, for areas cut off at -1 and 1, beyond which there is none.
+        note: what a reader must know, such as why there is no interval; may be empty.
+    """
+
+    measure: Measure
+    within: float | None
+    by_seed: tuple[SeedDifference, ...]
+    better: int
+    worse: int
+    equal: int
+    mean: float | None
+    bootstrap: Interval | None
+    t: Interval | None
+    note: str
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds could be compared."""
+        return self.better + self.worse + self.equal
+
+    @property
+    def ratio(self) -> float | None:
+        """The control's perplexity over the arm's, exp(mean); above 1 the arm is better. None for an area."""
+        return None if self.mean is None or self.measure == "area" else ratio_of(self.mean)
+
+
+def summary(
+    measure: Measure, found: Sequence[SeedDifference], note: str = "", within: float | None = None
+) -> Difference:
+    """What some differences, one a seed, come to.
+
+    Args:
+        measure: what is compared.
+        found: one a seed, in any order; empty when nothing can be compared.
+        note: words that stand before those on the seeds.
+        within: x of an area.
+    """
+    remarks: list[Remark] = [one.remark for one in found]
+    values = [one.value for one in found if one.value is not None]
+    better = sum(value > 0 for value in values) + remarks.count(CONTROL)
+    worse = sum(value < 0 for value in values) + remarks.count(ARM)
+    whole = bool(values) and ARM not in remarks and CONTROL not in remarks
+    spread = whole and max(values) > min(values)
+    notes = [note, *_seed_notes(remarks)]
+    if whole and not spread and remarks.count(SAME) < len(values):
+        notes.append("one seed: no interval" if len(values) == 1 else "no spread over seeds: no interval")
+    return Difference(
+        measure,
+        within,
+        tuple(found),
+        better,
+        worse,
+        sum(value == 0 for value in values),
+        math.fsum(values) / len(values) if whole else None,
+        percentile_interval(values) if spread else None,
+        _student(values, measure) if spread else None,
+        "; ".join(filter(None, notes)),
+    )
+
+
+def _student(values: Sequence[float], measure: Measure) -> Interval | None:
+    interval = t_interval(values)
+    return Interval(max(interval.low, -1), min(interval.high, 1)) if interval and measure == "area" else interval
+
+
+def _seed_notes(remarks: Sequence[Remark]) -> list[str]:
+    """What befell some of the seeds, a phrase each."""
+    words = {
+        SAME: "same runs",
+        ARM: "arm diverged",
+        CONTROL: "control diverged",
+        BOTH: "both diverged",
+        MISSING: "missing",
+    }
+    counts = {words[kind]: remarks.count(kind) for kind in words if kind in remarks}
+    several = [
+        text if count == len(remarks) else f"{text} in {count} of {len(remarks)} seeds"
+        for text, count in counts.items()
+    ]
+    one_sided = {ARM, CONTROL} & set(remarks)
+    return [*several, "no mean"] if one_sided else several
+
+
+def ratio_of(log_ratio: float) -> float:
+    """exp(log_ratio), kept within what a float holds: t intervals over two seeds of a wild arm reach far."""
+    return math.exp(max(-700.0, min(log_ratio, 700.0)))

@@ -1,0 +1,340 @@
+"""What a sweep's table says: each arm on its own, and each arm against the controls, with several seeds.
+
+A verdict counts and compares; it has no rule for what is large enough to matter, so it says in how many seeds an arm
+was better and gives intervals (`twophase.judge.bootstrap` says what those of a few seeds are worth), no more.
+
+Three kinds of arms are controls: those whose cells are linked to the cells that they control (`control_of`), those that
+are named, and those without momentum (`outer.momentum` 0 throughout). Every other arm is compared with every control.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twophase.base.config import UsageError
+from twophase.base.files import write_atomic
+from twophase.judge.bootstrap import LEVEL
+from twophase.judge.comparison import Comparison, best_setting, compare, held_out_perplexity, ordered
+from twophase.judge.difference import Difference
+from twophase.judge.verdict_text import describe, to_csv
+from twophase.sweep.run import SPEC, TABLE
+from twophase.sweep.table import Row, Setting, geometric_mean, read_rows, settings
+
+WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
+"""Distances from the best of all, relative, that robustness areas are given for."""
+_MOMENTUM = "outer.momentum"
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """The robustness area of an arm: how much of it works.
+
+    Args:
+        within: x, relative: a setting works when its mean perplexity is at most (1 + x) times the best of all.
+        near: settings that work.
+        share: `near / settings`, diverged and missing settings counting as outside; None when nothing has finished.
+    """
+
+    within: float
+    near: int
+    share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmVerdict:
+    """One arm on its own.
+
+    Args:
+        arm: the arm.
+        control: why it is a control (`paired`, `named`, `momentum-free`), empty when it is none.
+        settings: how many it has: finished + diverged + missing.
+        finished: those in which every seed has finished, the only ones in a mean.
+        diverged: those in which a seed has diverged.
+        missing: those without a diverged seed in which one is not there, or could not be run.
+        seeds: all that some setting has.
+        best: the finished setting of the lowest mean perplexity, the first of equals; None when nothing has finished.
+        held_out: the mean over its seeds of the perplexity at the setting that is best on the other seeds; None for
+            fewer than three seeds, and when a run that it needs has no perplexity.
+        areas: one for each x.
+        geometric_mean: of the mean perplexities of its finished settings.
+        worst: the finished setting of the highest mean perplexity; each diverged one is worse than that.
+        varied: the dotted paths of the values that vary within the arm.
+    """
+
+    arm: str
+    control: str
+    settings: int
+    finished: int
+    diverged: int
+    missing: int
+    seeds: tuple[Any, ...]
+    best: Setting | None
+    held_out: float | None
+    areas: tuple[Area, ...]
+    geometric_mean: float | None
+    worst: Setting | None
+    varied: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a sweep's table says.
+
+    Args:
+        within: the relative distances of the areas.
+        level: nominal coverage of every interval.
+        best: the setting of the lowest mean perplexity of all arms; None when nothing has finished.
+        arms: in order of appearance.
+        comparisons: by control, then by arm.
+        notes: sentences on what limits the reading.
+    """
+
+    within: tuple[float, ...]
+    level: float
+    best: Setting | None
+    arms: tuple[ArmVerdict, ...]
+    comparisons: tuple[Comparison, ...]
+    notes: tuple[str, ...]
+
+
+def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Collection[str] = ()) -> Verdict:
+    """Judge the arms of a sweep, alone and against the controls.
+
+    Perplexities are arithmetic means over the seeds of a setting; with B the lowest of ALL settings of ALL arms, the
+    robustness area of an arm is #{settings with mean <= (1 + x) B} / #{settings}. Comparisons go seed by seed; their
+    definitions stand in `twophase.judge.comparison`.
+
+    Args:
+        rows: of the whole sweep, in any order.
+        within: distances x for the areas, relative, >= 0; at least one.
+        controls: further arms that the others are compared with, by name.
+
+    Raises:
+        UsageError: an x that is negative or not finite, none at all, or a control that is no arm.
+    """
+    distances = tuple(dict.fromkeys(float(x) for x in within))
+    if not distances or not all(0 <= x < math.inf for x in distances):
+        raise UsageError(f"--within {list(within)}: give distances >= 0, relative, such as 0.05 for 5 %")
+    found = settings(rows)
+    arms: dict[str, list[Setting]] = {}
+    for setting in found:
+        arms.setdefault(setting.arm, []).append(setting)
+    unknown = [name for name in controls if name not in arms]
+    if unknown:
+        names = ", ".join(map(repr, arms)) or "none"
+        raise UsageError(f"--controls {unknown[0]!r}: there is no such arm; the arms are: {names}")
+    links = _links(rows)
+    why = {arm: _why_control(arm, group, links, controls) for arm, group in arms.items()}
+    best = best_setting(found)
+    bests = _bests(found)
+    comparisons = tuple(
+        compare(arms[arm], arms[control], links.get(control, {}), bests, distances)
+        for control in arms
+        for arm in arms
+        if why[control] and not why[arm]
+    )
+    judged = tuple(_judge(arm, group, why[arm], best, distances) for arm, group in arms.items())
+    return Verdict(distances, LEVEL, best, judged, comparisons, _notes(judged))
+
+
+def report(
+    folder: Path,
+    within: Sequence[float] = WITHIN,
+    controls: Collection[str] = (),
+    where: Mapping[str, str] | None = None,
+) -> Verdict:
+    """The verdict on a sweep's folder, from its `cells.csv`.
+
+    Args:
+        folder: the sweep's folder, its `--out`.
+        within: distances x for the areas, relative.
+        controls: further arms that the others are compared with, by name.
+        where: only the cells with these values, from dotted path to the value as text: a part of the sweep that is
+            judged by itself, such as one communication period.
+
+    Raises:
+        UsageError: no sweep's folder, a table that is missing or damaged, a path or value that no cell has, or
+            arguments that `verdict` refuses.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: is no folder; name the one that a sweep wrote, its --out")
+    if not (folder / SPEC).is_file():
+        raise UsageError(
+            f"{folder}: is no sweep's folder, it has no {SPEC}; name the one that a sweep wrote, its --out"
+        )
+    if not (folder / TABLE).exists():
+        raise UsageError(f"{folder}: has no {TABLE} yet; repeat the sweep's command to write it")
+    return verdict(select(read_rows(folder / TABLE), where or {}), within, controls)
+
+
+def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
+    """The rows with some values; a number is equal however it is written."""
+    chosen = list(rows)
+    for path, text in where.items():
+        known = list(dict.fromkeys(row.values[path] for row in rows if path in row.values))
+        if not known:
+            paths = ", ".join(rows[0].values) if rows else "none"
+            raise UsageError(f"--where {path}={text}: the sweep does not vary {path}; it varies {paths}")
+        wanted = {value for value in known if _as_text(value) == text or _as_number(value) == _as_number(text)}
+        if not wanted:
+            values = ", ".join(map(_as_text, known))
+            raise UsageError(f"--where {path}={text}: no cell has that value; there are {values}")
+        chosen = [row for row in chosen if row.values.get(path) in wanted]
+    if not chosen:
+        raise UsageError(f"--where: no cell has all of {', '.join(f'{path}={text}' for path, text in where.items())}")
+    return chosen
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _as_number(value: Any) -> float | str:
+    try:
+        return float(str(value))
+    except ValueError:
+        return f"no number: {value}"
+
+
+def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None) -> list[Path]:
+    """Write `verdict.md`, `verdict.csv` (one line a figure) and `verdict.json` (everything) into a sweep's folder.
+
+    Args:
+        judged: what `report` returned.
+        folder: the sweep's folder.
+        where: as for `report`; the files of a part are named after it, such as `verdict-inner_steps=20.md`.
+
+    Returns:
+        The paths, each written in one step. What is not known is empty in the table and null in JSON.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    stem = "-".join(["verdict", *(f"{path}={text}".replace("/", "_") for path, text in (where or {}).items())])
+    contents = {
+        f"{stem}.md": describe(judged, markdown=True) + "\n",
+        f"{stem}.csv": to_csv(judged),
+        f"{stem}.json": json.dumps(_plain(judged), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
+    }
+    try:
+        for name, content in contents.items():
+            write_atomic(folder / name, content)
+    except OSError as error:
+        raise UsageError(f"{folder}: the verdict cannot be written ({error.strerror}); check the folder") from None
+    return [folder / name for name in contents]
+
+
+def _judge(
+    arm: str, group: Sequence[Setting], control: str, best: Setting | None, within: Iterable[float]
+) -> ArmVerdict:
+    finished = [one for one in group if one.perplexity is not None]
+    values = [one.perplexity for one in finished if one.perplexity is not None]
+    areas = []
+    for x in within:
+        bound = -math.inf if best is None or best.perplexity is None else best.perplexity * (1 + x)
+        near = sum(value <= bound for value in values)
+        areas.append(Area(x, near, None if best is None else near / len(group)))
+    states = [one.state for one in group]
+    seeds = ordered({seed for one in group for seed in one.seeds})
+    return ArmVerdict(
+        arm,
+        control,
+        len(group),
+        len(finished),
+        states.count("diverged"),
+        states.count("missing"),
+        tuple(seeds),
+        best_setting(group),
+        held_out_perplexity(group, seeds),
+        tuple(areas),
+        geometric_mean(values),
+        finished[values.index(max(values))] if values else None,
+        tuple(path for path in group[0].values if any(one.values[path] != group[0].values[path] for one in group)),
+    )
+
+
+def _links(rows: Iterable[Row]) -> dict[str, dict[str, set[str]]]:
+    """For each arm of linked controls: from its run ids to those of the runs that they control."""
+    links: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        if row.control_of is not None:
+            links.setdefault(row.arm, {}).setdefault(row.run, set()).add(row.control_of)
+    return links
+
+
+def _why_control(arm: str, group: Sequence[Setting], links: Mapping[str, Any], named: Collection[str]) -> str:
+    reasons = {
+        "paired": arm in links,
+        "named": arm in named,
+        "momentum-free": all(one.values.get(_MOMENTUM) == 0 for one in group),
+    }
+    return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _bests(found: Iterable[Setting]) -> dict[Any, float]:
+    """For each seed, the lowest perplexity of all settings of all arms."""
+    bests: dict[Any, float] = {}
+    for setting in found:
+        for seed, value in zip(setting.seeds, setting.perplexities, strict=True):
+            if value is not None:
+                bests[seed] = min(value, bests.get(seed, math.inf))
+    return bests
+
+
+def _notes(arms: Sequence[ArmVerdict]) -> tuple[str, ...]:
+    """Sentences on what limits the reading of these arms."""
+    seeds = {arm.seeds for arm in arms}
+    controls = [arm for arm in arms if arm.control]
+    missing, diverged = sum(arm.missing for arm in arms), sum(arm.diverged for arm in arms)
+    lines = []
+    if not arms:
+        lines.append("The table has no cells.")
+    elif len(arms) == 1:
+        lines.append("One arm only: nothing to compare it with.")
+    elif not controls:
+        lines.append("No controls: nothing is linked to the cells it controls, named as a control, or momentum-free.")
+    elif len(controls) == len(arms):
+        lines.append("Every arm is a control: nothing to compare with them.")
+    if len(seeds) > 1:
+        lines.append("The arms have different seeds; comparisons use the seeds that both sides have.")
+    elif arms and len(arms[0].seeds) == 1:
+        lines.append("One seed: no spread and no interval; what another seed would give is not known.")
+    if diverged:
+        lines.append(
+            f"{_count(diverged)} with a diverged run: in no mean, outside of every area, worse than any number."
+        )
+    if missing:
+        lines.append(
+            f"{_count(missing)} with a missing run: in no mean and outside of every area, whose shares may still grow "
+            "or, with a new best, shrink; repeat the sweep's command to run them."
+        )
+    return tuple(lines)
+
+
+def _count(number: int) -> str:
+    return f"{number} setting" if number == 1 else f"{number} settings"
+
+
+def _plain(item: Any) -> Any:
+    """Nested results as plain JSON values; a number that JSON has no word for becomes None."""
+    if isinstance(item, Difference):
+        return {**_fields(item), "ratio": item.ratio, "seeds": item.seeds}
+    if dataclasses.is_dataclass(item):
+        return _fields(item)
+    if hasattr(item, "_asdict"):  # an Interval
+        return _plain(item._asdict())
+    if isinstance(item, Mapping):
+        return {str(key): _plain(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return [_plain(value) for value in item]
+    return None if isinstance(item, float) and not math.isfinite(item) else item
+
+
+def _fields(item: Any) -> dict[str, Any]:
+    return {field.name: _plain(getattr(item, field.name)) for field in dataclasses.fields(item)}

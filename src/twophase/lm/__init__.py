@@ -1,1 +1,0 @@
-"""The language-model recipe's own parts: model, text, training loop."""

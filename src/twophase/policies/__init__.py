@@ -1,0 +1,1 @@
+"""Restart and step policies as values (standard library only)."""

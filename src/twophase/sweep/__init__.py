@@ -1,0 +1,1 @@
+"""Many runs that share their steps: grids, plans, the queue, workers, tables."""

@@ -1,0 +1,327 @@
+"""Grids: which configurations a sweep runs, in which arms, and what each of them is the control of."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from functools import cached_property
+from typing import Any
+
+from twophase.base.config import Tree, UsageError, differences, fingerprint, get, to_tree, values_of, with_values
+from twophase.restart import RestartPolicy, parse
+
+MOMENTUM_FREE = "momentum-free"
+"""Name of the arm of outer SGD without momentum."""
+_NO_WORDS = "none"
+_NEXT_WORD = re.compile(r",\s*(?=[^,=\s][^,=]*=)")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Values to try for one configuration value.
+
+    Args:
+        path: dotted path of the value, for example `outer.lr`.
+        values: the values, in the order of the table and the figure.
+    """
+
+    path: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a sweep.
+
+    Args:
+        arm: name of the group that the cell is compared within.
+        values: what sets it apart, from dotted path to value.
+        config: its whole configuration.
+        control_of: run id of the cell whose control it is, or None.
+    """
+
+    arm: str
+    values: Mapping[str, Any]
+    config: Any
+    control_of: str | None = None
+
+    @cached_property
+    def run_id(self) -> str:
+        """Fingerprint of the configuration: the name of the run's folder, the same in every sweep."""
+        return fingerprint(self.config)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A set of cells to run and compare.
+
+    Two cells may share a run when their configurations are identical; it is run once and counts for both.
+
+    Args:
+        name: of the sweep, for people.
+        base: the configuration that the cells vary.
+        cells: in the order of the table.
+
+    Raises:
+        UsageError: no cells.
+        ValueError: two configurations with one run id, or a control of a run that is not in the sweep.
+    """
+
+    name: str
+    base: Any
+    cells: Sequence[Cell]
+    runs: Mapping[str, Any] = field(init=False, repr=False, compare=False)
+    """From run id to configuration, each run once, in the order of the cells."""
+    paths: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """The dotted paths that vary, in order of first appearance."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty sweep and run ids that do not identify."""
+        if not self.cells:
+            raise UsageError(f"sweep {self.name}: there are no cells to run; give at least one --axis")
+        runs: dict[str, Any] = {}
+        for cell in self.cells:
+            if to_tree(runs.setdefault(cell.run_id, cell.config)) != to_tree(cell.config):
+                raise ValueError(
+                    f"Sweep: two configurations share the run id {cell.run_id}; change a seed in one of them"
+                )
+        for cell in self.cells:
+            if cell.control_of is not None and cell.control_of not in runs:
+                raise ValueError(f"Sweep: a cell of {cell.arm!r} is the control of {cell.control_of}, which is no cell")
+        object.__setattr__(self, "cells", tuple(self.cells))
+        object.__setattr__(self, "runs", runs)
+        object.__setattr__(self, "paths", tuple(dict.fromkeys(path for cell in self.cells for path in cell.values)))
+
+    def values(self, cell: Cell) -> dict[str, Any]:
+        """A cell's value at every path that varies in the sweep, whether its own arm varies it or not."""
+        return {path: get(cell.config, path) for path in self.paths}
+
+    def spec(self) -> Tree:
+        """What identifies the sweep, as plain JSON values: name, base, axes and cells."""
+        rows = [self.values(cell) for cell in self.cells]
+        return {
+            "name": self.name,
+            "base": to_tree(self.base),
+            "axes": {path: list(map(_json, dict.fromkeys(row[path] for row in rows))) for path in self.paths},
+            "cells": [
+                {
+                    "arm": cell.arm,
+                    "run": cell.run_id,
+                    "values": {path: _json(value) for path, value in cell.values.items()},
+                    "control_of": cell.control_of,
+                }
+                for cell in self.cells
+            ],
+        }
+
+
+def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, Any] | None = None) -> list[Cell]:
+    """Every combination of the axes' values on top of a base configuration; the last axis runs fastest.
+
+    Args:
+        base: a tree of frozen dataclasses.
+        axes: what varies.
+        arm: name of the arm that these cells form.
+        fixed: values that all of them share, from dotted path to value; they are part of each cell's `values`.
+
+    Returns:
+        The cells. Whole numbers given for a float become floats and restart policies their canonical text, so that
+        equal settings have equal run ids.
+
+    Raises:
+        UsageError: an unknown path, a value of the wrong type, an axis without values or with a repeated one.
+    """
+    shared = {path: _fitted(base, path, value) for path, value in (fixed or {}).items()}
+    columns = [[_fitted(base, axis.path, value) for value in axis.values] for axis in axes]
+    for axis, column in zip(axes, columns, strict=True):
+        _check_distinct(axis.path, column)
+    cells = []
+    for combination in itertools.product(*columns):
+        values = shared | dict(zip((axis.path for axis in axes), combination, strict=True))
+        cells.append(Cell(arm, values, with_values(base, values)))
+    return cells
+
+
+def parse_axes(words: Sequence[Sequence[str]], base: Any) -> list[Axis]:
+    """Axes from the command line: each entry is `[path, value, value, ...]`, from `--axis outer.lr 0.3 0.7`.
+
+    Args:
+        words: one entry an `--axis`.
+        base: the configuration whose values give the types; a path that ends in `restart` takes policies. A setting of
+            several words takes sets of words, each set as one text (`words_of`).
+
+    Raises:
+        UsageError: an unknown path, no values, a value of the wrong type, a repeated axis or a repeated value.
+    """
+    axes: list[Axis] = []
+    for entry in words:
+        if not entry:
+            raise UsageError("--axis is empty; write a path and its values, for example --axis outer.lr 0.3 0.7")
+        path, texts = entry[0].replace("-", "_"), entry[1:]
+        like = _current(base, path)
+        if path in {axis.path for axis in axes}:
+            raise UsageError(f"--axis {path} is given twice; put all its values behind one --axis")
+        values = [_fitted(base, path, _from_text(path, text, like)) for text in texts]
+        _check_distinct(path, values)
+        axes.append(Axis(path, tuple(values)))
+    return axes
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a setting that has several, such as `sync.restart`, from the one text that an axis has for them.
+
+    A comma ends a word where `NAME=` follows it; other commas belong to the word. `none` is no words at all.
+
+    >>> words_of("ends=probe:keep,average,blocks=3")
+    ('ends=probe:keep,average', 'blocks=3')
+    """
+    return () if text == _NO_WORDS else tuple(_NEXT_WORD.split(text.strip()))
+
+
+def text_of(words: tuple[str, ...]) -> str:
+    """The text of a setting that has several words; `words_of` reads it.
+
+    >>> text_of(("a=3", "b=cycle:5,6")), text_of(())
+    ('a=3,b=cycle:5,6', 'none')
+    """
+    return ",".join(words) or _NO_WORDS
+
+
+def extends(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether a `Sweep.spec()` holds all cells of another of the same name and base, and perhaps more."""
+    alike = all(ours[key] == theirs[key] for key in ("name", "base"))
+    cells = [{key: cell[key] for key in ("arm", "run", "control_of")} for cell in ours["cells"]]
+    return alike and all({key: cell[key] for key in ("arm", "run", "control_of")} in cells for cell in theirs["cells"])
+
+
+def spec_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """What differs between two `Sweep.spec()`s, one phrase each, in the words of the one who gave the command."""
+    phrases = [f"its name is {theirs['name']} there, {ours['name']} here"] if theirs["name"] != ours["name"] else []
+    phrases += differences(ours["base"], theirs["base"])
+    phrases += [f"axis {phrase}" for phrase in differences(ours["axes"], theirs["axes"])]
+    if not phrases and theirs != ours:
+        phrases.append(f"{len(theirs['cells'])} cells there, {len(ours['cells'])} here, or the same in other arms")
+    return phrases
+
+
+def _check_distinct(path: str, values: Sequence[Any]) -> None:
+    if not values:
+        raise UsageError(f"--axis {path} has no values; write them behind it")
+    # The policies of blocks are the same in any order.
+    alike = [sorted(value) if isinstance(value, tuple) and _takes_policies(path) else value for value in values]
+    for index, value in enumerate(values):
+        if alike[index] in alike[:index]:
+            text = text_of(value) if isinstance(value, tuple) else value
+            raise UsageError(f"--axis {path}: the value {text} is given twice; leave one out")
+
+
+def _current(base: Any, path: str) -> Any:
+    """The base's value at a path, if it is one that an axis can vary."""
+    try:
+        value = get(base, path)
+    except AttributeError:
+        value = None
+    known = values_of(base)
+    if is_dataclass(value):
+        inside = [name for name in known if name.startswith(f"{path}.")]
+        raise UsageError(f"--axis {path} is a group of values; name one of them: {', '.join(inside)}")
+    if path not in known:
+        leaf = path.rpartition(".")[2]
+        nearest = [name for name in known if name.rpartition(".")[2] == leaf]
+        nearest += [name for name in difflib.get_close_matches(path, known, n=3) if name not in nearest]
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else f"the values are: {', '.join(known)}"
+        raise UsageError(f"--axis {path}: there is no such configuration value; {hint}")
+    if not (isinstance(value, (bool, int, float, str)) or _hint(base, path) == tuple[str, ...]):
+        raise UsageError(
+            f"--axis {path}: its value is {value!r}; an axis varies a single number, word or true/false, or words"
+        )
+    return value
+
+
+def _from_text(path: str, text: str, like: bool | int | float | str | tuple[str, ...]) -> Any:
+    """A word of the command line as a value of the type of `like`."""
+    if isinstance(like, tuple):
+        return words_of(text)
+    if isinstance(like, bool):
+        if text.lower() in {"true", "false"}:
+            return text.lower() == "true"
+    elif isinstance(like, str):
+        return text
+    else:
+        try:
+            return type(like)(text)
+        except ValueError:
+            pass
+    raise _misfit(path, text, like)
+
+
+def _fitted(base: Any, path: str, value: Any) -> Any:
+    """A value in the one writing that its path has; a UsageError when it does not fit there."""
+    like = _current(base, path)
+    if isinstance(like, tuple):
+        return _fitted_words(path, value)
+    if _takes_policies(path) and isinstance(like, str):
+        return _canonical(path, value if isinstance(value, (int, RestartPolicy)) else str(value))
+    if isinstance(like, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not type(like) or (isinstance(value, float) and not math.isfinite(value)):
+        raise _misfit(path, value, like)
+    choices = _choices(base, path)
+    if choices and value not in choices:
+        raise UsageError(f"--axis {path}: {value!r} is not one of {', '.join(map(str, choices))}")
+    return value
+
+
+def _fitted_words(path: str, value: Any) -> tuple[str, ...]:
+    """A set of words whose text can be read in one way only, restart policies in their one writing."""
+    if not isinstance(value, tuple) or not all(isinstance(word, str) for word in value):
+        raise UsageError(f"--axis {path}: {value!r} is no set of words")
+    policies, pairs = _takes_policies(path), []
+    for word in value:
+        name, equals, rest = word.partition("=")
+        # With an `=` in a value, nobody could tell the comma before NAME= from one inside of that value.
+        if "=" in rest or not (equals or (len(value) == 1 and not policies)):
+            raise UsageError(
+                f"--axis {path}: {word!r} is not NAME=VALUE; write one for each name with a comma between them, such "
+                f"as {'a=3,b=cycle:5,6' if policies else 'a=embedding|head,b=.'}, and no other ="
+            )
+        pairs.append(f"{name}={_canonical(path, rest)}" if policies else word)
+    return tuple(pairs)
+
+
+def _takes_policies(path: str) -> bool:
+    return path.rpartition(".")[2] == "restart"
+
+
+def _canonical(path: str, policy: str | int | RestartPolicy) -> str:
+    """A restart policy in its one writing."""
+    try:
+        return str(parse(policy))
+    except ValueError as error:
+        raise UsageError(f"--axis {path}: {error}") from None
+
+
+def _choices(base: Any, path: str) -> tuple[Any, ...]:
+    """The values that a field declared as Literal allows; empty for every other field."""
+    hint = _hint(base, path)
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def _hint(base: Any, path: str) -> Any:
+    """What a field is declared as."""
+    parent, _, leaf = path.rpartition(".")
+    return typing.get_type_hints(type(get(base, parent) if parent else base)).get(leaf)
+
+
+def _json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _misfit(path: str, value: Any, like: Any) -> UsageError:
+    wanted = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}[type(like)]
+    return UsageError(f"--axis {path}: {value!r} is not {wanted}, for example {str(like).lower()}")

@@ -1,0 +1,303 @@
+"""What a sweep has to run, and what its runs share, known before anything is run.
+
+**Merging.** Cells whose runs are the same in exact arithmetic need one run: momentum 0 makes both rules and all
+periods one, a period at or above the number of rounds is no restart, period 1 is plain SGD with its own learning rate,
+equal rules in different forms are one (`history.algebra`). The *canonical* run of each class is one of its
+own cells and stands for the others, its twins. They would differ from it by rounding only; `cells.csv` names it.
+
+**Sharing.** Runs that agree in everything but the outer optimizer take the same inner steps until their outer updates
+first differ. The runs of a sweep therefore form trees. A node is a stretch of inner steps that all runs below it
+share; its children differ in the outer update at its end:
+
+    steps 0 ... 16      | 16 ... 64                    | 64 ... 480
+    all runs            | lr 0.7, all periods          | lr 0.7, period 3
+                        |                              | lr 0.7, never and the longer periods | ...
+                        | lr 0.3, all periods          | ...
+
+Runs share a stretch only if their updates are the same floating-point operations (`history.bits`), so that
+each comes out bit for bit as if it had been run alone. Exact arithmetic would allow a little more sharing;
+`Plan.steps_algebra` counts it, for comparison.
+
+What is known of a run's updates supposes one outer optimizer for the whole model at a round's end. A run that is
+synchronised otherwise (in fragments, with a policy each, with a delay) is a tree by itself, and no other's twin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from twophase.base.config import fingerprint, to_tree
+from twophase.restart import Never, RestartPolicy
+from twophase.rule import OuterRule
+from twophase.sweep.grid import Sweep
+from twophase.sweep.history import algebra, bits
+
+
+class _Outer(Protocol):
+    def rule(self) -> OuterRule: ...
+    def policy(self) -> RestartPolicy: ...
+
+
+class Config(Protocol):
+    """What planning reads of a configuration; everything else must be equal for runs to share anything."""
+
+    outer: _Outer
+    steps: int
+    inner_steps: int
+
+    @property
+    def probed(self) -> int:
+        """Sequences that a policy which probes is shown; 0 means all of a batch."""
+        ...
+
+    @property
+    def shares_steps(self) -> bool:
+        """Whether there is one outer optimizer for the whole model, which steps at a round's end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A stretch of inner steps that several runs share, and the outer rounds inside it.
+
+    The stretch begins with the outer update at `start` (unless that is 0), which sets the node apart from its
+    siblings, and ends before the one at `stop`, which sets its children apart; a leaf ends with it.
+
+    Args:
+        id: names the state at the end of the stretch: equal for equal histories, in every sweep.
+        parent: id of the node whose end it starts from; None for a root.
+        start: inner steps taken before.
+        stop: inner steps taken at the end.
+        runs: ids of the runs below.
+    """
+
+    id: str
+    parent: str | None
+    start: int
+    stop: int
+    runs: tuple[str, ...]
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of the stretch."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A piece of a forest for one worker.
+
+    Args:
+        id: names the job; other runs below its node make another job.
+        node: id of its first node.
+        deep: everything below that node, instead of the node alone.
+        runs: ids of the runs below.
+        after: id of the job that must be done before, or None.
+    """
+
+    id: str
+    node: str
+    deep: bool
+    runs: tuple[str, ...]
+    after: str | None
+
+
+class Forest:
+    """The prefix trees of a set of runs.
+
+    Args:
+        nodes: parents before children, children in the order of their first run.
+    """
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self.nodes: dict[str, Node] = {node.id: node for node in nodes}
+        self.children: dict[str | None, list[Node]] = {}
+        for node in self.nodes.values():
+            self.children.setdefault(node.parent, []).append(node)
+        self.total: dict[str, int] = {}
+        """Inner steps of each node and everything below it."""
+        for node in reversed(self.nodes.values()):
+            self.total[node.id] = node.steps + sum(self.total[child.id] for child in self.below(node))
+
+    @property
+    def roots(self) -> list[Node]:
+        """The first node of each tree."""
+        return self.children.get(None, [])
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of the whole forest."""
+        return sum(node.steps for node in self.nodes.values())
+
+    def below(self, node: Node) -> list[Node]:
+        """The children of a node."""
+        return self.children.get(node.id, [])
+
+    def jobs(self, most: int) -> list[Job]:
+        """Cut the forest into jobs: subtrees of at most `most` inner steps, and the nodes above them one by one.
+
+        Args:
+            most: inner steps of a job that is cut no further, >= 1.
+
+        Returns:
+            The jobs, each after the one that it needs; every node is in exactly one.
+        """
+        found: list[Job] = []
+        waiting: list[tuple[Node, str | None]] = [(root, None) for root in reversed(self.roots)]
+        while waiting:
+            node, after = waiting.pop()
+            deep = self.total[node.id] <= most or not self.below(node)
+            job = Job(_digest("job", node.id, deep, *sorted(node.runs)), node.id, deep, node.runs, after)
+            found.append(job)
+            if not deep:
+                waiting += [(child, job.id) for child in reversed(self.below(node))]
+        return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep has to run.
+
+    Args:
+        runs: from run id to configuration: the canonical runs, in the order of the cells.
+        stands_for: from the run id of a cell that is not run to that of its canonical run.
+        forest: what the runs share.
+        cells: number of cells asked for.
+        steps_asked: inner steps of all cells, each alone.
+        steps_algebra: inner steps of the forest that exact arithmetic would allow.
+    """
+
+    runs: Mapping[str, Any]
+    stands_for: Mapping[str, str]
+    forest: Forest = field(repr=False)
+    cells: int
+    steps_asked: int
+    steps_algebra: int
+
+    @property
+    def steps(self) -> int:
+        """Inner steps to be executed."""
+        return self.forest.steps
+
+
+def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) -> Plan:
+    """Find the canonical runs of a sweep and the forest that they form.
+
+    Args:
+        sweep: its configurations have an outer rule and policy, `steps` and `inner_steps`.
+        merge: let one run stand for all that are the same in exact arithmetic.
+        finished: ids of runs that are there already; a class that has one takes it as its canonical run.
+
+    Returns:
+        The plan; the same for the same arguments, on every machine.
+    """
+    histories = {run: _History.of(config) for run, config in sweep.runs.items()}
+    classes: dict[Any, list[str]] = {}
+    for run, history in histories.items():
+        classes.setdefault((history.trunk, history.algebra) if merge else run, []).append(run)
+    chosen: dict[str, str] = {}
+    for members in classes.values():  # of equally plain ones the first
+        canonical = min(members, key=lambda run: (run not in finished, _plainness(sweep.runs[run])))
+        chosen |= dict.fromkeys(members, canonical)
+    kept = {run: sweep.runs[run] for run in sweep.runs if chosen[run] == run}
+    return Plan(
+        runs=kept,
+        stands_for={run: other for run, other in chosen.items() if run != other},
+        forest=Forest(_grow(kept, histories, lambda history: history.bits)),
+        cells=len(sweep.cells),
+        steps_asked=sum(cell.config.steps for cell in sweep.cells),
+        steps_algebra=sum(node.steps for node in _grow(kept, histories, lambda history: history.algebra)),
+    )
+
+
+def to_json(forest: Forest) -> list[list[Any]]:
+    """The nodes as JSON values: id, parent, start, stop, runs. Inverse of `from_json`."""
+    return [[node.id, node.parent, node.start, node.stop, list(node.runs)] for node in forest.nodes.values()]
+
+
+def from_json(data: Iterable[Sequence[Any]]) -> Forest:
+    """The forest that `to_json` wrote."""
+    return Forest(Node(name, parent, start, stop, tuple(runs)) for name, parent, start, stop, runs in data)
+
+
+Updates = tuple[tuple[int, str], ...]
+"""The outer updates of a run: the inner step at which each is taken, and its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """A run as planning sees it; `trunk` is equal for runs that differ in the outer optimizer only, if those share."""
+
+    trunk: str
+    steps: int
+    bits: Updates
+    algebra: Updates
+
+    @classmethod
+    def of(cls, config: Config) -> _History:
+        tree = to_tree(config)
+        if not config.shares_steps:
+            alone = ((config.steps, "alone"),)
+            return cls(fingerprint(tree), config.steps, alone, alone)
+        del tree["outer"], tree["inner_steps"]
+        rule, policy = config.outer.rule(), config.outer.policy()
+        # The last round may be shorter.
+        syncs = [*range(config.inner_steps, config.steps, config.inner_steps), config.steps]
+        same_bits = (one.update for one in bits(rule, policy, len(syncs), config.probed))
+        same_algebra = algebra(rule, policy, len(syncs), config.probed)
+        return cls(
+            fingerprint(tree),
+            config.steps,
+            tuple(zip(syncs, same_bits, strict=True)),
+            tuple(zip(syncs, same_algebra, strict=True)),
+        )
+
+
+def _grow(
+    runs: Iterable[str], histories: Mapping[str, _History], updates_of: Callable[[_History], Updates]
+) -> Iterator[Node]:
+    """The nodes of the forest of some runs, parents first."""
+    trunks: dict[str, list[str]] = {}
+    for run in runs:
+        trunks.setdefault(histories[run].trunk, []).append(run)
+    # (runs, updates that they have taken, name of these updates, parent, inner steps taken)
+    waiting: list[tuple[list[str], int, str, str | None, int]] = [
+        (group, 0, trunk, None, 0) for trunk, group in reversed(trunks.items())
+    ]
+    while waiting:
+        group, taken, name, parent, start = waiting.pop()
+        updates = [updates_of(histories[run]) for run in group]
+        first = updates[0]
+        while taken < len(first) and all(other[taken : taken + 1] == first[taken : taken + 1] for other in updates):
+            name = _digest(name, *first[taken])
+            taken += 1
+        if taken == len(first):
+            stop = histories[group[0]].steps
+            yield Node(_digest("end", name, stop), parent, start, stop, tuple(group))
+            continue
+        stop = min(other[taken][0] for other in updates)
+        node = Node(_digest("end", name, stop), parent, start, stop, tuple(group))
+        yield node
+        parts: dict[tuple[int, str] | None, list[str]] = {}
+        for run, other in zip(group, updates, strict=True):
+            parts.setdefault(other[taken] if other[taken][0] == stop else None, []).append(run)
+        waiting += [
+            (part, taken, name, node.id, stop)
+            if update is None  # these have no sync here: they go on inside their round
+            else (part, taken + 1, _digest(name, *update), node.id, stop)
+            for update, part in reversed(parts.items())
+        ]
+
+
+def _plainness(config: Config) -> tuple[bool, bool, bool, bool, bool]:
+    """Of runs that are the same, the one that says so most plainly comes first."""
+    rule = config.outer.rule()
+    restarts = config.outer.policy() != Never()
+    return rule.momentum > 0, restarts, rule.nesterov, rule.form != "sum", config.probed > 0
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).hexdigest()

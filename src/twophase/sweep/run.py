@@ -1,0 +1,533 @@
+"""Running a sweep: plan, queue, workers, and a folder from which the same command resumes.
+
+A sweep's folder holds
+
+| file             | holds                                                                                |
+|------------------|--------------------------------------------------------------------------------------|
+| `sweep.json`     | what the sweep is; written first                                                     |
+| `plan.json`      | which runs are done for which cells, and what they share                             |
+| `runs/<run id>/` | one run folder each                                                                  |
+| `cells.csv`      | the table, rewritten as runs end                                                     |
+| `figures/`       | what is drawn of it                                                                  |
+| `forest/`        | states at branches that are still needed; empty at the end                           |
+| `queue.journal`  | the queue of jobs, unless it lies in a database                                      |
+| `workers/`       | the workers' signs of life                                                           |
+| `jobs.jsonl`     | inner steps and seconds of each piece of work                                        |
+| `worker-<n>.log` | what a worker that was started here said                                             |
+
+Workers are processes of their own: the same whether this call starts them, Slurm does, or somebody on another machine
+that sees the folder. This call starts as many as it is told to, replaces those that die, and watches the folder. A run
+is finished when its folder says so, never because a worker said so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from twophase.base.config import UsageError
+from twophase.base.files import write_atomic
+from twophase.runs.folder import check_place, list_some, lock_folder, read_summary
+from twophase.sweep.beat import hide_password
+from twophase.sweep.grid import Sweep, extends, spec_differences
+from twophase.sweep.plan import plan
+from twophase.sweep.queue import Queue
+from twophase.sweep.storage import check_storage
+from twophase.sweep.table import rows_of, write_rows
+from twophase.sweep.work import PLAN, RUNS, STATES, Work, spec_id
+
+SPEC, TABLE, FIGURES = "sweep.json", "cells.csv", "figures"
+STORAGE_VARIABLE = "TWOPHASE_STORAGE"
+"""Environment variable from which a worker takes its `--storage` when none is given."""
+DEATHS = 5
+"""How often in a row workers that were started here are replaced, times their number, without any run having ended or
+failed meanwhile. A job fails at the third death under it, but several workers spread theirs over still more jobs."""
+JOBS_A_WORKER = 8
+"""Into about how many jobs a worker's share is cut, so that all end at about the same time."""
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+_TABLE_SECONDS = 1.0
+_LOOK_SECONDS = 0.1
+"""Between two looks at the folder; more if a look takes long, so that looking is a fiftieth of the time at most."""
+_LONGEST_SECONDS = 5.0
+_ERRORS_SECONDS = 2.0
+
+Happening = Literal["begun", "finished", "diverged", "failed", "replaced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a sweep is; runs that several cells share count once.
+
+    Args:
+        total: runs of the sweep.
+        finished: ended normally in this call.
+        diverged: ended early by divergence in this call.
+        failed: could not be run in this call.
+        skipped: had ended before this call.
+        seconds: since the call began.
+        run: id of the run that this report is about; empty at the start and when a worker is replaced.
+        event: what has just happened: the sweep began, this run ended so, or a worker was replaced.
+        error: why a run failed or a worker was replaced.
+    """
+
+    total: int
+    finished: int
+    diverged: int
+    failed: int
+    skipped: int
+    seconds: float
+    run: str
+    event: Happening
+    error: str
+
+    @property
+    def done(self) -> int:
+        """Runs that need no more work."""
+        return self.finished + self.diverged + self.failed + self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call of `run_sweep` did; the counts are of runs and add up to those of the sweep if it waited for them.
+
+    Args:
+        finished: ended normally in this call.
+        diverged: ended early by divergence in this call.
+        failed: could not be run; `errors` says why. Repeating the command tries them again.
+        skipped: had ended before this call.
+        seconds: duration of the call.
+        errors: from run id to reason.
+        changed: whether `cells.csv` is another than before the call.
+    """
+
+    finished: int
+    diverged: int
+    failed: int
+    skipped: int
+    seconds: float
+    errors: Mapping[str, str]
+    changed: bool = True
+
+
+def run_sweep(
+    sweep: Sweep,
+    folder: Path,
+    *,
+    workers: int,
+    command: Sequence[str] = (sys.executable, "-P", "-m", "twophase", "sweep-worker"),
+    progress: Callable[[Status], None] | None = None,
+    threads: int = 1,
+    grace_seconds: float = 20.0,
+    merge: bool = True,
+    storage: str | None = None,
+    devices: Sequence[str] = (),
+    runs: Path | None = None,
+    texts: Mapping[str, str] | None = None,
+    in_memory: int | None = None,
+    launch: Callable[[Sequence[str]], None] | None = None,
+) -> Outcome:
+    """Run what is not finished yet of a sweep; repeating the call resumes it.
+
+    Args:
+        sweep: what to run.
+        folder: the sweep's folder (`--out`).
+        workers: worker processes, >= 1; no more are started than there are jobs. With 0 none is started, and the call
+            returns when the queue is filled: workers may be started elsewhere.
+        command: the words that start a worker; `--out` and what else it needs are added.
+        progress: called in the calling thread at the start and whenever a run ends or a worker is replaced.
+        threads: CPU threads a worker, by environment variables that its libraries read when they are loaded.
+        grace_seconds: how long a worker may take to save and end when the call is interrupted.
+        merge: do runs that are the same in exact arithmetic once (see `twophase.sweep.plan`).
+        storage: URL of a database for the queue; None keeps it in the folder.
+        devices: values of CUDA_VISIBLE_DEVICES for the workers, dealt out in turn.
+        runs: where the run folders lie, for sweeps that have runs in common: `runs/` becomes a link to it. None keeps
+            them in the sweep's own folder.
+        texts: fingerprints of what the runs train on, by name, which every worker compares with what it sees; None
+            where nothing is left to do.
+        in_memory: branch states that a worker holds in memory at most, >= 0; None leaves it to the worker.
+        launch: starts workers elsewhere, given the command, which takes the storage from the environment
+            (`STORAGE_VARIABLE`); this call then starts none and does not wait.
+
+    Returns:
+        What this call did.
+
+    Raises:
+        UsageError: workers or in_memory < 0, a folder of another sweep, in use, or not writable, or a queue that cannot
+            be used; nothing is overwritten.
+        RuntimeError: the workers cannot be started, or die one after the other.
+        KeyboardInterrupt: after the workers have been told to stop and have ended.
+    """
+    if workers < 0:
+        raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none here")
+    if in_memory is not None and in_memory < 0:
+        raise UsageError(f"--in-memory is {in_memory}; it must be a whole number >= 0")
+    folder = Path(folder).absolute()
+    check_place(folder, SPEC, "sweep")  # refuse before anything is touched
+    check_storage(folder, storage)
+    lock = lock_folder(folder, "is running a sweep")
+    try:
+        _claim(sweep, folder, runs, merge=merge, texts=texts)
+        work = _planned(sweep, folder, merge=merge, storage=storage, workers=workers, texts=texts)
+        call = _Call(sweep, work, progress)
+        left = call.left
+        if left:
+            with Queue.open(folder, storage, work.study) as queue:
+                _fill(queue, work, set(call.summaries))
+                words = [*command, "--out", str(folder)]
+                words += [] if in_memory is None else ["--in-memory", str(in_memory)]
+                # The URL may hold a password, which an argument would show to everybody on the machine.
+                secret = {} if storage is None else {STORAGE_VARIABLE: storage}
+                if launch is not None:
+                    launch(words)
+                elif workers:
+                    environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)) | secret
+                    crew = _Crew(folder, words, min(workers, len(work.jobs)), environment, devices)
+                    call.watch(queue, crew, grace_seconds)
+        if len(call.summaries) == len(work.runs):
+            _tidy(folder / STATES)
+        return call.outcome()
+    finally:
+        os.close(lock)
+
+
+def read_plan(sweep: Sweep, folder: Path) -> Work | None:
+    """The plan in a sweep's folder if it is this sweep's, else None."""
+    found = Work.read(Path(folder).absolute())
+    return found if found is not None and found.spec == spec_id(sweep.spec()) else None
+
+
+def read_summaries(runs: Collection[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """The summaries of the runs that are finished in a sweep's folder, by run id."""
+    found = {run: read_summary(folder / RUNS / run, run) for run in runs}
+    return {run: summary for run, summary in found.items() if summary is not None}
+
+
+def _make_runs(path: Path, runs: Path | None) -> None:
+    """The folder of the runs, or a link to the one that is shared."""
+    if runs is None or path.exists():
+        path.mkdir(exist_ok=True)
+        return
+    runs.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(os.path.relpath(runs, path.parent), target_is_directory=True)
+
+
+def _planned(
+    sweep: Sweep,
+    folder: Path,
+    *,
+    merge: bool,
+    storage: str | None,
+    workers: int,
+    texts: Mapping[str, str] | None,
+) -> Work:
+    """The plan in the folder, made if there is none or the sweep has been extended."""
+    spec = spec_id(sweep.spec())
+    old = _old_plan(folder, merge=merge, texts=texts)
+    shown = None if storage is None else hide_password(storage)
+    if old is not None and (old.spec, old.merge, old.storage) == (spec, merge, shown):
+        return old
+    finished = set(read_summaries(list(sweep.runs), folder))
+    made = plan(sweep, merge=merge, finished=finished)
+    # At least two runs' length: below that, handing a state from one process to another would not pay.
+    longest = max(config.steps for config in sweep.runs.values())
+    most = max(2 * longest, made.steps // (JOBS_A_WORKER * max(workers, 2)))
+    study = old.study if old is not None else f"twophase-{folder.name}-{secrets.token_hex(4)}"
+    work = Work.of(
+        folder,
+        made,
+        spec=spec,
+        merge=merge,
+        study=study,
+        storage=storage,
+        most=most,
+        base=sweep.base,
+        texts=dict(old.texts if old is not None else {}) | dict(texts or {}),
+    )
+    if old is not None:
+        _drop_states(old, work)
+    try:
+        work.write()
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {PLAN} cannot be written ({error.strerror}); choose another --out") from None
+    return work
+
+
+def _drop_states(old: Work, new: Work) -> None:
+    """Remove the states of nodes that have more runs now: they say nothing about these."""
+    for name, node in new.forest.nodes.items():
+        if name in old.forest.nodes and not set(node.runs) <= set(old.forest.nodes[name].runs):
+            new.state(name).unlink(missing_ok=True)
+
+
+def _tidy(states: Path) -> None:
+    """Remove the states that no node needs any more: of a plan before an extension, or half-written by the killed."""
+    for path in states.glob("*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _old_plan(folder: Path, *, merge: bool, texts: Mapping[str, str] | None) -> Work | None:
+    """The plan in the folder, of this sweep or of the one that it extends, unless it was made in another way."""
+    old = Work.read(folder)
+    if old is not None and old.merge != merge:
+        words = ("with --no-merge there, without here", "without --no-merge there, with it here")[old.merge]
+        raise UsageError(f"--out {folder}: the sweep was begun {words}; repeat its command or choose another --out")
+    if old is not None and any(old.texts.get(name, text) != text for name, text in (texts or {}).items()):
+        raise UsageError(
+            f"--out {folder}: the text is not the one that this sweep was begun with; put the old text back, or choose "
+            "another --out"
+        )
+    return old
+
+
+def _fill(queue: Queue, work: Work, finished: set[str]) -> None:
+    """Put what can be done now into the queue, failures of earlier calls and lost work included."""
+    queue.reset_failures()
+    ready = work.ready(finished.__contains__)
+    queue.reopen(ready)  # a job that counts as done although its files are not there
+    queue.offer(ready)
+
+
+def _claim(sweep: Sweep, folder: Path, runs: Path | None, *, merge: bool, texts: Mapping[str, str] | None) -> None:
+    """Write `sweep.json`, or make sure that it is this sweep's."""
+    spec = json.loads(json.dumps(sweep.spec()))
+    new = not check_place(folder, SPEC, "sweep")
+    try:
+        saved = spec if new else json.loads((folder / SPEC).read_text(encoding="utf-8"))
+        different = spec_differences(spec, saved)
+        more = bool(different) and extends(spec, saved)  # more seeds or values: what is there stays and counts
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"--out {folder}: its {SPEC} is damaged; put it back or choose another --out") from None
+    if different and not more:
+        raise UsageError(
+            f"--out {folder}: belongs to another sweep: {list_some(different)}; "
+            "choose another --out, or repeat that sweep's command to resume it"
+        )
+    _old_plan(folder, merge=merge, texts=texts)  # refuse before anything is changed
+    try:
+        if new or more:
+            write_atomic(folder / SPEC, json.dumps(spec, indent=1) + "\n")
+        _make_runs(folder / RUNS, runs)
+        (folder / FIGURES).mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
+
+
+class _Call:
+    """One call of `run_sweep`: counts and table."""
+
+    def __init__(self, sweep: Sweep, work: Work, progress: Callable[[Status], None] | None) -> None:
+        self.sweep, self.work, self.progress = sweep, work, progress
+        self.began = time.monotonic()
+        self.summaries: dict[str, Any] = read_summaries(list(work.runs), work.folder)
+        self.skipped = len(self.summaries)
+        self.errors: dict[str, str] = {}
+        self.finished = self.diverged = 0
+        self.changed = False
+        self.table_at, self.tabled = 0.0, 0
+        """When the table was last written, and how many of this call's runs had ended then."""
+        self._write_table()
+        self._report("begun")
+
+    @property
+    def left(self) -> list[str]:
+        """The runs that are neither finished nor known to fail."""
+        return [run for run in self.work.runs if run not in self.summaries and run not in self.errors]
+
+    def watch(self, queue: Queue, crew: _Crew, grace_seconds: float) -> None:
+        """Wait until nothing is left, with the table up to date; stop the crew whatever happens."""
+        try:
+            crew.start()
+            asked = time.monotonic()
+            while self.left:
+                began = time.monotonic()
+                trouble = crew.over() or crew.lost()  # before the look: who finds nothing left may end, too
+                self._look()
+                if trouble or began - asked > _ERRORS_SECONDS:
+                    asked = began
+                    self._ask(queue)
+                if not self.left:
+                    break
+                ended = self.finished + self.diverged + len(self.errors)
+                for death in crew.replace(progressed=ended) if trouble else ():
+                    self._report("replaced", error=death)
+                if ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
+                    self._write_table()
+                time.sleep(min(max(_LOOK_SECONDS, 49 * (time.monotonic() - began)), _LONGEST_SECONDS))
+            crew.finish()
+        except BaseException:
+            crew.stop(grace_seconds)
+            self._look()  # some have ended meanwhile
+            raise
+        finally:
+            crew.stop(0.0)
+            self._write_table()
+
+    def outcome(self) -> Outcome:
+        """What the call did."""
+        seconds = time.monotonic() - self.began
+        counts = (self.finished, self.diverged, len(self.errors), self.skipped)
+        return Outcome(*counts, seconds, dict(self.errors), self.changed)
+
+    def _look(self) -> None:
+        """Take note of the runs that have ended."""
+        for run in self.left:
+            summary = read_summary(self.work.run_folder(run), run)
+            if summary is not None:
+                self.summaries[run] = summary
+                self.diverged += summary["diverged"]
+                self.finished += not summary["diverged"]
+                self._report("diverged" if summary["diverged"] else "finished", run)
+
+    def _ask(self, queue: Queue) -> None:
+        """Take note of the jobs that have failed."""
+        failed = queue.errors()
+        if not failed:
+            return
+        self._look()  # what its jobs had finished before
+        for name, reason in failed.items():
+            job = self.work.jobs.get(name)
+            for run in job.runs if job is not None else ():
+                if run not in self.summaries and run not in self.errors:
+                    self.errors[run] = reason
+                    self._report("failed", run, reason)
+
+    def _write_table(self) -> None:
+        path = self.work.folder / TABLE
+        before = path.read_bytes() if path.exists() else b""
+        failed = self.errors.keys()
+        write_rows(path, rows_of(self.sweep, self.summaries, failed, self.work.stands_for))
+        self.changed |= path.read_bytes() != before
+        self.table_at, self.tabled = time.monotonic(), self.finished + self.diverged + len(self.errors)
+
+    def _report(self, event: Happening, run: str = "", error: str = "") -> None:
+        if self.progress is not None:
+            counts = (len(self.work.runs), self.finished, self.diverged, len(self.errors), self.skipped)
+            self.progress(Status(*counts, time.monotonic() - self.began, run, event, error))
+
+
+class _Crew:
+    """The worker processes that this call has started."""
+
+    def __init__(
+        self, folder: Path, command: list[str], size: int, environment: Mapping[str, str], devices: Sequence[str]
+    ) -> None:
+        self.folder, self.command, self.size = folder, [*command, "--leash"], size
+        self.environment = dict(environment)
+        self.devices = list(devices)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.deaths = 0
+        self.progressed = 0
+
+    def start(self) -> None:
+        """Start all of them."""
+        for number in range(self.size):
+            self._start(number)
+
+    def over(self) -> bool:
+        """Whether all have ended by themselves."""
+        return all(process.poll() is not None for process in self.processes.values())
+
+    def lost(self) -> bool:
+        """Whether one has ended otherwise than well."""
+        return any(process.poll() not in (None, 0) for process in self.processes.values())
+
+    def replace(self, progressed: int) -> list[str]:
+        """Start the dead ones anew.
+
+        Args:
+            progressed: runs that have ended or failed so far.
+
+        Returns:
+            How they died.
+
+        Raises:
+            RuntimeError: they do nothing but die.
+        """
+        if progressed > self.progressed:
+            self.deaths, self.progressed = 0, progressed
+        causes = []
+        for number, process in list(self.processes.items()):
+            code = process.poll()
+            if code is None or (code == 0 and not self.over()):
+                continue
+            # All have ended well, on an empty queue, and yet something is left: let another one look again.
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            cause = f"worker {number} {how}; see {self._log(number).name}"
+            self.deaths += 1
+            if self.deaths > DEATHS * self.size or (code == 2 and progressed == 0):
+                raise RuntimeError(f"{cause}: {self._last_words(number)}")
+            causes.append(cause)
+            process.stdin.close() if process.stdin else None
+            self._start(number)
+        return causes
+
+    def finish(self, patience: float = 10.0) -> None:
+        """Let them end by themselves, now that nothing is left."""
+        deadline = time.monotonic() + patience
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+
+    def stop(self, grace_seconds: float) -> None:
+        """Ask all to end, wait, and end those that do not; safe to repeat."""
+        alive = [process for process in self.processes.values() if process.poll() is None]
+        try:
+            for process in alive:
+                process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + grace_seconds
+            for process in alive:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0.0))
+        finally:
+            for process in alive:
+                process.kill()
+                process.wait()
+            for process in self.processes.values():
+                if process.stdin is not None:
+                    with contextlib.suppress(OSError):
+                        process.stdin.close()
+
+    def _start(self, number: int) -> None:
+        environment = self.environment
+        if self.devices:
+            environment = environment | {"CUDA_VISIBLE_DEVICES": self.devices[number % len(self.devices)]}
+        try:
+            with self._log(number).open("ab") as log:
+                self.processes[number] = subprocess.Popen(  # noqa: S603 - the command is the caller's own
+                    self.command,
+                    stdin=subprocess.PIPE,  # its end tells a worker that this process is gone
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    # Ctrl-C on the terminal reaches this process only, which then stops the workers in good order.
+                    process_group=0,
+                )
+        except OSError as error:
+            words = hide_password(" ".join(self.command))
+            raise RuntimeError(f"a worker cannot be run with {words!r}: {error}") from error
+
+    def _log(self, number: int) -> Path:
+        return self.folder / f"worker-{number}.log"
+
+    def _last_words(self, number: int) -> str:
+        lines = self._log(number).read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

@@ -1,0 +1,184 @@
+"""Starting a sweep's workers on a Slurm cluster: an array of identical jobs, submitted through submitit.
+
+A worker needs nothing but the sweep's folder and its queue, so all jobs of the array run the same command, may start
+and end at any time, and may be more or fewer than there are runs to do. A job that Slurm stops, because its time is up
+or somebody more important needs the node, starts again with the same command and goes on with what it finds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twophase.base.config import UsageError
+
+if TYPE_CHECKING:
+    from submitit.helpers import DelayedSubmission
+
+LOGS = "slurm"
+_GRACE_SECONDS = 60.0
+"""How long a worker may take to save and end when its job is stopped; Slurm gives notice 90 s before."""
+_LINGER_SECONDS = 120.0
+_NAMES = {"cpus": "cpus_per_task", "gpus": "gpus_per_node", "memory": "mem", "parallel": "array_parallelism"}
+"""Our words for what submitit calls otherwise."""
+_RESTARTS = 1000
+"""How often a job may start again after its time was up; a worker without work left ends by itself."""
+
+
+class Payload:
+    """What each job of the array does: run a command and see that it ends well.
+
+    Args:
+        command: its words.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self) -> None:
+        """Run the command.
+
+        Raises:
+            RuntimeError: it ended with a status other than 0, and not because it was told to stop.
+        """
+        notice = os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
+        # Slurm announces the end of the job's time to every process, and would so kill the worker, who does not know
+        # that signal. A signal that the shell ignores stays ignored in the command.
+        words = ["/bin/sh", "-c", f"trap '' {notice}; exec \"$@\"", "sh", *self.command]
+        self._process = subprocess.Popen(words)  # noqa: S603 - the command is the caller's own
+        try:
+            status = self._process.wait()
+        finally:  # submitit ends its process by an exception
+            self._stop()
+        if status in {sign for number in (signal.SIGTERM, signal.SIGINT) for sign in (-number, 128 + number)}:
+            # Slurm has told all processes to end, perhaps in favour of a more important job. It starts only those again
+            # that are still there when their time is up.
+            time.sleep(_LINGER_SECONDS)
+        elif status != 0:
+            raise RuntimeError(f"{' '.join(self.command)}: ended with status {status}")
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Let the worker save and end, before submitit has the job started again; the same is to be started then."""
+        from submitit.helpers import DelayedSubmission  # noqa: PLC0415 - an extra
+
+        self._stop()
+        return DelayedSubmission(Payload(self.command))
+
+    def _stop(self) -> None:
+        """Tell the worker to end, once (a second signal would keep it from saving), and wait."""
+        process = self._process
+        if process is None or process.returncode is not None or self._wait(0.0):
+            return
+        process.terminate()
+        if not self._wait(_GRACE_SECONDS):
+            process.kill()
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether the worker ends in this time. Not by Popen's own wait, which this may have interrupted."""
+        assert self._process is not None
+        deadline = time.monotonic() + seconds
+        with suppress(ChildProcessError):  # its status has been collected
+            while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.05)
+        return True
+
+
+def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[str, Any]) -> list[str]:
+    """Submit workers as one job array.
+
+    Args:
+        folder: the sweep's folder, which the nodes must see under the same name; scripts and logs go to `slurm/` in it.
+        command: the words that start a worker.
+        workers: jobs in the array, >= 1.
+        options: from name to value (`--slurm-NAME VALUE`). `time` is required: minutes, or Slurm's `HH:MM:SS`,
+            `D-HH:MM` and so on. `cpus` and `gpus` are per job, `memory` is text such as `16GB`, `parallel` limits how
+            many jobs run at once; `partition`, `account` and every other option of `sbatch` keep their names, and True
+            stands for a flag.
+
+    Returns:
+        The jobs' ids, `ARRAY_INDEX` each (a single job has no index).
+
+    Raises:
+        UsageError: workers < 1, no time or one that is not written so, an option that the array needs itself; submitit
+            or Slurm's commands are not installed; Slurm refuses the jobs, or the folder cannot be written.
+    """
+    if workers < 1:
+        raise UsageError(f"--workers is {workers}; it must be a whole number >= 1")
+    parameters = _parameters(options)
+    try:
+        import submitit  # noqa: PLC0415 - an extra, and half a second that `import twophase` should not cost
+        from submitit.core.utils import FailedJobError, FailedSubmissionError  # noqa: PLC0415
+    except ImportError:
+        raise UsageError(
+            "--launcher slurm needs submitit, which is not installed; pip install 'twophase[slurm]'"
+        ) from None
+    for program in ("sbatch", "srun"):
+        if shutil.which(program) is None:
+            raise UsageError(
+                f"--launcher slurm: {program} is not found on this machine; start the sweep on a login node of the "
+                "cluster, or use --launcher local"
+            )
+    logs = Path(folder).absolute() / LOGS
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        executor = submitit.SlurmExecutor(logs, max_num_timeout=_RESTARTS)
+        known = set(executor._valid_parameters())
+        executor.update_parameters(
+            **{name: value for name, value in parameters.items() if name in known},
+            additional_parameters={
+                name.replace("_", "-"): value for name, value in parameters.items() if name not in known
+            },
+        )
+        jobs = executor.submit_array([Payload(command)] * workers)
+    except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise UsageError(
+            f"--launcher slurm: sbatch refused the jobs ({lines[-1] if lines else 'it gave no reason'}); "
+            "change the --slurm options"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
+    return [job.job_id for job in jobs]
+
+
+def _parameters(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by submitit's names; what submitit does not know keeps sbatch's."""
+    given = {name.replace("-", "_"): value for name, value in options.items() if value is not None}
+    for name in ("array", "output", "error", "signal", "open_mode"):
+        if name in given:
+            raise UsageError(
+                f"--slurm-{name.replace('_', '-')} cannot be given: the sweep sets it itself; leave it out"
+            )
+    if "time" not in given:
+        raise UsageError("--slurm-time is missing; write how long a job may take, in minutes or as 8:00:00")
+    parameters = {_NAMES.get(name, name): value for name, value in given.items()}
+    return {"job_name": "twophase-sweep"} | parameters | {"time": _minutes(parameters["time"])}
+
+
+def _minutes(value: Any) -> int:
+    """Whole minutes in a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; rounded up."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
+    if match is not None:
+        days, *parts = match.groups()
+        numbers = [int(part) for part in parts if part is not None]
+        if days is not None:
+            hours, minutes, seconds = [*numbers, 0, 0][:3]
+        elif len(numbers) == 3:
+            hours, minutes, seconds = numbers
+        else:
+            hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+        total = ((int(days or 0) * 24 + hours) * 60 + minutes) + -(-seconds // 60)
+        if total > 0:
+            return total
+    raise UsageError(f"--slurm-time {value}: not a time; write minutes, H:MM:SS or D-HH:MM, at least one minute")

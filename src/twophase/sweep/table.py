@@ -1,0 +1,464 @@
+"""Tables of a sweep: one row a cell, summaries of its arms, controls beside what they control.
+
+With several seeds, the runs that differ in nothing but the seed are one setting. Its perplexity is the arithmetic mean
+over its seeds, with their sample standard deviation as its spread; it counts as diverged when one of them diverged and
+as missing when one of them is not there: a mean over the seeds that happened to work would flatter it. Everything that
+compares settings (best, worst, geometric mean, share near the best) is computed on these means. A run that ended
+without a positive, finite perplexity has no result and counts as missing.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from twophase.base.config import UsageError
+from twophase.base.files import write_atomic
+from twophase.sweep.grid import Sweep, text_of
+
+State = Literal["finished", "diverged", "missing", "failed"]
+STATES: tuple[State, ...] = get_args(State)
+SEED = "seed"
+_BEFORE = ("arm", "run")
+_AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of", "twin_of")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cell of a sweep and what became of it.
+
+    Args:
+        arm: the cell's arm.
+        run: its run id.
+        values: from dotted path to value, for every axis of the sweep.
+        state: `finished`, `diverged` (ended early), `failed` (could not be run) or `missing` (not run yet).
+        perplexity: on held-out text, per token; None when there is none.
+        validation_loss: nats a token; None when there is none.
+        seconds: wall-clock time of the run; None when it has not ended.
+        control_of: run id of the cell whose control it is, or None.
+        twin_of: run id of the canonical run whose results these are, because it takes the same steps in exact
+            arithmetic (`twophase.sweep.plan`); None when the cell's own run was done.
+    """
+
+    arm: str
+    run: str
+    values: Mapping[str, Any]
+    state: State
+    perplexity: float | None = None
+    validation_loss: float | None = None
+    seconds: float | None = None
+    control_of: str | None = None
+    twin_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The runs of one arm that differ in the seed only, as one.
+
+    Args:
+        arm: the arm.
+        values: every axis value but the seed.
+        state: `finished` when all its runs are; else `diverged` when one is; else `missing`, failed runs included.
+        perplexity: mean over the seeds when finished, else None.
+        runs: their run ids, in order of appearance; a run that several rows share is there once.
+        spread: sample standard deviation of the perplexities, s^2 = sum (p_i - mean)^2 / (n - 1); None for one seed
+            and for a setting that is not finished.
+        seeds: the seed of each run; None in a sweep that has no axis of seeds.
+        states: what became of each run; never `failed`, which counts as missing here.
+        perplexities: of each run; None for every run that is not `finished`.
+        canonical: for each run, the run whose results these are: its `twin_of`, or itself.
+    """
+
+    arm: str
+    values: Mapping[str, Any]
+    state: State
+    perplexity: float | None
+    runs: tuple[str, ...]
+    spread: float | None
+    seeds: tuple[Any, ...]
+    states: tuple[State, ...]
+    perplexities: tuple[float | None, ...]
+    canonical: tuple[str, ...]
+
+    @property
+    def finished(self) -> int:
+        """How many seeds have finished."""
+        return self.states.count("finished")
+
+    @property
+    def diverged(self) -> int:
+        """How many seeds have diverged."""
+        return self.states.count("diverged")
+
+    @property
+    def missing(self) -> int:
+        """How many seeds have no result, failed ones included."""
+        return self.states.count("missing")
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """What one arm reached, over its settings.
+
+    Args:
+        arm: the arm.
+        settings: how many it has; `diverged` and `missing` of them are counted apart and are in no mean.
+        best: the setting with the lowest perplexity, or None.
+        geometric_mean: of the perplexities.
+        worst: the highest perplexity.
+        within: how many settings lie within the tolerance of the best of all arms.
+        share: `within / settings`; diverged and missing settings count as outside.
+    """
+
+    arm: str
+    settings: int
+    diverged: int
+    missing: int
+    best: Setting | None
+    geometric_mean: float | None
+    worst: float | None
+    within: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A control and the run whose control it is; `ratio` is the control's perplexity over that run's, or None."""
+
+    control: Row
+    of: Row
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PairSummary:
+    """The controls of one arm against what they control.
+
+    Args:
+        arm: the controls' arm.
+        pairs: how many of them could be compared; `unpaired` could not (diverged, failed or missing on either side).
+        geometric_mean: of the ratios control / controlled; above 1, the controls are worse.
+        better: pairs in which the control is better by more than the margin.
+        worse: pairs in which it is worse by more than the margin.
+    """
+
+    arm: str
+    pairs: int
+    unpaired: int
+    geometric_mean: float | None
+    better: int
+    worse: int
+
+
+def rows_of(
+    sweep: Sweep,
+    summaries: Mapping[str, Mapping[str, Any]],
+    failed: Collection[str] = (),
+    stands_for: Mapping[str, str] | None = None,
+) -> list[Row]:
+    """The rows of a sweep, in the order of its cells.
+
+    Args:
+        sweep: the sweep.
+        summaries: from run id to the valid summary of a run that is finished.
+        failed: run ids of runs that could not be run.
+        stands_for: from a cell's run id to that of the run that was done in its place, where that is another one.
+    """
+    rows = []
+    for cell in sweep.cells:
+        values, twin = sweep.values(cell), (stands_for or {}).get(cell.run_id)
+        done = cell.run_id if twin is None else twin
+        summary = summaries.get(done)
+        if summary is None:
+            state: State = "failed" if done in failed else "missing"
+            rows.append(Row(cell.arm, cell.run_id, values, state, control_of=cell.control_of, twin_of=twin))
+            continue
+        state = "diverged" if summary["diverged"] else "finished"
+        numbers = (summary["perplexity"], summary["validation_loss"], summary["seconds"])
+        rows.append(Row(cell.arm, cell.run_id, values, state, *numbers, cell.control_of, twin))
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Write `cells.csv` atomically: one row a cell, a column an axis; what is not known stays empty, never zero."""
+    paths = list(dict.fromkeys(name for row in rows for name in row.values))
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([*_BEFORE, *paths, *_AFTER])
+    for row in rows:
+        diverged = None if row.state in {"missing", "failed"} else row.state == "diverged"
+        after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of, row.twin_of]
+        writer.writerow([_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]])
+    write_atomic(path, buffer.getvalue())
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a `cells.csv`.
+
+    Axis values come back as true/false, whole numbers, numbers or text, whichever fits first; restart policies stay
+    text, and so do sets of words (`grid.words_of`). A table written before there was a column `twin_of` has no twins.
+
+    Raises:
+        UsageError: the file is missing, is not UTF-8 text, is no table of cells, or holds none.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            lines = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
+    rows, faults = _parsed(path, lines)
+    if faults:
+        raise UsageError(f"{path}: is damaged ({faults[0]}); repeat the sweep's command to write it again")
+    if not rows:  # a sweep has cells, and a table has a line for each from its beginning
+        raise UsageError(f"{path}: holds no cells, only their header; repeat the sweep's command to write it again")
+    return rows
+
+
+def read_sound_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a damaged `cells.csv` that are sound, and a few words on each that is not.
+
+    Raises:
+        UsageError: the file is missing, or its first line is not that of a table of cells.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+            # A quote that is never closed would swallow what comes after: each line by itself.
+            lines = [next(csv.reader([line]), []) for line in file.read().replace("\0", "").splitlines()]
+    except (OSError, csv.Error) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
+    return _parsed(path, lines)
+
+
+def _parsed(path: Path, lines: Sequence[list[str]]) -> tuple[list[Row], list[str]]:
+    header = lines[0] if lines else []
+    if tuple(header[: len(_BEFORE)]) != _BEFORE or not any(
+        tuple(header[-len(after) :]) == after for after in (_AFTER, _AFTER[:-1])
+    ):
+        raise UsageError(f"{path}: is not a table of cells; repeat the sweep's command to write it again")
+    rows: list[Row] = []
+    faults: list[str] = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            if len(line) != len(header):
+                raise ValueError(f"has {len(line)} of {len(header)} values")
+            rows.append(_row(dict(zip(header, line, strict=True))))
+        except ValueError as error:
+            faults.append(f"line {number}: {error}")
+    return rows, faults
+
+
+def settings(rows: Iterable[Row]) -> list[Setting]:
+    """The rows with the seeds of a setting taken together, in order of first appearance."""
+    groups: dict[tuple[str, tuple[tuple[str, Any], ...]], list[Row]] = {}
+    for row in rows:
+        key = tuple((path, value) for path, value in row.values.items() if path != SEED)
+        groups.setdefault((row.arm, key), []).append(row)
+    return [_setting(arm, dict(key), group) for (arm, key), group in groups.items()]
+
+
+def best_of(rows: Iterable[Row]) -> float | None:
+    """The lowest perplexity of a finished setting (mean over its seeds), or None when nothing has finished."""
+    return min((s.perplexity for s in settings(rows) if s.perplexity is not None), default=None)
+
+
+def arms_summary(rows: Sequence[Row], within: float = 0.25) -> list[ArmSummary]:
+    """Each arm's best, geometric mean, worst and share of settings near the best of ALL arms, in order of appearance.
+
+    Args:
+        rows: of the whole sweep; with several seeds, settings are compared by their mean over the seeds.
+        within: relative distance from the best of all that still counts as near, 0.25 for 25 %.
+    """
+    best = best_of(rows)
+    bound = -math.inf if best is None else best * (1 + within)
+    arms: dict[str, list[Setting]] = {}
+    for setting in settings(rows):
+        arms.setdefault(setting.arm, []).append(setting)
+    summaries = []
+    for arm, group in arms.items():
+        finished = [setting for setting in group if setting.perplexity is not None]
+        values = [setting.perplexity for setting in finished if setting.perplexity is not None]
+        near = sum(value <= bound for value in values)
+        summaries.append(
+            ArmSummary(
+                arm,
+                len(group),
+                sum(setting.state == "diverged" for setting in group),
+                sum(setting.state == "missing" for setting in group),
+                finished[values.index(min(values))] if values else None,
+                geometric_mean(values),
+                max(values, default=None),
+                near,
+                near / len(group),
+            )
+        )
+    return summaries
+
+
+def pairs(rows: Sequence[Row]) -> list[Pair]:
+    """Each control beside the run that it controls (one pair a seed), in the order of the controls."""
+    by_run = {row.run: row for row in rows}
+    return [
+        Pair(row, by_run[row.control_of], _ratio(row, by_run[row.control_of]))
+        for row in rows
+        if row.control_of is not None and row.control_of in by_run
+    ]
+
+
+def pairs_summary(paired: Iterable[Pair], margin: float = 0.05) -> list[PairSummary]:
+    """Per arm of controls: the geometric mean of the ratios, and how many controls are clearly better or worse.
+
+    Args:
+        paired: the pairs; every seed counts as a pair of its own.
+        margin: a ratio above `1 + margin` is worse, one below `1 / (1 + margin)` better.
+    """
+    arms: dict[str, list[float | None]] = {}
+    for pair in paired:
+        arms.setdefault(pair.control.arm, []).append(pair.ratio)
+    summaries = []
+    for arm, ratios in arms.items():
+        known = [ratio for ratio in ratios if ratio is not None]
+        better = sum(ratio < 1 / (1 + margin) for ratio in known)
+        worse = sum(ratio > 1 + margin for ratio in known)
+        mean = geometric_mean(known)
+        summaries.append(PairSummary(arm, len(known), len(ratios) - len(known), mean, better, worse))
+    return summaries
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """The geometric mean of positive numbers, None when there are none.
+
+    >>> geometric_mean([2.0, 8.0])
+    4.0
+    """
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
+
+
+def readable(value: float | None) -> str:
+    """A result in about three digits; empty for None.
+
+    >>> readable(7.6712), readable(15.384), readable(131.2), readable(None)
+    ('7.67', '15.4', '131', '')
+    """
+    if value is None:
+        return ""
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f}" if value < 10000 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+
+
+def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdown: bool = False) -> str:
+    """A table for reading: columns aligned, numbers to the right; None is an empty cell.
+
+    Args:
+        header: names of the columns.
+        rows: their values; numbers that need rounding come as text.
+        markdown: write a Markdown table.
+
+    >>> print(format_table(["arm", "best"], [["a", "7.67"], ["long", "13.90"]]))
+    arm    best
+    a      7.67
+    long  13.90
+    """
+    body = [[_text(item) for item in row] for row in rows]
+    widths = [max(len(line[i]) for line in [list(header), *body]) for i in range(len(header))]
+    right = [bool(body) and all(_reads_as_number(line[i]) for line in body) for i in range(len(header))]
+    edge, between = ("| ", " | ") if markdown else ("", "  ")
+    lines = [
+        edge
+        + between.join(
+            item.rjust(width) if to_right else item.ljust(width)
+            for item, width, to_right in zip(line, widths, right, strict=True)
+        )
+        + edge[::-1]
+        for line in [list(header), *body]
+    ]
+    if markdown:
+        rule = [
+            "-" * (max(width, 3) - 1) + (":" if to_right else "-")
+            for width, to_right in zip(widths, right, strict=True)
+        ]
+        lines.insert(1, edge + between.join(rule) + edge[::-1])
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setting:
+    # Two cells of an arm may be one run; its result must not count twice.
+    once = list({(row.run, row.values.get(SEED)): row for row in group}.values())
+    perplexities = tuple(_result(row) for row in once)
+    known = [value for value in perplexities if value is not None]
+    states: tuple[State, ...] = tuple(
+        "finished" if value is not None else "diverged" if row.state == "diverged" else "missing"
+        for row, value in zip(once, perplexities, strict=True)
+    )
+    state: State = "finished" if len(known) == len(once) else "diverged" if "diverged" in states else "missing"
+    return Setting(
+        arm,
+        values,
+        state,
+        math.fsum(known) / len(known) if state == "finished" else None,
+        tuple(row.run for row in once),
+        statistics.stdev(known) if state == "finished" and len(known) > 1 else None,
+        tuple(row.values.get(SEED) for row in once),
+        states,
+        perplexities,
+        tuple(row.twin_of or row.run for row in once),
+    )
+
+
+def _result(row: Row) -> float | None:
+    """The perplexity of a run that finished with one."""
+    known = row.state == "finished" and row.perplexity is not None and 0 < row.perplexity < math.inf
+    return row.perplexity if known else None
+
+
+def _ratio(control: Row, of: Row) -> float | None:
+    above, below = _result(control), _result(of)
+    return None if above is None or below is None else above / below
+
+
+def _row(record: dict[str, str]) -> Row:
+    if record["state"] not in STATES:
+        raise ValueError(f"the state {record['state']!r} is not one of {', '.join(STATES)}")
+    state = cast(State, record["state"])
+    axes = {path: _value(path, text) for path, text in record.items() if path not in {*_BEFORE, *_AFTER}}
+    perplexity, loss, seconds = (_number(record[name]) for name in ("perplexity", "validation_loss", "seconds"))
+    control_of, twin_of = record["control_of"] or None, record.get("twin_of") or None
+    return Row(record["arm"], record["run"], axes, state, perplexity, loss, seconds, control_of, twin_of)
+
+
+def _value(path: str, text: str) -> Any:
+    if text in {"", "true", "false"}:
+        return {"": None, "true": True, "false": False}[text]
+    if path.rpartition(".")[2] == "restart":
+        return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _text(item: Any) -> str:
+    if item is None:
+        return ""
+    if isinstance(item, tuple):
+        return text_of(item)
+    return str(item).lower() if isinstance(item, bool) else repr(item) if isinstance(item, float) else str(item)
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text.removesuffix("%").strip() or "0")
+    except ValueError:
+        return False
+    return True

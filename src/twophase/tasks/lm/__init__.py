@@ -1,0 +1,1 @@
+"""A small Llama on text: model, loss, corpus, evaluation, export."""

@@ -1,0 +1,139 @@
+"""The tokenizer of an exported run: that of its token shards, or one that gives the ids of `char` and `bytes`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twophase.base.config import UsageError
+from twophase.tasks.lm.corpus import TOKENS
+from twophase.tasks.lm.tokens import vocabulary
+from twophase.text.meta import META, TOKENIZER, read_meta
+from twophase.training.config import VOCABULARY_SIZES, TrainConfig
+
+
+def text_tokenizer(name: str, max_length: int) -> Any:
+    """A `transformers.PreTrainedTokenizerFast` that gives the ids of a vocabulary of `twophase.tasks.lm.tokens`.
+
+    It has no special tokens, so every text means itself. Lone surrogates, which are no text to it, it refuses.
+
+    Args:
+        name: `char` or `bytes`.
+        max_length: what it warns beyond, in tokens.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415 - optional
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - an optional package, and slow to import
+
+    if name == "bytes":
+        # One token a byte and nothing to merge; the model sees each byte as a character that can be printed.
+        made = Tokenizer(
+            models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[])
+        )
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = decoders.ByteLevel()
+    else:
+        characters = vocabulary(name).decode(range(VOCABULARY_SIZES[name]))
+        made = Tokenizer(
+            models.BPE(vocab={character: number for number, character in enumerate(characters)}, merges=[])
+        )
+        replacements = [("\t", "    "), ("\r\n", "\n"), (Regex(r"[^ -~\n]"), "?")]  # in the order of Vocabulary.encode
+        made.normalizer = normalizers.Sequence([normalizers.Replace(old, new) for old, new in replacements])
+        made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, clean_up_tokenization_spaces=False, model_max_length=max_length
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The character by which byte-level tokenizers write each byte.
+
+    Source: Radford et al., "Language models are unsupervised multitask learners" (2019), the released code's table.
+    """
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What is known of the tokenizer: its name, number of ids, and the ids that begin and end a text."""
+
+    name: str | None = None
+    size: int = 0
+    begin: int | None = None
+    end: int | None = None
+
+
+def tokenizer_source(config: TrainConfig, env: Mapping[str, Any], data: Path | None) -> Path | None:
+    """The folder of token shards whose tokenizer is to be copied; None for text, and for shards without a tokenizer."""
+    corpus = config.data.corpus
+    if not corpus.startswith(TOKENS):
+        if data is not None:
+            raise UsageError(
+                f"--data {data}: the run read text with --data.vocabulary {config.data.vocabulary}, so there are no "
+                "token shards to name; leave --data out"
+            )
+        return None
+    recorded = env.get("corpus")
+    recorded = recorded if isinstance(recorded, dict) else {}
+    known = recorded.get("tokenizer_sha256")
+    folder = data or Path(os.path.expanduser(corpus.removeprefix(TOKENS)))  # noqa: PTH111 - Path's raises
+    if not (folder / META).is_file() and data is None:
+        if known is None and (recorded or folder.exists()):
+            return None  # .bin files, which do not name their tokenizer
+        raise UsageError(
+            f"{folder}: the token shards that the run was trained on are not there any more, and the tokenizer is with "
+            "them; name their folder with --data DIR, or write the model only with --no-tokenizer"
+        )
+    meta = read_meta(folder)
+    if known is not None and meta.tokenizer_sha256 != known:
+        raise UsageError(
+            f"{folder}: was made with the tokenizer {meta.tokenizer} ({meta.tokenizer_sha256[:12]}), and the run was "
+            f"trained with {recorded.get('tokenizer', 'another')} ({str(known)[:12]}); name the run's own token shards "
+            "with --data DIR, or write the model only with --no-tokenizer"
+        )
+    if not (folder / TOKENIZER).is_dir():
+        raise UsageError(
+            f"{folder}: its {TOKENIZER}/ is missing; prepare the folder again, name a copy with --data DIR, or write "
+            "the model only with --no-tokenizer"
+        )
+    return folder
+
+
+def write_tokenizer(folder: Path, config: TrainConfig, source: Path | None, rows: int) -> Ids:
+    """Write the tokenizer's files.
+
+    Args:
+        folder: where.
+        config: the run.
+        source: the folder of token shards, or None.
+        rows: of the model's embedding.
+    """
+    if source is None and config.data.corpus.startswith(TOKENS):
+        return Ids()
+    if source is None:
+        made = text_tokenizer(config.data.vocabulary, config.data.sequence_length)
+        made.save_pretrained(folder)
+        return Ids(config.data.vocabulary, len(made))
+    meta = read_meta(source)
+    if meta.vocabulary_size > rows:
+        raise UsageError(
+            f"{source}: its tokenizer has {meta.vocabulary_size:,} ids, and the run's model {rows:,}; name the folder "
+            "of the run's own token shards with --data DIR"
+        )
+    shutil.copytree(source / TOKENIZER, folder, dirs_exist_ok=True)
+    from transformers import AutoTokenizer  # noqa: PLC0415 - an optional package, and slow to import
+
+    try:
+        read = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever its many readers raise
+        fault = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"{source / TOKENIZER} cannot be read ({fault}); prepare the folder again, or write the model only with "
+            "--no-tokenizer"
+        ) from None
+    return Ids(meta.tokenizer, meta.vocabulary_size, read.bos_token_id, meta.end_of_text)

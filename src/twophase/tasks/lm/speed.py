@@ -1,0 +1,82 @@
+"""How fast a run is: tokens a second, and floating-point operations by both countings (no torch here)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from twophase.training.config import ModelConfig
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of training on one token, forward and backward.
+
+    Args:
+        causal: with the attention that a causal model needs, half of the square; what is compared with a matrix
+            product of the same device.
+        palm: with the whole square, as the PaLM paper counts; what the literature calls MFU divides it by the
+            datasheet's peak.
+    """
+
+    causal: float
+    palm: float
+
+
+def flops_per_token(model: ModelConfig, vocabulary_size: int, length: int) -> Flops:
+    """Operations a token: 6 a weight of every matrix product, and attention.
+
+        palm = 6 (n_blocks + n_head) + 12 layers hidden length,     causal = palm - 6 layers hidden length
+
+    A multiply-add counts 2, the backward pass twice the forward; the embedding's look-up, norms and recomputation do
+    not count.
+
+    Args:
+        model: sizes.
+        vocabulary_size: rows of the head.
+        length: tokens of a sequence.
+
+    Source: Chowdhery et al., "PaLM" (2022), appendix B.
+
+    >>> paper = ModelConfig(layers=12, hidden_size=1024, intermediate_size=2688, heads=16)
+    >>> [round(count / 1e9, 3) for count in flops_per_token(paper, 32000, 2048)]
+    [1.244, 1.395]
+    """
+    products = matrix_count(model) + vocabulary_size * model.hidden_size
+    square = 12.0 * model.layers * model.hidden_size * length
+    return Flops(6 * products + square / 2, 6 * products + square)
+
+
+def matrix_count(model: ModelConfig) -> int:
+    """Weights of the blocks' matrices."""
+    size = model.hidden_size
+    kv = (model.kv_heads or model.heads) * size // model.heads
+    return model.layers * (size * (size + 2 * kv) + size * size + 3 * size * model.intermediate_size)
+
+
+def parameter_count(model: ModelConfig, vocabulary_size: int) -> int:
+    """All parameters: blocks, norms, embedding, and the head unless it is the embedding.
+
+    >>> parameter_count(ModelConfig(layers=12, hidden_size=1024, intermediate_size=2688, heads=16), 32000)
+    214983680
+    """
+    tables = 1 if model.tie_embeddings else 2
+    norms = (2 * model.layers + 1) * model.hidden_size
+    return matrix_count(model) + norms + tables * vocabulary_size * model.hidden_size
+
+
+def rates(flops: Flops, tokens: int, seconds: float) -> dict[str, float]:
+    """A stretch of training in numbers, for `steps.jsonl`.
+
+    Args:
+        flops: operations a token.
+        tokens: that this process trained on in the stretch.
+        seconds: that it took, everything included.
+
+    Returns:
+        `tokens_per_second`, `flops_per_second` (causal) and `flops_per_second_palm`.
+    """
+    rate = tokens / seconds if seconds > 0 else 0.0
+    return {
+        "tokens_per_second": rate,
+        "flops_per_second": rate * flops.causal,
+        "flops_per_second_palm": rate * flops.palm,
+    }

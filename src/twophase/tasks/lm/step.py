@@ -1,0 +1,364 @@
+"""How a process computes losses and gradients: pieces of the batch, compiled code, attention kernels.
+
+One `Step` serves all replicas and runs of a process, so code is compiled once. What it decides for itself, from the
+memory and the machine at hand, changes the last bits of a run; so the decisions are plain values that a checkpoint
+keeps and a resumed run takes over.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from twophase.base.config import UsageError
+from twophase.diloco.comm import Communicator, SingleProcess
+from twophase.tasks.lm.attention import DTYPES, activate, attention_kernel, choose
+from twophase.tasks.lm.loss import pieces_bytes
+from twophase.tasks.lm.model import Llama
+from twophase.tasks.lm.speed import matrix_count, parameter_count
+from twophase.training.config import TrainConfig
+
+T = TypeVar("T")
+_log = logging.getLogger("twophase")
+_COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame", "triton.compiler")
+"""Modules that run while code is compiled, and not while compiled code runs."""
+_CPU_IS_FULL = "can't allocate memory"
+_USABLE_SHARE = 0.85
+"""Of the memory at hand; the rest is for what the estimate does not know."""
+
+
+class Step:
+    """Forward and backward of a batch, for any model of one configuration on one device.
+
+    Args:
+        config: the run.
+        vocabulary_size: of its model.
+        device: where it trains.
+        replicas: of this process; their optimizers' memory is left free.
+        communicator: the processes of the run, which use the same attention kernel.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        vocabulary_size: int,
+        device: torch.device,
+        replicas: int,
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.config = config
+        self.vocabulary_size = vocabulary_size
+        self.device = device
+        self.replicas = replicas
+        self.comm = communicator or SingleProcess()
+        self.chosen: dict[str, Any] = {}
+        """`micro_batch` and `attention`, from the first step on; plain values, for checkpoint and record."""
+        self._loss = compiled_loss(autotune=config.compute.autotune) if config.compute.compile else loss
+        self._refused: frozenset[str] = frozenset()
+
+    def gradients(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Add the gradient of the mean loss to `.grad`, piece by piece, without waiting for the device.
+
+        A device that runs out of memory makes the pieces smaller, for good, unless their size was given.
+
+        Args:
+            model: with gradients that are None.
+            tokens: (batch, length) int64 on the device.
+            targets: likewise.
+
+        Returns:
+            The mean loss in nats a token, a scalar on the device.
+
+        Raises:
+            UsageError: out of memory with pieces that cannot be made smaller, or code that cannot be compiled.
+        """
+        self._choose(tokens.shape)
+        return self._until_it_fits(lambda: self._pass(model, tokens, targets), model)
+
+    @torch.no_grad()
+    def loss(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of some sequences, forward only and piece by piece; a scalar on the device."""
+        # For a training step's batch, whatever is evaluated here: a replica that comes late may probe before it trains,
+        # and pieces of 3 that were chosen for a probe of 3 would be kept for batches of 8, which they do not divide.
+        self._choose(torch.Size((self.config.data.batch_size, tokens.shape[1])))
+        batch = len(tokens)
+
+        def mean() -> Tensor:
+            micro, total = self.chosen["micro_batch"], torch.zeros((), device=self.device)
+            for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
+                total += self._loss(model, inputs, wanted, self.chosen["attention"]) * (len(inputs) / batch)
+            return total
+
+        return self._until_it_fits(mean, model)
+
+    @torch.no_grad()
+    def nats(self, model: Llama, tokens: Tensor, targets: Tensor) -> float:
+        """The sum of the losses of many sequences, forward only, in a training step's pieces; waits for the device.
+
+        Pieces have the training step's shape, for which compiled code needs one more graph (without gradients) and no
+        other however many sequences there are: what is left over at their end runs as it is written.
+        """
+        self._choose_micro_batch(self.config.data.batch_size)
+
+        def total() -> Tensor:
+            # Only the process that evaluates is here, so nothing may be agreed on: before the first step torch chooses.
+            micro, attention = self.chosen["micro_batch"], self.chosen.get("attention", "default")
+            sums = []
+            for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
+                value = (self._loss if len(inputs) == micro else loss)(model, inputs, wanted, attention)
+                sums.append(value.double() * wanted.numel())
+            return torch.stack(sums).sum()
+
+        return self._until_it_fits(total, model).item()
+
+    def _until_it_fits(self, compute: Callable[[], T], model: Llama) -> T:
+        """The result of a computation, which is repeated in smaller pieces, or with other kernels, where it fails."""
+        while True:
+            try:
+                activate(self.chosen.get("attention", "default"))
+                return compute()
+            except Exception as error:
+                cause = getattr(error, "inner_exception", error)  # what a backend of the compiler raised
+                reason, full = first_line(cause), is_out_of_memory(cause)
+                if not full:
+                    if not _while_compiling(error):
+                        raise
+                    if not self._another_kernel(reason):
+                        raise UsageError(
+                            f"--compute.compile: the compiler failed ({reason}); a CPU needs a C++ compiler (package "
+                            "g++), a GPU triton, which comes with torch; or train without: --compute.no-compile"
+                        ) from error
+            # Outside the handler: the exception holds on to everything that the pass had allocated.
+            model.zero_grad()
+            if full:
+                self._shrink(reason)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _pass(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+        micro, batch = self.chosen["micro_batch"], len(tokens)
+        # Around the backward pass, too: what is recomputed there must meet the same kernel.
+        with attention_kernel(self.chosen["attention"]):
+            if micro == batch:  # no scale, no sum: a whole batch has exactly its own loss
+                value = self._loss(model, tokens, targets, self.chosen["attention"])
+                value.backward()
+                return value.detach()
+            total = torch.zeros((), device=self.device)
+            for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
+                value = self._loss(model, inputs, wanted, self.chosen["attention"]) * (micro / batch)
+                value.backward()
+                total += value.detach()
+            return total
+
+    def _shrink(self, reason: str) -> None:
+        micro, data = self.chosen["micro_batch"], self.config.data
+        smaller = [size for size in divisors(data.batch_size) if size < micro]
+        if self.config.compute.micro_batch:
+            remedy = "give a smaller one, or 0 for as many as the memory holds"
+        elif not smaller:
+            remedy = (
+                f"not even one sequence of --data.sequence-length {data.sequence_length} fits; give shorter ones, "
+                "--compute.recompute, --compute.precision bf16-mixed, a smaller model, or fewer replicas a process"
+            )
+        else:
+            self.chosen["micro_batch"] = smaller[-1]
+            _log.warning(
+                "--compute.micro-batch: %d sequences at a time do not fit on %s (%s); going on with %d%s",
+                micro,
+                self.device,
+                reason,
+                smaller[-1],
+                ", for which the step is compiled anew" * self.config.compute.compile,
+            )
+            return
+        raise UsageError(
+            f"--device {self.config.device}: out of memory at --compute.micro-batch {micro} ({reason}); {remedy}. "
+            "What the run has saved is intact"
+        )
+
+    def _choose(self, shape: torch.Size) -> None:
+        """Fill in what has not been decided yet."""
+        self._choose_micro_batch(shape[0])
+        if "attention" not in self.chosen:
+            if self.device.type != "cuda":
+                self.chosen["attention"] = "default"
+                return
+            shape = torch.Size((self.chosen["micro_batch"], shape[1]))
+            self.chosen["attention"] = choose(self.config, shape, self.device, self.comm, self._refused)
+
+    def _choose_micro_batch(self, batch: int) -> None:
+        if "micro_batch" not in self.chosen:
+            self.chosen["micro_batch"] = self.config.compute.micro_batch or self._largest_that_fits(batch)
+
+    def _another_kernel(self, reason: str) -> bool:
+        """After code that could not be compiled, choose another attention kernel, if there is one to be chosen."""
+        name, compute = self.chosen.get("attention", "default"), self.config.compute
+        # With other processes, which have compiled theirs, a second choice would be a collective that they do not join.
+        alone = self.comm.elastic or self.comm.size == 1
+        if not alone or compute.attention != "auto" or name == "default":
+            return False
+        self._refused |= {name}
+        del self.chosen["attention"]
+        self._choose(torch.Size((self.config.data.batch_size, self.config.data.sequence_length)))
+        _log.warning(
+            "--compute.attention: the step does not compile with %s (%s); trying %s",
+            name,
+            reason,
+            self.chosen["attention"],
+        )
+        return True
+
+    def _largest_that_fits(self, batch: int) -> int:
+        """The largest divisor of the batch whose activations should fit; what does not is found out by trying."""
+        room = memory_bytes(self.device) * _USABLE_SHARE
+        numel = parameter_count(self.config.model, self.vocabulary_size)
+        # float32: a replica's parameters and two moments; one gradient; anchor, pseudo-gradient and outer buffer.
+        room -= 4 * numel * (3 * self.replicas + 4)
+        config, vocabulary = self.config, self.vocabulary_size
+        return max((size for size in divisors(batch) if activation_bytes(config, vocabulary, size) <= room), default=1)
+
+
+def loss(model: Llama, tokens: Tensor, targets: Tensor, attention: str) -> Tensor:
+    """The loss of a model: a function of the model, so that compiled code belongs to no single one.
+
+    The attention kernel is chosen inside, because compiled code and its caches know of nothing else: with the choice
+    made outside, code that was compiled for one kernel is taken for another, even by a later process.
+    """
+    with attention_kernel(attention):
+        return model.loss(tokens, targets)
+
+
+@cache
+def compiled_loss(*, autotune: bool = False) -> Callable[[Llama, Tensor, Tensor, str], Tensor]:
+    """`loss`, compiled for exact shapes, which is markedly faster than for variable ones; one for the process.
+
+    Args:
+        autotune: whether the compiler times several versions of each product and kernel, which takes minutes once.
+    """
+    options: dict[str, Any] = {"dynamic": False, "fullgraph": True}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in older versions
+        options["recompile_limit"] = 256  # a sweep may bring many shapes, one after the other
+    if autotune:
+        options["mode"] = "max-autotune-no-cudagraphs"
+    return torch.compile(loss, **options)
+
+
+@contextmanager
+def room_for(what: str, config: TrainConfig) -> Iterator[None]:
+    """Say what does not fit on the device, and what to do, where memory runs out within."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"--device {config.device}: out of memory for {what} ({first_line(error)}); use a device with more memory, "
+            "a smaller model, more processes with fewer replicas each, or --device cpu. What the run has saved is "
+            "intact"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says first, or its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or a CPU, for which torch has no exception of its own, is out of memory."""
+    return isinstance(error, torch.OutOfMemoryError) or _CPU_IS_FULL in str(error)
+
+
+def _while_compiling(error: BaseException) -> bool:
+    """Whether an exception, of whatever type, comes from a compiler: its own, or raised while it ran."""
+    if type(error).__module__.startswith(("torch._inductor", "torch._dynamo", "triton.")):
+        return True
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals.get("__name__", "").startswith(_COMPILER):
+            return True
+        frame = frame.tb_next
+    return False
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number >= 1, from 1 to itself.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def activation_bytes(config: TrainConfig, vocabulary_size: int, sequences: int) -> int:
+    """About how much memory some sequences take between forward and backward pass, at its peak.
+
+    On a GPU, saved per token and layer: the inputs of every product and nonlinearity, which are 5 hidden vectors (two
+    of the residual stream, two norms, attention), 3 intermediate ones, and those of query, key and value twice: rotated
+    query and key, and the whole product of which the value is a view. As written, not compiled, also SiLU's result and
+    what the norms keep in float32. Recomputation saves a hidden vector a layer. Outside the layers: the last norm and
+    the loss's gradient, and the weights cast for the products. In flight, the larger of the logits' pieces and what the
+    backward pass of a layer makes: the layer in full where it is recomputed, and gradients.
+
+    Measured on fake CUDA tensors this is right to 4 %. On a CPU, where little is fused, it is cruder.
+
+    Args:
+        config: the run; its device says which formula.
+        vocabulary_size: of the model.
+        sequences: of a forward pass.
+    """
+    model, compute, length = config.model, config.compute, config.data.sequence_length
+    size = 2 if compute.precision == "bf16-mixed" else 4
+    kv = (model.kv_heads or model.heads) / model.heads
+    hidden, inner, tokens = model.hidden_size, model.intermediate_size, sequences * length
+    if torch.device(config.device).type == "cpu":
+        layer = ((6 + 2 * kv) * hidden + 3 * inner) * (1 if compute.compile else 2)
+        values = model.layers * hidden + layer if compute.recompute else model.layers * layer
+        head = min(vocabulary_size, 4096) * 4  # logits exist in pieces
+        return sequences * int(length * (values * size + 4 * hidden * size + head))
+    layer = ((7 + 3 * kv) * hidden + 3 * inner) * size + 4 * (model.heads + 2)
+    in_flight = 0.0
+    if not compute.compile:
+        layer += inner * size + 2 * (8 - size) * hidden
+        in_flight = 5 * inner * size
+    saved = model.layers * layer
+    if compute.recompute:
+        saved = model.layers * hidden * size
+        in_flight = layer + (in_flight or 0.3 * layer)
+    weights = 10 * vocabulary_size * hidden + (matrix_count(model) * size if size == 2 else 0)
+    logits = pieces_bytes(tokens, vocabulary_size, size, compiled=compute.compile)
+    return math.ceil(tokens * (saved + 2 * hidden * size) + weights + max(tokens * in_flight, logits))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of a device or of this machine: all of it, free or not, so that the same machine decides alike."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_repeatable(config: TrainConfig, device: torch.device) -> None:
+    """On a GPU, let torch use any kernel or, under `--deterministic`, those that give the same bits every time only."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        torch.use_deterministic_algorithms(config.deterministic)
+        # What this fills is for finding faults, and costs time.
+        deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def model_of(config: TrainConfig, vocabulary_size: int, device: torch.device) -> Llama:
+    """A model of a configuration, freshly drawn, on a device."""
+    compute = config.compute
+    dtype = DTYPES[compute.precision]
+    model = Llama(config.model, vocabulary_size, seed=config.seed, compute_dtype=dtype, recompute=compute.recompute)
+    return model.to(device)

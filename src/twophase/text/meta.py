@@ -1,0 +1,120 @@
+"""`meta.json`: what a folder of token shards holds, and how to tell that it still does.
+
+    DIR/meta.json               this
+    DIR/train-00000.bin …       token ids, little-endian, nothing else in the file (so nanoGPT reads them too)
+    DIR/validation-00000.bin …
+    DIR/token_bytes.npy         (vocabulary_size,) UTF-8 bytes that each id stands for; 0 for the end of a text
+    DIR/tokenizer/              what turns text into these ids: a Hugging Face folder
+
+`meta.json` is written last and atomically: a folder is whole if and only if it validates. Documents follow each other,
+each ended by the id `end_of_text`, and never cross the border of two shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from twophase.base.config import UsageError
+from twophase.base.files import write_atomic
+
+META = "meta.json"
+TOKEN_BYTES = "token_bytes.npy"  # noqa: S105 - no secret
+TOKENIZER = "tokenizer"
+FORMAT = 1
+DTYPES = {"uint16": 2, "uint32": 4}
+"""Types of token ids, and their bytes."""
+TRAIN, VALIDATION = "train", "validation"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of token ids.
+
+    Args:
+        file: its name inside the folder.
+        tokens: number of ids in it.
+        documents: number of documents in it.
+        text_bytes: UTF-8 bytes of their text.
+        largest: the largest id in it.
+        sha256: of the file, hexadecimal.
+    """
+
+    file: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    largest: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A folder of token shards.
+
+    Args:
+        tokenizer: its name for people: `mistral`, `bytes`, `bpe`, or a Hugging Face id or folder.
+        tokenizer_sha256: of what decides the ids, hexadecimal; equal tokenizers have equal hashes.
+        vocabulary_size: number of ids.
+        end_of_text: the id that ends every document.
+        dtype: a key of `DTYPES`.
+        source: what the text was, as plain values for the record.
+        splits: from `train` and `validation` to their shards, in order.
+    """
+
+    tokenizer: str
+    tokenizer_sha256: str
+    vocabulary_size: int
+    end_of_text: int
+    dtype: str
+    source: Mapping[str, Any]
+    splits: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict)
+
+    def tokens(self, split: str) -> int:
+        """Number of token ids of a split."""
+        return sum(shard.tokens for shard in self.splits.get(split, ()))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what a run sees of this folder: the tokenizer and every shard's content, in order."""
+        seen = [self.tokenizer_sha256, self.dtype, self.end_of_text]
+        shards = {split: [shard.sha256 for shard in shards] for split, shards in sorted(self.splits.items())}
+        return hashlib.sha256(json.dumps([seen, shards], sort_keys=True).encode()).hexdigest()
+
+
+def write_meta(folder: Path, meta: Meta) -> None:
+    """Declare a folder whole."""
+    write_atomic(folder / META, json.dumps({"format": FORMAT, **asdict(meta)}, indent=1) + "\n")
+
+
+def read_meta(folder: Path) -> Meta:
+    """What a folder holds.
+
+    Raises:
+        UsageError: no `meta.json`, a damaged one, or one of a newer format.
+    """
+    path = folder / META
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.pop("format") > FORMAT:
+            raise UsageError(f"{path} is of a newer format than this version reads; install a newer twophase")
+        splits = {name: tuple(Shard(**shard) for shard in shards) for name, shards in record.pop("splits").items()}
+        meta = Meta(**record, splits=splits)
+        if meta.dtype not in DTYPES:
+            raise ValueError(f"dtype {meta.dtype!r}")
+    except FileNotFoundError:
+        raise UsageError(
+            f"{folder} holds no {META}; it is no finished folder of token shards; make one with "
+            f"`twophase data prepare … --out {folder}` (repeat the command if it was interrupted)"
+        ) from None
+    except NotADirectoryError:
+        raise UsageError(f"{folder} is a file; name the folder that `twophase data prepare` made") from None
+    except UsageError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged ({error}); prepare the folder again") from None
+    return meta

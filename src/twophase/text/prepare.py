@@ -1,0 +1,435 @@
+"""Text to a folder of token shards, once: streamed, resumable after any kill, in memory that no corpus can fill.
+
+    DIR/.preparing.json     while it is being made: the request, the place in the source, what counts of open shards
+    DIR/.tmp-train-00003.bin  an open shard
+    DIR/tokenizer/          first of all, so that a resumed command has the same one
+
+A state is saved after every shard, and every half minute. What is prepared depends on the documents and the request
+alone, not on where it was interrupted: resumed and uninterrupted folders are equal byte for byte.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twophase.base.config import UsageError, differences, fingerprint
+from twophase.base.files import TEMPORARY, write_atomic
+from twophase.base.progress import meter
+from twophase.text.meta import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta, write_meta
+from twophase.text.sources import BATCH_BYTES, Batch, File, batches, find
+from twophase.text.tokenizer import OURS, SMALLEST_BPE, Ids, Tokenizer, load_tokenizer, train_bpe
+from twophase.text.writer import Splits
+
+STATE = ".preparing.json"
+SAVE_SECONDS = 30.0
+_BPE = "bpe:"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be prepared.
+
+    Args:
+        sources: files, folders, patterns, or `c4` for allenai/c4 on the hub.
+        out: folder of the shards.
+        kind: `auto` (by the names of files), `json`, `parquet` or `text`.
+        tokenizer: `mistral`, `bytes`, `bpe:SIZE`, a folder, or a Hugging Face id.
+        end_of_text: token that ends a document, where the tokenizer names none.
+        tokens: training ids at which to stop, at the end of a document; None for all text.
+        validation: sources of the validation split; without, C4's own, else a share of the documents.
+        held_out: share of the documents that validate, in [0, 1), chosen by a hash of their text.
+        validation_tokens: validation ids at which to stop; None for all.
+        column: name of the text in JSON and Parquet.
+        shard_tokens: ids of a shard, at least.
+        train_bytes: bytes of text that a `bpe:SIZE` learns from.
+    """
+
+    sources: tuple[str, ...]
+    out: Path
+    kind: str = "auto"
+    tokenizer: str = "mistral"
+    end_of_text: str | None = None
+    tokens: int | None = None
+    validation: tuple[str, ...] = ()
+    held_out: float = 0.005
+    validation_tokens: int | None = None
+    column: str = "text"
+    shard_tokens: int = 100_000_000
+    train_bytes: int = 50_000_000
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The request with its files found: what a state and a `meta.json` record of it."""
+
+    request: Request
+    train: list[File]
+    validation: list[File]
+
+    @property
+    def stages(self) -> list[tuple[str, list[File]]]:
+        """What is read in which order: validation text of its own, then the training text."""
+        return [*([(VALIDATION, self.validation)] if self.validation else []), (TRAIN, self.train)]
+
+    @property
+    def held_out(self) -> float:
+        """Share of the training files' documents that is held out."""
+        return 0.0 if self.validation else self.request.held_out
+
+    def record(self) -> dict[str, Any]:
+        """What decides the content of the folder, as plain values."""
+        request = self.request
+        names = ("kind", "end_of_text", "tokens", "validation_tokens", "column", "shard_tokens")
+        return {
+            "files": {file.name: file.size for file in self.train},
+            "validation_files": {file.name: file.size for file in self.validation},
+            "order": fingerprint([file.name for file in [*self.train, *self.validation]]),
+            "tokenizer": request.tokenizer,
+            "held_out": self.held_out,
+            **{name: getattr(request, name) for name in names},
+            **({"train_bytes": request.train_bytes} if request.tokenizer.startswith(_BPE) else {}),
+        }
+
+
+@dataclass(frozen=True)
+class _Place:
+    stage: int = 0
+    file: int = 0
+    record: int = 0
+
+
+def prepare(request: Request, *, quiet: bool = True) -> Meta:
+    """Make a folder of token shards, or go on with an interrupted one, or return a finished one.
+
+    Args:
+        request: what is to be prepared.
+        quiet: show no progress.
+
+    Returns:
+        what the folder holds, which is also in its `meta.json`.
+
+    Raises:
+        UsageError: a value out of range; a source or tokenizer that is missing or damaged; a folder that holds
+            something else, cannot be written, or was begun with another request.
+        OSError: the disk is full. Either way what was complete stays, and repeating the call goes on from there.
+    """
+    _check(request)
+    train, own = find(request.sources, request.kind)
+    if request.validation:
+        named, official = find(request.validation, request.kind)
+        own = named + official
+    if not train:
+        raise UsageError("the sources are validation files of C4 only; name its c4-train files as well")
+    trained = {file.place for file in train}
+    both = [file.path for file in own if file.place in trained]
+    if both:
+        raise UsageError(f"--validation {min(both)}: is also trained on; name other files")
+    plan = _Plan(request, train, own)
+    try:
+        with _claimed(request.out) as folder:
+            finished = _finished(folder, plan)
+            return finished or _Preparation(folder, plan, quiet).run()
+    except OSError as error:
+        kept = "what was complete stays there; repeat the command to go on from it"
+        told = f"--out {request.out}: cannot be written ({error.strerror or error})"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(f"{told}; make room; {kept}") from None  # a failure while running, and no mistake
+        raise UsageError(f"{told}; make it writable; {kept}") from None
+
+
+def _check(request: Request) -> None:
+    if not request.sources:
+        raise UsageError("no source; name files, folders or patterns, or c4")
+    if not 0 <= request.held_out < 1:
+        raise UsageError(f"--held-out {request.held_out}: must be at least 0 and below 1, for example 0.005")
+    for name in ("tokens", "validation_tokens", "shard_tokens", "train_bytes"):
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1, for example 10M")
+    if request.tokenizer.startswith(_BPE):
+        size = request.tokenizer.removeprefix(_BPE)
+        if not size.isdecimal() or int(size) < SMALLEST_BPE:
+            raise UsageError(f"--tokenizer {request.tokenizer}: write bpe:SIZE, {SMALLEST_BPE} or more, as bpe:8000")
+    if request.end_of_text is not None and (request.tokenizer in OURS or request.tokenizer.startswith(_BPE)):
+        raise UsageError(
+            f"--end-of-text {request.end_of_text}: --tokenizer {request.tokenizer} has its own end of a text; leave "
+            f"--end-of-text out"
+        )
+
+
+@contextmanager
+def _claimed(out: Path) -> Iterator[Path]:
+    """The folder, made, checked to be ours, and locked against a second process."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: is a file; name a folder")
+    if out.is_dir() and not (out / META).exists() and not (out / STATE).exists():
+        others = sorted(path.name for path in out.iterdir() if not path.name.startswith(TEMPORARY))
+        if others:
+            raise UsageError(f"--out {out}: holds something else ({', '.join(others[:3])}); name a new or empty folder")
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # falls with the process, however that ends
+        except BlockingIOError:
+            raise UsageError(
+                f"--out {out}: another process is preparing it; wait for it, or name another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield out
+    finally:
+        os.close(descriptor)
+
+
+def _finished(folder: Path, plan: _Plan) -> Meta | None:
+    if not (folder / META).exists():
+        return None
+    meta = read_meta(folder)
+    changed = differences(plan.record(), meta.source)
+    if changed:
+        raise UsageError(f"--out {folder}: is finished, and of another request ({_few(changed)}); name another folder")
+    with suppress(OSError):  # a folder that became read-only is finished all the same
+        (folder / STATE).unlink(missing_ok=True)
+    return meta
+
+
+def _few(phrases: Sequence[str]) -> str:
+    more = f", and {len(phrases) - 3} more" if len(phrases) > 3 else ""
+    return ", ".join(phrases[:3]) + more
+
+
+class _Preparation:
+    """One call of `prepare` on a folder that is not finished."""
+
+    def __init__(self, folder: Path, plan: _Plan, quiet: bool):
+        self.folder, self.plan, self.quiet = folder, plan, quiet
+        self._sweep()
+        state = self._begun()
+        self.tokenizer = self._tokenizer(state)
+        self.splits = Splits(folder, self.tokenizer.dtype, plan.request.shard_tokens)
+        self.place = _Place(**state.get("place", {}))
+        self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
+        self.saved = time.monotonic()
+
+    def run(self) -> Meta:
+        """Read, encode and write what is left, then declare the folder whole."""
+        self._save()
+        try:
+            with meter("prepare", self.total(), quiet=self.quiet) as show:
+                progress = _Progress(show, self)
+                for stage in range(self.place.stage, len(self.plan.stages)):
+                    if stage > self.place.stage:
+                        self.place = _Place(stage)
+                        self._save()
+                    self._stage(*self.plan.stages[stage], progress)
+                for split in (TRAIN, VALIDATION):
+                    self.splits.close(split)
+                progress.end()
+        finally:
+            self.splits.abandon()
+        return self._declare()
+
+    def _stage(self, split: str, files: list[File], progress: _Progress) -> None:
+        stream = batches(files, self.plan.request.column, file=self.place.file, record=self.place.record)
+        try:
+            while not self._full(split):
+                batch = next(stream, None)
+                if batch is None:
+                    return
+                closed = self._batch(split, batch)
+                self.place = replace(self.place, file=batch.file, record=batch.record)
+                if closed or time.monotonic() - self.saved > SAVE_SECONDS:
+                    self._save()
+                progress.add(sum(batch.sizes))
+        finally:
+            stream.close()
+
+    def _full(self, split: str) -> bool:
+        """Whether a split has as many tokens as were asked for."""
+        limit = self.plan.request.tokens if split == TRAIN else self.plan.request.validation_tokens
+        return limit is not None and self.splits.tokens(split) >= limit
+
+    def _batch(self, stage: str, batch: Batch) -> bool:
+        """Encode and write some documents; True if that closed a shard."""
+        closed = False
+        end = np.array([self.tokenizer.end_of_text], self.tokenizer.dtype)
+        for text, size, ids in self._encoded(batch):
+            split = VALIDATION if stage == VALIDATION or is_held_out(text, self.plan.held_out) else TRAIN
+            if self._full(split):
+                continue
+            closed |= self.splits.add(split, np.concatenate([ids, end]), size)
+            if self._full(stage):
+                break  # here and not at the end of the batch, which may be elsewhere in a resumed run
+        return closed
+
+    def _encoded(self, batch: Batch) -> Iterator[tuple[str, int, Ids]]:
+        """Each document of a batch, its bytes and its ids; a few at a time, because a huge record is one batch."""
+        start = held = 0
+        for end, size in enumerate(batch.sizes, start=1):
+            held += size
+            if held >= BATCH_BYTES or end == len(batch.sizes):
+                texts = batch.texts[start:end]
+                yield from zip(texts, batch.sizes[start:end], self.tokenizer.encode_batch(texts), strict=True)
+                start, held = end, 0
+
+    def _save(self) -> None:
+        self.splits.flush()
+        state = self._facts() | {"place": asdict(self.place), "splits": self.splits.state()}
+        write_atomic(self.folder / STATE, json.dumps(state))
+        self.saved = time.monotonic()
+
+    def _sweep(self) -> None:
+        """Remove what a kill left half written; open shards stay, the state tells what of them counts."""
+        for folder in (self.folder, self.folder / TOKENIZER):
+            for path in folder.glob(f"{TEMPORARY}*"):
+                if path.suffix != ".bin":
+                    path.unlink()
+
+    def _facts(self) -> dict[str, Any]:
+        return {"request": self.plan.record(), "tokenizer_sha256": self.tokenizer.sha256}
+
+    def _begun(self) -> dict[str, Any]:
+        """The state of an interrupted folder, or that of a new one."""
+        path = self.folder / STATE
+        if not path.exists():
+            write_atomic(path, json.dumps({"request": self.plan.record()}))
+            return {}
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            changed = differences(self.plan.record(), state["request"])
+        except (ValueError, KeyError, AttributeError):
+            raise UsageError(f"{path} is damaged; delete {self.folder} and prepare it again") from None
+        if changed and not any(state.get("splits", {}).values()):
+            # Nothing of the other request is here yet: it may have been a slip, such as a misspelt tokenizer.
+            shutil.rmtree(self.folder / TOKENIZER, ignore_errors=True)
+            write_atomic(path, json.dumps({"request": self.plan.record()}))
+            return {}
+        if changed:
+            raise UsageError(
+                f"--out {self.folder}: was begun with another request ({_few(changed)}); repeat that one, name another "
+                f"folder, or delete this one"
+            )
+        return state
+
+    def _tokenizer(self, state: dict[str, Any]) -> Tokenizer:
+        """The tokenizer, saved in the folder; the one that an interrupted folder was begun with."""
+        request, folder = self.plan.request, self.folder / TOKENIZER
+        trained = request.tokenizer.startswith(_BPE)
+        if trained and "tokenizer_sha256" in state:
+            tokenizer = replace(load_tokenizer(str(folder)), name=request.tokenizer)
+        elif trained:
+            tokenizer = train_bpe(self._sample(), int(request.tokenizer.removeprefix(_BPE)))
+        else:
+            tokenizer = load_tokenizer(request.tokenizer, end_of_text=request.end_of_text)
+        expected = state.get("tokenizer_sha256", tokenizer.sha256)
+        if tokenizer.sha256 != expected:
+            raise UsageError(
+                f"--tokenizer {request.tokenizer}: is not the one that {self.folder} was begun with (SHA-256 "
+                f"{tokenizer.sha256[:12]} instead of {expected[:12]}); the folder's own is in {folder}; restore it, or "
+                f"prepare into another folder"
+            )
+        if "tokenizer_sha256" not in state:
+            tokenizer.save(folder)
+            np.save(self.folder / f"{TEMPORARY}{TOKEN_BYTES}", tokenizer.token_bytes)
+            (self.folder / f"{TEMPORARY}{TOKEN_BYTES}").rename(self.folder / TOKEN_BYTES)
+        return tokenizer
+
+    def _sample(self) -> Iterator[str]:
+        """The first documents of the training text, without those held out, for a tokenizer to learn from."""
+        left = self.plan.request.train_bytes
+        stream = batches(self.plan.train, self.plan.request.column)
+        try:
+            for text, size in itertools.chain.from_iterable(zip(b.texts, b.sizes, strict=True) for b in stream):
+                if left <= 0:
+                    return
+                if not is_held_out(text, self.plan.held_out):
+                    left -= size
+                    yield text
+        finally:
+            stream.close()
+
+    def _declare(self) -> Meta:
+        """Write `meta.json`, last; the state goes when it is there."""
+        sources = " ".join(self.plan.request.sources)
+        if not self.splits.closed.get(TRAIN):
+            raise UsageError(
+                f"{sources}: holds no text to train on; name files that do, and lower --held-out if it is high"
+            )
+        if self.plan.held_out and not self.splits.closed.get(VALIDATION):
+            raise UsageError(
+                f"--held-out {self.plan.held_out}: holds out none of so few documents; give --validation FILES, or a "
+                f"larger share with another --out"
+            )
+        meta = Meta(
+            tokenizer=self.tokenizer.name,
+            tokenizer_sha256=self.tokenizer.sha256,
+            vocabulary_size=self.tokenizer.vocabulary_size,
+            end_of_text=self.tokenizer.end_of_text,
+            dtype=self.tokenizer.dtype,
+            source=self.plan.record(),
+            splits={split: tuple(shards) for split, shards in sorted(self.splits.closed.items())},
+        )
+        write_meta(self.folder, meta)
+        (self.folder / STATE).unlink()
+        return meta
+
+    def total(self) -> int:
+        """What progress counts up to: tokens, where a number is asked for, else files."""
+        return self.plan.request.tokens or sum(len(files) for _, files in self.plan.stages)
+
+    def done(self) -> int:
+        """How far that is."""
+        if self.plan.request.tokens:
+            return min(self.splits.tokens(TRAIN), self.plan.request.tokens)
+        before = sum(len(files) for _, files in self.plan.stages[: self.place.stage])
+        return before + self.place.file
+
+
+class _Progress:
+    """How fast it goes, for people."""
+
+    def __init__(self, show: Callable[[int, str], None], preparation: _Preparation):
+        self.show, self.preparation = show, preparation
+        self.began, self.bytes = time.monotonic(), 0
+
+    def add(self, text_bytes: int) -> None:
+        self.bytes += text_bytes
+        done = self.preparation.done()
+        if done < self.preparation.total():  # the last line is `end`'s
+            self.show(done, self._text())
+
+    def end(self) -> None:
+        self.show(self.preparation.total(), self._text())
+
+    def _text(self) -> str:
+        tokens = sum(self.preparation.splits.tokens(split) for split in (TRAIN, VALIDATION))
+        speed = self.bytes / max(time.monotonic() - self.began, 1e-9)
+        return f"{tokens / 1e6:,.1f} M tokens, {speed / 1e6:.1f} MB/s of text"
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a document validates: a pure function of its text, so that equal documents are on one side.
+
+    Args:
+        text: without lone surrogates.
+        share: of all documents that are held out, in [0, 1).
+    """
+    if share <= 0:
+        return False
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64

@@ -1,0 +1,141 @@
+"""Writing shards: documents are appended to open parts, and whole parts get their final names.
+
+What is open is a file with a temporary name; how much of it counts is in the state that `prepare` saves. So going on
+after a kill is cutting the open parts to that length, and reading the source again from the place saved with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from twophase.base.config import UsageError
+from twophase.base.files import TEMPORARY, sync_folder
+from twophase.text.meta import DTYPES, Shard
+from twophase.text.tokenizer import Ids
+
+
+@dataclass
+class Splits:
+    """The shards of all splits of a folder.
+
+    Args:
+        folder: where they are.
+        dtype: a key of `DTYPES`.
+        shard_tokens: a shard is closed at the end of the document with which it has as many ids.
+        closed: whole shards of each split.
+        parts: what counts of each open shard; its `sha256` is empty.
+    """
+
+    folder: Path
+    dtype: str
+    shard_tokens: int
+    closed: dict[str, list[Shard]] = field(default_factory=dict)
+    parts: dict[str, Shard] = field(default_factory=dict)
+    _files: dict[str, BinaryIO] = field(default_factory=dict)
+
+    def tokens(self, split: str) -> int:
+        """Ids of a split so far."""
+        shards = [*self.closed.get(split, ()), *([self.parts[split]] if split in self.parts else [])]
+        return sum(shard.tokens for shard in shards)
+
+    def add(self, split: str, ids: Ids, text_bytes: int) -> bool:
+        """Append a document, with its end of text; True if that closed a shard."""
+        part = self.parts.get(split) or Shard(self._name(split), 0, 0, 0, 0, "")
+        if split not in self._files:
+            self._files[split] = self._path(part).open("ab")
+        self._files[split].write(ids.astype(np.dtype(self.dtype).newbyteorder("<"), copy=False).tobytes())
+        self.parts[split] = replace(
+            part,
+            tokens=part.tokens + len(ids),
+            documents=part.documents + 1,
+            text_bytes=part.text_bytes + text_bytes,
+            largest=max(part.largest, int(ids.max())),
+        )
+        if self.parts[split].tokens < self.shard_tokens:
+            return False
+        self.close(split)
+        return True
+
+    def close(self, split: str) -> None:
+        """Give the open shard of a split, if there is one, its final name."""
+        self.flush(split)
+        part = self.parts.pop(split, None)
+        if part is None:
+            return
+        if split in self._files:
+            self._files.pop(split).close()
+        path = self._path(part)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        path.rename(self.folder / part.file)
+        sync_folder(self.folder)
+        self.closed.setdefault(split, []).append(replace(part, sha256=digest))
+
+    def flush(self, *splits: str) -> None:
+        """Bring what is open to the disk."""
+        for split in splits or tuple(self._files):
+            if split in self._files:
+                self._files[split].flush()
+                os.fsync(self._files[split].fileno())
+
+    def abandon(self) -> None:
+        """Let go of open files as they are."""
+        for file in self._files.values():
+            try:
+                file.close()
+            except OSError:  # a full disk: what was not written does not count
+                continue
+        self._files.clear()
+
+    def state(self) -> dict[str, Any]:
+        """What `resume` needs, as plain values; call `flush` before."""
+        return {
+            "closed": {split: [asdict(shard) for shard in shards] for split, shards in self.closed.items()},
+            "parts": {split: asdict(part) for split, part in self.parts.items()},
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved state: cut open parts to what counts, remove what came after.
+
+        Raises:
+            UsageError: a file that the state tells of is missing or too short.
+        """
+        self.closed = {split: [Shard(**shard) for shard in shards] for split, shards in state["closed"].items()}
+        self.parts = {split: Shard(**part) for split, part in state["parts"].items()}
+        size = DTYPES[self.dtype]
+        for shard in (shard for shards in self.closed.values() for shard in shards):
+            self._check(self.folder / shard.file, shard.tokens * size, exactly=True)
+        for part in self.parts.values():
+            path, final = self._path(part), self.folder / part.file
+            if not path.exists() and final.exists():
+                final.rename(path)  # it was closed after the state was saved
+            self._check(path, part.tokens * size, exactly=False)
+            os.truncate(path, part.tokens * size)
+        kept = {shard.file for shards in self.closed.values() for shard in shards}
+        kept |= {self._path(part).name for part in self.parts.values()}
+        for path in self.folder.iterdir():
+            mine = path.suffix == ".bin" and path.name.removeprefix(TEMPORARY).startswith(("train-", "validation-"))
+            if mine and path.name not in kept:
+                path.unlink()
+
+    def _check(self, path: Path, size: int, *, exactly: bool) -> None:
+        found = path.stat().st_size if path.exists() else -1
+        if found < size or (exactly and found != size):
+            what = "is missing" if found < 0 else f"has {found:,} bytes instead of {size:,}"
+            raise UsageError(
+                f"--out {self.folder}: cannot be resumed, because {path.name} {what}; delete the folder and prepare it "
+                f"again, or give another --out"
+            )
+
+    def _name(self, split: str) -> str:
+        return f"{split}-{len(self.closed.get(split, ())):05d}.bin"
+
+    def _path(self, part: Shard) -> Path:
+        return self.folder / f"{TEMPORARY}{part.file}"

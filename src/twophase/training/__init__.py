@@ -1,0 +1,1 @@
+"""One run of any task, top to bottom."""

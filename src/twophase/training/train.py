@@ -1,0 +1,273 @@
+"""One DiLoCo run of a small language model, from top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from twophase.base.config import RunError, UsageError, fingerprint
+from twophase.base.files import write_atomic
+from twophase.diloco.comm import Communicator, SingleProcess
+from twophase.diloco.report import RoundReport
+from twophase.training import checkpoint
+from twophase.training.config import TrainConfig
+from twophase.training.trainer import RUNNING, STOPPED, Progress, Replica, Trainer, round_line
+
+_log = logging.getLogger("twophase")
+
+
+class Recorder(Protocol):
+    """Where a run is written: a folder in the file system, or nowhere (processes other than the first)."""
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """The folder of the checkpoints, seen by all processes."""
+        ...
+
+    @property
+    def weights(self) -> Path:
+        """The file of the final weights."""
+        ...
+
+    def write_env(self, env: dict[str, Any], /) -> None:
+        """Record machine, versions and corpus."""
+
+    def log_metrics(self, line: dict[str, Any], /) -> None:
+        """Append a line of losses."""
+
+    def log_round(self, line: dict[str, Any], /) -> None:
+        """Append a line about the outer step."""
+
+    def log_step(self, line: dict[str, Any], /) -> None:
+        """Append a line about a stretch of inner steps."""
+
+    def position(self) -> dict[str, int]:
+        """How far the logs go."""
+        ...
+
+    def rewind(self, position: dict[str, int], /) -> None:
+        """Cut the logs back to a position."""
+
+    def last_round(self) -> dict[str, Any] | None:
+        """The newest line about an outer step."""
+        ...
+
+    def set_aside(self, name: str, /) -> Path:
+        """Move the logs and checkpoints into a folder of that name (or the next that is free), and begin anew."""
+        ...
+
+    def finish(self, summary: dict[str, Any], /) -> None:
+        """Declare the run finished."""
+
+
+def train(
+    config: TrainConfig,
+    folder: Recorder,
+    *,
+    communicator: Communicator | None = None,
+    on_round: Callable[[dict[str, Any]], None] = lambda _: None,
+    on_step: Callable[[dict[str, Any]], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Train, resuming from the folder's newest checkpoint, and write the run.
+
+    Args:
+        config: the run.
+        folder: where it is written; process 0's counts.
+        communicator: the processes that share the replicas; None means this one alone.
+        on_round: called with each round's line of metrics (in process 0).
+        on_step: called with each line of `steps.jsonl` (in process 0).
+        should_stop: asked after every step (after every round with several processes); true writes a checkpoint and
+            returns early with `exit_reason` "stopped" and no summary on disk.
+
+    Returns:
+        The summary: validation loss and perplexity, tokens, seconds, diverged or not, exit reason.
+
+    Raises:
+        UsageError: an impossible configuration, corpus, device or checkpoint.
+        RunError: where replicas come and go, they do not meet, or have begun without this one's newer checkpoint.
+        OSError: the folder cannot be written, or the disk is full; says where, and what to do. Nothing is lost then
+            but the time since the newest checkpoint.
+    """
+    run = Trainer(config, communicator or SingleProcess())
+    if run.lead:
+        with _disk(folder):
+            folder.write_env(run.environment())
+            checkpoint.clean(folder.checkpoint_dir)
+    joined = _begin(run, folder)
+    done = run.done
+    before, started = done.seconds, time.perf_counter()
+    saved: int | None = done.step
+    if run.comm.elastic:  # what it holds may be another's, and nowhere on this disk
+        saved = checkpoint.latest_step(folder.checkpoint_dir) if joined is None else None
+    steps = _StepLog(run, folder, on_step)
+
+    with _writer(run, folder) as writer:
+        while (joined is not None or done.step < config.steps) and done.exit_reason == RUNNING:
+            if joined is None:
+                run.inner_step()
+                report = run.synchronize(should_stop)
+                steps.write()
+            else:  # it came late, into the end of another's round
+                report, joined = joined, None
+            done.seconds = before + time.perf_counter() - started
+            if report is None:
+                # Where replicas come and go, what is under way cannot be saved: it is ended first.
+                if run.files.size == 1 and not (run.comm.elastic and run.engine.under_way) and should_stop():
+                    done.exit_reason = STOPPED
+                continue
+            line = run.end_round(report)
+            if run.lead:
+                with _disk(folder):
+                    folder.log_round(round_line(report, done.step))
+                    folder.log_metrics(line)
+                on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
+            if run.comm.elastic and done.exit_reason == RUNNING and should_stop():  # alone, without the others
+                done.exit_reason = STOPPED
+            due = report.complete and report.round % config.checkpoint_every == 0
+            if done.exit_reason == RUNNING and due:
+                _save(run, folder, writer)
+                saved = done.step
+            writer.poll()
+        if saved != done.step:
+            _save(run, folder, writer)
+
+    # The last checkpoint is whole now, on all processes.
+    if not run.lead or done.exit_reason == STOPPED:
+        return run.summary()
+    # After the checkpoint and before the summary: whatever is interrupted here is done again by a repeated command.
+    summary = run.outcome() | run.summary()
+    with _disk(folder):
+        write_atomic(folder.weights, run.weights(config))
+        folder.finish(summary)
+    return summary
+
+
+class _StepLog:
+    """Writes a line about the inner steps since the last one, every `log_every` of them."""
+
+    def __init__(self, run: Trainer, folder: Recorder, on_step: Callable[[dict[str, Any]], None]) -> None:
+        self.run = run
+        self.folder = folder
+        self.on_step = on_step
+        self.every = run.config.log_every if run.lead else 0
+        self._step, self._clock = run.done.step, time.perf_counter()
+
+    def write(self) -> None:
+        """To be called after every inner step."""
+        step = self.run.done.step
+        if self.every == 0 or step % self.every:
+            return
+        self.run.settle()  # before the clock is read: it waits for the device
+        now = time.perf_counter()
+        line = self.run.step_line(step - self._step, now - self._clock)
+        self._step, self._clock = step, now
+        with _disk(self.folder):
+            self.folder.log_step(line)
+        self.on_step(line)
+
+
+def _writer(run: Trainer, folder: Recorder) -> checkpoint.Writer:
+    config = run.config
+    return checkpoint.Writer(
+        folder.checkpoint_dir, fingerprint=fingerprint(config), keep=config.keep_checkpoints, communicator=run.files
+    )
+
+
+def _begin(run: Trainer, folder: Recorder) -> RoundReport | None:
+    """Take up where the run stands: on disk, or with the other replicas where they come and go."""
+    if not run.comm.elastic:
+        _restore(run, folder)
+        return None
+    with _disk(folder):
+        folder.rewind(folder.position())  # a line that a kill has cut
+    newest = checkpoint.latest_step(folder.checkpoint_dir)
+    report = run.join(lambda: _restore(run, folder))
+    if newest is not None and run.done.step < newest:
+        raise RunError(
+            f"{folder.checkpoint_dir} has a checkpoint of step {newest}, but the other replicas have begun without it "
+            f"and are at step {run.done.step}; start this replica again when they are further, or stop them and start "
+            f"all together (then all go on from the furthest checkpoint), or move {folder.checkpoint_dir} away"
+        )
+    last = folder.last_round()
+    if last is not None and run.done.knows_not(last["step"], last["checksum"]):
+        # It went on without the others for a while, and they without it: two histories do not go into one folder.
+        with _disk(folder):
+            place = folder.set_aside(f"parted-{last['step']:08d}")
+        _log.warning(
+            "step %d of this replica's record is not of this run, which begins a new one; %s keeps the old",
+            last["step"],
+            place,
+        )
+    return report
+
+
+def _restore(run: Trainer, folder: Recorder) -> None:
+    """Continue from the newest checkpoint, where there is one; process 0 says which that is."""
+    newest = run.files.gather(checkpoint.latest(folder.checkpoint_dir))[0]
+    logs: dict[str, int] = {}
+    if newest is not None:
+        saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
+        numbers = saved.progress()
+        logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
+        processes = numbers.pop("processes")
+        if text != run.text:
+            raise UsageError(
+                f"--data.corpus {run.config.data.corpus}: the text is not the one that this run began with "
+                f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old text back, or choose "
+                "another --out"
+            )
+        run.engine.load_state_dict(saved.part(checkpoint.ENGINE))  # at a round's end it also sets the models
+        owed = checkpoint.wire_file(run.files.rank)
+        if processes == run.files.size and saved.holds(owed):  # with other processes, nobody owes anything any more
+            run.engine.load_wire_state_dict(saved.part(owed))
+        for replica in run.replicas:
+            part = saved.part(checkpoint.replica_file(replica.number))
+            replica.load_state_dict({"model": replica.model.state_dict()} | part)
+        run.restore_execution(execution[run.files.rank % len(execution)])
+        run.done = Progress(**numbers)
+        if run.done.exit_reason == STOPPED:
+            run.done.exit_reason = RUNNING
+    if run.lead:
+        with _disk(folder):
+            folder.rewind(logs)  # lines written after the checkpoint will be written again
+
+
+def _save(run: Trainer, folder: Recorder, writer: checkpoint.Writer) -> None:
+    """Have a checkpoint written of everything as it is now."""
+    run.settle()
+    parts = {checkpoint.replica_file(replica.number): _replica_part(run, replica) for replica in run.replicas}
+    engine, owed = run.engine.state_dict(), run.engine.wire_state_dict()
+    if run.lead:
+        parts[checkpoint.ENGINE] = engine
+    if owed:
+        parts[checkpoint.wire_file(run.files.rank)] = owed
+    progress = dataclasses.asdict(run.done) | {
+        "logs": folder.position() if run.lead else {},
+        "text": run.text,
+        "execution": run.files.gather(run.execution),  # each process may have chosen for itself
+        "processes": run.files.size,
+    }
+    writer.save(run.done.step, parts, progress)
+
+
+def _replica_part(run: Trainer, replica: Replica) -> dict[str, Any]:
+    """A replica's state, without the model where that is the anchor, as it mostly is at the end of a round."""
+    state = replica.state_dict()
+    if run.engine.at_anchor and state["model"].keys() <= run.engine.anchor.keys():
+        del state["model"]
+    return state
+
+
+@contextmanager
+def _disk(folder: Recorder) -> Iterator[None]:
+    """Say which folder it is that cannot be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise checkpoint.unwritable(folder.weights.parent, "the run's files", error) from error

@@ -1,0 +1,580 @@
+"""The parts of a run and what is done with all of them together: replicas, inner optimizers, engine, text, progress.
+
+`train` takes one of these from a run's start to its end; the forest of a sweep takes one through all its runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import twophase
+from twophase.base.config import RunError, UsageError, fingerprint, values_of
+from twophase.base.source import source_digest
+from twophase.diloco.comm import Communicator, Elastic, SingleProcess
+from twophase.diloco.engine import DiLoCo, Signals
+from twophase.diloco.fragment import partition
+from twophase.diloco.report import RoundReport, merged
+from twophase.tasks.lm.corpus import AnyCorpus, build
+from twophase.tasks.lm.evaluate import Evaluation, evaluate, evaluation
+from twophase.tasks.lm.model import Llama
+from twophase.tasks.lm.shard_corpus import ShardCorpus
+from twophase.tasks.lm.speed import flops_per_token, rates
+from twophase.tasks.lm.step import Step, make_repeatable, model_of, room_for
+from twophase.training.config import TrainConfig, check, text_name
+
+_EVALUATED_LOGITS = 1 << 28
+_REMEMBERED = 1000
+LOSS, STOP = "train_loss", "stop"
+"""What the processes tell one another at the end of a round."""
+FOR_POLICIES = ("inner_lr", "loss_end", "loss_start", "progress")
+"""What they also tell, for restart policies: the inner learning rate of the round's last step, the mean training losses
+of its last and first quarter, and the share of the run that is done. (A fragment's round goes from one of its own outer
+steps to the next.)"""
+_NOTHING: dict[str, float] = dict.fromkeys((LOSS, STOP, *FOR_POLICIES), 0.0)
+"""What a replica without weight tells."""
+RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
+
+
+class Trainer:
+    """Replicas, engine and text of one configuration, and how far they are.
+
+    Args:
+        config: the run.
+        communicator: the processes that share its replicas.
+
+    Raises:
+        UsageError: an impossible configuration, corpus or device.
+    """
+
+    def __init__(self, config: TrainConfig, communicator: Communicator) -> None:
+        self.config = config
+        self.comm = communicator
+        self.files: Communicator = SingleProcess() if communicator.elastic else communicator
+        """The processes that write one folder: where replicas come and go, each has its own."""
+        self.lead = self.files.rank == 0
+        self.done = Progress()
+        self.validation: Evaluation | None = None
+        """Of the present anchor, if it has been evaluated."""
+        self.corpus, device = preflight(config, self.files.size)
+        self.vocabulary_size: int = config.model.vocabulary_size or self.corpus.vocabulary.size
+        self.loss_bound: float = config.divergence_loss or 3 * math.log(self.vocabulary_size)
+        self.text: str = self.corpus.description["fingerprint"]
+        torch.set_num_threads(config.threads)
+        make_repeatable(config, device)
+        share = 1 if communicator.elastic else config.replicas // communicator.size
+        first = cast("Elastic", communicator).replica if communicator.elastic else communicator.rank * share
+        numbers = range(first, first + share)
+        self.compute = Step(config, self.vocabulary_size, device, share, communicator)
+        self._losses: list[Tensor] = []
+        with room_for(f"the weights of {share} replicas and the outer optimizer's", config):
+            self.replicas = [Replica(config, number, self.corpus, self.compute) for number in numbers]
+            self.engine = self._engine()
+
+    def _engine(self) -> DiLoCo:
+        config, sync = self.config, self.config.sync
+        try:
+            engine = DiLoCo(
+                [replica.model for replica in self.replicas],
+                config.outer.rule(),
+                restart=sync.policies() or config.outer.policy(),
+                inner_steps=config.inner_steps,
+                fragments=sync.parts(),
+                stagger=sync.stagger,
+                delay=sync.delay,
+                mixing=sync.mixing,
+                wire=sync.wire,
+                communicator=self.comm,
+                signals=FOR_POLICIES,
+                probe=self._probe,
+                alike={"texts": self.text[:12], "training code": self._source()} | _alike(config),
+            )
+        except ValueError as error:  # processes, or fragments, that do not fit
+            raise UsageError(str(error)) from None
+        if self.comm.elastic:
+            try:
+                cast("Elastic", self.comm).attach(engine, self._replica_state, self._load_replica_state)
+            except ValueError as error:  # a timeout that no heal would meet
+                raise RunError(str(error)) from None
+        return engine
+
+    def _source(self) -> str:
+        """Digits of the code that decides what a replica learns, beside the engine's: this room's and the task's."""
+        theirs = (type(self.replicas[0].model), type(self.corpus))
+        return source_digest({Path(__file__).parent, *(Path(inspect.getfile(kind)).parent for kind in theirs)})
+
+    def _probe(self, model: nn.Module, number: int, round: int) -> float:  # noqa: A002 - the engine's word
+        """The loss of a candidate on what a replica will train on next, or the first sequences of that."""
+        del round
+        # Of this configuration and not the replica's, which in a forest is that of the run which came first.
+        return self.replicas[number].probe(cast("Llama", model), self.done.step, self.config.probed)
+
+    def _replica_state(self) -> dict[str, Any]:
+        """What a replica that comes late needs beside the engine's state: it goes on as this one."""
+        self.settle()
+        return {
+            "step": self.done.step,
+            "exit_reason": self.done.exit_reason,  # not "running" where a run is taken up at its end
+            "replica": self.replicas[0].state_dict(),
+            "history": self.done.history,
+        }
+
+    def _load_replica_state(self, state: dict[str, Any]) -> None:
+        self._losses.clear()
+        self.replicas[0].load_state_dict(state["replica"])
+        self.done.step, self.done.round_steps, self.replicas[0].round_losses = state["step"], 0, []
+        self.done.begun = {fragment.name: state["step"] for fragment in self.engine.fragments}
+        self.done.exit_reason = state["exit_reason"]
+        self.done.history = list(state["history"])
+        self.validation = None
+
+    def join(self, restore: Callable[[], None]) -> RoundReport | None:
+        """Join the other replicas, where they come and go.
+
+        Args:
+            restore: takes up what is on disk; called where no run is under way.
+
+        Returns:
+            The report of the round that this replica has come into, if that has ended by it.
+        """
+        try:
+            return self._last(self.engine.join(_NOTHING, restore=restore), _NOTHING)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def inner_step(self) -> None:
+        """One inner step of every replica."""
+        lr = inner_lr(self.config, self.done.step)
+        self._losses += [replica.step(self.done.step, lr) for replica in self.replicas]
+        self.done.step += 1
+        self.validation = None
+
+    def settle(self) -> None:
+        """Read the losses that are still on the device, which waits for it, into `done`."""
+        if self._losses:
+            for replica, loss in zip(itertools.cycle(self.replicas), torch.stack(self._losses).tolist(), strict=False):
+                replica.round_losses.append(loss)
+                self.done.recent_loss += loss
+            self.done.recent_losses += len(self._losses)
+            self._losses.clear()
+
+    @property
+    def execution(self) -> dict[str, Any]:
+        """What this process has decided about how to compute; a resumed run must compute the same way."""
+        return dict(self.compute.chosen)
+
+    def restore_execution(self, execution: Mapping[str, Any]) -> None:
+        """Compute as an earlier part of the run has done; before the first step after it."""
+        self.compute.chosen = dict(execution)
+        self._losses.clear()
+
+    def step_line(self, steps: int, seconds: float) -> dict[str, Any]:
+        """A line of `steps.jsonl`: the mean training loss since the last one, in this process, and how fast it went.
+
+        Args:
+            steps: inner steps since the last line, or since this process began.
+            seconds: that they took.
+        """
+        self.settle()
+        done, config = self.done, self.config
+        loss = done.recent_loss / max(done.recent_losses, 1)
+        done.recent_loss, done.recent_losses = 0.0, 0
+        flops = flops_per_token(config.model, self.vocabulary_size, config.data.sequence_length)
+        line = {"step": done.step, "train_loss": loss, "inner_lr": inner_lr(config, done.step - 1)}
+        line |= rates(flops, steps * len(self.replicas) * config.step_tokens, seconds)
+        return line | {"peak_memory_bytes": _peak_bytes(self.compute.device)}
+
+    def synchronize(self, should_stop: Callable[[], bool] = lambda: False) -> RoundReport | None:
+        """Tell the engine that every replica has taken an inner step; the last round may be a shorter one.
+
+        Args:
+            should_stop: asked where a round ends; all processes learn of it.
+        """
+        self.done.round_steps += 1
+        signals = None
+        if self.done.step == self.config.steps or self.engine.reports_next:
+            self.settle()  # the engine would have to wait for the inner steps, and that is not its time
+            # Where replicas come and go, one that is asked to stop goes alone.
+            signals = partial(self._signals, 0.0 if self.comm.elastic else float(should_stop()))
+        clock = time.perf_counter()
+        with room_for("the outer step", self.config):
+            report = self._last(self.engine.step(signals), signals)
+        self.done.engine_seconds += time.perf_counter() - clock
+        return report
+
+    def _signals(self, stop: float, fragments: Sequence[str]) -> dict[str, float]:
+        """What this process tells the others at the end of a round of some fragments, whose next one begins now."""
+        config, done = self.config, self.done
+        steps = self._steps_of(fragments)
+        done.begun |= dict.fromkeys(fragments, done.step)
+        quarter = max(1, steps // 4)
+
+        def mean(steps: int, part: slice) -> float:
+            # Each replica's mean first, as where each has a process of its own: the same bits.
+            rounds = [one.round_losses[-steps:][part] for one in self.replicas] if steps else []
+            means = [sum(losses) / len(losses) for losses in rounds if losses]
+            return sum(means) / len(means) if means else 0.0
+
+        return {
+            LOSS: mean(done.round_steps, slice(None)),
+            STOP: stop,
+            "inner_lr": inner_lr(config, done.step - 1),
+            "loss_end": mean(steps, slice(-quarter, None)),
+            "loss_start": mean(steps, slice(quarter)),
+            "progress": done.step / config.steps,
+        }
+
+    def _steps_of(self, fragments: Sequence[str]) -> int:
+        """Inner steps of the longest of some fragments' present rounds; the first begins with the losses at hand."""
+        first = self.done.step - len(self.replicas[0].round_losses)
+        return self.done.step - min(self.done.begun.get(name, first) for name in fragments)
+
+    def _last(self, report: RoundReport | None, signals: Signals) -> RoundReport | None:
+        """The report of a sync, with what is left to be synchronised where the run is at its end.
+
+        A replica that has just been given another's state may find itself there.
+        """
+        if self.done.step < self.config.steps:
+            return report
+        final = self.engine.finish(signals or _NOTHING)
+        reports = [one for one in (report, final) if one is not None]
+        return merged(reports) if reports else None
+
+    def end_round(self, report: RoundReport) -> dict[str, Any]:
+        """Judge the round that has just ended, and set `done.exit_reason`.
+
+        Returns:
+            Its line of metrics, with a validation where one is due (in process 0).
+        """
+        loss = report.signals[LOSS]
+        line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
+        self.done.round_steps = 0
+        kept = self._steps_of([fragment.name for fragment in self.engine.fragments])
+        for replica in self.replicas:
+            replica.round_losses = replica.round_losses[-kept:] if kept else []
+        self.done.exit_reason = self._exit_reason(report)
+        if self.comm.elastic:
+            self.done.remember(self.done.step, report.checksum)
+        every = self.config.evaluate_every
+        due = every and report.complete and report.round % every == 0
+        if self.lead and (due or self.done.exit_reason in (FINISHED, DIVERGED)):
+            line |= _fields(self.validate())
+        return line | {"inner_lr": inner_lr(self.config, self.done.step - 1)}
+
+    def validate(self) -> Evaluation:
+        """The anchor on the held-out text."""
+        if self.validation is None:
+            with self.engine.anchored():
+                self.validation = self.replicas[0].evaluate()
+        return self.validation
+
+    def _exit_reason(self, report: RoundReport) -> str:
+        """How the run stands after a round; the same on all processes."""
+        # A NaN is not <= anything.
+        if report.not_finite or not (
+            report.signals[LOSS] <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)
+        ):
+            return DIVERGED
+        if self.done.step == self.config.steps:
+            return FINISHED
+        return STOPPED if report.signals[STOP] else RUNNING
+
+    def tokens(self) -> int:
+        """Tokens trained on so far, over all replicas."""
+        return self.done.step * self.config.replicas * self.config.step_tokens
+
+    def weights(self, config: TrainConfig) -> bytes:
+        """The anchor as a safetensors file of the run of that configuration."""
+        tensors = {name: view.contiguous().clone() for name, view in self.engine.anchor.items()}
+        return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
+
+    def outcome(self) -> dict[str, Any]:
+        """The validation's numbers, after judging the last outer step by them; for a run that is at its end."""
+        validation = self.validate()
+        if not validation.loss <= self.loss_bound:  # blown up by the very last outer step
+            self.done.exit_reason = DIVERGED
+        return _fields(validation)
+
+    def summary(self, restarts: int | None = None) -> dict[str, Any]:
+        """The run in numbers, less its validation.
+
+        Args:
+            restarts: how many there were; None means as the engine has counted them.
+        """
+        done = self.done
+        if restarts is None:
+            optimizers = [fragment.outer for fragment in self.engine.fragments]
+            restarts = sum(group["restarts"] for outer in optimizers for group in outer.param_groups)
+        return {
+            "tokens": self.tokens(),
+            "seconds": done.seconds,
+            "engine_share": done.engine_seconds / done.seconds if done.seconds else 0.0,
+            "diverged": done.exit_reason == DIVERGED,
+            "exit_reason": done.exit_reason,
+            "steps": done.step,
+            "rounds": self.engine.round,
+            "restarts": restarts,
+            "checksum": self.engine.checksum(),
+            "execution": self.execution,
+        }
+
+    def environment(self) -> dict[str, Any]:
+        """Versions, machine and text."""
+        return {
+            "twophase": twophase.__version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "platform": platform.platform(),
+            "processor": platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "device": _device_name(self.compute.device),
+            "command": sys.argv,
+            "corpus": self.corpus.description,
+        }
+
+
+class Replica:
+    """One replica: a model, its own inner AdamW, which persists over rounds, and its own part of the text."""
+
+    def __init__(self, config: TrainConfig, number: int, corpus: AnyCorpus, compute: Step) -> None:
+        self.config = config
+        self.number = number
+        self.corpus = corpus
+        self.compute = compute
+        self.device = compute.device
+        self.model = model_of(config, compute.vocabulary_size, compute.device)
+        self.inner = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.inner.lr,
+            betas=config.inner.betas,
+            weight_decay=config.inner.weight_decay,
+            fused=True,
+        )
+        self.round_losses: list[float] = []
+        """Its training losses, one an inner step, since the fragment whose round has gone on for longest began it."""
+
+    def step(self, step: int, lr: float) -> Tensor:
+        """One inner step; returns the training loss in nats a token, a scalar that is still on the device.
+
+        Nothing here waits for the device, which so always has its next work at hand.
+        """
+        tokens, targets = self.corpus.batch(self.config.seed, step, self.number)
+        loss = self.compute.gradients(self.model, self._tensor(tokens), self._tensor(targets))
+        with room_for("the inner optimizer", self.config):
+            if self.config.inner.clip_norm > 0:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
+            for group in self.inner.param_groups:
+                group["lr"] = lr
+            self.inner.step()
+        self.inner.zero_grad()
+        return loss
+
+    def probe(self, model: Llama, step: int, sequences: int = 0) -> float:
+        """Mean loss of a model, forward only, on the batch of an inner step of this replica.
+
+        Args:
+            model: any of this configuration.
+            step: the inner step.
+            sequences: how many of the batch, from its first one on; 0 means all.
+        """
+        tokens, targets = (ids[: sequences or None] for ids in self.corpus.batch(self.config.seed, step, self.number))
+        return float(self.compute.loss(model, self._tensor(tokens), self._tensor(targets)))
+
+    def evaluate(self) -> Evaluation:
+        """Loss and perplexity on the held-out documents."""
+        tokens, targets = self.corpus.validation()
+        token_bytes = self.corpus.vocabulary.token_bytes
+        if self.device.type == "cuda":  # elsewhere logits are cheap, and the digits of earlier records stay
+            return evaluation(
+                self.compute.nats(self.model, self._tensor(tokens), self._tensor(targets)), targets, token_bytes
+            )
+        logits = tokens.shape[1] * self.compute.vocabulary_size  # of a window; in float32, they should not take over
+        batch = max(1, min(64, _EVALUATED_LOGITS // logits))
+        return evaluate(self.model, self._tensor(tokens), self._tensor(targets), token_bytes, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, inner optimizer, and the losses of the round."""
+        return {"model": self.model.state_dict(), "inner": self.inner.state_dict(), "round_losses": self.round_losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
+        self.round_losses = list(state.get("round_losses", ()))  # states of before had their sum
+
+    def _tensor(self, ids: Any) -> Tensor:
+        tensor = torch.from_numpy(ids)
+        if self.device.type == "cuda":  # from pinned memory the copy does not wait for the device
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run is; the plain numbers of a checkpoint."""
+
+    step: int = 0
+    round_steps: int = 0
+    """Inner steps since the last report."""
+    begun: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Step after which the present round of each fragment began, by its name; none before the first has ended."""
+    recent_loss: float = 0.0
+    """Sum of those since the last line of `steps.jsonl`."""
+    recent_losses: int = 0
+    """How many they are."""
+    seconds: float = 0.0
+    engine_seconds: float = 0.0
+    """Time spent in the engine: everything that is not forward, backward and inner optimizer."""
+    exit_reason: str = RUNNING
+    history: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    """Step and checksum of the newest syncs, where replicas come and go."""
+
+    def remember(self, step: int, checksum: str) -> None:
+        """A sync has been completed."""
+        self.history = [*self.history[1 - _REMEMBERED :], (step, checksum)]
+
+    def knows_not(self, step: int, checksum: str) -> bool:
+        """Whether a sync is none of this run's, as far as is remembered: None has been at that step, or another."""
+        found = dict(self.history)
+        return bool(found) and step >= min(found) and found.get(step) != checksum
+
+
+def _alike(config: TrainConfig) -> dict[str, Any]:
+    """The values that must be the same in all processes; how one computes and what it writes is its own matter."""
+    own = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
+    return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(own)}
+
+
+def inner_lr(config: TrainConfig, step: int) -> float:
+    """Inner learning rate at an inner step t, counted from 0: linear warmup over w = warmup x steps, then a schedule.
+
+    * t < w: `lr (t + 1) / w`;
+    * cosine: `lr (1 + cos(pi (t - w) / (steps - w))) / 2`;
+    * linear: `lr (steps - t) / (steps - w)`; wsd: the same with w = steps - decay x steps, and `lr` before it;
+    * constant: `lr`.
+    """
+    inner, steps = config.inner, config.steps
+    start = round(inner.warmup * steps)
+    if step < start:
+        return inner.lr * (step + 1) / start
+    if inner.schedule == "wsd":
+        start = max(start, steps - round(inner.decay * steps))
+    if inner.schedule == "constant" or step < start:
+        return inner.lr
+    if inner.schedule == "cosine":
+        return inner.lr * (1 + math.cos(math.pi * (step - start) / max(steps - start, 1))) / 2
+    return inner.lr * (steps - step) / (steps - start)
+
+
+_corpus = lru_cache(maxsize=2)(build)  # a sweep's worker trains many runs on the same text
+
+
+def preflight(config: TrainConfig, processes: int = 1) -> tuple[AnyCorpus, torch.device]:
+    """Everything about a run that can be refused before a folder is made for it.
+
+    Args:
+        config: the run.
+        processes: how many share its replicas.
+
+    Returns:
+        The corpus and the device.
+
+    Raises:
+        UsageError: an impossible value, corpus or device, replicas that the processes cannot share, fragments that the
+            model cannot be cut into, or tokens that do not last for the run.
+    """
+    check(config)
+    _check_fragments(config)
+    if config.replicas % processes:
+        raise UsageError(
+            f"--replicas is {config.replicas} and there are {processes} processes; replicas must be a multiple of the "
+            f"processes, for example --replicas {processes}"
+        )
+    try:
+        device = torch.device(config.device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {config.device} cannot be used here ({reason}); use --device cpu") from None
+    if device.type != "cuda" and config.compute.attention != "auto":
+        raise UsageError(
+            f"--compute.attention is {config.compute.attention}; --device {config.device} has no choice of kernels, so "
+            "leave it at auto"
+        )
+    corpus = _corpus(config.data, config.replicas, config.model.vocabulary_size)
+    if isinstance(corpus, ShardCorpus) and not config.repeat:
+        corpus.check_enough(config.steps)
+    return corpus, device
+
+
+def _check_fragments(config: TrainConfig) -> None:
+    """Refuse fragments that the model cannot be cut into."""
+    parts = config.sync.parts()
+    if parts == 1:
+        return
+    with torch.device("meta"):
+        model = Llama(config.model, 1)  # what is refused hangs on names and their number, not on the vocabulary
+    try:
+        partition({name: p.numel() for name, p in model.named_parameters()}, parts)
+    except ValueError as error:
+        raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None
+
+
+def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
+    """Everything about several runs that can be refused before a folder is made for them; each text is read once.
+
+    Returns:
+        The fingerprint of each text, by `twophase.training.config.text_name`.
+
+    Raises:
+        UsageError: as `preflight`.
+    """
+    # Of several runs on the same text, the longest one takes most tokens.
+    longest = sorted(configs, key=lambda config: config.steps)
+    different = {(text_name(check(one)), one.device, one.model.vocabulary_size, one.repeat): one for one in longest}
+    for one in {(one.model, one.sync.fragments): one for one in longest}.values():
+        _check_fragments(one)
+    return {name: preflight(config)[0].description["fingerprint"] for (name, *_), config in different.items()}
+
+
+def round_line(report: RoundReport, step: int) -> dict[str, Any]:
+    """A round's line in `rounds.jsonl`."""
+    totals = {"buffer_norm": report.buffer_norm, "cosine": report.cosine, "gain": report.gain}
+    fields = dataclasses.asdict(report)
+    del fields["signals"]  # the loss is a metric, and the wish to stop does not belong to the run
+    return {"step": step} | fields | totals
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """The largest memory so far: allocated on a GPU, else held by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _fields(validation: Evaluation) -> dict[str, float]:
+    return {
+        "validation_loss": validation.loss,
+        "perplexity": validation.perplexity,
+        "perplexity_per_byte": validation.perplexity_per_byte,
+    }

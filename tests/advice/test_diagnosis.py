@@ -1,0 +1,326 @@
+"""`twophase diagnose`: the right word for runs whose truth is known, and "cannot tell" where nobody can."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import textmaker
+from runmaker import EMA, NESTEROV, SUM, config_of, observed, round_lines, write_lines, write_run, write_summary
+from twophase.advice.evidence import grown
+from twophase.advice.text import describe, suggestions
+from twophase.advice.verdict import Diagnosis, Finding, as_json, diagnose, weighed
+from twophase.base.config import dump_yaml
+from twophase.cli.main import main
+from twophase.rule import OuterRule
+from twophase.runs.folder import RunFolder
+from twophase.runs.record import read_record
+from twophase.training.config import DataConfig, ModelConfig, OuterConfig, TrainConfig
+
+
+def judged(folder: Path) -> Diagnosis:
+    return diagnose(read_record(folder))
+
+
+SLOW, WILD, HUGE = OuterRule(0.05, 0.9), OuterRule(2.0, 0.3), OuterRule(4.0, 0.9)
+SPECTRUM = np.linspace(0.3, 0.95, 30).tolist()
+KNOWN = {
+    "one mode oscillates": (EMA, [0.95] * 3, "never", 0.0, "oscillates"),
+    "it does in sum form too": (SUM, [0.5] * 3, "never", 0.0, "oscillates"),
+    "so does a spectrum": (EMA, SPECTRUM, "never", 0.0, "oscillates"),
+    "a restart at the zero holds it": (EMA, [0.95] * 3, "5", 0.0, "held"),
+    "one far too early does not": (EMA, [0.1] * 3, "3", 0.0, "lags"),
+    "a slow mode lags": (SLOW, [0.02] * 30, "never", 0.0, "lags"),
+    "with noise as well": (SLOW, [0.02] * 30, "never", 0.001, "lags"),
+    "a long step overshoots": (WILD, [0.9] * 3, "never", 0.0, "overshoots"),
+    "so does the look-ahead": (NESTEROV, [0.95] * 3, "never", 0.0, "overshoots"),
+    "too long a step diverges": (HUGE, [0.99] * 3, "never", 0.0, "diverges"),
+}
+
+
+@pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
+def test_known_truths(tmp_path: Path, known: tuple[OuterRule, list[float], str, float, str]) -> None:
+    """A simulated run of known sigma and regime gets the word of its truth, with that sigma inside the interval."""
+    rule, sigma, restart, noise, verdict = known
+    found = judged(write_run(tmp_path, rule, sigma, restart=restart, noise=noise)).findings[0]
+    assert found.verdict == verdict, found.reasons
+    if not noise and len(set(sigma)) == 1:
+        assert found.sigma == pytest.approx([sigma[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("restart", ["never", "3"])
+@pytest.mark.parametrize("rule", [EMA, SUM, NESTEROV], ids=["ema", "sum", "nesterov"])
+def test_noise_is_not_judged(tmp_path: Path, rule: OuterRule, restart: str) -> None:
+    """Runs at the floor of their noise, and runs of noise alone, get "cannot tell", whatever they look like."""
+    words: Counter[str] = Counter()
+    for number, sigma in enumerate(([1e-9] * 60, [0.5] * 60, np.linspace(0.01, 0.9, 60).tolist())):
+        folder = write_run(tmp_path / str(number), rule, sigma, restart=restart, noise=1.0, initial=0.0)
+        words[judged(folder).findings[0].verdict] += 1
+    assert words == {"cannot tell": 3}
+
+
+UNTOLD = {
+    "no momentum": (OuterRule(0.7, 0.0), 60, "never", "no momentum"),
+    "few rounds": (SUM, 5, "never", "Too few rounds"),
+    "no buffer": (SUM, 60, "1", "restarts in every round"),
+}
+
+
+@pytest.mark.parametrize(("rule", "rounds", "restart", "why"), UNTOLD.values(), ids=UNTOLD)
+def test_reasons_of_silence(tmp_path: Path, rule: OuterRule, rounds: int, restart: str, why: str) -> None:
+    """Where the record cannot hold an answer, the reason is said."""
+    found = judged(write_run(tmp_path, rule, [0.5], rounds, restart)).findings[0]
+    assert found.verdict == "cannot tell"
+    assert any(why in reason for reason in found.reasons), found.reasons
+
+
+def test_another_outer_optimizer(tmp_path: Path) -> None:
+    """A record without param groups is of an optimizer that is outside the theory."""
+    write_run(tmp_path, SUM, [0.5])
+    lines = [json.loads(line) | {"groups": []} for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    write_lines(tmp_path / "rounds.jsonl", lines)
+    found = judged(tmp_path).findings[0]
+    assert found.verdict == "cannot tell"
+    assert "not OuterSGD" in found.reasons[0]
+
+
+def test_blocks_are_judged_apart(tmp_path: Path) -> None:
+    """Each fragment has a finding of its own, under its name, with its own restart policy."""
+    config = config_of(EMA)
+    config = TrainConfig(outer=config.outer, steps=60, inner_steps=1)
+    write_run(tmp_path, EMA, [], blocks={"ends": [0.95] * 3, "blocks": [0.002] * 3}, config=config)
+    found = judged(tmp_path).findings
+    assert {one.block: one.verdict for one in found} == {"ends": "oscillates", "blocks": "lags"}
+
+
+def test_missing_numbers(tmp_path: Path) -> None:
+    """Nulls in half of the rounds leave a verdict or a reason, never an error; null everywhere is "cannot tell"."""
+    write_run(tmp_path, EMA, [0.95] * 3)
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    for place, wanted in ((1, {"oscillates", "cannot tell"}), (0, {"cannot tell"})):
+        for line in lines[::2] if place else lines:
+            line["groups"][0] |= {"cosine": None, "pseudo_gradient_norm": None}
+        write_lines(tmp_path / "rounds.jsonl", lines)
+        assert judged(tmp_path).findings[0].verdict in wanted
+
+
+def test_settings_that_were_not_the_configs(tmp_path: Path) -> None:
+    """A buffer that the configured rule does not make is told, and its rounds are not used."""
+    write_run(tmp_path, EMA, [0.95] * 3)
+    (tmp_path / "config.yaml").write_text(dump_yaml(config_of(OuterRule(1.0, 0.5, form="ema"))))
+    found = judged(tmp_path).findings[0]
+    assert any("other settings" in reason for reason in found.reasons)
+    assert found.sigma is None
+
+
+REVIEWED = OuterRule(0.35, 0.9, nesterov=True)
+
+
+def test_what_restarts_hide_is_not_judged(tmp_path: Path) -> None:
+    """Where restarts drop every buffer before it could turn, noisy runs are neither lagging nor held, nor told to grow.
+
+    Short of that, whether the buffer would turn is not known.
+    """
+    words: Counter[str] = Counter()
+    sigma = np.linspace(0.01, 0.1, 40).tolist()
+    folder = write_run(tmp_path / "noisy", REVIEWED, sigma, 20, "3")
+    runs = observed(REVIEWED, sigma, 20, "3", noise=0.05, seeds=list(range(40)))
+    for seed in range(40):
+        one = {name: np.asarray(values)[:, seed] for name, values in runs.items()}
+        write_lines(folder / "rounds.jsonl", round_lines({"0": one}))
+        found = judged(folder)
+        words[found.findings[0].verdict] += 1
+        assert "is faster" not in describe(found, "run")
+    assert words == {"cannot tell": 40}
+    quiet = judged(write_run(tmp_path / "quiet", REVIEWED, sigma, 60, "3", noise=0.01))
+    assert quiet.findings[0].verdict == "cannot tell"
+    assert any("has not turned before a restart drops it" in reason for reason in quiet.findings[0].reasons)
+
+
+def test_less_is_claimed_without_the_inner_rate(tmp_path: Path) -> None:
+    """Without metrics.jsonl the inner learning rate is unknown, and nothing that rests on sigma is said."""
+    folder = write_run(tmp_path, EMA, [0.95] * 3, restart="5")
+    assert judged(folder).findings[0].verdict == "held"
+    (folder / "metrics.jsonl").unlink()
+    found = judged(folder).findings[0]
+    assert (found.verdict, found.sigma) == ("cannot tell", None)
+    assert any("inner learning rate" in reason for reason in found.reasons)
+
+
+def test_the_whole_says_no_more_than_its_parts(tmp_path: Path) -> None:
+    """Where no third of a run lags, the whole does only if its own cosine is four standard errors above zero."""
+    found = judged(write_run(tmp_path, SLOW, [0.02] * 30)).findings[0]
+    assert found.latest is not None
+    blind = tuple(dataclasses.replace(stage, verdict="cannot tell") for stage in found.thirds)
+    assert weighed(found.latest, found.thirds) == weighed(found.latest, blind) == found.latest
+    seen = dataclasses.replace(found.latest.evidence, cosine=0.3, cosine_error=0.1)
+    weak = dataclasses.replace(found.latest, evidence=seen)
+    assert weighed(weak, found.thirds).verdict == "lags"
+    assert weighed(weak, blind).verdict == "cannot tell"
+
+
+def test_suggestions(tmp_path: Path) -> None:
+    """An oscillating run is given the period of the theory, the controls and the form mistake that would look so."""
+    found = judged(write_run(tmp_path / "a", SUM, [0.5] * 3))
+    text = " ".join(suggestions(found, found.findings[0]))
+    assert "--outer.restart 2" in text
+    assert "--outer.momentum 0 --outer.lr 1)" in text
+    assert "half the learning rate" in text
+    assert "10 times too large; it would be --outer.lr 0.07" in text
+    slow = judged(write_run(tmp_path / "b", OuterRule(0.7, 0.9, form="ema"), [0.001] * 3))
+    text = " ".join(suggestions(slow, slow.findings[0]))
+    assert slow.findings[0].verdict == "lags"
+    assert "10 times too small; it would be --outer.lr 7 in EMA form" in text
+    assert "hold it against half the learning rate (--outer.lr 0.35)" in text  # sigma known, mean gain below 1
+    own = judged(write_run(tmp_path / "d", SUM, [0.5] * 3, restart="auto"))
+    (only,) = suggestions(own, own.findings[0])
+    assert "auto takes steps of its own" in only
+    assert "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)" in only
+    by_coordinate = judged(write_run(tmp_path / "e", OuterRule(0.7, 0.9), [0.001] * 3, restart="opposed"))
+    text = " ".join(suggestions(by_coordinate, by_coordinate.findings[0]))
+    assert "half the learning rate" in text
+    assert "mean gain of this rule" not in text  # nobody knows it in advance
+    assert "at the present mean gain" not in text
+    hidden = judged(write_run(tmp_path / "c", SUM, [0.5] * 40, 40, noise=1.0, initial=0.0))
+    assert describe(hidden, "run").lower().count("cannot tell") == 1 + len(hidden.findings[0].thirds)
+
+
+def test_a_language_models_run(tmp_path: Path) -> None:
+    """A run that was really trained gives words, a sigma or a reason for none, and JSON that can be read back."""
+    from twophase.training.train import train
+
+    config = TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
+        data=DataConfig(
+            corpus=f"file:{textmaker.write(tmp_path / 'text.txt')}", sequence_length=16, batch_size=4,
+            validation_windows=8,
+        ),
+        outer=OuterConfig(restart="5"),
+        steps=60,
+        inner_steps=2,
+    )  # fmt: skip
+    with RunFolder.claim(tmp_path / "run", config) as folder:
+        train(config, folder)
+    found = judged(tmp_path / "run")
+    assert found.rounds == found.planned == 30
+    finding = found.findings[0]
+    assert finding.reasons
+    assert finding.latest is not None
+    assert finding.latest.evidence.observed.foreign == 0  # the buffer of every round is the rule's
+    assert finding.latest.evidence.observed.pairs > 10
+    text = json.dumps(as_json(found), allow_nan=False)
+    assert json.loads(text)["findings"][0]["verdict"] == finding.verdict
+    assert finding.verdict.upper() in describe(found, "run")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Words or one JSON object, status 0; a folder that is no run's is a mistake with what to give."""
+    folder = write_run(tmp_path / "run", EMA, [0.95] * 3)
+    assert main(["diagnose", str(folder)]) == 0
+    words = capsys.readouterr().out
+    assert "OSCILLATES" in words
+    assert "heavy ball lr 1 momentum 0.9 (EMA form), the same as lr 0.1 in sum form" in words
+    assert "limits" in words
+    assert main(["diagnose", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "oscillates"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "elastic" / "replica-0").mkdir(parents=True)
+    (tmp_path / "elastic" / "replica-0" / "rounds.jsonl").touch()
+    for place, told in (("none", "does not exist"), ("other", "twophase train"), ("elastic", "replica-0")):
+        assert main(["diagnose", str(tmp_path / place)]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_run_that_was_ended_for_divergence(tmp_path: Path) -> None:
+    """A run that ended as diverged is called so, whatever its last norms were."""
+    folder = write_run(tmp_path, EMA, [0.95] * 3, finished=False)
+    write_summary(folder, config_of(EMA), perplexity=None)
+    assert judged(folder).findings[0].verdict == "diverges"
+
+
+def reshaped(folder: Path, norms: Sequence[float | None], rates: Sequence[float]) -> Finding:
+    """The finding on a run whose pseudo-gradients have these norms, and its rounds these inner learning rates."""
+    rounds, metrics = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("rounds.jsonl", "metrics.jsonl")
+    )
+    for line, norm in zip(rounds, norms, strict=True):
+        for place in (line, line["groups"][0]):
+            place["pseudo_gradient_norm"] = norm
+            if norm is None:
+                place["cosine"] = place["buffer_norm"] = None
+    for line, rate in zip(metrics, rates, strict=True):
+        line["inner_lr"] = rate
+    write_lines(folder / "rounds.jsonl", rounds)
+    write_lines(folder / "metrics.jsonl", metrics)
+    return judged(folder).findings[0]
+
+
+ROUND = np.arange(60)
+COSINE = (1e-3 * (1 + np.cos(np.pi * (ROUND + 0.5) / 60))).tolist()
+CONSTANT, WARM_UP = [2e-3] * 60, (2e-5 * np.exp(0.1 * ROUND)).tolist()
+SHAPES = {
+    "explodes": (np.exp(0.1 * ROUND), True),
+    "explodes in the end": (np.exp(0.3 * np.maximum(ROUND - 40, 0)), True),
+    "has risen and rests": (20 ** np.clip((ROUND - 30) / 22, 0, 1), False),
+    "rises by less than chance could": (np.exp(0.01 * ROUND), False),
+    "decays, more slowly than the rate": (np.exp(-0.003 * ROUND), False),
+}
+
+
+@pytest.mark.parametrize(("shape", "diverges"), SHAPES.values(), ids=SHAPES)
+def test_what_explodes_diverges(tmp_path: Path, shape: NDArray[np.float64], diverges: bool) -> None:
+    """A norm that rises threefold and goes on rising diverges, with its own factor; what an inner rate does is none."""
+    folder = write_run(tmp_path, SUM, [0.3], noise=0.02)
+    noisy = shape * np.exp(0.05 * np.random.default_rng(1).standard_normal(60))
+    for rates in (COSINE, CONSTANT):
+        found = reshaped(folder, noisy.tolist(), rates)
+        assert (found.verdict == "diverges") is diverges, found.reasons
+    if shape[-1] > 100 and shape[30] > 10:
+        told = float(found.reasons[0].partition("grows by a factor ")[2].partition(" a round")[0])
+        assert told == pytest.approx(math.exp(0.1), abs=0.01)
+        assert reshaped(folder, noisy.tolist(), WARM_UP).verdict != "diverges"
+
+
+def test_a_flat_norm_hardly_ever_diverges() -> None:
+    """Of norms that only fluctuate, for one round or for many, at most 2 % are told to rise by so much."""
+    chance = np.random.default_rng(0)
+    for memory, spread in ((0.0, 0.02), (0.0, 0.5), (0.9, 0.3)):
+        risen = 0
+        for _ in range(300):
+            heights = np.zeros(90)
+            for t, shock in enumerate(spread * math.sqrt(1 - memory**2) * chance.standard_normal(89), start=1):
+                heights[t] = memory * heights[t - 1] + shock
+            risen += grown(np.exp(heights[-30:]), np.array(COSINE[-30:]))[0] > 0
+        assert risen <= 6, (memory, spread)
+
+
+def test_norms_that_are_no_numbers_any_more(tmp_path: Path) -> None:
+    """Where norms and cosine end to be numbers the run diverges; a single round or a run without any is no proof."""
+    norms: list[float | None] = [1.0] * 60
+    folder = write_run(tmp_path, SUM, [0.3], noise=0.02)
+    for lost, verdict in ((1, "lags"), (3, "diverges"), (60, "cannot tell")):
+        found = reshaped(write_run(folder, SUM, [0.3], noise=0.02), [*norms[lost:], *[None] * lost], CONSTANT)
+        assert (found.verdict == "diverges") is (verdict == "diverges"), (lost, found.reasons)
+    found = reshaped(write_run(folder, SUM, [0.3], noise=0.02), [*norms[3:], *[None] * 3], CONSTANT)
+    assert "In the last 3 rounds neither" in found.reasons[0]
+    assert [stage.verdict == "diverges" for stage in found.thirds] == [False, False, True]
+
+
+def test_lines_of_rounds(tmp_path: Path) -> None:
+    """The folders of these tests are read as what they are: every round, every number."""
+    run: dict[str, Any] = observed(SUM, [0.3, 0.5], 12, "5")
+    write_lines(tmp_path / "rounds.jsonl", round_lines({"0": run}))
+    block = read_record(tmp_path).blocks[0]
+    assert block.name == "whole model"
+    assert block.cosine.tolist() == run["cosine"].tolist()
+    assert block.restarted.tolist() == run["restarted"].tolist()

@@ -1,0 +1,489 @@
+"""`twophase period`: spectra from five places, words, JSON and figures that say what the theory says, and mistakes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from twophase.advice.period import Question, Rule, answer, describe, read_spectrum, to_json
+from twophase.base.config import UsageError
+from twophase.cli.main import main
+from twophase.figures.period import draw, residuals
+from twophase.rule import OuterRule
+from twophase.theory.advice import advise
+from twophase.theory.contraction import restart_rate
+from twophase.theory.modes import asymptotic_rate, effective_progress, envelope
+from twophase.theory.periods import best_period, cancellation_periods, log_final_loss
+from twophase.theory.rollout import rollout
+
+PAPER = "--outer.lr 1 --outer.momentum 0.9 --outer.no-nesterov --outer.form ema".split()
+HB = OuterRule(1.0, 0.9, False, "ema")
+SIX = [0.95, 0.85, 0.75, 0.60, 0.45, 0.30]
+Capture = pytest.CaptureFixture[str]
+
+
+def asked(capsys: Capture, *words: Any) -> dict[str, Any]:
+    """The JSON answer to a question on the command line; nothing but JSON on stdout, nothing on stderr."""
+    assert main(["period", *map(str, words), "--json"]) == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(done.out, parse_constant=refuse)
+
+
+def told(capsys: Capture, *words: Any) -> str:
+    """The answer in words."""
+    assert main(["period", *map(str, words)]) == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+    return done.out
+
+
+# --- spectra ------------------------------------------------------------------------------------------------------
+
+
+def test_sigma_from_the_command_line(capsys: Capture) -> None:
+    """--sigma, with --weights, --rounds and --max-period: the numbers of `advise`."""
+    words = [*PAPER, "--sigma", *SIX, "--weights", 1, 2, 0, 1e-300, 1, 3, "--rounds", 120, "--max-period", 40]
+    found = asked(capsys, *words)
+    advice = advise(HB, SIX, weights=[1, 2, 0, 1e-300, 1, 3], rounds=120, max_period=40)
+    assert found == json.loads(to_json(advice))
+    assert found["sigma"] == [0.95, 0.85, 0.60, 0.45, 0.30]
+    assert found["weights"] == pytest.approx([1 / 7, 2 / 7, 1e-300 / 7, 1 / 7, 3 / 7], rel=1e-15)
+    assert (found["rounds"], found["max_period"]) == (120, 40)
+    assert found["rule"] == {"lr": 1.0, "momentum": 0.9, "nesterov": False, "form": "ema"}
+
+
+def test_sigma_range(capsys: Capture) -> None:
+    """--sigma-range LOW HIGH has 33 equally spaced modes; LOW HIGH COUNT has COUNT; both ends are in it."""
+    assert asked(capsys, "--sigma-range", 0.3, 0.95)["sigma"] == np.linspace(0.3, 0.95, 33).tolist()
+    assert asked(capsys, "--sigma-range", 0.3, 0.95, 5)["sigma"] == np.linspace(0.3, 0.95, 5).tolist()
+    assert asked(capsys, "--sigma-range", 0.4, 0.4, 2)["sigma"] == [0.4, 0.4]
+
+
+def test_eigenvalues(capsys: Capture) -> None:
+    """--eigenvalues with --inner-lr and --inner-steps: `1 - (1 - eta lambda)^S` of each."""
+    found = asked(capsys, "--eigenvalues", 0.1, 1, 10, "--inner-lr", 0.1, "--inner-steps", 50)
+    assert found["sigma"] == effective_progress([0.1, 1, 10], 0.1, 50).tolist()
+    assert found["sigma"][2] == 1
+
+
+FILES = {
+    "names": "sigma,weight\n0.9,1\n0.5,3\n",
+    "names in another order": "weight, note ,Sigma\n1,a,0.9\n3,b,0.5\n",
+    "no names": "0.9,1\n0.5,3\n",
+    "blank lines": "\n\nsigma,weight\n\n0.9,1\n  \n\t\n,\n0.5,3\n\n",
+    "byte order mark": "\ufeffsigma,weight\n0.9,1\n0.5,3\n",
+    "byte order mark, no names": "\ufeff0.9,1\n0.5,3\n",
+    "carriage returns": "sigma,weight\r\n0.9,1\r\n0.5,3\r\n",
+    "quotes and spaces": '"sigma", "weight"\n "0.9" ,1\n 0.5, 3',
+    "exponents": "9e-1,1E0\n+5e-1,3.0",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_spectrum_file(name: str, tmp_path: Path, capsys: Capture) -> None:
+    """--spectrum: with names or without, in any order, with a byte order mark, blank lines and either line end."""
+    path = tmp_path / "spectrum.csv"
+    path.write_bytes(FILES[name].encode())
+    found = asked(capsys, "--spectrum", path)
+    assert found["sigma"] == [0.9, 0.5]
+    assert found["weights"] == [0.25, 0.75]
+
+
+@pytest.mark.parametrize("text", ["0.9\n0.5\n", "sigma\n0.9\n\n0.5\n", "mode,sigma\na,0.9\nb,0.5\n"])
+def test_spectrum_file_without_weights(text: str, tmp_path: Path, capsys: Capture) -> None:
+    """Equal weights, or those of --weights."""
+    path = tmp_path / "spectrum.csv"
+    path.write_text(text)
+    assert asked(capsys, "--spectrum", path)["weights"] == [0.5, 0.5]
+    assert asked(capsys, "--spectrum", path, "--weights", 1, 3)["weights"] == [0.25, 0.75]
+    sigma, weights = read_spectrum(path)
+    assert sigma.tolist() == [0.9, 0.5]
+    assert weights is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sigma,weight\n0.9,1\n\n0.5,x\n", "row 4 is '0.5,x'; write sigma, or sigma,weight, as numbers"),
+        ("0.9,1\n0.5\n", "row 2 is '0.5'"),
+        ("0.9\n0.5,1\n", "row 2 is '0.5,1'"),
+        ("0.9,1,7\n0.5,1,7\n", "row 1 is '0.9,1,7'"),
+        ("0.9,\n", "row 1 is '0.9,'"),
+        ("sigma,weight\n0.9\n", "row 2 is '0.9'"),
+        ("sigma\n0,9\n0x5\n", "row 3 is '0x5'"),
+        ("lambda,weight\n0.9,1\n", "columns are lambda, weight; one must be named sigma"),
+        ("sigma,weights\n0.9,1\n", "columns are sigma, weights; weights must be named weight"),
+        ("0.9;1\n", "columns are 0.9;1; one must be named sigma"),
+        ("", "no modes in it"),
+        ("\n \n", "no modes in it"),
+        ("sigma,weight\n", "no modes in it"),
+    ],
+)
+def test_bad_spectrum_files(text: str, message: str, tmp_path: Path, capsys: Capture) -> None:
+    """What is no table of modes is refused with the file's name and the row, counted as an editor counts lines."""
+    path = tmp_path / "spectrum.csv"
+    path.write_text(text)
+    refused(capsys, ["--spectrum", path], f"--spectrum {path}: {message}")
+
+
+def test_files_that_are_no_text(tmp_path: Path, capsys: Capture) -> None:
+    """Missing, a folder, not UTF-8: refused by name."""
+    other = tmp_path / "other.csv"
+    other.write_bytes(b"\xff\xfe0\x00")
+    for path in (tmp_path / "absent.csv", tmp_path, other):
+        refused(capsys, ["--spectrum", path], f"--spectrum {path}: cannot be read")
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+def refused(capsys: Capture, words: list[Any], message: str) -> None:
+    """Status 2, one line on stderr that holds the message, nothing on stdout."""
+    assert main(["period", *map(str, words)]) == 2
+    done = capsys.readouterr()
+    assert len(done.err.splitlines()) == 1
+    assert done.err.startswith("twophase period: error: ")
+    assert message in done.err
+    assert done.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "no spectrum given; give one of --sigma 0.95 0.6"),
+        ("--sigma", "no spectrum given"),
+        ("--sigma 1.5", "sigma[0] is 1.5; effective progress lies in [0, 1]"),
+        ("--sigma 0.5 -0.1", "sigma[1] is -0.1"),
+        ("--sigma 0.5 nan", "sigma[1] is nan"),
+        ("--sigma inf", "sigma[0] is inf"),
+        ("--sigma 0 0", "no mode moves"),
+        ("--sigma 0.5 --outer.momentum 1", "momentum is 1.0; it must lie in [0, 1)"),
+        ("--sigma 0.5 --outer.momentum nan", "momentum is nan"),
+        ("--sigma 0.5 --outer.momentum -0.1", "momentum is -0.1"),
+        ("--sigma 0.5 --outer.lr -1", "lr is -1.0; it must be a finite number >= 0"),
+        ("--sigma 0.5 --outer.lr nan", "lr is nan"),
+        ("--sigma 0.5 --outer.lr 0", "no mode moves (lr 0, sigma 0.5)"),
+        ("--sigma 0.5 --outer.lr 1e200", "lr must keep it below 1e100"),
+        ("--sigma 0.5 --rounds 0", "--rounds is 0; it must be a whole number >= 1"),
+        ("--sigma 0.5 --rounds 2.5", "--rounds is 2.5; it must be a whole number >= 1"),
+        ("--sigma 0.5 --rounds nan", "--rounds is nan"),
+        ("--sigma 0.5 --rounds -3", "--rounds is -3"),
+        ("--sigma 0.5 --max-period 0", "--max-period is 0; it must be a whole number >= 1"),
+        ("--sigma 0.5 --max-period 2.5", "--max-period is 2.5"),
+        ("--sigma 0.5 --max-period inf", "--max-period is inf"),
+        ("--sigma 0.5 --weights", "--weights: no numbers given"),
+        ("--sigma 0.5 --weights -1", "weights[0] is -1.0; a weight is a finite number >= 0"),
+        ("--sigma 0.5 --weights 0", "weights are all 0"),
+        ("--sigma 0.5 --weights nan", "weights[0] is nan"),
+        ("--sigma 0.5 --weights 1 2", "weights have shape (2,); give one a mode, shape (1,)"),
+        ("--sigma-range 0.5", "--sigma-range 0.5: write LOW HIGH or LOW HIGH COUNT"),
+        ("--sigma-range 0.5 0.1", "--sigma-range 0.5 0.1: write LOW HIGH"),
+        ("--sigma-range 0.1 0.5 1", "a whole COUNT of at least 2"),
+        ("--sigma-range 0.1 0.5 2.5", "a whole COUNT"),
+        ("--sigma-range 0.1 0.5 nan", "a whole COUNT"),
+        ("--sigma-range 0.1 0.5 inf", "a whole COUNT"),
+        ("--sigma-range 0.1 0.9 1e12", "--sigma-range 0.1 0.9 1e+12: write LOW HIGH or LOW HIGH COUNT"),
+        ("--sigma-range 0.1 0.9 10001", "a whole COUNT of at least 2 and at most 10,000, for example"),
+        ("--sigma-range 0.1 0.9 1000 --max-period 1e6", "give a max_period of at most 100,000, or fewer"),
+        ("--sigma-range nan 0.5", "--sigma-range nan 0.5"),
+        ("--sigma-range 0.1 0.5 3 4", "write LOW HIGH"),
+        ("--sigma-range 0.1 1.5", "effective progress lies in [0, 1]"),
+        ("--eigenvalues 1 30 --inner-lr 0.1 --inner-steps 5", "inner_lr * eigenvalue of mode 1 is 3; it must be <= 1"),
+        ("--eigenvalues 1 30", "--eigenvalues needs --inner-lr and --inner-steps"),
+        ("--eigenvalues 1 --inner-lr 0.1", "--eigenvalues needs --inner-lr and --inner-steps"),
+        ("--sigma 0.5 --inner-lr 0.1", "--inner-lr and --inner-steps go with --eigenvalues"),
+        ("--sigma-range 0.1 0.5 --inner-steps 5", "--inner-lr and --inner-steps go with --eigenvalues"),
+        ("--eigenvalues 1 --inner-lr 0.1 --inner-steps 0", "--inner-steps is 0"),
+        ("--eigenvalues 1 --inner-lr 0.1 --inner-steps 1.5", "--inner-steps is 1.5"),
+        ("--eigenvalues -1 --inner-lr 0.1 --inner-steps 5", "eigenvalue[0] is"),
+        ("--eigenvalues 1 --inner-lr nan --inner-steps 5", "inner_lr is"),
+        ("--sigma 0.5 --sigma-range 0.1 0.5", "--sigma and --sigma-range given; give one of"),
+        ("--sigma 0.5 --eigenvalues 1", "--sigma and --eigenvalues given"),
+        ("--sigma 0.5 --spectrum absent.csv", "--sigma and --spectrum given"),
+        ("--spectrum absent.csv", "--spectrum absent.csv: cannot be read"),
+    ],
+)
+def test_mistakes(words: str, message: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ends with status 2 and one line that names the thing, its value and the remedy."""
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, words.split(), message)
+
+
+def test_two_kinds_of_weights(tmp_path: Path, capsys: Capture) -> None:
+    """--weights and a column of weights are one too many."""
+    path = tmp_path / "spectrum.csv"
+    path.write_text("0.9,1\n0.5,3\n")
+    refused(capsys, ["--spectrum", path, "--weights", 1, 1], f"--weights and a weight column in {path} given")
+
+
+@pytest.mark.parametrize("name", ["figure.svg", "figure", "figure.PNG", "absent/figure.png"])
+def test_figures_that_cannot_be(name: str, tmp_path: Path, capsys: Capture) -> None:
+    """A wrong ending or a folder that is not there: status 2, one line, no file."""
+    assert main(["period", "--sigma", "0.5", "--plot", str(tmp_path / name)]) == 2
+    done = capsys.readouterr()
+    assert len(done.err.splitlines()) == 1
+    assert str(tmp_path / Path(name).with_suffix("")) in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words", ["--sigma x", "--sigma 0.5 --rounds few", "--sigma 0.5 --outer.form emma", "--sgma 1"]
+)
+def test_words_that_are_no_values(words: str) -> None:
+    """A mistake in the words themselves ends the process with status 2 and names the option."""
+    done = subprocess.run(
+        [sys.executable, "-m", "twophase", "period", *words.split()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert words.split()[-2] in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [None, 24, 120])
+def test_recommendation(rounds: int | None, capsys: Capture) -> None:
+    """Words and JSON name the period that `best_period` chooses, and how to ask for it."""
+    horizon = [] if rounds is None else ["--rounds", rounds]
+    best = best_period(HB, SIX, max_period=60 if rounds is None else rounds, rounds=rounds)
+    found = asked(capsys, *PAPER, "--sigma", *SIX, *horizon)
+    assert (found["recommended"], found["restart"]) == (best, str(best))
+    text = told(capsys, *PAPER, "--sigma", *SIX, *horizon)
+    over = "in a long run" if rounds is None else f"over {rounds} rounds"
+    assert f"recommended {over}: restart every {best} rounds (--outer.restart {best})" in text
+    assert "heavy ball lr 1 momentum 0.9 (EMA form), the same as lr 0.1 in sum form" in text
+    slow = asked(capsys, *PAPER, "--sigma", 0.01, *horizon)
+    assert (slow["recommended"], slow["restart"]) == (None, "never")
+    assert f"recommended {over}: no restart" in told(capsys, *PAPER, "--sigma", 0.01, *horizon)
+
+
+def test_both_forms_answer_alike(capsys: Capture) -> None:
+    """The same rule in either form: the same periods, and rates and losses to rounding."""
+    ema = asked(capsys, "--outer.lr", 7, "--outer.form", "ema", "--sigma", *SIX, "--rounds", 60)
+    total = asked(capsys, "--outer.lr", 0.7, "--outer.form", "sum", "--sigma", *SIX, "--rounds", 60)
+    assert asked(capsys, "--sigma", *SIX, "--rounds", 60) == total  # the default: DiLoCo's rule
+    for name in ("recommended", "restart", "regimes", "hurt", "max_period", "warnings"):
+        assert ema[name] == total[name]
+    for one, other in zip([*ema["criteria"], ema["without"]], [*total["criteria"], total["without"]], strict=True):
+        assert one["period"] == other["period"]
+        assert one["rate"] == pytest.approx(other["rate"], rel=1e-9)
+        assert one["log_loss"] == pytest.approx(other["log_loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        ("--sigma 0 0.5", "modes with sigma 0 are left out"),
+        (
+            "--outer.lr 0.78 --outer.momentum 0.95 --outer.no-nesterov --sigma 1 0.1 --max-period 1",
+            "period 1 is no mom",
+        ),
+        (
+            "--outer.lr 5 --outer.no-nesterov --sigma 1 0.1",
+            "1 mode (sigma 1) diverges without restarts, and no restart schedule",
+        ),
+        ("--outer.lr 0.001 --sigma 0.1", "no mode oscillates (all eigenvalues are real)"),
+        (
+            "--outer.lr 0.1 --sigma 0.5 0.001",
+            "50 % of the weight is in modes that do not oscillate, down to sigma 0.001",
+        ),
+        ("--outer.lr 0.1 --outer.no-nesterov --sigma 1 --rounds 4", "the horizon of 4 rounds is too short"),
+        ("--outer.lr 0.1 --outer.no-nesterov --sigma 1 --rounds 5", "within 5 rounds no restart is best"),
+        ("--outer.lr 0.78 --outer.momentum 0.95 --outer.no-nesterov --sigma 1 0.1", "restarting every 3 rounds would"),
+        ("--outer.momentum 0 --sigma 0.5", "the rule has no momentum"),
+    ],
+)
+def test_warnings(words: str, warning: str, capsys: Capture) -> None:
+    """Each is in the words, one a line, and in the JSON."""
+    text = told(capsys, *words.split())
+    assert any(line.startswith(f"warning: {warning}") for line in text.splitlines())
+    assert any(found.startswith(warning) for found in asked(capsys, *words.split())["warnings"])
+
+
+def test_words_hold_the_numbers() -> None:
+    """The table in words has a line a criterion, with period, rate and loss; without a horizon there is no loss."""
+    advice = advise(HB, SIX, rounds=120)
+    lines = describe(advice).splitlines()
+    (row,) = [line for line in lines if line.startswith("exact final loss")]
+    loss = log_final_loss(HB, SIX, 120, 7) / math.log(10)
+    assert row.split()[-3:] == ["7", f"{float(restart_rate(HB, SIX, 7).min()):.4f}", f"{loss:.3f}"]
+    never = log_final_loss(HB, SIX, 120, 120) / math.log(10)
+    (row,) = [line for line in lines if line.startswith("no restart ")]
+    assert row.split()[-3:] == ["never", f"{asymptotic_rate(HB, SIX).min():.4f}", f"{never:.3f}"]
+    assert any("first cancellation after 5.04 to 10." in line for line in lines)
+    assert "log10 loss" not in describe(advise(HB, SIX))
+    assert "exact final loss" not in describe(advise(HB, SIX))
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        Question(Rule(2.0, 0.5, True, "ema"), sigma=(1.0,)),  # infinite rates
+        Question(Rule(2.0, 0.5, True, "ema"), sigma=(1.0,), rounds=20),  # and a loss of 0
+        Question(Rule(1.0, 0.5, False), sigma=(1.0, 0.3), rounds=3),
+        Question(Rule(1e90, 0.5), sigma=(1.0, 0.3), rounds=100),
+        Question(Rule(1.0, 0.9), sigma=(1e-300,), rounds=100),
+        Question(Rule(0.5, 0.0), sigma=(0.5,)),
+    ],
+    ids=str,
+)
+def test_json_and_words_of_extreme_answers(question: Question) -> None:
+    """Infinite rates and losses are null in JSON and words in words; nothing warns on the way."""
+    advice = answer(question)
+    found = json.loads(to_json(advice), parse_constant=pytest.fail)
+    for criterion, shown in zip(advice.criteria, found["criteria"], strict=True):
+        assert shown["rate"] == (criterion.rate if math.isfinite(criterion.rate) else None)
+        assert (shown["period"], shown["objective"]) == (criterion.period, criterion.objective)
+    assert describe(advice).count("\n") > 12
+
+
+def test_a_question_is_a_value() -> None:
+    """The same answer from Python as from the command line; mistakes are UsageErrors."""
+    question = Question(Rule(1.0, 0.9, False, "ema"), sigma=tuple(SIX), rounds=120)
+    assert to_json(answer(question)) == to_json(advise(HB, SIX, rounds=120))
+    with pytest.raises(UsageError, match="no spectrum given"):
+        answer(Question())
+    with pytest.raises(UsageError, match="momentum is 1"):
+        answer(Question(Rule(momentum=1.0), sigma=(0.5,)))
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def table(path: Path) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """The points of a figure's csv by panel and series; no x is nan."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            point = (float(row["x"] or "nan"), float(row["y"]))
+            found.setdefault((row["panel"], row["series"]), []).append(point)
+    return found
+
+
+@pytest.mark.parametrize("ending", [".png", ".pdf"])
+def test_figure_and_its_numbers(ending: str, tmp_path: Path, capsys: Capture) -> None:
+    """--plot writes the picture and a csv of what it shows; its numbers are the theory's, to 11 digits."""
+    path = tmp_path / f"figure{ending}"
+    text = told(capsys, *PAPER, "--sigma", *SIX, "--rounds", 120, "--max-period", 30, "--plot", path)
+    assert f"figure {path}, numbers {path.with_suffix('.csv')}" in text
+    assert path.read_bytes().startswith(b"\x89PNG" if ending == ".png" else b"%PDF")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([f"figure{ending}", "figure.csv"])
+    found = table(path.with_suffix(".csv"))
+    periods = np.arange(1, 31)
+    rates = restart_rate(HB, SIX, periods[:, None])
+    for name, values in {
+        "slowest mode": rates.min(axis=1),
+        **{f"sigma {s:.6g}": rates[:, SIX.index(s)] for s in SIX},
+    }.items():
+        np.testing.assert_allclose(found["rate", name], np.column_stack([periods, values]), rtol=1e-11)
+    assert found["rate", "no restart"][0][1] == pytest.approx(float(asymptotic_rate(HB, SIX).min()), rel=1e-11)
+    losses = log_final_loss(HB, SIX, 120, periods) / math.log(10)
+    np.testing.assert_allclose(found["loss", "log10 loss"], np.column_stack([periods, losses]), rtol=1e-11)
+    never = float(log_final_loss(HB, SIX, 120, 120)) / math.log(10)
+    assert found["loss", "no restart"][0][1] == pytest.approx(never, rel=1e-11)
+
+    rounds, shown = np.transpose(found["residual", "no restart"])
+    assert rounds.tolist() == list(range(len(rounds)))
+    count = len(rounds) - 1
+    for name, policy in (("no restart", "never"), ("recommended", "7")):
+        run = rollout(HB, [0.95], count, restart=policy)
+        np.testing.assert_allclose(np.transpose(found["residual", name])[1], run.residual[:, 0], rtol=1e-9, atol=1e-15)
+    times, zeros = np.transpose(found["cancellation", "sigma 0.95"])
+    np.testing.assert_allclose(times, [t for t in cancellation_periods(HB, 0.95, 90) if t <= count], rtol=1e-11)
+    assert not zeros.any()
+    times, bound = np.transpose(found["envelope", "sigma 0.95"])
+    np.testing.assert_allclose(bound, envelope(HB, 0.95, times), rtol=1e-9)
+    assert times[[0, -1]].tolist() == [0, count]
+    assert np.all(np.abs(shown) <= np.interp(rounds, times, bound) * 1.01)
+
+
+def test_figure_beside_json(tmp_path: Path, capsys: Capture) -> None:
+    """With --json the figure is drawn too and stdout is JSON alone; without a horizon there is no loss panel."""
+    path = tmp_path / "figure.png"
+    assert asked(capsys, "--sigma-range", 0.3, 0.95, "--plot", path)["recommended"] == 1
+    found = table(path.with_suffix(".csv"))
+    assert {panel for panel, _ in found} == {"residual", "cancellation", "envelope", "rate"}
+    assert {series for panel, series in found if panel == "rate"} == {"slowest mode", "no restart"}  # 33 are too many
+    first = path.read_bytes()
+    assert asked(capsys, "--sigma-range", 0.3, 0.95, "--plot", path)
+    assert path.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("rule", "sigma", "rounds"),
+    [
+        (OuterRule(1e6, 0.5), [1.0, 0.3], 100),
+        (HB, [1e-12], None),
+        (OuterRule(0.01, 0.5), [0.5], 10),
+        (OuterRule(1.0, 0.5), [1.0, 0.5], 3),
+        (OuterRule(0.25, 0.25), [1.0], 1),
+    ],
+    ids=["unstable", "slow", "real", "zero factor", "critical"],
+)
+def test_figures_of_extreme_answers(rule: OuterRule, sigma: list[float], rounds: int | None, tmp_path: Path) -> None:
+    """Growth, no oscillation, exact zeros and a single round are drawn like all else."""
+    for path in draw(advise(rule, sigma, rounds=rounds), tmp_path / "figure.png"):
+        assert path.stat().st_size > 0
+
+
+@pytest.mark.parametrize("rounds", [None, 20])
+def test_figure_of_a_mode_that_vanishes(rounds: int | None, tmp_path: Path) -> None:
+    """A nilpotent mode has infinite rates with restarts and without; its figure is drawn all the same."""
+    assert draw(advise(OuterRule(2.0, 0.5, True, "ema"), 1.0, rounds=rounds), tmp_path / "figure.png")
+
+
+@pytest.mark.parametrize("period", [None, 1, 2, 5, 50])
+def test_residuals(period: int | None) -> None:
+    """x_t / x_0 round by round, signs, exact zeros and growth included: those of a simulation."""
+    for rule, sigma in (
+        (HB, 0.95),
+        (OuterRule(0.7, 0.9, True), 0.3),
+        (OuterRule(1.0, 0.5), 1.0),  # chi_1 = 0
+        (OuterRule(2.0, 0.5, True, "ema"), 1.0),  # nilpotent
+        (OuterRule(5.0, 0.9), 1.0),  # grows
+        (OuterRule(0.7, 0.0), 0.5),
+    ):
+        run = rollout(rule, [sigma], 40, restart="never" if period is None else period)
+        np.testing.assert_allclose(residuals(rule, sigma, 40, period), run.residual[:, 0], rtol=1e-9, atol=1e-15)
+
+
+# --- without torch ------------------------------------------------------------------------------------------------
+
+
+def test_works_without_torch(tmp_path: Path) -> None:
+    """Words, JSON and a figure where torch cannot be imported at all."""
+    code = (
+        "import sys\n"
+        "class NoTorch:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'torchft', 'transformers'):\n"
+        "            raise ImportError(f'{name} is not here')\n"
+        "sys.meta_path.insert(0, NoTorch())\n"
+        "from twophase.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    path = tmp_path / "figure.png"
+    words = ["period", *PAPER, "--sigma", *map(str, SIX), "--rounds", "120", "--plot", str(path)]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "restart every 7 rounds" in done.stdout
+    assert path.exists()
+    done = subprocess.run([sys.executable, "-c", code, "train"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0  # the hook works: training does need torch
+    assert "is not here" in done.stderr

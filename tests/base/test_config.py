@@ -1,0 +1,333 @@
+"""Configuration trees: dotted paths, YAML, fingerprints, command-line words and what happens to mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twophase.base.config import (
+    LATER,
+    UsageError,
+    check_tree,
+    differences,
+    dump_yaml,
+    fingerprint,
+    flatten,
+    from_tree,
+    get,
+    load_yaml,
+    parse_arguments,
+    to_arguments,
+    to_tree,
+    values_of,
+    with_values,
+)
+
+
+@dataclass(frozen=True)
+class Deep:
+    """Two levels down."""
+
+    decay: float = 0.1
+    periods: tuple[int, ...] = (5, 6)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """One level down."""
+
+    lr: float = 0.7
+    nesterov: bool = True
+    form: Literal["sum", "ema"] = "sum"
+    restart: str = "never"
+    deep: Deep = field(default_factory=Deep)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A small configuration with every kind of value."""
+
+    outer: Outer = field(default_factory=Outer)
+    betas: tuple[float, float] = (0.9, 0.999)
+    seed: int = 0
+    corpus: str = "python"
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+WORDS = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S"]), min_size=1).filter(
+    lambda s: not s.startswith("-")
+)
+CONFIGS = st.builds(
+    Config,
+    outer=st.builds(
+        Outer,
+        lr=NUMBERS,
+        nesterov=st.booleans(),
+        form=st.sampled_from(["sum", "ema"]),
+        restart=st.sampled_from(["never", "3", "cycle:5,6,10", "at:4,9", "soft:3:0.2:-0.1"]),
+        deep=st.builds(Deep, decay=NUMBERS, periods=st.lists(st.integers(1, 9), max_size=3).map(tuple)),
+    ),
+    betas=st.tuples(NUMBERS, NUMBERS),
+    seed=st.integers(-(2**63), 2**63),
+    corpus=WORDS,
+)
+PATHS = {
+    "outer.lr": 0.7,
+    "outer.nesterov": True,
+    "outer.form": "sum",
+    "outer.restart": "never",
+    "outer.deep.decay": 0.1,
+    "outer.deep.periods": [5, 6],
+    "betas": [0.9, 0.999],
+    "seed": 0,
+    "corpus": "python",
+}
+OTHER: dict[str, Any] = {
+    "outer.lr": 0.9,
+    "outer.nesterov": False,
+    "outer.form": "ema",
+    "outer.restart": "3",
+    "outer.deep.decay": 0.2,
+    "outer.deep.periods": (5, 6, 10),
+    "betas": (0.9, 0.99),
+    "seed": 1,
+    "corpus": "file:a.txt",
+}
+
+
+def test_flatten_gives_every_leaf_its_dotted_path():
+    """`flatten(to_tree(config))` is one entry a value, in the order of the fields, tuples as lists."""
+    flat = flatten(to_tree(Config()))
+    assert flat == PATHS
+    assert list(flat) == list(PATHS)
+
+
+@given(CONFIGS)
+def test_get_reads_what_flatten_lists(config: Config):
+    """Every dotted path of `flatten` leads `get` to the same value."""
+    for path, value in flatten(to_tree(config)).items():
+        found = get(config, path)
+        assert (list(found) if isinstance(found, tuple) else found) == value
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_with_values_changes_one_value_only(path: str):
+    """A value set by its path is there, every other value and the original stay as they were."""
+    original = Config()
+    changed = with_values(original, {path: OTHER[path]})
+    assert get(changed, path) == OTHER[path]
+    assert original == Config()
+    assert {p for p in PATHS if get(changed, p) != get(original, p)} == {path}
+    assert type(changed) is Config
+
+
+def test_with_values_takes_several_and_whole_branches():
+    """Several paths at once; a whole branch; nothing at all."""
+    changed = with_values(Config(), OTHER)
+    assert all(get(changed, path) == value for path, value in OTHER.items())
+    assert with_values(Config(), {"outer": Outer(lr=1.0)}).outer.lr == 1.0
+    assert with_values(Config(), {}) == Config()
+
+
+@pytest.mark.parametrize("path", ["lr", "outer.lrr", "outer.lr.x", "outer.deep.x", "", "outer.", "outer..lr", "seed.x"])
+def test_with_values_names_an_unknown_path(path: str):
+    """A path that the configuration does not have is a UsageError with that path."""
+    with pytest.raises(UsageError, match="there is no configuration value") as caught:
+        with_values(Config(), {path: 1})
+    assert repr(path) in str(caught.value)
+
+
+# --- fingerprints and differences ---------------------------------------------------------------------------------
+
+
+def test_fingerprint_is_the_hash_of_canonical_json():
+    """Twelve digits of the SHA-256 of the JSON text written out here: keys sorted, no spaces."""
+    text = (
+        '{"betas":[0.9,0.999],"corpus":"python","outer":{"deep":{"decay":0.1,"periods":[5,6]},"form":"sum","lr":0.7,'
+        '"nesterov":true,"restart":"never"},"seed":0}'
+    )
+    assert fingerprint(Config()) == hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def test_every_value_changes_the_fingerprint():
+    """The default and the nine configurations that differ from it in one value have ten fingerprints."""
+    configs = [Config(), *(with_values(Config(), {path: value}) for path, value in OTHER.items())]
+    assert len({fingerprint(config) for config in configs}) == len(configs) == 10
+    assert fingerprint(Config()) == fingerprint(Config())
+
+
+@dataclass(frozen=True)
+class Newer(Config):
+    """The same, of a later version: two values more."""
+
+    schedule: str = field(default="cosine", metadata=LATER)
+    fast: bool = field(default=False, metadata=LATER)
+
+
+def test_later_values_at_their_default_change_nothing(tmp_path: Path):
+    """Same tree, same fingerprint, and what the earlier version wrote is read; set, they are written and count."""
+    assert to_tree(Newer()) == to_tree(Config())
+    assert fingerprint(Newer()) == fingerprint(Config())
+    assert from_tree(Newer, to_tree(Config(seed=3))) == Newer(seed=3)
+    assert values_of(Newer()) == flatten(to_tree(Config())) | {"schedule": "cosine", "fast": False}
+    linear = Newer(schedule="linear")
+    assert to_tree(linear) == to_tree(Config()) | {"schedule": "linear"}
+    assert fingerprint(linear) != fingerprint(Newer())
+    assert from_tree(Newer, to_tree(linear)) == linear
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(linear))
+    check_tree(load_yaml(path), Newer(), "--config")
+    words = to_arguments(load_yaml(path))
+    assert parse_arguments(Newer(), words, prog="test") == linear
+    assert yaml.safe_load(dump_yaml(Newer(), every=True)) == to_tree(Newer()) | {"schedule": "cosine", "fast": False}
+    assert parse_arguments(Newer(), ["--fast", "true"], prog="test") == Newer(fast=True)
+    with pytest.raises(UsageError, match=r"unknown or absent values seed$"):
+        from_tree(Newer, {name: value for name, value in to_tree(Newer()).items() if name != "seed"})
+    with pytest.raises(UsageError, match=r"unknown or absent values schedule$"):
+        from_tree(Config, to_tree(linear))
+
+
+def test_differences_are_phrases_with_both_values():
+    """One phrase a value that differs, sorted by path; a value that one side lacks is called not set."""
+    ours = to_tree(with_values(Config(), {"outer.lr": 0.9, "seed": 1}))
+    assert differences(ours, to_tree(Config())) == ["outer.lr is 0.7 there, 0.9 here", "seed is 0 there, 1 here"]
+    assert differences({"a": {"b": 1}}, {"c": 2}) == ["a.b is not set there, 1 here", "c is 2 there, not set here"]
+    assert differences(ours, ours) == []
+
+
+@given(CONFIGS, CONFIGS)
+def test_differences_are_empty_exactly_for_equal_trees(here: Config, there: Config):
+    """No differences if and only if the trees are equal; and as many phrases as there are unequal values."""
+    ours, theirs = flatten(to_tree(here)), flatten(to_tree(there))
+    assert len(differences(to_tree(here), to_tree(there))) == sum(ours[path] != theirs[path] for path in PATHS)
+
+
+# --- YAML ---------------------------------------------------------------------------------------------------------
+
+
+@given(CONFIGS)
+def test_yaml_there_and_back(config: Config):
+    """What `dump_yaml` writes is YAML that holds the tree, in the order of the fields, and makes the configuration."""
+    tree = yaml.safe_load(dump_yaml(config))
+    assert tree == to_tree(config)
+    assert list(flatten(tree)) == list(PATHS)
+    assert from_tree(Config, tree) == config
+
+
+def test_load_yaml_reads_utf8(tmp_path: Path):
+    """A YAML file with accents is read as UTF-8 whatever the locale."""
+    path = tmp_path / "a.yaml"
+    path.write_bytes("corpus: file:é.txt\nouter: {lr: 0.9}\n".encode())
+    assert load_yaml(path) == {"corpus": "file:é.txt", "outer": {"lr": 0.9}}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["cannot be read", "No such file", "check the path"]),
+        (b"outer: [1, 2", ["is not YAML", "line"]),
+        (b"a: b: c", ["is not YAML"]),
+        (b"corpus: \xff\xfe", ["is not YAML"]),
+        (b"- 1\n- 2\n", ["holds list", "not a mapping"]),
+        (b"0.7", ["holds float", "not a mapping"]),
+        (b"", ["holds nothing", "not a mapping"]),
+        (b"!!python/object/apply:os.system ['true']", ["is not YAML"]),
+    ],
+)
+def test_bad_yaml_is_a_usage_error(tmp_path: Path, content: bytes | None, words: list[str]):
+    """A file that is missing, broken, not UTF-8 or not a mapping: one line that names the file and the mistake."""
+    path = tmp_path / "a.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match="--config") as caught:
+        load_yaml(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_folder_instead_of_a_file_is_a_usage_error(tmp_path: Path):
+    """A folder given as the configuration file is named in the message."""
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_yaml(tmp_path)
+
+
+def test_from_tree_names_odd_values():
+    """Names that are absent or unknown, at any depth, are a UsageError that lists them with their paths."""
+    tree = to_tree(Config())
+    del tree["seed"]
+    with pytest.raises(UsageError, match=r"unknown or absent values seed$"):
+        from_tree(Config, tree)
+    tree = to_tree(Config())
+    tree["outer"]["deep"]["x"] = 1
+    with pytest.raises(UsageError, match=r"unknown or absent values outer\.deep\.x$"):
+        from_tree(Config, tree)
+
+
+# --- command line -------------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_every_kind_of_value():
+    """A tree as words: numbers, flags with and without `no-`, strings, lists, in order."""
+    tree = {"outer": {"lr": 0.9, "nesterov": False}, "betas": [0.9, 0.99], "corpus": "a b", "quick": True}
+    assert to_arguments(tree) == [
+        *("--outer.lr", "0.9", "--outer.no-nesterov"),
+        *("--betas", "0.9", "0.99", "--corpus", "a b", "--quick"),
+    ]
+    assert to_arguments({}) == to_arguments({"outer": {}}) == []
+
+
+@settings(max_examples=25)
+@given(CONFIGS)
+def test_arguments_there_and_back(config: Config):
+    """The words of a configuration's tree, parsed on top of the default, give the configuration."""
+    assert parse_arguments(Config(), to_arguments(to_tree(config)), prog="x") == config
+
+
+def test_words_are_layers():
+    """Words change only what they name, and a later word beats an earlier one: files first, then the command line."""
+    words = [*to_arguments({"outer": {"lr": 0.9}, "seed": 3}), "--outer.lr", "7e-1"]
+    assert parse_arguments(Config(), words, prog="x") == with_values(Config(), {"outer.lr": 0.7, "seed": 3})
+    assert parse_arguments(Config(seed=5), [], prog="x") == Config(seed=5)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--outer.lrr", "0.9"], ["--outer.lrr", "--outer.lr"]),
+        (["--outer.momentun", "0.9"], ["--outer.momentun"]),
+        (["--outer.lr", "fast"], ["--outer.lr", "'fast'"]),
+        (["--seed", "1.5"], ["--seed", "'1.5'"]),
+        (["--outer.form", "mean"], ["--outer.form", "mean", "ema"]),
+        (["--betas", "0.9"], ["--betas", "2 values"]),
+        (["--outer.nesterov", "yes"], ["yes"]),
+        (["train"], ["train"]),
+    ],
+)
+def test_mistakes_end_with_status_2(
+    words: list[str], shown: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A misspelt option or a wrong value ends with status 2 and a message on stderr that names it; stdout is empty."""
+    monkeypatch.setenv("COLUMNS", "100")  # the message is boxed to the terminal's width
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(Config(), words, prog="x")
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert all(word in err for word in shown), err
+
+
+def test_configurations_stay_frozen():
+    """A configuration that came from words cannot be changed in place."""
+    config = parse_arguments(Config(), ["--seed", "3"], prog="x")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 4  # type: ignore[misc]

@@ -1,0 +1,944 @@
+"""`TorchFT`: equal to a run in one process; a killed process comes back; nothing listens or loads what it should not.
+
+Run as a program, this file is one of the processes of its own tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import io
+import itertools
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from torch import nn
+
+from elastic import PATIENCE, side_by_side, until
+from forked import Program
+from policies import asked
+from replicas import start
+from twophase.base.config import RunError
+from twophase.diloco.agreement import Disagreement
+from twophase.diloco.comm import SingleProcess
+from twophase.diloco.engine import DiLoCo, RoundReport
+from twophase.elastic import healing, torchft
+from twophase.elastic import parts as torchft_parts
+from twophase.rule import OuterRule
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
+RULE = OuterRule(0.5, 0.9, nesterov=True)
+URL = "http://127.0.0.1:1"
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": {"inner_steps": 3, "restart": "tracked:3"},  # which decides by what it remembers
+    "streams": {"inner_steps": 4, "restart": 3, "fragments": 2, "delay": 1, "mixing": 0.25, "wire": "int8"},
+}
+ROUNDS = 12
+
+
+# --- a small problem ------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """A model, its inner optimizer, and how many batches it has seen."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.seen = 0
+
+    def step(self, number: int) -> float:
+        """One inner step on data that is a function of the replica's number and of what it has seen."""
+        generator = torch.Generator().manual_seed(1000 * number + self.seen)
+        x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
+        self.inner.zero_grad()
+        loss = nn.functional.mse_loss(self.model(x), y)
+        loss.backward()
+        self.inner.step()
+        self.seen += 1
+        return loss.item()
+
+    def save(self) -> dict[str, Any]:
+        """What a replica that comes late is given."""
+        return {"model": self.model.state_dict(), "inner": self.inner.state_dict(), "seen": self.seen}
+
+    def load(self, state: Any) -> None:
+        """Take it."""
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
+        self.seen = state["seen"]
+
+
+def told(report: RoundReport) -> dict[str, Any]:
+    """What must be the same everywhere."""
+    fragments = [(f.name, f.round, f.restarted, f.checksum) for f in report.fragments]
+    norms = [(g.pseudo_gradient_norm, g.buffer_norm, g.cosine, g.restarted) for g in report.groups]
+    return {
+        "round": report.round,
+        "checksum": report.checksum,
+        "replicas": report.replicas,
+        "newcomers": report.newcomers,
+        "fragments": fragments,
+        "norms": norms,
+        "signals": dict(report.signals),
+    }
+
+
+def simulated(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Both replicas in this process: reports, and the digests of the fragments at the end."""
+    replicas = [Replica(), Replica()]
+    engine = DiLoCo([r.model for r in replicas], RULE, communicator=SingleProcess(), **options)
+    found = []
+    while engine.round < ROUNDS:
+        losses = [replica.step(number) for number, replica in enumerate(replicas)]
+        report = engine.step({"loss": sum(losses) / 2})
+        found += [told(report)] if report else []
+    return found, [str(fragment.digest()) for fragment in engine.fragments]
+
+
+def alone_after_three(rounds: int) -> list[tuple[str, bool]]:
+    """Checksums and restarts of three rounds of both replicas and further ones of replica 0 alone."""
+    replicas = [Replica(), Replica()]
+    engine = DiLoCo([r.model for r in replicas], RULE, communicator=SingleProcess(), **SCENARIOS["plain"])
+    found = []
+    while engine.round < rounds:
+        if engine.round == 3 and len(replicas) == 2:
+            del replicas[1]
+            state = engine.state_dict()
+            engine = DiLoCo(replicas[0].model, RULE, communicator=SingleProcess(), **SCENARIOS["plain"])
+            engine.load_state_dict(state)
+        for number, replica in enumerate(replicas):
+            replica.step(number)
+        report = engine.step({"loss": 0.0})
+        found += [(report.checksum, report.restarted)] if report else []
+    return found
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def lighthouse() -> Iterator[str]:
+    """One in this process."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("127.0.0.1:0", 1, join_timeout_ms=20000, quorum_tick_ms=20, heartbeat_timeout_ms=1000)
+    yield f"http://127.0.0.1:{urlsplit(server.address()).port}"
+    server.shutdown()
+
+
+def communicator(url: str, replica: int = 0, replicas: int = 2, **options: Any) -> Any:
+    """A `TorchFT` on loopback."""
+    from twophase.elastic.torchft import TorchFT
+
+    return TorchFT(replica=replica, replicas=replicas, lighthouse=url, **{"timeout": 20.0, **options})
+
+
+ABANDONED = "abandoned\n"
+
+
+def worker(replica: int, folder: Path, urls: dict[str, str]) -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, url in urls.items():
+        with communicator(url, replica) as group:
+            mine = Replica()
+            engine = DiLoCo(mine.model, RULE, communicator=group, **SCENARIOS.get(name, SCENARIOS["plain"]))
+            group.attach(engine, mine.save, mine.load)
+            reports: list[dict[str, Any]] = []
+            first = engine.join({"loss": 0.0})
+            reports += [told(first)] if first else []
+            if name == "kill":
+                found[name] = until_it_is_back(replica, mine, engine, reports)
+                continue
+            if name == "tampered":
+                found[name] = tampered(replica, mine, engine)
+                continue
+            seconds = []
+            while engine.round < ROUNDS:
+                report = engine.step({"loss": mine.step(replica)})
+                if report:
+                    reports.append(told(report))
+                    seconds.append(report.seconds)
+            found[name] = {
+                "reports": reports,
+                "digests": [str(fragment.digest()) for fragment in engine.fragments],
+                "seconds": seconds,
+                "bytes": group.launch_sum(torch.zeros(8)).bytes_sent,
+                "listening": listening(),
+            }
+    if replica == 0:
+        os.write(2, ABANDONED.encode())  # from here on torchft's log goes on after `close()`
+        found["abandoned"] = abandoned()
+    torch.save(found, folder / f"{replica}.pt")
+
+
+def abandoned() -> dict[str, Any]:
+    """A replica that trains alone, whose lighthouse goes away; its torchft goes on calling for it, and logs that."""
+    mine = Replica()
+    with communicator(URL, patience=1.0, replicas=1) as group:
+        engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
+        group.attach(engine, mine.save, mine.load)
+        with lighthouse() as url:
+            group.lighthouse, group._lighthouse_at = url, ("127.0.0.1", urlsplit(url).port or 0)
+            assert engine.join() is None
+            report = engine.step()
+            assert report is not None
+        try:
+            engine.step()
+            error = "nobody noticed"
+        except RuntimeError as fault:
+            error = str(fault)
+    return {"alone": (report.replicas, report.bytes_sent), "url": url, "error": error}
+
+
+def tampered(replica: int, mine: Replica, engine: DiLoCo) -> str:
+    """Round 3 ends with one bit of the anchor of replica 1 changed: what is said of it."""
+    for _ in range(20):
+        mine.step(replica)
+        try:
+            report = engine.step({"loss": 0.0})
+        except Disagreement as fault:
+            return str(fault)
+        if report and report.round == 3 and replica == 1:
+            engine.fragments[0].flat[5] += 1e-3
+    return "nobody noticed"
+
+
+def until_it_is_back(replica: int, mine: Replica, engine: DiLoCo, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Process 1 kills itself in round 4; five rounds after its successor has come, all end."""
+    successor = bool(reports)
+    ended: list[float] = []
+    while not any(report["newcomers"] for report in reports[:-5]):
+        loss = mine.step(replica)
+        if replica == 1 and not successor and engine.round == 3 and engine.inner_step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if engine.round > 3:
+            time.sleep(0.02)
+        report = engine.step({"loss": loss})
+        if report:
+            reports.append({**told(report), "attempts": report.attempts})
+            ended.append(time.monotonic())
+        assert engine.round < 5000, "nobody has come back"
+    return {
+        "reports": reports,
+        "digests": [str(fragment.digest()) for fragment in engine.fragments],
+        "counters": engine.fragments[0].counters()[1],
+        "model": {key: value.clone() for key, value in mine.model.state_dict().items()},
+        "stall": max(after - before for before, after in itertools.pairwise(ended)),
+        "seen": mine.seen,
+    }
+
+
+def listening() -> list[str]:
+    """The addresses on which this process listens, as the kernel writes them."""
+    sockets = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            sockets.add(str(descriptor.readlink()))
+        except OSError:
+            continue
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes bring home; the second is killed at the end and started once more."""
+    folder = tmp_path_factory.mktemp("torchft")
+
+    def launch(replica: int, urls: dict[str, str]) -> Program:
+        pairs = [f"{name}={url}" for name, url in urls.items()]
+        log = folder / f"{replica}.log"
+        return Program(["-W", "error", __file__, str(replica), str(folder), *pairs], log, log, os.environ)
+
+    with lighthouse() as a, lighthouse() as b, lighthouse() as c, lighthouse() as d:
+        urls = {"plain": a, "streams": b, "tampered": c, "kill": d}
+        first, second = launch(0, urls), launch(1, urls)
+        try:
+            killed = second.wait(timeout=120)
+            assert killed == -signal.SIGKILL, (folder / "1.log").read_text()[-3000:]
+            until("the survivor notices", lambda: "replica 1 has gone" in (folder / "0.log").read_text())
+            second = launch(1, {"kill": d})
+            assert [first.wait(timeout=120), second.wait(timeout=120)] == [0, 0], (folder / "0.log").read_text()[-3000:]
+        finally:
+            for process in (first, second):
+                process.kill()
+                process.wait()
+    answers = [torch.load(folder / f"{replica}.pt", weights_only=True) for replica in range(2)]
+    answers[0]["log"] = (folder / "0.log").read_text().partition(ABANDONED)[0]
+    return answers
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_equals_a_run_in_one_process(processes: list[dict[str, Any]], name: str):
+    """12 rounds of two processes have the checksums, norms, restarts and final states of both replicas in one."""
+    reports, digests = simulated(SCENARIOS[name])
+    here = processes[0][name]
+    for ours, theirs in zip(here["reports"], reports, strict=True):
+        assert ours["checksum"] == theirs["checksum"], ours["round"]
+        assert ours["fragments"] == theirs["fragments"]
+        assert ours["replicas"] == 2
+        assert ours["newcomers"] == 0
+        assert ours["norms"] == theirs["norms"]
+        assert ours["signals"] == theirs["signals"]
+    assert here["digests"] == digests
+    assert here["bytes"] == 32
+    assert [f[2] for r in here["reports"] for f in r["fragments"] if f[1] == 3] == [True] * len(digests)
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_killed_process_comes_back(processes: list[dict[str, Any]]):
+    """One of two is killed inside a round and started again: it comes in once, without weight, and both stay equal.
+
+    The survivor goes on alone meanwhile, counts each round once, and restarts when its policy would; afterwards
+    weights, momentum, counters, the policy's memory and checksums are the same on both.
+    """
+    survivor, back = (answers["kill"] for answers in processes)
+    rounds = [report["round"] for report in survivor["reports"]]
+    assert rounds == list(range(1, len(rounds) + 1))
+    common = [report for report in survivor["reports"] if report["round"] >= back["reports"][0]["round"]]
+    assert [{**r, "attempts": 1} for r in back["reports"]] == [{**r, "attempts": 1} for r in common]
+    assert [report["newcomers"] for report in common] == [1, 0, 0, 0, 0, 0]
+    assert [report["replicas"] for report in common] == [1, 2, 2, 2, 2, 2]
+    before = survivor["reports"][: -len(common)]
+    assert [report["replicas"] for report in before] == [2] * 3 + [1] * (len(before) - 3)
+    assert not any(report["newcomers"] for report in before)
+    assert survivor["digests"] == back["digests"]
+    assert survivor["counters"] == back["counters"]
+    assert survivor["counters"][0]["policy_state"]["period"] > 0
+    for name, value in survivor["model"].items():
+        assert torch.equal(value, back["model"][name]), name
+    solo = [(report["checksum"], report["fragments"][0][2]) for report in survivor["reports"][: len(before) + 1]]
+    assert solo == alone_after_three(len(solo))  # the newcomer's own round included: it has no weight
+    assert survivor["seen"] == 3 * len(rounds)  # no inner step was lost or taken twice
+    assert back["seen"] == survivor["seen"]
+    print(f"longest wait between two rounds of the survivor: {survivor['stall']:.2f} s, rounds: {len(rounds)}")
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_tampered_replica_is_caught(processes: list[dict[str, Any]]):
+    """An anchor that was changed on one process ends the run at the next sync, with the fragment's name."""
+    message = processes[0]["tampered"]
+    assert "fragment '0' differs in its anchor between process 0 and process 1" in message
+    assert "before a sync" in message
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+def test_what_the_survivor_says(processes: list[dict[str, Any]]):
+    """Standard error has a line when a process goes and one when it comes, and nothing else."""
+    lines = processes[0]["log"].splitlines()
+    end = lines[lines.index("replica 1 has gone; 1 of 2 are here") :]
+    assert end[1] == "replica 1 has come; 2 of 2 are here"
+    assert all(line.startswith("replica 1 has ") for line in lines), lines
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_nothing_listens_on_a_wildcard(processes: list[dict[str, Any]], name: str):
+    """Store, manager, healing and gloo listen on 127.0.0.1 alone."""
+    found = processes[0][name]["listening"]
+    assert len(found) >= 4
+    assert set(found) == {"0100007F"}
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+def refused(words: list[str], call: Callable[[], Any], kind: type[Exception] = ValueError) -> None:
+    with pytest.raises(kind) as fault:
+        call()
+    for word in words:
+        assert word in str(fault.value)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replica": 2}, ["replica is 2", "replicas - 1"]),
+        ({"min_replicas": 3}, ["min_replicas is 3", "between 1 and replicas = 2"]),
+        ({"min_replicas": 0}, ["min_replicas is 0"]),
+        ({"timeout": 0.0}, ["timeout is 0.0", "above 0"]),
+        ({"patience": float("inf")}, ["patience is inf"]),
+        ({"max_attempts": 0}, ["max_attempts is 0"]),
+        ({"url": "127.0.0.1:29510"}, ["lighthouse is '127.0.0.1:29510'", "http://10.0.0.1:29510"]),
+        ({"url": "http://127.0.0.1"}, ["lighthouse is 'http://127.0.0.1'"]),
+        ({"url": "http://127.0.0.1:seven"}, ["lighthouse is"]),
+        ({"host": "0.0.0.0"}, ["host is '0.0.0.0'", "every network"]),  # noqa: S104 - refused
+        ({"host": ""}, ["host is ''"]),
+        ({"host": "::"}, ["host is '::'", "IPv4"]),
+        (
+            {"url": "http://10.0.0.1:29510"},
+            ["host is 127.0.0.1 and", "http://10.0.0.1:29510, on another machine", "--host"],
+        ),
+    ],
+)
+def test_mistakes_say_what_to_do(options: dict[str, Any], words: list[str]):
+    """Arguments outside their range are refused with their name and value."""
+    refused(["TorchFT: ", *words], lambda: communicator(**{"url": URL, **options}))
+
+
+@linux
+@pytest.mark.parametrize("name", ["TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_RETRIES", "TORCHFT_USE_BUCKETIZATION"])
+def test_overriding_variables_are_refused(monkeypatch: pytest.MonkeyPatch, name: str):
+    """A variable that would silently override an argument is named."""
+    monkeypatch.setenv(name, "1")
+    refused([name, "unset"], lambda: communicator(URL))
+
+
+@linux
+def test_a_variable_that_torchft_cannot_read_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """It would end in a traceback while torchft is imported."""
+    monkeypatch.setenv("TORCHFT_WATCHDOG_TIMEOUT_SEC", "abc")
+    refused(["TORCHFT_WATCHDOG_TIMEOUT_SEC is 'abc'", "unset"], lambda: communicator(URL))
+
+
+@pytest.mark.parametrize(
+    ("host", "elsewhere"),
+    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("10.0.0.1", True), ("no.such.host.invalid", False)],
+)
+def test_what_is_another_machine(host: str, elsewhere: bool):
+    """Loopback of both kinds is not, and a name that nobody knows is left to the attempt to connect."""
+    assert torchft_parts.is_elsewhere(host) == elsewhere
+    name = f"[{host}]" if ":" in host else host
+    assert torchft_parts.lighthouse(f"http://{name}:1") == (f"http://{name}:1", (host, 1))
+
+
+@linux
+def test_several_processes_of_a_replica_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Under torchrun, where a replica would have several processes, it says so."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(["WORLD_SIZE is 2", "not supported yet"], lambda: communicator(URL))
+
+
+@linux
+def test_missing_and_other_torchft_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Without torchft there is one line that installs it; another release, whose private names differ, is refused."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.1")  # noqa: ARG005
+    refused(["torchft is 0.1.1", "0.2.0"], lambda: communicator(URL), ImportError)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    refused(["pip install 'twophase[ft]'"], lambda: communicator(URL), ImportError)
+
+
+@linux
+def test_what_heals_must_be_said_before_joining():
+    """Without attach, with a state that lacks the models or holds an object, or that takes too long: refused."""
+    mine = Replica()
+    group = communicator(URL)
+    engine = DiLoCo(mine.model, RULE, inner_steps=3, communicator=group)
+    refused(["attach(engine, save, load)", "before engine.join()"], engine.join)
+    refused(["save() returned 0 bytes", "the replicas alone have"], lambda: group.attach(engine, dict, mine.load))
+    odd = {**mine.save(), "sampler": object()}
+    refused(["save()['sampler'] is a builtins.object"], lambda: group.attach(engine, lambda: odd, mine.load))
+    large = {**mine.save(), "table": torch.zeros(1).expand(400_000_000)}
+    refused(["timeout is 20 s", "1.60 GB", "pass timeout=21"], lambda: group.attach(engine, lambda: large, mine.load))
+    refused(["call join()"], engine.step)
+
+
+@linux
+def test_no_lighthouse_is_one_clear_error():
+    """Where none answers, joining ends after connect_timeout with its address and what to do."""
+    mine = Replica()
+    with communicator(URL, connect_timeout=1.0) as group:
+        engine = DiLoCo(mine.model, RULE, inner_steps=3, communicator=group)
+        group.attach(engine, mine.save, mine.load)
+        refused([f"the lighthouse at {URL} cannot be reached", "start it"], engine.join, RuntimeError)
+    group.close()  # again is nothing
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_lighthouse_that_goes_away_is_one_clear_error(processes: list[dict[str, Any]]):
+    """A replica that trains alone ends when the lighthouse has been away for `patience` seconds."""
+    found = processes[0]["abandoned"]
+    assert found["alone"] == (1, 0)
+    for word in (f"the lighthouse at {found['url']} cannot be reached", "checkpoints are intact"):
+        assert word in found["error"]
+
+
+@linux
+def test_too_few_replicas_is_one_clear_error():
+    """A run that two must begin is not begun by one, and says so after start_timeout."""
+    mine = Replica()
+    with lighthouse() as url, communicator(url, start_timeout=0.5) as group:
+        engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
+        group.attach(engine, mine.save, mine.load)
+        refused(["1 of 2 replicas are here after 0.5 s"], engine.join, RuntimeError)
+
+
+# --- several in this process ------------------------------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """What ends a replica at once."""
+
+
+Live = Callable[[int, Any, Replica, DiLoCo], Any]
+
+
+def lives(monkeypatch: pytest.MonkeyPatch, live: Live, *options: tuple[dict[str, Any], dict[str, Any]]) -> list[Any]:
+    """Replicas in threads, at a lighthouse of their own: what `live` returns for each, or has raised.
+
+    Args:
+        monkeypatch: pytest's.
+        live: what each does, by its place, communicator, model and engine.
+        options: of each one's communicator and engine.
+    """
+    replicas = [Replica() for _ in options]  # not in the threads: their weights come from one generator
+
+    def one(place: int, url: str) -> Any:
+        mine, (of_group, of_engine) = replicas[place], options[place]
+        with communicator(
+            url, **{"replica": place, "replicas": len(options), "start_timeout": 20.0, **of_group}
+        ) as group:
+            engine = DiLoCo(mine.model, **{"outer": RULE, "inner_steps": 1, **of_engine}, communicator=group)
+            group.attach(engine, mine.save, mine.load)
+            return live(place, group, mine, engine)
+
+    with lighthouse() as url:
+        return side_by_side(monkeypatch, *(partial(one, place, url) for place in range(len(options))))
+
+
+def one_comes_in_vain() -> Live:
+    """The first trains alone until the second, which comes once that has begun, has failed: its reports, and the error.
+
+    It ends with a sync that succeeded at once.
+    """
+    begun, gone = threading.Event(), threading.Event()
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        if place:
+            begun.wait(PATIENCE)
+            try:
+                return engine.join()
+            finally:
+                group.close()
+                gone.set()
+        engine.join()
+        reports = []
+        while not gone.is_set() or reports[-1].attempts > 1:
+            mine.step(place)
+            reports.append(engine.step())
+            begun.set()
+        return reports
+
+    return live
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("numbers of fragments", ({"fragments": 1}, {"fragments": 2})),
+        ("outer settings", ({"restart": 2}, {"restart": 3})),
+    ],
+)
+def test_unlike_replicas_do_not_begin(monkeypatch: pytest.MonkeyPatch, what: str, options: tuple[dict[str, Any], ...]):
+    """A difference in how they were started is named on both, also one by which they would not send as many numbers."""
+    both = [({}, {"inner_steps": 2} | one) for one in options]
+    for error in lives(monkeypatch, lambda *these: these[3].join(), *both):
+        assert isinstance(error, ValueError), repr(error)
+        assert re.match(rf"DiLoCo: {what} differ between process . \(.*\) and process . \(.*\); start all", str(error))
+
+
+@linux
+@pytest.mark.dist
+def test_an_unlike_replica_does_not_come_into_a_run(monkeypatch: pytest.MonkeyPatch):
+    """It is told what differs before it takes anything over, and the run goes on."""
+    begun, gone = threading.Event(), threading.Event()
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        del group
+        if place:
+            begun.wait(PATIENCE)
+            before = engine.checksum()
+            try:
+                return engine.join()
+            except ValueError as error:
+                return error, before == engine.checksum()
+            finally:
+                gone.set()
+        engine.join()
+        report = None
+        while not gone.is_set():
+            mine.step(place)
+            report = engine.step()
+            begun.set()
+        return report
+
+    report, (error, untouched) = lives(monkeypatch, live, ({"min_replicas": 1}, {}), ({}, {"inner_steps": 2}))
+    assert str(error).startswith(
+        "TorchFT: inner_steps differ between this replica (2) and the run that it comes into (1)"
+    )
+    assert untouched
+    assert (report.replicas, report.newcomers) == (1, 0)
+
+
+@linux
+@pytest.mark.dist
+def test_two_with_one_number_do_not_begin(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """They would train on the same text: each warns once, and after start_timeout one ends with the number of both."""
+    both = threading.Barrier(2)
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        del place, mine
+        group._started()  # so that none is there alone for long
+        both.wait(PATIENCE)
+        return engine.join()
+
+    same = {"replica": 0, "replicas": 2, "start_timeout": 0.3}
+    found = lives(monkeypatch, live, (same, {}), (same, {}))
+    assert all(isinstance(error, RunError) for error in found), found
+    assert any("two processes say that they are replica 0, and would train on the" in str(error) for error in found)
+    assert caplog.messages.count("replica 0 is there twice") == 2
+
+
+@linux
+@pytest.mark.dist
+def test_a_number_is_not_taken_twice_in_a_run(monkeypatch: pytest.MonkeyPatch):
+    """A process that comes into a run under the number of one that is there is told so, and the run goes on."""
+    same = {"replica": 0, "replicas": 2, "min_replicas": 1}
+    reports, error = lives(monkeypatch, one_comes_in_vain(), (same, {}), (same, {}))
+    assert isinstance(error, RunError), error
+    assert str(error).startswith(
+        "TorchFT: replica 0 takes part in this run already, and two would train on the same text"
+    )
+    assert {(report.replicas, report.newcomers) for report in reports} == {(1, 0)}
+
+
+@linux
+@pytest.mark.dist
+def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
+    """One that would begin with two waits for the one that wants three, and no message of either is left unanswered."""
+    tried = threading.Event()
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        failures: list[Exception] = []
+        fail, enough = group._fail, group.enough
+        group._fail = lambda error: (failures.append(error), fail(error))
+
+        def asked(count: int) -> bool:
+            answer = enough(count)
+            if place == 1 and count == 2:
+                tried.set()
+            return answer
+
+        group.enough = asked
+        if place == 2:
+            tried.wait(PATIENCE)
+        engine.join()
+        mine.step(place)
+        report = engine.step()
+        assert report is not None
+        return report.replicas, failures
+
+    third = {"timeout": 6.0}
+    options = [third | {"min_replicas": count} for count in (2, 3, 3)]
+    assert lives(monkeypatch, live, *((one, {}) for one in options)) == [(3, [])] * 3
+
+
+@linux
+@pytest.mark.dist
+@pytest.mark.parametrize("others", [1, 0])
+def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyPatch, others: int):
+    """A newcomer's donor dies in the sync: the newcomer, who holds the donor's progress, does not count in its stead.
+
+    Where nobody else is left, it does: the progress would be lost. (With lr 1 and no momentum the new anchor is the
+    mean of those who count.)
+    """
+    newcomer, begun = others + 1, threading.Event()
+    held: dict[int, list[torch.Tensor]] = {}
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        reduce = engine._reduce
+
+        def dies(sync: Any) -> Any:
+            if place != newcomer and group._healing._offer is not None:
+                raise Died
+            return reduce(sync)
+
+        engine._reduce = dies
+        if place == newcomer:
+            begun.wait(PATIENCE)
+        report = engine.join({"loss": 7.0})
+        while report is None or report.attempts == 1:
+            mine.step(place)
+            held[place] = [p.detach().clone() for p in mine.model.parameters()]
+            report = engine.step({"loss": float(place)})
+            begun.set()
+        return report, [a.clone() for a in engine.anchor.values()]
+
+    rule = {"outer": OuterRule(1.0, 0.0)}
+    found = lives(monkeypatch, live, *[({"min_replicas": others + 1}, rule)] * (others + 2))
+    (dead,) = (place for place, one in enumerate(found) if isinstance(one, Died))
+    counts = 1 - dead if others else dead
+    for report, anchor in (one for place, one in enumerate(found) if place != dead):
+        assert (report.replicas, report.newcomers) == (1, others)
+        assert report.attempts == 2
+        assert dict(report.signals) == {"loss": float(counts) if others else 7.0}
+        assert {"quorum", "reduce"} <= set(report.seconds)
+        for mean, own in zip(anchor, held[counts], strict=True):
+            torch.testing.assert_close(mean, own)
+
+
+@linux
+@pytest.mark.dist
+def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pytest.MonkeyPatch):
+    """A sum under way is lost with one of two, and when it is repeated a third is there: it ends for both at once.
+
+    Inner steps of the newcomer meanwhile would lead it to the next fragment's sync, where nobody waits for it. Its
+    restart policy remembers what the other's does, which the repeated sync is told to once.
+    """
+    dead = threading.Event()
+    groups: dict[int, Any] = {}
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        groups[place] = group
+        if place == 2:
+            dead.wait(PATIENCE)
+        reports = [report] if (report := engine.join()) else []
+        while engine.round < 3:  # after a fourth, `auto` would have forgotten the repeated one
+            mine.step(place)
+            if report := engine.step():
+                reports.append(report)
+            if place < 2 and engine.round == 1 and engine.under_way:
+                if place == 1:
+                    dead.set()
+                    raise Died
+                until("the third is up", lambda: 2 in groups and groups[2]._manager)
+                time.sleep(0.3)  # until the lighthouse knows of it
+        return reports, [(fragment.counters(), fragment.digest()) for fragment in engine.fragments]
+
+    options = {"inner_steps": 6, "fragments": 2, "delay": 2, "mixing": 0.5, "restart": "auto"}
+    patience = {"min_replicas": 2, "timeout": 6.0}  # a thread that dies leaves its connections open
+    (ours, held), gone, (theirs, healed) = lives(monkeypatch, live, *[(patience, options)] * 3)
+    assert isinstance(gone, Died)
+    assert healed == held
+    for fragment, ((round_, (group,), _), _) in zip("01", held, strict=True):
+        own = [g for report in ours for f, g in zip(report.fragments, report.groups, strict=True) if f.name == fragment]
+        seen = [{"pseudo_gradient_norm": g.pseudo_gradient_norm, "buffer_norm": g.buffer_norm} for g in own]
+        assert round_ == len(seen) > 1
+        assert group["policy_state"] == asked("auto", seen)[-1].state
+    assert [report.attempts for report in ours][:2] == [1, 1]
+    assert (ours[2].newcomers, ours[2].replicas) == (1, 1)
+    assert ours[2].attempts > 1
+    assert [told(report) for report in theirs] == [told(report) for report in ours[2:]]
+    assert {report.attempts for report in ours[3:]} == {1}
+
+
+@linux
+@pytest.mark.dist
+def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pytest.MonkeyPatch):
+    """Its first try tells it what had come and which timeout would do; the other goes on, whatever `max_attempts`."""
+
+    def slowly(state: Any, stream: Any) -> None:
+        data = io.BytesIO()
+        save(state, data)
+        for place in range(0, data.tell(), 40_000):
+            stream.write(data.getvalue()[place : place + 40_000])
+            stream.flush()
+            time.sleep(0.3)
+
+    save, own = healing._streaming_save, Replica.save
+    monkeypatch.setattr(healing, "_streaming_save", slowly)
+    monkeypatch.setattr(torchft, "_HEAL_MARGIN", 0.0)
+
+    monkeypatch.setattr(Replica, "save", lambda mine: own(mine) | {"more": torch.zeros(100_000)})
+    options = {"min_replicas": 1, "timeout": 2.0, "max_attempts": 1}
+    reports, error = lives(monkeypatch, one_comes_in_vain(), (options, {}), (options, {}))
+    assert isinstance(error, RunError)
+    pattern = (
+        r"TorchFT: of another replica's state of (\S+) MB, (\S+) MB came in (\S+) s, and then the others waited no "
+        r"longer \(timeout is 2 s\); give every replica a timeout of (\d+) or more \(twophase train: --sync-timeout\)"
+    )
+    found = re.match(pattern, str(error))
+    assert found, str(error)
+    size, received, seconds, enough = map(float, found.groups())
+    assert 0 < received < size
+    assert enough == pytest.approx(1.5 * seconds * size / received, abs=0.6 + 0.1 * enough)
+    assert max(report.attempts for report in reports) > 1
+    assert {(report.replicas, report.newcomers) for report in reports} == {(1, 0)}
+    assert [report.round for report in reports] == list(range(1, len(reports) + 1))
+
+
+@linux
+@pytest.mark.dist
+def test_a_run_under_way_is_not_taken_over(monkeypatch: pytest.MonkeyPatch):
+    """Whoever restores for so long that the others have begun is given their state, however much further it was."""
+    begun, done = threading.Event(), threading.Event()
+    further = Replica()
+    engine = DiLoCo(further.model, RULE, inner_steps=1, communicator=SingleProcess())
+    for _ in range(9):
+        further.step(0)
+        engine.step()
+    state = copy.deepcopy(engine.state_dict())
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        if place:  # as after restoring: it says how far it is, and meets those that have begun
+            begun.wait(PATIENCE)
+            engine.load_state_dict(state)
+            enter = group.enter
+            group.enter = lambda syncs, **options: enter(max(syncs, 1 + engine.syncs), **options)
+        report = engine.join({})
+        if place:
+            done.set()
+            return report
+        reports = []
+        while not done.is_set() or len(reports) < 2:
+            mine.step(place)
+            reports.append(engine.step())
+            begun.set()
+        return reports
+
+    first, second = {"min_replicas": 1}, {"min_replicas": 2}
+    reports, joined = lives(monkeypatch, live, (first, {}), (second, {}))
+    assert isinstance(joined, RoundReport), joined
+    assert joined.newcomers == 1
+    assert [report.round for report in reports] == list(range(1, len(reports) + 1))
+    assert reports[joined.round - 1].checksum == joined.checksum
+
+
+class Meeting(SingleProcess):
+    """This process and another, which holds the same and counts; at its first syncs this one is given states.
+
+    Args:
+        given: the states; None is none.
+    """
+
+    elastic, replica = True, 0
+
+    def __init__(self, *given: Any) -> None:
+        self.given = list(given)
+        self.load: Callable[[Any], None]
+
+    def attach(self, engine: Any, save: Any, load: Any) -> None:
+        """Take what takes a state."""
+        del engine, save
+        self.load = load
+
+    def enter(self, syncs: int, *, running: bool = False) -> None:
+        """As far as anyone."""
+
+    def enough(self, count: int) -> bool:
+        """Two are enough."""
+        return count == 2
+
+    def begin(self) -> bool:
+        """Give the next state."""
+        state = self.given.pop(0) if self.given else None
+        if state is not None:
+            self.load(state)
+        return state is not None
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The other says the same, and in a roll call that it counts."""
+        return [list(numbers), [*numbers[:2], 1.0, *numbers[3:]] if len(numbers) > 4 else list(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("mixing", "given", "own", "newcomers"),
+    [
+        (0.0, 0, None, [0, 0]),
+        (0.5, 0, None, [0, 0]),  # nobody has trained yet
+        (0.0, 6, None, [0, 0]),
+        (0.5, 6, None, [1, 0]),  # part of what the other has trained is still in it
+        (0.0, 5, None, [1, 0]),
+        (0.0, 5, 4, [0, 0]),
+    ],
+)
+def test_who_is_given_a_state_at_the_beginning(mixing: float, given: int, own: int | None, newcomers: list[int]):
+    """Whoever goes on from another's inner steps is without weight in one sync; not from its own, and not from none.
+
+    After so many inner steps of rounds of three is the state that it is given, and then its own checkpoint.
+    """
+
+    def state(steps: int) -> dict[str, Any]:
+        run = start(RULE, [0], inner_steps=3, mixing=mixing)
+        run.go(range(steps))
+        return run.state()
+
+    group = Meeting(state(given))
+    run = start(RULE, [0], inner_steps=3, mixing=mixing, communicator=group)
+    group.attach(run.engine, run.state, run.load)
+    assert run.engine.join(restore=lambda: None if own is None else run.load(state(own))) is None
+    assert [report.newcomers for report in run.go(range(20, 26))] == newcomers
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_a_newcomer_has_no_weight_in_the_first_sync_of_each_fragment(mixing: float):
+    """Whoever is healed holds its donor's progress in the fragments that are in the middle of their round, too."""
+    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "mixing": mixing}
+    donor = start(RULE, [0], **options)
+    donor.go(range(5))
+    group = Meeting(None, donor.state())
+    run = start(RULE, [0], communicator=group, **options)
+    group.attach(run.engine, run.state, run.load)
+    assert run.engine.join() is None
+    reports = run.go(range(20, 32))
+    assert [report.newcomers for report in reports[:4]] == [1, 1, 0, 0]
+    assert [report.fragments[0].name for report in reports[:4]] == ["0", "1", "0", "1"]
+
+
+def test_weightlessness_outlives_a_stop():
+    """Stopped after the first fragment's sync and resumed, a healed replica is still without weight in the second's."""
+    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2}
+    donor = start(RULE, [0], **options)
+    donor.go(range(5))
+    group = Meeting(None, donor.state())
+    run = start(RULE, [0], communicator=group, **options)
+    group.attach(run.engine, run.state, run.load)
+    run.engine.join()
+    steps = iter(range(20, 40))
+    first = next(report for report in map(run.step, steps) if report is not None)
+    assert (first.fragments[0].name, first.newcomers) == ("0", 1)
+    state = copy.deepcopy(run.state())
+    again = start(RULE, [0], communicator=Meeting(), **options)
+    again.engine.join(restore=lambda: again.load(state))
+    reports = again.go(steps)
+    assert [(report.fragments[0].name, report.newcomers) for report in reports[:3]] == [("1", 1), ("0", 0), ("1", 0)]
+
+
+def test_what_is_under_way_cannot_be_saved():
+    """Where processes come and go nobody knows whether a sync will end: the state is refused until it has."""
+    run = start(RULE, [0], inner_steps=4, delay=2, mixing=0.5, communicator=Meeting())
+    run.engine.join()
+    run.go(range(4))
+    assert run.engine.under_way
+    with pytest.raises(ValueError, match=r"a reduction is under way.* until engine\.under_way is False"):
+        run.engine.state_dict()
+    run.go(range(4, 6))
+    assert not run.engine.under_way
+    assert run.engine.state_dict()["round"] == 1
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]), Path(sys.argv[2]), dict(pair.split("=", 1) for pair in sys.argv[3:]))

@@ -1,0 +1,229 @@
+"""Figures: what they show, how the scale is chosen, and that they come out the same every time."""
+
+from __future__ import annotations
+
+import builtins
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twophase.base.config import UsageError
+from twophase.figures import heatmaps as plot
+from twophase.figures.heatmaps import Panel, Scale, heatmaps, scale_of
+from twophase.sweep.table import State
+
+LABELS: dict[str, Any] = {
+    "x_label": "outer lr",
+    "y_label": "momentum",
+    "colour_label": "perplexity",
+    "title": "A figure",
+}
+PANEL = Panel(
+    "one",
+    [0.3, 0.7, 1.1],
+    [0.1, 0.9],
+    [[8.0, 10.0, 10.1], [99.0, 7.0, None]],
+    [["finished", "finished", "finished"], ["finished", "diverged", "missing"]],
+)
+
+
+def panel(values: list[list[float | None]], states: Any = None) -> Panel:
+    """A panel with whole numbers on its axes, all finished unless states say otherwise."""
+    fine: list[list[State]] = [["finished"] * len(row) for row in values]
+    return Panel("p", list(range(1, len(values[0]) + 1)), list(range(1, len(values) + 1)), values, states or fine)
+
+
+def read(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_three_files(tmp_path: Path) -> None:
+    """A figure is a PNG of the promised size, a PDF, and the CSV of what it shows; nothing else is left."""
+    paths = heatmaps([[PANEL, PANEL]], path_stem=tmp_path / "a.b", note="outlined: good", **LABELS)
+    assert [path.name for path in paths] == ["a.b.png", "a.b.pdf", "a.b.csv"]
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in paths}
+    png = paths[0].read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert int.from_bytes(png[16:20]) == round(6.75 * 200)
+    pdf = paths[1].read_bytes()
+    assert pdf.startswith(b"%PDF")
+    assert b"/FontFile2" in pdf  # fonttype 42: TrueType, not outlines
+    assert b"CreationDate" not in pdf
+
+
+def test_csv_holds_what_is_shown(tmp_path: Path) -> None:
+    """Every cell is a line; diverged and missing ones have no value, even where one was given."""
+    heatmaps([[PANEL]], path_stem=tmp_path / "figure", **LABELS)
+    assert read(tmp_path / "figure.csv") == [
+        ["panel", "outer lr", "momentum", "value", "state", "outlined"],
+        ["one", "0.3", "0.1", "8.0", "finished", "true"],
+        ["one", "0.7", "0.1", "10.0", "finished", "true"],
+        ["one", "1.1", "0.1", "10.1", "finished", "false"],
+        ["one", "0.3", "0.9", "99.0", "finished", "false"],
+        ["one", "0.7", "0.9", "", "diverged", "false"],
+        ["one", "1.1", "0.9", "", "missing", "false"],
+    ]
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    """Drawn twice, all three files are equal byte for byte: no time, no machine."""
+    first = heatmaps([[PANEL]], path_stem=tmp_path / "a", **LABELS)
+    second = heatmaps([[PANEL]], path_stem=tmp_path / "b", **LABELS)
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def shown(figure: Any) -> list[str]:
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def test_cells_say_what_they_are() -> None:
+    """Values, 'div.', 'missing' and 'failed' are written in the cells, and only diverged cells are hatched."""
+    pytest.importorskip("matplotlib")
+    cells = panel([[7.671, 15.38], [None, None]], [["finished"] * 2, ["diverged", "failed"]])
+    figure, _ = plot._draw([[cells]], scale_of([7.671, 15.38]), "x", "y")
+    assert shown(figure) == ["7.67", "15.4", "div.", "failed"]
+    axes = figure.axes[0]
+    assert [patch.get_hatch() is not None for patch in axes.patches] == [False, False, True, False]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2"]
+
+
+def test_nan_is_missing_and_not_a_colour() -> None:
+    """A finished cell without a finite number is shown as missing."""
+    pytest.importorskip("matplotlib")
+    figure, _ = plot._draw([[panel([[float("nan"), None, 8.0]])]], scale_of([8.0]), "x", "y")
+    assert shown(figure) == ["missing", "missing", "8.00"]
+
+
+def test_outline_encloses_the_good_region() -> None:
+    """The outline is drawn on the edges between cells inside and outside the bound, and on no others."""
+    pytest.importorskip("matplotlib")
+    figure, _ = plot._draw([[panel([[8.0, 8.5], [20.0, 9.9]])]], scale_of([8.0, 20.0]), "x", "y")
+    lines: list[Any] = [line for line in figure.axes[0].lines if line.get_color() == plot._INK]
+    edges = {(tuple(line.get_xdata()), tuple(line.get_ydata())) for line in lines}
+    assert edges == {
+        ((-0.5, 0.5), (-0.5, -0.5)), ((0.5, 1.5), (-0.5, -0.5)),  # below
+        ((-0.5, -0.5), (-0.5, 0.5)), ((1.5, 1.5), (-0.5, 0.5)),  # left and right of the lower row
+        ((-0.5, 0.5), (0.5, 0.5)), ((0.5, 0.5), (0.5, 1.5)),  # around the bad corner
+        ((1.5, 1.5), (0.5, 1.5)), ((0.5, 1.5), (1.5, 1.5)),  # right and top
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("worst", "clipped"), [(20.0, False), (23.9, False), (80.0, True)])
+def test_colour_bar_says_when_it_is_clipped(worst: float, clipped: bool) -> None:
+    """The scale ends at three times the best; beyond that the bar has an arrow and says where colours end."""
+    pytest.importorskip("matplotlib")
+    scale = scale_of([8.0, worst])
+    assert scale.high == min(worst, 24.0)
+    figure, colours = plot._draw([[panel([[8.0, worst]])]], scale, "x", "y")
+    plot.draw_colour_bar(figure, colours, scale, "perplexity", worst)
+    label = figure.axes[-1].get_ylabel()
+    assert label.startswith("perplexity\n(log scale")
+    assert ("colours end at 24.0" in label) == clipped
+    assert colours.colorbar is not None
+    assert colours.colorbar.extend == ("max" if clipped else "neither")
+
+
+def test_text_is_readable_on_every_colour() -> None:
+    """The ink on every colour of the map has a contrast ratio of at least 4.5, the WCAG 2 bound for text."""
+    matplotlib = pytest.importorskip("matplotlib")
+
+    def luminance(colour: tuple[float, ...]) -> float:
+        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3])
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    steps = [matplotlib.colormaps["viridis_r"](k / 255) for k in range(256)]
+    for colour in steps:
+        ink = luminance(matplotlib.colors.to_rgb(plot._readable_on(colour)))
+        low, high = sorted([ink, luminance(colour)])
+        assert (high + 0.05) / (low + 0.05) >= 4.5
+    assert [luminance(c) for c in steps] == sorted((luminance(c) for c in steps), reverse=True)  # also good in grey
+
+
+def test_scale() -> None:
+    """The scale starts at the best, bounds 25 % above it, and never has zero width."""
+    assert scale_of([10.0, 8.0, 12.0]) == Scale(8.0, 12.0, 10.0)
+    assert scale_of([8.0], within=0.5) == Scale(8.0, 8.4, 12.0)
+    assert scale_of([]).low < scale_of([]).high
+
+
+@given(st.floats(1e-3, 1e6), st.floats(1.05, 1e4))
+def test_ticks_lie_inside_the_scale(low: float, ratio: float) -> None:
+    """There are always a few ticks, increasing, inside the scale up to their rounding."""
+    ticks = plot._ticks(low, low * ratio)
+    assert 2 <= len(ticks) <= 14
+    assert ticks == sorted(set(ticks))
+    assert ticks[0] >= low * 0.99
+    assert ticks[-1] <= low * ratio * 1.01
+
+
+@pytest.mark.parametrize("state", ["diverged", "missing", "failed"])
+def test_nothing_finished(tmp_path: Path, state: Any) -> None:
+    """A figure without a single number is drawn all the same."""
+    assert heatmaps([[panel([[None]], [[state]])]], path_stem=tmp_path / "f", **LABELS)
+
+
+def test_many_shapes(tmp_path: Path) -> None:
+    """One cell, many cells, and panels of different shapes are all drawn without a warning."""
+    big = panel([[8.0 + i + j for i in range(11)] for j in range(9)])
+    assert heatmaps([[big, PANEL], [PANEL, big]], path_stem=tmp_path / "f", **LABELS)
+    assert heatmaps([[panel([[8.0]])]], path_stem=tmp_path / "g", **LABELS)
+
+
+@pytest.mark.parametrize(
+    "panels",
+    [
+        [],
+        [[]],
+        [[PANEL, PANEL], [PANEL]],
+        [[Panel("p", [1, 2], [1], [[8.0]], [["finished", "finished"]])]],
+        [[Panel("p", [1], [1, 2], [[8.0], [8.0]], [["finished"]])]],
+        [[Panel("p", [], [], [], [])]],
+    ],
+)
+def test_uneven_shapes_are_refused(tmp_path: Path, panels: list[list[Panel]]) -> None:
+    """Rows and panels of uneven shape are our own mistake and named as such."""
+    with pytest.raises(ValueError, match="heatmaps: "):
+        heatmaps(panels, path_stem=tmp_path / "f", **LABELS)
+
+
+def test_missing_matplotlib_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without matplotlib the message says what to install, and nothing is written."""
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(UsageError, match=r"pip install 'twophase\[plot\]'"):
+        heatmaps([[PANEL]], path_stem=tmp_path / "f", **LABELS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable_folder_is_a_usage_error(tmp_path: Path) -> None:
+    """A figure that cannot be written says where."""
+    with pytest.raises(UsageError, match="the figure cannot be written"):
+        heatmaps([[PANEL]], path_stem=tmp_path / "missing" / "f", **LABELS)
+
+
+def test_import_is_light_and_leaves_no_state() -> None:
+    """Importing the module loads neither matplotlib nor torch, and drawing never loads pyplot."""
+    script = (
+        "import sys, tempfile, pathlib; from twophase.figures.heatmaps import Panel, heatmaps\n"
+        "assert not {'matplotlib', 'torch'} & set(sys.modules)\n"
+        "with tempfile.TemporaryDirectory() as folder:\n"
+        "    heatmaps([[Panel('p', [1], [1], [[8.0]], [['finished']])]], x_label='', y_label='', colour_label='',\n"
+        "             title='', path_stem=pathlib.Path(folder) / 'f')\n"
+        "assert 'matplotlib.pyplot' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,218 @@
+"""What a restart must beat: each rule against a table or a trajectory by hand, and its own source's equations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from policies import EMA, SUM, asked, fired
+from twophase.policies.rivals import AVERAGING
+from twophase.restart import Restart, RestartPolicy, Step, mean_outer_gain, parse
+from twophase.rule import OuterRule
+from twophase.theory.rollout import Rollout, rollout
+
+RULES = [
+    OuterRule(lr, 0.9, nesterov, form)  # type: ignore[arg-type]
+    for nesterov, (form, lr) in itertools.product([False, True], [("sum", 0.1), ("ema", 1.0)])
+]
+each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
+GRADIENTS = np.random.default_rng(3).normal(size=14)
+
+
+def driven(rule: OuterRule, policy: RestartPolicy | str, gradients: Sequence[float] = GRADIENTS) -> Rollout:  # type: ignore[assignment]
+    """The rollout on given pseudo-gradients: a mode without progress of its own, pushed by them from x = 0."""
+    values = np.asarray(gradients)
+    return rollout(rule, [0.0], len(values), policy, noise=values[:, None, None], initial=0.0)
+
+
+# --- cap ----------------------------------------------------------------------------------------------------------
+
+
+def test_cap_written_out():
+    """The update is shortened, in its direction, to the gain of the cap where it exceeds it, and never lengthened."""
+    rows = [
+        {"pseudo_gradient_norm": g, "buffer_norm": m, "cosine": c}
+        for g, m, c in [(1.0, 0.0, 0.0), (1.0, 10.0, 1.0), (2.0, 10.0, 0.5), (1.0, 10.0, -1.0), (0.0, 1.0, 0.0)]
+    ]
+    # Heavy ball, lr 0.5: gain 0.5 (0.9 c m / g + 1).
+    gains = [0.5, 5.0, 1.625, -4.0, math.nan]
+    answers = asked("cap:1", rows, OuterRule(0.5, 0.9))
+    for answer, gain in zip(answers, gains, strict=True):
+        assert answer.restart is None
+        assert (answer.step is not None) == (gain > 1)
+        if answer.step is not None:
+            assert (answer.step.along_g, answer.step.along_m) == pytest.approx((0.5 / gain, 0.45 / gain))
+    # Nesterov: 0.5 (g + 0.9 m_new) = 0.5 (1.9 g + 0.81 m), gain 0.5 (1 + 0.9 (0.9 c m / g + 1)).
+    shortened = asked("cap:1", rows, OuterRule(0.5, 0.9, nesterov=True))[2].step
+    gain = 0.5 * (1 + 0.9 * 3.25)
+    assert shortened is not None
+    assert (shortened.along_g, shortened.along_m) == pytest.approx((0.95 / gain, 0.405 / gain))
+
+
+@each_rule
+def test_cap_bounds_the_gain(rule: OuterRule):
+    """No update is longer along g than the cap; the first that would have been has exactly its length."""
+    free, capped = (rollout(rule, [0.2, 0.05], 30, policy) for policy in ("never", "cap:0.4"))
+
+    def gains(run: Rollout) -> np.ndarray:
+        g = run.pseudo_gradient
+        return (-np.diff(run.residual, axis=0) * g).sum(-1) / (g * g).sum(-1)
+
+    first = int(np.argmax(gains(free) > 0.4))
+    assert gains(free)[first] > 0.4
+    np.testing.assert_allclose(gains(capped)[: first + 1], np.minimum(gains(free)[: first + 1], 0.4), rtol=1e-12)
+    assert gains(capped).max() <= 0.4 + 1e-12
+    assert (np.abs(gains(capped) - 0.4) < 1e-12).sum() > 5
+    buffers = capped.buffer[1:] - rule.momentum * capped.buffer[:-1] - rule.injection * capped.pseudo_gradient
+    assert np.abs(buffers).max() < 1e-15  # it goes on as it would
+
+
+# --- bound --------------------------------------------------------------------------------------------------------
+
+
+def test_bound_written_out():
+    """The buffer is shortened to the bound and keeps its direction; that counts as no restart."""
+    rows = [{"pseudo_gradient_norm": g, "buffer_norm": m} for g, m in [(1, 0), (1, 1.5), (1, 3.0), (2, 12.0), (0, 4)]]
+    answers = asked("bound:1.5", rows)
+    found = [None if answer.restart is None else answer.restart.retain for answer in answers]
+    assert found == [None, None, 0.5, 0.25, 0.0]
+    assert all(answer.restart is None or not answer.restart.counts for answer in answers)
+    assert all(answer.restart is None or answer.restart.before for answer in answers)
+    assert fired(answers) == []
+
+
+@each_rule
+def test_bound_holds(rule: OuterRule):
+    """What is left of the old buffer in the new one is never longer than the bound times the pseudo-gradient."""
+    run = rollout(rule, [0.9, 0.3], 30, "bound:0.7")
+    g = np.linalg.norm(run.pseudo_gradient, axis=-1)
+    old = np.linalg.norm((run.buffer[1:] - rule.injection * run.pseudo_gradient) / rule.momentum, axis=-1)
+    assert (old <= 0.7 * g + 1e-12).all()
+    assert (np.abs(old - 0.7 * g) < 1e-12).sum() > 3
+
+
+# --- slowmo -------------------------------------------------------------------------------------------------------
+
+
+def test_slowmo_written_out():
+    """The buffer is rescaled by the ratio of the learning rates where they differ, from the second round on."""
+    answers = asked("slowmo", [{"inner_lr": lr} for lr in (0.1, 0.2, 0.2, 0.05, 0.0, 0.1)])
+    found = [None if answer.restart is None else answer.restart for answer in answers]
+    assert found == [
+        *(None if ratio is None else Restart(ratio, before=True, counts=False) for ratio in (None, 2.0, None, 0.25, 0)),
+        None,
+    ]
+    assert answers[-1].state == {"lr": 0.1}
+
+
+def test_slowmo_is_slowmo():
+    """Its own equations `u <- b u + g / gamma_t`, `x <- x - a gamma_t u` with a changing gamma: the same places."""
+    rule, x, u, m, y = OuterRule(0.7, 0.8), 0.0, 0.0, 0.0, 0.0
+    gammas = 0.1 * (1.1 + np.cos(np.arange(len(GRADIENTS))))
+    answers = asked("slowmo", [{"inner_lr": gamma} for gamma in gammas.tolist()], rule)
+    for g, gamma, answer in zip(GRADIENTS, gammas, answers, strict=True):
+        u = 0.8 * u + g / gamma
+        x -= 0.7 * gamma * u
+        along_g, along_m = answer.weights(rule)
+        retain = 1.0 if answer.restart is None else answer.restart.retain
+        y -= along_g * g + along_m * m
+        m = 0.8 * retain * m + g
+        assert y == pytest.approx(x, rel=1e-12)
+        assert m == pytest.approx(gamma * u, rel=1e-12)
+
+
+# --- reseed -------------------------------------------------------------------------------------------------------
+
+
+@each_rule
+def test_reseed_by_hand(rule: OuterRule):
+    """Every third round the buffer becomes g (EMA form) or g / (1 - b) (sum form), after the update, and counts."""
+    run = driven(rule, "reseed:3")
+    x, m, b = 0.0, 0.0, 0.9
+    for t, g in enumerate(GRADIENTS, start=1):
+        m = b * m + (g if rule.form == "sum" else (1 - b) * g)
+        direction = (g if rule.form == "sum" else (1 - b) * g) + b * m if rule.nesterov else m
+        x -= rule.lr * direction
+        if t % 3 == 0:
+            m = g / (1 - b) if rule.form == "sum" else g
+        assert run.residual[t, 0] == pytest.approx(x, abs=1e-13)
+        assert run.buffer[t, 0] == pytest.approx(m, abs=1e-13)
+    assert (np.flatnonzero(run.restarts) + 1).tolist() == [3, 6, 9, 12]
+    assert not np.allclose(run.residual, driven(rule, "soft:3:0:1").residual) or rule.form == "ema"
+
+
+@each_rule
+def test_a_constant_gradient_does_not_notice_a_seed(rule: OuterRule):
+    """Once the buffer is what a constant g makes it, every later round has the full step."""
+    run = driven(rule, "reseed:3", [1.0] * 12)
+    np.testing.assert_allclose(-np.diff(run.residual[3:, 0]), rule.to("ema").lr, rtol=1e-12)
+
+
+# --- debiased -----------------------------------------------------------------------------------------------------
+
+
+@each_rule
+@pytest.mark.parametrize("text", ["debiased", "debiased:1", "debiased:3"])
+def test_debiased_makes_full_steps(rule: OuterRule, text: str):
+    """On a constant g every step has the rule's stationary length, from the first round and after each restart."""
+    run = driven(rule, text, [1.0] * 12)
+    np.testing.assert_allclose(-np.diff(run.residual[:, 0]), rule.to("ema").lr, rtol=1e-12)
+    for rounds in (1, 2, 7, 12):
+        assert mean_outer_gain(rule, parse(text), rounds) == pytest.approx(rule.to("ema").lr, rel=1e-12)
+    period = int(text.partition(":")[2] or 0)
+    assert (np.flatnonzero(run.restarts) + 1).tolist() == ([*range(period, 13, period)] if period else [])
+
+
+@each_rule
+def test_debiased_keeps_the_buffer(rule: OuterRule):
+    """It changes the step alone: the buffer is that of the period that goes with it."""
+    for text, plain in (("debiased", "never"), ("debiased:4", "4")):
+        assert np.array_equal(driven(rule, text).buffer, driven(rule, plain).buffer)
+        assert not np.allclose(driven(rule, text).residual, driven(rule, plain).residual, atol=1e-3)
+
+
+# --- lookahead ----------------------------------------------------------------------------------------------------
+
+
+def test_lookahead_written_out():
+    """Plain averaging up to and with the early share and after the late one; the rule's own step in between."""
+    answers = asked("lookahead:0.2:0.3", [{"progress": done / 10} for done in range(1, 11)])
+    assert [answer.step for answer in answers] == 2 * [AVERAGING] + 5 * [None] + 3 * [AVERAGING]
+    assert all(answer.restart is None for answer in answers)
+    assert Step(1.0, 0.0) == AVERAGING
+
+
+@each_rule
+def test_an_open_gate_does_nothing_and_a_closed_one_averages(rule: OuterRule):
+    """`lookahead:1:0` is momentum 0 and lr 1, and `lookahead:0:0` the rule, whatever the form; the buffer goes on."""
+    closed, averaged = driven(rule, "lookahead:1:0"), driven(OuterRule(1.0, 0.0), "never")
+    assert np.array_equal(closed.residual, averaged.residual)
+    assert np.array_equal(closed.buffer, driven(rule, "never").buffer)
+    assert np.array_equal(driven(rule, "lookahead:0:0").residual, driven(rule, "never").residual)
+
+
+# --- probing, which is a rival too --------------------------------------------------------------------------------
+
+
+def test_a_probe_takes_the_best_step_of_the_round():
+    """On a mode the probe's choice is each round the candidate whose anchor has the least loss, told by their steps."""
+    for rule in (SUM, EMA):
+        run = rollout(rule, [0.6, 0.2], 25, "probe:keep,drop,average,0.5")
+        chosen = set()
+        for t in range(25):
+            x, g, m = run.residual[t], run.pseudo_gradient[t], run.buffer[t]
+            places = {
+                "keep": x - rule.lr * (0.9 * m + rule.injection * g),
+                "drop": x - rule.lr * rule.injection * g,
+                "average": x - g,
+                "0.5": x - 0.5 * g,
+            }
+            best = min(places, key=lambda word: float((places[word] ** 2).sum()))
+            np.testing.assert_allclose(run.residual[t + 1], places[best], rtol=0, atol=1e-15)
+            assert run.restarts[t] == (best == "drop")
+            chosen.add(best)
+        assert len(chosen) > 1

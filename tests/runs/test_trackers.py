@@ -1,0 +1,382 @@
+"""Trackers show what the run's own logs say, and never touch the run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import textmaker
+from twophase.runs import trackers as tracking
+from twophase.base.config import UsageError, to_tree, with_values
+from twophase.runs.folder import RunFolder, read_lines
+from twophase.training.config import DataConfig, ModelConfig, TrainConfig
+from twophase.training.train import train
+from twophase.runs.trackers import Tracked, check, identity, numbers, tracked, tracker
+
+
+class Backend:
+    """A stand-in for wandb and trackio: keeps what it is given, fails or blocks where it is told to."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.step = first
+        self._next_step = first
+        self.lines: list[tuple[int, dict[str, float]]] = []
+        self.arguments: dict[str, Any] = {}
+        self.finished = 0
+        self.fail_at = ""
+        self.block: threading.Event | None = None
+
+    def _meet(self, place: str) -> None:
+        if self.block is not None and place == self.fail_at:
+            self.block.wait()
+        elif place == self.fail_at:
+            raise ConnectionError("the server\nis gone")
+
+    def init(self, **arguments: Any) -> Backend:
+        """Start a run."""
+        print("Welcome! View your run at …")
+        self._meet("init")
+        self.arguments = arguments
+        return self
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Take a line."""
+        self._meet("log")
+        self.lines.append((step, dict(values)))
+
+    def finish(self) -> None:
+        """End the run."""
+        print("Goodbye!")
+        self._meet("finish")
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """A stand-in for the package wandb."""
+    backend = Backend()
+    module = types.ModuleType("wandb")
+    session = types.SimpleNamespace(settings=types.SimpleNamespace(mode="offline"))
+    for name, value in {
+        "Settings": lambda **values: values,
+        "setup": lambda **_: session,
+        "login": lambda **_: False,
+        "init": backend.init,
+        "session": session,
+    }.items():
+        setattr(module, name, value)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return backend
+
+
+@pytest.fixture
+def trackio(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """A stand-in for the package trackio."""
+    backend = Backend()
+    module = types.ModuleType("trackio")
+    module.init = backend.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return backend
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    """A run of a second: 3 rounds, the last one shorter."""
+    corpus = textmaker.write(tmp_path / "text.txt")
+    base = TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=8, intermediate_size=8),
+        data=DataConfig(corpus=f"file:{corpus}", sequence_length=8, batch_size=2, validation_windows=4),
+        steps=5,
+        inner_steps=2,
+    )
+    return with_values(base, {"outer.restart": "2", "checkpoint_every": 1})
+
+
+def run(config: TrainConfig, path: Path, *names: str, **options: Any) -> dict[str, Any]:
+    with (
+        RunFolder.claim(path, config) as folder,
+        tracked(folder, names, run_name=path.name, config=to_tree(config)) as recorder,
+    ):
+        return train(config, recorder, **options)
+
+
+def logs(path: Path) -> list[list[dict[str, Any]]]:
+    """Both logs, less the times."""
+    lines = [read_lines(path / name) for name in ("metrics.jsonl", "rounds.jsonl")]
+    return [[{key: value for key, value in line.items() if key != "seconds"} for line in log] for log in lines]
+
+
+def start(name: str | list[str], folder: Path) -> tracking.Tracker:
+    return tracker(name, run_name="one", run_id="id0", folder=folder, config={"outer": {"lr": 0.7}})
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard reads."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
+
+
+# --- what is logged -----------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_reads_the_logs(config: TrainConfig, tmp_path: Path) -> None:
+    """TensorBoard's own reader finds the numbers of both logs at their steps, to float32."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    run(replace(config, log_every=1), tmp_path / "run", "tensorboard")
+    found = scalars(tmp_path / "run")
+    metrics, rounds = logs(tmp_path / "run")
+    for name, key, lines in (
+        ("loss/train", "train_loss", metrics),
+        ("inner/lr", "inner_lr", metrics),
+        ("round/pseudo_gradient_norm", "pseudo_gradient_norm", rounds),
+        ("round/restarted", "restarted", rounds),
+        ("round/number", "round", rounds),
+    ):
+        assert found[name] == [(line["step"], pytest.approx(float(line[key]), rel=1e-6)) for line in lines], name
+    assert [step for step, _ in found["loss/validation"]] == [5]
+    assert [step for step, _ in found["loss/step"]] == [step for step, _ in found["speed/tokens_per_second"]]
+    assert [step for step, _ in found["loss/step"]] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in found["round/seconds/outer"]] == [2, 4, 5]
+
+
+def test_resumed_run_in_tensorboard(config: TrainConfig, tmp_path: Path) -> None:
+    """A run that lost its last rounds and takes them again shows every step once."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    run(config, tmp_path / "run", "tensorboard")
+    before = scalars(tmp_path / "run")["loss/train"]
+    (tmp_path / "run" / "summary.json").unlink()
+    for lost in ("step-00000004", "step-00000005"):
+        folder = tmp_path / "run" / "checkpoint" / lost
+        if folder.exists():
+            folder.rename(tmp_path / lost)
+    run(config, tmp_path / "run", "tensorboard")
+    assert scalars(tmp_path / "run")["loss/train"] == before
+    assert [step for step, _ in before] == [2, 4, 5]
+
+
+def test_same_lines_to_all(wandb: Backend, trackio: Backend, config: TrainConfig, tmp_path: Path) -> None:
+    """Several trackers get the same numbers in the same order, know the run, and are closed once."""
+    run(config, tmp_path / "run", "wandb", "trackio", "wandb", "none")
+    assert wandb.lines == trackio.lines
+    assert [step for step, _ in wandb.lines] == [2, 2, 4, 4, 5, 5]
+    assert all(type(value) in (int, float) for _, line in wandb.lines for value in line.values())
+    assert (wandb.finished, trackio.finished) == (1, 1)
+    name = identity(tmp_path / "run")
+    assert (wandb.arguments["id"], wandb.arguments["resume"], wandb.arguments["project"]) == (name, "allow", "twophase")
+    assert name in trackio.arguments["name"]
+    assert wandb.arguments["config"]["outer"]["restart"] == "2"
+    assert wandb.arguments["dir"] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_known_steps_are_not_sent_again(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """A tracker that has steps below 4 gets only the others of what a resumed run logs again."""
+    backend: Backend = request.getfixturevalue(name)
+    backend.step = backend._next_step = 4
+    to = start(name, tmp_path)
+    for step in (2, 3, 4, 5):
+        to.log({"x": 1.0}, step)
+    to.close()
+    assert [step for step, _ in backend.lines] == [4, 5]
+
+
+def test_numbers_only() -> None:
+    """Text, nothing, lists, NaN and infinities are left out; nested names are joined; truth becomes 0 or 1."""
+    values = {"a": 1, "b": None, "c": "x", "d": [1.0], "e": float("nan"), "f": float("-inf"), "g": {"h": {"i": False}}}
+    assert numbers(values) == {"a": 1, "g/h/i": 0}
+
+
+def test_step_lines(wandb: Backend, tmp_path: Path) -> None:
+    """Lines about inner steps go to the folder and, under names of their own, to the tracker."""
+    kept: list[dict[str, Any]] = []
+    folder = types.SimpleNamespace(log_step=kept.append, path=tmp_path, other=7)
+    to = start("wandb", tmp_path)
+    recorder = Tracked(folder, to)
+    line = {"step": 3, "train_loss": 2.5, "tokens_per_second": 10.0}
+    recorder.log_step(line)
+    to.close()
+    assert kept == [line]
+    assert wandb.lines == [(3, {"loss/step": 2.5, "speed/tokens_per_second": 10.0})]
+    assert recorder.other == 7
+
+
+# --- the run is not touched ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["none", "init", "log", "finish"])
+def test_run_is_the_same(
+    wandb: Backend, config: TrainConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str
+) -> None:
+    """With a tracker that works, or fails anywhere, weights and logs are those of a run without one, bit for bit."""
+    run(config, tmp_path / "plain")
+    wandb.fail_at = place
+    summary = run(config, tmp_path / "run", "wandb")
+    assert summary["exit_reason"] == "finished"
+    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
+    weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("plain", "run")]
+    assert weights[0] == weights[1]
+    out, err = capfd.readouterr()
+    assert out == ""  # neither welcome nor goodbye
+    told = "tracker wandb failed (the server is gone); the run goes on without it\n"
+    assert err == ("" if place == "none" else told)
+
+
+def test_the_others_go_on(wandb: Backend, trackio: Backend, tmp_path: Path) -> None:
+    """A tracker that fails takes no other with it."""
+    wandb.fail_at = "log"
+    to = start(["wandb", "trackio"], tmp_path)
+    for step in range(20):
+        to.log({"x": 1.0}, step)
+    to.close()
+    assert [step for step, _ in trackio.lines] == list(range(20))
+    assert (wandb.lines, trackio.finished) == ([], 1)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Short patience; the event lets blocked stand-ins go."""
+    monkeypatch.setattr(tracking, "START_SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "CLOSE_SECONDS", 0.05)
+    release = threading.Event()
+    yield release
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("tracker "):
+            thread.join(10)
+            assert not thread.is_alive()  # it ends when it can
+
+
+@pytest.mark.parametrize("place", ["init", "log", "finish"])
+def test_blocked(
+    wandb: Backend, hurried: threading.Event, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str
+) -> None:
+    """A tracker that never answers holds up neither the lines nor the end, and stdout is as before."""
+    wandb.fail_at, wandb.block = place, hurried
+    stdout = sys.stdout
+    to = start("wandb", tmp_path)
+    for step in range(10):
+        to.log({"x": 1.0}, step)
+    to.close()
+    to.close()
+    assert sys.stdout is stdout
+    out, err = capfd.readouterr()
+    assert err.count("tracker wandb failed (it has not finished") == 1
+    assert out == ""
+
+
+def test_far_behind(
+    wandb: Backend,
+    hurried: threading.Event,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """What a slow tracker may be behind is bounded; then it is left out, and told so once."""
+    monkeypatch.setattr(tracking, "_WAITING", 5)
+    wandb.fail_at, wandb.block = "log", hurried
+    to = start("wandb", tmp_path)
+    for step in range(100):
+        to.log({"x": 1.0}, step)
+    to.close()
+    assert capfd.readouterr().err == "tracker wandb failed (it is 5 lines behind); the run goes on without it\n"
+
+
+def test_exception_of_the_run(wandb: Backend, config: TrainConfig, tmp_path: Path) -> None:
+    """An error of the run closes the tracker and stays what it was."""
+
+    def fail(_: dict[str, Any]) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(config, tmp_path / "run", "wandb", on_round=fail)
+    assert wandb.finished == 1
+
+
+def test_not_logged_in(wandb: Backend, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Weights & Biases without a key is not asked to start, because it would prompt; the message says what to do."""
+    sys.modules["wandb"].session.settings.mode = "online"  # type: ignore[attr-defined]
+    start("wandb", tmp_path).close()
+    assert wandb.arguments == {}
+    assert "WANDB_MODE=offline" in capfd.readouterr().err
+
+
+# --- before and around a run --------------------------------------------------------------------------------------
+
+
+def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is missing, or a tracker that does not exist, is one message before anything is made."""
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda _: None)
+    for name in ("wandb", "trackio", "tensorboard"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        with pytest.raises(UsageError, match=rf"--track {name}: .*pip install 'twophase\[{name}\]'"):
+            check(["none", name])
+    with pytest.raises(UsageError, match=r"--track mlflow: .*wandb"):
+        check(["mlflow"])
+    assert check(["none"]) == ()
+
+
+def test_nothing_asked(tmp_path: Path) -> None:
+    """Without trackers, and on the processes that do not lead, the folder itself is used and nothing is written."""
+    folder = types.SimpleNamespace(path=tmp_path)
+    for names, lead in (((), True), (("none",), True), (("none",), False)):
+        with tracked(folder, names, run_name="one", config={}, lead=lead) as recorder:
+            assert recorder is folder
+    to = start("none", tmp_path)
+    to.log({"x": 1.0}, 0)
+    to.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_the_lead(wandb: Backend, tmp_path: Path) -> None:
+    """Processes other than the first start no tracker."""
+    folder = types.SimpleNamespace(path=tmp_path)
+    with tracked(folder, ["wandb"], run_name="one", config={}, lead=False) as recorder:
+        assert recorder is folder
+    assert wandb.arguments == {}
+
+
+def test_identity(tmp_path: Path) -> None:
+    """A folder keeps its id, another folder has another one, and a damaged record is written anew."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    name = identity(one)
+    assert identity(one) == name != identity(two)
+    one.rename(tmp_path / "moved")
+    assert identity(tmp_path / "moved") == name
+    (two / "tracking.json").write_text("{")
+    assert identity(two) == json.loads((two / "tracking.json").read_text())["id"]
+
+
+# --- the packages themselves, where they are installed ------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_the_real_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The installed package takes lines without a network, prints nothing, and its files are there."""
+    if name not in sys.modules and tracking.importlib.util.find_spec(name) is None:
+        pytest.skip(f"the extra {name} is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    to = start(name, tmp_path)
+    for step in range(5):
+        to.log({"loss/train": 1.0 / (step + 1)}, step)
+    to.close()
+    assert capfd.readouterr() == ("", "")
+    assert list(tmp_path.rglob("*.db" if name == "trackio" else "*.wandb"))

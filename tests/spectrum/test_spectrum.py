@@ -1,0 +1,388 @@
+"""`twophase spectrum`: a run's blocks end to end, the theory where it is exact, and what cannot be measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import runmaker
+import textmaker
+from twophase.base.config import with_values
+from twophase.cli.main import main
+from twophase.rule import OuterRule
+from twophase.runs.folder import RunFolder
+from twophase.runs.record import read_record
+from twophase.spectrum.blocks import PLACES, Curvature, Forecast, Setting, choose, forecast, loss_curve, seen
+from twophase.spectrum.measure import BLOCKS, setting_of
+from twophase.spectrum.text import describe
+from twophase.tasks.lm.export import run_config
+from twophase.tasks.lm.restored import inverse_scale, restore
+from twophase.theory.modes import effective_progress
+from twophase.theory.periods import best_period, rounded_period
+from twophase.training import checkpoint, trainer
+from twophase.training.config import DataConfig, InnerConfig, ModelConfig, TrainConfig
+from twophase.training.train import train
+from twophase.training.trainer import inner_lr
+
+FRAGMENTS = ("ends=embedding|head", "rest=.")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return textmaker.write(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(autouse=True)
+def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Densities here need not be fine."""
+    monkeypatch.setattr("twophase.spectrum.measure.STEPS", 20)
+    monkeypatch.setattr("twophase.spectrum.measure.PROBES", 1)
+
+
+def config_of(text: Path, **values: Any) -> TrainConfig:
+    base = TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=8, intermediate_size=12),
+        data=DataConfig(corpus=f"file:{text}", sequence_length=16, batch_size=2, validation_windows=8),
+        inner=InnerConfig(lr=4e-3),
+        steps=36,
+        inner_steps=3,
+        checkpoint_every=100,
+    )
+    return with_values(base, values)
+
+
+def trained(folder: Path, config: TrainConfig) -> Path:
+    with RunFolder.claim(folder, config) as claimed:
+        train(config, claimed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run that is combined as one."""
+    return trained(tmp_path_factory.mktemp("run") / "run", config_of(text))
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run in two named fragments."""
+    config = config_of(text, **{"sync.fragments": FRAGMENTS, "sync.stagger": False})
+    return trained(tmp_path_factory.mktemp("cut") / "run", config)
+
+
+def told(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    status = main(["spectrum", *words])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def test_a_run_is_measured_and_drawn(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The five usual blocks in words and numbers, the four files, and progress on stderr."""
+    status, out, err = told([str(run), "--out", str(tmp_path / "out"), "--batches", "2", "--top", "2"], capsys)
+    assert status == 0
+    assert "spectrum 5/5" in err
+    facts = json.loads((tmp_path / "out" / "spectrum.json").read_text())
+    assert [block["name"] for block in facts["blocks"]] == list(BLOCKS)
+    model = restore(run).model
+    assert sum(block["parameters"] for block in facts["blocks"]) == sum(one.numel() for one in model.parameters())
+    for block in facts["blocks"]:
+        assert block["name"] in out
+        assert len(block["largest"]) == len(block["largest_preconditioned"]) == 2
+        assert block["largest_preconditioned"][0] == pytest.approx(block["density"]["eigenvalue"][-1], rel=0.02)
+        assert sum(block["density"]["share"]) == pytest.approx(1)
+        for place in PLACES:
+            assert 0 <= block["progress"][place]["mean"] <= 1
+        assert block["period"] is None or 1 <= block["period"] < 12
+    assert facts["tokens"] == 2 * 2 * 16
+    assert list(facts["from_rounds"]) == ["whole model"]
+    assert "recorded of the whole model as one" in " ".join(out.split())
+    with (tmp_path / "out" / "spectrum.csv").open() as file:
+        assert {row["panel"] for row in csv.DictReader(file)} >= {"spectrum", "progress", "loss"}
+    for ending in ("png", "pdf", "csv", "json"):
+        assert (tmp_path / "out" / f"spectrum.{ending}").stat().st_size > 0
+        assert f"spectrum.{ending}" in out
+
+
+def test_a_runs_own_fragments_are_its_blocks(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Named fragments are measured as they were trained, each beside what its own rounds show; --json is the file."""
+    status, out, err = told([str(cut), "--json", "--quiet", "--batches", "1", "--out", str(tmp_path)], capsys)
+    assert (status, err) == (0, "")
+    facts = json.loads(out)
+    assert facts == json.loads((tmp_path / "spectrum.json").read_text())
+    assert [(block["name"], block["pattern"]) for block in facts["blocks"]] == [
+        ("ends", "embedding|head"),
+        ("rest", "."),
+    ]
+    assert list(facts["from_rounds"]) == ["ends", "rest"]
+    for one in facts["from_rounds"].values():
+        assert one["shown"] or one["why_not"]
+
+
+def test_blocks_may_be_named(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--blocks` cuts the model in another way, which the rounds know nothing of."""
+    words = [str(cut), "--blocks", "down=down", "rest=.", "--batches", "1", "--quiet", "--out", str(tmp_path)]
+    status, out, _ = told(words, capsys)
+    assert status == 0
+    assert "The rounds were recorded of fragment ends, fragment rest" in " ".join(out.split())
+    facts = json.loads((tmp_path / "spectrum.json").read_text())
+    assert facts["blocks"][0]["parameters"] == 8 * 12
+
+
+def test_bad_input_is_told_in_one_message(
+    run: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is no run, has no checkpoint, has diverged, lacks moments or blocks: status 2, the fault and the remedy."""
+
+    def refused(words: Sequence[object]) -> str:
+        status, out, err = told([*map(str, words), "--quiet"], capsys)
+        assert (status, out) == (2, "")
+        assert err.startswith("twophase spectrum: error: ")
+        assert len(err.splitlines()) == 1
+        return err
+
+    assert "does not exist; give the folder of a run" in refused([tmp_path / "none"])
+    (tmp_path / "empty").mkdir()
+    assert "is not the folder of a run" in refused([tmp_path / "empty"])
+    assert "is a file; give the folder" in refused([text])
+    assert "--batches is 0" in refused([run, "--batches", 0])
+    assert "--top is -1" in refused([run, "--top", -1])
+    assert "--top is 101; it must be at most 100" in refused([run, "--top", 101])
+    assert "write NAME=PATTERN" in refused([run, "--blocks", "head"])
+    assert "a name twice" in refused([run, "--blocks", "a=head", "a=."])
+    assert "add one at the end such as rest=." in refused([run, "--blocks", "a=head", "--out", tmp_path / "o"])
+    assert "--out" in refused([run, "--out", text])
+    other = shutil.copytree(run, tmp_path / "other")
+    shutil.rmtree(other / "checkpoint")
+    assert "has no checkpoint" in refused([other])
+    assert "cells of a sweep keep none" in refused([other])
+    other = shutil.copytree(run, tmp_path / "cut")
+    (next((other / "checkpoint").iterdir()) / "replica-000.safetensors").write_bytes(b"")
+    assert "is damaged" in refused([other])
+    other = shutil.copytree(run, tmp_path / "moved")
+    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace(str(text), str(tmp_path / "gone")))
+    assert "another configuration" in refused([other])
+
+
+def test_a_diverged_run_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights that have blown up have no curvature."""
+    config = config_of(text, **{"outer.lr": 1e9, "divergence_loss": 6.0})
+    status, _, err = told([str(trained(tmp_path / "run", config)), "--quiet"], capsys)
+    assert status == 2
+    assert "has diverged" in err
+
+
+def test_text_that_has_changed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The curvature is that of the run's own text or of none."""
+    text = textmaker.write(tmp_path / "text.txt")
+    folder = trained(tmp_path / "run", config_of(text))
+    textmaker.write(text, seed=1)
+    trainer._corpus.cache_clear()
+    status, _, err = told([str(folder), "--quiet"], capsys)
+    assert status == 2
+    assert "the text is not the one" in err
+
+
+def test_a_run_without_momentum_is_measured(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without momentum there is nothing to restart, and the words say so; a tied head is no block of its own."""
+    config = config_of(text, **{"outer.momentum": 0.0, "outer.lr": 1.0, "model.tie_embeddings": True})
+    folder = trained(tmp_path / "run", replace(config, replicas=1))
+    status, out, _ = told([str(folder), "--quiet", "--batches", "1"], capsys)
+    assert status == 0
+    assert "The rule has no momentum" in out
+    facts = json.loads((folder / "spectrum.json").read_text())
+    assert [block["name"] for block in facts["blocks"]] == [name for name in BLOCKS if name != "head"]
+    assert all(block["period"] is None for block in facts["blocks"])
+
+
+# ------------------------------------------------------------------------------------------------------- the inputs
+
+
+def test_the_preconditioner_is_that_of_adamw() -> None:
+    """Without a first moment and decay, a step of AdamW is `-lr gradient` times what is read off its state."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=0.01, betas=(0.0, 0.99), weight_decay=0.0, eps=1e-3)
+    for _ in range(5):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(7, generator=generator, dtype=torch.float64)
+        optimizer.step()
+        state = optimizer.state_dict()
+        factor = inverse_scale(state["param_groups"][0], state["state"][0])
+        torch.testing.assert_close(weight.detach() - before, -0.01 * factor * weight.grad)
+
+
+def test_a_coordinate_without_a_gradient_takes_no_step() -> None:
+    """A token that a replica has never seen is not the most mobile coordinate of all, as 1 / eps would make it."""
+    group = {"betas": (0.9, 0.99), "eps": 1e-8}
+    state = {"step": torch.tensor(5.0), "exp_avg_sq": torch.tensor([0.0, 1e-30, 1.0])}
+    never, hardly, often = inverse_scale(group, state).tolist()
+    assert never == 0
+    assert hardly > 1e7
+    assert often == pytest.approx((1 - 0.99**5) ** 0.5)
+
+
+def test_batches_are_those_that_have_been_trained_on(run: Path) -> None:
+    """Of a run that is not finished, the steps before its checkpoint; of a finished one all."""
+    whole = restore(run)
+    seen: list[int] = []
+
+    class Noted:
+        def batch(self, seed: int, step: int, replica: int) -> Any:
+            seen.append(step)
+            return whole.corpus.batch(seed, step, replica)
+
+    for step, steps in ((36, [0, 9, 18, 27]), (6, [0, 1, 3, 4])):
+        seen.clear()
+        replace(whole, step=step, corpus=Noted()).batches(4)  # type: ignore[arg-type]
+        assert seen == steps
+
+
+@pytest.mark.parametrize(("values", "own"), [({"outer.restart": "auto"}, True), ({"outer.restart": "gradient"}, False)])
+def test_steps_of_a_policys_own_are_told(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], own: bool
+) -> None:
+    """Periods are the rule's; a run whose policy takes other steps than its rule is told so."""
+    folder = trained(tmp_path / "run", config_of(text, **values, steps=6))
+    status, out, _ = told([str(folder), "--quiet", "--batches", "1", "--top", "1"], capsys)
+    assert status == 0
+    assert ("restart  auto takes steps of its own" in out) is own
+
+
+def test_several_replicas_take_the_mean_step(run: Path) -> None:
+    """The anchor takes the mean of the replicas' steps, so `D^-1` is the mean of theirs."""
+    saved = checkpoint.Checkpoint(checkpoint.latest(run / "checkpoint") or run, run_config(run)[1])
+    states = [saved.part(checkpoint.replica_file(number))["inner"] for number in range(2)]
+    restored = restore(run)
+    assert restored.replicas == 2
+    for place, (name, _) in enumerate(restored.model.named_parameters()):
+        each = [inverse_scale(state["param_groups"][0], state["state"][place]) for state in states]
+        torch.testing.assert_close(restored.scale[name] ** 2, (each[0] + each[1]) / 2)
+
+
+def test_the_schedule_is_the_runs_own(text: Path) -> None:
+    """The inner learning rates are those of the middle rounds of the run's thirds, step by step."""
+    config = config_of(text)
+    setting = setting_of(config)
+    assert setting.rounds == 12
+    for place, middle in zip(PLACES, (2, 6, 10), strict=True):
+        assert setting.inner_lrs[place] == tuple(inner_lr(config, 3 * middle + step) for step in range(3))
+    short = setting_of(replace(config, steps=4))
+    assert [len(lrs) for lrs in short.inner_lrs.values()] == [3, 1, 1]
+
+
+# -------------------------------------------------------------------------------------------------------- the theory
+
+RULE = OuterRule(0.7, 0.9, nesterov=True)
+
+
+def setting_at(lr: float, inner_steps: int = 4, rounds: int = 20) -> Setting:
+    return Setting(RULE, rounds, dict.fromkeys(PLACES, (lr,) * inner_steps), 0.0)
+
+
+def block_of(values: Any, name: str = "block") -> Curvature:
+    nodes = np.sort(np.asarray(values))
+    return Curvature(name, len(nodes), nodes[::-1], nodes[::-1], nodes, np.full(len(nodes), 1 / len(nodes)))
+
+
+def simulated(h: Any, d: Any, setting: Setting, period: int) -> float:
+    """Loss over its start after a run of preconditioned inner descent and outer steps in parameter space."""
+    values, vectors = np.linalg.eigh(h / np.sqrt(d[:, None] * d[None, :]))
+    x = vectors.sum(1) / np.sqrt(d)  # alike in all modes
+    start, buffer = x @ h @ x, np.zeros_like(x)
+    for round_ in range(1, setting.rounds + 1):
+        local = x.copy()
+        for lr in setting.inner_lrs["mid"]:
+            local = local - lr * (h @ local) / d
+        g = x - local
+        buffer = RULE.momentum * buffer + g
+        x = x - RULE.lr * (g + RULE.momentum * buffer)
+        if round_ % period == 0:
+            buffer = np.zeros_like(x)
+    assert values[0] > 0
+    return float(x @ h @ x / start)
+
+
+def test_on_a_quadratic_the_forecast_is_exact() -> None:
+    """Every period of a preconditioned quadratic leaves what is forecast, and the forecast period leaves least."""
+    rng = np.random.default_rng(3)
+    root = rng.standard_normal((5, 5))
+    h, d = root @ root.T + np.eye(5), rng.uniform(0.5, 4, 5)
+    values = np.linalg.eigvalsh(h / np.sqrt(d[:, None] * d[None, :]))
+    setting = setting_at(0.12 / values[-1])
+    found = forecast(block_of(values), setting)
+    np.testing.assert_allclose(found.sigma, effective_progress(values, 0.12 / values[-1], 4))
+    left = np.array([simulated(h, d, setting, period) for period in range(1, setting.rounds + 1)])
+    without = left[-1]
+    np.testing.assert_allclose(
+        loss_curve(setting, found, range(1, setting.rounds + 1)), np.log(left / without), rtol=0, atol=1e-9
+    )
+    best = int(np.argmin(left)) + 1
+    assert (found.chosen.period or setting.rounds) == best
+    assert found.chosen.log_gain == pytest.approx(np.log(left.min() / without), abs=1e-9)
+    assert found.chosen.period is not None  # or the test would show little
+
+
+def test_slow_modes_outvote_the_mean() -> None:
+    """A block with a wide spectrum wants no restart though a mode at its mean would: what is left is in slow modes."""
+    setting = setting_at(0.1, inner_steps=5, rounds=30)
+    wide = forecast(block_of(10.0 ** np.linspace(-3, 1, 60)), setting)
+    assert wide.chosen.period is None
+    assert wide.at_mean == rounded_period(RULE, wide.progress["mid"].mean)
+    text = describe([], setting, [wide], {})
+    assert "no restart is best although a single" in " ".join(text.split())
+    narrow = forecast(block_of([1.0]), setting)
+    assert narrow.chosen.period == best_period(RULE, narrow.sigma, max_period=30, rounds=30)
+
+
+def test_steep_modes_are_named() -> None:
+    """Modes that an inner step carries past the minimum count as removed, and the words say how much lies in them."""
+    setting = setting_at(0.5)
+    found = forecast(block_of([0.2, 3.0, 8.0]), setting)
+    there = found.progress["mid"]
+    assert there.step == 4
+    assert there.passing == pytest.approx(11 / 11.2)
+    assert there.unstable == pytest.approx(8 / 11.2)
+    assert found.sigma[1:].tolist() == [1, 1]
+    text = " ".join(describe([], setting, [found], {}).split())
+    assert "passes the minimum of the steepest mode (early: lr times eigenvalue 4; 98 % of the loss" in text
+    assert "beyond 2, where gradient descent would diverge, 71 %" in text
+
+
+def test_a_block_without_curvature_is_left_alone() -> None:
+    """Parameters that the text does not use have no progress and no period, and are named."""
+    setting = setting_at(0.5)
+    found = forecast(block_of([0.0, 0.0], "idle"), setting)
+    assert isinstance(found, Forecast)
+    assert (found.chosen.period, found.at_mean, found.progress["mid"].mean) == (None, None, 0)
+    assert "idle: no curvature was found" in describe([], setting, [found], {})
+    assert choose(setting, np.zeros(2), np.zeros(2)).period is None
+
+
+def test_the_rounds_show_the_progress_of_each_block(tmp_path: Path) -> None:
+    """From the record of a simulated run each fragment's sigma comes back, and with it its first cancellation."""
+    blocks = {"fast": [0.8], "slow": [0.1]}
+    rule = OuterRule(0.7, 0.9)
+    folder = runmaker.write_run(tmp_path / "run", rule, [0.5], rounds=40, blocks=blocks)
+    setting = Setting(rule, 40, dict.fromkeys(PLACES, (0.1,)), 0.0)
+    found = seen(read_record(folder), setting)
+    assert list(found) == ["fast", "slow"]
+    for name, (sigma,) in blocks.items():
+        interval = found[name].interval
+        assert interval is not None
+        assert interval[1] == pytest.approx(sigma, rel=1e-6)
+        assert set(found[name].periods) == {rounded_period(rule, sigma)}
+        assert all(one.sigma == pytest.approx(sigma, rel=1e-4) for one in found[name].thirds.values())
+    text = describe([], setting, [forecast(block_of([1.0], "fast"), setting)], found)
+    assert "slow, from the rounds: sigma 0.1 to 0.1" in text

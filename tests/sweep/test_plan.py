@@ -1,0 +1,644 @@
+"""Plans: counts of known grids, prefix trees against brute force, merging against exact coefficients, jobs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from amount import THOROUGH
+from coefficients import coefficients, registered
+from twophase.base.config import with_values
+from twophase.restart import parse
+from twophase.rule import FORMS, Form, OuterRule
+from twophase.sweep.grid import Axis, Cell, Sweep, product
+from twophase.sweep.history import algebra, bits, is_scheduled
+from twophase.sweep.plan import Forest, Node, Plan, from_json, plan, to_json
+from twophase.training.config import OuterConfig, TrainConfig
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _policies() -> Iterator[None]:
+    with registered():
+        yield
+
+
+def sweep_of(cells: list[Cell]) -> Sweep:
+    return Sweep("test", cells[0].config, cells)
+
+
+def grid(base: TrainConfig, **axes: tuple[Any, ...]) -> Sweep:
+    outer = {field.name for field in dataclasses.fields(OuterConfig)}
+    named = [Axis(f"outer.{name}" if name in outer else name, values) for name, values in axes.items()]
+    return sweep_of(product(base, named))
+
+
+# --- counts that were published before there was a planner --------------------------------------------------------
+# Exact counts of the performance notes, section 3.2.
+
+BOTH = (False, True)
+GRID_1 = {"lr": (0.3, 0.5, 0.7, 0.9, 1.0, 1.2), "restart": ("1", "2", "4", "8", "16", "32", "never")}
+WITH_ZERO, WITHOUT_ZERO = (0.0, 0.5, 0.7, 0.9, 0.95), (0.3, 0.5, 0.7, 0.9, 0.95)
+COLUMNS: list[tuple[Form, tuple[float, ...]]] = [
+    ("sum", WITH_ZERO),
+    ("sum", WITHOUT_ZERO),
+    ("ema", WITH_ZERO),
+    ("ema", WITHOUT_ZERO),
+]
+TABLE_1 = {
+    12: ["2.93 222", "2.36 276", "2.62 240", "2.15 295"],
+    25: ["2.10 270", "1.69 336", "1.94 288", "1.58 355"],
+    63: ["1.59 318", "1.27 396", "1.49 336", "1.21 415"],
+    126: ["1.44 318", "1.16 396", "1.36 336", "1.10 415"],
+    252: ["1.38 318", "1.11 396", "1.30 336", "1.05 415"],
+    420: ["1.35 318", "1.09 396", "1.28 336", "1.04 415"],
+}
+IDS_1 = ["sum-0", "sum", "ema-0", "ema"]
+
+
+@pytest.mark.parametrize("rounds", [12, 25])
+@pytest.mark.parametrize("column", range(4), ids=IDS_1)
+def test_counts_of_grid_1(rounds: int, column: int) -> None:
+    """Distinct runs, and asked over executed rounds in exact arithmetic, are those of the table.
+
+    In sum form the bits share as much; in EMA form a little less, where coefficients agree on paper only.
+    """
+    form, momenta = COLUMNS[column]
+    base = with_values(TrainConfig(steps=rounds, inner_steps=1), {"outer.form": form})
+    made = plan(grid(base, momentum=momenta, nesterov=BOTH, **GRID_1))
+    assert (made.cells, made.steps_asked) == (420, 420 * rounds)
+    assert f"{made.steps_asked / made.steps_algebra:.2f} {len(made.runs)}" == TABLE_1[rounds][column]
+    if form == "sum":
+        assert made.steps == made.steps_algebra
+    else:
+        assert made.steps_algebra < made.steps < 1.005 * made.steps_algebra
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_counts_of_grid_1_by_prefixes(form: Form) -> None:
+    """The whole table by counting distinct prefixes of names, without a planner.
+
+    Update t + 1 is executed once for each distinct list of the t before.
+    """
+    names = {
+        rule: [algebra(rule, parse(text), max(TABLE_1)) for text in GRID_1["restart"]]
+        for rule in itertools.starmap(
+            OuterRule, itertools.product(GRID_1["lr"], sorted({*WITH_ZERO, *WITHOUT_ZERO}), BOTH, [form])
+        )
+    }
+    for column, (column_form, momenta) in enumerate(COLUMNS):
+        if column_form != form:
+            continue
+        histories = [one for rule, some in names.items() if rule.momentum in momenta for one in some]
+        prefixes, executed, found = [0] * len(histories), 0, {}
+        for t in range(max(TABLE_1)):
+            executed += len(set(prefixes))
+            numbers: dict[tuple[int, str], int] = {}
+            prefixes = [
+                numbers.setdefault((prefix, one[t]), len(numbers))
+                for prefix, one in zip(prefixes, histories, strict=True)
+            ]
+            found[t + 1] = f"{len(histories) * (t + 1) / executed:.2f} {len(numbers)}"
+        assert {rounds: found[rounds] for rounds in TABLE_1} == {rounds: row[column] for rounds, row in TABLE_1.items()}
+
+
+GRID_2 = {
+    "lr": (0.1, 0.3, 0.5, 0.7, 0.9, 1.1),
+    "momentum": (0.1, 0.3, 0.5, 0.7, 0.9),
+    "nesterov": BOTH,
+    "restart": ("2", "3", "5", "7", "9", "11", "never"),
+}
+TABLE_2 = {  # inner steps a round: distinct runs, executed steps in EMA form, savings in EMA and in sum form
+    64: (420, 5_080_400, "1.03", "1.03"),
+    128: (420, 4_910_800, "1.07", "1.07"),
+    512: (420, 3_893_200, "1.35", "1.35"),
+    1024: (420, 2_536_400, "2.07", "2.08"),
+    2048: (240, 1_259_200, "4.17", "4.26"),
+}
+
+
+@cache
+def grid_2(form: str, *inner_steps: int) -> Plan:
+    base = with_values(TrainConfig(steps=12_500), {"outer.form": form})
+    return plan(grid(base, inner_steps=inner_steps, **GRID_2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inner_steps", TABLE_2)
+def test_counts_of_grid_2(inner_steps: int, form: str) -> None:
+    """The paper's grid at 12,500 inner steps, the last round shorter: runs and steps are those of the table.
+
+    Bits share as much as exact arithmetic in sum form, and a little less in EMA form.
+    """
+    made = grid_2(form, inner_steps)
+    runs, executed, in_ema, in_sum = TABLE_2[inner_steps]
+    assert (made.steps_asked, len(made.runs)) == (420 * 12_500, runs)
+    assert f"{made.steps_asked / made.steps_algebra:.2f}" == (in_ema if form == "ema" else in_sum)
+    if form == "ema":
+        assert made.steps_algebra == executed
+        assert executed < made.steps < 1.02 * executed
+    else:
+        assert made.steps == made.steps_algebra
+
+
+@pytest.mark.parametrize("form", ["ema", "sum"] if THOROUGH else ["ema"])
+def test_counts_of_grid_2_all_together(form: str) -> None:
+    """Of five lengths of a round in one plan, any two share the steps before the first update of the shorter.
+
+    So five trunks become one as long as the longest; 1.48 and 1.49 times fewer steps than asked.
+    """
+    together = grid_2(form, *TABLE_2)
+    apart = [grid_2(form, inner_steps) for inner_steps in TABLE_2]
+    trunks = sum(TABLE_2) - max(TABLE_2)
+    assert len(together.runs) == sum(len(made.runs) for made in apart) == 1920
+    assert together.steps == sum(made.steps for made in apart) - trunks
+    assert together.steps_algebra == sum(made.steps_algebra for made in apart) - trunks
+    assert f"{together.steps_asked / together.steps_algebra:.2f}" == {"ema": "1.48", "sum": "1.49"}[form]
+    if form == "ema":
+        assert together.steps_algebra == 17_678_272  # the notes have 17,679,744: only the first 64 steps shared by all
+    (root,) = together.forest.roots
+    path = [root]
+    while len(path) < 5:
+        path.append(max(together.forest.below(path[-1]), key=lambda node: len(node.runs)))
+    assert [node.stop for node in path] == list(TABLE_2)
+
+
+def test_rule_of_thumb() -> None:
+    """A sweep of the paper's periods around one rule executes 7T - 43 rounds for T > 11; 43 is the sum of K + 1."""
+    for rounds, form, nesterov in itertools.product((12, 13, 40), FORMS, BOTH):
+        base = with_values(TrainConfig(steps=rounds, inner_steps=1), {"outer.form": form, "outer.nesterov": nesterov})
+        made = plan(grid(base, restart=GRID_2["restart"]))
+        assert made.steps == made.steps_algebra == 7 * rounds - 43
+
+
+def test_picture_of_the_docstring() -> None:
+    """All runs share 16 steps, those of a learning rate three rounds more, then period 3 leaves the longer ones."""
+    base = with_values(TrainConfig(steps=480, inner_steps=16), {"outer.nesterov": False})
+    forest = plan(grid(base, lr=(0.7, 0.3), restart=("3", "5", "never"))).forest
+    (root,) = forest.roots
+    assert (root.start, root.stop, len(root.runs)) == (0, 16, 6)
+    for node in forest.below(root):
+        assert (node.start, node.stop, len(node.runs)) == (16, 64, 3)
+        assert [(below.start, len(below.runs)) for below in forest.below(node)] == [(64, 1), (64, 2)]
+
+
+# --- random sweeps ------------------------------------------------------------------------------------------------
+
+POLICIES = (
+    *("never", "1", "2", "3", "5", "cycle:2,1", "cycle:3", "at:2,4", "soft:2:0.5:0.25", "soft:2:0.5:2.5"),
+    *("soft:3:0:1", "soft:3:0:0", "soft:2:1:0", "early:2:0:0", "twice:2:0", "measured:1.5"),
+    "probe:keep,drop",
+)
+VALUES = {
+    "outer.lr": st.sampled_from([0.0, 0.3, 0.7, 3.0, 7.0]),
+    "outer.momentum": st.sampled_from([0.0, 0.5, 0.9, 0.9]),
+    "outer.nesterov": st.booleans(),
+    "outer.form": st.sampled_from(FORMS),
+    "outer.restart": st.sampled_from(POLICIES),
+    "outer.probe_sequences": st.sampled_from([0, 0, 0, 2, 3]),
+    "inner_steps": st.sampled_from([4, 4, 4, 7, 8, 30]),
+    "steps": st.sampled_from([26, 26, 26, 26, 28]),
+    "seed": st.sampled_from([0, 0, 0, 0, 1]),
+}
+CELLS = st.lists(st.fixed_dictionaries(VALUES), min_size=1, max_size=14)
+CLOSE = {  # many twins
+    "outer.lr": st.sampled_from([0.7, 7.0]),
+    "outer.momentum": st.sampled_from([0.0, 0.9]),
+    "inner_steps": st.sampled_from([4, 13]),
+    "steps": st.sampled_from([26, 26, 26, 28]),
+}
+TWINS = st.lists(st.fixed_dictionaries(VALUES | CLOSE), min_size=8, max_size=20)
+
+
+def cells_of(drawn: list[dict[str, Any]]) -> list[Cell]:
+    return [Cell("", values, with_values(TrainConfig(), values)) for values in drawn]
+
+
+class History(NamedTuple):
+    """A run by brute force: what its data and inner steps depend on, and every update with the step it is taken at."""
+
+    trunk: TrainConfig
+    updates: tuple[tuple[int, Any], ...]
+
+    def until(self, step: int) -> History:
+        """With the updates at or before a step."""
+        return History(self.trunk, tuple(one for one in self.updates if one[0] <= step))
+
+
+def history(config: TrainConfig, how: str) -> History:
+    """By the names of the bits (`"bits"`), or by the exact coefficients of an oracle (`"exact"`)."""
+    syncs = [step for step in range(1, config.steps + 1) if step % config.inner_steps == 0 or step == config.steps]
+    rule, policy = config.outer.rule(), config.outer.policy()
+    names: list[Any]
+    if how == "bits":
+        names = [one.update for one in bits(rule, policy, len(syncs), config.probed)]
+    elif is_scheduled(rule, policy):
+        names = [tuple(map(str, vector)) for vector in coefficients(rule, policy, len(syncs))]
+    else:
+        shown = config.outer.probe_sequences if "probes" in policy.needs else 0
+        names = [(rule, str(policy), number, shown) for number in range(len(syncs))]
+    trunk = dataclasses.replace(config, outer=OuterConfig(), inner_steps=1)
+    return History(trunk, tuple(zip(syncs, names, strict=True)))
+
+
+def histories_of(runs: Mapping[str, TrainConfig], how: str = "bits") -> dict[str, History]:
+    return {run: history(config, how) for run, config in runs.items()}
+
+
+def brute_steps(histories: Mapping[str, History]) -> int:
+    """Distinct pairs of a history and the inner step that follows it."""
+    return len({(one.until(step), step) for one in histories.values() for step in range(one.trunk.steps)})
+
+
+def path_to(forest: Forest, leaf: Node) -> list[Node]:
+    path = [leaf]
+    while path[0].parent is not None:
+        path.insert(0, forest.nodes[path[0].parent])
+    return path
+
+
+@given(CELLS, st.booleans())
+def test_every_step_once(drawn: list[dict[str, Any]], merge: bool) -> None:
+    """Each kept run is below one root and in one leaf, and the stretches between are its steps, each once."""
+    made = plan(sweep_of(cells_of(drawn)), merge=merge)
+    forest = made.forest
+    for run, config in made.runs.items():
+        (leaf,) = [node for node in forest.nodes.values() if run in node.runs and not forest.below(node)]
+        path = path_to(forest, leaf)
+        assert path[0].start == 0
+        assert path[-1].stop == config.steps
+        assert all(before.stop == after.start for before, after in itertools.pairwise(path))
+        assert [step for node in path for step in range(node.start, node.stop)] == list(range(config.steps))
+        assert sum(run in node.runs for node in forest.nodes.values()) == len(path)
+        assert all(run in node.runs for node in path)
+    assert Counter(run for root in forest.roots for run in root.runs) == Counter(dict.fromkeys(made.runs, 1))
+
+
+@given(CELLS, st.booleans())
+def test_children_differ_where_they_part(drawn: list[dict[str, Any]], merge: bool) -> None:
+    """The children of a node share out its runs and differ in the update at its end, or in whether there is one."""
+    made = plan(sweep_of(cells_of(drawn)), merge=merge)
+    histories = histories_of(made.runs)
+    for node in made.forest.nodes.values():
+        children = made.forest.below(node)
+        assert len(children) != 1
+        if not children:
+            assert len({histories[run] for run in node.runs}) == 1
+            assert len(node.runs) == 1 or not merge
+            continue
+        assert sorted(run for child in children for run in child.runs) == sorted(node.runs)
+        taken = [{dict(histories[run].updates).get(node.stop) for run in child.runs} for child in children]
+        assert all(len(names) == 1 for names in taken)
+        assert len(set.union(*taken)) == len(children)
+
+
+@given(CELLS, st.booleans())
+def test_runs_share_a_node_if_their_updates_agree(drawn: list[dict[str, Any]], merge: bool) -> None:
+    """A node has all runs whose updates up to its start are those of its own, and no others."""
+    made = plan(sweep_of(cells_of(drawn)), merge=merge)
+    histories = histories_of(made.runs)
+    for node in made.forest.nodes.values():
+        begun = histories[node.runs[0]].until(node.start)
+        assert set(node.runs) == {run for run, one in histories.items() if one.until(node.start) == begun}
+
+
+@given(CELLS, st.booleans())
+def test_counts_by_brute_force(drawn: list[dict[str, Any]], merge: bool) -> None:
+    """The steps to execute, in bits and in exact arithmetic, are the distinct pairs of history and step.
+
+    A node's total is its own and its descendants' steps.
+    """
+    cells = cells_of(drawn)
+    made = plan(sweep_of(cells), merge=merge)
+    assert made.steps == made.forest.steps == brute_steps(histories_of(made.runs))
+    assert made.steps_algebra == brute_steps(histories_of(made.runs, "exact"))
+    assert made.steps_algebra <= made.steps <= made.steps_asked == sum(cell.config.steps for cell in cells)
+    assert made.cells == len(cells)
+    for node in made.forest.nodes.values():
+        below = [other for other in made.forest.nodes.values() if node in path_to(made.forest, other)]
+        assert made.forest.total[node.id] == sum(other.stop - other.start for other in below)
+        assert node.steps == node.stop - node.start
+    event(f"{round(10 * made.steps / made.steps_asked) * 10} % executed")
+
+
+def states(made: Plan) -> dict[str, tuple[Any, ...]]:
+    """From node id to what its end state depends on: the history, and where in it the node ends."""
+    histories = histories_of(made.runs)
+    found = {}
+    for node in made.forest.nodes.values():
+        whole, leaf = histories[node.runs[0]], not made.forest.below(node)
+        found[node.id] = (whole.until(node.stop if leaf else max(node.start, node.stop - 1)), node.stop)
+    return found
+
+
+@given(CELLS, st.data())
+def test_ids_name_histories(drawn: list[dict[str, Any]], data: st.DataObject) -> None:
+    """In a sweep, in another order of its cells, and in a part of it, equal ids are equal states and the reverse."""
+    cells = cells_of(drawn)
+    shuffled = data.draw(st.permutations(cells))
+    part = shuffled[: data.draw(st.integers(1, len(cells)))]
+    whole, mixed, some = (plan(sweep_of(some), merge=False) for some in (cells, shuffled, part))
+    assert set(mixed.forest.nodes) == set(whole.forest.nodes)
+    assert {(node.id, node.parent, frozenset(node.runs)) for node in mixed.forest.nodes.values()} == {
+        (node.id, node.parent, frozenset(node.runs)) for node in whole.forest.nodes.values()
+    }
+    pairs = {*states(whole).items(), *states(mixed).items(), *states(some).items()}
+    assert len(pairs) == len({name for name, _ in pairs}) == len({state for _, state in pairs})
+
+
+@given(CELLS, st.booleans())
+def test_forest_round_trip(drawn: list[dict[str, Any]], merge: bool) -> None:
+    """A forest comes back whole from JSON text, in its order, parents first."""
+    forest = plan(sweep_of(cells_of(drawn)), merge=merge).forest
+    again = from_json(json.loads(json.dumps(to_json(forest))))
+    assert list(again.nodes.values()) == list(forest.nodes.values())
+    assert (again.children, again.total, again.steps) == (forest.children, forest.total, forest.steps)
+    seen: set[str | None] = {None}
+    for node in forest.nodes.values():
+        assert node.parent in seen
+        seen.add(node.id)
+    order = list(itertools.chain.from_iterable(root.runs for root in forest.roots))
+    for node in forest.nodes.values():
+        assert list(node.runs) == [run for run in order if run in node.runs]
+        firsts = [order.index(child.runs[0]) for child in forest.below(node)]
+        assert firsts == sorted(firsts)
+
+
+@given(CELLS, st.one_of(st.integers(1, 40), st.integers(1, 300)))
+def test_jobs_cover_the_forest(drawn: list[dict[str, Any]], most: int) -> None:
+    """Every node is in one job, after the job that ends where it begins.
+
+    A job that is cut no further is within the limit or cannot be cut.
+    """
+    forest = plan(sweep_of(cells_of(drawn)), merge=False).forest
+    jobs = forest.jobs(most)
+    covered: Counter[str] = Counter()
+    seen: dict[str, str] = {}
+    for job in jobs:
+        node = forest.nodes[job.node]
+        held = [other for other in forest.nodes.values() if node in path_to(forest, other)] if job.deep else [node]
+        covered.update(other.id for other in held)
+        assert job.runs == node.runs
+        assert job.deep == (forest.total[node.id] <= most or not forest.below(node))
+        assert (None if job.after is None else seen[job.after]) == node.parent
+        seen[job.id] = job.node
+    assert len(seen) == len(jobs)
+    assert covered == Counter(dict.fromkeys(forest.nodes, 1))
+    assert sorted(run for job in jobs if job.deep for run in job.runs) == sorted(forest_runs(forest))
+    assert len(forest.jobs(max(forest.total.values()))) == len(forest.roots)  # a tree at the limit is one job
+
+
+def forest_runs(forest: Forest) -> list[str]:
+    return [run for root in forest.roots for run in root.runs]
+
+
+@given(CELLS, st.lists(st.integers(1, 100), min_size=2, max_size=2), st.data())
+def test_job_ids(drawn: list[dict[str, Any]], limits: list[int], data: st.DataObject) -> None:
+    """With fewer runs or another limit, a job keeps its id if it has the same node, depth and runs, and only then."""
+    cells = cells_of(drawn)
+    part = [cell for cell in cells if data.draw(st.booleans())] or cells[:1]
+    pairs = {
+        (job.id, (job.node, job.deep, tuple(sorted(job.runs))))
+        for forest in (plan(sweep_of(some), merge=False).forest for some in (cells, part))
+        for most in limits
+        for job in forest.jobs(most)
+    }
+    assert len(pairs) == len({name for name, _ in pairs}) == len({job for _, job in pairs})
+
+
+def test_a_job_changes_with_its_runs() -> None:
+    """A run more below a node is another job at the same node; jobs beside it stay."""
+    base = TrainConfig(steps=40, inner_steps=4)
+    cells = product(base, [Axis("outer.lr", (0.3, 0.7)), Axis("outer.restart", ("2", "4", "never"))])
+    one_more = product(base, [], fixed={"outer.lr": 0.7, "outer.restart": "3"})
+    few, more = plan(sweep_of(cells)), plan(sweep_of(cells + one_more))
+    before, after = ({job.node: job for job in made.forest.jobs(150)} for made in (few, more))
+    (root,) = few.forest.roots
+    left, right = few.forest.below(root)
+    assert [before[node.id].deep for node in (root, left, right)] == [False, True, True]
+    assert [before[node.id].deep == after[node.id].deep for node in (root, left, right)] == [True, True, True]
+    assert [before[node.id].id == after[node.id].id for node in (root, left, right)] == [False, True, False]
+    assert [len(before[node.id].runs) for node in (root, left, right)] == [6, 3, 3]
+    assert [len(after[node.id].runs) for node in (root, left, right)] == [7, 3, 4]
+
+
+# --- merging ------------------------------------------------------------------------------------------------------
+
+
+def check_merge(sweep: Sweep, made: Plan) -> dict[History, list[str]]:
+    classes: dict[History, list[str]] = {}
+    for run, one in histories_of(sweep.runs, "exact").items():
+        classes.setdefault(one, []).append(run)
+    assert set(made.runs).isdisjoint(made.stands_for)
+    assert set(made.runs) | set(made.stands_for) == set(sweep.runs)
+    assert set(made.stands_for.values()) <= set(made.runs)
+    assert list(made.runs) == [run for run in sweep.runs if run in made.runs]
+    for members in classes.values():
+        (canonical,) = set(members) & set(made.runs)
+        assert all(made.stands_for[run] == canonical for run in members if run != canonical)
+    return classes
+
+
+@given(TWINS, st.data())
+def test_merging_is_equality_of_coefficients(drawn: list[dict[str, Any]], data: st.DataObject) -> None:
+    """Runs become one if and only if all else is equal and the exact coefficients of every update are.
+
+    The one that is kept is one of them, is finished if any is, and is otherwise the plainest.
+    """
+    sweep = sweep_of(cells_of(drawn))
+    event(f"{len(plan(sweep).stands_for)} twins")
+    finished = {run for run in sweep.runs if data.draw(st.booleans())}
+    fresh, again = plan(sweep), plan(sweep, finished=finished)
+    assert to_json(plan(sweep).forest) == to_json(fresh.forest)
+    assert list(plan(sweep, finished=list(sweep.runs)).runs) == list(fresh.runs)  # when all are there, none is special
+    for made, done in ((fresh, set[str]()), (again, finished)):
+        for members in check_merge(sweep, made).values():
+            (canonical,) = set(members) & set(made.runs)
+            candidates = [run for run in members if run in done] or members
+            assert canonical in candidates
+            plain = [plainness(sweep.runs[run].outer) for run in candidates]
+            assert canonical == candidates[plain.index(min(plain))]
+
+
+def plainness(outer: OuterConfig) -> tuple[bool, ...]:
+    """Momentum-free first, then without restarts, then heavy ball, then in sum form, then without a probe's size."""
+    shown = outer.probe_sequences > 0  # of a batch of 8, and never all of it
+    return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema", shown
+
+
+@given(CELLS)
+def test_without_merging_all_are_kept(drawn: list[dict[str, Any]]) -> None:
+    """Without merging every distinct configuration is run and stands for itself, however many cells have it."""
+    cells = cells_of([*drawn, *drawn[:3]])
+    for finished in ((), [cells[0].run_id]):
+        made = plan(sweep_of(cells), merge=False, finished=finished)
+        assert dict(made.runs) == {cell.run_id: cell.config for cell in cells}
+        assert made.stands_for == {}
+        assert (made.cells, made.steps_asked) == (len(cells), sum(cell.config.steps for cell in cells))
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+def test_the_plainest_stands_for_all(backwards: bool) -> None:
+    """Of all that is plain SGD at learning rate 0.7 the momentum-free cell is run, whatever the order.
+
+    The twins of a Nesterov run are its late restarts and its EMA form.
+    """
+    base = TrainConfig(steps=64, inner_steps=8)
+    plain = [("sum", True, 0.7, 0.0, "3"), ("sum", False, 0.7, 0.9, "1"), ("ema", False, 7.0, 0.9, "1")]
+    plain += [("ema", False, 0.7, 0.0, "2"), ("sum", False, 0.7, 0.0, "never"), ("sum", True, 0.35, 0.9, "1")]
+    sharp = [("ema", True, 7.0, 0.9, "8"), ("ema", True, 7.0, 0.9, "never"), ("sum", True, 0.7, 0.9, "9")]
+    sharp += [("sum", True, 0.7, 0.9, "never"), ("sum", True, 0.7, 0.9, "7")]
+    paths = ["outer.form", "outer.nesterov", "outer.lr", "outer.momentum", "outer.restart"]
+    cells = [product(base, [], fixed=dict(zip(paths, row, strict=True)))[0] for row in [*plain, *sharp]]
+    made = plan(sweep_of(cells[::-1] if backwards else cells))
+    names = [cell.run_id for cell in cells]
+    assert made.stands_for == {names[i]: names[4] for i in (0, 1, 2, 3)} | {names[i]: names[9] for i in (6, 7, 8)}
+    assert set(made.runs) == {names[i] for i in (4, 5, 9, 10)}
+
+
+def test_finished_runs_are_taken() -> None:
+    """A twin that is there already stands for the plainer ones; of two, the plainer."""
+    base = TrainConfig(steps=64, inner_steps=8)
+    sweep = grid(base, momentum=(0.0,), restart=("never", "2", "4"))
+    never, two, four = sweep.runs
+    assert list(plan(sweep).runs) == [never]
+    assert list(plan(sweep, finished=[four]).runs) == [four]
+    assert plan(sweep, finished=[four]).stands_for == {never: four, two: four}
+    assert list(plan(sweep, finished=[two, four]).runs) == [two]
+    assert list(plan(sweep, finished={two, never, "0123456789ab"}).runs) == [never]
+
+
+# --- what is not shared -------------------------------------------------------------------------------------------
+
+
+OTHER_VALUES = {
+    "inner.lr": (1e-3, 2e-3, 4e-3),
+    "inner.clip_norm": (0.0, 1.0),
+    "seed": (0, 1, 2),
+    "replicas": (1, 2),
+    "data.batch_size": (4, 8),
+    "model.layers": (1, 2),
+    "steps": (40, 44),
+}
+
+
+@pytest.mark.parametrize("path", OTHER_VALUES)
+def test_nothing_else_is_shared(path: str) -> None:
+    """Runs that differ in anything but the outer optimizer have a tree for each value, as if planned apart.
+
+    They are not each other's twins even where their outer optimizers are.
+    """
+    values = OTHER_VALUES[path]
+    base, outer = TrainConfig(steps=40, inner_steps=4), {"momentum": (0.0, 0.9), "restart": ("never", "2")}
+    made = plan(grid(base, **{path: values}, **outer))
+    apart = [plan(grid(with_values(base, {path: value}), **outer)) for value in values]
+    assert len(made.forest.roots) == len(values)
+    assert list(made.forest.nodes) == [name for one in apart for name in one.forest.nodes]
+    assert made.steps == sum(one.steps for one in apart)
+    assert made.stands_for == {run: other for one in apart for run, other in one.stands_for.items()}
+    assert len(made.runs) == 3 * len(values)
+
+
+def test_an_adaptive_run_shares_its_first_round() -> None:
+    """A policy that measures shares the inner steps before its first update, and is nobody's twin."""
+    base = TrainConfig(steps=40, inner_steps=4)
+    made = plan(grid(base, momentum=(0.5, 0.9), restart=("never", "measured:1.5", "measured:2")))
+    assert (len(made.runs), made.steps, made.steps_algebra) == (6, 6 * 40 - 5 * 4, 6 * 40 - 5 * 4)
+
+
+PROBING = {"restart": ("probe:keep,average", "probe:keep,drop")}
+NODES_OF_BEFORE = ["10679ac7675fb430", "2b34e6fab1214fd2", "e8318d92288fad75"]
+"""Of its 12 steps in rounds of 4, when every probe took a whole batch."""
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_probes_of_several_sizes_share_their_first_round(momentum: float) -> None:
+    """Nobody who is shown a different number of sequences is another's twin; all of a batch is as no number."""
+    base = with_values(TrainConfig(steps=40, inner_steps=4), {"outer.momentum": momentum})
+    given = grid(base, probe_sequences=(0, 1, 2, 8), **PROBING)
+    made = plan(given)
+    assert (len(made.runs), made.steps, made.steps_algebra) == (6, 6 * 36 + 4, 6 * 36 + 4)
+    assert len(made.stands_for) == 2
+    for twin, other in made.stands_for.items():
+        eight, none = given.runs[twin].outer, given.runs[other].outer
+        assert (eight.probe_sequences, none.probe_sequences) == (8, 0)
+        assert eight.restart == none.restart
+
+
+@pytest.mark.parametrize("restart", ["never", "3", "measured:1.5", "auto", "opposed"])
+@pytest.mark.parametrize("numbers", [(0, 1, 2), (2, 1, 0)])
+def test_the_size_of_a_probe_that_nobody_takes(restart: str, numbers: tuple[int, ...]) -> None:
+    """Without a policy that probes all numbers of sequences are one run, that without a number; or one history."""
+    base = with_values(TrainConfig(steps=40, inner_steps=4), {"outer.restart": restart})
+    made = plan(grid(base, probe_sequences=numbers))
+    assert [config.outer.probe_sequences for config in made.runs.values()] == [0]
+    each = plan(grid(base, probe_sequences=numbers), merge=False)
+    assert (len(each.runs), each.steps, len(each.forest.nodes)) == (3, 40, 1)
+
+
+def test_states_of_before_are_found() -> None:
+    """Runs that are shown whole batches have the nodes and jobs that they had before there was a choice."""
+    base = TrainConfig(steps=12, inner_steps=4)
+    more = plan(grid(base, probe_sequences=(0, 1), **PROBING)).forest
+    whole = plan(grid(base, **PROBING)).forest
+    assert set(whole.nodes) <= set(more.nodes)
+    assert list(whole.nodes) == NODES_OF_BEFORE
+
+
+def test_runs_in_fragments_share_nothing() -> None:
+    """Runs that are not combined whole at a round's end are trees of one and nobody's twins; others plan as ever."""
+    blocks = {"sync.fragments": ("a=x", "b=."), "sync.restart": ("a=2", "b=measured:2")}
+    base, outer = TrainConfig(steps=40, inner_steps=4), {"momentum": (0.0, 0.9), "restart": ("never", "2")}
+    alone = [
+        cell
+        for values in ({"sync.fragments": ("2",)}, blocks, {"sync.delay": 1}, {"sync.delay": 1, "sync.mixing": 0.5})
+        for cell in grid(with_values(base, values), **outer).cells
+    ]
+    plain = plan(grid(base, **outer))
+    made = plan(sweep_of([*alone, *grid(base, **outer).cells]))
+    assert len(made.runs) == 16 + len(plain.runs) == 16 + 3
+    assert made.stands_for == plain.stands_for
+    assert (made.steps, made.steps_algebra) == (16 * 40 + plain.steps, 16 * 40 + plain.steps_algebra)
+    trees = made.forest.roots[:16]
+    assert [(root.start, root.stop, root.runs) for root in trees] == [(0, 40, (cell.run_id,)) for cell in alone]
+    assert not any(made.forest.below(root) for root in trees)
+    assert [(job.deep, job.runs) for job in made.forest.jobs(1)[:16]] == [(True, (cell.run_id,)) for cell in alone]
+
+
+PRINT_PLAN = """
+import json
+from twophase.sweep.grid import Axis, Sweep, product
+from twophase.sweep.plan import plan, to_json
+from twophase.training.config import TrainConfig
+
+axes = [Axis("outer.momentum", (0.0, 0.5, 0.9)), Axis("outer.restart", ("1", "2", "soft:3:0.5:0.1", "never"))]
+cells = product(TrainConfig(steps=26), [*axes, Axis("inner_steps", (4, 6)), Axis("seed", (0, 1))])
+made = plan(Sweep("test", TrainConfig(), cells))
+told = [to_json(made.forest), dict(made.stands_for), [job.id for job in made.forest.jobs(30)]]
+"""
+
+
+def test_a_plan_is_the_same_in_every_process() -> None:
+    """Nodes, twins and jobs do not depend on the process or its hash seed: workers on many machines agree."""
+    here: dict[str, Any] = {}
+    exec(PRINT_PLAN, here)  # noqa: S102 - the same text as in the other processes
+    for seed in ("0", "12345"):
+        done = subprocess.run(
+            [sys.executable, "-c", PRINT_PLAN + "print(json.dumps(told))"],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert json.loads(done.stdout) == json.loads(json.dumps(here["told"]))

@@ -1,0 +1,756 @@
+"""Sweeps: every run exactly once, whatever happens to the workers, and the same command resumes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from twophase.base.config import UsageError
+from twophase.restart import RestartPolicy, parse
+from twophase.rule import OuterRule
+from twophase.runs.folder import RunFolder, lock_folder
+from twophase.sweep import run as launch
+from twophase.sweep.grid import Axis, Cell, Sweep, product
+from twophase.sweep.queue import Queue
+from twophase.sweep.run import Outcome, Status, read_plan, read_summaries, run_sweep
+from twophase.sweep.table import read_rows, write_rows
+from twophase.sweep.work import Work
+
+# A worker that trains nothing. `mode` of a configuration says how it misbehaves.
+WORKER = r"""
+import json, os, signal, sys, threading, time
+from pathlib import Path
+from twophase.sweep import work as house
+from twophase.sweep.run import STORAGE_VARIABLE
+from twophase.base.files import write_atomic
+
+house._PAUSE_SECONDS, house._LONGEST_PAUSE_SECONDS = 0.05, 0.2
+folder = Path(sys.argv[sys.argv.index("--out") + 1])
+environment = [os.environ.get(name, "-") for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
+stop, lingers = threading.Event(), False
+
+def ask_to_stop(*_):
+    note(folder / "told", str(os.getpid()))
+    stop.set()
+
+def all_told():
+    # Else a worker that is not told yet takes, and ends, the job that a stopped one gives back.
+    pids = [{line.split()[0] for line in (folder / name).read_text().splitlines()} for name in ("started", "told")]
+    return pids[0] <= pids[1]
+
+def note(path, text):
+    with path.open("a") as file:
+        file.write(text + "\n")
+
+def leash():
+    while os.read(0, 1000):
+        pass
+    ask_to_stop()
+
+def wait(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline:
+            sys.exit("waited in vain")
+        time.sleep(0.01)
+
+def execute(plan, job):
+    global lingers
+    if not job.deep:
+        note(plan.folder / "trunks", job.node)
+        plan.state(job.node).parent.mkdir(exist_ok=True)
+        plan.state(job.node).touch()
+        return
+    for run in job.runs:
+        if plan.finished(run):
+            continue
+        place, mode = plan.run_folder(run), plan.runs[run].get("mode", plan.base["mode"])
+        place.mkdir(exist_ok=True)
+        print("run", run, file=sys.stderr, flush=True)
+        note(place / "tries", str(os.getpid()))
+        tries = len((place / "tries").read_text().splitlines())
+        if mode == "hang" and tries == 1:
+            signal.signal(signal.SIGINT, lambda *_: note(place / "interrupted", "yes"))
+            note(place / "hanging", "yes")
+            wait(stop.is_set)
+            wait(all_told)
+            note(place / "saved", "yes")
+            raise house.Stopped
+        if mode == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            note(place / "hanging", "yes")
+            time.sleep(60)
+        if mode == "waits for 12":
+            wait(lambda: len(list(folder.glob("runs/*/finished"))) >= 12)
+        if mode == "waits for the table":
+            wait(lambda: ",finished," in (folder / "cells.csv").read_text())
+        if mode == "killed always" or (mode == "killed once" and tries == 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "fails" or (mode == "fails once" and tries == 1):
+            raise ValueError("the corpus is too small")
+        if mode != "lies":
+            loss = None if mode == "diverges" else 2.0
+            write_atomic(place / "summary.json", json.dumps({
+                "validation_loss": loss, "perplexity": loss, "tokens": 1, "seconds": 0.1, "config": run,
+                "diverged": mode == "diverges", "exit_reason": "end"}))
+            note(place / "finished", "yes")
+        if mode == "killed after" and tries == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        lingers = lingers or mode == "lingers"
+
+signal.signal(signal.SIGTERM, ask_to_stop)
+if "--leash" in sys.argv:
+    threading.Thread(target=leash, daemon=True).start()
+note(folder / "started", " ".join([str(os.getpid()), *environment]))
+house.work(folder, os.environ.get(STORAGE_VARIABLE), execute, stopped=stop.is_set)
+if lingers:
+    time.sleep(60)
+sys.exit(143 if stop.is_set() else 0)
+"""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What planning asks for."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    restart: str = "never"
+
+    def rule(self) -> OuterRule:
+        """As the real one."""
+        return OuterRule(self.lr, self.momentum)
+
+    def policy(self) -> RestartPolicy:
+        """As the real one."""
+        return parse(self.restart)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a fake run needs to know."""
+
+    mode: str = "ok"
+    seed: int = 0
+    outer: Outer = field(default_factory=Outer)
+    steps: int = 12
+    inner_steps: int = 2
+    probed: ClassVar[int] = 0
+    shares_steps: ClassVar[bool] = True
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = tmp_path_factory.mktemp("worker") / "worker.py"
+    path.write_text(WORKER)
+    return [sys.executable, "-I", str(path)]
+
+
+def sweep_of(*modes: str) -> Sweep:
+    """One cell a mode; a cell's seed is its place, so that equal modes are different runs that share nothing."""
+    cells = [
+        cell for seed, mode in enumerate(modes) for cell in product(Config(), [], mode, {"mode": mode, "seed": seed})
+    ]
+    return Sweep("fake", Config(), cells)
+
+
+def grid(**axes: Sequence[Any]) -> Sweep:
+    """A grid over values of the outer optimizer."""
+    return Sweep("fake", Config(), product(Config(), [Axis(f"outer.{name}", tuple(axes[name])) for name in axes]))
+
+
+def counts(outcome: Outcome) -> tuple[int, int, int, int]:
+    return outcome.finished, outcome.diverged, outcome.failed, outcome.skipped
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def tries(folder: Path, sweep: Sweep) -> list[int]:
+    return [len(lines(folder / "runs" / cell.run_id / "tries")) for cell in sweep.cells]
+
+
+def states(folder: Path) -> list[str]:
+    return [row.state for row in read_rows(folder / "cells.csv")]
+
+
+def started(folder: Path) -> list[list[str]]:
+    """Of every worker that was started: pid and two variables of its environment."""
+    return [line.split() for line in lines(folder / "started")]
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def runs_now(pid: int) -> bool:
+    """Whether the process is there and has not ended; who inherits an orphan may let it stay as a zombie."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()  # no Linux
+
+
+def assert_all_ended(folder: Path) -> None:
+    assert not [pid for pid, *_ in started(folder) if runs_now(int(pid))]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_for_hanging(folder: Path, cells: Sequence[Cell]) -> None:
+    for cell in cells:
+        wait_for(folder / "runs" / cell.run_id / "hanging")
+
+
+def finish(path: Path, config: Config) -> None:
+    """What a run leaves that ended well."""
+    numbers = {"validation_loss": 2.0, "perplexity": 7.4, "tokens": 1, "seconds": 1.0}
+    with RunFolder.claim(path, config) as folder:
+        folder.finish(numbers | {"diverged": False, "exit_reason": "end"})
+
+
+def must_not(*_: Any, **__: Any) -> Any:
+    raise AssertionError("this must not be called")
+
+
+def test_sweep_runs_and_resumes(tmp_path: Path, command: list[str]) -> None:
+    """All runs end, the folder holds what was promised, and the second call starts no process at all."""
+    sweep = sweep_of("ok", "diverges", "ok", "ok")
+    outcome = run_sweep(sweep, tmp_path / "out", workers=2, command=command, threads=3)
+    assert counts(outcome) == (3, 1, 0, 0)
+    assert outcome.changed
+    found = {path.name for path in (tmp_path / "out").iterdir()} - {"started", "queue.journal.local-lock"}
+    assert found == {
+        ".lock", "cells.csv", "figures", "plan.json", "queue.journal", "runs", "sweep.json", "worker-0.log",
+        "worker-1.log", "workers",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "out/sweep.json").read_text()) == sweep.spec()
+    rows = read_rows(tmp_path / "out/cells.csv")
+    assert [(row.run, row.state, row.perplexity) for row in rows] == [
+        (cell.run_id, "diverged" if cell.arm == "diverges" else "finished", None if cell.arm == "diverges" else 2.0)
+        for cell in sweep.cells
+    ]
+    assert [threads for _, threads, _ in started(tmp_path / "out")] == ["3", "3"]
+    said = [line for n in (0, 1) for line in lines(tmp_path / f"out/worker-{n}.log")]
+    assert sorted(said) == sorted(f"run {run}" for run in sweep.runs)
+    assert list((tmp_path / "out/workers").iterdir()) == []
+    assert_all_ended(tmp_path / "out")
+    again = run_sweep(sweep, tmp_path / "out", workers=2, command=["/nonexistent"])
+    assert (counts(again), again.changed) == ((0, 0, 0, 4), False)
+    assert tries(tmp_path / "out", sweep) == [1, 1, 1, 1]
+    assert set(read_summaries(list(sweep.runs), tmp_path / "out")) == set(sweep.runs)
+
+
+def test_shared_stretches_are_done_once(tmp_path: Path, command: list[str]) -> None:
+    """Every piece above a branch is done once, before what needs its state; every run below is done once."""
+    sweep = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9), restart=("never", "3", "4"))
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (18, 0, 0, 0)
+    made = Work.read(tmp_path)
+    assert made is not None
+    wanted = [job.node for job in made.jobs.values() if not job.deep]
+    assert len(wanted) >= 2
+    assert sorted(lines(tmp_path / "trunks")) == sorted(wanted)
+    assert tries(tmp_path, sweep) == [1] * 18
+    assert list((tmp_path / "forest").iterdir()) == []  # though these workers have removed no state
+
+
+def test_finished_sweep_resumes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished sweep of 420 cells is recognised from its files: nothing is planned, opened or started."""
+    sweep = Sweep("big", Config(), product(Config(), [Axis("seed", tuple(range(420)))]))
+    assert counts(run_sweep(sweep, tmp_path, workers=0)) == (0, 0, 0, 0)  # leaves the folder as a killed sweep would
+    for run, config in sweep.runs.items():
+        finish(tmp_path / "runs" / run, config)
+    monkeypatch.setattr(launch, "plan", must_not)
+    monkeypatch.setattr(Queue, "open", must_not)
+    monkeypatch.setattr(subprocess, "Popen", must_not)
+    assert counts(run_sweep(sweep, tmp_path, workers=8)) == (0, 0, 0, 420)
+    assert states(tmp_path) == ["finished"] * 420
+
+
+def test_no_workers_here(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 0 workers the call fills the queue and returns; a worker started by hand does the work, a repeat sees it."""
+    sweep = sweep_of("ok", "diverges", "ok")
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", must_not)
+        assert counts(run_sweep(sweep, tmp_path, workers=0)) == (0, 0, 0, 0)
+    assert states(tmp_path) == ["missing"] * 3
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True)
+    monkeypatch.setattr(subprocess, "Popen", must_not)
+    assert counts(run_sweep(sweep, tmp_path, workers=0)) == (0, 0, 0, 3)
+    assert states(tmp_path) == ["finished", "diverged", "finished"]
+
+
+def test_launcher_gets_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher is given the command, without the URL and its password; nothing is started here, nobody waits."""
+    monkeypatch.setattr(subprocess, "Popen", must_not)
+    url, given = f"sqlite:///{tmp_path}/queue.db", []
+    sweep = sweep_of("ok", "ok")
+    run_sweep(sweep, tmp_path / "out", workers=4, command=["go"], storage=url, launch=given.append)
+    assert given == [["go", "--out", str(tmp_path / "out")]]
+    for run, config in sweep.runs.items():
+        finish(tmp_path / "out" / "runs" / run, config)
+    outcome = run_sweep(sweep, tmp_path / "out", workers=4, command=["go"], storage=url, launch=must_not)
+    assert outcome.skipped == 2
+
+
+def test_database_instead_of_a_journal(tmp_path: Path, command: list[str]) -> None:
+    """With a storage URL the queue lies there and not in the folder; workers get the URL, not on their command line."""
+    url = f"sqlite:///{tmp_path}/queue.db"
+    sweep = sweep_of("ok", "ok", "killed once")
+    assert counts(run_sweep(sweep, tmp_path / "out", workers=2, command=command, storage=url)) == (3, 0, 0, 0)
+    assert (tmp_path / "queue.db").exists()
+    assert not list((tmp_path / "out").glob("queue.journal*"))
+    # The choice may change from call to call; what is finished stays.
+    more = sweep_of("ok", "ok", "killed once", "ok")
+    assert counts(run_sweep(more, tmp_path / "out", workers=1, command=command)) == (1, 0, 0, 3)
+
+
+def test_storage_that_cannot_be_reached(tmp_path: Path, command: list[str]) -> None:
+    """It is a mistake with one message; what is finished stays, and the call works when the storage is back."""
+    run_sweep(sweep_of("ok"), tmp_path / "out", workers=1, command=command)
+    before = content(tmp_path / "out" / "runs")
+    more, url = sweep_of("ok", "ok"), f"sqlite:///{tmp_path}/absent/queue.db"
+    with pytest.raises(UsageError, match=r"--storage sqlite:.*absent.* cannot be used"):
+        run_sweep(more, tmp_path / "out", workers=1, command=command, storage=url)
+    assert content(tmp_path / "out" / "runs") == before
+    (tmp_path / "absent").mkdir()
+    assert counts(run_sweep(more, tmp_path / "out", workers=1, command=command, storage=url)) == (1, 0, 0, 1)
+
+
+def test_devices_are_dealt_out(tmp_path: Path, command: list[str]) -> None:
+    """Each worker sees the device that it was given, and one that replaces it sees the same."""
+    sweep = sweep_of("waits for 12", "killed once", *["ok"] * 12)
+    run_sweep(sweep, tmp_path, workers=2, command=command, devices=["5", "7"])
+    seen = [device for _, _, device in started(tmp_path)]
+    assert len(seen) == 3
+    assert set(seen) == {"5", "7"}
+
+
+def test_run_folders_may_be_shared(tmp_path: Path, command: list[str]) -> None:
+    """Two sweeps with one folder of runs do the runs that they have in common once."""
+    one, other = sweep_of("ok", "ok"), sweep_of("ok", "ok", "ok")
+    runs = tmp_path / "runs"
+    assert counts(run_sweep(one, tmp_path / "one", workers=1, command=command, runs=runs)) == (2, 0, 0, 0)
+    assert counts(run_sweep(other, tmp_path / "other", workers=1, command=command, runs=runs)) == (1, 0, 0, 2)
+    assert tries(tmp_path, other) == [1, 1, 1]
+    assert states(tmp_path / "other") == ["finished"] * 3
+
+
+def test_killed_worker_is_replaced(tmp_path: Path, command: list[str]) -> None:
+    """A run whose worker is killed is tried again, at most twice more; the others are not disturbed."""
+    sweep = sweep_of("killed once", "ok", "killed always", "ok")
+    statuses: list[Status] = []
+    outcome = run_sweep(sweep, tmp_path, workers=1, command=command, progress=statuses.append)
+    assert counts(outcome) == (3, 0, 1, 0)
+    assert tries(tmp_path, sweep) == [2, 1, 3, 1]
+    (error,) = outcome.errors.values()
+    assert "was killed" in error
+    assert "attempt 3 of 3" in error
+    replaced = [status.error for status in statuses if status.event == "replaced"]
+    assert replaced == ["worker 0 was killed by signal 9; see worker-0.log"] * 4
+    assert states(tmp_path) == ["finished", "finished", "failed", "finished"]
+    assert_all_ended(tmp_path)
+
+
+def test_many_deadly_runs_do_not_keep_the_others(tmp_path: Path, command: list[str]) -> None:
+    """Runs that kill every worker fail one after the other; those behind them are done in the same call."""
+    sweep = sweep_of("killed always", "killed always", "ok")
+    outcome = run_sweep(sweep, tmp_path, workers=1, command=command)
+    assert counts(outcome) == (1, 0, 2, 0)
+    assert tries(tmp_path, sweep) == [3, 3, 1]
+
+
+def test_death_after_the_summary_is_no_loss(tmp_path: Path, command: list[str]) -> None:
+    """A worker killed between its summary and its report has finished the run: it is neither lost nor repeated."""
+    sweep = sweep_of("killed after", "ok")
+    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (2, 0, 0, 0)
+    assert tries(tmp_path, sweep) == [1, 1]
+
+
+def test_failed_run_is_tried_again_by_the_next_call(tmp_path: Path, command: list[str]) -> None:
+    """A run whose job fails is not retried now, and is when the command is repeated."""
+    sweep = sweep_of("fails once", "ok", "fails")
+    outcome = run_sweep(sweep, tmp_path, workers=2, command=command)
+    assert counts(outcome) == (1, 0, 2, 0)
+    assert set(outcome.errors.values()) == {"ValueError: the corpus is too small"}
+    assert tries(tmp_path, sweep) == [1, 1, 1]
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (1, 0, 1, 1)
+    assert tries(tmp_path, sweep) == [2, 1, 2]
+    assert states(tmp_path) == ["finished", "finished", "failed"]
+
+
+def test_failed_shared_stretch_fails_the_runs_below(tmp_path: Path, command: list[str]) -> None:
+    """When the piece that runs share cannot be done, each of them has failed with its reason, and nobody waits."""
+    sweep = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9))
+    run_sweep(sweep, tmp_path, workers=0)
+    (tmp_path / "forest").touch()  # in the way of the folder of states
+    outcome = run_sweep(sweep, tmp_path, workers=2, command=command)
+    assert counts(outcome) == (0, 0, 6, 0)
+    (reason,) = set(outcome.errors.values())
+    assert reason.startswith("FileExistsError")
+    (tmp_path / "forest").unlink()
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (6, 0, 0, 0)
+
+
+def test_folder_is_believed_and_not_the_worker(tmp_path: Path, command: list[str]) -> None:
+    """A job that ends without a valid summary has failed."""
+    sweep = sweep_of("lies", "ok")
+    outcome = run_sweep(sweep, tmp_path, workers=1, command=command)
+    assert counts(outcome) == (1, 0, 1, 0)
+    assert "no valid summary" in outcome.errors[sweep.cells[0].run_id]
+
+
+def test_summary_that_is_gone_is_made_again(tmp_path: Path, command: list[str]) -> None:
+    """The queue says done and the file is not there: the file is believed, by the next call."""
+    sweep = sweep_of("ok", "ok")
+    run_sweep(sweep, tmp_path, workers=1, command=command)
+    (tmp_path / "runs" / sweep.cells[0].run_id / "summary.json").write_text("{")
+    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1, 0, 0, 1)
+    assert tries(tmp_path, sweep) == [2, 1]
+
+
+@pytest.mark.parametrize("lost", ["queue.journal", "plan.json"])
+def test_lost_files_cost_nothing_that_is_finished(tmp_path: Path, command: list[str], lost: str) -> None:
+    """Without its queue or its plan a half-done sweep goes on from its runs' folders."""
+    sweep = sweep_of("ok", "fails once", "ok")
+    assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
+    (tmp_path / lost).unlink()
+    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1, 0, 0, 2)
+    assert tries(tmp_path, sweep) == [1, 2, 1]
+
+
+def test_lingering_worker_is_ended(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that does not end when nothing is left is ended."""
+    monkeypatch.setattr(launch._Crew.finish, "__defaults__", (0.2,))
+    assert counts(run_sweep(sweep_of("lingers", "ok"), tmp_path, workers=1, command=command)) == (2, 0, 0, 0)
+    assert_all_ended(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/nonexistent/worker"], r"cannot be run with '/nonexistent/worker"),
+        ([sys.executable, "-c", "pass"], r"worker \d ended with status 0; see worker-\d\.log: it said nothing"),
+        (
+            [sys.executable, "-c", "import sys; sys.exit('warned\\nImportError: no module named torch')"],
+            r"worker \d ended with status 1; see worker-\d\.log: ImportError: no module named torch",
+        ),
+    ],
+)
+def test_broken_command_ends_the_sweep(tmp_path: Path, words: list[str], message: str) -> None:
+    """A command that cannot be started, or only ends, is an error with its last words and not one failure a run."""
+    with pytest.raises(RuntimeError, match=message):
+        run_sweep(sweep_of(*["ok"] * 50), tmp_path, workers=2, command=words)
+    assert states(tmp_path) == ["missing"] * 50
+
+
+def test_refused_command_is_not_repeated(tmp_path: Path) -> None:
+    """Status 2 at the start is a mistake that every worker would make: the first one's words end the sweep."""
+    script = f"import sys; open({str(tmp_path / 'calls')!r}, 'a').write('x'); print('error: no'); sys.exit(2)"
+    with pytest.raises(RuntimeError, match=r"ended with status 2; see worker-0\.log: error: no"):
+        run_sweep(sweep_of("ok", "ok"), tmp_path / "out", workers=1, command=[sys.executable, "-c", script])
+    assert (tmp_path / "calls").read_text() == "x"
+
+
+def test_queue_is_dynamic(tmp_path: Path, command: list[str]) -> None:
+    """A slow run holds up one worker only: the other takes all the rest."""
+    sweep = sweep_of("waits for 12", *["ok"] * 12)
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (13, 0, 0, 0)
+    by_pid = [lines(tmp_path / "runs" / cell.run_id / "tries") for cell in sweep.cells]
+    assert len({pid for pids in by_pid for pid in pids}) == 2
+    assert all(len(pids) == 1 for pids in by_pid)
+
+
+def test_shared_run_is_run_once(tmp_path: Path, command: list[str]) -> None:
+    """Two cells with one configuration are one run, which counts for both rows."""
+    cells = [cell for arm in "ab" for cell in product(Config(), [Axis("seed", (0, 1))], arm)]
+    sweep = Sweep("shared", Config(), cells)
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (2, 0, 0, 0)
+    assert tries(tmp_path, sweep) == [1, 1, 1, 1]
+    assert states(tmp_path) == ["finished"] * 4
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_twins(tmp_path: Path, command: list[str], merge: bool) -> None:
+    """Cells that are one run in exact arithmetic get its results and its name; without merging each is run."""
+    sweep = grid(momentum=(0.0, 0.9), restart=("2", "never", "6", "7"))
+    outcome = run_sweep(sweep, tmp_path, workers=2, command=command, merge=merge)
+    first, never, *_ = plain = [cell.run_id for cell in sweep.cells[:4]]
+    later = sweep.cells[5].run_id
+    rows = read_rows(tmp_path / "cells.csv")
+    assert [row.state for row in rows] == ["finished"] * 8
+    assert [row.run for row in rows] == [cell.run_id for cell in sweep.cells]
+    if not merge:
+        assert outcome.finished == 8
+        assert [row.twin_of for row in rows] == [None] * 8
+        return
+    assert outcome.finished == 3  # momentum 0; 0.9 with period 2; 0.9 without restart before the sixth, and last, round
+    twins = [None if run == never else never for run in plain]
+    assert [row.twin_of for row in rows] == [*twins, None, None, later, later]
+    assert not (tmp_path / "runs" / first).exists()
+    plan = read_plan(sweep, tmp_path)
+    assert plan is not None
+    assert (plan.counts["cells"], plan.counts["runs"]) == (8, 3)
+
+
+def test_progress_counts_up(tmp_path: Path, command: list[str]) -> None:
+    """Progress is told once a run, counts up to the total, and ends with the numbers of the outcome."""
+    sweep, seen = sweep_of("ok", "fails", "diverges", "ok"), []
+    outcome = run_sweep(sweep, tmp_path, workers=2, command=command, progress=seen.append)
+    assert [status.done for status in seen] == [0, 1, 2, 3, 4]
+    assert seen[0].event == "begun"
+    assert sorted(status.event for status in seen[1:]) == ["diverged", "failed", "finished", "finished"]
+    assert {status.run for status in seen[1:]} == set(sweep.runs)
+    assert all(status.total == 4 for status in seen)
+    last = seen[-1]
+    assert (last.finished, last.diverged, last.failed, last.skipped) == counts(outcome) == (2, 1, 1, 0)
+
+
+def test_table_follows_the_runs(tmp_path: Path, command: list[str]) -> None:
+    """The table on disk shows what has ended while others are still running."""
+    sweep = sweep_of("waits for the table", "ok")
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (2, 0, 0, 0)
+
+
+def test_interrupt_stops_the_workers_in_good_order(tmp_path: Path, command: list[str]) -> None:
+    """On KeyboardInterrupt every worker is told by SIGTERM, saves and ends; the table is written; a repeat resumes."""
+    sweep, interrupted = sweep_of("ok", "hang", "hang", "ok", "ok"), []
+
+    def interrupt(status: Status) -> None:
+        if status.event == "finished" and not interrupted:
+            wait_for_hanging(tmp_path, sweep.cells[1:3])
+            interrupted.append(status)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, tmp_path, workers=3, command=command, progress=interrupt)
+    assert_all_ended(tmp_path)
+    assert list((tmp_path / "workers").iterdir()) == []
+    for cell in sweep.cells[1:3]:
+        assert lines(tmp_path / "runs" / cell.run_id / "saved") == ["yes"]
+    assert states(tmp_path)[1:3] == ["missing", "missing"]
+    done = states(tmp_path).count("finished")
+    assert done >= 1
+    assert counts(run_sweep(sweep, tmp_path, workers=3, command=command)) == (5 - done, 0, 0, done)
+    assert tries(tmp_path, sweep) == [1, 2, 2, 1, 1]
+
+
+def test_table_that_cannot_be_written(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full for the parent stops the workers in good order, with the reason; a repeat resumes."""
+    sweep, allowed = sweep_of("ok", "hang", "hang"), [1]
+
+    def write(*words: Any) -> None:
+        if allowed[0] == 0:
+            wait_for_hanging(tmp_path, sweep.cells[1:])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allowed[0] -= 1
+        write_rows(*words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "write_rows", write)
+        with pytest.raises(OSError, match="No space left"):
+            run_sweep(sweep, tmp_path, workers=3, command=command)
+    assert_all_ended(tmp_path)
+    assert [lines(path) for path in tmp_path.glob("runs/*/saved")] == [["yes"], ["yes"]]
+    assert sum(counts(run_sweep(sweep, tmp_path, workers=2, command=command))) == 3
+    assert states(tmp_path) == ["finished"] * 3
+
+
+def test_stubborn_worker_is_killed_after_the_grace(tmp_path: Path, command: list[str]) -> None:
+    """A worker that ignores SIGTERM does not keep the interrupted sweep from ending."""
+    sweep = sweep_of("ok", "stubborn")
+
+    def interrupt(status: Status) -> None:
+        if status.event == "finished":
+            wait_for_hanging(tmp_path, sweep.cells[1:])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(sweep, tmp_path, workers=2, command=command, progress=interrupt, grace_seconds=0.3)
+    assert_all_ended(tmp_path)
+
+
+PARENT = """
+import signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
+from test_launch import sweep_of
+from twophase.sweep.run import run_sweep
+try:
+    run_sweep(sweep_of("hang", "hang"), Path(sys.argv[2]), workers=2, command=sys.argv[3:])
+except KeyboardInterrupt:
+    sys.exit(77)
+"""
+
+
+def start_parent(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
+    """A process of its own that runs two hanging runs, and both hang."""
+    words = [sys.executable, "-c", PARENT, str(Path(__file__).parent), str(folder), *command]
+    process = subprocess.Popen(words, start_new_session=True)
+    wait_for_hanging(folder, sweep_of("hang", "hang").cells)
+    return process
+
+
+def test_ctrl_c_reaches_the_parent_only(tmp_path: Path, command: list[str]) -> None:
+    """SIGINT to the whole process group of the parent, as a terminal sends it, lets the workers save and end."""
+    with start_parent(tmp_path, command) as process:
+        os.killpg(process.pid, signal.SIGINT)
+    assert process.returncode == 77
+    assert_all_ended(tmp_path)
+    assert [lines(path) for path in tmp_path.glob("runs/*/saved")] == [["yes"], ["yes"]]
+    assert not list(tmp_path.glob("runs/*/interrupted"))
+
+
+def test_workers_do_not_outlive_the_parent(tmp_path: Path, command: list[str]) -> None:
+    """When the parent is killed its workers notice, save and end; the next call needs to wait for nobody."""
+    with start_parent(tmp_path, command) as process:
+        process.kill()
+    sweep = sweep_of("hang", "hang")
+    deadline = time.monotonic() + 60
+    while any(runs_now(int(pid)) for pid, *_ in started(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [lines(path) for path in tmp_path.glob("runs/*/saved")] == [["yes"], ["yes"]]
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (2, 0, 0, 0)
+    assert tries(tmp_path, sweep) == [2, 2]
+    assert_all_ended(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_run_is_lost_or_counted_twice(tmp_path: Path, command: list[str], seed: int) -> None:
+    """With workers that die, lie and fail at random, every run is counted once and finished at most once."""
+    modes = ["ok", "killed once", "killed after", "killed always", "fails", "diverges", "lies"]
+    sweep = sweep_of(*random.Random(seed).choices(modes, k=10))
+    statuses: list[Status] = []
+    outcome = run_sweep(sweep, tmp_path, workers=3, command=command, progress=statuses.append)
+    wanted = {"killed always": "failed", "fails": "failed", "lies": "failed", "diverges": "diverged"}
+    assert states(tmp_path) == [wanted.get(cell.arm, "finished") for cell in sweep.cells]
+    assert sum(counts(outcome)) == len(sweep.cells)
+    ended = [status.run for status in statuses if status.event in {"finished", "diverged", "failed"}]
+    assert sorted(ended) == sorted(sweep.runs)
+    for cell in sweep.cells:
+        finished = lines(tmp_path / "runs" / cell.run_id / "finished")
+        assert len(finished) == (wanted.get(cell.arm, "finished") != "failed")
+    assert_all_ended(tmp_path)
+
+
+def test_a_sweep_can_be_extended(tmp_path: Path, command: list[str]) -> None:
+    """The same sweep with more cells takes over what is finished and runs the rest, also after a failure."""
+    run_sweep(sweep_of("ok", "fails once"), tmp_path, workers=1, command=command)
+    more = sweep_of("ok", "fails once", "ok", "ok")
+    assert counts(run_sweep(more, tmp_path, workers=1, command=command)) == (3, 0, 0, 1)
+    assert states(tmp_path) == ["finished"] * 4
+    assert tries(tmp_path, more) == [1, 2, 1, 1]
+    assert run_sweep(more, tmp_path, workers=1, command=["/nonexistent"]).skipped == 4
+
+
+def test_finished_run_stays_canonical(tmp_path: Path, command: list[str]) -> None:
+    """Of runs that are one in exact arithmetic, the one that is finished stands for those that an extension adds."""
+    small, large = grid(momentum=(0.0,), restart=("2",)), grid(momentum=(0.0,), restart=("2", "3", "never"))
+    run_sweep(small, tmp_path, workers=1, command=command)
+    assert counts(run_sweep(large, tmp_path, workers=1, command=["/nonexistent"])) == (0, 0, 0, 1)
+    (done,) = small.runs
+    assert [row.twin_of for row in read_rows(tmp_path / "cells.csv")] == [None, done, done]
+    assert states(tmp_path) == ["finished"] * 3
+
+
+def test_extension_of_a_stopped_sweep(tmp_path: Path, command: list[str]) -> None:
+    """Jobs of the former plan that still wait are dropped; no finished run and no shared stretch is repeated for it."""
+    run_sweep(grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9)), tmp_path, workers=0)
+    large = grid(lr=(0.3, 0.5, 0.7, 0.9), momentum=(0.5, 0.9))
+    assert counts(run_sweep(large, tmp_path, workers=2, command=command)) == (8, 0, 0, 0)
+    assert tries(tmp_path, large) == [1] * 8
+    assert len(lines(tmp_path / "trunks")) == len(set(lines(tmp_path / "trunks")))
+
+
+def test_another_sweep_is_refused(tmp_path: Path, command: list[str]) -> None:
+    """A folder of another sweep, a larger one included, is refused with what differs, and keeps every byte."""
+    run_sweep(sweep_of("ok", "ok"), tmp_path, workers=1, command=command)
+    before = content(tmp_path)
+    with pytest.raises(UsageError) as error:
+        run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command)
+    for part in (str(tmp_path), "another sweep", "axis seed is [0, 1] there, [0] here", "choose another --out"):
+        assert part in str(error.value)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_other_merging_is_refused(tmp_path: Path, command: list[str], merge: bool) -> None:
+    """A sweep goes on as it was begun, merged or not; the refusal, of an extension too, keeps every byte."""
+    run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command, merge=merge)
+    before = content(tmp_path)
+    there, here = ("without", "with it") if merge else ("with", "without")
+    for sweep in (sweep_of("ok"), sweep_of("ok", "ok")):
+        with pytest.raises(UsageError, match=f"was begun {there} --no-merge there, {here} here"):
+            run_sweep(sweep, tmp_path, workers=1, command=command, merge=not merge)
+        assert content(tmp_path) == before
+    assert run_sweep(sweep_of("ok"), tmp_path, workers=1, merge=merge).skipped == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": 1}', '{"name": "fake", "base": 1, "axes": 2}'])
+def test_damaged_spec_is_refused(tmp_path: Path, text: str) -> None:
+    """A sweep.json that is damaged is refused and kept."""
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(UsageError, match=r"sweep\.json is damaged.*choose another --out"):
+        run_sweep(sweep_of("ok"), tmp_path, workers=1)
+    assert (tmp_path / "sweep.json").read_text() == text
+
+
+@pytest.mark.parametrize("damage", ["", "null", "[]", "{}", '{"format": 99}', "half"])
+def test_damaged_plan_is_refused(tmp_path: Path, command: list[str], damage: str) -> None:
+    """A plan.json that is damaged is refused with the remedy, and the folder kept, which works: finished runs stay."""
+    run_sweep(sweep_of("ok", "fails once"), tmp_path, workers=1, command=command)
+    path = tmp_path / "plan.json"
+    path.write_text(path.read_text()[: path.stat().st_size // 2] if damage == "half" else damage)
+    before = content(tmp_path)
+    for sweep in (sweep_of("ok", "fails once"), sweep_of("ok", "fails once", "ok")):
+        with pytest.raises(UsageError, match=r"its plan\.json cannot be used .*; remove that file and repeat"):
+            run_sweep(sweep, tmp_path, workers=1, command=command)
+        assert content(tmp_path) == before
+    path.unlink()
+    assert counts(run_sweep(sweep_of("ok", "fails once"), tmp_path, workers=1, command=command)) == (1, 0, 0, 1)
+
+
+def test_other_places_are_refused(tmp_path: Path) -> None:
+    """A folder of something else and a file are refused untouched; less than 0 workers and a busy folder are too."""
+    folder, file, busy = tmp_path / "folder", tmp_path / "file", tmp_path / "busy"
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    file.touch()
+    sweep = sweep_of("ok")
+    with pytest.raises(UsageError, match=r"notes\.txt.*not the folder of a sweep"):
+        run_sweep(sweep, folder, workers=1)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    with pytest.raises(UsageError, match="is a file"):
+        run_sweep(sweep, file, workers=1)
+    with pytest.raises(UsageError, match=r"--workers is -1; it must be a whole number >= 1, or 0 to start none here"):
+        run_sweep(sweep, busy, workers=-1)
+    with pytest.raises(UsageError, match=r"--in-memory is -1; it must be a whole number >= 0"):
+        run_sweep(sweep, busy, workers=1, in_memory=-1)
+    assert not busy.exists()
+    lock = lock_folder(busy, "is running a sweep")
+    with pytest.raises(UsageError, match="another process is running a sweep in this folder"):
+        run_sweep(sweep, busy, workers=1)
+    os.close(lock)

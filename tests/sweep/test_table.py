@@ -1,0 +1,319 @@
+"""Tables: rows on disk, summaries of arms over seeds, controls beside what they control."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twophase.base.config import UsageError
+from twophase.sweep.grid import Axis, Sweep, product
+from twophase.sweep.table import (
+    STATES,
+    Row,
+    State,
+    arms_summary,
+    best_of,
+    format_table,
+    geometric_mean,
+    pairs,
+    pairs_summary,
+    read_rows,
+    readable,
+    rows_of,
+    settings,
+    write_rows,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A small configuration."""
+
+    lr: float = 0.7
+    restart: str = "never"
+    nesterov: bool = False
+    seed: int = 0
+
+
+def row(
+    arm: str, perplexity: float | None, state: State = "finished", control_of: str | None = None, **values: Any
+) -> Row:
+    name = ",".join([arm, *(f"{key}={value}" for key, value in values.items())])
+    return Row(arm, name, values, state, perplexity, control_of=control_of)
+
+
+def summary(perplexity: float | None, diverged: bool = False) -> dict[str, Any]:
+    loss = math.log(perplexity) if perplexity else None
+    return {"perplexity": perplexity, "validation_loss": loss, "seconds": 5.5, "diverged": diverged}
+
+
+def test_rows_of_a_sweep() -> None:
+    """Each cell becomes one row with every axis value, also those that its own arm does not vary."""
+    cells = product(Config(), [Axis("lr", (0.3, 0.7))], "a") + product(Config(), [Axis("restart", ("3", "4"))], "b")
+    sweep = Sweep("s", Config(), cells)
+    ids = [cell.run_id for cell in cells]
+    rows = rows_of(sweep, {ids[0]: summary(8.0), ids[1]: summary(None, diverged=True)}, failed=[ids[2]])
+    assert [r.run for r in rows] == ids
+    assert [r.state for r in rows] == ["finished", "diverged", "failed", "missing"]
+    assert [r.perplexity for r in rows] == [8.0, None, None, None]
+    assert rows[0].seconds == 5.5
+    assert rows[0].values == {"lr": 0.3, "restart": "never"}
+    assert rows[2].values == {"lr": 0.7, "restart": "3"}
+    assert {r.twin_of for r in rows} == {None}
+
+
+def test_a_cell_has_the_results_of_the_run_that_stands_for_it() -> None:
+    """A cell whose run was not done because another one takes the same steps shows that run's result and names it."""
+    cells = product(Config(), [Axis("restart", ("never", "3", "4"))], "a")
+    sweep = Sweep("s", Config(), cells)
+    first, second, third = (cell.run_id for cell in cells)
+    rows = rows_of(sweep, {first: summary(8.0)}, failed=["lost"], stands_for={second: first, third: "lost"})
+    assert [r.run for r in rows] == [first, second, third]
+    assert [r.perplexity for r in rows] == [8.0, 8.0, None]
+    assert [r.state for r in rows] == ["finished", "finished", "failed"]
+    assert [r.twin_of for r in rows] == [None, first, "lost"]
+
+
+def test_rows_on_disk(tmp_path: Path) -> None:
+    """The table has the promised columns, empty fields for what is not known, and reads back as it was written."""
+    rows = [
+        Row("a, b", "1f", {"lr": 0.3, "restart": "3", "nesterov": True, "seed": 0}, "finished", 8.25, 2.11, 5.0, None),
+        Row(
+            "a, b",
+            "2f",
+            {"lr": 1.0, "restart": "never", "nesterov": False, "seed": 1},
+            "diverged",
+            None,
+            None,
+            1.0,
+            "1f",
+            "4f",
+        ),
+        Row("c", "3f", {"lr": 1e-5, "restart": "at:4,9", "nesterov": False, "seed": 1}, "missing"),
+        Row("c", "4f", {"lr": 0.1, "restart": "never", "nesterov": False, "seed": 1}, "failed"),
+    ]
+    path = tmp_path / "cells.csv"
+    write_rows(path, rows)
+    assert path.read_text().splitlines() == [
+        "arm,run,lr,restart,nesterov,seed,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of",
+        '"a, b",1f,0.3,3,true,0,8.25,2.11,false,finished,5.0,,',
+        '"a, b",2f,1.0,never,false,1,,,true,diverged,1.0,1f,4f',
+        'c,3f,1e-05,"at:4,9",false,1,,,,missing,,,',
+        "c,4f,0.1,never,false,1,,,,failed,,,",
+    ]
+    back = read_rows(path)
+    assert back == rows
+    assert [type(value) for value in back[1].values.values()] == [float, str, bool, int]
+
+
+def test_a_table_without_twins_is_read(tmp_path: Path) -> None:
+    """A table written before there was a column for twins reads as one in which every cell's own run was done."""
+    path = tmp_path / "cells.csv"
+    path.write_text(
+        "arm,run,lr,perplexity,validation_loss,diverged,state,seconds,control_of\n"
+        "a,1f,0.3,8.25,2.11,false,finished,5.0,\na,2f,0.7,,,,missing,,1f\n"
+    )
+    assert read_rows(path) == [
+        Row("a", "1f", {"lr": 0.3}, "finished", 8.25, 2.11, 5.0),
+        Row("a", "2f", {"lr": 0.7}, "missing", control_of="1f"),
+    ]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text(st.characters(codec="utf-8", exclude_characters="\x00\r\n")),
+            st.sampled_from(STATES),
+            st.none() | st.floats(allow_nan=False, allow_infinity=False),
+            st.text("abc xyz,\"';#", min_size=1),
+        ),
+        min_size=1,
+    )
+)
+def test_any_rows_survive_the_disk(
+    tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, State, float | None, str]]
+) -> None:
+    """Names with commas and quotes and numbers of any size come back as they were written."""
+    rows = [
+        Row(arm, str(i), {"corpus": word}, state, number, number, number)
+        for i, (arm, state, number, word) in enumerate(records)
+    ]
+    path = tmp_path_factory.mktemp("table") / "cells.csv"
+    write_rows(path, rows)
+    assert read_rows(path) == rows
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"a,b\n1,2\n",
+        b"arm,run,perplexity,validation_loss,diverged,state,seconds\na,1,8.0,2.0,false,finished,1.0\n",
+        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of\na,1,,,,missing,,\n",
+        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,2\n",
+        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,,,,asleep,,\n",
+        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of\na,1,many,,,finished,,\n",
+        b"arm,run,perplexity,validation_loss,diverged,state,seconds,control_of,twin_of\n",
+        b"\xff\xfe",
+        None,
+    ],
+)
+def test_read_rows_refuses(tmp_path: Path, content: bytes | None) -> None:
+    """A file that is missing, damaged or something else is a usage error with its name and the remedy."""
+    path = tmp_path / "cells.csv"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"cells\.csv.*repeat the sweep's command"):
+        read_rows(path)
+
+
+def test_settings_take_seeds_together() -> None:
+    """A setting is the mean over its seeds, diverged when one of them is, missing when one of them is."""
+    rows = [
+        row("a", 8.0, lr=0.3, seed=0),
+        row("a", None, "diverged", lr=0.7, seed=0),
+        row("a", 9.0, lr=1.1, seed=0),
+        row("a", 10.0, lr=0.3, seed=1),
+        row("a", 5.0, lr=0.7, seed=1),
+        row("a", None, "failed", lr=1.1, seed=1),
+        row("a", 7.0, "diverged", lr=1.5, seed=0),
+    ]
+    found = settings(rows)
+    assert [(s.values["lr"], s.state, s.perplexity) for s in found] == [
+        (0.3, "finished", 9.0),
+        (0.7, "diverged", None),
+        (1.1, "missing", None),
+        (1.5, "diverged", None),
+    ]
+    assert found[0].runs == ("a,lr=0.3,seed=0", "a,lr=0.3,seed=1")
+    assert found[0].perplexities == (8.0, 10.0)
+    assert found[0].spread == pytest.approx(math.sqrt(2), rel=1e-15)
+    assert [(s.finished, s.diverged, s.missing) for s in found] == [(2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0)]
+    assert [s.perplexities for s in found[1:]] == [(None, 5.0), (9.0, None), (None,)]
+    assert [s.spread for s in found[1:]] == [None, None, None]
+    assert found[2].states == ("finished", "missing")  # a run that could not be done is not there
+    assert found[2].seeds == (0, 1)
+
+
+def test_one_seed_has_no_spread() -> None:
+    """One seed, or a sweep without an axis of seeds, gives a mean and no spread, not a spread of zero."""
+    (setting,) = settings([row("a", 8.0, lr=0.3)])
+    assert (setting.perplexity, setting.spread, setting.seeds) == (8.0, None, (None,))
+
+
+def test_a_shared_run_counts_once() -> None:
+    """Two cells of an arm that are one run, as controls of two cells may be, are one setting with one result."""
+    twice = [row("match", 8.0, control_of=f"of {i}", lr=0.3, seed=0) for i in range(2)]
+    (setting,) = settings([*twice, row("match", 10.0, lr=0.3, seed=1)])
+    assert (setting.seeds, setting.perplexities, setting.perplexity) == ((0, 1), (8.0, 10.0), 9.0)
+
+
+@pytest.mark.parametrize("perplexity", [None, math.nan, math.inf, 0.0, -1.0])
+def test_a_finished_run_without_a_perplexity_is_missing(perplexity: float | None) -> None:
+    """A number that can be no perplexity enters no mean, no ratio and no logarithm."""
+    rows = [row("a", 8.0, lr=0.3, seed=0), row("a", perplexity, lr=0.3, seed=1, control_of="a,lr=0.3,seed=0")]
+    (setting,) = settings(rows)
+    assert (setting.state, setting.perplexity, setting.perplexities) == ("missing", None, (8.0, None))
+    assert arms_summary(rows)[0].geometric_mean is None
+    assert pairs(rows)[0].ratio is None
+
+
+def test_arms_summary() -> None:
+    """Best, geometric mean, worst and share near the best of ALL arms; diverged and missing are outside and apart."""
+    rows = [
+        row("a", 8.0, lr=0.3),
+        row("a", 10.0, lr=0.7),
+        row("a", 20.0, lr=1.1),
+        row("a", None, "diverged", lr=1.5),
+        row("b", 12.0, lr=0.3),
+        row("b", 12.0, lr=0.7),
+        row("b", None, "missing", lr=1.1),
+        row("c", None, "missing", lr=0.3),
+    ]
+    a, b, c = arms_summary(rows)
+    assert (a.arm, a.settings, a.diverged, a.missing, a.within, a.share, a.worst) == ("a", 4, 1, 0, 2, 0.5, 20.0)
+    assert a.best is not None
+    assert a.best.values == {"lr": 0.3}
+    assert a.geometric_mean == pytest.approx(1600 ** (1 / 3), rel=1e-14)
+    assert (b.settings, b.diverged, b.missing, b.within, b.share) == (3, 0, 1, 0, 0.0)  # 12 is beyond 8 x 1.25
+    assert (c.best, c.geometric_mean, c.worst, c.within) == (None, None, None, 0)
+    assert best_of(rows) == 8.0
+    assert arms_summary(rows, within=0.5)[1].within == 2
+
+
+def test_arms_are_compared_by_their_means_over_seeds() -> None:
+    """With several seeds one lucky run does not move the bound: the best of all is the best mean."""
+    rows = [row("a", value, lr=0.3, seed=seed) for seed, value in enumerate((4.0, 12.0))]
+    rows += [row("b", value, lr=0.3, seed=seed) for seed, value in enumerate((9.0, 9.5))]
+    a, b = arms_summary(rows)
+    assert (a.settings, a.within, b.within) == (1, 1, 1)
+    assert best_of(rows) == 8.0
+
+
+def test_nothing_finished() -> None:
+    """A sweep without results has a summary, with nothing in it."""
+    (arm,) = arms_summary([row("a", None, "missing", lr=0.3)])
+    assert (arm.best, arm.share, arm.missing) == (None, 0.0, 1)
+    assert best_of([]) is None
+    assert geometric_mean([]) is None
+
+
+def test_pairs_and_their_summary() -> None:
+    """Each control meets its run; ratios are control over controlled; diverged and missing pairs are counted apart."""
+    rows = [
+        row("K=3", 10.0, lr=0.3),
+        row("K=3", 10.0, lr=0.7),
+        row("K=3", 10.0, lr=1.1),
+        row("K=3", None, "diverged", lr=1.5),
+        row("match", 20.0, lr=0.1, control_of="K=3,lr=0.3"),
+        row("match", 5.0, lr=0.2, control_of="K=3,lr=0.7"),
+        row("match", 10.4, lr=0.3, control_of="K=3,lr=1.1"),
+        row("match", 9.0, lr=0.4, control_of="K=3,lr=1.5"),
+        row("other", None, "missing", lr=0.4, control_of="K=3,lr=0.3"),
+        row("lost", 9.0, lr=0.4, control_of="not in the table"),
+    ]
+    paired = pairs(rows)
+    assert [pair.ratio for pair in paired] == [2.0, 0.5, 1.04, None, None]
+    assert [pair.of.values["lr"] for pair in paired] == [0.3, 0.7, 1.1, 1.5, 0.3]
+    match, other = pairs_summary(paired)
+    assert (match.arm, match.pairs, match.unpaired, match.better, match.worse) == ("match", 3, 1, 1, 1)
+    assert match.geometric_mean == pytest.approx(1.04 ** (1 / 3), rel=1e-14)
+    assert (other.pairs, other.unpaired, other.geometric_mean) == (0, 1, None)
+    assert pairs_summary(paired, margin=0.03)[0].worse == 2
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1), st.floats(1e-2, 1e2))
+def test_geometric_mean_scales(values: list[float], factor: float) -> None:
+    """It lies between the extremes and scales with its values."""
+    mean = geometric_mean(values)
+    assert mean is not None
+    assert min(values) * (1 - 1e-9) <= mean <= max(values) * (1 + 1e-9)
+    assert geometric_mean([factor * value for value in values]) == pytest.approx(factor * mean, rel=1e-9)
+
+
+def test_format_table() -> None:
+    """Columns align, numbers and percentages to the right, and None is an empty cell."""
+    text = format_table(["arm", "best", "share"], [["a", 7.5, "40%"], ["long name", None, "100%"]])
+    assert text.splitlines() == ["arm        best  share", "a           7.5    40%", "long name         100%"]
+    assert format_table(["arm"], []) == "arm"
+
+
+def test_format_markdown() -> None:
+    """The Markdown form has the rule with its alignment marks."""
+    text = format_table(["arm", "n"], [["a", 1], ["b", 20]], markdown=True)
+    assert text.splitlines() == ["| arm |  n |", "| --- | --: |", "| a   |  1 |", "| b   | 20 |"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, ""), (7.671, "7.67"), (10.04, "10.0"), (131.2, "131"), (12345.0, "1e4"), (1e300, "1e300")],
+)
+def test_readable(value: float | None, text: str) -> None:
+    """Results are written in about three digits."""
+    assert readable(value) == text

@@ -1,0 +1,359 @@
+"""The work of a sweep: `plan.json` survives a round trip, files decide what is ready, and the loop does all of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from twophase.base.config import LATER, UsageError, from_tree, with_values
+from twophase.restart import RestartPolicy, parse
+from twophase.rule import OuterRule
+from twophase.runs.folder import BusyError, RunFolder
+from twophase.sweep import work as module
+from twophase.sweep.beat import Beat
+from twophase.sweep.grid import Axis, Sweep, product
+from twophase.sweep.plan import Job, plan
+from twophase.sweep.queue import Claim, Queue
+from twophase.sweep.work import Stopped, Work, executed, report, spec_id, unfinished, work
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What planning asks for."""
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    restart: str = "never"
+
+    def rule(self) -> OuterRule:
+        """As the real one."""
+        return OuterRule(self.lr, self.momentum)
+
+    def policy(self) -> RestartPolicy:
+        """As the real one."""
+        return parse(self.restart)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The least that can be planned, and a tuple."""
+
+    outer: Outer = field(default_factory=Outer)
+    steps: int = 12
+    inner_steps: int = 2
+    probed: ClassVar[int] = 0
+    betas: tuple[float, float] = (0.9, 0.99)
+    seed: int = 0
+    schedule: str = field(default="cosine", metadata=LATER)
+    shares_steps: ClassVar[bool] = True
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(module, "_LONGEST_PAUSE_SECONDS", 0.001)
+
+
+def grid(*, steps: int = 12, **axes: Sequence[Any]) -> Sweep:
+    base = Config(steps=steps)
+    return Sweep("fake", base, product(base, [Axis(f"outer.{name}", tuple(axes[name])) for name in axes]))
+
+
+SHARED = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9), restart=("never", "2", "3"))
+
+
+def written(folder: Path, sweep: Sweep = SHARED, *, most: int = 20, storage: str | None = None) -> Work:
+    made = Work.of(folder, plan(sweep), spec=spec_id(sweep.spec()), merge=True, study="test", storage=storage,
+                   most=most, base=sweep.base, texts={"a": "1"})  # fmt: skip
+    made.write()
+    return made
+
+
+def finish(plan: Work, run: str, *, loss: float | None = 2.0) -> None:
+    config = with_values(Config(), plan.runs[run])
+    with RunFolder.claim(plan.run_folder(run), config) as folder:
+        numbers = {"validation_loss": loss, "perplexity": loss, "tokens": 1, "seconds": 1.0}
+        folder.finish(numbers | {"diverged": loss is None, "exit_reason": "end"})
+
+
+class Hands:
+    """Leaves the files of jobs, and remembers which."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def __call__(self, plan: Work, job: Job) -> None:
+        """Do a job."""
+        self.done.append(job.id)
+        if not job.deep:
+            plan.state(job.node).parent.mkdir(exist_ok=True)
+            plan.state(job.node).touch()
+        for run in unfinished(plan, job.runs) if job.deep else ():
+            finish(plan, run)
+
+
+def never() -> bool:
+    return False
+
+
+def errors(folder: Path) -> dict[str, str]:
+    with Queue.open(folder, None, "test") as queue:
+        return queue.errors()
+
+
+def test_plan_survives_the_disk(tmp_path: Path) -> None:
+    """`read` gives back what `write` wrote; each run's configuration is the base with its values."""
+    made = written(tmp_path, grid(momentum=(0.0, 0.9), restart=("never", "2")))
+    again = Work.read(tmp_path)
+    assert again is not None
+    assert replace(again, forest=made.forest) == made
+    assert again.forest.nodes == made.forest.nodes
+    assert len(again.stands_for) == 1
+    (first, *_) = again.runs
+    assert all(isinstance(values, dict) for values in again.runs.values())
+    configs = {run: with_values(from_tree(Config, again.base), again.runs[run]) for run in again.runs}
+    assert configs == dict(plan(grid(momentum=(0.0, 0.9), restart=("never", "2"))).runs)
+    assert configs[first].betas == (0.9, 0.99)
+    assert again.counts == {"cells": 4, "runs": 3, "steps_asked": 48, "steps": made.forest.steps,
+                            "steps_algebra": again.counts["steps_algebra"]}  # fmt: skip
+
+
+def test_a_value_that_the_tree_leaves_out_reaches_the_workers(tmp_path: Path) -> None:
+    """A run at the default of a later value, where the sweep's base is not, is trained as that."""
+    base = Config(schedule="wsd")
+    sweep = Sweep("fake", base, product(base, [Axis("schedule", ("cosine", "wsd"))]))
+    made = written(tmp_path, sweep)
+    configs = {run: with_values(from_tree(Config, made.base), made.runs[run]) for run in made.runs}
+    assert configs == dict(plan(sweep).runs)
+    assert {config.schedule for config in configs.values()} == {"cosine", "wsd"}
+
+
+def test_password_is_not_written(tmp_path: Path) -> None:
+    """`plan.json`, which everybody may read, holds the storage without its password."""
+    made = written(tmp_path, storage="postgresql://me:hunter2@host/name")
+    assert made.storage == "postgresql://me:***@host/name"
+    assert "hunter2" not in (tmp_path / "plan.json").read_text()
+
+
+def test_no_plan(tmp_path: Path) -> None:
+    """A folder without a plan holds None; working there is refused with the remedy, and leaves nothing."""
+    assert Work.read(tmp_path) is None
+    with pytest.raises(UsageError, match=r"holds no plan\.json; start the sweep there first"):
+        work(tmp_path, None, Hands(), stopped=never)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError, match=r"holds no plan\.json"):
+        work(tmp_path / "absent", None, Hands(), stopped=never)
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize(
+    ("there", "here"), [(None, "sqlite:///a"), ("sqlite:///a", None), ("sqlite:///a", "mysql:///a")]
+)
+def test_another_storage(tmp_path: Path, there: str | None, here: str | None) -> None:
+    """A worker with another storage than the sweep's would wait at a queue that nobody fills: it is refused."""
+    written(tmp_path, storage=there)
+    with pytest.raises(UsageError, match=r"^--storage is .*; the sweep in .* was started with"):
+        work(tmp_path, here, Hands(), stopped=never)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_ready_follows_the_files(tmp_path: Path) -> None:
+    """At first the roots are ready; a state makes what comes after it ready; what is finished is not."""
+    made = written(tmp_path)
+    jobs = list(made.jobs.values())
+    roots = [job.id for job in jobs if job.after is None]
+    assert made.ready(made.finished) == roots
+    trunk = next(job for job in jobs if not job.deep)
+    after = [job for job in jobs if job.after == trunk.id]
+    assert after
+    assert made.ready(made.finished, below=trunk.id) == []
+    made.state(trunk.node).parent.mkdir()
+    made.state(trunk.node).touch()
+    assert made.ready(made.finished, below=trunk.id) == [job.id for job in after]
+    assert set(made.ready(made.finished)) == {*roots, *(job.id for job in after)} - {trunk.id}
+    for run in after[0].runs:
+        finish(made, run)
+    assert made.ready(made.finished, below=trunk.id) == [job.id for job in after[1:]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_completes_the_sweep(tmp_path: Path, seed: int) -> None:
+    """Doing ready jobs in any order, with states lost on the way, ends with every run finished and nothing ready."""
+    generator = random.Random(seed)
+    made, hands = written(tmp_path, most=generator.choice([1, 13, 20, 40])), Hands()
+    while ready := made.ready(made.finished):
+        hands(made, made.jobs[generator.choice(ready)])
+        if generator.random() < 0.1:
+            generator.choice(list(made.state("").parent.iterdir())).unlink()
+    assert unfinished(made, made.runs) == []
+
+
+def test_one_worker_does_everything_once(tmp_path: Path) -> None:
+    """The loop does every job once, trunks before what needs them, and ends; then there is nothing left to do."""
+    made, hands = written(tmp_path), Hands()
+    assert work(tmp_path, None, hands, stopped=never) == len(made.jobs)
+    assert sorted(hands.done) == sorted(made.jobs)
+    for job in made.jobs.values():
+        assert job.after is None or hands.done.index(job.after) < hands.done.index(job.id)
+    assert unfinished(made, made.runs) == []
+    assert work(tmp_path, None, hands, stopped=never) == 0
+    assert list((tmp_path / "workers").iterdir()) == []
+
+
+def test_value_of_a_job(tmp_path: Path) -> None:
+    """For those who look at the study: a job's value is the lowest validation loss of its runs, else infinite."""
+    made = written(tmp_path, grid(momentum=(0.5, 0.9)), most=1000)
+    (job,) = made.jobs
+    losses = iter((3.0, None))
+
+    def execute(plan: Work, job: Job) -> None:
+        for run in job.runs:
+            finish(plan, run, loss=next(losses))
+
+    work(tmp_path, None, execute, stopped=never)
+    with Queue.open(tmp_path, None, "test") as queue:
+        (trial,) = queue.study.trials
+    assert (trial.user_attrs["job"], trial.value) == (job, 3.0)
+
+
+def test_stopped_worker_gives_its_job_back(tmp_path: Path) -> None:
+    """A job that was stopped is neither done nor failed, however often: the next worker takes it."""
+    made = written(tmp_path)
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    for _ in range(5):
+        calls = iter((False, False, True))
+        assert work(tmp_path, None, stop, stopped=lambda calls=calls: next(calls)) == 0
+    assert errors(tmp_path) == {}
+    assert work(tmp_path, None, Hands(), stopped=never) == len(made.jobs)
+
+
+def test_worker_stopped_while_it_takes_a_job(tmp_path: Path) -> None:
+    """A worker that is asked to stop while it claims gives the job back and does not begin it."""
+    made, hands = written(tmp_path), Hands()
+    calls = iter((False, True))
+    assert work(tmp_path, None, hands, stopped=lambda: next(calls)) == 0
+    assert hands.done == []
+    assert work(tmp_path, None, hands, stopped=never) == len(made.jobs)
+
+
+def test_busy_run_is_waited_for(tmp_path: Path) -> None:
+    """Somebody else at a run is no failure: the job is given back and comes again."""
+    made, hands, left = written(tmp_path), Hands(), [5]
+
+    def execute(plan: Work, job: Job) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise BusyError("another process is training in this folder")
+        hands(plan, job)
+
+    assert work(tmp_path, None, execute, stopped=never) == len(made.jobs)
+    assert (left, errors(tmp_path)) == ([0], {})
+
+
+def test_bad_job_does_not_take_others_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that raises, or leaves no result, has failed with its reason; the others are done; a log tells where."""
+    made, hands = written(tmp_path, grid(lr=(0.1, 0.2, 0.3, 0.4)), most=1), Hands()
+    bad, lazy, *_ = (job.id for job in made.jobs.values() if job.deep)
+
+    def execute(plan: Work, job: Job) -> None:
+        if job.id == bad:
+            raise ZeroDivisionError("by nought")
+        if job.id != lazy:
+            hands(plan, job)
+
+    assert work(tmp_path, None, execute, stopped=never) == len(made.jobs) - 2
+    reasons = errors(tmp_path)
+    assert reasons[bad] == "ZeroDivisionError: by nought"
+    assert f"no valid summary of {made.jobs[lazy].runs[0]}" in reasons[lazy]
+    assert len(reasons) == 2
+    assert "ZeroDivisionError: by nought" in capsys.readouterr().err
+    assert sorted(unfinished(made, made.runs)) == sorted({*made.jobs[bad].runs, *made.jobs[lazy].runs})
+
+
+def test_killed_between_work_and_report(tmp_path: Path) -> None:
+    """Files without their report: the job comes again, is found done, and what follows it is offered."""
+    made = written(tmp_path)
+
+    died: set[str] = set()
+
+    class Died(BaseException):
+        pass
+
+    def execute(plan: Work, job: Job) -> None:
+        Hands()(plan, job)
+        if job.id not in died:
+            died.add(job.id)
+            raise Died
+
+    for _ in made.jobs:
+        with pytest.raises(Died):
+            work(tmp_path, None, execute, stopped=never)
+    assert work(tmp_path, None, execute, stopped=never) >= 1
+    assert died == set(made.jobs)
+    assert unfinished(made, made.runs) == []
+    assert errors(tmp_path) == {}
+
+
+def test_work_by_others_is_seen(tmp_path: Path) -> None:
+    """While another worker holds the last job a worker stays, and takes it over when the other gives it back."""
+    made, hands = written(tmp_path, grid(lr=(0.3,))), Hands()
+    held: list[Claim] = []
+    looks = iter(range(1000))
+    with Beat(tmp_path) as other, Queue.open(tmp_path, None, "test") as queue:
+        queue.offer(made.jobs)
+        claim = queue.claim(other)
+        assert claim is not None
+        held.append(claim)
+
+        def stopped() -> bool:
+            if next(looks) == 5:
+                held.pop().release()
+            return False
+
+        assert work(tmp_path, None, hands, stopped=stopped) == 1
+    assert hands.done == list(made.jobs)
+    assert not held
+
+
+def test_plan_that_changes_under_a_worker(tmp_path: Path) -> None:
+    """A worker that meets a job of a newer plan reads that plan; jobs of the former one that still wait are dropped."""
+    small, large = grid(lr=(0.3, 0.5, 0.7)), grid(lr=(0.3, 0.5, 0.7, 0.9))
+    old, hands = written(tmp_path, small, most=14), Hands()
+    assert len(old.jobs) > 1
+
+    def execute(plan: Work, job: Job) -> None:
+        hands(plan, job)
+        if len(hands.done) == 1:  # somebody extends the sweep meanwhile
+            newer = written(tmp_path, large, most=14)
+            with Queue.open(tmp_path, None, "test") as queue:
+                queue.offer(newer.ready(newer.finished))
+
+    work(tmp_path, None, execute, stopped=never)
+    newer = Work.read(tmp_path)
+    assert newer is not None
+    assert unfinished(newer, newer.runs) == []
+    with Queue.open(tmp_path, None, "test") as queue:
+        assert queue.counts().left == 0
+    assert errors(tmp_path) == {}
+
+
+def test_reports_survive_a_torn_line(tmp_path: Path) -> None:
+    """`jobs.jsonl` gives back what was reported; a line that a kill has cut, or that is something else, is left out."""
+    assert list(executed(tmp_path)) == []
+    report(tmp_path, {"steps": 3})
+    with (tmp_path / "jobs.jsonl").open("a") as file:
+        file.write('[1]\n{"steps": \n')
+    report(tmp_path, {"steps": 4, "seconds": 0.5})
+    with (tmp_path / "jobs.jsonl").open("a") as file:
+        file.write('{"ste')
+    assert [record["steps"] for record in executed(tmp_path)] == [3, 4]
+    assert json.loads((tmp_path / "jobs.jsonl").read_text().splitlines()[0]) == {"steps": 3}

@@ -1,0 +1,235 @@
+"""Gauss-Newton products, the largest eigenvalues and densities against dense matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from twophase.tasks.lm.curvature import Density, GaussNewton, density, lanczos, largest_eigenpairs
+from twophase.tasks.lm.model import Llama
+from twophase.training.config import ModelConfig
+
+Matrix = NDArray[np.float64]
+BLOCKS = {
+    "embedding": ["embedding"],
+    "attention": ["blocks.0.query_key_value", "blocks.0.output"],
+    "mlp": ["blocks.0.gate_up", "blocks.0.down"],
+    "norms": ["norm", "blocks.0.attention_norm", "blocks.0.mlp_norm"],
+    "head": ["head"],
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    config = ModelConfig(layers=1, hidden_size=8, intermediate_size=12, heads=2, kv_heads=1)
+    model = Llama(config, 11, seed=3).double()
+    with torch.no_grad():  # a drawn head is so small that the logits are nearly equal
+        model.get_parameter("head").mul_(40)
+    return model
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 11, shape, generator=generator) for shape in ((2, 5), (2, 5), (3, 4))]
+
+
+@pytest.fixture(scope="module")
+def scale(model: Llama) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: 0.1 + torch.rand(weight.shape, generator=generator, dtype=torch.float64)
+        for name, weight in model.named_parameters()
+    }
+
+
+def dense(model: nn.Module, batches: list[Tensor], names: list[str], scale: dict[str, Tensor] | None) -> Matrix:
+    """The same matrix from its definition, token by token."""
+    block = {name: model.get_parameter(name).detach() for name in names}
+    total: Tensor | None = None
+    for tokens in batches:
+
+        def logits(parameters: dict[str, Tensor], tokens: Tensor = tokens) -> Tensor:
+            return functional_call(model, parameters, (tokens,))
+
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for several directions at a time
+            found = jacrev(logits)(block)
+        z = logits(block).detach().flatten(0, 1)
+        jacobian = torch.cat([found[name].flatten(0, 1).flatten(2) for name in names], 2)
+        for row, p in zip(jacobian, z.softmax(-1), strict=True):
+            share = row.T @ (torch.diag(p) - p[:, None] * p[None, :]) @ row
+            total = share if total is None else total + share
+    assert total is not None
+    if scale is not None:
+        factors = torch.cat([scale[name].flatten() for name in names])
+        total = factors[:, None] * total * factors[None, :]
+    return (total / sum(tokens.numel() for tokens in batches)).detach().numpy()
+
+
+def columns(operator: Callable[[Matrix], Matrix], size: int) -> Matrix:
+    return np.stack([operator(column) for column in np.eye(size)], axis=1)
+
+
+@pytest.mark.parametrize("preconditioned", [False, True], ids=["raw", "preconditioned"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_product_is_that_of_the_matrix(
+    model: Llama, batches: list[Tensor], scale: dict[str, Tensor], name: str, preconditioned: bool
+) -> None:
+    """The operator is the Gauss-Newton matrix built from the Jacobian of each token, symmetric and positive."""
+    names = BLOCKS[name]
+    factors = scale if preconditioned else None
+    operator = GaussNewton(model, batches, names, factors)
+    wanted = dense(model, batches, names, factors)
+    assert operator.size == len(wanted)
+    rng = np.random.default_rng(0)
+    for vector in rng.standard_normal((4, operator.size)):
+        np.testing.assert_allclose(operator(vector), wanted @ vector, rtol=0, atol=1e-12 * np.abs(wanted).max())
+    if operator.size <= 64:
+        found = columns(operator, operator.size)
+        np.testing.assert_allclose(found, found.T, atol=1e-13 * np.abs(found).max())
+    assert np.linalg.eigvalsh(wanted)[0] > -1e-12 * np.abs(wanted).max()
+    for vector in rng.standard_normal((3, operator.size)):
+        other = rng.standard_normal(operator.size)
+        assert operator(vector) @ other == pytest.approx(operator(other) @ vector, rel=1e-9, abs=1e-14)
+        assert vector @ operator(vector) > 0
+
+
+def test_the_matrix_is_the_curvature_of_the_loss_in_the_head(model: Llama, batches: list[Tensor]) -> None:
+    """In the head the logits are linear, so there the Gauss-Newton matrix is the Hessian of the cross-entropy."""
+    head = model.get_parameter("head").detach()
+    tokens = batches[0]
+    targets = tokens.roll(1, 1)
+
+    def loss(weight: Tensor) -> Tensor:
+        logits = functional_call(model, {"head": weight}, (tokens,))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    hessian = torch.autograd.functional.hessian(loss, head)
+    assert isinstance(hessian, Tensor)
+    wanted = hessian.reshape(head.numel(), head.numel()).numpy()
+    operator = GaussNewton(model, [tokens], ["head"])
+    vector = np.random.default_rng(1).standard_normal(operator.size)
+    np.testing.assert_allclose(operator(vector), wanted @ vector, rtol=1e-10, atol=1e-13)
+
+
+def test_graphs_are_kept_or_not(model: Llama, batches: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is too large for its graphs to be kept, or to go through the model at once, changes no product."""
+    names = BLOCKS["attention"]
+    operator = GaussNewton(model, batches, names)
+    vector = np.random.default_rng(2).standard_normal(operator.size)
+    wanted = operator(vector)
+    monkeypatch.setattr("twophase.tasks.lm.curvature._KEPT_LOGITS", 1)
+    monkeypatch.setattr("twophase.tasks.lm.curvature._PIECE_TOKENS", 1)
+    anew = GaussNewton(model, batches, names)
+    np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)
+    assert anew.products == 2
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def spectrum_of(size: int, rank: int, seed: int) -> tuple[Matrix, Matrix]:
+    """A random matrix with eigenvalues over several decades and zeros, and these eigenvalues, ascending."""
+    rng = np.random.default_rng(seed)
+    values = np.zeros(size)
+    values[size - rank :] = np.sort(10.0 ** rng.uniform(-4, 2, rank))
+    basis = np.linalg.qr(rng.standard_normal((size, size)))[0]
+    return basis @ np.diag(values) @ basis.T, values
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(65, 120), rank=st.integers(1, 60), seed=st.integers(0, 1000), count=st.integers(1, 5))
+def test_the_largest_eigenvalues_are_found(size: int, rank: int, seed: int, count: int) -> None:
+    """They are those of the dense matrix to the accuracy that is promised, zeros included."""
+    matrix, values = spectrum_of(size, rank, seed)
+    found = largest_eigenpairs(lambda v: matrix @ v, size, count)
+    np.testing.assert_allclose(found.values, values[::-1][:count], rtol=2e-3, atol=1e-9 * values[-1])
+    np.testing.assert_allclose(found.vectors.T @ found.vectors, np.eye(count), atol=1e-9)
+
+
+def test_nothing_has_no_curvature() -> None:
+    """A matrix of zeros has a density at zero and eigenvalues of zero, and stops nobody."""
+    found = density(lambda v: 0 * v, 100, steps=5, probes=2)
+    assert found.nodes.tolist() == [0, 0]
+    assert found.mean == 0
+    assert largest_eigenpairs(lambda v: 0 * v, 100, 3).values.tolist() == [0, 0, 0]
+    assert largest_eigenpairs(lambda v: 0 * v, 2, 3).values.tolist() == [0, 0]
+
+
+def test_lanczos_in_full_length_has_the_eigenvalues() -> None:
+    """With as many steps as there are coordinates the tridiagonal matrix has the eigenvalues, each once."""
+    matrix, values = spectrum_of(70, 70, 5)
+    diagonal, beside = lanczos(lambda v: matrix @ v, np.ones(70), 200)
+    assert (len(diagonal), len(beside)) == (70, 69)
+    found = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
+    np.testing.assert_allclose(found, values, atol=1e-10 * values[-1])
+
+
+def test_a_density_has_the_moments_of_its_probes() -> None:
+    """Quadrature by m steps has the powers up to 2 m - 1 exactly: `z^T A^k z / z^T z`, mean over the probes."""
+    matrix, _ = spectrum_of(90, 50, 7)
+    matrix /= np.linalg.norm(matrix, 2)
+    found = density(lambda v: matrix @ v, 90, steps=6, probes=3, seed=4)
+    generator = np.random.default_rng(4)
+    probes = [generator.choice([-1.0, 1.0], 90) for _ in range(3)]
+    assert found.weights.sum() == pytest.approx(1)
+    for power in range(12):
+        wanted = np.mean([z @ np.linalg.matrix_power(matrix, power) @ z / 90 for z in probes])
+        assert found.nodes**power @ found.weights == pytest.approx(wanted, rel=1e-9)
+
+
+def test_many_probes_have_the_moments_of_the_eigenvalues() -> None:
+    """Mean and mean square come within a few per cent, and the largest node is the largest eigenvalue."""
+    matrix, values = spectrum_of(100, 80, 8)
+    found = density(lambda v: matrix @ v, 100, steps=50, probes=200)
+    assert found.mean == pytest.approx(values.mean(), rel=0.05)
+    assert found.nodes**2 @ found.weights == pytest.approx((values**2).mean(), rel=0.05)
+    assert found.nodes[-1] == pytest.approx(values[-1], rel=1e-6)
+    # The share of directions above a threshold, at which the eigenvalues have a gap of some size.
+    middle = np.sqrt(values[-5] * values[-6])
+    assert found.weights[found.nodes > middle].sum() == pytest.approx(0.05, abs=0.015)
+
+
+def test_known_eigenvalues_are_counted_as_they_are() -> None:
+    """With the largest ones apart the trace of one probe is far closer than without, and theirs is exact."""
+    matrix, values = spectrum_of(400, 60, 8)
+    known = largest_eigenpairs(lambda v: matrix @ v, 400, 10)
+    errors: dict[bool, list[float]] = {False: [], True: []}
+    for seed in range(10):
+        for apart, list_ in errors.items():
+            found = density(lambda v: matrix @ v, 400, steps=40, probes=1, known=known if apart else None, seed=seed)
+            assert found.weights.sum() == pytest.approx(1)
+            list_.append(found.mean / values.mean() - 1)
+            if apart:
+                np.testing.assert_allclose(found.nodes[-10:], values[-10:], rtol=2e-3)
+                assert found.weights[-10:] == pytest.approx(1 / 400)
+    assert np.std(errors[True]) < 0.3 * np.std(errors[False])
+    assert np.std(errors[True]) < 0.05
+
+
+def test_a_small_matrix_is_taken_apart_exactly() -> None:
+    """Up to 64 coordinates the density is the eigenvalues, each with the same weight."""
+    matrix, values = spectrum_of(40, 30, 9)
+    found = density(lambda v: matrix @ v, 40, steps=2, probes=1)
+    assert found.exact
+    np.testing.assert_allclose(found.nodes, values, atol=1e-10 * values[-1])
+    assert set(found.weights) == {1 / 40}
+    assert isinstance(found, Density)
+
+
+def test_large_blocks_keep_fewer_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short a density has 8 steps, and the largest eigenvalues are those they are."""
+    matrix, values = spectrum_of(100, 80, 8)
+    monkeypatch.setattr("twophase.tasks.lm.curvature._ROOM", 100)
+    found = density(lambda v: matrix @ v, 100, steps=50, probes=1)
+    assert len(found.nodes) == 8
+    top = largest_eigenpairs(lambda v: matrix @ v, 100, 3)
+    np.testing.assert_allclose(top.values, values[::-1][:3], rtol=2e-3)

@@ -1,0 +1,424 @@
+"""Exported runs: the same loss and the same ids in transformers, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import textmaker
+from twophase.base.config import UsageError, with_values
+from twophase.diloco.comm import SingleProcess
+from twophase.runs.folder import RunFolder
+from twophase.tasks.lm import export as module
+from twophase.tasks.lm.export import RECORD, describe, export, main
+from twophase.tasks.lm.export_tokenizer import text_tokenizer
+from twophase.tasks.lm.tokens import vocabulary
+from twophase.text.meta import Meta, Shard, write_meta
+from twophase.training.config import DataConfig, ModelConfig, TrainConfig
+from twophase.training.train import train
+from twophase.training.trainer import Trainer
+
+pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+
+def make_config(corpus: Path, **values: Any) -> TrainConfig:
+    base = TrainConfig(
+        model=ModelConfig(layers=2, hidden_size=16, intermediate_size=24, heads=4),
+        data=DataConfig(corpus=f"file:{corpus}", sequence_length=16, batch_size=2, validation_windows=8),
+        steps=4,
+        inner_steps=2,
+    )
+    return with_values(base, values)
+
+
+def trained(config: TrainConfig, path: Path, **options: Any) -> Path:
+    with RunFolder.claim(path, config) as folder:
+        train(config, folder, **options)
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return textmaker.write(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; tests that change it take a copy."""
+    return trained(make_config(corpus), tmp_path_factory.mktemp("runs") / "run")
+
+
+def load(out: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(out, local_files_only=True).eval()
+
+
+def transformers_loss(out: Path, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+    with torch.no_grad():
+        logits = load(out)(tokens).logits
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).item()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# --- the model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kv_heads", [0, 2])
+def test_same_loss(corpus: Path, tmp_path: Path, tied: bool, kv_heads: int) -> None:
+    """The loss of random windows is that of the run's model, to float32 rounding, in transformers' own code."""
+    values = {"model.tie_embeddings": tied, "model.kv_heads": kv_heads, "data.vocabulary": "bytes"}
+    config = make_config(corpus, **values)
+    run = trained(config, tmp_path / "run")
+    out = export(run, tmp_path / "hf")
+    ours = Trainer(config, SingleProcess()).replicas[0].model
+    ours.load_state_dict(load_file(run / "weights.safetensors"))
+    windows = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 17)))
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    # Two programmes that sum in other orders: a few units in the last place of numbers near 5.
+    assert transformers_loss(out, tokens, targets) == pytest.approx(ours.loss(tokens, targets).item(), rel=3e-6)
+
+
+def test_every_weight(run: Path, tmp_path: Path) -> None:
+    """Transformers finds each of its weights in the file and nothing else, and they are those of the run."""
+    from transformers import AutoModelForCausalLM
+
+    out = export(run, tmp_path / "hf")
+    both: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, local_files_only=True)
+    model, info = both
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    weights = load_file(run / "weights.safetensors")
+    assert torch.equal(model.model.embed_tokens.weight, weights["embedding"])
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, weights["blocks.1.down"])
+    assert sum(weight.numel() for weight in model.parameters()) == sum(weight.numel() for weight in weights.values())
+    assert all(weight.dtype == torch.float32 for weight in model.parameters())
+
+
+def test_bfloat16(run: Path, tmp_path: Path) -> None:
+    """--dtype bfloat16 halves the file; every weight is the float32 one, rounded, and opens in that type."""
+    whole, half = export(run, tmp_path / "32"), export(run, tmp_path / "16", dtype="bfloat16")
+    a, b = (load_file(out / "model.safetensors") for out in (whole, half))
+    assert all(torch.equal(b[name], value.bfloat16()) for name, value in a.items())
+    assert a.keys() == b.keys()
+    assert load(half).dtype == torch.bfloat16
+
+
+def test_larger_vocabulary(corpus: Path, tmp_path: Path) -> None:
+    """The rows of the embedding come from the weights: a model may have more than its data's vocabulary."""
+    config = make_config(corpus, **{"model.vocabulary_size": 128})
+    out = export(trained(config, tmp_path / "run"), tmp_path / "hf")
+    assert load(out).config.vocab_size == 128
+    assert json.loads((out / RECORD).read_text())["tokenizer_ids"] == 96
+
+
+def test_config(run: Path, tmp_path: Path) -> None:
+    """No ids begin or end texts that have none, the window is the longest length, and generation works."""
+    out = export(run, tmp_path / "hf")
+    model = load(out)
+    assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (None, None, None)
+    assert model.config.max_position_embeddings == 16
+    assert model.generate(torch.tensor([[40, 73]]), max_new_tokens=3, do_sample=False).shape == (1, 5)
+
+
+def test_unfinished(corpus: Path, tmp_path: Path) -> None:
+    """A stopped run gives the anchor of its newest checkpoint, which is a whole round's result."""
+    config = make_config(corpus, checkpoint_every=1)
+    calls = iter(range(100))
+    run = trained(config, tmp_path / "run", should_stop=lambda: next(calls) >= 1)
+    assert not (run / "weights.safetensors").exists()
+    out = export(run, tmp_path / "hf")
+    trainer = Trainer(config, SingleProcess())
+    for _ in range(2):
+        trainer.inner_step()
+        trainer.synchronize()
+    assert torch.equal(load(out).model.norm.weight, trainer.engine.anchor["norm"])
+    assert torch.equal(load(out).model.embed_tokens.weight, trainer.engine.anchor["embedding"])
+    assert "checkpoint step-00000002 of a run that is not finished" in describe(out)
+
+
+def test_finished_without_its_weights(run: Path, tmp_path: Path) -> None:
+    """Where only the weights are gone, its last checkpoint gives the same ones, and nobody calls the run unfinished."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "weights.safetensors").unlink()
+    out = export(copy, tmp_path / "hf")
+    source = json.loads((out / RECORD).read_text())["source"]
+    assert source == "checkpoint step-00000004 of a run that has ended and has no weights.safetensors any more"
+    whole = export(run, tmp_path / "whole")
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    shutil.rmtree(copy / "checkpoint")
+    with pytest.raises(UsageError, match=r"has ended, but .*weights\.safetensors nor a checkpoint; put that file back"):
+        export(copy, tmp_path / "none")
+
+
+# --- the tokenizer ------------------------------------------------------------------------------------------------
+
+ODD = "a\tb\r\n\r\rnaïve 😀 </s><s>  e\u0301 \x00\x7f\x85\u2028 [UNK] Ġ \n\n "
+TEXTS = st.one_of(st.text(), st.text(st.sampled_from("a \t\r\n~?é\U0001f600<>|/s"), max_size=60), st.just(ODD))
+
+
+@pytest.fixture(scope="module", params=["char", "bytes"])
+def reloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp(request.param)
+    text_tokenizer(request.param, 64).save_pretrained(folder)
+    return request.param, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+@given(text=TEXTS)
+def test_same_ids(reloaded: tuple[str, Any], text: str) -> None:
+    """A saved and reloaded tokenizer gives the vocabulary's ids for every text, and decodes them as it does."""
+    name, tokenizer = reloaded
+    ids = vocabulary(name).encode(text).tolist()
+    assert tokenizer(text, verbose=False)["input_ids"] == ids
+    assert tokenizer.decode(ids) == vocabulary(name).decode(ids)
+
+
+def test_each_id(reloaded: tuple[str, Any]) -> None:
+    """There are exactly the vocabulary's ids, and no special tokens."""
+    name, tokenizer = reloaded
+    size = vocabulary(name).size
+    assert sorted(tokenizer.get_vocab().values()) == list(range(size))
+    assert len(tokenizer) == size
+    assert tokenizer.all_special_ids == []
+
+
+def test_in_the_folder(run: Path, tmp_path: Path) -> None:
+    """The exported folder opens as a tokenizer, too."""
+    from transformers import AutoTokenizer
+
+    out = export(run, tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
+    assert tokenizer("Hi\n")["input_ids"] == [40, 73, 95]
+    without = export(run, tmp_path / "without", tokenizer=False)
+    assert not list(without.glob("tokenizer*"))
+    assert load(without) is not None
+
+
+# --- runs on token shards -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A prepared folder: byte ids and an end of text, with a tokenizer that says so."""
+    from transformers import AddedToken
+
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    tokenizer = text_tokenizer("bytes", 64)
+    tokenizer.add_special_tokens({"eos_token": AddedToken("<|end|>", special=True)})
+    tokenizer.save_pretrained(folder / "tokenizer")
+    splits = {}
+    for split in ("train", "validation"):
+        ids = np.random.default_rng(1).integers(0, 257, 2000).astype(np.uint16)
+        ids[-1] = 256
+        (folder / f"{split}-00000.bin").write_bytes(ids.tobytes())
+        digest = hashlib.sha256(ids.tobytes()).hexdigest()
+        splits[split] = (Shard(f"{split}-00000.bin", 2000, 1, 2000, int(ids.max()), digest),)
+    np.save(folder / "token_bytes.npy", np.array([1] * 256 + [0]))
+    write_meta(folder, Meta("bytes", "ab" * 32, 257, 256, "uint16", {}, splits))
+    return folder
+
+
+def shard_run(shards: Path, path: Path, **values: Any) -> Path:
+    config = make_config(shards, **values)
+    config = with_values(config, {"data.corpus": f"tokens:{shards}", "data.validation_windows": 4})
+    return trained(config, path)
+
+
+def test_tokens(shards: Path, tmp_path: Path) -> None:
+    """The shards' tokenizer comes along, and the id that ends their texts is the model's end of text."""
+    from transformers import AutoTokenizer
+
+    out = export(shard_run(shards, tmp_path / "run"), tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
+    assert tokenizer("é<|end|>")["input_ids"] == [0xC3, 0xA9, 256]
+    assert load(out).config.eos_token_id == 256
+    assert load(out).generation_config.eos_token_id == 256
+    assert load(out).config.vocab_size == 257
+
+
+def test_shards_have_moved(shards: Path, tmp_path: Path) -> None:
+    """Without the shards one message names --data; with it, or without a tokenizer, the export works."""
+    run = shard_run(shards, tmp_path / "run")
+    moved = shards.rename(tmp_path / "moved")
+    with pytest.raises(UsageError, match="--data DIR"):
+        export(run, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    assert (export(run, tmp_path / "hf", data=moved) / "tokenizer.json").is_file()
+    assert not (export(run, tmp_path / "bare", tokenizer=False) / "tokenizer.json").exists()
+
+
+def test_other_shards(shards: Path, tmp_path: Path) -> None:
+    """A folder that was prepared with another tokenizer is refused by the hash that the run recorded."""
+    run = shard_run(shards, tmp_path / "run")
+    meta = json.loads((shards / "meta.json").read_text())
+    (shards / "meta.json").write_text(json.dumps(meta | {"tokenizer_sha256": "cd" * 32}))
+    with pytest.raises(UsageError, match=r"cdcdcdcd.*abababab"):
+        export(run, tmp_path / "hf")
+
+
+def test_bin_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """NanoGPT's files do not name a tokenizer: the model is exported alone, which is said."""
+    folder = tmp_path / "bins"
+    folder.mkdir()
+    for name in ("train.bin", "val.bin"):
+        (folder / name).write_bytes(np.random.default_rng(2).integers(0, 60, 2000).astype(np.uint16).tobytes())
+    run = shard_run(folder, tmp_path / "run", **{"model.vocabulary_size": 64})
+    assert main([str(run), str(tmp_path / "hf")]) == 0
+    assert "no tokenizer" in capsys.readouterr().out
+    assert load(tmp_path / "hf").config.vocab_size == 64
+
+
+# --- the folder ---------------------------------------------------------------------------------------------------
+
+
+def test_again(run: Path, tmp_path: Path) -> None:
+    """An earlier export is replaced, nothing is left beside it, and equal exports are equal byte for byte."""
+    out = export(run, tmp_path / "hf", dtype="bfloat16")
+    export(run, out)
+    assert contents(out) == contents(export(run, tmp_path / "other"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "other"]
+
+
+def test_foreign_folder(run: Path, tmp_path: Path) -> None:
+    """A folder of something else, or an export to which somebody has added a file, is refused and unchanged."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("precious")
+    with pytest.raises(UsageError, match="no earlier export"):
+        export(run, tmp_path / "mine")
+    out = export(run, tmp_path / "hf")
+    (out / "README.md").write_text("mine")
+    with pytest.raises(UsageError, match=r"README\.md"):
+        export(run, out)
+    with pytest.raises(UsageError, match="cannot be used"):
+        export(run, tmp_path / "mine" / "notes.txt")
+    assert (out / "README.md").read_text() == "mine"
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("step", ["_write_model", "write_tokenizer", "_sync", "sync_folder"])
+def test_failure_keeps_the_old(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Whatever fails while writing (a full disk), the earlier export stays and nothing is left beside it."""
+    out = export(run, tmp_path / "hf")
+    before = contents(out)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, step, full)
+    with pytest.raises(OSError, match="No space"):
+        export(run, out, dtype="bfloat16")
+    assert contents(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_killed_between_renames(run: Path, tmp_path: Path) -> None:
+    """An export that was set aside by one that was killed is put back before anything else happens."""
+    out = export(run, tmp_path / "hf")
+    before = contents(out)
+    out.rename(tmp_path / ".tmp-hf-old")
+    with pytest.raises(UsageError):
+        export(run, out, dtype="float32", data=tmp_path)  # refused for another reason
+    assert contents(out) == before
+
+
+# --- what cannot be exported --------------------------------------------------------------------------------------
+
+
+def test_no_run(tmp_path: Path) -> None:
+    """A folder that is no run, or is not there, is named with what to give instead."""
+    with pytest.raises(UsageError, match=r"no config\.yaml.*--out of"):
+        export(tmp_path, tmp_path / "hf")
+    with pytest.raises(UsageError, match="no such folder"):
+        export(tmp_path / "nowhere", tmp_path / "hf")
+    (tmp_path / "config.yaml").write_text("lr: 3\n")
+    with pytest.raises(UsageError, match="another version"):
+        export(tmp_path, tmp_path / "hf")
+
+
+def test_no_weights(corpus: Path, tmp_path: Path) -> None:
+    """A run that has not begun has nothing to export, and the message says what to do."""
+    with RunFolder.claim(tmp_path / "run", make_config(corpus)):
+        pass
+    with pytest.raises(UsageError, match=r"no checkpoint yet.*twophase train"):
+        export(tmp_path / "run", tmp_path / "hf")
+
+
+def test_damaged_weights(run: Path, tmp_path: Path) -> None:
+    """A truncated file, one flipped bit, another run's file, and weights that do not fit are told apart and refused."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = copy / "weights.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    with pytest.raises(UsageError, match="is damaged"):
+        export(copy, tmp_path / "hf")
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UsageError, match=r"is damaged.*checksum"):
+        export(copy, tmp_path / "hf")
+    save_file(load_file(run / "weights.safetensors"), path, metadata={"config": "0" * 12})
+    with pytest.raises(UsageError, match="belongs to another run"):
+        export(copy, tmp_path / "hf")
+    save_file({"embedding": torch.zeros(96, 16)}, path)
+    with pytest.raises(UsageError, match="is damaged"):
+        export(copy, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("steps", ['"x"', "Infinity", "NaN", "null", "true", "-1", "2.5", "[4]"])
+def test_damaged_summary(run: Path, tmp_path: Path, steps: str) -> None:
+    """A number of steps that is none is told with the file and the remedy, and nothing is written."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = copy / "summary.json"
+    path.write_text(path.read_text().replace('"steps": 4', f'"steps": {steps}'))
+    with pytest.raises(UsageError, match=r"summary\.json is damaged: its steps is .*; delete it and repeat"):
+        export(copy, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_diverged(run: Path, tmp_path: Path) -> None:
+    """Weights that are not finite are of no use to anybody."""
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "summary.json").unlink()
+    weights = load_file(copy / "weights.safetensors")
+    weights["norm"][0] = float("nan")
+    save_file(weights, copy / "weights.safetensors")
+    with pytest.raises(UsageError, match="has diverged"):
+        export(copy, tmp_path / "hf")
+
+
+def test_bad_options(run: Path, tmp_path: Path) -> None:
+    """An unknown type, and token shards for a run on text, are refused by name."""
+    with pytest.raises(UsageError, match=r"--dtype is 'int8'.*bfloat16"):
+        export(run, tmp_path / "hf", dtype="int8")
+    with pytest.raises(UsageError, match=r"--data .*leave --data out"):
+        export(run, tmp_path / "hf", data=tmp_path)
+
+
+def test_without_transformers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra the message names it."""
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"pip install 'twophase\[hf\]'"):
+        export(run, tmp_path / "hf")
+
+
+def test_imports_nothing_heavy() -> None:
+    """The module itself does not import transformers, which takes seconds."""
+    code = "import sys, twophase.tasks.lm.export; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

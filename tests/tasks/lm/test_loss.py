@@ -1,0 +1,152 @@
+"""The cross-entropy in pieces against the plain one, in value and gradient."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from twophase.tasks.lm import loss
+from twophase.tasks.lm.loss import cross_entropy, in_pieces
+
+
+def case(rows: int, size: int, vocabulary: int, dtype: torch.dtype, weight_dtype: torch.dtype | None = None):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, size, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, size, generator=generator).to(weight_dtype or dtype).requires_grad_()
+    return x, weight, torch.randint(vocabulary, (rows,), generator=generator)
+
+
+def exact(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Value and gradients in float64, by torch's own functions."""
+    a, b = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    value = F.cross_entropy(F.linear(a, b), targets)
+    grad_x, grad_weight = torch.autograd.grad(value, (a, b))
+    return value, grad_x, grad_weight
+
+
+@given(rows=st.integers(1, 40), pieces=st.integers(1, 45), vocabulary=st.integers(1, 30))
+def test_pieces_of_any_size_give_the_plain_loss(rows: int, pieces: int, vocabulary: int):
+    """In float64 value and both gradients are those of the whole, to rounding, however the rows are cut."""
+    x, weight, targets = case(rows, 5, vocabulary, torch.float64)
+    value = in_pieces(x, weight, targets, pieces)
+    got = (value, *torch.autograd.grad(value, (x, weight)))
+    for ours, theirs in zip(got, exact(x, weight, targets), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_mixed_precision(weight_dtype: torch.dtype):
+    """With bfloat16 inputs, value and gradients are within its rounding; the weight's gradient has its own type."""
+    x, weight, targets = case(300, 32, 50, torch.bfloat16, weight_dtype)
+    value = in_pieces(x, weight, targets, 64)
+    assert value.dtype == torch.float32
+    grads = torch.autograd.grad(value, (x, weight))
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, weight_dtype]
+    rounded = weight.detach().bfloat16()
+    for ours, theirs in zip((value, *grads), exact(x, rounded, targets), strict=True):
+        assert (ours.double() - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+def test_a_scaled_loss_scales_the_gradients():
+    """The gradient of c times the loss is c times the gradient; half a batch weighs half."""
+    x, weight, targets = case(12, 4, 9, torch.float64)
+    plain = torch.autograd.grad(in_pieces(x, weight, targets, 5), (x, weight))
+    scaled = torch.autograd.grad(-2.5 * in_pieces(x, weight, targets, 5), (x, weight))
+    for one, other in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(other, -2.5 * one, rtol=1e-14, atol=0)
+
+
+def test_huge_logits_neither_overflow_nor_vanish():
+    """With logits of thousands the loss is their difference, and the gradient stays finite."""
+    x = torch.tensor([[4000.0], [4000.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    value = in_pieces(x, weight, torch.tensor([0, 1]), 1)
+    assert value.item() == 4000.0  # (0 + 8000) / 2
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(value, (x, weight)))
+
+
+def test_small_float32_takes_torchs_own_path():
+    """At a laptop's sizes the loss and its gradients are bit for bit those of `F.cross_entropy`."""
+    x, weight, targets = case(64, 16, 96, torch.float32)
+    ours, theirs = cross_entropy(x, weight, targets), F.cross_entropy(F.linear(x, weight), targets)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(torch.autograd.grad(ours, weight)[0], torch.autograd.grad(theirs, weight)[0])
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(one, Tensor):
+                self.numel = max(self.numel, one.numel())
+        return out
+
+
+@contextmanager
+def watched():
+    with Largest() as mode:
+        yield mode
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_whole_batchs_logits_never_exist(monkeypatch: pytest.MonkeyPatch, grad: bool):
+    """Forward and backward make no tensor as large as the logits: at most one piece of them, or the head."""
+    monkeypatch.setattr(loss, "PIECE", {"cpu": 64 * 500, "cuda": 0})
+    monkeypatch.setattr(loss, "WHOLE", 0)
+    x, weight, targets = case(1024, 8, 500, torch.float32)
+    with watched() as seen, torch.set_grad_enabled(grad):
+        value = cross_entropy(x, weight, targets)
+        if grad:
+            value.backward()
+    assert seen.numel == 64 * 500
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_pieces_that_wait_give_the_plain_loss(monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, each piece waits for the one before, all of it; traced for a compiler, the loss is exact."""
+    x, weight, targets = case(40, 5, 30, torch.float64)
+    waited: list[int] = []
+    after = loss.after
+    with monkeypatch.context() as patch:
+        patch.setattr(loss, "after", lambda part, others: waited.append(len(others)) or after(part, others))
+        loss._forward(x, weight, targets, 7, gradients=True, in_order=True)
+    assert waited == [2, 3, 3, 3, 3, 3]
+    monkeypatch.setattr(loss, "_in_order", lambda _: True)
+    value = torch.compile(in_pieces, backend="aot_eager", fullgraph=True)(x, weight, targets, 7)
+    got = (value, *torch.autograd.grad(value, (x, weight)))
+    for ours, theirs in zip(got, exact(x, weight, targets), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("rows", [131072, 131072 + 300, 5000, 200])
+def test_compiled_pieces_are_of_one_size(monkeypatch: pytest.MonkeyPatch, rows: int):
+    """On a GPU all pieces but the last have the same rows, whole tiles, and none has more logits than allowed."""
+    given: list[int] = []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(loss, "in_pieces", lambda *arguments: given.append(arguments[3]))
+    x, weight = (torch.empty(size, 8, device="meta", dtype=torch.bfloat16) for size in (rows, 32000))
+    cross_entropy(x, weight, torch.empty(rows, device="meta", dtype=torch.int64))
+    (size,) = given
+    pieces = -(-rows // size)
+    assert size * 32000 <= loss.COMPILED_PIECE
+    assert size % 256 == 0
+    assert size - 256 * pieces < rows - size * (pieces - 1)  # the last is as large, but for tiles
+
+
+def test_the_operation_that_orders_is_a_well_behaved_one():
+    """Its fake, its schema and its place in compiled code agree with it."""
+    x, others = torch.randn(3, 4), [torch.zeros(()), torch.ones(2)]
+    torch.library.opcheck(loss.after, (x, others))
+    assert torch.equal(loss.after(x, others), x)

@@ -1,0 +1,340 @@
+"""The decoder: transformers' Llama as the oracle, and the promises about seeds, types, lengths and state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from twophase.tasks.lm.model import Llama, rms_norm, rotary_tables
+from twophase.training.config import ModelConfig
+
+VOCABULARY = 37
+DEMO = ModelConfig()
+CONFIGS = {
+    "demo": DEMO,
+    "one layer, one head, odd sizes": ModelConfig(layers=1, hidden_size=6, intermediate_size=5, heads=1),
+    "one key head": ModelConfig(layers=2, hidden_size=32, intermediate_size=40, heads=4, kv_heads=1),
+    "two key heads, tied": ModelConfig(hidden_size=48, heads=6, kv_heads=2, tie_embeddings=True),
+    "tied, other constants": ModelConfig(layers=3, tie_embeddings=True, rope_theta=500.0, norm_eps=1e-2),
+    "as many key heads": ModelConfig(layers=1, hidden_size=64, heads=4, kv_heads=4, rope_theta=1e6),
+}
+ALL_CONFIGS = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def built(config: ModelConfig = DEMO, seed: int = 0) -> Llama:
+    """A model whose norms are random as well, so that no two weights could be exchanged unnoticed."""
+    model = Llama(config, VOCABULARY, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data += 0.3 * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def ids(batch: int = 3, length: int = 20, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    windows = torch.randint(VOCABULARY, (batch, length + 1), generator=generator)
+    return windows[:, :-1], windows[:, 1:]
+
+
+def transformers_llama(model: Llama) -> Any:
+    """Transformers' model of the same configuration, with its own initial weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**model.hf_config(), attn_implementation="sdpa")
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return transformers.LlamaForCausalLM(config).eval()
+
+
+def twin(model: Llama) -> Any:
+    """Transformers' model with the weights of ours."""
+    theirs = transformers_llama(model)
+    result = theirs.load_state_dict(model.to_hf(), strict=model.head is not None)
+    assert not result.unexpected_keys
+    assert set(result.missing_keys) <= {"lm_head.weight"}
+    return theirs
+
+
+def assert_close(found: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max().item() <= bound
+
+
+@ALL_CONFIGS
+def test_logits_are_those_of_transformers(config: ModelConfig):
+    """With the same weights, logits differ by at most 1e-5 in float32, at several lengths."""
+    model = built(config)
+    theirs = twin(model)
+    for length in (1, 20, 64):
+        tokens, _ = ids(length=length)
+        assert_close(model(tokens), theirs(tokens).logits)
+
+
+@ALL_CONFIGS
+def test_gradients_are_those_of_transformers(config: ModelConfig):
+    """With the same weights, the loss and its gradient in each of transformers' matrices differ by at most 1e-5."""
+    model = built(config)
+    theirs = twin(model)
+    tokens, targets = ids()
+    loss = model.loss(tokens, targets)
+    loss.backward()
+    expected = torch.nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten())
+    expected.backward()
+    assert_close(loss, expected)
+    gradients = Llama(config, VOCABULARY)  # holds gradients in place of weights, to have them under their names
+    for holder, weight in zip(gradients.parameters(), model.parameters(), strict=True):
+        assert weight.grad is not None
+        holder.data.copy_(weight.grad)
+    found = gradients.to_hf()
+    reference = {name: weight.grad for name, weight in theirs.named_parameters()}
+    assert found.keys() == reference.keys()
+    for name, gradient in reference.items():
+        assert_close(found[name], gradient)
+
+
+@ALL_CONFIGS
+def test_transformers_weights_load(config: ModelConfig):
+    """A transformers state dict gives its logits, and comes out again bit for bit."""
+    model = Llama(config, VOCABULARY)
+    theirs = transformers_llama(model)
+    state = theirs.state_dict()
+    model.load_hf(state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(1)})  # as old files have it
+    assert_close(model(ids()[0]), theirs(ids()[0]).logits)
+    for name, weight in model.to_hf().items():
+        assert torch.equal(weight, state[name])
+
+
+def test_exported_weights_are_copies():
+    """Changing an exported weight leaves the model alone, and the other way round."""
+    model = built()
+    exported = model.to_hf()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for weight in exported.values():
+        assert weight.is_contiguous()
+        assert not weight.requires_grad
+        weight.zero_()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing():
+    """Missing, unknown and misshapen weights are refused by name, and no weight is taken from such a state dict."""
+    model, other = built(), built(seed=1).to_hf()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    wrong: list[tuple[dict[str, Tensor], str]] = [
+        ({key: value for key, value in other.items() if key != name}, rf"lacks {name} and holds unknown nothing"),
+        (
+            other | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)},
+            "lacks nothing and holds unknown .*q_proj.bias",
+        ),
+        (other | {name: torch.zeros(3, 4)}, rf"{name} has shape \(3, 4\), this model needs \(88, 32\)"),
+        ({}, "and 18 more"),
+    ]
+    for state, pattern in wrong:
+        with pytest.raises(ValueError, match=pattern):
+            model.load_hf(state)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_transformers_is_not_imported():
+    """The module works where transformers is not installed: it never imports it."""
+    script = "import sys, twophase.tasks.lm.model as m; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_loss_is_the_mean_negative_log_likelihood():
+    """The loss equals the definition, worked out in float64 by NumPy from the logits."""
+    model = built().double()
+    tokens, targets = ids()
+    logits = model(tokens).detach().numpy()
+    chosen = np.take_along_axis(logits, targets.numpy()[..., None], -1)[..., 0]
+    expected = (np.log(np.exp(logits).sum(-1)) - chosen).mean()
+    assert model.loss(tokens, targets).item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_gradient_is_the_slope_of_the_loss():
+    """In float64, the gradient along a random direction equals the central difference of the loss."""
+    model = built(CONFIGS["two key heads, tied"]).double()
+    tokens, targets = ids()
+    model.loss(tokens, targets).backward()
+    generator = torch.Generator().manual_seed(3)
+    directions = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
+    slope = sum(
+        (p.grad * d).sum().item() for p, d in zip(model.parameters(), directions, strict=True) if p.grad is not None
+    )
+    losses = []
+    for step in (1e-6, -2e-6):
+        for p, d in zip(model.parameters(), directions, strict=True):
+            p.data.add_(d, alpha=step)
+        losses.append(model.loss(tokens, targets).item())
+    assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(slope, rel=1e-7)
+
+
+def test_no_position_sees_what_follows():
+    """Changing a token changes no logit before it, bit for bit, and does change its own."""
+    model = built()
+    tokens, _ = ids()
+    changed = tokens.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % VOCABULARY
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.equal(before[:, 12], after[:, 12])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_is_that_of_torch(dtype: torch.dtype):
+    """Value and gradients equal those of `F.rms_norm` to rounding, for large, small and vanishing rows."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, 3, 10, generator=generator, dtype=dtype) * torch.tensor([1e3, 1.0, 1e-3, 0.0]).view(4, 1, 1)
+    weight, direction = (torch.randn(n, generator=generator, dtype=dtype) for n in ((10,), (4, 3, 10)))
+    results = []
+    for norm in (rms_norm, lambda x, w, eps: torch.nn.functional.rms_norm(x, w.shape, w, eps)):
+        x, w = rows.to(dtype).requires_grad_(), weight.clone().requires_grad_()
+        value = norm(x, w, 1e-5)
+        (value * direction).sum().backward()
+        results.append((value, x.grad, w.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance():
+    """The tables turn pairs: norms stay, and the product of a turned query and key depends on their distance only."""
+    cos, sin = (table[:, :1] for table in rotary_tables(DEMO, 30, torch.float64, torch.device("cpu")))
+    size = DEMO.hidden_size // DEMO.heads
+    q, k = torch.randn(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    turned_q, turned_k = (x * cos + x.roll(size // 2, -1) * sin for x in (q, k))
+    assert torch.allclose(turned_q.norm(dim=-1), q.norm(), atol=1e-6)
+    products = torch.einsum("ihd,jhd->ij", turned_q, turned_k)
+    for distance in (0, 3, -5):
+        assert products.diagonal(distance).std() < 1e-5
+    assert products[0, 0] == pytest.approx((q @ k).item(), rel=1e-12)
+
+
+def test_lengths_may_alternate():
+    """A model used at several lengths in turn gives at each what a fresh one gives, and prefixes agree."""
+    model = built()
+    tokens, _ = ids(length=40)
+    for length in (40, 7, 40, 1, 23):
+        fresh = built()(tokens[:, :length])
+        assert torch.equal(model(tokens[:, :length]), fresh)
+        assert_close(fresh, model(tokens)[:, :length])
+
+
+def test_training_after_an_evaluation_in_inference_mode():
+    """Tables that were made under inference mode do not keep a later backward pass from working."""
+    model, fresh = built(), built()
+    with torch.inference_mode():
+        model(ids()[0])
+    for each in (model, fresh):
+        each.loss(*ids()).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-5), (torch.bfloat16, 0.15)])
+def test_other_types_compute_the_same_function(dtype: torch.dtype, bound: float):
+    """A model moved to float64 or bfloat16 keeps its type throughout and its function up to rounding."""
+    model = built()
+    reference, loss = model(ids()[0]), model.loss(*ids())
+    moved = built().to(dtype)
+    logits, moved_loss = moved(ids()[0]), moved.loss(*ids())
+    assert logits.dtype == dtype
+    assert moved_loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_close(logits.float(), reference, bound * reference.abs().max().item())
+    assert moved_loss.item() == pytest.approx(loss.item(), rel=bound)
+    moved_loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == dtype for p in moved.parameters())
+
+
+def test_autocast_computes_the_same_function():
+    """Under bfloat16 autocast, loss and gradients come close to those of float32, and gradients stay float32."""
+    model, plain = built(), built()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model.loss(*ids())
+    loss.backward()
+    expected = plain.loss(*ids())
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=0.02)
+    for weight, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        assert weight.grad is not None
+        assert reference.grad is not None
+        assert weight.grad.dtype == torch.float32
+        assert_close(weight.grad, reference.grad, 0.1 * reference.grad.abs().max().item())
+
+
+def test_one_graph_without_breaks():
+    """`torch.compile(fullgraph=True)` can trace the loss, and what it traces computes the loss."""
+    model = built()
+    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert_close(compiled(*ids()), model.loss(*ids()), 1e-6)
+
+
+def test_the_demo_has_31392_weights():
+    """The demo's size is the known one, and the state dict holds the parameters and nothing else."""
+    model = Llama(DEMO, 96, seed=0)
+    model(torch.zeros(1, 64, dtype=torch.int64))
+    assert sum(weight.numel() for weight in model.parameters()) == 31_392
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+
+
+def test_a_tied_head_is_no_weight():
+    """A tied model holds its embedding once, under one name."""
+    tied = Llama(replace(DEMO, tie_embeddings=True), 96, seed=0)
+    untied = Llama(DEMO, 96, seed=0)
+    assert untied.state_dict().keys() - tied.state_dict().keys() == {"head"}
+    assert "lm_head.weight" not in tied.to_hf()
+
+
+def test_a_seed_decides_the_weights_and_nothing_else():
+    """Equal seeds give equal weights in any type, others different ones; the global generator is not touched."""
+    state = torch.get_rng_state()
+    first, again, other = (Llama(DEMO, 96, seed=seed) for seed in (5, 5, 6))
+    loose = [Llama(DEMO, 96) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.embedding, other.embedding)
+    assert not torch.equal(loose[0].embedding, loose[1].embedding)
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = Llama(DEMO, 96, seed=5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(double.embedding, first.embedding.double())
+    first.reset_parameters(6)
+    assert torch.equal(first.blocks[1].down, other.blocks[1].down)  # type: ignore[arg-type]
+
+
+def test_initial_weights_have_the_stated_spread():
+    """Mean and spread of each matrix are the stated ones within five standard errors; norms are 1."""
+    config = ModelConfig(layers=3, hidden_size=64, intermediate_size=100, heads=4, kv_heads=2)
+    for name, weight in Llama(config, 300, seed=0).named_parameters():
+        kind = name.split(".")[-1]
+        if "norm" in kind:
+            assert torch.equal(weight, torch.ones(64)), name
+            continue
+        std = {
+            "embedding": 0.02,
+            "head": 0.02,
+            "query_key_value": 64**-0.5,
+            "gate_up": 64**-0.5,
+            "output": 64**-0.5 / 6**0.5,
+            "down": 100**-0.5 / 6**0.5,
+        }[kind]
+        assert abs(weight.mean().item()) < 5 * std / weight.numel() ** 0.5, name
+        assert abs(weight.std().item() / std - 1) < 5 / (2 * weight.numel()) ** 0.5, name
+
+
+def test_can_be_described_without_memory():
+    """On the meta device the model has shapes only, so that a large one can be planned without being held."""
+    with torch.device("meta"):
+        model = Llama(DEMO, 96, seed=0)
+        logits = model(torch.zeros(2, 5, dtype=torch.int64))
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+    assert logits.shape == (2, 5, 96)

@@ -1,0 +1,49 @@
+"""Operations and parameters counted by formula against the model itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from twophase.tasks.lm.model import Llama
+from twophase.tasks.lm.speed import flops_per_token, parameter_count, rates
+from twophase.training.config import ModelConfig
+
+SHAPES = [
+    ModelConfig(),
+    ModelConfig(layers=3, hidden_size=48, intermediate_size=100, heads=4, kv_heads=2),
+    ModelConfig(layers=1, hidden_size=32, intermediate_size=64, heads=2, tie_embeddings=True),
+]
+
+
+@pytest.mark.parametrize("config", SHAPES)
+def test_parameters(config: ModelConfig):
+    """The formula counts what the model holds."""
+    assert parameter_count(config, 77) == sum(p.numel() for p in Llama(config, 77, seed=0).parameters())
+
+
+@pytest.mark.parametrize("config", SHAPES)
+def test_operations(config: ModelConfig):
+    """Forward and backward by torch's own counter: 3 times the products' forward, and attention's whole square."""
+    length = 24
+    model = Llama(config, 77, seed=0)
+    tokens = torch.zeros(2, length, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as forward:  # others are not counted on CPUs
+        model(tokens)
+    # The counter, like the PaLM count, takes the whole square. A backward pass of products costs twice the forward.
+    counted = 3 * forward.get_total_flops() / tokens.numel()
+    flops = flops_per_token(config, 77, length)
+    assert flops.palm == pytest.approx(counted, rel=1e-12)
+    square = 12 * config.layers * config.hidden_size * length
+    assert flops.palm - flops.causal == pytest.approx(square / 2, rel=1e-12)
+
+
+def test_rates():
+    """A rate is tokens over seconds, operations are that times each count, and no time gives no rate."""
+    flops = flops_per_token(ModelConfig(), 96, 64)
+    line = rates(flops, 1000, 4.0)
+    assert line["tokens_per_second"] == 250
+    assert (line["flops_per_second"], line["flops_per_second_palm"]) == (250 * flops.causal, 250 * flops.palm)
+    assert set(rates(flops, 0, 0.0).values()) == {0.0}

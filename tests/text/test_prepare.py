@@ -1,0 +1,539 @@
+"""Preparing token shards: what is in them, that interruptions leave no trace, bounded memory, and what goes wrong."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from twophase.base.config import UsageError
+from twophase.text import prepare as module
+from twophase.text import sources
+from twophase.text.meta import TOKENIZER, TRAIN, VALIDATION, Meta, read_meta
+from twophase.text.prepare import STATE, Request, is_held_out, prepare
+from twophase.text.tokenizer import Tokenizer, load_tokenizer
+
+pytest.importorskip("datasets", reason="the extra 'data' is not installed")
+pytest.importorskip("tokenizers", reason="the extra 'data' is not installed")
+
+WORDS = "the outer loop keeps a buffer of what inner steps have done and forgets after some rounds".split()
+
+
+def texts(count: int, seed: int = 0, words: int = 40) -> list[str]:
+    source = random.Random(seed)
+    return [" ".join([*source.choices(WORDS, k=source.randint(1, words)), f"{seed}-{i}"]) for i in range(count)]
+
+
+def write(path: Path, documents: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = "".join(json.dumps({"text": text, "url": "x"}) + "\n" for text in documents).encode()
+    path.write_bytes(gzip.compress(data, 1) if path.name.endswith(".gz") else data)
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Three files of C4's schema with 400 documents."""
+    every = texts(400)
+    for number, part in enumerate((every[:150], every[150:160], every[160:])):
+        write(tmp_path / "c4" / f"c4-train.{number:05d}-of-01024.json.gz", part)
+    return tmp_path / "c4"
+
+
+def request(corpus: Path, out: Path, **values: object) -> Request:
+    usual = {"tokenizer": "bytes", "held_out": 0.1, "shard_tokens": 5000}
+    return Request(sources=(str(corpus),), out=out, **(usual | values))  # type: ignore[arg-type]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, hidden ones too."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def ids_of(folder: Path, meta: Meta, split: str) -> np.ndarray:
+    """All ids of a split, read without this package's reader."""
+    parts = [np.fromfile(folder / shard.file, np.dtype(meta.dtype).newbyteorder("<")) for shard in meta.splits[split]]
+    return np.concatenate(parts)
+
+
+def decoded(folder: Path, meta: Meta, split: str) -> list[str]:
+    """The documents of a split of bytes."""
+    data = ids_of(folder, meta, split)
+    ends = np.flatnonzero(data == 256)
+    assert ends[-1] == len(data) - 1
+    return [bytes(part[:-1].astype(np.uint8)).decode() for part in np.split(data, ends + 1)[:-1]]
+
+
+# What is in them
+
+
+def test_every_document_is_in_one_split_once(corpus: Path, tmp_path: Path):
+    """Training and held-out documents together are the source's, in its order, each ended; the hash decides which."""
+    meta = prepare(request(corpus, tmp_path / "out"))
+    train, held = (decoded(tmp_path / "out", meta, split) for split in (TRAIN, VALIDATION))
+    assert train == [text for text in texts(400) if not is_held_out(text, 0.1)]
+    assert held == [text for text in texts(400) if is_held_out(text, 0.1)]
+    assert 10 < len(held) < 90
+
+
+def test_meta_is_what_a_recount_finds(corpus: Path, tmp_path: Path):
+    """Tokens, documents, bytes, largest id and hash of every shard, and the facts of the tokenizer, are true."""
+    out = tmp_path / "out"
+    meta = prepare(request(corpus, out, tokenizer="bpe:400"))
+    assert meta == read_meta(out)
+    tokenizer = load_tokenizer(str(out / TOKENIZER))
+    assert (meta.tokenizer, meta.dtype) == ("bpe:400", "uint16")
+    assert meta.tokenizer_sha256 == tokenizer.sha256
+    assert (meta.vocabulary_size, meta.end_of_text) == (tokenizer.vocabulary_size, tokenizer.end_of_text)
+    sizes = np.load(out / "token_bytes.npy")
+    assert sizes.tolist() == tokenizer.token_bytes.tolist()
+    for split in (TRAIN, VALIDATION):
+        for number, shard in enumerate(meta.splits[split]):
+            data = np.fromfile(out / shard.file, "<u2")
+            assert shard.file == f"{split}-{number:05d}.bin"
+            assert (shard.tokens, shard.largest) == (len(data), data.max())
+            assert shard.documents == (data == meta.end_of_text).sum()
+            assert shard.text_bytes == sizes[data].sum()
+            assert shard.sha256 == hashlib.sha256((out / shard.file).read_bytes()).hexdigest()
+            assert data[-1] == meta.end_of_text
+    held = {text for text in texts(400) if is_held_out(text, 0.1)}
+    assert sum(shard.text_bytes for shard in meta.splits[VALIDATION]) == sum(len(text) for text in held)
+    assert sorted(p.name for p in out.iterdir() if p.suffix != ".bin") == ["meta.json", "token_bytes.npy", "tokenizer"]
+
+
+def test_shards_close_at_the_end_of_a_document(corpus: Path, tmp_path: Path):
+    """Every shard but the last has the asked number of ids, and not a document more than needed."""
+    meta = prepare(request(corpus, tmp_path / "out"))
+    shards = meta.splits[TRAIN]
+    assert len(shards) > 5
+    for shard in shards[:-1]:
+        data = np.fromfile(tmp_path / "out" / shard.file, "<u2")
+        last = len(data) - 1 - np.flatnonzero(data == 256)[-2]
+        assert shard.tokens >= 5000 > shard.tokens - last
+
+
+def test_equal_documents_are_on_one_side(tmp_path: Path):
+    """A document that comes twice is either trained on twice or held out twice."""
+    path = write(tmp_path / "a.jsonl", texts(300) * 2)
+    meta = prepare(request(path, tmp_path / "out", held_out=0.3))
+    train, held = (set(decoded(tmp_path / "out", meta, split)) for split in (TRAIN, VALIDATION))
+    assert train.isdisjoint(held)
+    assert len(held) > 50
+
+
+def test_tokens_stop_at_the_end_of_a_document(corpus: Path, tmp_path: Path):
+    """`tokens` ends the training split with the document that reaches it; `validation_tokens` ends the other."""
+    meta = prepare(request(corpus, tmp_path / "out", tokens=12_000, validation_tokens=500))
+    whole = prepare(request(corpus, tmp_path / "whole"))
+    for split, limit in ((TRAIN, 12_000), (VALIDATION, 500)):
+        data, every = ids_of(tmp_path / "out", meta, split), ids_of(tmp_path / "whole", whole, split)
+        assert data.tolist() == every[: len(data)].tolist()
+        assert len(data) >= limit > len(data) - 400
+    last = decoded(tmp_path / "out", meta, TRAIN)[-1]
+    held = decoded(tmp_path / "out", meta, VALIDATION)[-1]
+    assert texts(400).index(held) < texts(400).index(last)
+
+
+def test_validation_of_its_own(corpus: Path, tmp_path: Path):
+    """Validation files, or C4's own in the folder, are the validation split; then nothing is held out."""
+    other = write(tmp_path / "other.jsonl", texts(30, seed=1))
+    meta = prepare(request(corpus, tmp_path / "out", validation=(str(other),)))
+    assert decoded(tmp_path / "out", meta, VALIDATION) == texts(30, seed=1)
+    assert decoded(tmp_path / "out", meta, TRAIN) == texts(400)
+    other.rename(corpus / "c4-validation.00000-of-00008.json")
+    again = prepare(request(corpus, tmp_path / "own"))
+    assert again.fingerprint == meta.fingerprint
+    with pytest.raises(UsageError, match="is also trained on"):
+        prepare(request(corpus, tmp_path / "no", validation=(str(corpus / "c4-train.00000-of-01024.json.gz"),)))
+
+
+def test_large_vocabularies_take_four_bytes(corpus: Path, tmp_path: Path):
+    """With more than 65,536 ids the shards are uint32, and hold the same ids."""
+    load_tokenizer("bytes").save(tmp_path / "tokenizer")
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    large = json.loads(path.read_text())
+    large["model"]["vocab"]["far"] = 70_000
+    path.write_text(json.dumps(large))
+    meta = prepare(request(corpus, tmp_path / "out", tokenizer=str(path.parent)))
+    same = prepare(request(corpus, tmp_path / "small"))
+    assert meta.dtype == "uint32"
+    assert ids_of(tmp_path / "out", meta, TRAIN).tolist() == ids_of(tmp_path / "small", same, TRAIN).tolist()
+
+
+# Interruptions
+
+
+LIGHT = os.environ | {"USE_TORCH": "0", "RAYON_NUM_THREADS": "1"}
+"""Processes that need no torch, though `datasets` would import it."""
+
+
+def written(folder: Path) -> int:
+    """Bytes of shards, open ones too; -1 before there are any."""
+    total = -1
+    for path in [*folder.glob("*.bin"), *folder.glob(".tmp-*.bin")]:
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # renamed meanwhile
+            continue
+    return total
+
+
+class Killed(BaseException):
+    """As final as a signal: nothing catches it."""
+
+
+def interrupted(asked: Request, monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
+    """A preparation that ends at the n-th call of one of its methods, or not."""
+    calls = 0
+    owner = module.Splits if hasattr(module.Splits, name) else module._Preparation
+    method = getattr(owner, name)
+
+    def counted(*args: object, **kwargs: object):
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise Killed
+        return method(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, counted)
+        with pytest.raises(Killed):
+            prepare(asked)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+@pytest.mark.parametrize(
+    "place",
+    "add:1 add:77 add:150 close:1 close:4 _save:1 _save:2 _save:5 _declare:1 _batch:3 flush:7 _tokenizer:1".split(),
+)
+def test_interruptions_leave_no_trace(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, tokenizer: str
+):
+    """Wherever a preparation ends, twice even, the repeated one makes a folder that is byte for byte the same."""
+    name, count = place.split(":")
+    after = int(count)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 23)
+    limits = {"tokenizer": tokenizer, "tokens": 18_000 if tokenizer == "bytes" else None, "shard_tokens": 2500}
+    prepare(request(corpus, tmp_path / "whole", **limits))
+    asked = request(corpus, tmp_path / "out", **limits)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "SAVE_SECONDS", -1.0 if after % 2 else 30.0)
+        interrupted(asked, patch, name, after)
+    assert not (tmp_path / "out" / "meta.json").exists()
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 41)  # how documents are cut into batches means nothing
+    interrupted(asked, monkeypatch, "_declare", 1)
+    prepare(asked)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_validation_files_are_resumed_too(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With validation files of their own, an end within them or after them leaves no trace either."""
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(module, "SAVE_SECONDS", -1.0)
+    other = write(tmp_path / "other.jsonl", texts(60, seed=1))
+    prepare(request(corpus, tmp_path / "whole", validation=(str(other),)))
+    for after in (2, 5, 8):
+        asked = request(corpus, tmp_path / f"out{after}", validation=(str(other),))
+        interrupted(asked, monkeypatch, "_batch", after)
+        prepare(asked)
+        assert content(asked.out) == content(tmp_path / "whole")
+
+
+def test_a_shard_closed_after_the_last_state_is_opened_again(corpus: Path, tmp_path: Path, monkeypatch):
+    """An end between a shard's renaming and the state that would tell of it is repaired."""
+    prepare(request(corpus, tmp_path / "whole"))
+    asked = request(corpus, tmp_path / "out")
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 30)
+    interrupted(asked, monkeypatch, "_save", 3)
+    state = json.loads((asked.out / STATE).read_text())
+    assert (asked.out / "train-00001.bin").exists()
+    assert len(state["splits"]["closed"][TRAIN]) == 1
+    prepare(asked)
+    assert content(asked.out) == content(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_real_kill_leaves_no_trace(tmp_path: Path):
+    """A process that is killed with SIGKILL at some moments of its work, and started again, makes the same folder."""
+    for number in range(3):
+        write(tmp_path / "in" / f"{number}.json.gz", texts(30_000, seed=number))
+    whole = request(tmp_path / "in", tmp_path / "whole", shard_tokens=1_000_000)
+    prepare(whole)
+    code = """
+import sys
+from pathlib import Path
+from twophase.text import prepare as module
+module.SAVE_SECONDS = 0.05
+request = module.Request((sys.argv[1],), Path(sys.argv[2]), tokenizer="bytes", held_out=0.1, shard_tokens=1_000_000)
+module.prepare(request)
+"""
+    out = tmp_path / "out"
+    kills = 0
+    for size in (0, 1_500_000, 8_000_000, None):
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "in"), str(out)], env=LIGHT)
+        while size is not None and process.poll() is None:
+            if written(out) > size:
+                process.send_signal(signal.SIGKILL)
+            time.sleep(0.005)
+        kills += process.wait() == -signal.SIGKILL
+    assert kills >= 2
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_a_finished_folder_is_left_alone(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same request on a finished folder reads nothing and changes nothing."""
+    asked = request(corpus, tmp_path / "out")
+    meta = prepare(asked)
+    before = {path: path.stat().st_mtime_ns for path in asked.out.rglob("*")}
+    monkeypatch.setattr(module, "batches", None)
+    assert prepare(asked) == meta
+    assert {path: path.stat().st_mtime_ns for path in asked.out.rglob("*")} == before
+
+
+# What goes wrong
+
+
+def test_another_request_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder that was begun or finished with another request is named, with what differs, and stays as it is."""
+    asked = request(corpus, tmp_path / "out")
+    interrupted(asked, monkeypatch, "_declare", 1)
+    before = content(asked.out)
+    for other, message in (
+        (replace(asked, held_out=0.2), "held_out is 0.1 there, 0.2 here"),
+        (replace(asked, tokenizer="bpe:300"), "tokenizer is bytes there, bpe:300 here"),
+        (replace(asked, tokens=10), "tokens is None there, 10 here"),
+        (replace(asked, sources=(str(next(corpus.iterdir())),)), "not set here"),
+        (replace(asked, sources=tuple(str(p) for p in sorted(corpus.iterdir(), reverse=True))), "order is"),
+    ):
+        with pytest.raises(UsageError, match=f"begun with another request .*{message}"):
+            prepare(other)
+    assert content(asked.out) == before
+    prepare(asked)
+    with pytest.raises(UsageError, match=r"is finished, and of another request .*name another folder"):
+        prepare(replace(asked, column="content"))
+
+
+def test_a_slip_does_not_block_the_folder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where nothing counts yet, another request takes the folder, and what it makes is as if it had been the first."""
+    prepare(request(corpus, tmp_path / "whole"))
+    asked = request(corpus, tmp_path / "out")
+    with pytest.raises(UsageError, match="--tokenizer nonsense"):
+        prepare(replace(asked, tokenizer="nonsense"))
+    with pytest.raises(UsageError, match="has no 'body'"):
+        prepare(replace(asked, column="body", tokenizer="bpe:300", held_out=0.0, tokens=9))
+    interrupted(replace(asked, held_out=0.5), monkeypatch, "add", 30)
+    assert (asked.out / ".tmp-train-00000.bin").exists()
+    prepare(asked)
+    assert content(asked.out) == content(tmp_path / "whole")
+
+
+def test_a_source_that_changed_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An interrupted folder is not continued with a file of another size."""
+    asked = request(corpus, tmp_path / "out")
+    interrupted(asked, monkeypatch, "_declare", 1)
+    write(sorted(corpus.iterdir())[1], texts(11, seed=5))
+    with pytest.raises(UsageError, match=r"files\.c4-train\.00001-of-01024\.json\.gz is \d+ there, \d+ here"):
+        prepare(asked)
+
+
+def test_another_tokenizer_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A tokenizer folder that changed since the interruption is told, whatever its name."""
+    load_tokenizer("bytes").save(tmp_path / "tokenizer")
+    asked = request(corpus, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"))
+    interrupted(asked, monkeypatch, "add", 200)
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a": 97', '"a": 98').replace('"b": 98', '"b": 97'))
+    with pytest.raises(UsageError, match=r"--tokenizer .* is not the one that .* was begun with .*restore it"):
+        prepare(asked)
+
+
+def test_a_damaged_source_is_resumed_when_it_is_whole(corpus: Path, tmp_path: Path):
+    """A cut file stops with its name; what came before stays, and the whole file (of the same size) completes it."""
+    prepare(request(corpus, tmp_path / "whole"))
+    path = sorted(corpus.iterdir())[2]
+    good = path.read_bytes()
+    path.write_bytes(good[:-60] + bytes(60))
+    asked = request(corpus, tmp_path / "out")
+    with pytest.raises(UsageError, match=f"{path.name}: is not a whole gzip file"):
+        prepare(asked)
+    assert (asked.out / "train-00000.bin").exists()
+    path.write_bytes(good)
+    prepare(asked)
+    assert content(asked.out) == content(tmp_path / "whole")
+
+
+def test_folders_of_something_else_are_refused(corpus: Path, tmp_path: Path):
+    """A folder with other files, a file, or a place below a file: named, untouched, with the remedy."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("x")
+    with pytest.raises(UsageError, match=r"holds something else \(thesis.txt\); name a new or empty folder"):
+        prepare(request(corpus, tmp_path / "home"))
+    assert list(content(tmp_path / "home")) == ["thesis.txt"]
+    with pytest.raises(UsageError, match="is a file; name a folder"):
+        prepare(request(corpus, tmp_path / "home" / "thesis.txt"))
+    with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
+        prepare(request(corpus, tmp_path / "home" / "thesis.txt" / "below"))
+
+
+def test_a_missing_part_is_told(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An interrupted folder from which a shard was taken, or whose state is damaged, says what to do."""
+    asked = request(corpus, tmp_path / "out")
+    interrupted(asked, monkeypatch, "_declare", 1)
+    shutil.copytree(asked.out, tmp_path / "copy")
+    (asked.out / "train-00001.bin").unlink()
+    with pytest.raises(UsageError, match=r"train-00001.bin is missing; delete the folder and prepare it again"):
+        prepare(asked)
+    (tmp_path / "copy" / STATE).write_text("{")
+    with pytest.raises(UsageError, match="is damaged; delete"):
+        prepare(replace(asked, out=tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("documents", [[], ["", "  "]])
+def test_empty_sources_are_told(tmp_path: Path, documents: list[str]):
+    """A source without text is named."""
+    path = write(tmp_path / "a.jsonl", documents)
+    with pytest.raises(UsageError, match=r"a\.jsonl: holds no text to train on"):
+        prepare(request(path, tmp_path / "out"))
+
+
+def test_holding_out_nothing_is_told(tmp_path: Path):
+    """Too few documents for the share give a message, not an empty validation split; a share of 0 asks for none."""
+    path = write(tmp_path / "a.jsonl", texts(3))
+    with pytest.raises(UsageError, match=r"--held-out 1e-06: holds out none of so few documents"):
+        prepare(request(path, tmp_path / "out", held_out=1e-6))
+    assert set(prepare(request(path, tmp_path / "none", held_out=0.0)).splits) == {TRAIN}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"held_out": 1.0}, "--held-out 1.0: must be at least 0 and below 1"),
+        ({"tokens": 0}, "--tokens 0: must be at least 1"),
+        ({"shard_tokens": -1}, "--shard-tokens -1"),
+        ({"tokenizer": "bpe:many"}, "--tokenizer bpe:many: write bpe:SIZE"),
+        ({"tokenizer": "bpe:9"}, "--tokenizer bpe:9"),
+        ({"sources": ()}, "no source"),
+        ({"end_of_text": "<s>"}, "--end-of-text <s>: --tokenizer bytes has its own end of a text; leave"),
+        ({"end_of_text": "<s>", "tokenizer": "bpe:300"}, "--end-of-text <s>: --tokenizer bpe:300 has its own"),
+    ],
+)
+def test_impossible_values_are_told(corpus: Path, tmp_path: Path, values: dict, message: str):
+    """Values out of range are refused before anything is made."""
+    with pytest.raises(UsageError, match=message):
+        prepare(replace(request(corpus, tmp_path / "out"), **values))
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_at_once_are_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A second process on the same folder is sent away, and the first is not disturbed."""
+    asked = request(corpus, tmp_path / "out")
+    save = module._Preparation._save
+    told: list[str] = []
+
+    def second(self) -> None:
+        save(self)
+        if not told:
+            told.append("")
+            with pytest.raises(UsageError, match="another process is preparing it"):
+                prepare(asked)
+
+    monkeypatch.setattr(module._Preparation, "_save", second)
+    prepare(asked)
+    assert told
+
+
+def test_a_full_disk_keeps_what_was_complete(corpus: Path, tmp_path: Path):
+    """A full disk is told as an OSError, no mistake; with room again, the folder completes as if nothing had been."""
+    prepare(request(corpus, tmp_path / "whole", shard_tokens=20_000))
+    code = """
+import resource, sys
+from pathlib import Path
+from twophase.text.prepare import Request, prepare
+resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+try:
+    prepare(Request((sys.argv[1],), Path(sys.argv[2]), tokenizer="bytes", held_out=0.1, shard_tokens=20_000))
+except OSError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(corpus), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=LIGHT,
+    )
+    assert "cannot be written (File too large); make room; what was complete stays there" in done.stdout
+    prepare(request(corpus, tmp_path / "out", shard_tokens=20_000))
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_link_to_what_is_trained_on_is_no_validation_text(corpus: Path, tmp_path: Path):
+    """Two names of one file are one file: it cannot be on both sides."""
+    file = min(path for path in corpus.rglob("*") if path.is_file())
+    link = tmp_path / f"other-{file.name}"
+    link.symlink_to(file)
+    with pytest.raises(UsageError, match=r"--validation .*other-.*: is also trained on"):
+        prepare(replace(request(corpus, tmp_path / "out"), validation=(str(link),)))
+
+
+# Memory
+
+
+def test_a_huge_record_is_encoded_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The parts of one record are encoded a few at a time, about `BATCH_BYTES` of text, and written in order."""
+    monkeypatch.setattr(sources, "MAX_DOCUMENT", 1000)
+    monkeypatch.setattr(module, "BATCH_BYTES", 5000)
+    text = " ".join(f"word{i}" for i in range(10_000))
+    write(tmp_path / "in.jsonl", [text])
+    largest: list[int] = []
+    encode = Tokenizer.encode_batch
+
+    def watched(self: Tokenizer, batch: list[str]):
+        largest.append(sum(map(len, batch)))
+        return encode(self, batch)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", watched)
+    asked = Request((str(tmp_path / "in.jsonl"),), tmp_path / "out", tokenizer="bytes", held_out=0.0)
+    (shard,) = prepare(asked).splits[TRAIN]
+    ids = np.fromfile(tmp_path / "out" / shard.file, "<u2")
+    assert bytes(ids[ids < 256].astype(np.uint8)).decode() == text
+    assert len(largest) > 10
+    assert max(largest) <= 6000
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path):
+    """The peak of a process that prepares eight times the text is the same within 15 %."""
+    code = """
+import resource, sys
+from pathlib import Path
+from twophase.text.prepare import Request, prepare
+prepare(Request((sys.argv[1],), Path(sys.argv[2]), tokenizer="bytes", held_out=0.01, shard_tokens=4_000_000))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    documents, peaks = texts(20_000, words=150), []
+    for size in (1, 8):
+        for number in range(size):
+            path = tmp_path / f"in{size}" / f"{number}.json.gz"
+            write(path, [f"{number} {text}" for text in documents])  # no two alike
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / f"in{size}"), str(tmp_path / f"out{size}")],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=LIGHT,
+        )
+        peaks.append(int(done.stdout))
+    assert peaks[1] < 1.15 * peaks[0]
