@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twophase.runs.folder import read_lines, read_summary
 
 SMALL = (
     "--model.layers 1 --model.hidden-size 16 --model.intermediate-size 24 --data.sequence-length 16 "
@@ -15,3 +20,33 @@ def snapshot(folder: Path) -> dict[str, str]:
     """Every file under a folder with the digest of its content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+TIMES = ("seconds", "engine_share")
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Everything that a run leaves, but times and the words of the machine."""
+    summary = read_summary(folder)
+    assert summary is not None
+    return {
+        "summary": {key: value for key, value in summary.items() if key not in TIMES},
+        "rounds": [
+            {key: value for key, value in line.items() if key not in TIMES}
+            for line in read_lines(folder / "rounds.jsonl")
+        ],
+        "metrics": read_lines(folder / "metrics.jsonl"),
+        "weights": (folder / "weights.safetensors").read_bytes(),
+        "config": (folder / "config.yaml").read_bytes(),
+    }
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard reads."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    names = events.Tags()["scalars"]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from twophase.cli.main import main as cli
+from twophase.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("**/*.md")), *(ROOT / "examples").glob("*.md")]

@@ -20,11 +20,10 @@ from typing import Any
 import pytest
 
 import textmaker
-from commands import SMALL, snapshot
+from commands import SMALL, outcome, snapshot
 from forked import Forked
 from twophase.cli.main import main
 from twophase.cli.sweeping import MOST_CELLS, take_slurm_options
-from twophase.runs.folder import read_lines, read_summary
 from twophase.sweep import run as launch
 from twophase.sweep.grid import Sweep, parse_axes, product
 from twophase.sweep.plan import Plan, plan
@@ -37,7 +36,6 @@ from twophase.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
-TIMES = ("seconds", "engine_share")
 GRID = "--axis outer.momentum 0.5 0.9 --axis outer.restart never 2 3 --axis outer.lr 0.3 0.7".split()
 
 
@@ -72,22 +70,6 @@ def call(corpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         return Said(status, str(said.out), str(said.err))
 
     return run
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """Everything that a run leaves, but times and the words of the machine."""
-    summary = read_summary(folder)
-    assert summary is not None
-    return {
-        "summary": {key: value for key, value in summary.items() if key not in TIMES},
-        "rounds": [
-            {key: value for key, value in line.items() if key not in TIMES}
-            for line in read_lines(folder / "rounds.jsonl")
-        ],
-        "metrics": read_lines(folder / "metrics.jsonl"),
-        "weights": (folder / "weights.safetensors").read_bytes(),
-        "config": (folder / "config.yaml").read_bytes(),
-    }
 
 
 def outcomes(folder: Path) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import textmaker
+from commands import scalars
 from twophase.runs import trackers as tracking
 from twophase.base.config import UsageError, to_tree, with_values
 from twophase.runs.folder import RunFolder, read_lines
@@ -116,17 +117,6 @@ def logs(path: Path) -> list[list[dict[str, Any]]]:
 
 def start(name: str | list[str], folder: Path) -> tracking.Tracker:
     return tracker(name, run_name="one", run_id="id0", folder=folder, config={"outer": {"lr": 0.7}})
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard reads."""
-    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    names = events.Tags()["scalars"]
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
 
 
 # --- what is logged -----------------------------------------------------------------------------------------------

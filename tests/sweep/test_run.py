@@ -596,7 +596,7 @@ import signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
-from test_launch import sweep_of
+from test_run import sweep_of
 from twophase.sweep.run import run_sweep
 try:
     run_sweep(sweep_of("hang", "hang"), Path(sys.argv[2]), workers=2, command=sys.argv[3:])

@@ -19,12 +19,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from test_sweeping import outcome
-from test_tracking import scalars
 
 import shardmaker
 import textmaker
-from commands import SMALL, snapshot
+from commands import SMALL, outcome, scalars, snapshot
 from forked import Forked
 from twophase.base.config import from_tree, load_yaml
 from twophase.cli.main import main

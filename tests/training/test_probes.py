@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from twophase.base.config import dump_yaml, with_values
-from twophase.cli.main import main as cli
+from twophase.cli import main as cli
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.tasks.lm.model import Llama
 from twophase.training.config import TrainConfig, check

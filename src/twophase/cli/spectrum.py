@@ -12,11 +12,11 @@ from typing import Any
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
 from twophase.base.progress import meter
-from twophase.figures.spectrum import draw
 from twophase.figures.style import rendered, styled, write_files
 from twophase.runs.record import RunRecord, read_record
 from twophase.runs.rounds import WHOLE
 from twophase.spectrum.blocks import Forecast, Seen, forecast, plain, seen
+from twophase.spectrum.figure import draw
 from twophase.spectrum.measure import PROBES, STEPS, Measured, measure, patterns_of
 from twophase.spectrum.text import describe
 from twophase.tasks.lm.restored import restore
