@@ -65,12 +65,17 @@ def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     copy = tmp_path / "twophase"
     shutil.copytree(Path(twophase.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     ours = versions()
-    monkeypatch.setattr(agreement, "__file__", str(copy / "diloco" / "agreement.py"))
-    assert versions() == ours
+
+    def of_copy() -> dict[str, str]:
+        source._digest.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(agreement, "__file__", str(copy / "diloco" / "agreement.py"))
+            return versions()
+
+    assert of_copy() == ours
     with (copy / "rule.py").open("a") as file:
         file.write("#")
-    source._digest.cache_clear()
-    edited = versions()
+    edited = of_copy()
     with pytest.raises(
         ValueError, match=r"versions of twophase differ between process 0 \(0\..*, source .*\) and process"
     ):
@@ -78,8 +83,7 @@ def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert same_start(Two(ours), {}, 1) == [1, 1]
     shutil.copy(Path(__file__).parents[2] / "src/twophase/rule.py", copy / "rule.py")
     (copy / "rule.py").rename(copy / "rules.py")
-    source._digest.cache_clear()
-    assert versions() not in (ours, edited)
+    assert of_copy() not in (ours, edited)
 
 
 class Threads(SingleProcess):
