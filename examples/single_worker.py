@@ -4,7 +4,7 @@
     python examples/single_worker.py --steps 400 --restart never
 
 Every S inner steps of AdamW the progress since the last round, anchor minus weights, is a pseudo-gradient for Nesterov
-momentum. There is nobody to average with: it is DiLoCo with one replica. `with_engine` leaves the rounds to
+momentum. There is no peer to average with: it is DiLoCo with one replica. `with_engine` leaves the rounds to
 `twophase.DiLoCo`; `by_hand` writes them out around a bare `twophase.OuterSGD`. Both give the same bits.
 
 The data are made here: a small network learns a sum of sines. Which of the lines printed is best depends on the rule

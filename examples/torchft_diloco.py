@@ -123,7 +123,7 @@ class Replica:
             pg=ProcessGroupGloo(timeout=TIMEOUT),
             load_state_dict=self.load_state_dict,  # without both a replica that heals trains on from old weights,
             state_dict=self.state_dict,  # and its next pseudo-gradient poisons the round of all
-            min_replica_size=replicas,  # the lighthouse's --min_replicas too: nobody begins alone
+            min_replica_size=replicas,  # the lighthouse's --min_replicas too: no replica begins alone
             use_async_quorum=False,  # DiLoCo asks for it
             init_sync=False,  # True: all but one throw their first round away and repeat another's
             quorum_retries=10,  # 0: a lighthouse that is away for seconds ends all replicas

@@ -57,9 +57,9 @@ class _Process:
         leash: Any = None,
         program: bool = False,
     ) -> None:
-        given = (words, str(cwd or Path.cwd()), dict(env), outputs, leash)
+        arguments = (words, str(cwd or Path.cwd()), dict(env), outputs, leash)
         options = {"program": program, "largest": resource.getrlimit(resource.RLIMIT_FSIZE)}
-        self._process = _CONTEXT.Process(target=_run, args=given, kwargs=options)
+        self._process = _CONTEXT.Process(target=_run, args=arguments, kwargs=options)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -199,7 +199,7 @@ def _run(
         descriptor = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
-    resource.setrlimit(resource.RLIMIT_FSIZE, largest)  # a file's; as any child has it from who starts it
+    resource.setrlimit(resource.RLIMIT_FSIZE, largest)  # a file's; as any child has it from its parent
     os.chdir(place)
     os.environ.clear()
     os.environ.update(variables)

@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / PACKAGE
 
 EMPTY_NAMES = frozenset({"found", "one", "known", "own", "left", "kept", "ours", "held", "told", "given"})
 """Names that say nothing about what they hold."""
-EMPTY_WORDS = frozenset({"who", "whoever", "whom", "whose", "somebody", "nobody", "everybody", "anybody"})
+EMPTY_WORDS = frozenset({"who", "whoever", "whom", "somebody", "nobody", "everybody", "anybody"})
 """Subjects that hide the noun of the field: rank, replica, checkpoint, job."""
 ENTRIES = {
     "lines_outer_sgd": "optim.outer",

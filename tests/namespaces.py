@@ -70,17 +70,17 @@ def joined(places: int = 2) -> Iterator[tuple[Hub, list[Place]]]:
             raise Refused(f"there is no {tool} (iproute2)")
     stem = f"twophase-{os.getpid()}"
     hub = Hub(f"{stem}-hub")
-    found = [Place(f"{stem}-{number}", f"10.203.7.{number + 1}") for number in range(places)]
+    created = [Place(f"{stem}-{number}", f"10.203.7.{number + 1}") for number in range(places)]
     made: list[str] = []
     try:
         try:
-            for name in (hub.name, *(place.name for place in found)):
+            for name in (hub.name, *(place.name for place in created)):
                 _ip("netns", "add", name)
                 made.append(name)
                 _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", hub.name, "link", "add", "switch", "type", "bridge")
             _ip("-n", hub.name, "link", "set", "switch", "up")
-            for number, place in enumerate(found):
+            for number, place in enumerate(created):
                 port = ["link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", place.name]
                 _ip("-n", hub.name, *port)
                 _ip("-n", hub.name, "link", "set", f"port{number}", "master", "switch", "up")
@@ -90,7 +90,7 @@ def joined(places: int = 2) -> Iterator[tuple[Hub, list[Place]]]:
             hub.unshape(0)
         except subprocess.CalledProcessError as error:
             raise Refused(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from None
-        yield hub, found
+        yield hub, created
     finally:
         for name in reversed(made):
             _ip("netns", "del", name)

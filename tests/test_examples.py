@@ -50,7 +50,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @contextlib.contextmanager
 def held_port() -> Iterator[str]:
-    """A port that the kernel gives to nobody by itself, and that a server which asks for it can have.
+    """A port that the kernel gives to no program by itself, and that a server which asks for it can have.
 
     A port that is only looked up is soon given to another listener of the same test. A bound socket that does not
     listen keeps it, and SO_REUSEADDR, which servers set, lets them bind it all the same.
@@ -97,8 +97,8 @@ def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.delenv("RANK", raising=False)
     load("plain_loop").main(["--steps", "150"])
     printed = capsys.readouterr().out
-    found = losses(printed)
-    assert found[-1] < 0.5 * found[0]
+    values = losses(printed)
+    assert values[-1] < 0.5 * values[0]
     assert "1 replica(s)" in printed
     assert re.findall(r"round (\d+): restarted True", printed) == ["3", "6", "9"]
 
@@ -125,7 +125,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def worker(folder: Path, ports: list[str]) -> None:
     """Both examples, one after the other, then the second one resumed from the middle of a round."""
     torch.set_num_threads(1)
-    environment, rank, told = dict(os.environ), int(os.environ["RANK"]), {}
+    environment, rank, outputs = dict(os.environ), int(os.environ["RANK"]), {}
     out = ["--out", str(folder / "trainer")]
     for name, example, arguments, port in (
         ("plain", "plain_loop", ["--steps", "150"], None),
@@ -139,17 +139,17 @@ def worker(folder: Path, ports: list[str]) -> None:
             shutil.rmtree(folder / "trainer" / f"replica-{rank}" / "checkpoint-20")  # leaves that of step 10
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             load(example).main(arguments)
-        told[name] = printed.getvalue()
-    (folder / f"{rank}.json").write_text(json.dumps(told))
+        outputs[name] = printed.getvalue()
+    (folder / f"{rank}.json").write_text(json.dumps(outputs))
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_plain_loop_in_two_processes(torchrun: list[dict[str, str]]):
     """Two processes: the loss goes down on both, and both end with the same weights."""
-    for printed in (told["plain"] for told in torchrun):
-        found = losses(printed)
-        assert found[-1] < 0.5 * found[0]
+    for printed in (outputs["plain"] for outputs in torchrun):
+        values = losses(printed)
+        assert values[-1] < 0.5 * values[0]
         assert "2 replica(s)" in printed
     checksums = [re.findall(r"checksum (\w{16})", told["plain"]) for told in torchrun]
     assert len(checksums[0]) == 1
@@ -162,13 +162,13 @@ def test_plain_loop_in_two_processes(torchrun: list[dict[str, str]]):
 def test_trainers_in_two_processes(torchrun: list[dict[str, str]], name: str, rounds: int):
     """Two Trainers with data of their own are two replicas of one run, and resumed from mid-round end with its bits."""
     pattern = rf"replica (\d) of 2: loss (\S+), {rounds} rounds, 1 restarts, checksum (\w{{16}})"
-    found = [re.findall(pattern, told[name]) for told in torchrun]
-    assert [len(matches) for matches in found] == [1, 1], torchrun
-    (first, here, ours), (second, there, theirs) = (matches[0] for matches in found)
+    by_rank = [re.findall(pattern, outputs[name]) for outputs in torchrun]
+    assert [len(matches) for matches in by_rank] == [1, 1], torchrun
+    (first, here, checksum), (second, there, other) = (matches[0] for matches in by_rank)
     assert (first, second) == ("0", "1")
     assert here != there
-    assert ours == theirs
-    assert f"checksum {ours}" in torchrun[0]["trainer"]
+    assert checksum == other
+    assert f"checksum {checksum}" in torchrun[0]["trainer"]
 
 
 # --- the Trainer of transformers ----------------------------------------------------------------------------------
@@ -272,13 +272,13 @@ def listeners(pid: int) -> set[str]:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             inodes.add(str(link.readlink()))
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add(fields[1])
-    return found
+                addresses.add(fields[1])
+    return addresses
 
 
 def is_loopback(address: str) -> bool:
@@ -320,13 +320,13 @@ def run_torchft(folder: Path, place: str) -> set[str]:
 
 def wait_for_listeners(replicas: list[Program]) -> set[str]:
     """Each replica's store, checkpoint server and manager, as soon as all of them listen."""
-    found: list[set[str]] = []
+    by_replica: list[set[str]] = []
     for _ in range(1200):
-        found = [listeners(replica.pid) for replica in replicas if replica.poll() is None]
-        if len(found) < 2 or all(len(addresses) >= 3 for addresses in found):
+        by_replica = [listeners(replica.pid) for replica in replicas if replica.poll() is None]
+        if len(by_replica) < 2 or all(len(addresses) >= 3 for addresses in by_replica):
             break  # a replica that has ended is told by the caller, with its log
         time.sleep(0.1)
-    return set().union(*found)
+    return set().union(*by_replica)
 
 
 def simulate(example: ModuleType) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -359,12 +359,12 @@ def test_torchft_replicas_agree(torchft_replicas: tuple[list[dict[str, Any]], se
     (first, second), _ = torchft_replicas
     for name, p in first["weights"].items():
         assert same_bits(p, second["weights"][name])
-    for ours, theirs in zip(first["outers"], second["outers"], strict=True):
-        assert ours["param_groups"] == theirs["param_groups"]
-        (group,) = ours["param_groups"]
+    for state_a, state_b in zip(first["outers"], second["outers"], strict=True):
+        assert state_a["param_groups"] == state_b["param_groups"]
+        (group,) = state_a["param_groups"]
         assert (group["rounds"], group["restarts"], group["rounds_since_restart"]) == (ROUNDS, ROUNDS // 3, ROUNDS % 3)
-        for key, state in ours["state"].items():
-            assert same_bits(state["momentum_buffer"], theirs["state"][key]["momentum_buffer"])
+        for key, state in state_a["state"].items():
+            assert same_bits(state["momentum_buffer"], state_b["state"][key]["momentum_buffer"])
 
 
 @pytest.mark.dist

@@ -1,4 +1,4 @@
-"""The import law of the house: who may import whom, where torch may not be, and the public names.
+"""The import law of the house: which room may import which, where torch may not be, and the public names.
 
 The law is read off the source text, so it also covers imports inside functions. A new room must be given a place in
 `MAY_IMPORT`: that is the deliberate step in which a wall is moved.
@@ -159,7 +159,7 @@ class House:
         """Whether a module may not reach torch."""
         return self.room(module) in TORCH_FREE or module in TORCH_FREE_MODULES
 
-    def own(self, target: str) -> bool:
+    def is_inside(self, target: str) -> bool:
         """Whether a name is this package or inside it."""
         return target == NAME or target.startswith(f"{NAME}.")
 
@@ -174,15 +174,15 @@ def SimpleBlock(statement: ast.stmt) -> ast.Module:  # noqa: N802 - a node in al
 
 def breaches_of_direction(house: House) -> Iterator[str]:
     """Imports that go up or sideways, also those for type checkers."""
-    for found in house.imports():
-        here = house.room(found.module)
-        if not house.own(found.target) or here == "__init__":
+    for imported in house.imports():
+        here = house.room(imported.module)
+        if not house.is_inside(imported.target) or here == "__init__":
             continue
-        there = house.room(found.target)
+        there = house.room(imported.target)
         if here not in RANKS:
-            yield f"{found.module}: the room {here!r} has no place in the law; give it one in LEVELS of {__file__}"
+            yield f"{imported.module}: the room {here!r} has no place in the law; give it one in LEVELS of {__file__}"
         elif there not in {here, "__init__"} and not may_import(here, there):
-            yield f"{found.module}:{found.line} imports {found.target}, but {DOWN}"
+            yield f"{imported.module}:{imported.line} imports {imported.target}, but {DOWN}"
 
 
 RANKS = {room: rank for rank, level in enumerate(LEVELS) for room in level}
@@ -197,15 +197,15 @@ def may_import(here: str, there: str) -> bool:
 
 def breaches_of_modules(house: House) -> Iterator[str]:
     """Imports from package roots; only the version may come from there."""
-    for found in house.imports():
-        if found.target not in house.packages or not house.own(found.target) or found.module == NAME:
+    for imported in house.imports():
+        if imported.target not in house.packages or not house.is_inside(imported.target) or imported.module == NAME:
             continue
-        if found.target == NAME and found.names == ("__version__",):
+        if imported.target == NAME and imported.names == ("__version__",):
             continue
-        if found.target == NAME and not found.names and uses_only_version(house.trees[found.module]):
+        if imported.target == NAME and not imported.names and uses_only_version(house.trees[imported.module]):
             continue
-        what = f"{', '.join(found.names)} from {found.target}" if found.names else found.target
-        yield f"{found.module}:{found.line} imports {what}, but modules import from modules, not from package roots"
+        what = f"{', '.join(imported.names)} from {imported.target}" if imported.names else imported.target
+        yield f"{imported.module}:{imported.line} imports {what}, but modules import from modules, not package roots"
 
 
 def uses_only_version(tree: ast.Module) -> bool:
@@ -238,10 +238,10 @@ def breaches_of_distributed(house: House) -> Iterator[str]:
         if house.room(module) in {"diloco", "elastic"} or module == f"{NAME}.training.session":
             continue
         lines = {
-            found.line
-            for found in house._walk(module, tree, runs=True, at_import=True)
-            if found.target.startswith("torch.distributed")
-            or (found.target == "torch" and "distributed" in found.names)
+            imported.line
+            for imported in house._walk(module, tree, runs=True, at_import=True)
+            if imported.target.startswith("torch.distributed")
+            or (imported.target == "torch" and "distributed" in imported.names)
         }
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
@@ -253,9 +253,9 @@ def breaches_of_distributed(house: House) -> Iterator[str]:
 def breaches_of_order(house: House) -> Iterator[str]:
     """Cycles of imports, those inside functions and for type checkers included."""
     edges: dict[str, set[str]] = {module: set() for module in house.trees}
-    for found in house.imports():
-        if found.module not in house.packages and found.target not in house.packages:
-            edges[found.module].add(found.target)
+    for imported in house.imports():
+        if imported.module not in house.packages and imported.target not in house.packages:
+            edges[imported.module].add(imported.target)
     done: set[str] = set()
 
     def visit(module: str, trail: list[str]) -> Iterator[str]:
@@ -272,9 +272,9 @@ def breaches_of_order(house: House) -> Iterator[str]:
 
 def runtime_edges(house: House, *, at_import_only: bool) -> dict[str, set[str]]:
     edges: dict[str, set[str]] = {module: set() for module in house.trees}
-    for found in house.imports():
-        if found.runs and (found.at_import or not at_import_only) and found.target != NAME:
-            edges[found.module].add(found.target)
+    for imported in house.imports():
+        if imported.runs and (imported.at_import or not at_import_only) and imported.target != NAME:
+            edges[imported.module].add(imported.target)
     return edges
 
 
@@ -285,7 +285,7 @@ def path_to_torch(house: House, start: str, edges: dict[str, set[str]]) -> list[
     for trail in trails:  # grows while we walk: breadth first
         here = trail[-1]
         targets = set(edges.get(here, ()))
-        if house.own(here):
+        if house.is_inside(here):
             parts = here.split(".")
             targets |= {".".join(parts[:n]) for n in range(2, len(parts))}
         for target in sorted(targets):
@@ -319,11 +319,11 @@ def test_law(house: House, law: Callable[[House], Iterator[str]]):
 
 
 def test_the_whole_house_is_read(house: House):
-    """The law is about this package as it is installed here: known modules and known imports are found."""
+    """The law is about this package as it is installed here: known modules and known imports are imported."""
     assert {"twophase.rule", "twophase.optim.outer", "twophase.diloco.engine", "twophase.training.config"} <= set(
         house.trees
     )
-    targets = {(found.module, found.target) for found in house.imports()}
+    targets = {(imported.module, imported.target) for imported in house.imports()}
     assert ("twophase.diloco.engine", "twophase.optim.outer") in targets
     assert ("twophase.base.config", "tyro") in targets
 
@@ -347,8 +347,8 @@ BREACHES = [
         ":3 imports twophase.restart",
     ),
     ("attic.py", "import twophase.rule", breaches_of_direction, "'attic' has no place in the law"),
-    ("optim/outer.py", "from twophase import Periodic", breaches_of_modules, "not from package roots"),
-    ("optim/outer.py", "import twophase\nx = twophase.Periodic", breaches_of_modules, "not from package roots"),
+    ("optim/outer.py", "from twophase import Periodic", breaches_of_modules, "not package roots"),
+    ("optim/outer.py", "import twophase\nx = twophase.Periodic", breaches_of_modules, "not package roots"),
     ("training/train.py", "from twophase.diloco import DiLoCo", breaches_of_modules, "DiLoCo from twophase.diloco"),
     ("rule.py", "import torch", breaches_of_torch_freedom, "twophase.rule > torch"),
     ("base/config.py", "def f():\n    import torch.nn", breaches_of_torch_freedom, "twophase.base.config > torch.nn"),
@@ -445,9 +445,9 @@ import sys
 from importlib import import_module
 for name in {modules!r}:
     import_module(name)
-    found = sorted({TORCH!r} & set(sys.modules))
-    if found:
-        print(name, "loads", *found)
+    imported = sorted({TORCH!r} & set(sys.modules))
+    if imported:
+        print(name, "loads", *imported)
         break
 """
     assert len(modules) >= 5

@@ -31,10 +31,10 @@ PLACES = {
 @cache
 def runs() -> dict[Any, dict[Setting, dict[str, float]]]:
     """Perplexities by place, setting and seed; where a csv has means over the seeds, these."""
-    found: dict[Any, dict[Setting, dict[str, float]]] = {}
+    by_place: dict[Any, dict[Setting, dict[str, float]]] = {}
     for place, setting, seed, perplexity in _rows():
-        found.setdefault(place, {}).setdefault(setting, {})[seed] = perplexity
-    return found
+        by_place.setdefault(place, {}).setdefault(setting, {})[seed] = perplexity
+    return by_place
 
 
 def _rows() -> Iterator[tuple[Any, Setting, str, float]]:
@@ -62,11 +62,11 @@ def _csv(name: str) -> Iterator[dict[str, str]]:
         yield from csv.DictReader(file)
 
 
-def ratio(place: Any, one: Setting, other: Setting) -> float:
+def ratio(place: Any, setting: Setting, control: Setting) -> float:
     """Geometric mean over the seeds of one setting's perplexity over the other's."""
-    ours, theirs = (runs()[place][setting] for setting in (one, other))
-    assert set(ours) == set(theirs)
-    return geometric_mean([ours[seed] / theirs[seed] for seed in ours])
+    treated, untreated = (runs()[place][each] for each in (setting, control))
+    assert set(treated) == set(untreated)
+    return geometric_mean([treated[seed] / untreated[seed] for seed in treated])
 
 
 def rule(restart: str, *, form: str = "sum", nesterov: bool = True, lr: float = 0.7) -> Setting:
@@ -74,8 +74,8 @@ def rule(restart: str, *, form: str = "sum", nesterov: bool = True, lr: float = 
 
 
 def span(values: Iterator[float] | list[float]) -> tuple[float, float]:
-    known = list(values)
-    return min(known), max(known)
+    items = list(values)
+    return min(items), max(items)
 
 
 def percent(values: tuple[float, float]) -> str:
@@ -190,8 +190,8 @@ def test_best_settings_with_and_without_restarts() -> None:
     gaps = []
     for place in short():
         arms = {(form, kind, restart) for form, kind, momentum, _, restart in runs()[place] if momentum > 0}
-        known = [best(place, *arm) for arm in arms if arm[2] in ("never", "2", "3", "5", "7")]
-        gaps.append(geometric_mean(list(runs()[place][AVERAGING].values())) / min(known))
+        bests = [best(place, *arm) for arm in arms if arm[2] in ("never", "2", "3", "5", "7")]
+        gaps.append(geometric_mean(list(runs()[place][AVERAGING].values())) / min(bests))
     assert f"over 480 inner steps at most {100 * max(gaps) - 100:.1f} % behind the best setting" in page()
     ahead = {
         restart: span([100 * (1 - best(("demo",), "sum", kind, restart) / averaging) for kind in (False, True)])

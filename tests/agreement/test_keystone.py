@@ -101,8 +101,8 @@ def engine_run(
         model = nn.ParameterDict({name: torch.full((size,), start, dtype=torch.float64) for name in names})
         models.append(model)
         for name, part in zip(names, slices, strict=True):
-            own = None if noise is None else noise[:, replica, part]
-            inners.append(Disturbed([model.get_parameter(name)], own))
+            disturbance = None if noise is None else noise[:, replica, part]
+            inners.append(Disturbed([model.get_parameter(name)], disturbance))
 
     def place(model: nn.Module) -> np.ndarray:
         return torch.cat([model.get_parameter(name).detach() for name in names]).numpy()
@@ -382,13 +382,13 @@ def test_policies_are_shown_the_same(rule: OuterRule, rounds: tuple[int, ...], r
         for _ in range(ROUNDS):
             x.grad = torch.from_numpy(SIGMA) * x.detach()
             outer.step()
-    told = seen[asked:]
-    assert 0 < len(told) <= asked if diverges else len(told) == ROUNDS
-    for theory, ours in zip(seen, told, strict=False):
-        assert (theory.round, theory.rounds_since_restart) == (ours.round, ours.rounds_since_restart)
+    by_optimizer = seen[asked:]
+    assert 0 < len(by_optimizer) <= asked if diverges else len(by_optimizer) == ROUNDS
+    for theory, torch_side in zip(seen, by_optimizer, strict=False):
+        assert (theory.round, theory.rounds_since_restart) == (torch_side.round, torch_side.rounds_since_restart)
         for name in ("pseudo_gradient_norm", "buffer_norm", "cosine"):
-            a, b = getattr(theory, name), getattr(ours, name)
-            assert a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True), (name, theory, ours)
+            a, b = getattr(theory, name), getattr(torch_side, name)
+            assert a == pytest.approx(b, rel=1e-9, abs=1e-12, nan_ok=True), (name, theory, torch_side)
 
 
 # --- the keystone can fail ----------------------------------------------------------------------------------------
