@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import measure_house
 import twophase
 
 ROOT = Path(twophase.__file__).parent
@@ -502,3 +505,53 @@ def test_version_is_the_distributions():
     """The version in the source is the installed distribution's, and the package says that it is typed."""
     assert importlib.metadata.version("twophase") == twophase.__version__
     assert (ROOT / "py.typed").exists()
+
+
+# --- the guide ----------------------------------------------------------------------------------------------------
+
+GUIDE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def guide_rows(heading: str) -> list[list[str]]:
+    """The cells of the rows of the table below a heading of the guide."""
+    lines = GUIDE.partition(heading)[2].partition("|---|---|\n")[2].splitlines()
+    return [line.strip("|").split("|") for line in itertools.takewhile(lambda line: line.startswith("|"), lines)]
+
+
+def test_the_guide_has_every_room(house: House):
+    """CONTRIBUTING.md's table of rooms names every room of the source once, and no other."""
+    named = [word for first, _ in guide_rows("| room | holds |") for word in re.findall(r"`(\w+)(?:/|\.py)`", first)]
+    assert sorted(named) == sorted({house.room(module) for module in house.trees} - {"__init__", "__main__"})
+
+
+def test_the_guide_names_files_that_exist():
+    """Each of its ten common changes needs at most three files, and those that are named exist."""
+    rows = guide_rows("| change | files |")
+    assert len(rows) == 10
+    for change, files in rows:
+        places = re.findall(r"`(\w+/[\w./]*)`", files)
+        assert 1 <= len(places) <= 3, change
+        for place in places:
+            assert (ROOT / place).exists(), f"{change.strip()}: {place}"
+
+
+PLAIN = {"rule"}
+"""Rooms in which every name says what it holds, and every subject is a noun of the field."""
+
+
+def test_names_and_words(house: House):
+    """No name is on the list of those that say nothing, and no text has a subject that hides its noun."""
+    for module, tree in house.trees.items():
+        if house.room(module) not in PLAIN:
+            continue
+        file = Path(str(import_module(module).__file__))
+        assert measure_house.empty_names(tree) == [], module
+        assert measure_house.empty_words(file.read_text(encoding="utf-8")) == [], module
+
+
+def test_an_empty_name_is_seen():
+    """Variables, arguments, attributes and functions are looked at, underscores or not; words in any text."""
+    code = "def _told(given):\n    found, self.kept = given, 1\n    return [one for one in found]"
+    names = sorted(name for name, _ in measure_house.empty_names(ast.parse(code)))
+    assert names == ["_told", "found", "given", "kept", "one"]
+    assert measure_house.empty_words('"""Whoever\ncomes."""  # nobody') == [("whoever", 1), ("nobody", 2)]
