@@ -1,0 +1,1 @@
+"""A run is a folder: writing it, reading it, and metrics beside it (no torch)."""
