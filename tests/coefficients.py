@@ -14,7 +14,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import ClassVar
 
-from twophase import restart
+from twophase.policies import text
 from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State
 from twophase.rule import OuterRule
 
@@ -72,13 +72,13 @@ class Measured(RestartPolicy):
 def registered() -> Iterator[None]:
     """The policies above have text forms: `early:2:0.5:1`, `twice:2:0`, `measured:1.5`."""
     for cls in (Early, Twice, Measured):
-        restart.register(cls.__name__.lower())(cls)
+        text.register(cls.__name__.lower())(cls)
     try:
         yield
     finally:
         for cls in (Early, Twice, Measured):
-            del restart._REGISTRY[cls.__name__.lower()]
-        restart._parse_text.cache_clear()  # parsed texts keep instances of the classes
+            del text._REGISTRY[cls.__name__.lower()]
+        text._parse_text.cache_clear()  # parsed texts keep instances of the classes
 
 
 def decimal(value: float) -> Fraction:

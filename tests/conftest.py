@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, and for torch below
+os.environ.setdefault("TWOPHASE_POLICIES", "twophase.studies.policies")  # tests ask every policy, also in workers
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from hypothesis import settings
 
 import forked
 import textmaker
-from twophase import restart
-from twophase.restart import Restart, RestartPolicy, RoundSignal, State
+from twophase.policies import text
+from twophase.policies.base import Restart, RestartPolicy, RoundSignal, State
 from twophase.sweep import run as launch
 from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 
@@ -41,7 +42,7 @@ def norm_ratio() -> Iterator[type[RestartPolicy]]:
     `quiet` rounds of its last restart. It has memory, so that a resumed run shows whether the memory was saved.
     """
 
-    @restart.register("norm-ratio")
+    @text.register("norm-ratio")
     @dataclass(frozen=True, slots=True)
     class NormRatio(RestartPolicy):
         limit: float
@@ -77,7 +78,7 @@ def register_policy() -> Iterator[object]:
 
     def register(name: str):
         names.append(name)
-        return restart.register(name)
+        return text.register(name)
 
     yield register
     for name in names:
@@ -85,8 +86,8 @@ def register_policy() -> Iterator[object]:
 
 
 def forget_policy(name: str) -> None:
-    restart._REGISTRY.pop(name, None)
-    restart._parse_text.cache_clear()  # parsed texts keep instances of the class
+    text._REGISTRY.pop(name, None)
+    text._parse_text.cache_clear()  # parsed texts keep instances of the class
 
 
 @pytest.fixture

@@ -15,85 +15,55 @@ if TYPE_CHECKING:
     from twophase.elastic.torchft import TorchFT
     from twophase.optim.outer import OuterSGD
     from twophase.policies.auto import Auto
-    from twophase.policies.measured import Cosine, Gradient, LossTest, NormRatio, Opposed, Speed, Tracked
-    from twophase.policies.probe import Probe
-    from twophase.policies.rivals import BufferBound, Debiased, GainCap, LookAheadGate, Reseed, SlowMo
-    from twophase.restart import AtRounds, Cycle, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, Step
+    from twophase.policies.base import Never, Restart, RestartPolicy, RoundSignal, Step
+    from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
     from twophase.rule import OuterRule
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AtRounds": "twophase.restart",
+    "AtRounds": "twophase.policies.scheduled",
     "Auto": "twophase.policies.auto",
-    "BufferBound": "twophase.policies.rivals",
     "Communicator": "twophase.diloco.comm",
-    "Cosine": "twophase.policies.measured",
-    "Cycle": "twophase.restart",
-    "Debiased": "twophase.policies.rivals",
+    "Cycle": "twophase.policies.scheduled",
     "DiLoCo": "twophase.diloco.engine",
-    "GainCap": "twophase.policies.rivals",
-    "Gradient": "twophase.policies.measured",
-    "LookAheadGate": "twophase.policies.rivals",
-    "LossTest": "twophase.policies.measured",
-    "Never": "twophase.restart",
-    "NormRatio": "twophase.policies.measured",
-    "Opposed": "twophase.policies.measured",
+    "Never": "twophase.policies.base",
     "OuterRule": "twophase.rule",
     "OuterSGD": "twophase.optim.outer",
-    "Periodic": "twophase.restart",
-    "Probe": "twophase.policies.probe",
+    "Periodic": "twophase.policies.scheduled",
     "ProcessGroup": "twophase.diloco.comm",
-    "Reseed": "twophase.policies.rivals",
-    "Restart": "twophase.restart",
-    "RestartPolicy": "twophase.restart",
+    "Restart": "twophase.policies.base",
+    "RestartPolicy": "twophase.policies.base",
     "RoundReport": "twophase.diloco.report",
-    "RoundSignal": "twophase.restart",
-    "SlowMo": "twophase.policies.rivals",
-    "Soft": "twophase.restart",
-    "Speed": "twophase.policies.measured",
-    "Step": "twophase.restart",
+    "RoundSignal": "twophase.policies.base",
+    "Soft": "twophase.policies.scheduled",
+    "Step": "twophase.policies.base",
     "TorchFT": "twophase.elastic.torchft",
-    "Tracked": "twophase.policies.measured",
 }
 
 __all__ = [
     "AtRounds",
     "Auto",
-    "BufferBound",
     "Communicator",
-    "Cosine",
     "Cycle",
-    "Debiased",
     "DiLoCo",
-    "GainCap",
-    "Gradient",
-    "LookAheadGate",
-    "LossTest",
     "Never",
-    "NormRatio",
-    "Opposed",
     "OuterRule",
     "OuterSGD",
     "Periodic",
-    "Probe",
     "ProcessGroup",
-    "Reseed",
     "Restart",
     "RestartPolicy",
     "RoundReport",
     "RoundSignal",
-    "SlowMo",
     "Soft",
-    "Speed",
     "Step",
     "TorchFT",
-    "Tracked",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its module when it is first asked for."""
+    """Load a public name from its module on its first use."""
     if name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value

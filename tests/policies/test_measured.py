@@ -16,9 +16,8 @@ import torch
 
 from policies import ALL, EMA, MEASURING, SUM, asked, column, fired
 from twophase.optim.outer import OuterSGD
-from twophase.policies.measured import Cosine, LossTest, NormRatio, Tracked, first_cancellation
+from twophase.policies.measured import LossTest
 from twophase.policies.probe import Probe
-from twophase.policies.rivals import BufferBound, Debiased, GainCap, LookAheadGate, Reseed
 from twophase.restart import (
     PROBES,
     Answer,
@@ -36,6 +35,17 @@ from twophase.restart import (
     to_json,
 )
 from twophase.rule import OuterRule
+from twophase.studies.policies import (
+    BufferBound,
+    Cosine,
+    Debiased,
+    GainCap,
+    LookAheadGate,
+    NormRatio,
+    Reseed,
+    Tracked,
+    first_cancellation,
+)
 from twophase.theory.modes import oscillatory_interval
 from twophase.theory.periods import cancellation_periods
 from twophase.theory.rollout import rollout

@@ -564,7 +564,7 @@ def test_names_are_taken_once():
     """A second policy of the same name is refused by name, with the remedy, and the first one stays."""
     other = type("Other", (RestartPolicy,), {"decide": Never.decide})
     twin = type("Periodic", (RestartPolicy,), {"decide": Never.decide})
-    told = r"register: a restart policy named 'periodic' exists already \(twophase\.restart\.Periodic\); choose another"
+    told = r"register: .* named 'periodic' exists already \(twophase\.policies\.scheduled\.Periodic\); choose another"
     for cls in (other, twin):
         with pytest.raises(ValueError, match=told):
             register("periodic")(cls)
@@ -656,3 +656,27 @@ def test_modules_with_policies_of_others(tmp_path: Path, monkeypatch: pytest.Mon
     words = ["train", "--outer.restart", "test-theirs:4", "--print-config"]
     done = subprocess.run([sys.executable, "-m", "twophase", *words], capture_output=True, text=True, check=False)
     assert "restart: test-theirs:4" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("text", ["opposed", "soft", "auto"])
+def test_every_process_finds_the_policies(text: str):
+    """A fresh process refuses a study's policy and names the remedy; a study's workers know it; names are not taken."""
+    code = f"""
+import os
+from twophase.restart import Never, parse, register
+try:
+    parse("opposed")
+except ValueError as error:
+    assert "TWOPHASE_POLICIES=twophase.studies.policies" in str(error)
+from twophase.studies.policies import share_with_workers
+share_with_workers()
+share_with_workers()
+print(os.environ["TWOPHASE_POLICIES"], parse("opposed"))
+try:
+    register({text!r})(type("Mine", (Never,), {{}}))
+except ValueError as error:
+    print("exists already" in str(error))
+"""
+    bare = {name: value for name, value in os.environ.items() if name != "TWOPHASE_POLICIES"}
+    ended = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["twophase.studies.policies", "opposed", "True"]

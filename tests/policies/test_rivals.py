@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from policies import EMA, SUM, asked, fired
-from twophase.policies.rivals import AVERAGING
+from twophase.policies.base import AVERAGING
 from twophase.restart import Restart, RestartPolicy, Step, mean_outer_gain, parse
 from twophase.rule import OuterRule
 from twophase.theory.rollout import Rollout, rollout

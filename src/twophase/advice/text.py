@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from twophase.advice.reasons import step_alone
 from twophase.advice.verdict import LEAST_ROUNDS, Diagnosis, Finding
-from twophase.restart import mean_outer_gain, parse
+from twophase.policies.gain import mean_outer_gain
+from twophase.policies.text import parse
 from twophase.rule import FORM_WORDS, OuterRule
 from twophase.theory.advice import Advice
 

@@ -11,7 +11,9 @@ from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.explorer.from_run import FromRun
 from twophase.explorer.page import MARK, State, build
-from twophase.restart import Never, Periodic, parse
+from twophase.policies.base import Never
+from twophase.policies.scheduled import Periodic
+from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule
 
 _RANGE_MODES = 16  # of --sigma-range, unless told

@@ -16,7 +16,8 @@ from twophase.diloco.flat import Layout, plan
 from twophase.diloco.fragment import Fragment, Slot, check_placement, local, slots_of
 from twophase.diloco.wire import Channel
 from twophase.optim.outer import OuterSGD
-from twophase.restart import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy, parse
+from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
+from twophase.policies.text import parse
 from twophase.rule import OuterRule
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]

@@ -20,7 +20,7 @@ from torch import Tensor
 from twophase.diloco.flat import DIGEST_ELEMENTS, checksum, joined_digits
 from twophase.diloco.fragment import Fragment
 from twophase.optim.functional import Dots, Update
-from twophase.restart import Restart
+from twophase.policies.base import Restart
 
 _log = logging.getLogger("twophase")
 _DEVICES = ("cuda",)

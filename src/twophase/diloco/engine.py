@@ -49,7 +49,9 @@ from twophase.diloco.report import FragmentRound, RoundReport, joined, merged
 from twophase.diloco.sweep import goes_in_parts, goes_on_device, round_sweep, transfer_in_parts, write_on_device
 from twophase.diloco.wire import PartTransfer, Transfer, check_wire
 from twophase.optim.outer import GroupRound, OuterSGD, as_number, check_signals
-from twophase.restart import AGREEMENT, MEASURED, PROBES, check_count, parse
+from twophase.policies.base import AGREEMENT, MEASURED, PROBES
+from twophase.policies.checks import check_count
+from twophase.policies.text import parse
 from twophase.rule import OuterRule
 
 Probe = Callable[[nn.Module, int, int], float]

@@ -22,7 +22,7 @@ from twophase.diloco.fragment import SMALL, Fragment
 from twophase.diloco.wire import PartTransfer
 from twophase.optim.functional import Dots, PartSweep
 from twophase.optim.outer import BUFFER, OuterSGD, Sweep
-from twophase.restart import AGREEMENT, MEASURED, PROBES
+from twophase.policies.base import AGREEMENT, MEASURED, PROBES
 
 _PART_ELEMENTS = 4 * DIGEST_ELEMENTS
 """Elements of a part: few enough for a cache, enough to pay for the calls."""

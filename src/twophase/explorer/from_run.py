@@ -10,7 +10,8 @@ import numpy as np
 
 from twophase.base.config import UsageError
 from twophase.explorer.page import LIMITS, RunSpectrum
-from twophase.restart import Never, Periodic
+from twophase.policies.base import Never
+from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
 from twophase.runs.folder import METRICS, ROUNDS
 from twophase.runs.record import RunRecord, read_record

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twophase.restart import Restart, Step
+from twophase.policies.base import Restart, Step
 from twophase.rule import Form
 
 _PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, about what a second-level cache holds

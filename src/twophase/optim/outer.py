@@ -24,18 +24,8 @@ from twophase.optim.functional import (
     outer_step_,
     restart_,
 )
-from twophase.restart import (
-    MEASURED,
-    PROBES,
-    Answer,
-    Never,
-    Restart,
-    RestartPolicy,
-    RoundSignal,
-    answered,
-    ask,
-    parse,
-)
+from twophase.policies.base import MEASURED, PROBES, Answer, Never, Restart, RestartPolicy, RoundSignal, answered, ask
+from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from twophase.restart import Answer, Decision, Never, Restart, RestartPolicy, RoundSignal, answered, ask
+from twophase.policies.base import Answer, Decision, Never, Restart, RestartPolicy, RoundSignal, answered, ask
 from twophase.rule import OuterRule
 
 

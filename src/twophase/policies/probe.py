@@ -1,10 +1,10 @@
-"""Policies that try before they decide: the losses of candidate anchors on a small probe batch.
+"""Choose by trial: compare the losses of candidate anchors on a small probe batch.
 
 At the sync, before the outer step, the loss is evaluated (forward only) at the anchor that each candidate would lead
-to, by every replica on data of its own; the mean over all replicas decides, and so all decide alike. What it costs is
+to, by every replica on its share of the data; the mean over all replicas decides, so all decide alike. The cost is
 candidates x probe batch forward passes a round.
 
-An engine needs a `probe` function for it; the recipes' trainer has one.
+An engine needs a `probe` function for it; the trainer has one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,18 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import ClassVar
 
-from twophase.policies.rivals import AVERAGING
-from twophase.restart import LARGEST, PROBES, Decision, Restart, RestartPolicy, RoundSignal, State, Step, register
+from twophase.policies.base import (
+    AVERAGING,
+    LARGEST,
+    PROBES,
+    Decision,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    State,
+    Step,
+)
+from twophase.policies.text import register
 from twophase.rule import OuterRule
 
 _WORDS: dict[str, Decision] = {
@@ -42,7 +52,7 @@ class Probe(RestartPolicy):
     | `fresh`   | plain averaging                   | restarted before g is mixed in |
     | a number  | that many times g                 | goes on |
 
-    `probe:keep,average` is the probed gate. Of equal losses the first one wins; one that is not finite never does.
+    `probe:keep,average` is the probed gate. Of equal losses the first wins; a loss that is not finite never does.
 
     Args:
         choices: two or more of the words above, in the order of preference among equals; they are kept as text, in
@@ -57,7 +67,7 @@ class Probe(RestartPolicy):
     takes_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse words that are none of the candidates, and fewer than two."""
+        """Refuse words that name no candidate, and fewer than two."""
         object.__setattr__(self, "choices", tuple(map(_word, self.choices)))
         for word in self.choices:
             _decision(word)
@@ -68,17 +78,17 @@ class Probe(RestartPolicy):
             )
 
     def candidates(self, rule: OuterRule) -> tuple[Decision, ...]:
-        """The decisions that the words stand for."""
+        """Return the decisions that the words stand for."""
         del rule
         return tuple(_decision(word) for word in self.choices)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
-        """The candidate of the lowest loss."""
+        """Return the candidate of the lowest loss."""
         losses = [loss if math.isfinite(loss) else math.inf for loss in signal.probes or ()]
         return state, _decision(self.choices[losses.index(min(losses))])
 
     def arguments(self) -> list[str]:
-        """The words, separated by commas."""
+        """List the words as one word, separated by commas."""
         return [",".join(self.choices)]
 
     @classmethod
@@ -90,7 +100,7 @@ class Probe(RestartPolicy):
 
 
 def _word(choice: object) -> str:
-    """A candidate as text; what is written stays as it is, for the names of runs are made of it."""
+    """Return a candidate as text; text stays as it is, since run ids are made of it."""
     if isinstance(choice, Real) and not isinstance(choice, bool):
         with suppress(OverflowError):  # of a whole number that no float can hold
             return repr(float(choice)).removesuffix(".0")

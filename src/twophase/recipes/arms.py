@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from twophase.policies.base import Never
 from twophase.recipes.controls import gain_matched, momentum_free, with_averaging
-from twophase.restart import Never
 from twophase.sweep.grid import Axis, Cell, product, text_of
 
 _FORM, _NESTEROV, _RESTART = "outer.form", "outer.nesterov", "outer.restart"

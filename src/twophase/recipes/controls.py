@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from twophase.base.config import with_values
-from twophase.restart import Never, RestartPolicy, RoundSignal, ask, mean_outer_gain
+from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
+from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
 from twophase.sweep.grid import MOMENTUM_FREE, Axis, Cell, product
 
@@ -111,7 +112,7 @@ def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
     Raises:
         ValueError: an adaptive policy, which decides from what a run measures.
 
-    >>> from twophase.restart import Periodic
+    >>> from twophase.policies.scheduled import Periodic
     >>> [restarts_that_count(Periodic(k), 6) for k in (2, 3, 5, 6, 7)]
     [2, 1, 1, 0, 0]
     """

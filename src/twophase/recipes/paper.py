@@ -19,9 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from twophase.policies.base import RestartPolicy
+from twophase.policies.scheduled import Periodic, Soft
 from twophase.recipes.controls import gain_matched_all, momentum_free, with_averaging
 from twophase.recipes.pretraining import paper_150m
-from twophase.restart import Periodic, RestartPolicy, Soft
 from twophase.rule import Form
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.table import Row, settings

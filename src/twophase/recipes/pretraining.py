@@ -13,7 +13,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from twophase.base.config import UsageError
-from twophase.restart import Never, RestartPolicy, parse
+from twophase.policies.base import Never, RestartPolicy
+from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.training.config import ComputeConfig, DataConfig, InnerConfig, ModelConfig, OuterConfig, TrainConfig
 

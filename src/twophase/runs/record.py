@@ -22,7 +22,8 @@ from twophase.base.config import UsageError
 from twophase.runs.jsonl import LARGEST_COUNT, Column, number, read_columns
 from twophase.runs.rounds import WHOLE, Block, read_rounds
 from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, list_some, read_summary
-from twophase.restart import RestartPolicy, parse
+from twophase.policies.base import RestartPolicy
+from twophase.policies.text import parse
 from twophase.rule import OuterRule
 
 _LARGEST_FILE = 1 << 22  # bytes of config.yaml, env.json and summary.json

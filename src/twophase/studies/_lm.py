@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from twophase.policies.text import parse
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
 from twophase.recipes.paper import RULES, Scale
-from twophase.restart import parse
 from twophase.sweep.table import SEED, Row, geometric_mean, readable, settings
 
 WITHIN = 0.25

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.restart import Periodic, mean_outer_gain
+from twophase.policies.gain import mean_outer_gain
+from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
 from twophase.theory.inputs import Rules, rule_grid
 from twophase.theory.periods import log_final_loss

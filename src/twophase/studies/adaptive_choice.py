@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from twophase.recipes.adaptive import ADAPTIVE, FIXED, RIVALS, choice
 from twophase.recipes.paper import Scale
 from twophase.studies._adaptive import answer_of, draw_of, result_of
+from twophase.studies.policies import share_with_workers
 from twophase.studies.study import Result
 from twophase.sweep.grid import Sweep
 from twophase.sweep.table import Row
@@ -28,6 +29,7 @@ QUESTION = "Which policy makes outer learning rate, momentum and restart period 
 def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
     """The runs (`recipes.adaptive.choice`); nothing depends on earlier rows."""
     del rows
+    share_with_workers()
     return choice(scale)
 
 

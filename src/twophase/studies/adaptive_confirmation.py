@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from twophase.recipes.adaptive import CLOSEST, FIXED, confirmation
 from twophase.recipes.paper import Scale
 from twophase.studies._adaptive import CHOSEN, answer_of, draw_of, result_of
+from twophase.studies.policies import share_with_workers
 from twophase.studies.study import Result
 from twophase.sweep.grid import Sweep
 from twophase.sweep.table import Row
@@ -26,6 +27,7 @@ QUESTION = "Does the policy auto do on other seeds, another width and another te
 def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
     """The runs (`recipes.adaptive.confirmation`); nothing depends on earlier rows."""
     del rows
+    share_with_workers()
     return confirmation(scale)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twophase.figures.style import HATCH, INK, look, name_panels, new_page, signed
-from twophase.restart import RestartPolicy
+from twophase.policies.base import RestartPolicy
 from twophase.rule import OuterRule
 from twophase.studies._model import (
     HEAVY_BALL,

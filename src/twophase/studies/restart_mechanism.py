@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from twophase.figures.style import INK, MUTED, look, name_panels, new_page, signed
-from twophase.restart import RestartPolicy
+from twophase.policies.base import RestartPolicy
 from twophase.rule import OuterRule
 from twophase.studies._model import (
     HEAVY_BALL,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twophase.figures.style import DIVERGED, HATCH, INK, look, new_page, signed
-from twophase.restart import Periodic, mean_outer_gain
+from twophase.policies.gain import mean_outer_gain
+from twophase.policies.scheduled import Periodic
 from twophase.rule import FORM_WORDS, FORMS, Form, OuterRule
 from twophase.studies._model import SIX, WIDE, log10_loss, select, verdict
 from twophase.studies.study import Result

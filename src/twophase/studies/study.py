@@ -132,7 +132,7 @@ def names() -> list[str]:
     return sorted(
         module.name
         for module in pkgutil.iter_modules([str(_FOLDER)])
-        if module.name != "study" and not module.name.startswith("_")
+        if module.name not in {"study", "policies"} and not module.name.startswith("_")
     )
 
 

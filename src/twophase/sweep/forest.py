@@ -34,7 +34,7 @@ from twophase.base.files import TEMPORARY, write_atomic
 from twophase.diloco.comm import SingleProcess
 from twophase.diloco.report import RoundReport
 from twophase.optim.outer import BUFFER, COUNTERS, OuterSGD
-from twophase.restart import Answer, RestartPolicy, RoundSignal, ask
+from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
 from twophase.sweep.history import ABSENT, ZERO, bits
 from twophase.training import checkpoint

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from twophase.base.config import Tree, UsageError, differences, fingerprint, get, to_tree, values_of, with_values
-from twophase.restart import RestartPolicy, parse
+from twophase.policies.base import RestartPolicy
+from twophase.policies.text import parse
 
 MOMENTUM_FREE = "momentum-free"
 """Name of the arm of outer SGD without momentum."""

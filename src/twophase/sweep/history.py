@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from twophase.restart import PROBES, Answer, Restart, RestartPolicy, RoundSignal, Step, ask
+from twophase.policies.base import PROBES, Answer, Restart, RestartPolicy, RoundSignal, Step, ask
 from twophase.rule import OuterRule
 
 ABSENT = "-"

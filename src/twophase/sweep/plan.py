@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from twophase.base.config import fingerprint, to_tree
-from twophase.restart import Never, RestartPolicy
+from twophase.policies.base import Never, RestartPolicy
 from twophase.rule import OuterRule
 from twophase.sweep.grid import Sweep
 from twophase.sweep.history import algebra, bits

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.restart import Never, Periodic, RestartPolicy
+from twophase.policies.base import Never, RestartPolicy
+from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
 from twophase.theory.benefit import hurt_share, restart_can_help
 from twophase.theory.contraction import log_restart_factor, restart_table

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import logsumexp
 
-from twophase.restart import AtRounds, Never, RestartPolicy
+from twophase.policies.base import Never, RestartPolicy
+from twophase.policies.scheduled import AtRounds
 from twophase.rule import OuterRule
 from twophase.theory.contraction import log_restart_factor, restart_table
 from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_modes, check_weights

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit  # scipy.stats has it as t.ppf, and takes a second to import
 
-from twophase.restart import Step
+from twophase.policies.base import Step
 from twophase.rule import OuterRule
 from twophase.theory.inputs import Floats
 

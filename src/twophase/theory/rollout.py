@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.restart import (
+from twophase.policies.base import (
     AGREEMENT,
     MEASURED,
     PROBES,
@@ -32,9 +32,9 @@ from twophase.restart import (
     State,
     answered,
     ask,
-    check_count,
-    parse,
 )
+from twophase.policies.checks import check_count
+from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.theory.inputs import (
     Floats,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.restart import check_count
+from twophase.policies.checks import check_count
 from twophase.theory.inputs import Floats
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from twophase.base.config import LATER, UsageError, fingerprint, to_tree
-from twophase.restart import RestartPolicy, parse
+from twophase.policies.base import RestartPolicy
+from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
 VOCABULARY_SIZES = {"char": 96, "bytes": 256}

@@ -1,0 +1,287 @@
+"""Define what a restart policy sees of a round, what it may answer, and how it is asked.
+
+A policy is a frozen dataclass that knows nothing of tensors. Once a round it is shown a `RoundSignal`, a few floats
+that are the same on every replica, and answers with its next state and `None`, a `Restart` or a `Step`:
+
+    m <- retain m + inject g        Restart; a hard restart is retain 0, inject 0: m <- 0
+    x <- x - along_g g - along_m m  Step: in the place of the rule's own update, with the m before g is mixed in
+
+on the buffer of the rule's own form. Norms and angles are measured *before* the round's g is mixed in. After the
+mixing, everything in the plane of g and m follows from these three numbers: a single measurement serves both moments.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from twophase.rule import OuterRule
+
+State = dict[str, float]
+"""A policy's memory: plain numbers under string keys, so that JSON and `torch.save(weights_only)` both carry it."""
+MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
+"""What a policy may need that the optimizer measures by itself."""
+PROBES = "probes"
+"""What a policy needs that decides by the losses of its candidates."""
+AGREEMENT = "agreement"
+"""`|g|^2` over the mean of the replicas' own squared norms: 1 if they agree, 1 / replicas if they share nothing. An
+engine of at least two replicas measures it."""
+LARGEST = 1e30
+"""The largest number that a policy may multiply a buffer or a pseudo-gradient with; a float32 holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSignal:
+    """Hold what a policy may see of a round: plain floats, equal on every replica.
+
+    Args:
+        round: number of the round, from 1.
+        rounds_since_restart: rounds taken since the last restart, this round included; `round` when there was none.
+        pseudo_gradient_norm: Euclidean norm of g; None unless the policy `needs` it.
+        buffer_norm: Euclidean norm of the buffer before g is mixed in; None unless needed.
+        cosine: cosine of the angle between g and that buffer, 0 when either vanishes; None unless needed.
+        extra: further all-reduced values that the caller supplies, such as losses.
+        rule: the rule that the policy is used with.
+        probes: the losses of the policy's `candidates`, in their order; None unless it needs `"probes"`.
+    """
+
+    round: int
+    rounds_since_restart: int
+    pseudo_gradient_norm: float | None = None
+    buffer_norm: float | None = None
+    cosine: float | None = None
+    extra: Mapping[str, float] | None = None
+    rule: OuterRule | None = None
+    probes: tuple[float, ...] | None = None
+
+    def value(self, name: str) -> float:
+        """Return a measured or supplied number by its name; raise KeyError if it is missing."""
+        value = getattr(self, name) if name in MEASURED else (self.extra or {})[name]
+        if value is None:
+            raise KeyError(name)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Take an update in the place of the rule's own: `x <- x - along_g g - along_m m`.
+
+    Here m is the buffer that the signal speaks of, before g is mixed in (but after a restart before the mixing). Plain
+    averaging of the replicas is `Step(1, 0)`.
+
+    Args:
+        along_g: weight of the pseudo-gradient in the update.
+        along_m: weight of the buffer.
+        mix: (c, d) of `m <- c m + d g` in the place of the rule's own mixing; None keeps the rule's.
+    """
+
+    along_g: float
+    along_m: float
+    mix: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, rule: OuterRule) -> Step:
+        """Return the rule's own update: `lr (w g + b m)` (heavy ball) or `lr ((1 + b) w g + b^2 m)` (Nesterov)."""
+        lr, b, w = rule.lr, rule.momentum, rule.injection
+        return cls(lr * (1 + b) * w, lr * b * b) if rule.nesterov else cls(lr * w, lr * b)
+
+    def times(self, factor: float) -> Step:
+        """Return the same update, `factor` times as long."""
+        return Step(factor * self.along_g, factor * self.along_m, self.mix)
+
+
+AVERAGING = Step(1.0, 0.0)
+"""Plain averaging of the replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Restart the buffer: `m <- retain m + inject g`, after (default) or before g is mixed into it.
+
+    Args:
+        retain: share of the buffer that stays.
+        inject: weight of the pseudo-gradient.
+        before: act before g is mixed in instead of after the round's update.
+        opposed: only in the coordinates in which g and m have opposite signs.
+        counts: whether it begins a new cycle (`rounds_since_restart`) and is counted and reported as a restart; a mere
+            rescaling of the buffer does not.
+        step: the update of the round, in the place of the rule's own.
+    """
+
+    retain: float = 0.0
+    inject: float = 0.0
+    before: bool = False
+    opposed: bool = False
+    counts: bool = True
+    step: Step | None = None
+
+
+HARD = Restart()
+Decision = Restart | Step | None
+"""What a policy answers."""
+
+
+class RestartPolicy(ABC):
+    """Decide, once a round, whether the outer momentum restarts.
+
+    A subclass is a frozen dataclass of plain numbers. Class variables say what it asks of its surroundings:
+
+    * `needs`: what it reads of a `RoundSignal` beyond the round counters and the rule. The optimizer measures only
+      needed norms and angles; the caller of an optimizer or an engine must promise to supply the rest.
+    * `takes_steps`: whether it ever answers with a `Step`; then it also changes a rule without momentum.
+    * `reads_rule`: whether its answers depend on the rule.
+    * `by_coordinate`: whether it ever restarts the opposed coordinates alone; then its updates cannot be computed in
+      advance, whatever it needs.
+    """
+
+    name: ClassVar[str] = ""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    takes_steps: ClassVar[bool] = False
+    reads_rule: ClassVar[bool] = False
+    by_coordinate: ClassVar[bool] = False
+
+    def initial_state(self) -> State:
+        """Return the memory before the first round."""
+        return {}
+
+    @abstractmethod
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Return the memory after this round, and the restart to perform, the step to take, or None.
+
+        Called through `ask`, which has checked that everything in `needs` is there and finite.
+        """
+
+    def candidates(self, rule: OuterRule) -> tuple[Decision, ...]:
+        """List the decisions whose losses are to be measured, for a policy that needs `"probes"`."""
+        del rule
+        return ()
+
+    def canonical(self, rule: OuterRule) -> OuterRule:
+        """Choose a representative of the rules that make the same updates with this policy, the same for all."""
+        return rule
+
+    def effective(self, rule: OuterRule) -> OuterRule:
+        """Return the rule to build an optimizer with: it has a momentum where the policy needs a buffer.
+
+        A policy that brings its own mixing needs a buffer whatever the rule says; at momentum 0 an optimizer has none.
+        """
+        return self.canonical(rule) if rule.momentum == 0 else rule
+
+    def scaled(self, factor: float) -> RestartPolicy:
+        """Return the same policy for a buffer that is `factor` times as large (as a change of form makes it)."""
+        del factor
+        return self
+
+    def arguments(self) -> list[str]:
+        """List the words of the text form after the name, in the order of the fields."""
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return [repr(v if isinstance(v, int) else float(v)) for v in values]  # NumPy's repr names the type
+
+    @classmethod
+    def from_arguments(cls, words: list[str]) -> RestartPolicy:
+        """Build the policy from the words of its text form."""
+        return cls(*(cls._number(word, words) for word in words))
+
+    @classmethod
+    def _number(cls, word: str, words: list[str]) -> float:
+        for kind in (int, float):
+            with suppress(ValueError):
+                return kind(word)
+        text = ":".join([cls.name, *words])
+        raise ValueError(f"restart {text!r}: {word!r} is not a number; write {cls.usage()}")
+
+    @classmethod
+    def usage(cls) -> str:
+        """Return the text form with the names of the fields in the place of their values."""
+        return ":".join([cls.name, *(field.name.upper() for field in fields(cls))])  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return ":".join([self.name, *self.arguments()])
+
+
+@dataclass(frozen=True, slots=True)
+class Never(RestartPolicy):
+    """Never restart: ordinary outer momentum. Text form `never`."""
+
+    name: ClassVar[str] = "never"
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Return None in every round."""
+        del signal
+        return state, None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Hold what a policy has answered.
+
+    Args:
+        state: its memory after the round.
+        restart: what happens to the buffer, or None.
+        step: the update in the place of the rule's own, or None.
+        not_finite: what the policy needs and what was not finite. Then it was not asked and its memory is unchanged;
+            the run has diverged, which the caller must report.
+    """
+
+    state: State
+    restart: Restart | None = None
+    step: Step | None = None
+    not_finite: tuple[str, ...] = ()
+
+    @property
+    def restarted(self) -> bool:
+        """True if a new cycle begins."""
+        return self.restart is not None and self.restart.counts
+
+    def age(self, age: int) -> int:
+        """Return the rounds since the last restart after this round, where there were `age` with it before."""
+        if self.restart is None or not self.restart.counts:
+            return age
+        return 1 if self.restart.before else 0
+
+    def mixing(self, rule: OuterRule) -> tuple[float, float]:
+        """Return the c and d of the round's `m <- c m + d g`."""
+        if self.step is not None and self.step.mix is not None:
+            return self.step.mix
+        return rule.momentum, rule.injection
+
+    def weights(self, rule: OuterRule) -> tuple[float, float]:
+        """Return A and B of the round's update `A g + B m`, with m the buffer before the round.
+
+        A restart of single coordinates is left out: there are no such two numbers.
+        """
+        retain, inject = 1.0, 0.0
+        if self.restart is not None and self.restart.before and not self.restart.opposed:
+            retain, inject = self.restart.retain, self.restart.inject
+        step = self.step or Step.of(rule)
+        return step.along_g + step.along_m * inject, step.along_m * retain
+
+
+def ask(policy: RestartPolicy, state: State, signal: RoundSignal) -> Answer:
+    """Ask a policy for its decision; every caller of a policy goes through here.
+
+    Args:
+        policy: the policy.
+        state: its memory; missing keys count as before the first round.
+        signal: the round, with everything that the policy needs.
+
+    Raises:
+        KeyError: something that it needs is missing.
+    """
+    broken = [name for name in policy.needs - {PROBES} if not math.isfinite(signal.value(name))]
+    if PROBES in policy.needs and not any(math.isfinite(loss) for loss in signal.probes or ()):
+        broken.append(PROBES)  # of several candidates a single one may blow up; it is not chosen
+    if broken:
+        return Answer(state, not_finite=tuple(sorted(broken)))
+    return answered(*policy.decide(policy.initial_state() | state, signal))
+
+
+def answered(state: State, decision: Decision) -> Answer:
+    """Return a decision as an answer."""
+    if isinstance(decision, Step):
+        return Answer(state, None, decision)
+    return Answer(state, decision, None if decision is None else decision.step)

@@ -1,0 +1,33 @@
+"""Check the numbers of a policy, and return them as plain numbers."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from numbers import Integral, Real
+
+
+def check_count(where: str, what: str, value: object, least: int = 1) -> int:
+    """Return `value` as a plain int if it is a whole number >= `least` (NumPy's included); else raise a ValueError."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{where}: {what} is {value!r}; it must be a whole number >= {least}")
+    return int(value)
+
+
+def check_number(where: str, what: str, value: object, span: tuple[float, float], example: str) -> float:
+    """Return `value` as a plain finite number (NumPy's included) in a span; else raise a ValueError.
+
+    The ends belong to the span where both are finite; above 0 is `(0, inf)`, any number `(-inf, inf)`.
+    """
+    low, high = span
+    endless = high == math.inf
+    number = math.nan
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):  # of a whole number that no float can hold
+            number = int(value) if isinstance(value, Integral) and math.isfinite(value) else float(value)
+    if not (low < number < high if endless else low <= number <= high):
+        words = f"a number from {low:g} to {high:g}"
+        if endless:
+            words = "a finite number" + (f" above {low:g}" if math.isfinite(low) else "")
+        raise ValueError(f"{where}: {what} is {value!r}; it must be {words}, for example {example}")
+    return number

@@ -1,0 +1,144 @@
+"""Write policies as text and JSON, read them back, and find the class of a name.
+
+To add a policy, write a frozen dataclass that derives from `RestartPolicy` and decorate it with `@register("name")`:
+its text form (`name:value:...`), JSON form, state saving, the optimizer and the engine then work unchanged. So do
+sweeps and the command line, if the environment variable `TWOPHASE_POLICIES` names its module.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, TypeVar
+
+from twophase.policies.base import Never, RestartPolicy
+
+_REGISTRY: dict[str, type[RestartPolicy]] = {Never.name: Never}
+_MODULES = tuple(f"twophase.policies.{name}" for name in ("scheduled", "auto", "measured", "probe"))
+"""Modules of this room that register policies; loaded on the first unknown name."""
+POLICIES_VARIABLE = "TWOPHASE_POLICIES"
+"""Environment variable: modules that register further policies, separated by commas; loaded on an unknown name.
+The command line and a sweep's workers, processes of their own, learn of such policies in this way."""
+STUDIED = "twophase.studies.policies"
+"""A module of policies that studies compare, for a message's remedy; nothing here imports it."""
+P = TypeVar("P", bound=type[RestartPolicy])
+
+
+def register(name: str) -> Callable[[P], P]:
+    """Make a policy known under `name` to text, JSON, configs and the command line; a class decorator.
+
+    A class of the same module and name replaces the earlier definition, as when a notebook's cell runs again;
+    instances of the earlier class must then be made anew.
+
+    Raises:
+        ValueError: the name belongs to another policy.
+    """
+
+    def add(cls: P) -> P:
+        if cls.__module__ not in _MODULES:
+            _load_modules()  # so that the name of a policy of this room is refused here, not when the room is loaded
+        before = _REGISTRY.get(name)
+        if before is not None and not _is_redefined(before, cls):
+            place = f"{before.__module__}.{before.__qualname__}"
+            raise ValueError(f"register: a restart policy named {name!r} exists already ({place}); choose another name")
+        cls.name = name
+        _REGISTRY[name] = cls
+        if before is not None:
+            _parse_text.cache_clear()  # parsed texts keep instances of the earlier class
+        return cls
+
+    return add
+
+
+def _is_redefined(before: type[RestartPolicy], now: type[RestartPolicy]) -> bool:
+    return (before.__module__, before.__qualname__) == (now.__module__, now.__qualname__)
+
+
+def _load_modules() -> None:
+    for module in _MODULES:
+        import_module(module)
+
+
+def _class_of(name: str) -> type[RestartPolicy] | None:
+    if name not in _REGISTRY:
+        _load_modules()
+    if name not in _REGISTRY:
+        for module in filter(None, map(str.strip, os.environ.get(POLICIES_VARIABLE, "").split(","))):
+            try:
+                import_module(module)
+            except Exception as error:
+                raise ValueError(
+                    f"{POLICIES_VARIABLE}: the module {module!r} cannot be imported ({type(error).__name__}: {error}); "
+                    "mend it, put its folder on PYTHONPATH, or unset the variable"
+                ) from error
+    return _REGISTRY.get(name)
+
+
+def parse(text: str | int | RestartPolicy) -> RestartPolicy:
+    """Return the policy of a text form; a policy is returned as it is and a whole number is a period.
+
+    `never`, `3`, `cycle:5,6,10`, `at:4,9`, `soft:3:0.2:0.1`, or `name:value:...` of a registered policy. Inverse of
+    `str(policy)`.
+
+    Raises:
+        ValueError: unknown name, wrong number of values, or values out of range.
+
+    >>> parse("3"), str(parse("soft:3:0.2:0.1"))
+    (Periodic(period=3), 'soft:3:0.2:0.1')
+    """
+    if not isinstance(text, RestartPolicy):
+        return _parse_text(str(text).strip())
+    cls = _class_of(text.name)
+    if cls is type(text):
+        return text
+    if cls is not None and _is_redefined(cls, type(text)):
+        raise ValueError(f"restart {text!r} is of an earlier definition of {cls.__name__}; make it anew")
+    # Its text form would be that of another policy, or of none.
+    raise ValueError(f'restart {text!r} has no text form; decorate {type(text).__name__} with @register("name")')
+
+
+@lru_cache(maxsize=1024)
+def _parse_text(text: str) -> RestartPolicy:
+    name, *words = ["periodic", text] if re.fullmatch(r"[+-]?[0-9]+", text) else text.split(":")
+    cls = _class_of(name)
+    if cls is None:
+        raise ValueError(
+            f"restart {text!r} is not known; write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
+            f"one of {', '.join(sorted(_REGISTRY))} with its values; {POLICIES_VARIABLE} (an environment variable) "
+            f"names modules with policies of your own, or those of the studies: {POLICIES_VARIABLE}={STUDIED}"
+        )
+    try:
+        return cls.from_arguments(words)
+    except TypeError:
+        raise ValueError(f"restart {text!r} has the wrong number of values; write {cls.usage()}") from None
+
+
+def to_json(policy: RestartPolicy) -> dict[str, Any]:
+    """Return the policy as a JSON object: its `kind` and its fields. Inverse of `from_json`.
+
+    >>> to_json(parse("3"))
+    {'kind': 'periodic', 'period': 3}
+    """
+    values = {field.name: getattr(policy, field.name) for field in fields(policy)}  # type: ignore[arg-type]
+    return {"kind": policy.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def from_json(data: Mapping[str, Any]) -> RestartPolicy:
+    """Return the policy of a JSON object that `to_json` wrote.
+
+    Raises:
+        ValueError: unknown kind, or fields that do not fit it.
+    """
+    values = dict(data)
+    kind = values.pop("kind", None)
+    cls = _class_of(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ValueError(f"from_json: kind {kind!r} is not known; use one of {', '.join(sorted(_REGISTRY))}")
+    wanted = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    if set(values) != wanted:
+        raise ValueError(f"from_json: {kind!r} takes {sorted(wanted)}, got {sorted(values)}")
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

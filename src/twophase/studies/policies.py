@@ -1,0 +1,406 @@
+"""Compare restarts with these policies in studies; docs/restarts.md says why none of them is recommended.
+
+An example of a module that `TWOPHASE_POLICIES` names:
+
+    TWOPHASE_POLICIES=twophase.studies.policies twophase train --outer.restart gradient
+
+Restart tests: `gradient`, `cosine:0.2`, `norm:1.5`, `speed` and `opposed` (each coordinate for itself), all before the
+round's g is mixed in; `tracked`, a period that follows the effective progress which the rounds show. And rules that
+change the step or the buffer without forgetting: `cap:1` (bounded gain), `bound:1.5` (bounded buffer), `slowmo` (buffer
+in units of the inner learning rate), `reseed:3` (the buffer begins at g instead of 0), `debiased:3` (no small steps
+after a restart), `lookahead:0.1:0.1` (no momentum early and late in the run).
+
+Source: theory notes R29 to R31.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from twophase.policies.base import AVERAGING, MEASURED, Decision, Restart, RestartPolicy, RoundSignal, State, Step
+from twophase.policies.checks import check_count, check_number
+from twophase.policies.text import POLICIES_VARIABLE, register
+from twophase.rule import OuterRule
+
+
+def share_with_workers() -> None:
+    """Name this module in `TWOPHASE_POLICIES`, so that the workers of a sweep, processes of their own, know it too."""
+    modules = [name for name in os.environ.get(POLICIES_VARIABLE, "").split(",") if name]
+    os.environ[POLICIES_VARIABLE] = ",".join(dict.fromkeys([*modules, __name__]))
+
+
+@register("gradient")
+@dataclass(frozen=True, slots=True)
+class Gradient(RestartPolicy):
+    """Restart when the pseudo-gradient points against the buffer: `<g, m> < 0`. Text form `gradient`.
+
+    Not in the first round after a restart. Without noise the first choice of the adaptive rules; in language models
+    pseudo-gradients stay positively correlated even in failing runs, so that it hardly ever fires.
+
+    Source: theory note R30; O'Donoghue and Candes (2015), the gradient scheme.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"cosine"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart before the mixing when the cosine is negative."""
+        return state, _drop_if(signal.value("cosine") < 0, signal)
+
+
+@register("cosine")
+@dataclass(frozen=True, slots=True)
+class Cosine(RestartPolicy):
+    """Restart when the cosine between pseudo-gradient and buffer is below a threshold. Text form `cosine:0.2`.
+
+    Args:
+        threshold: in [-1, 1]; 0 is `gradient`.
+    """
+
+    threshold: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"cosine"})
+
+    def __post_init__(self) -> None:
+        """Refuse thresholds outside [-1, 1]."""
+        value = check_number("Cosine", "threshold", self.threshold, (-1, 1), "cosine:0.2")
+        object.__setattr__(self, "threshold", value)
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart before the mixing when the cosine is below the threshold."""
+        return state, _drop_if(signal.value("cosine") < self.threshold, signal)
+
+
+@register("norm")
+@dataclass(frozen=True, slots=True)
+class NormRatio(RestartPolicy):
+    """Restart when the buffer has outgrown the pseudo-gradient: `|m| > ratio |g|`. Text form `norm:1.5`.
+
+    Args:
+        ratio: above 0, for the buffer of the rule's own form (an EMA buffer is 1 - momentum times a sum buffer).
+    """
+
+    ratio: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
+
+    def __post_init__(self) -> None:
+        """Refuse ratios that are not positive."""
+        value = check_number("NormRatio", "ratio", self.ratio, (0, math.inf), "norm:1.5")
+        object.__setattr__(self, "ratio", value)
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart before the mixing when the buffer is too long."""
+        return state, _drop_if(signal.value("buffer_norm") > self.ratio * signal.value("pseudo_gradient_norm"), signal)
+
+    def scaled(self, factor: float) -> RestartPolicy:
+        """Scale the ratio with the buffer."""
+        return NormRatio(self.ratio * factor)
+
+
+@register("speed")
+@dataclass(frozen=True, slots=True)
+class Speed(RestartPolicy):
+    """Restart when the buffer has become shorter than it was a round ago, since the last restart. Text form `speed`.
+
+    Source: theory note R30, where it shows no clear gain; Su, Boyd and Candes (2016), the speed restart.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"buffer_norm"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart before the mixing when the buffer has shrunk."""
+        now = signal.value("buffer_norm")
+        decision = _drop_if(now < state.get("norm", 0.0), signal)
+        return ({"norm": now} if decision is None else {}), decision
+
+
+@register("opposed")
+@dataclass(frozen=True, slots=True)
+class Opposed(RestartPolicy):
+    """Restart each coordinate for itself: `m_i <- 0` where `g_i m_i < 0`, before the mixing. Text form `opposed`.
+
+    It acts in every round, and counts no restarts. It depends on the coordinates (theory note R30: rotated ones gain
+    less), and the theory of modes does not cover it.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})  # no NaN has a sign
+    by_coordinate: ClassVar[bool] = True
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart the opposed coordinates, in every round."""
+        del signal
+        return state, Restart(before=True, opposed=True, counts=False)
+
+
+@register("tracked")
+@dataclass(frozen=True, slots=True)
+class Tracked(RestartPolicy):
+    """Restart with a period that follows the effective progress of the rounds. Text form `tracked`.
+
+    The next cycle's length is the rounded first cancellation time `K_0(sigma)` of the theory, at least 2; none where
+    sigma lies at or below the oscillatory interval, for then a restart can only lose. With m the buffer after a round,
+    the mode model gives `<g_t, m> - <g_{t+1}, m> = sigma <x_t - x_{t+1}, m> + noise`, whose ratio of sums over a cycle
+    estimates sigma along the buffer from three numbers a round; what is not positive leaves the period as it is. Noise
+    is taken for progress, so that with noise the period comes out too short.
+
+    Args:
+        first: length of the first cycle, a whole number >= 2: a restart in every round leaves nothing to estimate from.
+
+    Source: theory notes R7, R13 and R29 (there with vectors; here along the buffer, as `theory.observed`).
+    """
+
+    first: int = 3
+
+    needs: ClassVar[frozenset[str]] = MEASURED
+
+    def __post_init__(self) -> None:
+        """Refuse lengths that are not whole numbers >= 2."""
+        object.__setattr__(self, "first", check_count("Tracked", "first", self.first, least=2))
+
+    def initial_state(self) -> State:
+        """Return the first period, and no sums."""
+        return {"period": float(self.first), "progress": 0.0, "distance": 0.0}
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart after the round that ends the cycle."""
+        rule = signal.rule
+        assert rule is not None
+        g, m, cosine = (signal.value(name) for name in ("pseudo_gradient_norm", "buffer_norm", "cosine"))
+        after = dict(state)
+        if "along" in state:  # the round before, unless it ended with a restart
+            after["progress"] = state["progress"] + state["along"] - g * m * cosine
+            after["distance"] = state["distance"] + state["step"]
+        along = rule.momentum * g * m * cosine + rule.injection * g * g
+        old, new = rule.momentum * m, rule.injection * g  # products, for a power of floats raises where it overflows
+        square = old * old + 2 * old * new * cosine + new * new
+        taken = rule.injection * along + rule.momentum * square if rule.nesterov else square  # <update, m> / lr
+        after |= {"along": along, "step": rule.lr * taken}
+        if 0 < after["distance"] < math.inf and 0 < after["progress"] < math.inf:
+            sigma = min(after["progress"] / after["distance"], 1.0)
+            after["next"] = first_cancellation(rule, sigma)
+        else:
+            after.pop("next", None)  # of a part of the cycle, which the whole does not bear out
+        # Where nothing ought to restart, what a later round shows may end the cycle.
+        length = after["period"] if after["period"] > 0 else after.get("next", 0.0)
+        if length == 0 or signal.rounds_since_restart < length:
+            return after, None
+        after["period"] = after.pop("next", after["period"])
+        del after["along"], after["step"]
+        after["progress"] = after["distance"] = 0.0
+        return after, Restart()
+
+
+@register("cap")
+@dataclass(frozen=True, slots=True)
+class GainCap(RestartPolicy):
+    """Shorten the update until its gain `<update, g> / <g, g>` is at most a bound. Text form `cap:1`.
+
+    The buffer goes on as it would.
+
+    Args:
+        gain: the bound, above 0; 1 is the length of plain averaging along g.
+
+    Source: the confound of theory note R31, made a rule: a restart, too, bounds the gain.
+    """
+
+    gain: float
+
+    needs: ClassVar[frozenset[str]] = MEASURED
+    takes_steps: ClassVar[bool] = True
+    reads_rule: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that are not positive."""
+        object.__setattr__(self, "gain", check_number("GainCap", "gain", self.gain, (0, math.inf), "cap:1"))
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Shorten the rule's update where it is too long."""
+        rule = signal.rule
+        assert rule is not None
+        step, gain = Step.of(rule), rule_gain(rule, signal)
+        return state, step.times(self.gain / gain) if gain > self.gain else None
+
+
+@register("bound")
+@dataclass(frozen=True, slots=True)
+class BufferBound(RestartPolicy):
+    """Shorten the buffer to `|m| <= ratio |g|` before the mixing; it keeps its direction. Text form `bound:1.5`.
+
+    Args:
+        ratio: above 0, for the buffer of the rule's own form.
+    """
+
+    ratio: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
+
+    def __post_init__(self) -> None:
+        """Refuse ratios that are not positive."""
+        value = check_number("BufferBound", "ratio", self.ratio, (0, math.inf), "bound:1.5")
+        object.__setattr__(self, "ratio", value)
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Rescale the buffer where it is too long."""
+        length, most = signal.value("buffer_norm"), self.ratio * signal.value("pseudo_gradient_norm")
+        return state, Restart(most / length, before=True, counts=False) if length > most else None
+
+    def scaled(self, factor: float) -> RestartPolicy:
+        """Scale the ratio with the buffer."""
+        return BufferBound(self.ratio * factor)
+
+
+@register("slowmo")
+@dataclass(frozen=True, slots=True)
+class SlowMo(RestartPolicy):
+    """Keep the buffer in units of the inner learning rate: `m <- (lr_t / lr_{t-1}) m` before the mixing. `slowmo`.
+
+    Needs `inner_lr`, the inner learning rate at the end of the round. SlowMo divides g by it on the way into the buffer
+    and multiplies the buffer by it on the way out, which is this.
+
+    Source: Wang et al. (2020), SlowMo, algorithm 1.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"inner_lr"})
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Rescale the buffer where the inner learning rate has changed."""
+        now, last = signal.value("inner_lr"), state.get("lr", 0.0)
+        changed = last > 0 and now != last
+        return {"lr": now}, Restart(now / last, before=True, counts=False) if changed else None
+
+
+@register("reseed")
+@dataclass(frozen=True, slots=True)
+class Reseed(RestartPolicy):
+    """Set the buffer, every `period` rounds, to what a constant g would have made it. Text form `reseed:3`.
+
+    `m <- g` in EMA form, `m <- g / (1 - momentum)` in sum form: one trajectory in both. (`soft:3:0:1` is `m <- g` in
+    the rule's own form, which is not the same in the two.)
+
+    Args:
+        period: K, in rounds, a whole number >= 1.
+    """
+
+    period: int
+
+    reads_rule: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse periods that are not whole numbers >= 1."""
+        object.__setattr__(self, "period", check_count("Reseed", "period", self.period))
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Restart warmly when the round is a multiple of the period."""
+        assert signal.rule is not None
+        due = signal.round % self.period == 0
+        return state, Restart(inject=signal.rule.injection / (1 - signal.rule.momentum)) if due else None
+
+
+@register("debiased")
+@dataclass(frozen=True, slots=True)
+class Debiased(RestartPolicy):
+    """Take out the small steps while the buffer fills: divide the update by `1 - b^j`. Text form `debiased:3`.
+
+    In round j after a restart a constant g has filled the share `1 - b^j` of the buffer, in both forms; of Nesterov's
+    update it is `1 - b^(j+1)`.
+
+    Args:
+        period: K, in rounds, of the hard restarts that go with it; 0 means none.
+
+    Source: the bias correction of Adam, for the outer momentum.
+    """
+
+    period: int = 0
+
+    takes_steps: ClassVar[bool] = True
+    reads_rule: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse periods that are not whole numbers >= 0."""
+        object.__setattr__(self, "period", check_count("Debiased", "period", self.period, least=0))
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Correct the update, and restart when the round is a multiple of the period."""
+        rule = signal.rule
+        assert rule is not None
+        filled = 1 - rule.momentum ** (signal.rounds_since_restart + rule.nesterov)
+        step = Step.of(rule).times(1 / filled)
+        due = self.period > 0 and signal.round % self.period == 0
+        return state, Restart(step=step) if due else step
+
+
+@register("lookahead")
+@dataclass(frozen=True, slots=True)
+class LookAheadGate(RestartPolicy):
+    """Average early and late in the run, and follow the rule in between. Text form `lookahead:0.1:0.1`.
+
+    The buffer goes on while the gate is closed. Needs `progress`, the share of the run that is done with this round.
+
+    Args:
+        early: share of the run at its start in which the replicas are only averaged, in [0, 1].
+        late: the same at its end.
+
+    Source: EMA-Nesterov (arXiv 2605.25395), whose look-ahead is switched off early and late.
+    """
+
+    early: float
+    late: float
+
+    needs: ClassVar[frozenset[str]] = frozenset({"progress"})
+    takes_steps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Refuse numbers outside [0, 1]."""
+        for name in ("early", "late"):
+            value = check_number("LookAheadGate", name, getattr(self, name), (0, 1), "lookahead:0.1:0.1")
+            object.__setattr__(self, name, value)
+
+    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
+        """Average outside the gate's time."""
+        done = signal.value("progress")
+        return state, AVERAGING if done <= self.early or done > 1 - self.late else None
+
+
+def first_cancellation(rule: OuterRule, sigma: float) -> float:
+    """Return the rounded first cancellation time of a mode, at least 2; 0 where the mode does not oscillate.
+
+    `K_0 = floor((theta + pi/2) / phi + 1/2)` with the phase phi and lag theta of the transition (theory notes R6, R7,
+    R13). Above the oscillatory interval every other round overshoots: 2.
+
+    Args:
+        rule: the outer rule.
+        sigma: effective progress, in [0, 1].
+
+    >>> first_cancellation(OuterRule(1.0, 0.9, form="ema"), 0.22)
+    13.0
+    """
+    b, s = rule.momentum, rule.lr * rule.injection * sigma
+    if b == 0 or s == 0:
+        return 0.0
+    a, trace, determinant = (
+        (1 - (1 + b) * s, (1 + b) * (1 - s), b * (1 - s)) if rule.nesterov else (1 - s, 1 + b - s, b)
+    )
+    square = determinant - trace * trace / 4
+    if square <= 0:  # two real roots
+        return 0.0 if trace > 0 else 2.0
+    # By the roots' imaginary part: next to the interval's ends their cosine rounds to 1, whose angle has no sine.
+    height = math.sqrt(square)
+    phase, lag = math.atan2(height, trace / 2), math.atan((a - b) / (2 * height))
+    return float(max(2, math.floor((lag + math.pi / 2) / phase + 0.5)))
+
+
+def rule_gain(rule: OuterRule, signal: RoundSignal) -> float:
+    """Return the gain `<update, g> / <g, g>` that the rule's own update would have; nan when g = 0."""
+    norm = signal.value("pseudo_gradient_norm")
+    if norm == 0:
+        return math.nan
+    step = Step.of(rule)
+    return step.along_g + step.along_m * signal.value("cosine") * signal.value("buffer_norm") / norm
+
+
+def _drop_if(fires: bool, signal: RoundSignal) -> Decision:
+    """Restart before the mixing if a test fires, unless the buffer holds a single round."""
+    return Restart(before=True) if fires and signal.rounds_since_restart > 1 else None
