@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.base.config import UsageError, fingerprint, load_yaml, to_tree
-from twophase.runs.folder import RunFolder, check_place, list_some, read_lines, read_summary
 from twophase.base.files import write_atomic
+from twophase.runs.folder import RunFolder, check_place, list_some, read_lines, read_summary
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from runmaker import EMA, config_of, write_lines, write_run
-from twophase.base.config import dump_yaml
 from twophase.advice.text import describe
 from twophase.advice.verdict import diagnose
+from twophase.base.config import dump_yaml
 from twophase.runs.record import RunRecord, read_record
 
 Lines = list[dict[str, Any]]

@@ -15,12 +15,12 @@ import pytest
 
 import textmaker
 from commands import scalars
-from twophase.runs import trackers as tracking
 from twophase.base.config import UsageError, to_tree, with_values
+from twophase.runs import trackers as tracking
 from twophase.runs.folder import RunFolder, read_lines
+from twophase.runs.trackers import Tracked, check, identity, numbers, tracked, tracker
 from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
-from twophase.runs.trackers import Tracked, check, identity, numbers, tracked, tracker
 
 
 class Backend:

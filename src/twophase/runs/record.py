@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from twophase import __version__
 from twophase.base.config import UsageError
-from twophase.runs.jsonl import LARGEST_COUNT, Column, number, read_columns
-from twophase.runs.rounds import WHOLE, Block, read_rounds
-from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, list_some, read_summary
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
+from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, list_some, read_summary
+from twophase.runs.jsonl import LARGEST_COUNT, Column, number, read_columns
+from twophase.runs.rounds import WHOLE, Block, read_rounds
 
 _LARGEST_FILE = 1 << 22  # bytes of config.yaml, env.json and summary.json
 _MOST_NAMES = 500  # values of a configuration that are shown

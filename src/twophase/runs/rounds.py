@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twophase.runs.jsonl import LARGEST_COUNT, MOST_COLUMNS, Column, Columns, Line, name_absurd, read_batches
 from twophase.runs.folder import ROUNDS, list_some
+from twophase.runs.jsonl import LARGEST_COUNT, MOST_COLUMNS, Column, Columns, Line, name_absurd, read_batches
 
 WHOLE = "whole model"
 """Name of the block of a run that has only one."""
