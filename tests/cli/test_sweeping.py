@@ -419,10 +419,10 @@ def test_killed_in_a_run_that_shares_nothing(tmp_path: Path, call: Call, stop_af
 
 @pytest.mark.slow
 @pytest.mark.parametrize("database", [False, True])
-def test_workers_elsewhere(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, database: bool) -> None:
-    """`--workers 0` fills the queue, in the folder or a database, and says how to go on; what it says works."""
+def test_workers_elsewhere(tmp_path: Path, call: Call, database: bool) -> None:
+    """`--workers 0` writes the plan and says how to go on; what it says works, with trials in a database too."""
     folder = tmp_path / "sweep"
-    url = f"sqlite:///{tmp_path}/queue.db"
+    url = f"sqlite:///{tmp_path}/trials.db"
     storage = ["--storage", url] if database else []
     words = ["sweep", *GRID, "--out", folder, *storage, "--workers", "0"]
     said = call(*words)
@@ -432,11 +432,8 @@ def test_workers_elsewhere(tmp_path: Path, call: Call, monkeypatch: pytest.Monke
     hint = next(line for line in said.out.splitlines() if line.startswith("see how far it is"))
     assert shlex.split(hint)[-2:] == ["--workers", "0"]
     assert hint.count("--workers") == 1
-    if database:
-        monkeypatch.setenv("TWOPHASE_STORAGE", url)  # as a worker's --storage
     assert call("sweep-worker", "--out", folder).status == 0
-    monkeypatch.delenv("TWOPHASE_STORAGE", raising=False)
-    assert (folder / "queue.journal").exists() is not database
+    assert (folder / "trials.journal").exists() is not database
     said = call(*words)
     assert said.status == 0
     assert "12 were finished before" in said.out
@@ -447,19 +444,11 @@ def test_workers_elsewhere(tmp_path: Path, call: Call, monkeypatch: pytest.Monke
 
 
 def test_worker_in_the_wrong_place(tmp_path: Path, call: Call) -> None:
-    """A worker in a folder without a plan, or with another storage than the sweep's, ends with status 2 and says so."""
+    """A worker in a folder without a plan ends with status 2 and says so, and makes nothing."""
     said = call("sweep-worker", "--out", tmp_path / "absent")
     assert (said.status, len(said.err.splitlines())) == (2, 1)
     assert "holds no plan.json; start the sweep there first" in said.err
     assert not (tmp_path / "absent").exists()
-    folder = tmp_path / "sweep"
-    assert call("sweep", "--axis", "outer.lr", "0.3", "--out", folder, "--workers", "0").status == 0
-    before = snapshot(folder)
-    said = call("sweep-worker", "--out", folder, "--storage", "postgresql://me:hunter2@host/name")
-    assert (said.status, len(said.err.splitlines())) == (2, 1)
-    assert "--storage is postgresql://me:***@host/name" in said.err
-    assert "was started with no --storage (its queue lies in the folder)" in said.err
-    assert snapshot(folder) == before
 
 
 @pytest.mark.slow
@@ -512,12 +501,11 @@ def test_slurm_options_without_slurm(tmp_path: Path, call: Call) -> None:
 
 
 def test_slurm_launcher(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--launcher slurm` submits workers, who find the storage in the environment; `--workers 0` submits none."""
-    calls, url = [], f"sqlite:///{tmp_path}/queue.db"
-    monkeypatch.setenv("TWOPHASE_STORAGE", "")  # so that the test's end puts back what was there
+    """`--launcher slurm` submits workers, which need the folder alone; `--workers 0` submits none."""
+    calls, url = [], f"sqlite:///{tmp_path}/trials.db"
 
     def fake(folder: Path, command: list[str], workers: int, options: dict[str, Any]) -> list[str]:
-        calls.append((folder, list(command), workers, dict(options), os.environ["TWOPHASE_STORAGE"]))
+        calls.append((folder, list(command), workers, dict(options)))
         return [f"7_{number}" for number in range(workers)]
 
     assert callable(submit)
@@ -528,8 +516,8 @@ def test_slurm_launcher(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPa
     said = call(*words, "--workers", "5")
     assert said.status == 0
     assert "submitted 5 workers to Slurm: 7_0, 7_1, 7_2, 7_3 …" in said.out
-    ((place, command, workers, options, storage),) = calls
-    assert (place, workers, options, storage) == (folder, 5, {"time": "60"}, url)
+    ((place, command, workers, options),) = calls
+    assert (place, workers, options) == (folder, 5, {"time": "60"})
     assert command[-3:] == ["sweep-worker", "--out", str(folder)]
     assert call(*words, "--workers", "0").status == 0
     assert len(calls) == 1

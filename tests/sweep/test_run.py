@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import optuna
 import pytest
 
 from twophase.base.config import UsageError
@@ -22,10 +24,11 @@ from twophase.restart import RestartPolicy, parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder, lock_folder
 from twophase.sweep import run as launch
+from twophase.sweep.crew import Crew
 from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.queue import Queue
 from twophase.sweep.run import Outcome, Status, read_plan, read_summaries, run_sweep
 from twophase.sweep.table import read_rows, write_rows
+from twophase.sweep.trials import Trials, open_storage
 from twophase.sweep.work import Work
 
 # A worker that trains nothing. `mode` of a configuration says how it misbehaves.
@@ -33,7 +36,6 @@ WORKER = r"""
 import json, os, signal, sys, threading, time
 from pathlib import Path
 from twophase.sweep import work as house
-from twophase.sweep.run import STORAGE_VARIABLE
 from twophase.base.files import write_atomic
 
 house._PAUSE_SECONDS, house._LONGEST_PAUSE_SECONDS = 0.05, 0.2
@@ -114,7 +116,7 @@ signal.signal(signal.SIGTERM, ask_to_stop)
 if "--leash" in sys.argv:
     threading.Thread(target=leash, daemon=True).start()
 note(folder / "started", " ".join([str(os.getpid()), *environment]))
-house.work(folder, os.environ.get(STORAGE_VARIABLE), execute, stopped=stop.is_set)
+house.work(folder, execute, stopped=stop.is_set)
 if lingers:
     time.sleep(60)
 sys.exit(143 if stop.is_set() else 0)
@@ -240,10 +242,10 @@ def test_sweep_runs_and_resumes(tmp_path: Path, command: list[str]) -> None:
     outcome = run_sweep(sweep, tmp_path / "out", workers=2, command=command, threads=3)
     assert counts(outcome) == (3, 1, 0, 0)
     assert outcome.changed
-    found = {path.name for path in (tmp_path / "out").iterdir()} - {"started", "queue.journal.local-lock"}
+    found = {path.name for path in (tmp_path / "out").iterdir()} - {"started"}
     assert found == {
-        ".lock", "cells.csv", "figures", "plan.json", "queue.journal", "runs", "sweep.json", "worker-0.log",
-        "worker-1.log", "workers",
+        ".lock", "cells.csv", "claims", "figures", "plan.json", "runs", "sweep.json", "trials.journal", "worker-0.log",
+        "worker-1.log",
     }  # fmt: skip
     assert json.loads((tmp_path / "out/sweep.json").read_text()) == sweep.spec()
     rows = read_rows(tmp_path / "out/cells.csv")
@@ -254,7 +256,7 @@ def test_sweep_runs_and_resumes(tmp_path: Path, command: list[str]) -> None:
     assert [threads for _, threads, _ in started(tmp_path / "out")] == ["3", "3"]
     said = [line for n in (0, 1) for line in lines(tmp_path / f"out/worker-{n}.log")]
     assert sorted(said) == sorted(f"run {run}" for run in sweep.runs)
-    assert list((tmp_path / "out/workers").iterdir()) == []
+    assert list((tmp_path / "out/claims").iterdir()) == []
     assert_all_ended(tmp_path / "out")
     again = run_sweep(sweep, tmp_path / "out", workers=2, command=["/nonexistent"])
     assert (counts(again), again.changed) == ((0, 0, 0, 4), False)
@@ -276,20 +278,20 @@ def test_shared_stretches_are_done_once(tmp_path: Path, command: list[str]) -> N
 
 
 def test_finished_sweep_resumes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finished sweep of 420 cells is recognised from its files: nothing is planned, opened or started."""
+    """A finished sweep of 420 cells is recognised from its files: nothing is planned, claimed or started."""
     sweep = Sweep("big", Config(), product(Config(), [Axis("seed", tuple(range(420)))]))
     assert counts(run_sweep(sweep, tmp_path, workers=0)) == (0, 0, 0, 0)  # leaves the folder as a killed sweep would
     for run, config in sweep.runs.items():
         finish(tmp_path / "runs" / run, config)
     monkeypatch.setattr(launch, "plan", must_not)
-    monkeypatch.setattr(Queue, "open", must_not)
+    monkeypatch.setattr(launch, "Queue", must_not)
     monkeypatch.setattr(subprocess, "Popen", must_not)
     assert counts(run_sweep(sweep, tmp_path, workers=8)) == (0, 0, 0, 420)
     assert states(tmp_path) == ["finished"] * 420
 
 
 def test_no_workers_here(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 0 workers the call fills the queue and returns; a worker started by hand does the work, a repeat sees it."""
+    """With 0 workers the call writes the plan and returns; a worker started by hand does the work, a repeat sees it."""
     sweep = sweep_of("ok", "diverges", "ok")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", must_not)
@@ -302,40 +304,105 @@ def test_no_workers_here(tmp_path: Path, command: list[str], monkeypatch: pytest
 
 
 def test_launcher_gets_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher is given the command, without the URL and its password; nothing is started here, nobody waits."""
+    """A launcher is given the command, without the URL and its password; nothing is started or awaited here."""
     monkeypatch.setattr(subprocess, "Popen", must_not)
-    url, given = f"sqlite:///{tmp_path}/queue.db", []
+    url, commands = f"sqlite:///{tmp_path}/trials.db", []
     sweep = sweep_of("ok", "ok")
-    run_sweep(sweep, tmp_path / "out", workers=4, command=["go"], storage=url, launch=given.append)
-    assert given == [["go", "--out", str(tmp_path / "out")]]
+    run_sweep(sweep, tmp_path / "out", workers=4, command=["go"], storage=url, launch=commands.append)
+    assert commands == [["go", "--out", str(tmp_path / "out")]]
     for run, config in sweep.runs.items():
         finish(tmp_path / "out" / "runs" / run, config)
     outcome = run_sweep(sweep, tmp_path / "out", workers=4, command=["go"], storage=url, launch=must_not)
     assert outcome.skipped == 2
 
 
-def test_database_instead_of_a_journal(tmp_path: Path, command: list[str]) -> None:
-    """With a storage URL the queue lies there and not in the folder; workers get the URL, not on their command line."""
-    url = f"sqlite:///{tmp_path}/queue.db"
+def trials_of(folder: Path, url: str | None = None) -> list[tuple[str, str]]:
+    """Arm and state of each trial of a sweep's study."""
+    plan = Work.read(folder)
+    assert plan is not None
+    study = optuna.load_study(study_name=plan.study, storage=open_storage(folder, url))
+    return sorted((trial.user_attrs["arm"], trial.user_attrs["state"]) for trial in study.trials)
+
+
+def test_every_run_is_a_trial(tmp_path: Path, command: list[str]) -> None:
+    """The study in the folder shows every run of the sweep once, also of those that ended while no call watched."""
+    sweep = sweep_of("ok", "diverges", "fails once")
+    run_sweep(sweep, tmp_path, workers=2, command=command)
+    wanted = [("diverges", "diverged"), ("fails once", "failed"), ("ok", "finished")]
+    assert trials_of(tmp_path) == wanted
+    run_sweep(sweep, tmp_path, workers=0)
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True)
+    for _ in range(2):
+        run_sweep(sweep, tmp_path, workers=0)
+        assert trials_of(tmp_path) == sorted([*wanted, ("fails once", "finished")])
+    more = sweep_of("ok", "diverges", "fails once", "ok")
+    run_sweep(more, tmp_path, workers=1, command=command)
+    ended = [("fails once", "finished"), ("ok", "finished"), ("ok", "finished")]
+    assert trials_of(tmp_path) == [("diverges", "diverged"), *ended]  # a new study
+
+
+def test_trials_in_a_database(tmp_path: Path, command: list[str]) -> None:
+    """With a storage URL the study lies there and not in the folder; the choice may change from call to call."""
+    url = f"sqlite:///{tmp_path}/trials.db"
     sweep = sweep_of("ok", "ok", "killed once")
     assert counts(run_sweep(sweep, tmp_path / "out", workers=2, command=command, storage=url)) == (3, 0, 0, 0)
-    assert (tmp_path / "queue.db").exists()
-    assert not list((tmp_path / "out").glob("queue.journal*"))
-    # The choice may change from call to call; what is finished stays.
+    assert not list((tmp_path / "out").glob("trials.journal*"))
+    assert len(trials_of(tmp_path / "out", url)) == 3
     more = sweep_of("ok", "ok", "killed once", "ok")
     assert counts(run_sweep(more, tmp_path / "out", workers=1, command=command)) == (1, 0, 0, 3)
+    assert len(trials_of(tmp_path / "out")) == 4
 
 
 def test_storage_that_cannot_be_reached(tmp_path: Path, command: list[str]) -> None:
-    """It is a mistake with one message; what is finished stays, and the call works when the storage is back."""
+    """It is a mistake with a single message; what is finished stays, and the call works when the storage is back."""
     run_sweep(sweep_of("ok"), tmp_path / "out", workers=1, command=command)
-    before = content(tmp_path / "out" / "runs")
-    more, url = sweep_of("ok", "ok"), f"sqlite:///{tmp_path}/absent/queue.db"
+    before = content(tmp_path / "out")
+    more, url = sweep_of("ok", "ok"), f"sqlite:///{tmp_path}/absent/trials.db"
     with pytest.raises(UsageError, match=r"--storage sqlite:.*absent.* cannot be used"):
         run_sweep(more, tmp_path / "out", workers=1, command=command, storage=url)
-    assert content(tmp_path / "out" / "runs") == before
+    assert content(tmp_path / "out") == before
     (tmp_path / "absent").mkdir()
     assert counts(run_sweep(more, tmp_path / "out", workers=1, command=command, storage=url)) == (1, 0, 0, 1)
+
+
+@pytest.mark.parametrize("failures", [1, 99])
+def test_storage_that_fails_meanwhile(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """A storage that is away does not stop the runs; it is asked again, at the latest by the next call."""
+    record, left = Trials.record, [failures]
+
+    def flaky(*words: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError("connection lost")
+        record(*words)
+
+    sweep = sweep_of("ok", "diverges")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trials, "record", flaky)
+        if failures == 99:
+            with pytest.raises(RuntimeError, match=r"the trials cannot be written \(connection lost\)"):
+                run_sweep(sweep, tmp_path, workers=1, command=command)
+        else:
+            run_sweep(sweep, tmp_path, workers=1, command=command)
+    assert states(tmp_path) == ["finished", "diverged"]
+    assert run_sweep(sweep, tmp_path, workers=1, command=["/nonexistent"]).skipped == 2
+    assert trials_of(tmp_path) == [("diverges", "diverged"), ("ok", "finished")]
+
+
+def test_sweep_of_an_older_version(tmp_path: Path, command: list[str]) -> None:
+    """A sweep whose jobs an Optuna study handed out is resumed, and a finished one shows its runs as trials."""
+    sweep = sweep_of("ok", "fails once", "ok")
+    assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"format": 1, "storage": None}))
+    (tmp_path / "trials.journal").unlink()
+    (tmp_path / "queue.journal").write_text("{}\n")
+    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1, 0, 0, 2)
+    (tmp_path / "trials.journal").unlink()
+    assert counts(run_sweep(sweep, tmp_path, workers=1, command=["/nonexistent"])) == (0, 0, 0, 3)
+    assert len(trials_of(tmp_path)) == 3
 
 
 def test_devices_are_dealt_out(tmp_path: Path, command: list[str]) -> None:
@@ -422,7 +489,7 @@ def test_folder_is_believed_and_not_the_worker(tmp_path: Path, command: list[str
 
 
 def test_summary_that_is_gone_is_made_again(tmp_path: Path, command: list[str]) -> None:
-    """The queue says done and the file is not there: the file is believed, by the next call."""
+    """A run whose summary was there and is damaged now is done again by the next call."""
     sweep = sweep_of("ok", "ok")
     run_sweep(sweep, tmp_path, workers=1, command=command)
     (tmp_path / "runs" / sweep.cells[0].run_id / "summary.json").write_text("{")
@@ -430,19 +497,19 @@ def test_summary_that_is_gone_is_made_again(tmp_path: Path, command: list[str]) 
     assert tries(tmp_path, sweep) == [2, 1]
 
 
-@pytest.mark.parametrize("lost", ["queue.journal", "plan.json"])
+@pytest.mark.parametrize("lost", ["claims", "trials.journal", "plan.json"])
 def test_lost_files_cost_nothing_that_is_finished(tmp_path: Path, command: list[str], lost: str) -> None:
-    """Without its queue or its plan a half-done sweep goes on from its runs' folders."""
+    """Without its claims, trials or plan a half-done sweep goes on from its runs' folders."""
     sweep = sweep_of("ok", "fails once", "ok")
     assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
-    (tmp_path / lost).unlink()
+    shutil.rmtree(tmp_path / lost) if lost == "claims" else (tmp_path / lost).unlink()
     assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1, 0, 0, 2)
     assert tries(tmp_path, sweep) == [1, 2, 1]
 
 
 def test_lingering_worker_is_ended(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not end when nothing is left is ended."""
-    monkeypatch.setattr(launch._Crew.finish, "__defaults__", (0.2,))
+    monkeypatch.setattr(Crew.finish, "__defaults__", (0.2,))
     assert counts(run_sweep(sweep_of("lingers", "ok"), tmp_path, workers=1, command=command)) == (2, 0, 0, 0)
     assert_all_ended(tmp_path)
 
@@ -546,7 +613,7 @@ def test_interrupt_stops_the_workers_in_good_order(tmp_path: Path, command: list
     with pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, tmp_path, workers=3, command=command, progress=interrupt)
     assert_all_ended(tmp_path)
-    assert list((tmp_path / "workers").iterdir()) == []
+    assert [path.name for path in (tmp_path / "claims").iterdir()] == ["call"]
     for cell in sweep.cells[1:3]:
         assert lines(tmp_path / "runs" / cell.run_id / "saved") == ["yes"]
     assert states(tmp_path)[1:3] == ["missing", "missing"]

@@ -16,10 +16,9 @@ from twophase.restart import RestartPolicy, parse
 from twophase.rule import OuterRule
 from twophase.runs.folder import BusyError, RunFolder
 from twophase.sweep import work as module
-from twophase.sweep.beat import Beat
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.plan import Job, plan
-from twophase.sweep.queue import Claim, Queue
+from twophase.sweep.queue import Queue
 from twophase.sweep.work import Stopped, Work, executed, report, spec_id, unfinished, work
 
 
@@ -68,8 +67,8 @@ def grid(*, steps: int = 12, **axes: Sequence[Any]) -> Sweep:
 SHARED = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9), restart=("never", "2", "3"))
 
 
-def written(folder: Path, sweep: Sweep = SHARED, *, most: int = 20, storage: str | None = None) -> Work:
-    made = Work.of(folder, plan(sweep), spec=spec_id(sweep.spec()), merge=True, study="test", storage=storage,
+def written(folder: Path, sweep: Sweep = SHARED, *, most: int = 20) -> Work:
+    made = Work.of(folder, plan(sweep), spec=spec_id(sweep.spec()), merge=True, study="test",
                    most=most, base=sweep.base, texts={"a": "1"})  # fmt: skip
     made.write()
     return made
@@ -103,8 +102,10 @@ def never() -> bool:
 
 
 def errors(folder: Path) -> dict[str, str]:
-    with Queue.open(folder, None, "test") as queue:
-        return queue.errors()
+    plan = Work.read(folder)
+    assert plan is not None
+    standings = Queue(folder).look(plan.jobs)
+    return {job: standing.error for job, standing in standings.items() if standing.state == "failed"}
 
 
 def test_plan_survives_the_disk(tmp_path: Path) -> None:
@@ -134,33 +135,15 @@ def test_a_value_that_the_tree_leaves_out_reaches_the_workers(tmp_path: Path) ->
     assert {config.schedule for config in configs.values()} == {"cosine", "wsd"}
 
 
-def test_password_is_not_written(tmp_path: Path) -> None:
-    """`plan.json`, which everybody may read, holds the storage without its password."""
-    made = written(tmp_path, storage="postgresql://me:hunter2@host/name")
-    assert made.storage == "postgresql://me:***@host/name"
-    assert "hunter2" not in (tmp_path / "plan.json").read_text()
-
-
 def test_no_plan(tmp_path: Path) -> None:
     """A folder without a plan holds None; working there is refused with the remedy, and leaves nothing."""
     assert Work.read(tmp_path) is None
     with pytest.raises(UsageError, match=r"holds no plan\.json; start the sweep there first"):
-        work(tmp_path, None, Hands(), stopped=never)
+        work(tmp_path, Hands(), stopped=never)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError, match=r"holds no plan\.json"):
-        work(tmp_path / "absent", None, Hands(), stopped=never)
+        work(tmp_path / "absent", Hands(), stopped=never)
     assert not (tmp_path / "absent").exists()
-
-
-@pytest.mark.parametrize(
-    ("there", "here"), [(None, "sqlite:///a"), ("sqlite:///a", None), ("sqlite:///a", "mysql:///a")]
-)
-def test_another_storage(tmp_path: Path, there: str | None, here: str | None) -> None:
-    """A worker with another storage than the sweep's would wait at a queue that nobody fills: it is refused."""
-    written(tmp_path, storage=there)
-    with pytest.raises(UsageError, match=r"^--storage is .*; the sweep in .* was started with"):
-        work(tmp_path, here, Hands(), stopped=never)
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
 def test_ready_follows_the_files(tmp_path: Path) -> None:
@@ -172,14 +155,13 @@ def test_ready_follows_the_files(tmp_path: Path) -> None:
     trunk = next(job for job in jobs if not job.deep)
     after = [job for job in jobs if job.after == trunk.id]
     assert after
-    assert made.ready(made.finished, below=trunk.id) == []
+    assert not any(made.is_ready(job, made.finished) for job in after)
     made.state(trunk.node).parent.mkdir()
     made.state(trunk.node).touch()
-    assert made.ready(made.finished, below=trunk.id) == [job.id for job in after]
     assert set(made.ready(made.finished)) == {*roots, *(job.id for job in after)} - {trunk.id}
     for run in after[0].runs:
         finish(made, run)
-    assert made.ready(made.finished, below=trunk.id) == [job.id for job in after[1:]]
+    assert [job for job in after if made.is_ready(job, made.finished)] == after[1:]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -197,29 +179,13 @@ def test_any_order_completes_the_sweep(tmp_path: Path, seed: int) -> None:
 def test_one_worker_does_everything_once(tmp_path: Path) -> None:
     """The loop does every job once, trunks before what needs them, and ends; then there is nothing left to do."""
     made, hands = written(tmp_path), Hands()
-    assert work(tmp_path, None, hands, stopped=never) == len(made.jobs)
+    assert work(tmp_path, hands, stopped=never) == len(made.jobs)
     assert sorted(hands.done) == sorted(made.jobs)
     for job in made.jobs.values():
         assert job.after is None or hands.done.index(job.after) < hands.done.index(job.id)
     assert unfinished(made, made.runs) == []
-    assert work(tmp_path, None, hands, stopped=never) == 0
-    assert list((tmp_path / "workers").iterdir()) == []
-
-
-def test_value_of_a_job(tmp_path: Path) -> None:
-    """For those who look at the study: a job's value is the lowest validation loss of its runs, else infinite."""
-    made = written(tmp_path, grid(momentum=(0.5, 0.9)), most=1000)
-    (job,) = made.jobs
-    losses = iter((3.0, None))
-
-    def execute(plan: Work, job: Job) -> None:
-        for run in job.runs:
-            finish(plan, run, loss=next(losses))
-
-    work(tmp_path, None, execute, stopped=never)
-    with Queue.open(tmp_path, None, "test") as queue:
-        (trial,) = queue.study.trials
-    assert (trial.user_attrs["job"], trial.value) == (job, 3.0)
+    assert work(tmp_path, hands, stopped=never) == 0
+    assert list((tmp_path / "claims").iterdir()) == []
 
 
 def test_stopped_worker_gives_its_job_back(tmp_path: Path) -> None:
@@ -231,22 +197,22 @@ def test_stopped_worker_gives_its_job_back(tmp_path: Path) -> None:
 
     for _ in range(5):
         calls = iter((False, False, True))
-        assert work(tmp_path, None, stop, stopped=lambda calls=calls: next(calls)) == 0
+        assert work(tmp_path, stop, stopped=lambda calls=calls: next(calls)) == 0
     assert errors(tmp_path) == {}
-    assert work(tmp_path, None, Hands(), stopped=never) == len(made.jobs)
+    assert work(tmp_path, Hands(), stopped=never) == len(made.jobs)
 
 
 def test_worker_stopped_while_it_takes_a_job(tmp_path: Path) -> None:
     """A worker that is asked to stop while it claims gives the job back and does not begin it."""
     made, hands = written(tmp_path), Hands()
-    calls = iter((False, True))
-    assert work(tmp_path, None, hands, stopped=lambda: next(calls)) == 0
+    calls = iter((False,))
+    assert work(tmp_path, hands, stopped=lambda: next(calls, True)) == 0
     assert hands.done == []
-    assert work(tmp_path, None, hands, stopped=never) == len(made.jobs)
+    assert work(tmp_path, hands, stopped=never) == len(made.jobs)
 
 
 def test_busy_run_is_waited_for(tmp_path: Path) -> None:
-    """Somebody else at a run is no failure: the job is given back and comes again."""
+    """Another process that has a run is no failure: the job is given back and comes again."""
     made, hands, left = written(tmp_path), Hands(), [5]
 
     def execute(plan: Work, job: Job) -> None:
@@ -255,7 +221,7 @@ def test_busy_run_is_waited_for(tmp_path: Path) -> None:
             raise BusyError("another process is training in this folder")
         hands(plan, job)
 
-    assert work(tmp_path, None, execute, stopped=never) == len(made.jobs)
+    assert work(tmp_path, execute, stopped=never) == len(made.jobs)
     assert (left, errors(tmp_path)) == ([0], {})
 
 
@@ -270,7 +236,7 @@ def test_bad_job_does_not_take_others_along(tmp_path: Path, capsys: pytest.Captu
         if job.id != lazy:
             hands(plan, job)
 
-    assert work(tmp_path, None, execute, stopped=never) == len(made.jobs) - 2
+    assert work(tmp_path, execute, stopped=never) == len(made.jobs) - 2
     reasons = errors(tmp_path)
     assert reasons[bad] == "ZeroDivisionError: by nought"
     assert f"no valid summary of {made.jobs[lazy].runs[0]}" in reasons[lazy]
@@ -280,7 +246,7 @@ def test_bad_job_does_not_take_others_along(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_killed_between_work_and_report(tmp_path: Path) -> None:
-    """Files without their report: the job comes again, is found done, and what follows it is offered."""
+    """Files that no worker has reported count: the next worker goes on behind them."""
     made = written(tmp_path)
 
     died: set[str] = set()
@@ -296,54 +262,74 @@ def test_killed_between_work_and_report(tmp_path: Path) -> None:
 
     for _ in made.jobs:
         with pytest.raises(Died):
-            work(tmp_path, None, execute, stopped=never)
-    assert work(tmp_path, None, execute, stopped=never) >= 1
+            work(tmp_path, execute, stopped=never)
+    assert work(tmp_path, execute, stopped=never) == 0
     assert died == set(made.jobs)
     assert unfinished(made, made.runs) == []
     assert errors(tmp_path) == {}
 
 
 def test_work_by_others_is_seen(tmp_path: Path) -> None:
-    """While another worker holds the last job a worker stays, and takes it over when the other gives it back."""
+    """While another worker has the last job a worker stays, and takes it over when the other gives it back."""
     made, hands = written(tmp_path, grid(lr=(0.3,))), Hands()
-    held: list[Claim] = []
     looks = iter(range(1000))
-    with Beat(tmp_path) as other, Queue.open(tmp_path, None, "test") as queue:
-        queue.offer(made.jobs)
-        claim = queue.claim(other)
-        assert claim is not None
-        held.append(claim)
+    queue = Queue(tmp_path)
+    claim = queue.take(queue.look(made.jobs))
+    assert claim is not None
 
-        def stopped() -> bool:
-            if next(looks) == 5:
-                held.pop().release()
-            return False
+    def stopped() -> bool:
+        if next(looks) == 5:
+            claim.release()
+        return False
 
-        assert work(tmp_path, None, hands, stopped=stopped) == 1
+    assert work(tmp_path, hands, stopped=stopped) == 1
     assert hands.done == list(made.jobs)
-    assert not held
+    assert next(looks) > 5
+
+
+def test_a_job_that_another_worker_has_just_done_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker looks again after it has taken a job: between its look and its claim another may have done it."""
+    made, hands = written(tmp_path, grid(lr=(0.3,))), Hands()
+    take = Queue.take
+
+    def late(queue: Queue, standings: Any) -> Any:
+        for run in unfinished(made, made.runs):
+            finish(made, run)
+        return take(queue, standings)
+
+    monkeypatch.setattr(Queue, "take", late)
+    assert work(tmp_path, hands, stopped=never) == 0
+    assert hands.done == []
 
 
 def test_plan_that_changes_under_a_worker(tmp_path: Path) -> None:
-    """A worker that meets a job of a newer plan reads that plan; jobs of the former one that still wait are dropped."""
+    """A worker reads the plan again when the sweep has been extended; jobs of the former plan are dropped."""
     small, large = grid(lr=(0.3, 0.5, 0.7)), grid(lr=(0.3, 0.5, 0.7, 0.9))
     old, hands = written(tmp_path, small, most=14), Hands()
     assert len(old.jobs) > 1
 
     def execute(plan: Work, job: Job) -> None:
         hands(plan, job)
-        if len(hands.done) == 1:  # somebody extends the sweep meanwhile
-            newer = written(tmp_path, large, most=14)
-            with Queue.open(tmp_path, None, "test") as queue:
-                queue.offer(newer.ready(newer.finished))
+        if len(hands.done) == 1:  # meanwhile the command is repeated with more values
+            written(tmp_path, large, most=14)
 
-    work(tmp_path, None, execute, stopped=never)
+    work(tmp_path, execute, stopped=never)
     newer = Work.read(tmp_path)
     assert newer is not None
     assert unfinished(newer, newer.runs) == []
-    with Queue.open(tmp_path, None, "test") as queue:
-        assert queue.counts().left == 0
     assert errors(tmp_path) == {}
+
+
+def test_plan_of_an_older_version(tmp_path: Path) -> None:
+    """A plan whose jobs an Optuna study handed out is read; its study is another than the one of the runs."""
+    made, path = written(tmp_path), tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1, "storage": "sqlite:///x"}))
+    old = Work.read(tmp_path)
+    assert old is not None
+    assert (old.study, old.jobs) == ("test-runs", made.jobs)
+    assert work(tmp_path, Hands(), stopped=never) == len(made.jobs)
 
 
 def test_reports_survive_a_torn_line(tmp_path: Path) -> None:

@@ -680,19 +680,12 @@ def _study(words: list[str]) -> int:
 
 
 def _sweep_worker(words: list[str]) -> int:
-    from twophase.sweep.run import STORAGE_VARIABLE
     from twophase.sweep.worker import serve
 
     parser = argparse.ArgumentParser(
         prog=f"{_PROGRAM} sweep-worker", description=_COMMANDS["sweep-worker"][1], allow_abbrev=False
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the sweep's folder")
-    parser.add_argument(
-        "--storage",
-        metavar="URL",
-        default=os.environ.get(STORAGE_VARIABLE),
-        help=f"database of the queue, as given to the sweep (also read from {STORAGE_VARIABLE})",
-    )
     parser.add_argument(
         "--in-memory",
         type=int,
@@ -705,4 +698,4 @@ def _sweep_worker(words: list[str]) -> int:
     options = parser.parse_args(words)
     if options.in_memory < 0:
         raise UsageError(f"--in-memory is {options.in_memory}; it must be a whole number >= 0")
-    return serve(options.out, options.storage, in_memory=options.in_memory, leash=options.leash)
+    return serve(options.out, in_memory=options.in_memory, leash=options.leash)

@@ -20,6 +20,7 @@ from twophase.sweep.grid import Sweep
 from twophase.sweep.plan import Plan, plan
 from twophase.sweep.run import STORAGE_VARIABLE, TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
 from twophase.sweep.table import Row, format_table, read_rows
+from twophase.sweep.trials import TRIALS
 
 if TYPE_CHECKING:
     from twophase.training.config import TrainConfig
@@ -34,7 +35,7 @@ Results = Callable[[list[Row], Sweep, Path], str]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that every command around a sweep has."""
-    add_workers(parser, "; 0 starts none and only fills the queue, for workers elsewhere")
+    add_workers(parser, "; 0 starts none and only writes the plan, for workers elsewhere")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run and how long it takes, and stop")
     parser.add_argument(
         "--no-merge", action="store_true", help="run cells apart that are the same run in exact arithmetic"
@@ -44,8 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--storage",
         metavar="URL",
         default=os.environ.get(STORAGE_VARIABLE),
-        help="database of the queue, such as postgresql://user:password@host/name, for workers on many machines "
-        f"(default: a file in the folder; also read from {STORAGE_VARIABLE})",
+        help="database of the Optuna study that shows the runs, such as postgresql://user:password@host/name "
+        f"(default: {TRIALS} in the folder; also read from {STORAGE_VARIABLE})",
     )
     parser.add_argument(
         "--in-memory",
@@ -152,8 +153,6 @@ def run(
     def launch(command: Sequence[str]) -> None:
         from twophase.sweep.slurm import submit  # noqa: PLC0415 - needs an extra
 
-        if options.storage is not None:
-            os.environ[STORAGE_VARIABLE] = options.storage  # sbatch hands the environment on
         launched.extend(submit(out, command, workers, slurm or {}))
 
     threads = max(config.threads for config in sweep.runs.values())

@@ -33,7 +33,7 @@ from twophase.report.page import (
 from twophase.report.rounds import MOST_BLOCKS, block_name, finite, rounds
 from twophase.report.watch import SCRIPT, notice
 from twophase.runs.record import RunRecord
-from twophase.sweep.beat import hide_password
+from twophase.sweep.trials import hide_password
 from twophase.theory.advice import Advice
 
 _STEP = "inner steps of each replica"

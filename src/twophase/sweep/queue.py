@@ -1,393 +1,313 @@
-"""The queue of a sweep's jobs: an Optuna study that workers on one or many machines share.
+"""The queue of a sweep: files in `claims/` of its folder say which worker has which job.
 
-A job is a short text; what it stands for, and whether its work is really done, is not known here. The study says:
+A worker takes a job by creating `claims/JOB.N`, where N follows the last claim on that job. Creation is exclusive, also
+on NFS, so exactly one of several workers gets the job. The claim ends in one of three ways:
 
-* which jobs there are: lists in the study's user attributes, each written once under a name of its own;
-* who has taken a job: one trial a claim, with job and worker in its user attributes, RUNNING until the claim ends, then
-  COMPLETE (done) or FAIL;
-* why a claim failed, in the trial's user attributes: `error` (for good), `death` (of its worker; `ATTEMPTS` of them are
-  for good), or neither (it was given back);
-* which ends of claims no longer count, because the sweep's command was repeated: again lists of their own.
+* the worker removes the file: the job is done, as the sweep's folder shows, or was given back;
+* the worker writes an `error` into it: the job has failed until the sweep's command is repeated;
+* the worker dies. The file stays, the next claim is N + 1, and the third such death in a row is the job's failure.
 
-A job that was offered *waits* unless its trials say otherwise. That is derived and nowhere stored, so no crash between
-two writes can lose a job. A job is taken by a single write: the worker creates a RUNNING trial that bears its name, and
-then looks whether a trial of the same job was there before. All storages put trials in one order that everybody sees,
-so of several workers exactly one finds none and has the job; the others withdraw. (Optuna's own `enqueue_trial` and
-`ask` need two writes, between which a trial runs under nobody's name, and hand a worker that comes second a random
-trial; and a database would read thousands of waiting trials at each claim.)
+A living worker holds a lock on its claim and refreshes the file's time. A claim counts as dead when
+
+* worker and observer run on one host and the lock is free: the system frees it at the instant of death; or
+* the file has not been refreshed for long: the only evidence from another host, and against a suspended process. Times
+  are compared on the file server's clock, because the clocks of two machines differ. The verdict waits for two more
+  beats of the observer's time: after a laptop's sleep or a pause of the file server every claim looks old for a moment.
+
+The queue only prevents duplicate work. Results never depend on it, so the folder `claims/` may be lost.
 """
 
 from __future__ import annotations
 
-import math
-import random
+import fcntl
+import json
+import os
 import secrets
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
-from twophase.sweep.beat import Beat, Watch
-from twophase.sweep.storage import open_study, short_reason, shown
+from twophase.base.files import TEMPORARY, write_atomic
 
-if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.storages import BaseStorage
-    from optuna.trial import FrozenTrial
-
+CLAIMS = "claims"
 ATTEMPTS = 3
-"""How often a job is handed out before a worker's death under it counts as the job's failure."""
-JOB_LENGTH = 100
-_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Seconds between attempts at an operation of the storage: enough for a database to be restarted."""
-_LIST_LENGTH = 500
-"""Entries of a list in the study; with `JOB_LENGTH` it keeps a list within the 64 KB of a text in MySQL."""
+"""Deaths of workers under a job that make it fail."""
+BEAT_SECONDS, STALE_SECONDS = 10.0, 120.0
+_CALL = "call"
 _REASON_LENGTH = 2000
 
-_RUNNING, _COMPLETE = 0, 1
-"""Of Optuna's TrialState, which is an IntEnum: looked at for every trial at every claim, and not worth its import."""
 
-State = Literal["waiting", "running", "complete", "failed"]
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-class QueueError(RuntimeError):
-    """The queue's storage cannot be read or written, though it could be before."""
+@cache
+def host() -> str:
+    """This machine, or this container on it, since its last start."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux: after a restart the old claims only look stale
+        boot = "unknown"
+    return f"{socket.gethostname()} {boot}"
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """How many of the jobs that were offered are in which state; every job is in exactly one."""
-
-    waiting: int
-    running: int
-    complete: int
-    failed: int
-
-    @property
-    def left(self) -> int:
-        """Jobs that need more work: while there are any, a worker without a job has reason to ask again."""
-        return self.waiting + self.running
-
-
-@dataclass(frozen=True, eq=False)
-class Claim:
-    """A job that this worker has taken. It ends with one of `done`, `failed` and `release`, or with the worker.
+class Standing:
+    """Where a job stands.
 
     Args:
-        job: what was offered.
-        trial: id of the trial that stands for the claim.
-        queue: where it was taken from.
+        state: waiting for a worker, running in a live worker, or failed.
+        last: number of the last claim, 0 before the first.
+        error: reason of a failure.
     """
 
-    job: str
-    trial: int = field(repr=False)
-    queue: Queue = field(repr=False)
-
-    def done(self, value: float | None = None) -> bool:
-        """Report the job as done.
-
-        Args:
-            value: what the study minimises, such as the validation loss; None, or what is no number, counts as
-                infinite.
-
-        Returns:
-            Whether the report counts: False when the job had been taken away, because this worker seemed dead.
-
-        Raises:
-            QueueError: the storage does not answer; the job is handed out again.
-        """
-        return self.queue._done(self.trial, math.inf if value is None or math.isnan(value) else float(value))
-
-    def failed(self, error: str) -> bool:
-        """Report that the job cannot be done: nobody tries it again before `Queue.reset_failures`.
-
-        Returns, raises: as `done`.
-        """
-        return self.queue._fail(self.trial, error=error)
-
-    def release(self) -> bool:
-        """Give the job back, because this worker was asked to stop; that is no attempt.
-
-        Returns, raises: as `done`.
-        """
-        return self.queue._fail(self.trial)
-
-    def held(self) -> bool:
-        """Whether the job is still this worker's, and was not taken away.
-
-        Raises:
-            QueueError: the storage does not answer.
-        """
-        return self.queue._held(self.trial)
+    state: Literal["waiting", "running", "failed"]
+    last: int
+    error: str = ""
 
 
-class Queue:
-    """The jobs of one sweep, as one process sees them. Use `Queue.open`, which also serves as a context manager.
+class Claim:
+    """A job that this process has taken; leaving the context gives it back, unless `fail` was called.
 
-    Not for several threads at once; a worker opens one queue and ends it before its `Beat`.
+    Args:
+        job: the job's id.
+        path: the claim's file, which must not exist.
+        record: what the file says of this worker.
+
+    Raises:
+        FileExistsError: another worker was faster.
+        OSError: the folder cannot be written.
     """
 
-    def __init__(self, study: Study, storage: BaseStorage, folder: Path, place: str) -> None:
-        self.study = study
-        self.place = place
-        self._storage = storage
-        self._study_id = study._study_id
-        self._watch = Watch(folder)
-        self._mine: set[int] = set()
-        """Trials of the claims that this object has handed out and that have not ended."""
+    def __init__(self, job: str, path: Path, record: Mapping[str, Any]) -> None:
+        self.job = job
+        self.path = path
+        self._record = dict(record)
+        self._over = threading.Event()
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            # Before the record is written: an observer trusts the lock only where the record says `locked`.
+            self._record["locked"] = _lock(self._file, fcntl.LOCK_EX)
+            self._write()
+        except BaseException:
+            self._close(remove=True)
+            raise
+        self._thread = threading.Thread(target=self._beat, name="sweep-beat", daemon=True)
+        self._thread.start()
 
-    @classmethod
-    def open(cls, folder: Path, storage: str | None, name: str) -> Queue:
-        """Create the queue of a sweep, or open it where it exists.
-
-        Args:
-            folder: the sweep's folder, which all its workers see.
-            storage: SQLAlchemy URL of a database that all workers reach (`--storage`); None keeps the queue in the
-                folder, which serves well up to some tens of workers.
-            name: of the study; in a database that several sweeps share, it is what tells them apart.
-
-        Raises:
-            UsageError: Optuna or the database's driver is not installed, the URL is malformed or does not work, or the
-                folder cannot be used.
-        """
-        folder = Path(folder).absolute()
-        return cls(*open_study(folder, storage, name), folder, shown(folder, storage))
-
-    def __enter__(self) -> Queue:
+    def __enter__(self) -> Claim:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.release()
 
-    def close(self) -> None:
-        """Close the connections to a database; safe to repeat."""
-        engine = getattr(self._storage, "engine", None)
-        if engine is not None:
-            engine.dispose()
+    def release(self) -> None:
+        """End the claim; safe to repeat."""
+        self._end(remove=True)
 
-    def offer(self, jobs: Iterable[str]) -> None:
-        """Add jobs, which workers take in about this order; those that were offered before stay as they are.
+    def fail(self, error: str) -> None:
+        """End the claim with a reason; the job waits until the sweep's command is repeated."""
+        self._record["error"] = error[:_REASON_LENGTH]
+        with suppress(OSError):  # a full disk: the claim then counts as a worker's death
+            self._write()
+        self._end(remove=False)
+
+    def _write(self) -> None:
+        assert self._file is not None
+        # In place, not by a rename: this needs no space on a full disk. A reader judges half a record by its age.
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, (json.dumps(self._record, indent=1) + "\n").encode(), 0)
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._record["beat_seconds"]):
+            with suppress(OSError):  # a file server that is away for a while: the next beat tries again
+                assert self._file is not None
+                os.utime(self._file)  # without times: the server puts its own
+
+    def _end(self, *, remove: bool) -> None:
+        if self._file is not None:
+            self._over.set()
+            self._thread.join()
+            self._close(remove=remove)
+
+    def _close(self, *, remove: bool) -> None:
+        assert self._file is not None
+        # Removed before the lock is freed: a free lock on a file that is still there means death. The file may be gone,
+        # or another worker's by now, if `claims/` was removed by hand.
+        with suppress(OSError):
+            if remove and _is_same_file(self._file, self.path):
+                self.path.unlink()
+        os.close(self._file)
+        self._file = None
+
+
+class Queue:
+    """The claims of one sweep, as one process sees them.
+
+    Args:
+        folder: the sweep's folder, which all its workers see.
+        beat_seconds: time between two refreshes of a claim, > 0.
+        stale_seconds: silence after which other hosts may count a worker as dead, at least three beats.
+
+    Raises:
+        ValueError: times that do not fit.
+    """
+
+    def __init__(
+        self, folder: Path, *, beat_seconds: float = BEAT_SECONDS, stale_seconds: float = STALE_SECONDS
+    ) -> None:
+        if not 0 < 3 * beat_seconds <= stale_seconds:
+            raise ValueError(
+                f"Queue: beat_seconds is {beat_seconds} and stale_seconds {stale_seconds}; "
+                "the first must be > 0 and the second at least three times as long"
+            )
+        self.folder = Path(folder).absolute() / CLAIMS
+        self._times = {"beat_seconds": beat_seconds, "stale_seconds": stale_seconds}
+        self._silences: dict[Path, tuple[float, float]] = {}
+        """From a stale claim to the time of its file, and when (on this process's clock) it was first seen so."""
+
+    def begin_call(self) -> None:
+        """Forget all failures and deaths so far, because the sweep's command is repeated."""
+        self.folder.mkdir(exist_ok=True)
+        write_atomic(self.folder / _CALL, f"{self._call() + 1}\n")
+
+    def look(self, jobs: Iterable[str]) -> dict[str, Standing]:
+        """Where each of these jobs stands.
 
         Raises:
-            ValueError: a job that is no text of 1 to 100 characters.
-            QueueError: the storage does not answer.
+            OSError: the folder cannot be read.
         """
-        jobs = list(dict.fromkeys(jobs))
-        for job in jobs:
-            if not isinstance(job, str) or not 0 < len(job) <= JOB_LENGTH:
-                raise ValueError(f"Queue.offer: the job {job!r} is not a text of 1 to {JOB_LENGTH} characters")
-        known = dict.fromkeys(self._listed("jobs"))
-        self._list("jobs", [job for job in jobs if job not in known], len(known))
+        claims: dict[str, list[int]] = {}
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                job, _, number = entry.name.rpartition(".")
+                if number.isdecimal():
+                    claims.setdefault(job, []).append(int(number))
+        call, clock = self._call(), _ServerClock(self.folder)
+        return {job: self._standing(job, sorted(claims.get(job, [])), call, clock) for job in jobs}
 
-    def claim(self, worker: Beat) -> Claim | None:
-        """Take a job; jobs of dead workers are put back first.
+    def take(self, standings: Mapping[str, Standing]) -> Claim | None:
+        """Take the first job that waits.
 
         Args:
-            worker: the caller's sign of life, entered.
+            standings: what `look` has returned just now.
 
         Returns:
-            The claim; None when nothing waits now. That may change while other workers are at work: as long as
-            `counts().left` is not 0, ask again after a few seconds.
+            The claim; None when no job waits any more.
 
         Raises:
-            QueueError: the storage does not answer.
+            OSError: the folder cannot be written.
         """
-        while True:
-            self.recover(worker)
-            board = self._look()
-            states = board.states()
-            waiting = [job for job, (state, _) in states.items() if state == "waiting"]
-            if not waiting:
-                return None
-            # In order; but where many ask at once, each has a place of its own to look at, most of the time.
-            busy = sum(state == "running" for state, _ in states.values())
-            claim = self._take(random.choice(waiting[: 1 + busy]), worker)
-            if claim is not None:
-                return claim
-            time.sleep(random.uniform(0.0, 0.05))
-
-    def recover(self, worker: Beat) -> None:
-        """Put back the jobs of dead workers, and end claims that an error kept this process from ending.
-
-        Raises:
-            QueueError: the storage does not answer.
-        """
-        from optuna.trial import TrialState  # noqa: PLC0415 - an extra, see storage.py
-
-        running = self._call(self.study.get_trials, deepcopy=False, states=(TrialState.RUNNING,))
-        owners = {trial._trial_id: str(trial.user_attrs.get("worker")) for trial in running}
-        deaths = {}
-        with suppress(OSError):  # a folder that cannot be used now shows who is dead another time
-            deaths = self._watch.deaths(list(owners.values()), worker)
-        for trial, owner in owners.items():
-            if owner == worker.name and trial not in self._mine:
-                self._fail(trial)
-            elif owner in deaths:
-                self._fail(trial, death=deaths[owner])
-
-    def counts(self) -> Counts:
-        """How many jobs are in which state.
-
-        Raises:
-            QueueError: the storage does not answer.
-        """
-        states = [state for state, _ in self._look().states().values()]
-        return Counts(*(states.count(state) for state in ("waiting", "running", "complete", "failed")))
-
-    def errors(self) -> dict[str, str]:
-        """Why jobs failed for good: from job to reason.
-
-        Raises:
-            QueueError: the storage does not answer.
-        """
-        return {job: reason for job, (state, reason) in self._look().states().items() if state == "failed"}
-
-    def reset_failures(self) -> None:
-        """Forget failures and deaths so far: what failed waits again, and attempts count anew.
-
-        Raises:
-            QueueError: the storage does not answer.
-        """
-        board = self._look()
-        self._forgive(board, [trial for trials in board.jobs.values() for trial in trials if _failure(trial)])
-
-    def reopen(self, jobs: Iterable[str]) -> None:
-        """Let jobs wait again whatever became of them, because their work is known to be missing.
-
-        Jobs that a worker has now, and texts that were never offered, stay as they are.
-
-        Raises:
-            QueueError: the storage does not answer.
-        """
-        board = self._look()
-        trials = [trial for job in set(jobs) for trial in board.jobs.get(job, [])]
-        self._forgive(board, [trial for trial in trials if trial.state.is_finished()])
-
-    def _forgive(self, board: _Board, trials: list[FrozenTrial]) -> None:
-        numbers = {trial.number for trial in trials} - board.forgiven
-        self._list("forgiven", sorted(numbers), len(board.forgiven))
-
-    def _take(self, job: str, worker: Beat) -> Claim | None:
-        """Try to take a job; None when somebody else has it, or had it meanwhile."""
-        from optuna.trial import TrialState, create_trial  # noqa: PLC0415 - an extra, see storage.py
-
-        template = create_trial(state=TrialState.RUNNING, user_attrs={"job": job, "worker": worker.name})
-        trial = self._call(self._storage.create_new_trial, self._study_id, template)
-        board = self._look()
-        earlier = [other for other in board.jobs[job] if other._trial_id < trial]
-        if board.state(earlier)[0] == "waiting" and self._held(trial):
-            self._mine.add(trial)
-            return Claim(job, trial, self)
-        self._fail(trial)
+        self.folder.mkdir(exist_ok=True)
+        worker = {"host": host(), "pid": os.getpid(), "call": self._call(), **self._times}
+        for job, standing in standings.items():
+            if standing.state == "waiting":
+                with suppress(FileExistsError):  # another worker was faster
+                    return Claim(job, self._path(job, standing.last + 1), worker)
         return None
 
-    def _held(self, trial: int) -> bool:
-        return self._call(self._storage.get_trial, trial).state.name == "RUNNING"
+    def _path(self, job: str, number: int) -> Path:
+        return self.folder / f"{job}.{number}"
 
-    def _done(self, trial: int, value: float) -> bool:
-        from optuna.trial import TrialState  # noqa: PLC0415 - an extra, see storage.py
-
-        if self._end(trial, TrialState.COMPLETE, [value], {}):
-            return True
-        # The trial has ended already. Only its owner completes it: an operation that seemed to fail, and was repeated.
-        return self._call(self._storage.get_trial, trial).state == TrialState.COMPLETE
-
-    def _fail(self, trial: int, **reason: str) -> bool:
-        from optuna.trial import TrialState  # noqa: PLC0415 - an extra, see storage.py
-
-        return self._end(trial, TrialState.FAIL, None, reason)
-
-    def _end(self, trial: int, state: Any, values: list[float] | None, notes: Mapping[str, str]) -> bool:
-        from optuna.exceptions import UpdateFinishedTrialError  # noqa: PLC0415 - an extra, see storage.py
-
-        self._mine.discard(trial)  # first: if the storage fails now, the next recover() ends the trial
+    def _call(self) -> int:
         try:
-            for key, text in notes.items():  # before the state, since a finished trial takes no notes
-                self._call(self._storage.set_trial_user_attr, trial, key, text[:_REASON_LENGTH])
-            self._call(self._storage.set_trial_state_values, trial, state, values)
-        except UpdateFinishedTrialError:
-            return False
-        return True
+            return int((self.folder / _CALL).read_text(encoding="ascii"))
+        except (FileNotFoundError, ValueError):
+            return 0
 
-    def _look(self) -> _Board:
-        forgiven = frozenset(self._listed("forgiven"))  # before the trials that they are numbers of
-        board = _Board({job: [] for job in self._listed("jobs")}, forgiven)
-        for trial in self._call(self.study.get_trials, deepcopy=False):
-            trials = board.jobs.get(trial.user_attrs.get("job", ""))
-            if trials is not None:
-                trials.append(trial)
-        return board
-
-    def _listed(self, kind: str) -> list[Any]:
-        """All entries of one kind that any process has written, in about the order of writing."""
-        attributes = self._call(self._storage.get_study_user_attrs, self._study_id)
-        keys = sorted(key for key in attributes if key.startswith(f"{kind}:"))
-        return [entry for key in keys for entry in attributes[key]]
-
-    def _list(self, kind: str, entries: list[Any], known: int) -> None:
-        """Add entries. Several processes may do so at once, since each list has a name that nobody else uses."""
-        for start in range(0, len(entries), _LIST_LENGTH):
-            key = f"{kind}:{known + start:08d}:{secrets.token_hex(8)}"
-            chunk = entries[start : start + _LIST_LENGTH]
-            self._call(self._storage.set_study_user_attr, self._study_id, key, chunk)
-
-    def _call(self, operation: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """An operation of the storage, repeated when it fails; all of them can be repeated without harm."""
-        from optuna.exceptions import StorageInternalError  # noqa: PLC0415 - an extra, see storage.py
-        from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415
-
-        faults = (OSError, ValueError, LookupError, StorageInternalError, SQLAlchemyError)
-        for pause in _PAUSES:
-            try:
-                return operation(*args, **kwargs)
-            except faults:
-                time.sleep(pause * random.uniform(0.75, 1.25))
+    def _standing(self, job: str, numbers: list[int], call: int, clock: _ServerClock) -> Standing:
+        if not numbers:
+            return Standing("waiting", 0)
+        last, path = numbers[-1], self._path(job, numbers[-1])
         try:
-            return operation(*args, **kwargs)
-        except faults as error:
-            raise QueueError(
-                f"{self.place}: cannot be read or written any more ({short_reason(error)}); "
-                "when it can again, repeat the command: nothing that is finished is lost"
-            ) from error
+            file = os.open(path, os.O_RDONLY)  # on NFS this also fetches its present time from the server
+        except FileNotFoundError:  # it has just ended
+            return Standing("waiting", last - 1)
+        try:
+            record = _record(file)
+            if "error" in record:
+                failed = record.get("call") == call
+                return Standing("failed", last, record["error"]) if failed else Standing("waiting", last)
+            death = self._death(path, file, record, clock)
+        finally:
+            os.close(file)
+        if death is None:
+            return Standing("running", last)
+        deaths = sum(self._call_of(self._path(job, number)) == call for number in numbers)
+        if deaths >= ATTEMPTS:
+            return Standing("failed", last, f"{death} (attempt {deaths} of {ATTEMPTS})")
+        return Standing("waiting", last)
+
+    def _call_of(self, path: Path) -> int | None:
+        with suppress(OSError, ValueError, AttributeError):
+            return json.loads(path.read_bytes()).get("call")
+        return None
+
+    def _death(self, path: Path, file: int, record: Mapping[str, Any], clock: _ServerClock) -> str | None:
+        """How the worker of a claim has died, None if it may be alive."""
+        worker = f"worker {record.get('pid', 'unknown')} on {str(record.get('host', 'unknown host')).split()[0]}"
+        if record.get("locked") and record.get("host") == host() and _lock(file, fcntl.LOCK_SH):
+            # Seen free, but the claim may have ended in good order since the file was opened.
+            return f"{worker} was killed" if _is_same_file(file, path) else None
+        touched, now = os.fstat(file).st_mtime, clock.now()
+        if now is None or now - touched <= record.get("stale_seconds", STALE_SECONDS):
+            self._silences.pop(path, None)
+            return None
+        before, since = self._silences.get(path, (None, 0.0))
+        if before != touched:
+            self._silences[path] = (touched, time.monotonic())
+        elif time.monotonic() - since >= 2 * record.get("beat_seconds", BEAT_SECONDS):
+            return f"{worker} gave no sign of life for {now - touched:.0f} s"
+        return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Board:
-    """What the study says at one moment: the trials of each job, oldest first, and the numbers that do not count."""
+class _ServerClock:
+    """The file server's clock, read at most once."""
 
-    jobs: dict[str, list[FrozenTrial]]
-    forgiven: frozenset[int]
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._now: float | None = None
 
-    def states(self) -> dict[str, tuple[State, str]]:
-        """From job to state and, if it failed, the reason."""
-        return {job: self.state(trials) if trials else ("waiting", "") for job, trials in self.jobs.items()}
-
-    def state(self, trials: list[FrozenTrial]) -> tuple[State, str]:
-        """State and reason of a job with these trials."""
-        trials = [trial for trial in trials if trial.number not in self.forgiven]
-        states = [trial.state for trial in trials]
-        if _COMPLETE in states:
-            return "complete", ""
-        if _RUNNING in states:
-            return "running", ""
-        notes = [trial.user_attrs for trial in trials]
-        # Who died between the note and the end of a failure has not reported it: that is a death like others.
-        errors = [note["error"] for note in notes if "error" in note and "death" not in note]
-        if errors:
-            return "failed", errors[-1]
-        deaths = [note["death"] for note in notes if "death" in note]
-        if len(deaths) >= ATTEMPTS:
-            return "failed", f"{deaths[-1]} (attempt {len(deaths)} of {ATTEMPTS})"
-        return "waiting", ""
+    def now(self) -> float | None:
+        """Seconds; None while the folder cannot be written, which is no evidence against any worker."""
+        if self._now is None:
+            probe = self._folder / f"{TEMPORARY}clock-{secrets.token_hex(8)}"
+            with suppress(OSError):
+                probe.touch()
+                self._now = probe.stat().st_mtime
+                probe.unlink()
+        return self._now
 
 
-def _failure(trial: FrozenTrial) -> bool:
-    """Whether a trial ended with a failure or a death, and was not just given back."""
-    return trial.state.name == "FAIL" and ("error" in trial.user_attrs or "death" in trial.user_attrs)
+def _record(file: int) -> dict[str, Any]:
+    """What an open claim says; nothing where it is being written, or damaged."""
+    with suppress(ValueError):
+        record = json.loads(os.pread(file, 1 << 20, 0))
+        if isinstance(record, dict):
+            return record
+    return {}
+
+
+def _lock(file: int, kind: int) -> bool:
+    """Lock an open file without waiting; False where another process has it, or the file system knows no locks.
+
+    An observer asks for a shared lock, so that two observers do not take each other for the worker.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_same_file(file: int, path: Path) -> bool:
+    """Whether a name still stands for an open file."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False

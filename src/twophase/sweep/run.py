@@ -1,4 +1,4 @@
-"""Running a sweep: plan, queue, workers, and a folder from which the same command resumes.
+"""Running a sweep: plan, workers, table, and a folder from which the same command resumes.
 
 A sweep's folder holds
 
@@ -10,14 +10,14 @@ A sweep's folder holds
 | `cells.csv`      | the table, rewritten as runs end                                                     |
 | `figures/`       | what is drawn of it                                                                  |
 | `forest/`        | states at branches that are still needed; empty at the end                           |
-| `queue.journal`  | the queue of jobs, unless it lies in a database                                      |
-| `workers/`       | the workers' signs of life                                                           |
+| `claims/`        | which worker has which job; empty at the end                                         |
+| `trials.journal` | the runs as an Optuna study, unless it lies in a database                            |
 | `jobs.jsonl`     | inner steps and seconds of each piece of work                                        |
 | `worker-<n>.log` | what a worker that was started here said                                             |
 
-Workers are processes of their own: the same whether this call starts them, Slurm does, or somebody on another machine
-that sees the folder. This call starts as many as it is told to, replaces those that die, and watches the folder. A run
-is finished when its folder says so, never because a worker said so.
+Workers are separate processes: the same whether this call starts them, Slurm does, or a user on another machine that
+sees the folder. This call starts as many as it is asked for, replaces those that die, and watches the folder. A run is
+finished when its folder says so, never because a worker said so.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,20 +36,17 @@ from typing import Any, Literal
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.runs.folder import check_place, list_some, lock_folder, read_summary
-from twophase.sweep.beat import hide_password
+from twophase.sweep.crew import Crew
 from twophase.sweep.grid import Sweep, extends, spec_differences
 from twophase.sweep.plan import plan
-from twophase.sweep.queue import Queue
-from twophase.sweep.storage import check_storage
+from twophase.sweep.queue import CLAIMS, Queue
 from twophase.sweep.table import rows_of, write_rows
+from twophase.sweep.trials import Trials, open_storage, short_reason
 from twophase.sweep.work import PLAN, RUNS, STATES, Work, spec_id
 
 SPEC, TABLE, FIGURES = "sweep.json", "cells.csv", "figures"
 STORAGE_VARIABLE = "TWOPHASE_STORAGE"
-"""Environment variable from which a worker takes its `--storage` when none is given."""
-DEATHS = 5
-"""How often in a row workers that were started here are replaced, times their number, without any run having ended or
-failed meanwhile. A job fails at the third death under it, but several workers spread theirs over still more jobs."""
+"""Environment variable from which `twophase sweep` takes its `--storage` when none is given."""
 JOBS_A_WORKER = 8
 """Into about how many jobs a worker's share is cut, so that all end at about the same time."""
 _THREAD_VARIABLES = (
@@ -148,29 +143,28 @@ def run_sweep(
         sweep: what to run.
         folder: the sweep's folder (`--out`).
         workers: worker processes, >= 1; no more are started than there are jobs. With 0 none is started, and the call
-            returns when the queue is filled: workers may be started elsewhere.
+            returns when the plan is written: workers may be started elsewhere.
         command: the words that start a worker; `--out` and what else it needs are added.
         progress: called in the calling thread at the start and whenever a run ends or a worker is replaced.
         threads: CPU threads a worker, by environment variables that its libraries read when they are loaded.
         grace_seconds: how long a worker may take to save and end when the call is interrupted.
         merge: do runs that are the same in exact arithmetic once (see `twophase.sweep.plan`).
-        storage: URL of a database for the queue; None keeps it in the folder.
+        storage: URL of a database for the Optuna study that shows the runs; None keeps it in the folder.
         devices: values of CUDA_VISIBLE_DEVICES for the workers, dealt out in turn.
         runs: where the run folders lie, for sweeps that have runs in common: `runs/` becomes a link to it. None keeps
             them in the sweep's own folder.
         texts: fingerprints of what the runs train on, by name, which every worker compares with what it sees; None
             where nothing is left to do.
         in_memory: branch states that a worker holds in memory at most, >= 0; None leaves it to the worker.
-        launch: starts workers elsewhere, given the command, which takes the storage from the environment
-            (`STORAGE_VARIABLE`); this call then starts none and does not wait.
+        launch: starts workers elsewhere, given the command; this call then starts none and does not wait.
 
     Returns:
         What this call did.
 
     Raises:
-        UsageError: workers or in_memory < 0, a folder of another sweep, in use, or not writable, or a queue that cannot
-            be used; nothing is overwritten.
-        RuntimeError: the workers cannot be started, or die one after the other.
+        UsageError: workers or in_memory < 0, a folder of another sweep, in use, or not writable, or a storage that
+            cannot be used; nothing is overwritten.
+        RuntimeError: the workers cannot be started, or die one after the other, or the storage has failed meanwhile.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
     if workers < 0:
@@ -179,28 +173,26 @@ def run_sweep(
         raise UsageError(f"--in-memory is {in_memory}; it must be a whole number >= 0")
     folder = Path(folder).absolute()
     check_place(folder, SPEC, "sweep")  # refuse before anything is touched
-    check_storage(folder, storage)
+    if storage is not None:
+        open_storage(folder, storage)
     lock = lock_folder(folder, "is running a sweep")
     try:
         _claim(sweep, folder, runs, merge=merge, texts=texts)
-        work = _planned(sweep, folder, merge=merge, storage=storage, workers=workers, texts=texts)
-        call = _Call(sweep, work, progress)
-        left = call.left
-        if left:
-            with Queue.open(folder, storage, work.study) as queue:
-                _fill(queue, work, set(call.summaries))
-                words = [*command, "--out", str(folder)]
-                words += [] if in_memory is None else ["--in-memory", str(in_memory)]
-                # The URL may hold a password, which an argument would show to everybody on the machine.
-                secret = {} if storage is None else {STORAGE_VARIABLE: storage}
-                if launch is not None:
-                    launch(words)
-                elif workers:
-                    environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads)) | secret
-                    crew = _Crew(folder, words, min(workers, len(work.jobs)), environment, devices)
-                    call.watch(queue, crew, grace_seconds)
+        old, work = _planned(sweep, folder, merge=merge, workers=workers, texts=texts)
+        trials = Trials(sweep, folder, storage, work.study, old.study if old is not None and old != work else None)
+        call = _Call(sweep, work, trials, progress)
+        if call.left:
+            Queue(folder).begin_call()
+            words = [*command, "--out", str(folder)]
+            words += [] if in_memory is None else ["--in-memory", str(in_memory)]
+            if launch is not None:
+                launch(words)
+            elif workers:
+                environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
+                call.watch(Crew(folder, words, min(workers, len(work.jobs)), environment, devices), grace_seconds)
         if len(call.summaries) == len(work.runs):
             _tidy(folder / STATES)
+            _tidy(folder / CLAIMS)
         return call.outcome()
     finally:
         os.close(lock)
@@ -228,34 +220,23 @@ def _make_runs(path: Path, runs: Path | None) -> None:
 
 
 def _planned(
-    sweep: Sweep,
-    folder: Path,
-    *,
-    merge: bool,
-    storage: str | None,
-    workers: int,
-    texts: Mapping[str, str] | None,
-) -> Work:
-    """The plan in the folder, made if there is none or the sweep has been extended."""
+    sweep: Sweep, folder: Path, *, merge: bool, workers: int, texts: Mapping[str, str] | None
+) -> tuple[Work | None, Work]:
+    """The plan in the folder, and the one to follow: another if there was none or the sweep has been extended."""
     spec = spec_id(sweep.spec())
     old = _old_plan(folder, merge=merge, texts=texts)
-    shown = None if storage is None else hide_password(storage)
-    if old is not None and (old.spec, old.merge, old.storage) == (spec, merge, shown):
-        return old
-    finished = set(read_summaries(list(sweep.runs), folder))
-    made = plan(sweep, merge=merge, finished=finished)
+    if old is not None and old.spec == spec:
+        return old, old
+    made = plan(sweep, merge=merge, finished=set(read_summaries(list(sweep.runs), folder)))
     # At least two runs' length: below that, handing a state from one process to another would not pay.
     longest = max(config.steps for config in sweep.runs.values())
-    most = max(2 * longest, made.steps // (JOBS_A_WORKER * max(workers, 2)))
-    study = old.study if old is not None else f"twophase-{folder.name}-{secrets.token_hex(4)}"
     work = Work.of(
         folder,
         made,
         spec=spec,
         merge=merge,
-        study=study,
-        storage=storage,
-        most=most,
+        study=f"twophase-{folder.name}-{secrets.token_hex(4)}",
+        most=max(2 * longest, made.steps // (JOBS_A_WORKER * max(workers, 2))),
         base=sweep.base,
         texts=dict(old.texts if old is not None else {}) | dict(texts or {}),
     )
@@ -265,7 +246,7 @@ def _planned(
         work.write()
     except OSError as error:
         raise UsageError(f"--out {folder}: {PLAN} cannot be written ({error.strerror}); choose another --out") from None
-    return work
+    return old, work
 
 
 def _drop_states(old: Work, new: Work) -> None:
@@ -275,9 +256,9 @@ def _drop_states(old: Work, new: Work) -> None:
             new.state(name).unlink(missing_ok=True)
 
 
-def _tidy(states: Path) -> None:
-    """Remove the states that no node needs any more: of a plan before an extension, or half-written by the killed."""
-    for path in states.glob("*"):
+def _tidy(folder: Path) -> None:
+    """Remove files that no worker needs any more: of a plan before an extension, or left by killed workers."""
+    for path in folder.glob("*"):
         with contextlib.suppress(OSError):
             path.unlink()
 
@@ -294,14 +275,6 @@ def _old_plan(folder: Path, *, merge: bool, texts: Mapping[str, str] | None) -> 
             "another --out"
         )
     return old
-
-
-def _fill(queue: Queue, work: Work, finished: set[str]) -> None:
-    """Put what can be done now into the queue, failures of earlier calls and lost work included."""
-    queue.reset_failures()
-    ready = work.ready(finished.__contains__)
-    queue.reopen(ready)  # a job that counts as done although its files are not there
-    queue.offer(ready)
 
 
 def _claim(sweep: Sweep, folder: Path, runs: Path | None, *, merge: bool, texts: Mapping[str, str] | None) -> None:
@@ -332,10 +305,10 @@ def _claim(sweep: Sweep, folder: Path, runs: Path | None, *, merge: bool, texts:
 
 
 class _Call:
-    """One call of `run_sweep`: counts and table."""
+    """One call of `run_sweep`: counts, trials and table."""
 
-    def __init__(self, sweep: Sweep, work: Work, progress: Callable[[Status], None] | None) -> None:
-        self.sweep, self.work, self.progress = sweep, work, progress
+    def __init__(self, sweep: Sweep, work: Work, trials: Trials, progress: Callable[[Status], None] | None) -> None:
+        self.sweep, self.work, self.trials, self.progress = sweep, work, trials, progress
         self.began = time.monotonic()
         self.summaries: dict[str, Any] = read_summaries(list(work.runs), work.folder)
         self.skipped = len(self.summaries)
@@ -344,7 +317,9 @@ class _Call:
         self.changed = False
         self.table_at, self.tabled = 0.0, 0
         """When the table was last written, and how many of this call's runs had ended then."""
-        self._write_table()
+        self.unrecorded = ""
+        """Why the last runs are not among the trials."""
+        self._write()
         self._report("begun")
 
     @property
@@ -352,14 +327,15 @@ class _Call:
         """The runs that are neither finished nor known to fail."""
         return [run for run in self.work.runs if run not in self.summaries and run not in self.errors]
 
-    def watch(self, queue: Queue, crew: _Crew, grace_seconds: float) -> None:
+    def watch(self, crew: Crew, grace_seconds: float) -> None:
         """Wait until nothing is left, with the table up to date; stop the crew whatever happens."""
+        queue = Queue(self.work.folder)
         try:
             crew.start()
             asked = time.monotonic()
             while self.left:
                 began = time.monotonic()
-                trouble = crew.over() or crew.lost()  # before the look: who finds nothing left may end, too
+                trouble = crew.over() or crew.lost()  # before the look: a worker that finds nothing left may end, too
                 self._look()
                 if trouble or began - asked > _ERRORS_SECONDS:
                     asked = began
@@ -370,7 +346,7 @@ class _Call:
                 for death in crew.replace(progressed=ended) if trouble else ():
                     self._report("replaced", error=death)
                 if ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
-                    self._write_table()
+                    self._write()
                 time.sleep(min(max(_LOOK_SECONDS, 49 * (time.monotonic() - began)), _LONGEST_SECONDS))
             crew.finish()
         except BaseException:
@@ -379,10 +355,19 @@ class _Call:
             raise
         finally:
             crew.stop(0.0)
-            self._write_table()
+            self._write()
 
     def outcome(self) -> Outcome:
-        """What the call did."""
+        """What the call did.
+
+        Raises:
+            RuntimeError: the storage of the trials has failed.
+        """
+        if self.unrecorded:
+            raise RuntimeError(
+                f"the trials cannot be written ({self.unrecorded}); when they can again, repeat the command: nothing "
+                "that is finished is lost"
+            )
         seconds = time.monotonic() - self.began
         counts = (self.finished, self.diverged, len(self.errors), self.skipped)
         return Outcome(*counts, seconds, dict(self.errors), self.changed)
@@ -399,18 +384,29 @@ class _Call:
 
     def _ask(self, queue: Queue) -> None:
         """Take note of the jobs that have failed."""
-        failed = queue.errors()
-        if not failed:
+        standings = queue.look(name for name, job in self.work.jobs.items() if not self._settled(job.runs))
+        failures = {name: standing.error for name, standing in standings.items() if standing.state == "failed"}
+        if not failures:
             return
         self._look()  # what its jobs had finished before
-        for name, reason in failed.items():
-            job = self.work.jobs.get(name)
-            for run in job.runs if job is not None else ():
-                if run not in self.summaries and run not in self.errors:
+        for name, reason in failures.items():
+            for run in self.work.jobs[name].runs:
+                if not self._settled([run]):
                     self.errors[run] = reason
                     self._report("failed", run, reason)
 
-    def _write_table(self) -> None:
+    def _settled(self, runs: Sequence[str]) -> bool:
+        return all(run in self.summaries or run in self.errors for run in runs)
+
+    def _write(self) -> None:
+        """Bring trials and table up to date."""
+        try:
+            self.trials.record(self.summaries, self.errors)
+            self.unrecorded = ""
+        except (
+            Exception
+        ) as error:  # a database that is away, or a full disk: the runs go on, the next write tries again
+            self.unrecorded = short_reason(error)
         path = self.work.folder / TABLE
         before = path.read_bytes() if path.exists() else b""
         failed = self.errors.keys()
@@ -422,112 +418,3 @@ class _Call:
         if self.progress is not None:
             counts = (len(self.work.runs), self.finished, self.diverged, len(self.errors), self.skipped)
             self.progress(Status(*counts, time.monotonic() - self.began, run, event, error))
-
-
-class _Crew:
-    """The worker processes that this call has started."""
-
-    def __init__(
-        self, folder: Path, command: list[str], size: int, environment: Mapping[str, str], devices: Sequence[str]
-    ) -> None:
-        self.folder, self.command, self.size = folder, [*command, "--leash"], size
-        self.environment = dict(environment)
-        self.devices = list(devices)
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self.deaths = 0
-        self.progressed = 0
-
-    def start(self) -> None:
-        """Start all of them."""
-        for number in range(self.size):
-            self._start(number)
-
-    def over(self) -> bool:
-        """Whether all have ended by themselves."""
-        return all(process.poll() is not None for process in self.processes.values())
-
-    def lost(self) -> bool:
-        """Whether one has ended otherwise than well."""
-        return any(process.poll() not in (None, 0) for process in self.processes.values())
-
-    def replace(self, progressed: int) -> list[str]:
-        """Start the dead ones anew.
-
-        Args:
-            progressed: runs that have ended or failed so far.
-
-        Returns:
-            How they died.
-
-        Raises:
-            RuntimeError: they do nothing but die.
-        """
-        if progressed > self.progressed:
-            self.deaths, self.progressed = 0, progressed
-        causes = []
-        for number, process in list(self.processes.items()):
-            code = process.poll()
-            if code is None or (code == 0 and not self.over()):
-                continue
-            # All have ended well, on an empty queue, and yet something is left: let another one look again.
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-            cause = f"worker {number} {how}; see {self._log(number).name}"
-            self.deaths += 1
-            if self.deaths > DEATHS * self.size or (code == 2 and progressed == 0):
-                raise RuntimeError(f"{cause}: {self._last_words(number)}")
-            causes.append(cause)
-            process.stdin.close() if process.stdin else None
-            self._start(number)
-        return causes
-
-    def finish(self, patience: float = 10.0) -> None:
-        """Let them end by themselves, now that nothing is left."""
-        deadline = time.monotonic() + patience
-        for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0.0))
-
-    def stop(self, grace_seconds: float) -> None:
-        """Ask all to end, wait, and end those that do not; safe to repeat."""
-        alive = [process for process in self.processes.values() if process.poll() is None]
-        try:
-            for process in alive:
-                process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace_seconds
-            for process in alive:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(deadline - time.monotonic(), 0.0))
-        finally:
-            for process in alive:
-                process.kill()
-                process.wait()
-            for process in self.processes.values():
-                if process.stdin is not None:
-                    with contextlib.suppress(OSError):
-                        process.stdin.close()
-
-    def _start(self, number: int) -> None:
-        environment = self.environment
-        if self.devices:
-            environment = environment | {"CUDA_VISIBLE_DEVICES": self.devices[number % len(self.devices)]}
-        try:
-            with self._log(number).open("ab") as log:
-                self.processes[number] = subprocess.Popen(  # noqa: S603 - the command is the caller's own
-                    self.command,
-                    stdin=subprocess.PIPE,  # its end tells a worker that this process is gone
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    # Ctrl-C on the terminal reaches this process only, which then stops the workers in good order.
-                    process_group=0,
-                )
-        except OSError as error:
-            words = hide_password(" ".join(self.command))
-            raise RuntimeError(f"a worker cannot be run with {words!r}: {error}") from error
-
-    def _log(self, number: int) -> Path:
-        return self.folder / f"worker-{number}.log"
-
-    def _last_words(self, number: int) -> str:
-        lines = self._log(number).read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

@@ -1,13 +1,14 @@
-"""What a sweep's workers share with the one who started it: `plan.json`, and the loop that takes jobs off the queue.
+"""What a sweep's workers share with the process that started it: `plan.json`, and the loop that takes jobs.
 
 Whether work is done is decided by files alone: a run by its `summary.json`, the end of a shared stretch by its state in
-`forest/`. The queue only keeps two workers from doing the same at the same time, so it may be lost, or hand out a job
+`forest/`. The queue only keeps two workers from doing the same at the same time. It may be lost, or hand out a job
 twice, without harm.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,12 +20,12 @@ from typing import Any
 from twophase.base.config import UsageError, fingerprint, to_tree, values_of
 from twophase.base.files import write_atomic
 from twophase.runs.folder import BusyError, read_summary
-from twophase.sweep.beat import Beat, hide_password
 from twophase.sweep.plan import Forest, Job, Plan, from_json, to_json
 from twophase.sweep.queue import Claim, Queue
 
 PLAN, RUNS, STATES, DONE_LOG = "plan.json", "runs", "forest", "jobs.jsonl"
-_FORMAT = 1
+_FORMAT = 2
+"""In format 1 an Optuna study handed out the jobs; only the study's name has changed its meaning."""
 _PAUSE_SECONDS = 0.3
 """Between two looks at a queue in which everything is taken; it grows to `_LONGEST_PAUSE_SECONDS`."""
 _LONGEST_PAUSE_SECONDS = 3.0
@@ -38,8 +39,7 @@ class Work:
         folder: the sweep's folder.
         spec: fingerprint of the sweep's `spec()`.
         merge: whether runs that are the same in exact arithmetic were merged.
-        study: name of the queue.
-        storage: URL of the queue's database with its password hidden, or None when the queue lies in the folder.
+        study: name of the Optuna study that shows the runs.
         base: the base configuration's tree.
         runs: from canonical run id to the values in which it differs from the base, by dotted path.
         stands_for: from a cell's run id to the canonical run that is done in its place.
@@ -54,7 +54,6 @@ class Work:
     spec: str
     merge: bool
     study: str
-    storage: str | None
     base: Mapping[str, Any]
     runs: Mapping[str, Mapping[str, Any]]
     stands_for: Mapping[str, str]
@@ -64,13 +63,13 @@ class Work:
     texts: Mapping[str, str]
 
     @classmethod
-    def of(cls, folder: Path, made: Plan, *, spec: str, merge: bool, study: str, storage: str | None, most: int,
-           base: Any, texts: Mapping[str, str]) -> Work:  # fmt: skip
+    def of(cls, folder: Path, made: Plan, *, spec: str, merge: bool, study: str, most: int, base: Any,
+           texts: Mapping[str, str]) -> Work:  # fmt: skip
         """The work of a plan, cut into jobs of at most `most` inner steps."""
         tree = to_tree(base)
-        known = values_of(base)
+        usual = values_of(base)
         runs = {
-            run: {path: value for path, value in values_of(config).items() if value != known[path]}
+            run: {path: value for path, value in values_of(config).items() if value != usual[path]}
             for run, config in made.runs.items()
         }
         counts = {
@@ -81,8 +80,7 @@ class Work:
             "steps_algebra": made.steps_algebra,
         }
         jobs = {job.id: job for job in made.forest.jobs(most)}
-        shown = None if storage is None else hide_password(storage)
-        return cls(folder, spec, merge, study, shown, tree, runs, made.stands_for, made.forest, jobs, counts, texts)
+        return cls(folder, spec, merge, study, tree, runs, made.stands_for, made.forest, jobs, counts, texts)
 
     @classmethod
     def read(cls, folder: Path) -> Work | None:
@@ -94,7 +92,7 @@ class Work:
         path = folder / PLAN
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] != _FORMAT:
+            if data["format"] not in (1, _FORMAT):
                 raise ValueError(f"its format is {data['format']}, this version reads {_FORMAT}")
             forest = from_json(data["nodes"])
             jobs = [Job(name, node, deep, forest.nodes[node].runs, after) for name, node, deep, after in data["jobs"]]
@@ -102,8 +100,8 @@ class Work:
                 folder=folder,
                 forest=forest,
                 jobs={job.id: job for job in jobs},
-                **{key: data[key] for key in ("spec", "merge", "study", "storage", "base", "runs")},
-                **{key: data[key] for key in ("stands_for", "counts")},
+                study=data["study"] if data["format"] == _FORMAT else f"{data['study']}-runs",
+                **{key: data[key] for key in ("spec", "merge", "base", "runs", "stands_for", "counts")},
                 texts=data.get("texts", {}),
             )
         except FileNotFoundError:
@@ -121,7 +119,6 @@ class Work:
             "spec": self.spec,
             "merge": self.merge,
             "study": self.study,
-            "storage": self.storage,
             "counts": dict(self.counts),
             "texts": dict(self.texts),
             "base": dict(self.base),
@@ -144,26 +141,18 @@ class Work:
         """The file of the state at a node's end."""
         return self.folder / STATES / f"{node}.end.pt"
 
-    def ready(self, finished: Callable[[str], bool], below: str | None = None) -> list[str]:
-        """The jobs that can be done now and are not done yet.
+    def ready(self, finished: Callable[[str], bool]) -> list[str]:
+        """The jobs that can be done now and are not done yet; `finished` says whether a run is."""
+        return [name for name, job in self.jobs.items() if self.is_ready(job, finished)]
 
-        Args:
-            finished: whether a run is.
-            below: only jobs that come right after this one.
-        """
-        found = []
-        for job in self.jobs.values():
-            if below is not None and job.after != below:
-                continue
-            parent = self.forest.nodes[job.node].parent
-            if parent is not None and not self.state(parent).exists():
-                continue
-            if not job.deep and self.state(job.node).exists():
-                continue
-            if all(map(finished, job.runs)):
-                continue
-            found.append(job.id)
-        return found
+    def is_ready(self, job: Job, finished: Callable[[str], bool]) -> bool:
+        """Whether a job can be done now and is not done yet."""
+        parent = self.forest.nodes[job.node].parent
+        if parent is not None and not self.state(parent).exists():
+            return False
+        if not job.deep and self.state(job.node).exists():
+            return False
+        return not all(map(finished, job.runs))
 
 
 Execute = Callable[[Work, Job], None]
@@ -176,20 +165,18 @@ class Stopped(Exception):  # noqa: N818 - no error: it was asked for
 
 def work(
     folder: Path,
-    storage: str | None,
     execute: Execute,
     *,
     stopped: Callable[[], bool],
     prepare: Callable[[Work], None] = lambda _: None,
 ) -> int:
-    """Take jobs off a sweep's queue and do them, until nothing is left or the worker is stopped.
+    """Take jobs of a sweep and do them, until nothing is left or the worker is stopped.
 
     As long as other workers have jobs it stays, because a job comes back if its worker dies.
 
     Args:
         folder: the sweep's folder, which `twophase sweep` made.
-        storage: as the sweep's.
-        execute: does a job; it raises `Stopped` when `stopped` became true, `BusyError` when somebody else is at a run.
+        execute: does a job; it raises `Stopped` when `stopped` became true, `BusyError` when another process has a run.
         stopped: whether the worker has been asked to end.
         prepare: called with the plan before any job is taken; it refuses what this machine cannot do, so that a worker
             in a wrong place takes no job, instead of failing one after the other.
@@ -198,83 +185,76 @@ def work(
         The number of jobs done.
 
     Raises:
-        UsageError: no sweep's folder, another storage than the sweep's, or a storage that cannot be reached.
-        QueueError: the storage has stopped to answer.
+        UsageError: no sweep's folder.
     """
     folder = Path(folder).absolute()
-    plan = _plan(folder, storage)
+    version = _version(folder)
+    plan = _plan(folder)
     prepare(plan)
-    done, pause = 0, _PAUSE_SECONDS
-    with Beat(folder) as beat, Queue.open(folder, storage, plan.study) as queue:
-        queue.offer(plan.ready(plan.finished))
-        while not stopped():
-            claim = queue.claim(beat)
-            if claim is None:
-                queue.offer(plan.ready(plan.finished))
-                if queue.counts().left == 0:
-                    break
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-                continue
-            if stopped():  # meanwhile: perhaps another worker, stopped as well, has just given this job back
-                claim.release()
+    queue, done, pause = Queue(folder), 0, _PAUSE_SECONDS
+    ended: set[str] = set()
+
+    def finished(run: str) -> bool:
+        if run not in ended and plan.finished(run):
+            ended.add(run)
+        return run in ended
+
+    while not stopped():
+        if (newer := _version(folder)) != version:  # the sweep has been extended
+            plan, version = _plan(folder), newer
+            prepare(plan)
+        standings = queue.look(plan.ready(finished))
+        claim = queue.take(standings)
+        if claim is None:
+            if all(standing.state == "failed" for standing in standings.values()):
                 break
-            pause = _PAUSE_SECONDS
-            if claim.job not in plan.jobs:  # the sweep has been extended
-                plan = _plan(folder, storage)
-                prepare(plan)
-            done += _do(plan, claim, queue, execute)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            continue
+        pause = _PAUSE_SECONDS
+        with claim:
+            # Meanwhile another worker may have done this job, or been stopped and given it back.
+            if not stopped() and plan.is_ready(plan.jobs[claim.job], finished):
+                done += _do(plan, claim, execute)
     return done
 
 
-def _do(plan: Work, claim: Claim, queue: Queue, execute: Execute) -> bool:
+def _do(plan: Work, claim: Claim, execute: Execute) -> bool:
     """Do a job that was taken; whether it is done now."""
-    job = plan.jobs.get(claim.job)
-    if job is None:  # of a plan that is no more
-        claim.done()
-        return False
+    job = plan.jobs[claim.job]
     try:
         execute(plan, job)
         missing = unfinished(plan, job.runs)
         if missing and (job.deep or not plan.state(job.node).exists()):
             raise RuntimeError(f"the worker left no valid summary of {', '.join(missing[:3])}")
-        # Before the job counts as done: whoever sees that nothing is left must be right.
-        below = plan.ready(plan.finished, below=job.id)
-        queue.reopen(below)  # they may count as done from before their files were lost
-        queue.offer(below)
     except Stopped:
-        claim.release()
-    except BusyError:  # somebody who was taken for dead goes on with it after all
+        return False
+    except BusyError:  # a worker that seemed dead goes on with a run after all
         claim.release()
         time.sleep(_LONGEST_PAUSE_SECONDS)
+        return False
     except Exception as error:  # one bad job must not take the others with it
         with suppress(OSError):  # the disk of the log may be full
             traceback.print_exc()
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        claim.failed(f"{type(error).__name__}: {error}{notes}")
-    else:
-        return claim.done(_best(plan, job))
-    return False
+        claim.fail(f"{type(error).__name__}: {error}{notes}")
+        return False
+    return True
 
 
-def _best(plan: Work, job: Job) -> float | None:
-    """The lowest validation loss of a job's runs, for those who look at the study."""
-    if not job.deep:
-        return None
-    summaries = (read_summary(plan.run_folder(run), run) or {} for run in job.runs)
-    losses = [summary["validation_loss"] for summary in summaries if summary.get("validation_loss") is not None]
-    return min(losses, default=None)
-
-
-def _plan(folder: Path, storage: str | None) -> Work:
+def _plan(folder: Path) -> Work:
     plan = Work.read(folder)
     if plan is None:
         raise UsageError(f"--out {folder}: holds no {PLAN}; start the sweep there first, with twophase sweep --out")
-    given = None if storage is None else hide_password(storage)
-    if plan.storage != given:
-        wanted = "no --storage (its queue lies in the folder)" if plan.storage is None else f"--storage {plan.storage}"
-        raise UsageError(f"--storage is {given or 'not given'}; the sweep in {folder} was started with {wanted}")
     return plan
+
+
+def _version(folder: Path) -> tuple[int, ...]:
+    """What changes when `plan.json` is written anew."""
+    with suppress(FileNotFoundError), (folder / PLAN).open("rb") as file:  # opened: NFS then asks the server
+        status = os.fstat(file.fileno())
+        return status.st_ino, status.st_mtime_ns, status.st_size
+    return ()
 
 
 def spec_id(spec: Mapping[str, Any]) -> str:

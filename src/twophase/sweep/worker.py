@@ -15,20 +15,18 @@ from twophase.base.config import UsageError, from_tree, with_values
 from twophase.runs.folder import RunFolder
 from twophase.sweep import forest
 from twophase.sweep.plan import Job
-from twophase.sweep.queue import QueueError
 from twophase.sweep.work import STATES, Stopped, Work, report, work
 from twophase.training.config import TrainConfig
 from twophase.training.session import Stop, signals
 from twophase.training.trainer import preflight_all
 
 
-def serve(folder: Path, storage: str | None, *, in_memory: int, leash: bool) -> int:
+def serve(folder: Path, *, in_memory: int, leash: bool) -> int:
     """Do jobs of the sweep in a folder until nothing is left, or a signal.
 
     Args:
         folder: the sweep's folder.
-        storage: of its queue, as the sweep's.
-        in_memory: branch states that are held in memory at most.
+        in_memory: branch states in memory at most.
         leash: end when stdin does, which means that the process that started this one is gone.
 
     Returns:
@@ -37,11 +35,7 @@ def serve(folder: Path, storage: str | None, *, in_memory: int, leash: bool) -> 
     with signals() as stopped:
         if leash:
             threading.Thread(target=_wait_for_end_of_stdin, args=(stopped,), daemon=True).start()
-        try:
-            work(folder, storage, _Executor(stopped, in_memory), stopped=stopped.is_set, prepare=_check_machine)
-        except QueueError as error:
-            print(f"twophase sweep-worker: failed: {error}", file=sys.stderr)
-            return 1
+        work(folder, _Executor(stopped, in_memory), stopped=stopped.is_set, prepare=_check_machine)
     return 128 + stopped.number if stopped.number else 0
 
 

@@ -1,0 +1,131 @@
+"""The worker processes that a sweep starts on its own machine, replaces when they die, and stops in good order."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+DEATHS = 5
+"""Give up after this many worker deaths per worker with no run finished or failed in between.
+
+A job fails at the third death under it, but several workers spread theirs over still more jobs."""
+
+
+class Crew:
+    """The worker processes that one call of `run_sweep` has started.
+
+    Args:
+        folder: the sweep's folder.
+        command: the words that start a worker.
+        size: number of workers.
+        environment: their environment variables.
+        devices: values of CUDA_VISIBLE_DEVICES, dealt out in turn.
+    """
+
+    def __init__(
+        self, folder: Path, command: list[str], size: int, environment: Mapping[str, str], devices: Sequence[str]
+    ) -> None:
+        self.folder, self.command, self.size = folder, [*command, "--leash"], size
+        self.environment = dict(environment)
+        self.devices = list(devices)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.deaths = 0
+        self.progressed = 0
+
+    def start(self) -> None:
+        """Start all of them."""
+        for number in range(self.size):
+            self._start(number)
+
+    def over(self) -> bool:
+        """Whether all have ended by themselves."""
+        return all(process.poll() is not None for process in self.processes.values())
+
+    def lost(self) -> bool:
+        """Whether one has ended otherwise than well."""
+        return any(process.poll() not in (None, 0) for process in self.processes.values())
+
+    def replace(self, progressed: int) -> list[str]:
+        """Start the dead ones anew.
+
+        Args:
+            progressed: runs that have ended or failed so far.
+
+        Returns:
+            How they died.
+
+        Raises:
+            RuntimeError: they do nothing but die.
+        """
+        if progressed > self.progressed:
+            self.deaths, self.progressed = 0, progressed
+        causes = []
+        for number, process in list(self.processes.items()):
+            code = process.poll()
+            if code is None or (code == 0 and not self.over()):
+                continue
+            # All have ended well, on an empty queue, and yet something is left: let another one look again.
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            cause = f"worker {number} {how}; see {self._log(number).name}"
+            self.deaths += 1
+            if self.deaths > DEATHS * self.size or (code == 2 and progressed == 0):
+                raise RuntimeError(f"{cause}: {self._last_words(number)}")
+            causes.append(cause)
+            process.stdin.close() if process.stdin else None
+            self._start(number)
+        return causes
+
+    def finish(self, patience: float = 10.0) -> None:
+        """Let them end by themselves, now that nothing is left."""
+        deadline = time.monotonic() + patience
+        for process in self.processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))
+
+    def stop(self, grace_seconds: float) -> None:
+        """Ask all to end, wait, and end those that do not; safe to repeat."""
+        alive = [process for process in self.processes.values() if process.poll() is None]
+        try:
+            for process in alive:
+                process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + grace_seconds
+            for process in alive:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0.0))
+        finally:
+            for process in alive:
+                process.kill()
+                process.wait()
+            for process in self.processes.values():
+                if process.stdin is not None:
+                    with contextlib.suppress(OSError):
+                        process.stdin.close()
+
+    def _start(self, number: int) -> None:
+        environment = self.environment
+        if self.devices:
+            environment = environment | {"CUDA_VISIBLE_DEVICES": self.devices[number % len(self.devices)]}
+        try:
+            with self._log(number).open("ab") as log:
+                self.processes[number] = subprocess.Popen(  # noqa: S603 - the command is the caller's own
+                    self.command,
+                    stdin=subprocess.PIPE,  # its end tells a worker that this process is gone
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    # Ctrl-C on the terminal reaches this process only, which then stops the workers in good order.
+                    process_group=0,
+                )
+        except OSError as error:
+            raise RuntimeError(f"a worker cannot be run with {' '.join(self.command)!r}: {error}") from error
+
+    def _log(self, number: int) -> Path:
+        return self.folder / f"worker-{number}.log"
+
+    def _last_words(self, number: int) -> str:
+        lines = self._log(number).read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

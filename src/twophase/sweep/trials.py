@@ -1,0 +1,176 @@
+"""The runs of a sweep as an Optuna study, for `study.trials_dataframe()`, optuna-dashboard and Optuna's analyses.
+
+Each run that has ended is a trial: its values on the sweep's axes are the parameters, its validation loss is the value,
+and user attributes name the run. A run that diverged or failed is a trial of state FAIL. The study is a view of the
+sweep's folder: only the process that runs the sweep writes it, and a damaged or missing journal is written anew.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from twophase.base.config import UsageError
+from twophase.sweep.grid import Sweep, text_of
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+TRIALS = "trials.journal"
+_LOCK_SECONDS = 3
+"""How long a lock on the journal may stay that a killed process has left; writing a line takes milliseconds."""
+
+
+class Trials:
+    """The study of a sweep, open for writing.
+
+    Args:
+        sweep: the sweep.
+        folder: its folder, which holds the study where there is no URL.
+        url: SQLAlchemy URL of a database for the study (`--storage`), or None.
+        name: name of the study.
+        replaces: name of the study to delete, of the sweep before it was extended: Optuna does not let the choices of a
+            parameter grow.
+
+    Raises:
+        UsageError: Optuna or the database's driver is not installed, or the storage cannot be used.
+    """
+
+    def __init__(self, sweep: Sweep, folder: Path, url: str | None, name: str, replaces: str | None = None) -> None:
+        optuna = _optuna()
+        storage = open_storage(folder, url)
+        if replaces is not None:
+            with suppress(KeyError):
+                optuna.delete_study(study_name=replaces, storage=storage)
+        self.study = optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
+        trials = self.study.get_trials(deepcopy=False)
+        self._recorded = {(trial.user_attrs.get("run"), trial.user_attrs.get("state")) for trial in trials}
+        self._arms = {cell.run_id: cell.arm for cell in reversed(sweep.cells)}
+        rows = [[_choice(value) for value in sweep.values(cell).values()] for cell in sweep.cells]
+        columns = zip(*rows, strict=True)
+        self._distributions: dict[str, Any] = {
+            path: optuna.distributions.CategoricalDistribution(tuple(dict.fromkeys(column)))
+            for path, column in zip(sweep.paths, columns, strict=True)
+        }
+        self._values = {cell.run_id: dict(zip(sweep.paths, row, strict=True))
+                        for cell, row in zip(sweep.cells, rows, strict=True)}  # fmt: skip
+
+    def record(self, summaries: Mapping[str, Mapping[str, Any]], errors: Mapping[str, str]) -> None:
+        """Add the runs that are not in the study yet.
+
+        A run that failed, was tried again and ended has a trial of each.
+
+        Args:
+            summaries: summaries of the runs that have ended, by run id.
+            errors: why runs have failed, by run id.
+        """
+        for run, summary in summaries.items():
+            self._add(run, "diverged" if summary["diverged"] else "finished", summary)
+        for run, error in errors.items():
+            self._add(run, "failed", {}, error=error)
+
+    def _add(self, run: str, state: str, summary: Mapping[str, Any], **notes: str) -> None:
+        if (run, state) in self._recorded:
+            return
+        from optuna.trial import TrialState, create_trial  # noqa: PLC0415 - an extra
+
+        loss = summary.get("validation_loss")
+        complete = state == "finished" and loss is not None and math.isfinite(loss)
+        numbers = {key: summary[key] for key in ("perplexity", "tokens", "seconds") if summary.get(key) is not None}
+        trial = create_trial(
+            state=TrialState.COMPLETE if complete else TrialState.FAIL,
+            value=loss if complete else None,
+            params=self._values[run],
+            distributions=self._distributions,
+            user_attrs={"run": run, "arm": self._arms[run], "state": state} | numbers | notes,
+        )
+        if trial.datetime_complete is not None:  # so that Optuna's own `duration` is the run's
+            trial.datetime_start = trial.datetime_complete - timedelta(seconds=summary.get("seconds") or 0.0)
+        self.study.add_trial(trial)
+        self._recorded.add((run, state))
+
+
+def open_storage(folder: Path, url: str | None) -> BaseStorage:
+    """Open a sweep's journal, or a database.
+
+    Args:
+        folder: the sweep's folder.
+        url: SQLAlchemy URL of a database, or None for the journal.
+
+    Raises:
+        UsageError: Optuna or the database's driver is not installed; URL or folder cannot be used.
+    """
+    optuna = _optuna()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        if url is not None:
+            try:
+                return optuna.storages.RDBStorage(url)
+            except Exception as error:  # a dozen kinds, from three packages and a driver
+                raise _unusable(url, error) from None
+        try:
+            return _journal(folder / TRIALS)
+        except OSError as error:
+            raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
+        except Exception:  # whatever a crash or a full disk has left: every trial can be written again
+            (folder / TRIALS).unlink()
+            return _journal(folder / TRIALS)
+
+
+def hide_password(text: str) -> str:
+    """The text with the password of every URL in it replaced by three stars."""
+    # Up to the last @: a password that should have been percent-encoded, and was not, is hidden as well.
+    return re.sub(r"(://[^\s:/@]*):\S*@|([?&]password=)[^&\s]*", _without_password, text)
+
+
+def _without_password(match: re.Match[str]) -> str:
+    return f"{match[1]}:***@" if match[1] is not None else f"{match[2]}***"
+
+
+def short_reason(error: BaseException) -> str:
+    """The first line of an error's root cause, without a password."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return hide_password(lines[0] if lines else type(error).__name__)[:200]
+
+
+def _optuna() -> Any:
+    try:
+        import optuna  # noqa: PLC0415 - an extra, and a second that `import twophase` should not cost
+    except ImportError:
+        raise UsageError("a sweep needs optuna, which is not installed; pip install 'twophase[sweep]'") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def _journal(path: Path) -> BaseStorage:
+    from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
+    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock  # noqa: PLC0415
+
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        path.unlink()  # Optuna would glue its next line to the half one that a crash has left
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path), _LOCK_SECONDS)))
+
+
+def _unusable(url: str, error: Exception) -> UsageError:
+    from sqlalchemy.exc import DBAPIError  # noqa: PLC0415 - an extra
+
+    # Only these name a reason without repeating parts of the URL, and so perhaps of its password.
+    plain = isinstance(error, (ImportError, OSError, DBAPIError))
+    reason = short_reason(error) if plain else "not the URL of a database that SQLAlchemy knows"
+    return UsageError(
+        f"--storage {hide_password(url)}: cannot be used ({reason}); check driver, host, port, name and password, or "
+        "leave --storage out to keep the trials in the sweep's folder"
+    )
+
+
+def _choice(value: Any) -> Any:
+    """A value as Optuna takes it for a choice."""
+    return text_of(value) if isinstance(value, tuple) else value
