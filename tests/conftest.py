@@ -20,7 +20,7 @@ import forked
 import textmaker
 from twophase.policies import text
 from twophase.policies.base import Restart, RestartPolicy, RoundSignal, State
-from twophase.sweep import run as launch
+from twophase.sweep import crew as launch
 from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 
 torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits

@@ -27,7 +27,7 @@ from typing import IO, Any
 import torch
 
 import twophase
-from twophase.sweep import run as launch
+from twophase.sweep import crew as launch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -142,7 +142,7 @@ class Popen(_Process):
 
 
 FORKING = SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
-"""In place of the module `subprocess` in `twophase.sweep.run`."""
+"""In place of the module `subprocess` in `twophase.sweep.crew`."""
 
 
 class _End:

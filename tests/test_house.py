@@ -70,7 +70,7 @@ TORCH_FREE = {
 TORCH_FREE_MODULES = {
     f"{NAME}.{name}"
     for name in (
-        "training.config sweep.grid sweep.plan sweep.queue sweep.storage sweep.run sweep.work sweep.slurm sweep.beat "
+        "training.config sweep.grid sweep.plan sweep.queue sweep.trials sweep.run sweep.work sweep.slurm sweep.crew "
         "sweep.table sweep.history cli.doctor cli.report cli.explore cli.data"
     ).split()
 }

@@ -24,7 +24,7 @@ from commands import SMALL, outcome, snapshot
 from forked import Forked
 from twophase.cli.main import main
 from twophase.cli.sweeping import MOST_CELLS, take_slurm_options
-from twophase.sweep import run as launch
+from twophase.sweep import crew as launch
 from twophase.sweep.grid import Sweep, parse_axes, product
 from twophase.sweep.plan import Plan, plan
 from twophase.sweep.slurm import submit
