@@ -43,7 +43,7 @@ def check_rule(where: str, lr: float, momentum: float, form: str, nesterov: obje
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """The hyperparameters of an outer momentum step, in a named form.
+    """Hold the hyperparameters of an outer momentum step, in a named form.
 
     Sum form: `m <- momentum m + g`, then `x <- x - lr m` (heavy ball) or `x <- x - lr (g + momentum m)` (Nesterov).
     EMA form: `m <- momentum m + (1 - momentum) g`, then `x <- x - lr m` or
@@ -76,7 +76,7 @@ class OuterRule:
             object.__setattr__(self, name, float(getattr(self, name)))
 
     def to(self, form: Form) -> OuterRule:
-        """The same trajectory written in the other form: `lr_sum = lr_ema (1 - momentum)`.
+        """Return the same trajectory written in the other form: `lr_sum = lr_ema (1 - momentum)`.
 
         Buffers differ by the same factor, `m_ema = (1 - momentum) m_sum`; a soft restart converts with
         `twophase.restart.convert`.
@@ -89,10 +89,10 @@ class OuterRule:
 
     @property
     def injection(self) -> float:
-        """The weight with which a pseudo-gradient enters the buffer: 1 (sum form) or 1 - momentum (EMA form)."""
+        """Return the weight with which a pseudo-gradient enters the buffer: 1 (sum form) or 1 - momentum (EMA form)."""
         return 1.0 if self.form == "sum" else 1 - self.momentum
 
     def describe(self) -> str:
-        """One line for people: kind, numbers and form, for example `Nesterov lr 0.7 momentum 0.9 (sum form)`."""
+        """Return one line for people: kind, numbers and form, for example `Nesterov lr 0.7 momentum 0.9 (sum form)`."""
         kind = "momentum-free" if self.momentum == 0 else "Nesterov" if self.nesterov else "heavy ball"
         return f"{kind} lr {self.lr:g} momentum {self.momentum:g} ({FORM_WORDS[self.form]})"

@@ -295,24 +295,6 @@ def test_modes_that_do_not_count() -> None:
     assert said(zero) == said(plain) | {LEFT_OUT}
 
 
-def test_nothing_moves() -> None:
-    """No mode of positive weight and sigma, or lr 0, is refused; so is all that is out of range, by name."""
-    questions: list[tuple[Any, dict[str, Any], str]] = [
-        ((HB, [0.0, 0.0]), {}, "advise: no mode moves"),
-        ((HB, [0.0, 0.5]), {"weights": [1, 0]}, r"advise: no mode moves \(lr 1, sigma 0\)"),
-        ((OuterRule(0.0, 0.9), [0.5]), {}, r"advise: no mode moves \(lr 0, sigma 0.5\)"),
-        ((HB, []), {}, "advise: sigma is empty"),
-        ((HB, [0.5, 1.5]), {}, r"advise: sigma\[1\] is 1.5"),
-        ((HB, [0.5]), {"weights": [1, 2]}, "advise: weights have shape"),
-        ((HB, [0.5]), {"rounds": 0}, "advise: rounds is 0"),
-        ((HB, [0.5]), {"rounds": 1.5}, "advise: rounds is 1.5"),
-        ((HB, [0.5]), {"max_period": 0}, "advise: max_period is 0"),
-    ]
-    for arguments, options, message in questions:
-        with pytest.raises(ValueError, match=message):
-            advise(*arguments, **options)
-
-
 @pytest.mark.parametrize("rounds", [None, 1, 2, 20])
 def test_modes_that_vanish(rounds: int | None) -> None:
     """Nilpotent modes and zero factors: infinite rates and losses of 0 are numbers like others."""
@@ -363,16 +345,6 @@ def test_controls() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["period", "rounds"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, math.nan, True])
-def test_controls_of_no_period_and_no_run(name: str, value: Any) -> None:
-    """What is no whole number >= 1 is refused by name: no control belongs to it."""
-    given = {"period": 3, "rounds": 24} | {name: value}
-    with pytest.raises(ValueError, match=rf"controls: {name} is {value!r}; it must be a whole number >= 1"):
-        controls(HB, SIX, given["period"], given["rounds"])
-    assert controls(HB, SIX, 3.0, 24.0) == controls(HB, SIX, 3, 24)  # type: ignore[arg-type]
-
-
 def gain_of(rule: OuterRule, period: int | None, rounds: int | None) -> float:
     """The learning rate in the name of the second control, which has four digits."""
     name = list(controls(rule, 0.5, period, rounds))[1]
@@ -403,9 +375,3 @@ def test_range_of_periods() -> None:
     assert advise(HB, [0.03]).max_period == math.ceil(3 * cancellation_periods(HB, 0.03, 1)[0]) + 5 > 60
     assert advise(OuterRule(1.0, 1 - 1e-9, form="ema"), [0.5]).max_period == 10_000
     assert effective_step(HB, 0.5) == pytest.approx(0.05)
-
-
-def test_a_search_that_no_memory_holds_is_refused() -> None:
-    """All periods are held at once, for each mode."""
-    with pytest.raises(ValueError, match=r"advise: max_period is 1000000000; it must be at most 1,000,000"):
-        advise(HB, SIX, max_period=10**9)

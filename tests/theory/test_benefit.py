@@ -174,14 +174,6 @@ def test_hurt_share_at_the_ends() -> None:
     gone = OuterRule(2.0, 0.5, True, "ema")  # nilpotent: chi_1 = -1/2, then 0
     assert [hurt_share(gone, 1.0, period) for period in (1, 2, 3)] == [1, 0, 0]
     assert type(hurt_share(HB, 0.5, 3)) is float
-    mistakes: list[tuple[Any, str]] = [
-        ((HB, [], 3), "hurt_share: sigma is empty"),
-        ((HB, [0.5], 0), "hurt_share: period is 0"),
-        ((HB, [0.5], 3, [1, 2]), "hurt_share: weights have shape"),
-    ]
-    for arguments, message in mistakes:
-        with pytest.raises(ValueError, match=message):
-            hurt_share(*arguments)
 
 
 @pytest.mark.parametrize(("period", "sigma"), [(3, 0.267), (5, 0.184), (7, 0.143)])
@@ -336,12 +328,9 @@ def test_no_destabilising_in_the_papers_grid(nesterov: bool) -> None:
 
 
 def test_stable_limit_at_the_ends() -> None:
-    """Infinite at lr 0 or nearly; 2 without momentum, whatever the period; a period that is none is refused."""
+    """Infinite at lr 0 or nearly; 2 without momentum, whatever the period."""
     for lr in (0.0, 5e-324):
         assert restart_stable_limit(OuterRule(lr, 0.9), 3) == math.inf
     for period in (1, 2, 3, 10):
         for nesterov in (False, True):
             assert restart_stable_limit(OuterRule(0.5, 0.0, nesterov), period) == pytest.approx(4, rel=1e-12)
-    for period in (0, 1.5, -2, True):
-        with pytest.raises(ValueError, match="restart_stable_limit: period is"):
-            restart_stable_limit(HB, period)  # type: ignore[arg-type]

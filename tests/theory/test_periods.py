@@ -156,9 +156,6 @@ def test_cancellation_shapes() -> None:
     assert cancellation_periods(HB, [], 2).shape == (0, 2)
     assert rounded_period(HB, np.zeros((0, 3))).shape == (0, 3)
     assert type(rounded_period(HB, 0.95)) is np.int64
-    for count in (0, 1.5, -1, True, "2"):
-        with pytest.raises(ValueError, match="cancellation_periods: count"):
-            cancellation_periods(HB, 0.5, count)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "Nesterov"])
@@ -275,8 +272,6 @@ def test_heuristic_at_the_ends() -> None:
     assert heuristic_period(HB, 0.0) == math.inf
     assert heuristic_period(OuterRule(0.0, 0.9), 0.5, corrected=False) == math.inf
     assert heuristic_period([HB, NAG], [[0.1], [0.2], [0.3]]).shape == (3, 2)
-    with pytest.raises(ValueError, match=r"heuristic_period: sigma is -0\.1"):
-        heuristic_period(HB, -0.1)
 
 
 # --- the exact loss -----------------------------------------------------------------------------------------------
@@ -411,28 +406,6 @@ def test_loss_of_no_spectra() -> None:
     """A leading axis without entries gives a result without entries, by single factors as by a table."""
     assert log_final_loss(HB, np.zeros((0, 3)), 10, 3).shape == (0,)
     assert best_period(HB, np.zeros((0, 3)), max_period=5, rounds=10).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((HB, 0.5, 0, 3), "log_final_loss: rounds is 0"),
-        ((HB, 0.5, 2.5, 3), "log_final_loss: rounds is 2.5"),
-        ((HB, 0.5, 10, 0), "log_final_loss: period is 0"),
-        ((HB, 0.5, 10, [3, 2.5]), r"log_final_loss: period\[1\] is 2.5"),
-        ((HB, 0.5, 10, []), "log_final_loss: period is"),
-        ((HB, [], 10, 3), "log_final_loss: sigma is empty"),
-        ((HB, [0.5, 1.5], 10, 3), r"log_final_loss: sigma\[1\] is 1.5"),
-        ((HB, [0.5], 10, 3, [1, 1]), r"log_final_loss: weights have shape \(2,\)"),
-        ((HB, [0.5, 0.6], 10, 3, [1, -1]), r"log_final_loss: weights\[1\] is -1"),
-        ((HB, [0.5, 0.6], 10, 3, [0, 0]), "log_final_loss: weights are all 0"),
-        (("HB", 0.5, 10, 3), "log_final_loss: rule is"),
-    ],
-)
-def test_loss_refuses(arguments: Any, message: str) -> None:
-    """What is out of range is refused by name."""
-    with pytest.raises(ValueError, match=message):
-        log_final_loss(*arguments)
 
 
 # --- the best period ----------------------------------------------------------------------------------------------
@@ -602,33 +575,6 @@ def test_no_restart_always_competes() -> None:
     assert best_period(HB, 0.95, max_period=40, rounds=10**9) == 5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_period": 0}, "best_period: max_period is 0"),
-        ({"max_period": 2.5}, "best_period: max_period is 2.5"),
-        ({"max_period": True}, "best_period: max_period is True"),
-        ({"max_period": 5, "rounds": 0}, "best_period: rounds is 0"),
-        ({"max_period": 5, "rounds": math.nan}, "best_period: rounds is nan"),
-        ({"max_period": 5, "objective": "lose"}, "objective is 'lose'; it must be one of loss, minimax, rate, factor"),
-        ({"max_period": 5, "objective": ""}, "objective is ''"),
-        ({"max_period": 5, "objective": "loss"}, 'objective "loss" needs rounds'),
-        ({"max_period": 5, "weights": [1, 1, 1]}, r"weights have shape \(3,\); give one a mode, shape \(2,\)"),
-        ({"max_period": 5, "weights": [[1, 1]]}, r"weights have shape \(1, 2\)"),
-        ({"max_period": 5, "weights": []}, r"weights have shape \(0,\)"),
-        ({"max_period": 5, "weights": [1, -1]}, r"weights\[1\] is -1.0; a weight is a finite number >= 0"),
-        ({"max_period": 5, "weights": [math.inf, 1]}, r"weights\[0\] is inf"),
-        ({"max_period": 5, "weights": [math.nan, 1]}, r"weights\[0\] is nan"),
-        ({"max_period": 5, "weights": [0, 0]}, "weights are all 0"),
-        ({"max_period": 5, "weights": ["a", "b"]}, "weights is"),
-    ],
-)
-def test_best_period_refuses(options: dict[str, Any], message: str) -> None:
-    """Values out of range, unknown objectives and bad weights are refused by name."""
-    with pytest.raises(ValueError, match=message):
-        best_period(HB, [0.5, 0.3], **options)
-
-
 def test_weights_are_shares() -> None:
     """Only their ratios count; modes of weight 0 not at all, whatever their sigma; equal when None."""
     sigma = [0.95, 0.3, 0.0]
@@ -643,7 +589,7 @@ def test_weights_are_shares() -> None:
 
 
 def test_block_periods() -> None:
-    """Each block by itself, with its own rule and weights; numbers that differ are refused."""
+    """Each block by itself, with its own rule and weights."""
     rules = [HB, NAG, OuterRule(0.3, 0.5)]
     weights = [[1.0] * 9, [1.0] * 8 + [0.0], [2.0] * 9]
     each = tuple(
@@ -652,13 +598,6 @@ def test_block_periods() -> None:
     assert block_periods(rules, BLOCKS, weights=weights, max_period=30, rounds=80) == each
     assert block_periods(HB, [[0.95, 0.3]] * 2, weights=[[1, 0], [0, 1]], max_period=40) == (5, 10)
     assert block_periods(HB, [0.95, 0.3], max_period=40) == (5, 10)
-    for rule, blocks, given in (
-        (HB, [], None),
-        ([HB], [[0.5], [0.6]], None),
-        (HB, [[0.5]], [[1], [1]]),
-    ):
-        with pytest.raises(ValueError, match="block_periods: "):
-            block_periods(rule, blocks, weights=given, max_period=5)
 
 
 # --- the theory note's numbers ------------------------------------------------------------------------------------

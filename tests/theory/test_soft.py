@@ -202,8 +202,8 @@ def test_soft_restart_where_the_state_underflows_or_overflows() -> None:
     assert soft_restart(OuterRule(1.0, 5e-324), 0.5, 3) == (-math.inf, math.inf)
 
 
-def test_soft_restart_shapes_and_refusals() -> None:
-    """Rules, sigma and period broadcast; nothing to restart without momentum, lr or sigma."""
+def test_soft_restart_shapes() -> None:
+    """Rules, sigma and period broadcast."""
     rules = rule_grid([[0.1], [0.4]], 0.9)
     retain, inject = soft_restart(rules, [0.3, 0.5, 0.9], [[[2]], [[3]], [[4]], [[7]]])
     assert retain.shape == inject.shape == (4, 2, 3)
@@ -212,18 +212,6 @@ def test_soft_restart_shapes_and_refusals() -> None:
         assert (retain[place], inject[place]) == single
     assert [part.shape for part in soft_restart(HB, [], 3)] == [(0,), (0,)]
     assert np.ndim(soft_restart(HB, 0.5, 3)[0]) == 0
-    mistakes: list[tuple[Any, str]] = [
-        ((OuterRule(1.0, 0.0), 0.5, 3), "momentum is 0"),
-        ((OuterRule(0.0, 0.5), 0.5, 3), "lr is 0"),
-        ((HB, [0.5, 0.0], 3), "sigma is 0"),
-        ((HB, 0.5, 0), "period is 0"),
-        ((HB, 0.5, 2.5), "period is 2.5"),
-        ((HB, 1.5, 3), "sigma is 1.5"),
-        ((OuterRule(2.0, 0.5, True, "ema"), 1.0, 2), "leaves no trace"),
-    ]
-    for arguments, message in mistakes:
-        with pytest.raises(ValueError, match=f"soft_restart: .*{message}"):
-            soft_restart(*arguments)
 
 
 # --- one round, several modes (R27) -------------------------------------------------------------------------------
@@ -284,16 +272,6 @@ def test_best_injection_at_the_ends() -> None:
     assert best_injection(OuterRule(1.0, 0.5), 1.0) == (0, math.inf)
     inject, rate = best_injection(rule_grid([[0.1], [0.2]], 0.5), [0.1, 0.2, 0.3])
     assert inject.shape == rate.shape == (2, 3)
-    mistakes: list[tuple[Any, str]] = [
-        ((NAG, 0.5), "looks ahead"),
-        ((OuterRule(1.0, 0.0), 0.5), "is 0"),
-        ((OuterRule(0.0, 0.5), 0.5), "is 0"),
-        ((HB, 0.0), "is 0"),
-        ((HB, 2.0), "sigma is 2"),
-    ]
-    for arguments, message in mistakes:
-        with pytest.raises(ValueError, match=f"best_injection: .*{message}"):
-            best_injection(*arguments)
 
 
 def six_mode_loss(rule: OuterRule, period: int, cycles: int, retain: float, inject: float) -> float:
@@ -359,8 +337,8 @@ def test_cycle_matrix_at_the_optimum_is_nilpotent() -> None:
         assert abs(np.trace(matrix)) < 1e-14 * abs(matrix).max()
 
 
-def test_cycle_matrix_shapes_and_refusals() -> None:
-    """Rules and sigma broadcast, matrices last; a period that is none is refused."""
+def test_cycle_matrix_shapes() -> None:
+    """Rules and sigma broadcast, matrices last."""
     rules = rule_grid([[0.1], [0.4]], 0.9)
     found = cycle_matrix(rules, [0.3, 0.5, 0.9], 4, 0.2, 0.1)
     assert found.shape == (2, 3, 2, 2)
@@ -369,9 +347,6 @@ def test_cycle_matrix_shapes_and_refusals() -> None:
     assert cycle_matrix([HB, NAG], 0.3, 2, 0.2, 0.1).shape == (2, 2, 2)
     assert cycle_matrix(HB, [], 3).shape == (0, 2, 2)
     assert cycle_matrix(OuterRule(0.5, 0.5), 1.0, 2).tolist() == [[0.0, -0.25], [0.0, 0.0]]
-    for period, message in ((0, "period is 0"), (1.5, "period is 1.5")):
-        with pytest.raises(ValueError, match=f"cycle_matrix: {message}"):
-            cycle_matrix(HB, 0.5, period)  # type: ignore[arg-type]
 
 
 # --- the warm restart (R28) ---------------------------------------------------------------------------------------
@@ -451,6 +426,3 @@ def test_warm_restart_at_the_ends() -> None:
         assert warm_restart_factor(plain, 0.5, period) == pytest.approx(
             float(restart_factor(plain, 0.5, period)), rel=1e-14
         )
-    for period, message in ((0, "period is 0"), (1.5, "period is 1.5")):
-        with pytest.raises(ValueError, match=f"warm_restart_factor: {message}"):
-            warm_restart_factor(HB, 0.5, period)

@@ -35,7 +35,7 @@ _MOST_CORRELATED = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one stretch of a block's rounds shows; nan where nothing can be said.
+    """Hold what one stretch of a block's rounds shows; nan where nothing can be said.
 
     Args:
         name: of the stretch.
@@ -44,7 +44,7 @@ class Evidence:
         restarts: in how many of them the momentum restarted.
         oldest: rounds that the oldest measured buffer had gathered since the last restart.
         rates_known: whether the inner learning rate of the rounds is known.
-        cosines: rounds whose cosine says something: the buffer was there and had not just been dropped.
+        cosines: rounds with an informative cosine: the buffer was there and had not just been dropped.
         cosine: mean cosine between pseudo-gradient and buffer.
         cosine_error: its standard error, correlation between rounds included.
         against: share of those rounds in which it is negative.
@@ -82,7 +82,7 @@ class Evidence:
 
 
 def stretches(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Evidence, list[Evidence]]:
-    """The evidence of the latest rounds, which the verdict is about, and of the run's thirds.
+    """Return the evidence of the latest rounds, which the verdict is about, and of the run's thirds.
 
     Args:
         record: the run.
@@ -112,8 +112,8 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
     restarted, number = block.restarted[part], block.number[part]
     rates = None if lr is None else lr[part]
     fresh = np.concatenate([[True], restarted[:-1]])
-    told = (m > 0) & np.isfinite(cosine) & ~fresh
-    seen = cosine[told]
+    informative = (m > 0) & np.isfinite(cosine) & ~fresh
+    seen = cosine[informative]
     mean, error = _mean(seen)
     swing = _swing(seen) if not restarted[:-1].any() else math.nan
     growth, growth_error = _growth(g, rates)
@@ -131,14 +131,14 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
         last=_whole(number[-1]) if len(number) else 0,
         rounds=len(g),
         restarts=int(restarted.sum()),
-        oldest=int(_ages(restarted)[told].max(initial=0)),
+        oldest=int(_ages(restarted)[informative].max(initial=0)),
         rates_known=rates is not None,
         cosines=len(seen),
         cosine=mean,
         cosine_error=error,
         against=float(np.mean(seen < 0)) if len(seen) else math.nan,
         swing=swing,
-        turns=_turns(cosine, told, restarted, swing, quiet=quiet),
+        turns=_turns(cosine, informative, restarted, swing, quiet=quiet),
         gain=gain,
         growth=growth,
         growth_error=growth_error,
@@ -150,13 +150,13 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
 
 
 def _turns(
-    cosine: Column, told: NDArray[np.bool_], restarted: NDArray[np.bool_], swing: float, *, quiet: bool
+    cosine: Column, informative: NDArray[np.bool_], restarted: NDArray[np.bool_], swing: float, *, quiet: bool
 ) -> bool | None:
-    """Whether the pseudo-gradient turns against the buffer, never does, or nothing can be told from chance.
+    """True if the pseudo-gradient turns against the buffer, never does, or nothing can be told from chance.
 
     Where there is hardly any noise (`quiet`), nothing is chance.
     """
-    seen = cosine[told]
+    seen = cosine[informative]
     if len(seen) < _LEAST_COSINES:
         return None
     mean, error = _mean(seen)
@@ -167,8 +167,8 @@ def _turns(
         return True
     # Between restarts the buffer grows old, and turns at a certain age if at all.
     ages = _ages(restarted)
-    for age in np.unique(ages[told]) if restarted.any() else ():
-        of_age = cosine[told & (ages == age)]
+    for age in np.unique(ages[informative]) if restarted.any() else ():
+        of_age = cosine[informative & (ages == age)]
         low, spread = _mean(of_age)
         if len(of_age) >= 4 and low + 2.5 * spread < 0:  # several ages are tried, so a little more is asked for
             return True
@@ -176,34 +176,34 @@ def _turns(
 
 
 def _ages(restarted: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Rounds since the last restart, of each round, from 0 right after it."""
+    """Return rounds since the last restart, of each round, from 0 right after it."""
     places = np.arange(len(restarted))
     last = np.maximum.accumulate(np.where(restarted, places, -1))
     return places - np.concatenate([[-1], last[:-1]]) - 1
 
 
 def _mean(values: Column) -> tuple[float, float]:
-    """Mean and its standard error for correlated values (Newey and West)."""
+    """Return the mean and its standard error for correlated values (Newey and West)."""
     count = len(values)
     if count < 2:
         return (float(values[0]) if count else math.nan), math.nan
-    left = values - values.mean()
-    total = float(left @ left)
+    deviations = values - values.mean()
+    total = float(deviations @ deviations)
     lags = min(count - 1, int(count ** (1 / 3)) + 1)
     for lag in range(1, lags + 1):
-        total += 2 * (1 - lag / (lags + 1)) * float(left[lag:] @ left[:-lag])
+        total += 2 * (1 - lag / (lags + 1)) * float(deviations[lag:] @ deviations[:-lag])
     # An oscillation's own correlation may take away more than a few rounds can know: not below independence.
-    total = max(total, float(left @ left))
+    total = max(total, float(deviations @ deviations))
     return float(values.mean()), math.sqrt(max(total, 0.0) / count / (count - 1))
 
 
 def _swing(values: Column) -> float:
-    """Period in rounds of the strongest oscillation, where white noise would hardly show one as strong (Fisher)."""
+    """Return the period in rounds of the strongest oscillation that is significant against white noise (Fisher)."""
     count = len(values)
-    left = values - values.mean() if count else values
-    if count < _LEAST_FOR_SWING or float(np.abs(left).max()) < 1e-3:
+    deviations = values - values.mean() if count else values
+    if count < _LEAST_FOR_SWING or float(np.abs(deviations).max()) < 1e-3:
         return math.nan
-    power = np.abs(np.fft.rfft(left))[1:] ** 2
+    power = np.abs(np.fft.rfft(deviations))[1:] ** 2
     share = float(power.max() / power.sum())
     chance = len(power) * (1 - share) ** (len(power) - 1)
     place = int(power.argmax()) + 1
@@ -212,7 +212,7 @@ def _swing(values: Column) -> float:
 
 
 def _growth(g: Column, rates: Column | None) -> tuple[float, float]:
-    """Slope of log |g| over the rounds, and its standard error."""
+    """Return the slope of log |g| over the rounds, and its standard error."""
     return _trend(_height(g, rates), independent=True)
 
 
@@ -222,7 +222,7 @@ def _height(g: Column, rates: Column | None) -> Column:
 
 
 def _trend(height: Column, *, independent: bool = False) -> tuple[float, float]:
-    """Slope over the rounds by least squares, and its standard error.
+    """Return the slope over the rounds by least squares, and its standard error.
 
     Unless the rounds are `independent`, what is left is taken for an autoregression of order 1, of which n rounds tell
     as much as n (1 - r) / (1 + r) independent ones; r is corrected for what the fit took away (about (2 + 4 r) / n).
@@ -234,18 +234,18 @@ def _trend(height: Column, *, independent: bool = False) -> tuple[float, float]:
     x, y = places - places.mean(), height[places]
     spread = float(x @ x)
     slope = float(x @ (y - y.mean())) / spread
-    left = y - y.mean() - slope * x
-    energy = float(left @ left)
+    residuals = y - y.mean() - slope * x
+    energy = float(residuals @ residuals)
     error = math.sqrt(energy / (count - 2) / spread)
     if independent or not energy > 0:
         return slope, error
-    r = float(left[1:] @ left[:-1]) / energy
+    r = float(residuals[1:] @ residuals[:-1]) / energy
     r = min(max(r + (2 + 4 * r) / count, 0.0), _MOST_CORRELATED)
     return slope, error * math.sqrt((1 + r) / (1 - r))
 
 
 def grown(g: Column, rates: Column | None) -> tuple[float, int]:
-    """Log of the factor by which |g| has risen, and the last rounds in which it has; 0 where that shows no divergence.
+    """Return the log of the rise of |g|, and the last rounds in which it rose; 0 where that is no divergence.
 
     It must rise by more than chance would and by a real factor; all the while, or it would have come to rest; by
     itself, since divided by an inner learning rate that ends at nothing every norm rises; and over the rate, which may
@@ -255,8 +255,8 @@ def grown(g: Column, rates: Column | None) -> tuple[float, int]:
         g: norms of the pseudo-gradient.
         rates: the inner learning rate of each round; None where it is not known.
     """
-    known = rates is not None and np.isfinite(rates).sum() >= _LEAST_FOR_RISE
-    heights = [_height(g, None), *([_height(g, rates)] if known else [])]
+    has_rates = rates is not None and np.isfinite(rates).sum() >= _LEAST_FOR_RISE
+    heights = [_height(g, None), *([_height(g, rates)] if has_rates else [])]
     for start in (0, len(g) // 2):
         rises = [_rise(height[start:]) for height in heights]
         if min(rises) > math.log(_GROWN):
@@ -265,7 +265,7 @@ def grown(g: Column, rates: Column | None) -> tuple[float, int]:
 
 
 def _rise(height: Column) -> float:
-    """By how much some heights rise, by more than chance and in their second half as well; else 0."""
+    """Return by how much some heights rise, by more than chance and in their second half as well; else 0."""
     count = len(height)
     slope, error = _trend(height)
     lately, spread = _trend(height[count // 2 :])
@@ -274,13 +274,13 @@ def _rise(height: Column) -> float:
 
 
 def _lost(block: Block) -> int:
-    """The place in a block's rounds from which to the end nothing finite was measured; their count if there is none.
+    """Return the first of the block's last rounds in which nothing finite was measured; else their count.
 
     A single round, or a run that has no number at all, is rather damaged than lost.
     """
     count = len(block.index)
-    known = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)
-    places = np.flatnonzero(known)
+    measured = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)
+    places = np.flatnonzero(measured)
     return int(places[-1]) + 1 if len(places) and places[-1] < count - 2 else count
 
 

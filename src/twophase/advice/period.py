@@ -24,7 +24,7 @@ _MOST_MODES = 10_000  # of it; more say nothing new, and each costs memory
 
 @dataclass(frozen=True)
 class Rule:
-    """The outer rule."""
+    """Hold the outer rule."""
 
     lr: float = 0.7
     """Outer learning rate, in the form named below."""
@@ -38,7 +38,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Question:
-    """A rule, a spectrum (in one of four ways) and, if known, the length of the run."""
+    """Hold a rule, a spectrum (in one of four ways) and, if known, the length of the run."""
 
     outer: Rule = field(default_factory=Rule)
     sigma: tuple[float, ...] = ()
@@ -62,7 +62,7 @@ class Question:
 
 
 def answer(question: Question) -> Advice:
-    """The theory's advice.
+    """Return the theory's advice.
 
     Raises:
         UsageError: no spectrum, several, or values out of range.
@@ -80,20 +80,20 @@ def answer(question: Question) -> Advice:
 
 
 def _whole(option: str, value: float | None) -> int | None:
-    """A whole number from an option that takes any number, so that its mistakes are told in one line too."""
+    """Return a whole number from an option that takes any number, so that its mistakes are told in one line too."""
     if value is not None and not (1 <= value < 2**53 and value == int(value)):
         raise UsageError(f"{option} is {value:g}; it must be a whole number >= 1")
     return None if value is None else int(value)
 
 
 def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
-    given = {
+    options = {
         "--sigma": question.sigma,
         "--sigma-range": question.sigma_range,
         "--eigenvalues": question.eigenvalues,
         "--spectrum": question.spectrum,
     }
-    named = [name for name, value in given.items() if value]
+    named = [name for name, value in options.items() if value]
     if len(named) != 1:
         raise UsageError(
             f"{' and '.join(named) or 'no spectrum'} given; give one of --sigma 0.95 0.6, --sigma-range 0.3 0.95, "
@@ -105,10 +105,10 @@ def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
         raise UsageError("--weights: no numbers given; write one a mode, or leave it out for equal weights")
     weights = None if question.weights is None else np.array(question.weights)
     if question.spectrum is not None:
-        sigma, own = read_spectrum(question.spectrum)
-        if own is not None and weights is not None:
+        sigma, counts = read_spectrum(question.spectrum)
+        if counts is not None and weights is not None:
             raise UsageError(f"--weights and a weight column in {question.spectrum} given; leave one out")
-        return sigma, weights if own is None else own
+        return sigma, weights if counts is None else counts
     if question.sigma_range:
         return _range(question.sigma_range), weights
     if question.eigenvalues:
@@ -132,7 +132,7 @@ def _range(ends: tuple[float, ...]) -> Floats:
 
 
 def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
-    """Modes and weights of a csv file: columns `sigma` and, if present, `weight`; a first line of names is optional.
+    """Read modes and weights of a csv file: columns `sigma` and, if present, `weight`; a header is optional.
 
     Raises:
         UsageError: a file that cannot be read or is no such table; the message names the line.
@@ -198,7 +198,7 @@ _REGIMES = {
 
 
 def describe(advice: Advice) -> str:
-    """The advice in words."""
+    """Return the advice in words."""
     rule, other = advice.rule, advice.rule.to("ema" if advice.rule.form == "sum" else "sum")
     count = advice.sigma.size
     span = f"{advice.sigma.min():.4g}" if count == 1 else f"{advice.sigma.min():.4g} to {advice.sigma.max():.4g}"
@@ -248,7 +248,7 @@ def _share(share: float) -> str:
 
 
 def to_json(advice: Advice) -> str:
-    """The advice as one JSON object; infinite rates are null."""
+    """Return the advice as one JSON object; infinite rates are null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -12,18 +12,18 @@ from twophase.theory.modes import effective_step, phase, regime
 
 
 def step_alone(rule: OuterRule, sigma: float) -> float:
-    """Share of the way to the minimum that a round's own pseudo-gradient covers, momentum left out."""
+    """Return the share of the way to the minimum that a round's own pseudo-gradient covers, momentum left out."""
     return float(effective_step(rule, sigma)) * (1 + rule.momentum if rule.nesterov else 1.0)
 
 
 def half_turn(rule: OuterRule, sigma: float) -> float:
-    """Rounds in which an oscillating mode goes from one side to the other, pi / phi."""
+    """Return rounds in which an oscillating mode goes from one side to the other, pi / phi."""
     angle = float(np.asarray(phase(rule, sigma)))
     return math.pi / angle if angle > 0 else math.nan
 
 
 def cosine_words(latest: Evidence) -> str:
-    """The buffer's cosine and gain."""
+    """Return the buffer's cosine and gain."""
     return (
         f"Rounds {latest.first} to {latest.last}: the mean cosine between pseudo-gradient and buffer is "
         f"{latest.cosine:.2f} (standard error {latest.cosine_error:.2f}), and negative in "
@@ -32,7 +32,7 @@ def cosine_words(latest: Evidence) -> str:
 
 
 def sigma_words(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float]) -> str:
-    """The estimate of sigma, and what its modes do."""
+    """Return the estimate of sigma, and what its modes do."""
     names = list(dict.fromkeys(_REGIMES[str(regime(rule, value))] for value in sigma))
     clipped = ", cut at 1, beyond which a linear mode cannot lie" if latest.observed.interval[1] > 1 else ""
     return (
@@ -52,7 +52,7 @@ _REGIMES = {
 
 
 def sigma_missing(latest: Evidence) -> str:
-    """Why there is no sigma."""
+    """Return why there is no sigma."""
     seen = latest.observed
     if not latest.rates_known:
         return (
@@ -60,8 +60,8 @@ def sigma_missing(latest: Evidence) -> str:
             "pseudo-gradients that shrink with it look like progress."
         )
     if math.isnan(seen.sigma):
-        known = "" if math.isnan(seen.ceiling) else f"; if nothing were noise it would be {seen.ceiling:.3g}"
-        return f"Sigma is not determined by the {seen.pairs} pairs of rounds that can be used{known}."
+        bound = "" if math.isnan(seen.ceiling) else f"; if nothing were noise it would be {seen.ceiling:.3g}"
+        return f"Sigma is not determined by the {seen.pairs} pairs of rounds that can be used{bound}."
     return (
         f"Sigma is not determined: {seen.why_not}. The estimate is {seen.sigma:.3g}, with about "
         f"{100 * seen.noise_share:.0f} % of the pseudo-gradient's square being noise; without the correction for "
@@ -70,7 +70,7 @@ def sigma_missing(latest: Evidence) -> str:
 
 
 def swing_words(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float]) -> str:
-    """How long a swing takes, as measured and in the model."""
+    """Return how long a swing takes, as measured and in the model."""
     turns = [half_turn(rule, value) for value in sigma]
     model = f"a mode of this sigma goes from side to side in {min(turns):.1f} to {max(turns):.1f} rounds"
     if math.isnan(latest.swing):

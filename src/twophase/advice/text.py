@@ -35,37 +35,37 @@ LIMITS = (
 """What a reader must know before acting."""
 
 
-def describe(found: Diagnosis, name: str) -> str:
-    """The diagnosis as plain text.
+def describe(diagnosis: Diagnosis, name: str) -> str:
+    """Return the diagnosis as plain text.
 
     Args:
-        found: of `diagnose`.
+        diagnosis: of `diagnose`.
         name: of the run, for the first line.
     """
-    lines = [f"run      {name}: {found.state}, {_rounds(found)}"]
-    if found.rule is not None:
-        lines.append(f"rule     {both_forms(found.rule)}")
-    for finding in found.findings:
-        lines += ["", *_finding_lines(found, finding)]
+    lines = [f"run      {name}: {diagnosis.state}, {_rounds(diagnosis)}"]
+    if diagnosis.rule is not None:
+        lines.append(f"rule     {both_forms(diagnosis.rule)}")
+    for finding in diagnosis.findings:
+        lines += ["", *_finding_lines(diagnosis, finding)]
     lines += ["", "limits"]
     lines += [_item(text) for text in LIMITS]
-    if found.problems:
-        lines += ["", "what is missing or wrong in the folder", *(_item(text) for text in found.problems)]
+    if diagnosis.problems:
+        lines += ["", "what is missing or wrong in the folder", *(_item(text) for text in diagnosis.problems)]
     return "\n".join(lines)
 
 
 def both_forms(rule: OuterRule) -> str:
-    """A rule with its form, and its learning rate in the other one."""
+    """Return a rule with its form, and its learning rate in the other one."""
     other = rule.to("ema" if rule.form == "sum" else "sum")
     return f"{rule.describe()}, the same as lr {other.lr:.4g} in {FORM_WORDS[other.form]}"
 
 
-def _rounds(found: Diagnosis) -> str:
-    planned = f" of {found.planned:,}" if found.planned is not None else ""
-    return f"{found.rounds:,}{planned} rounds recorded"
+def _rounds(diagnosis: Diagnosis) -> str:
+    planned = f" of {diagnosis.planned:,}" if diagnosis.planned is not None else ""
+    return f"{diagnosis.rounds:,}{planned} rounds recorded"
 
 
-def _finding_lines(found: Diagnosis, finding: Finding) -> Iterator[str]:
+def _finding_lines(diagnosis: Diagnosis, finding: Finding) -> Iterator[str]:
     yield f"{finding.block} (restart {finding.restarts}): {finding.verdict.upper()}"
     if finding.verdict != "cannot tell":  # the headline would only repeat the word
         yield textwrap.fill(HEADLINES[finding.verdict], _WIDTH)
@@ -78,15 +78,15 @@ def _finding_lines(found: Diagnosis, finding: Finding) -> Iterator[str]:
             sigma = "sigma unknown" if stage.sigma is None else f"sigma {stage.sigma[0]:.3g} to {stage.sigma[2]:.3g}"
             words = f"{stage.verdict}; {cosine}, {sigma}, median gain {part.gain:.3g}"
             yield f"  rounds {part.first} to {part.last}: {words}"
-    advised = suggestions(found, finding)
+    advised = suggestions(diagnosis, finding)
     if advised:
         yield "what the theory suggests"
         yield from (_item(text) for text in advised)
 
 
-def suggestions(found: Diagnosis, finding: Finding) -> list[str]:
-    """Changes to try, and what they are to be held against, a sentence each; empty where there is nothing to say."""
-    rule = found.rule
+def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
+    """List changes to try and their controls, a sentence each; empty where there is nothing to say."""
+    rule = diagnosis.rule
     if rule is None or finding.latest is None:
         return []
     if _takes_steps(finding.restarts):
@@ -94,7 +94,7 @@ def suggestions(found: Diagnosis, finding: Finding) -> list[str]:
             f"The policy {finding.restarts} takes steps of its own, to which nothing here applies. Hold it against "
             "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)."
         ]
-    gain = _gain(rule, finding.restarts, found.planned or found.rounds)
+    gain = _gain(rule, finding.restarts, diagnosis.planned or diagnosis.rounds)
     said = list(_step_advice(rule, finding, gain))
     if finding.advice:
         said.append(period_words(finding.advice, finding.restarts))
@@ -113,14 +113,14 @@ def _takes_steps(policy: str) -> bool:
 
 
 def period_words(advice: tuple[Advice, ...], now: str) -> str:
-    """The period that the theory chooses over the interval of sigma, beside the present policy."""
-    low, middle, high = (one.recommended.period for one in advice)
+    """Return the period that the theory chooses over the interval of sigma, beside the present policy."""
+    low, middle, high = (item.recommended.period for item in advice)
     ends = f"sigma {float(advice[0].sigma[0]):.3g} to {float(advice[2].sigma[0]):.3g}"
     horizon = f"over {advice[1].rounds} rounds" if advice[1].rounds else "in a long run"
     if low == middle == high:
         chosen = "no restart" if middle is None else f"a restart every {middle} rounds (--outer.restart {middle})"
     else:
-        words = ["none" if one is None else str(one) for one in (low, middle, high)]
+        words = ["none" if item is None else str(item) for item in (low, middle, high)]
         option = "never" if middle is None else middle
         chosen = f"period {words[0]}, {words[1]} or {words[2]} from low to high sigma (--outer.restart {option})"
     return f"Period for a single mode of {ends}, {horizon}: {chosen}; now it is {now}."
@@ -176,7 +176,7 @@ def _control_advice(finding: Finding, rule: OuterRule, gain: float | None) -> It
 
 
 def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
-    """A learning rate of one form used in the other changes the step by 1 / (1 - momentum)."""
+    """Return a learning rate of one form used in the other changes the step by 1 / (1 - momentum)."""
     factor = 1 / (1 - rule.momentum)
     if factor < 2:
         return
@@ -196,9 +196,9 @@ def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
 
 def _gain(rule: OuterRule, policy: str, rounds: int) -> float | None:
     try:
-        known = parse(policy)
+        restart = parse(policy)
         # One that acts by coordinate answers to the g of the run, and not to a constant one.
-        return None if known.by_coordinate else mean_outer_gain(rule, known, max(rounds, 1))
+        return None if restart.by_coordinate else mean_outer_gain(rule, restart, max(rounds, 1))
     except ValueError:  # an adaptive policy, or none known
         return None
 

@@ -41,7 +41,7 @@ _TOO_SOON = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of rounds and what it shows.
+    """Hold a stretch of rounds and what it shows.
 
     Args:
         verdict: in one word.
@@ -58,7 +58,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What can be said of one block.
+    """Hold what can be said of one block.
 
     Args:
         block: its name.
@@ -80,13 +80,13 @@ class Finding:
 
     @property
     def sigma(self) -> tuple[float, float, float] | None:
-        """(low, estimate, high) of the latest rounds; None where it is not determined."""
+        """Return (low, estimate, high) of the latest rounds; None where it is not determined."""
         return self.latest.sigma if self.latest else None
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What can be said of a run.
+    """Hold what can be said of a run.
 
     Args:
         rule: its outer rule; None if it is not known.
@@ -106,7 +106,7 @@ class Diagnosis:
 
 
 def diagnose(record: RunRecord) -> Diagnosis:
-    """The diagnosis of a run that has been read.
+    """Return the diagnosis of a run that has been read.
 
     Args:
         record: of `read_record`, in whatever state.
@@ -164,7 +164,7 @@ def _stage(rule: OuterRule, evidence: Evidence, *, ended: bool) -> Stage:
 
 
 def weighed(latest: Stage, thirds: tuple[Stage, ...]) -> Stage:
-    """The stage, or "cannot tell" where it alone says `lags`, and not clearly."""
+    """Return the stage, or "cannot tell" where it alone says `lags`, and not clearly."""
     seen = latest.evidence
     alone = bool(thirds) and all(stage.verdict == "cannot tell" for stage in thirds)
     if latest.verdict != "lags" or not alone or seen.cosine > _CLEAR * seen.cosine_error:
@@ -174,7 +174,7 @@ def weighed(latest: Stage, thirds: tuple[Stage, ...]) -> Stage:
 
 
 def sigma_range(evidence: Evidence) -> tuple[float, float, float] | None:
-    """Low, estimate and high of sigma (95 %) within (0, 1], or None where the record does not determine it."""
+    """Return low, estimate and high of sigma (95 %) within (0, 1]; None where the record does not determine it."""
     shown = evidence.observed.shown_interval
     if shown is None or not evidence.rates_known:
         return None
@@ -270,7 +270,7 @@ def _by_regime(
 
 
 def _refusal(rule: OuterRule, latest: Evidence) -> str:
-    """Why nothing can be told, or an empty text."""
+    """Return why nothing can be told, or an empty text."""
     if rule.momentum == 0:
         return "The rule has no momentum: there is no buffer that could oscillate, and nothing to restart."
     if latest.rounds < LEAST_ROUNDS:
@@ -286,7 +286,7 @@ def _refusal(rule: OuterRule, latest: Evidence) -> str:
 
 
 def _grows(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float] | None, *, ended: bool) -> list[str]:
-    """What shows that the run diverges, or nothing."""
+    """Return what shows that the run diverges, or nothing."""
     said = []
     if ended:
         said.append("The run was ended because its loss or its pseudo-gradient left the allowed range.")
@@ -321,7 +321,7 @@ def _factor(logarithm: float) -> str:
 
 
 def _noise(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float]) -> str:
-    """Why the motion is not the model's, or an empty text: it does not shrink where the model's would."""
+    """Return why the motion is not the model's, or an empty text: it does not shrink where the model's would."""
     rate = float(asymptotic_rate(rule, sigma[1]))
     if latest.restarts:
         rate = float(restart_rate(rule, sigma[1], max(1, round(latest.rounds / latest.restarts))))
@@ -354,8 +354,8 @@ def check_run(record: RunRecord) -> None:
         )
 
 
-def as_json(found: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as plain JSON values; numbers that are not finite are null."""
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return the diagnosis as plain JSON values; numbers that are not finite are null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Advice):
@@ -372,4 +372,4 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             return [plain(item) for item in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return plain(found)
+    return plain(diagnosis)

@@ -23,7 +23,7 @@ _MOST_NAMED = 6  # blocks that the note names
 
 @dataclass(frozen=True)
 class FromRun:
-    """What a run tells the page.
+    """Hold what a run tells the page.
 
     Args:
         rule: its outer rule.
@@ -43,7 +43,7 @@ class FromRun:
 
 
 def read_run(path: Path) -> FromRun:
-    """What the folder of a run, finished or not, holds for the page.
+    """Return what the folder of a run, finished or not, holds for the page.
 
     Raises:
         UsageError: no run, or no outer rule.
@@ -57,10 +57,10 @@ def read_run(path: Path) -> FromRun:
         raise UsageError(
             f"--run {path}: its config.yaml holds no outer rule; give the folder of a run, or leave --run out"
         )
-    found = {block.name: _observed(record, block, rule) for block in record.blocks}
-    usable = {name: seen for name, (seen, why_not) in found.items() if not why_not}
-    reasons = sorted({why_not for _, why_not in found.values()}) or [_no_blocks(record)]
-    note = _note(usable, len(found) - len(usable)) if usable else f"cannot be estimated: {'; '.join(reasons)}."
+    observed = {block.name: _observed(record, block, rule) for block in record.blocks}
+    usable = {name: seen for name, (seen, why_not) in observed.items() if not why_not}
+    reasons = sorted({why_not for _, why_not in observed.values()}) or [_no_blocks(record)]
+    note = _note(usable, len(observed) - len(usable)) if usable else f"cannot be estimated: {'; '.join(reasons)}."
     policy = record.policy()
     if not isinstance(policy, (Periodic, Never)):
         note += f" The run's own restarts ({policy}) have no single period and are not shown."
@@ -77,17 +77,17 @@ def read_run(path: Path) -> FromRun:
 
 
 def _observed(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Observed, str]:
-    """A block's estimate, and why it must not be shown: the same bar as in a report, an empty text where it may be."""
+    """Return a block's estimate, and why it must not be shown (as in a report; empty if it may be)."""
     columns = block.pseudo_gradient_norm, block.buffer_norm, block.cosine, block.restarted
     rates = record.inner_lr(block.index)
     follows = np.concatenate([[True], np.diff(block.number) == 1])
     seen = observe(rule, *columns, inner_lr=rates, follows=follows, gain=block.gain)
     g, m, cosine, _ = columns
-    told = np.isfinite(g) & np.isfinite(m) & np.isfinite(cosine)
-    lacking = int(np.sum(~told & (m != 0)))  # with an empty buffer there is no angle
+    finite = np.isfinite(g) & np.isfinite(m) & np.isfinite(cosine)
+    lacking = int(np.sum(~finite & (m != 0)))  # with an empty buffer there is no angle
     if rule.momentum == 0:
         return seen, "without momentum a run does not show it"
-    if lacking and not np.any(told & (m != 0)):
+    if lacking and not np.any(finite & (m != 0)):
         return seen, f"no round of {ROUNDS} has the norms of pseudo-gradient and buffer and the cosine between them"
     if rates is None:
         return seen, (
@@ -101,12 +101,12 @@ def _observed(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Observe
 
 def _no_blocks(record: RunRecord) -> str:
     if record.recorded:
-        return f"no line of {ROUNDS} has the param groups (groups) whose norms it is estimated from"
+        return f"no line of {ROUNDS} has the param groups (groups) with the norms that it needs"
     return f"{ROUNDS} records no rounds"
 
 
 def _distinct(usable: dict[str, Observed]) -> tuple[float, ...]:
-    """The estimates, at most 1, largest first, as many as the page takes."""
+    """Return the estimates, at most 1, largest first, as many as the page takes."""
     values = sorted((min(1.0, seen.sigma) for seen in usable.values()), reverse=True)
     if not values:
         return ()
@@ -116,10 +116,10 @@ def _distinct(usable: dict[str, Observed]) -> tuple[float, ...]:
 
 
 def _note(usable: dict[str, Observed], left_out: int) -> str:
-    def one(name: str, seen: Observed) -> str:
+    def line(name: str, seen: Observed) -> str:
         return f"{name} σ = {seen.sigma:.3g} ± {seen.interval[1] - seen.sigma:.2g} from {seen.pairs} pairs of rounds"
 
-    words = [one(*item) for item in list(usable.items())[:_MOST_NAMED]]
+    words = [line(*item) for item in list(usable.items())[:_MOST_NAMED]]
     if len(usable) > _MOST_NAMED:
         words.append(f"and {len(usable) - _MOST_NAMED} more blocks")
     more = f" No estimate for {left_out} other block{'s' if left_out > 1 else ''}." if left_out else ""

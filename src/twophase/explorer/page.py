@@ -71,7 +71,7 @@ SLIDERS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class State:
-    """What the page shows when it opens; each value is a field on it, and stands in its address once it is changed."""
+    """Hold the page's first values; each is a field on it, and enters its address once it is changed."""
 
     lr: float = 0.7
     momentum: float = 0.9
@@ -96,7 +96,7 @@ class State:
 
 @dataclass(frozen=True)
 class RunSpectrum:
-    """Effective progress that was estimated from a run.
+    """Hold the effective progress that was estimated from a run.
 
     Args:
         name: of the run's folder; any text.
@@ -123,7 +123,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Given:
-    """All that a page is told: where it begins, the limits of its fields, and a run's spectrum if there is one."""
+    """Hold all that a page is told: where it begins, the limits of its fields, and a run's spectrum if there is one."""
 
     state: State
     run: RunSpectrum | None = None
@@ -132,7 +132,7 @@ class Given:
 
 
 def build(state: State, run: RunSpectrum | None = None) -> str:
-    """The page that opens with this state.
+    """Return the page that opens with this state.
 
     Args:
         state: the values of its fields, within `LIMITS`.
@@ -198,6 +198,6 @@ def _digest(text: str) -> str:
 
 
 def _as_data(tree: Any) -> str:
-    """JSON that cannot end the element it stands in, whatever a name holds."""
+    """Return JSON that cannot end the element it stands in, whatever a name holds."""
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

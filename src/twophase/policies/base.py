@@ -156,7 +156,7 @@ class RestartPolicy(ABC):
         """
 
     def candidates(self, rule: OuterRule) -> tuple[Decision, ...]:
-        """List the decisions whose losses are to be measured, for a policy that needs `"probes"`."""
+        """List the decisions to measure the losses of, for a policy that needs `"probes"`."""
         del rule
         return ()
 

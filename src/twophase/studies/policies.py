@@ -142,7 +142,7 @@ class Tracked(RestartPolicy):
 
     The next cycle's length is the rounded first cancellation time `K_0(sigma)` of the theory, at least 2; none where
     sigma lies at or below the oscillatory interval, for then a restart can only lose. With m the buffer after a round,
-    the mode model gives `<g_t, m> - <g_{t+1}, m> = sigma <x_t - x_{t+1}, m> + noise`, whose ratio of sums over a cycle
+    the mode model gives `<g_t, m> - <g_{t+1}, m> = sigma <x_t - x_{t+1}, m> + noise`; the ratio of sums over a cycle
     estimates sigma along the buffer from three numbers a round; what is not positive leaves the period as it is. Noise
     is taken for progress, so that with noise the period comes out too short.
 
@@ -343,7 +343,7 @@ class LookAheadGate(RestartPolicy):
         early: share of the run at its start in which the replicas are only averaged, in [0, 1].
         late: the same at its end.
 
-    Source: EMA-Nesterov (arXiv 2605.25395), whose look-ahead is switched off early and late.
+    Source: EMA-Nesterov (arXiv 2605.25395), which switches its look-ahead off early and late.
     """
 
     early: float
@@ -386,7 +386,7 @@ def first_cancellation(rule: OuterRule, sigma: float) -> float:
     square = determinant - trace * trace / 4
     if square <= 0:  # two real roots
         return 0.0 if trace > 0 else 2.0
-    # By the roots' imaginary part: next to the interval's ends their cosine rounds to 1, whose angle has no sine.
+    # By the roots' imaginary part: next to the interval's ends their cosine rounds to 1, an angle without sine.
     height = math.sqrt(square)
     phase, lag = math.atan2(height, trace / 2), math.atan((a - b) / (2 * height))
     return float(max(2, math.floor((lag + math.pi / 2) / phase + 0.5)))

@@ -30,12 +30,12 @@ _PERIODS_BY_DEFAULT = 60
 _MOST_PERIODS = 10_000  # by default; a longer search can be asked for
 LONGEST_PERIOD = 1_000_000
 """The longest period that can be asked for."""
-_MOST_FACTORS = 10**8  # modes times periods, all of whose restart factors are held at once: some 80 bytes each
+_MOST_FACTORS = 10**8  # modes times periods; their restart factors are in memory together, some 80 bytes each
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """What one criterion chooses.
+    """Hold what one criterion chooses.
 
     Args:
         objective: its name (see `best_period`).
@@ -52,7 +52,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What the theory says of a rule and a spectrum.
+    """Hold what the theory says of a rule and a spectrum.
 
     Args:
         rule: the rule asked about.
@@ -86,12 +86,12 @@ class Advice:
 
     @property
     def recommended(self) -> Criterion:
-        """The choice of the criterion that fits: exact loss with a horizon, minimax rate without one."""
+        """Return the choice of the criterion that fits: exact loss with a horizon, minimax rate without one."""
         return self.criteria[0]
 
     @property
     def policy(self) -> RestartPolicy:
-        """The recommended period as a restart policy."""
+        """Return the recommended period as a restart policy."""
         return Never() if self.recommended.period is None else Periodic(self.recommended.period)
 
 
@@ -103,7 +103,7 @@ def advise(
     rounds: int | None = None,
     max_period: int | None = None,
 ) -> Advice:
-    """What to expect of restarts, and which period to choose, for a rule on modes of known effective progress.
+    """Return what to expect of restarts, and which period to choose, for a rule on modes of known effective progress.
 
     Args:
         rule: the outer rule, in either form.
@@ -166,7 +166,7 @@ def advise(
 
 
 def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int | None = None) -> dict[str, float]:
-    """Rates of the slowest mode without restarts that any gain by restarts must be held against.
+    """Return rates of the slowest mode without restarts that any gain by restarts must be held against.
 
     A restart lowers the mean outer gain, so it is also a smaller step; and a gain at a badly tuned momentum is no gain
     over a tuned one. Three controls, at the rule's own kind: no momentum at the same step `lr` (sum form); no momentum
@@ -175,7 +175,7 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     Args:
         rule: the outer rule.
         sigma: effective progress of the modes.
-        period: the restart period whose gain is matched, a whole number >= 1; None for none.
+        period: the restart period of the gain to match, a whole number >= 1; None for none.
         rounds: length of the run, a whole number >= 1, for the gain; in the long run when None.
 
     Returns:
@@ -209,7 +209,7 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
 
 
 def _mean_gain(rule: OuterRule, period: int | None, rounds: int | None) -> float:
-    """`mean_outer_gain` with a restart every `period` rounds (None: none), however many rounds there are."""
+    """Return `mean_outer_gain` with a restart every `period` rounds (None: none), however many rounds there are."""
     b, largest = rule.momentum, rule.to("ema").lr
 
     def filling(count: int) -> tuple[float, float]:
@@ -248,7 +248,7 @@ def _longest_period(asked: int | None, rounds: int | None, first: Floats) -> int
 def _criteria(
     rule: OuterRule, sigma: Floats, weights: Floats, rounds: int | None, longest: int
 ) -> tuple[tuple[Criterion, ...], Criterion]:
-    """What each criterion chooses, the fitting one first, and no restart at all."""
+    """Return what each criterion chooses, the fitting one first, and no restart at all."""
 
     def judged(objective: str, period: int | None) -> Criterion:
         if period is None:
@@ -259,14 +259,14 @@ def _criteria(
         return Criterion(objective, period, rate, loss)
 
     without = judged("none", None)
-    found: dict[Objective, Criterion] = {}
+    criteria: dict[Objective, Criterion] = {}
     for objective in OBJECTIVES:
         if objective != "loss" or rounds is not None:
             best = best_period(rule, sigma, weights=weights, max_period=longest, rounds=rounds, objective=objective)
-            found[objective] = judged(objective, None if rounds is not None and best >= rounds else best)
-    if rounds is None and found["minimax"].rate <= without.rate:  # in the long run no restart competes by its own rate
-        found["minimax"] = judged("minimax", None)
-    return tuple(found.values()), without
+            criteria[objective] = judged(objective, None if rounds is not None and best >= rounds else best)
+    if rounds is None and criteria["minimax"].rate <= without.rate:  # in the long run: by the rates alone
+        criteria["minimax"] = judged("minimax", None)
+    return tuple(criteria.values()), without
 
 
 def _warnings(

@@ -16,7 +16,7 @@ from twophase.theory.modes import asymptotic_rate, stable_limit
 
 
 def beats_envelope(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
-    """Whether restarting every K rounds contracts an oscillating mode faster than its envelope: `r_K > r_infinity`.
+    """True if restarting every K rounds contracts an oscillating mode faster than its envelope: `r_K > r_infinity`.
 
     Equivalent: `|chi_K| < rho^K`, `|cos K phase + C sin K phase| < 1`. A weak statement: `useful_share` of all
     periods satisfy it.
@@ -35,7 +35,7 @@ def beats_envelope(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
 
 
 def useful_share(rule: Rules, sigma: ArrayLike) -> Any:
-    """Share of all periods that beat the envelope of an oscillating mode: `1 - 2 |theta| / pi`; 0 without oscillation.
+    """Return the share of all periods that beat a mode's envelope: `1 - 2 |theta| / pi`; 0 without oscillation.
 
     Source: theory note R15.
 
@@ -47,7 +47,7 @@ def useful_share(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def restart_can_help(rule: Rules, sigma: ArrayLike) -> Any:
-    """Whether any restart schedule can contract a mode faster than none as the rounds go on: only if it oscillates.
+    """True if any restart schedule can contract a mode faster than none as the rounds go on: only if it oscillates.
 
     Theorem 1: with real eigenvalues `|chi_K| >= (spectral radius)^K` for every K, strictly if b > 0 and s > 0.
     Theorem 2, its consequence: a mode that diverges without restarts (spectral radius >= 1, always a real one)
@@ -62,7 +62,7 @@ def restart_can_help(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLike | None = None) -> float:
-    """Share of the modes, by weight, that contract more slowly with a restart every `period` rounds than without.
+    """Return the share of the modes, by weight, that a restart every `period` rounds slows down.
 
     `sum of w_j over modes with r_K(sigma_j) < r_infinity(sigma_j)`. Slow modes outside the oscillatory interval always
     belong to it (Theorem 1).
@@ -84,7 +84,7 @@ def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLik
 
 
 def restart_stable_limit(rule: OuterRule, period: int) -> float:
-    """The sigma above which a restart every `period` rounds first makes a mode grow: smallest with `|chi_K| > 1`.
+    """Return the smallest sigma at which a restart every `period` rounds makes a mode grow: `|chi_K| > 1`.
 
     Never above `stable_limit` (Theorem 2), and it may lie below: a restart can destabilise a stable mode, and beyond
     the value there may be stable stretches again.
@@ -122,9 +122,9 @@ def restart_stable_limit(rule: OuterRule, period: int) -> float:
     peaks = 1 + np.flatnonzero((inner >= logs[:-2]) & (inner >= logs[2:]) & (inner > -0.1))
     for i in peaks[peaks < beyond]:  # a peak between two points of the grid may rise above 0 where neither does
         around = (float(angles[i - 1]), float(angles[i + 1]))
-        found: Any = minimize_scalar(lambda a: -log_size(a), bounds=around, method="bounded", options={"xatol": 1e-12})
-        if found.fun < 0:
-            beyond, end = i, float(found.x)
+        peak: Any = minimize_scalar(lambda a: -log_size(a), bounds=around, method="bounded", options={"xatol": 1e-12})
+        if peak.fun < 0:
+            beyond, end = i, float(peak.x)
             break
     if end is None:
         return top / size

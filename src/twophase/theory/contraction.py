@@ -25,7 +25,7 @@ from twophase.theory.table import table
 
 
 def log_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
-    """Sign and logarithm of the restart factor: `chi_K = [T^K]_11`, as (sign chi_K, log|chi_K|).
+    """Return the sign and logarithm of the restart factor: `chi_K = [T^K]_11`, as (sign chi_K, log|chi_K|).
 
     Args:
         rule: one rule or an array of rules.
@@ -51,7 +51,7 @@ def log_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tupl
 
 
 def restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
-    """The restart factor `chi_K = [T^K]_11` itself: the share of a mode that is left after a cycle of K rounds.
+    """Return the restart factor `chi_K = [T^K]_11` itself: the share of a mode that is left after a cycle of K rounds.
 
     Underflows to 0 below about 1e-308; `log_restart_factor` does not.
 
@@ -67,7 +67,7 @@ def restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
 
 
 def restart_rate(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
-    """Contraction a round with a restart every K rounds: `r_K = -log|chi_K| / K`, in nats a round.
+    """Return the contraction a round with a restart every K rounds: `r_K = -log|chi_K| / K`, in nats a round.
 
     Returns:
         The rate; +inf where chi_K is exactly 0, negative where the restarted mode grows. Slow modes keep their digits.
@@ -86,7 +86,7 @@ def restart_rate(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
 
 
 def restart_table(rule: Rules, sigma: ArrayLike, max_period: int) -> tuple[Signs, Floats]:
-    """Restart factors of all periods 1 ... max_period at once.
+    """Return the restart factors of all periods 1 ... max_period at once.
 
     Args:
         rule: one rule or an array of rules.
@@ -114,10 +114,10 @@ def restart_table(rule: Rules, sigma: ArrayLike, max_period: int) -> tuple[Signs
 
 
 def closed_form(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
-    """The restart factor as the paper writes it, extended to every regime; in plain doubles, for reading and checks.
+    """Return the restart factor as the paper writes it, extended to every regime, in plain doubles.
 
     Oscillatory: `rho^K (cos K phi + C sin K phi)`. Otherwise, with real eigenvalues l1 and l2, |l1| >= |l2|:
-    `(l1^K + l2^K)/2 + (a - b)/2 (l1^K - l2^K)/(l1 - l2)`, whose last quotient is `K l^(K-1)` at a double root. Use
+    `(l1^K + l2^K)/2 + (a - b)/2 (l1^K - l2^K)/(l1 - l2)`, with the last quotient `K l^(K-1)` at a double root. Use
     `restart_factor` for results: this one underflows, and loses digits of slow modes and at large K.
 
     Source: paper section 3, proposition 1; theory note R6 to R12.
@@ -147,7 +147,7 @@ def closed_form(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
 
 
 def _log_factor(where: str, rule: Rules, sigma: ArrayLike, period: ArrayLike, least: int) -> tuple[Any, Any, Any]:
-    """Sign, log|chi| and the periods, for the function named `where`."""
+    """Return sign, log|chi| and the periods, for the function named `where`."""
     mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period, least)
     shape = common_shape(where, modes=mode.shape, period=periods.shape)
     places = np.broadcast_to(np.arange(mode.size).reshape(mode.shape), shape).reshape(-1)

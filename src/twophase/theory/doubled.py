@@ -18,7 +18,7 @@ _SPLITTER = 134217729.0  # 2^27 + 1: halves a double's 53 bits
 
 
 class Doubled:
-    """An array of double-doubles. `+ - *` take another one or an array of doubles; parts must stay below 1e290."""
+    """Hold an array of double-doubles. `+ - *` take another one or an array of doubles; parts must stay below 1e290."""
 
     __slots__ = ("hi", "lo")
     __array_ufunc__ = None  # so that array * Doubled asks Doubled
@@ -60,31 +60,31 @@ class Doubled:
         return Doubled(self.hi[index], self.lo[index])
 
     def scaled(self, exponent: Array) -> Doubled:
-        """This times 2^exponent, without rounding."""
+        """Return this times 2^exponent, without rounding."""
         return Doubled(np.ldexp(self.hi, exponent), np.ldexp(self.lo, exponent))
 
     def sqrt(self) -> Doubled:
-        """Square root of numbers >= 0, by one Newton step from the double's."""
+        """Return square root of numbers >= 0, by one Newton step from the double's."""
         root = np.sqrt(self.hi)
         rest = self - Doubled(*two_product(root, root))
         return _normal(root, np.divide(rest.hi, 2 * root, out=np.zeros_like(root), where=root > 0))
 
     def over(self, other: Doubled) -> Doubled:
-        """This divided by `other`, nonzero."""
+        """Return this divided by `other`, nonzero."""
         first = self.hi / other.hi
         rest = self - other * first
         return _normal(first, rest.hi / other.hi)
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded sum and its exact rounding error."""
+    """Return the rounded sum and its exact rounding error."""
     total = a + b
     back = total - a
     return total, (a - (total - back)) + (b - back)
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded product and its exact rounding error, for magnitudes below 1e290 whose error does not underflow."""
+    """Return the rounded product and its exact rounding error, for magnitudes below 1e290 (no underflow)."""
     product = a * b
     a_hi, a_lo = _split(a)
     b_hi, b_lo = _split(b)
@@ -92,7 +92,7 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def where(condition: Array, yes: Doubled, no: Doubled) -> Doubled:
-    """Elementwise choice."""
+    """Choose elementwise."""
     return Doubled(np.where(condition, yes.hi, no.hi), np.where(condition, yes.lo, no.lo))
 
 

@@ -21,7 +21,7 @@ _LARGEST_STEP = 1e100  # beyond it squares overflow, and no learning rate is mea
 
 @dataclass(frozen=True, slots=True)
 class RuleArrays:
-    """The numbers of one or several rules as arrays of one shape."""
+    """Hold the numbers of one or several rules as arrays of one shape."""
 
     lr: Floats
     momentum: Floats
@@ -32,12 +32,12 @@ class RuleArrays:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array of rules; () for one rule."""
+        """Return the shape of the array of rules; () for one rule."""
         return self.lr.shape
 
 
 def rule_grid(lr: ArrayLike, momentum: ArrayLike, nesterov: ArrayLike = False, form: Form = "sum") -> NDArray[Any]:
-    """An array of outer rules, for calculations on many at once.
+    """Return an array of outer rules, for calculations on many at once.
 
     Args:
         lr: outer learning rates in the named form, any shape.
@@ -59,7 +59,7 @@ def rule_grid(lr: ArrayLike, momentum: ArrayLike, nesterov: ArrayLike = False, f
 
 
 def rule_arrays(where: str, rule: Rules) -> RuleArrays:
-    """The numbers of a rule or of an array of rules; anything else is a ValueError that begins with `where`."""
+    """Return the numbers of a rule or of an array of rules; anything else is a ValueError that begins with `where`."""
     if isinstance(rule, OuterRule):
         items, shape = [rule], ()
     else:
@@ -82,7 +82,7 @@ def rule_arrays(where: str, rule: Rules) -> RuleArrays:
 
 
 def check_sigma(where: str, sigma: ArrayLike) -> Floats:
-    """`sigma` as a float64 array if every entry lies in [0, 1]; otherwise a ValueError that names the entry."""
+    """Return `sigma` as a float64 array if every entry lies in [0, 1]; otherwise a ValueError that names the entry."""
     values = check_numbers(where, "sigma", sigma)
     refuse(
         where,
@@ -95,7 +95,7 @@ def check_sigma(where: str, sigma: ArrayLike) -> Floats:
 
 
 def check_modes(where: str, sigma: ArrayLike) -> Floats:
-    """`sigma` with its modes along the last axis, at least one mode; a single number is one mode."""
+    """Return `sigma` with its modes along the last axis, at least one mode; a single number is one mode."""
     values = np.atleast_1d(check_sigma(where, sigma))
     if values.shape[-1] == 0:
         raise ValueError(f"{where}: sigma is empty; give at least one mode")
@@ -103,7 +103,7 @@ def check_modes(where: str, sigma: ArrayLike) -> Floats:
 
 
 def check_weights(where: str, weights: ArrayLike | None, modes: int) -> Floats:
-    """Weights of the modes, normalised to sum 1; equal weights when None."""
+    """Return the weights of the modes, normalised to sum 1; equal weights when None."""
     if weights is None:
         return np.full(modes, 1 / modes)
     values = np.atleast_1d(check_numbers(where, "weights", weights))
@@ -118,7 +118,7 @@ def check_weights(where: str, weights: ArrayLike | None, modes: int) -> Floats:
 
 
 def check_counts(where: str, what: str, value: ArrayLike, least: int = 1) -> NDArray[np.int64]:
-    """Whole numbers >= `least` and below 2^53 as an int64 array; floats that are whole are taken, others refused."""
+    """Return whole numbers >= `least` and below 2^53 as an int64 array; refuse floats that are not whole."""
     remedy = f"it must be a whole number >= {least} and below 2^53"
     try:
         array = np.asarray(value)
@@ -132,7 +132,7 @@ def check_counts(where: str, what: str, value: ArrayLike, least: int = 1) -> NDA
 
 
 def check_count(where: str, what: str, value: ArrayLike, least: int = 1) -> int:
-    """One such number."""
+    """Return one such number."""
     array = check_counts(where, what, value, least)
     if array.ndim:
         raise ValueError(f"{where}: {what} is {value!r}; give one number, not several")
@@ -140,12 +140,14 @@ def check_count(where: str, what: str, value: ArrayLike, least: int = 1) -> int:
 
 
 def common_shape(where: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape to which the arguments broadcast; a ValueError that names theirs if they do not."""
+    """Return the shape to which the arguments broadcast; a ValueError that names theirs if they do not."""
     try:
         return np.broadcast_shapes(*shapes.values())
     except ValueError:
-        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"{where}: shapes do not broadcast: {given}; add axes of length 1 where they differ") from None
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"{where}: shapes do not broadcast: {listed}; add axes of length 1 where they differ"
+        ) from None
 
 
 def check_steps(where: str, step: Floats) -> None:
@@ -155,7 +157,7 @@ def check_steps(where: str, step: Floats) -> None:
 
 
 def check_numbers(where: str, what: str, value: ArrayLike) -> Floats:
-    """`value` as a float64 array; what is no real number is a ValueError."""
+    """Return `value` as a float64 array; what is no real number is a ValueError."""
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "iufO" or (

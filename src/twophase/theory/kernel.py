@@ -15,7 +15,7 @@ from twophase.theory.inputs import Floats, Rules, check_sigma, check_steps, comm
 
 @dataclass(frozen=True, slots=True)
 class Oscillation:
-    """Numbers of the oscillatory regime; nan elsewhere. `chi_K = A rho^K sin(delay - K phase)`, A = exp(log_amplitude).
+    """Hold the numbers of `chi_K = A rho^K sin(delay - K phase)`, A = exp(log_amplitude); nan without oscillation.
 
     `shift` is theta and `delay = theta + pi/2` in (0, pi): the cancellations are at `(delay + l pi) / phase`.
     """
@@ -29,7 +29,7 @@ class Oscillation:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One round of modes in the coordinates (x, n), n = lr times the buffer, which are the same in both forms.
+    """Hold one round of modes in the coordinates (x, n), n = lr times the buffer, which are the same in both forms.
 
     `n <- b n + s x`, then `x <- x - n` (heavy ball) or `x <- x - (b n + s x)` (Nesterov, with the new n). All arrays
     have one shape.
@@ -46,7 +46,7 @@ class Mode:
 
     @classmethod
     def of(cls, where: str, rule: Rules, sigma: ArrayLike) -> Mode:
-        """From the public arguments, checked."""
+        """Build from the public arguments, checked."""
         rules, values = rule_arrays(where, rule), check_sigma(where, sigma)
         common_shape(where, rule=rules.shape, sigma=values.shape)
         lr, momentum, ema, nesterov, values = np.broadcast_arrays(
@@ -55,10 +55,10 @@ class Mode:
         with np.errstate(over="ignore"):
             check_steps(where, lr * values)
         decay = Doubled(*doubled.two_sum(np.ones_like(momentum), -momentum))
-        one = Doubled(np.ones_like(momentum), np.zeros_like(momentum))
+        unit = Doubled(np.ones_like(momentum), np.zeros_like(momentum))
         # Mantissas, so that a product of small numbers does not underflow on its way.
         (lr_m, lr_e), (sigma_m, sigma_e) = np.frexp(lr), np.frexp(values)
-        step = doubled.where(ema, decay, one) * lr_m * sigma_m
+        step = doubled.where(ema, decay, unit) * lr_m * sigma_m
         exponent = (lr_e + sigma_e).astype(np.int64)
         tiny = exponent < -400  # 1 - momentum is at least 2^-53, so that s below 2^-350 is meant
         step = doubled.where(tiny, step, step.scaled(np.where(tiny, 0, exponent)))
@@ -66,21 +66,21 @@ class Mode:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of all arrays."""
+        """Return the shape of all arrays."""
         return self.momentum.shape
 
     @property
     def size(self) -> int:
-        """How many modes these are."""
+        """Return how many modes these are."""
         return self.momentum.size
 
     @property
     def linear(self) -> NDArray[np.bool_]:
-        """Where the step is so small that only its first power counts."""
+        """Return where the step is so small that only its first power counts."""
         return self.exponent < 0
 
     def flat(self) -> Mode:
-        """The same modes along one axis."""
+        """Return the same modes along one axis."""
 
         def line(values: Any) -> Any:
             return np.broadcast_to(values, self.shape).reshape(self.size)
@@ -89,13 +89,13 @@ class Mode:
         return Mode(line(self.momentum), decay, step, line(self.exponent), line(self.nesterov))
 
     def __getitem__(self, index: Any) -> Mode:
-        """Some of the modes."""
+        """Return some of the modes."""
         return Mode(
             self.momentum[index], self.decay[index], self.step[index], self.exponent[index], self.nesterov[index]
         )
 
     def pieces(self) -> tuple[Doubled, Doubled, Doubled, Doubled]:
-        """Disc = tr^2 - 4 D, tr, D and a - b, free of cancellation; steps that count only once are 0 here.
+        """Return disc = tr^2 - 4 D, tr, D and a - b, free of cancellation; steps that count only once are 0 here.
 
         | | heavy ball | Nesterov |
         |---|---|---|
@@ -120,9 +120,9 @@ class Mode:
         )
 
     def regime(self) -> NDArray[np.str_]:
-        """The names of `REGIMES`."""
+        """Return the names of `REGIMES`."""
         disc, trace, _, _ = self.pieces()
-        # The sign of D = b (1 - s), whose product may underflow.
+        # The sign of D = b (1 - s); the product may underflow.
         sign = np.sign(self.momentum) * np.where(self.nesterov & ~self.linear, np.sign((1 - self.step).hi), 1)
         names = np.where(trace.hi > 0, "real_below", "real_above").astype("U20")
         names[sign < 0] = "negative_determinant"
@@ -132,11 +132,11 @@ class Mode:
         return names
 
     def oscillating(self) -> NDArray[np.bool_]:
-        """Where the eigenvalues are complex."""
+        """Return where the eigenvalues are complex."""
         return self.pieces()[0].hi < 0
 
     def oscillation(self) -> Oscillation:
-        """Phase, delay, log rho and log amplitude (theory note R7)."""
+        """Return phase, delay, log rho and log amplitude (theory note R7)."""
         disc, trace, _, lead = self.pieces()
         turning = disc.hi < 0
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -149,7 +149,7 @@ class Mode:
         return Oscillation(angle, shift, delay, np.where(turning, log_rho, np.nan), amplitude)
 
     def _log_rho(self) -> Floats:
-        """Log sqrt(D), D > 0."""
+        """Return the log sqrt(D), D > 0."""
         b, w, s = self.momentum, self.decay, self.step
         with np.errstate(divide="ignore", invalid="ignore"):
             log_b = np.where(b > 0.5, np.log1p(-w.hi), np.log(b))
@@ -158,7 +158,7 @@ class Mode:
             return (log_b + np.where(self.nesterov & ~self.linear, log_free, 0.0)) / 2
 
     def log_radius(self) -> Floats:
-        """Log of the spectral radius of T."""
+        """Return the log of the spectral radius of T."""
         disc, trace, determinant, _ = self.pieces()
         w = self.decay
         s = np.where(self.linear, 0.0, self.step.hi)
@@ -179,5 +179,5 @@ class Mode:
         return np.maximum(self.exponent, -3000)  # ldexp takes C ints
 
     def real_size(self, values: Floats) -> Floats:
-        """A quantity proportional to the step, which was computed with the mantissas, in its true size."""
+        """Return a quantity proportional to the step, which was computed with the mantissas, in its true size."""
         return np.ldexp(values, self._clipped())

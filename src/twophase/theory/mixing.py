@@ -25,7 +25,7 @@ _PAIRS_UP_TO = 24  # periods up to which the search also exchanges pairs of cycl
 
 
 def schedule_factor(rule: Rules, sigma: ArrayLike, cycles: Sequence[int] | Mapping[int, int]) -> tuple[Any, Any]:
-    """Sign and log of what a sequence of cycles leaves of a mode: `prod_i chi_{K_i}(sigma)`.
+    """Return the sign and log of what a sequence of cycles leaves of a mode: `prod_i chi_{K_i}(sigma)`.
 
     Each cycle begins with an empty buffer, so only the number of cycles of each length matters, not their order
     (losses on the way do depend on it). An unfinished last cycle of r rounds is one more cycle of length r.
@@ -59,7 +59,7 @@ def schedule_factor(rule: Rules, sigma: ArrayLike, cycles: Sequence[int] | Mappi
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mix of restart periods in the long run.
+    """Hold a mix of restart periods in the long run.
 
     Args:
         periods: the lengths of the cycles in it, ascending.
@@ -77,7 +77,7 @@ class Mixture:
 
 
 def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixture:
-    """The mix of restart periods with the best worst-case rate in the long run, by a linear program.
+    """Return the mix of restart periods with the best worst-case rate in the long run, by a linear program.
 
     Variables: f_K >= 0, cycles of length K a round, and t. `min t` subject to
     `sum_K f_K log|chi_K(sigma_j)| <= t` for every mode j and `sum_K K f_K = 1`; the rate is -t. Solved by HiGHS
@@ -110,7 +110,7 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
         fixed = int(np.argmin(worst))
         return Mixture((fixed + 1,), (1.0,), np.inf, fixed + 1, np.inf)
     fixed = int(np.argmax(worst <= best + _TIE * abs(best)))
-    # In shares of rounds u_K = K f_K, whose coefficients are rates, in units of the slowest mode's: the solver's
+    # In shares of rounds u_K = K f_K, with rates for coefficients, in units of the slowest mode's: the solver's
     # tolerances then mean the same for slow modes and fast ones.
     with np.errstate(over="ignore"):
         scaled = np.clip(logs / (abs(best) or 1.0), -_LARGEST_RATE, _LARGEST_RATE)
@@ -142,7 +142,7 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Cycles of whole lengths that fill a run.
+    """Hold cycles of whole lengths that fill a run.
 
     Args:
         counts: for each length, ascending, how many whole cycles.
@@ -156,7 +156,7 @@ class Schedule:
 
     @property
     def policy(self) -> RestartPolicy:
-        """The schedule as a restart policy, short cycles first."""
+        """Return the schedule as a restart policy, short cycles first."""
         ends = list(accumulate(length for length, count in self.counts.items() for _ in range(count)))
         if not self.tail:
             ends = ends[:-1]  # a restart after the last round shows nowhere
@@ -166,7 +166,7 @@ class Schedule:
 def best_schedule(
     rule: OuterRule, sigma: ArrayLike, *, rounds: int, max_period: int, weights: ArrayLike | None = None
 ) -> Schedule:
-    """Whole cycles of mixed lengths with the lowest loss after `rounds` rounds that a local search finds.
+    """Return the whole cycles of mixed lengths with the lowest loss after `rounds` rounds that a local search finds.
 
     Starts from the linear program's mix, from every single period and from no restart; exchanges one or two cycles
     at a time, the unfinished last cycle taking up the difference, until nothing improves. Good, not proven optimal;
@@ -199,18 +199,18 @@ def best_schedule(
     # An exact zero: lower than what is left of any mode in any other way, so that the search has no infinities.
     gone = total * float((finite[1:] / np.arange(1, longest + 1)[:, None]).min()) - 1000
     search = _Search(np.where(np.isneginf(table), gone, table), log_weights, total)
-    best, _ = min((search.improved(start) for start in search.starts(rule, values)), key=lambda found: found[1])
+    best, _ = min((search.improved(start) for start in search.starts(rule, values)), key=lambda pair: pair[1])
     counts = {int(k): int(best[k]) for k in np.flatnonzero(best)}
     tail = total - sum(k * count for k, count in counts.items())
     with np.errstate(divide="ignore"):
-        left = sum(count * table[k] for k, count in counts.items()) + table[tail]
-        log_loss = float(logsumexp(2 * left + log_weights) - np.log(2))
+        residual = sum(count * table[k] for k, count in counts.items()) + table[tail]
+        log_loss = float(logsumexp(2 * residual + log_weights) - np.log(2))
     never = float(log_final_loss(rule, values, total, total, shares[shares > 0]))
     return Schedule({}, total, never) if never <= log_loss else Schedule(counts, tail, log_loss)
 
 
 class _Search:
-    """Local search over how many cycles of each length; position k of an array of counts is length k."""
+    """Search locally over how many cycles of each length; position k of an array of counts is length k."""
 
     def __init__(self, table: Floats, log_weights: Floats, total: int) -> None:
         self.table, self.log_weights, self.total = table, log_weights, total
@@ -225,7 +225,7 @@ class _Search:
         self.length, self.logs = self.cycles @ self.lengths, self.cycles @ table
 
     def starts(self, rule: OuterRule, values: Floats) -> Iterator[Any]:
-        """Counts to begin with: the best single periods, and the mix rounded down."""
+        """Yield counts to begin with: the best single periods, and the mix rounded down."""
         single = []
         for k in range(1, len(self.table)):
             counts = np.zeros(len(self.table), np.int64)
@@ -243,7 +243,7 @@ class _Search:
             yield counts
 
     def loss(self, counts: Any) -> float:
-        """Log of the final loss."""
+        """Return the log of the final loss."""
         tail = self.total - int(counts @ self.lengths)
         return float(logsumexp(2 * (counts @ self.table + self.table[tail]) + self.log_weights) - np.log(2))
 
@@ -251,7 +251,7 @@ class _Search:
         """Exchange cycles while that lowers the loss."""
         best = self.loss(counts)
         while True:
-            found, change = best - 1e-9, None
+            lowest, change = best - 1e-9, None
             base, used = counts @ self.table, int(counts @ self.lengths)
             for out in range(len(self.cycles)):
                 if np.any(self.cycles[out] > counts):
@@ -260,15 +260,15 @@ class _Search:
                 fits = np.flatnonzero((tails >= 0) & (tails < len(self.table)))
                 logs = base - self.logs[out] + self.logs[fits] + self.table[tails[fits]]
                 losses = logsumexp(2 * logs + self.log_weights, axis=1) - np.log(2)
-                if losses.size and losses.min() < found:
-                    found, change = float(losses.min()), self.cycles[fits[np.argmin(losses)]] - self.cycles[out]
+                if losses.size and losses.min() < lowest:
+                    lowest, change = float(losses.min()), self.cycles[fits[np.argmin(losses)]] - self.cycles[out]
             if change is None:
                 return counts, best
-            counts, best = counts + change, found
+            counts, best = counts + change, lowest
 
 
 def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike | None = None) -> Any:
-    """The worst-case contraction a round that no schedule can exceed on an interval of sigma.
+    """Return the worst-case contraction a round that no schedule can exceed on an interval of sigma.
 
     After T rounds of any schedule, at fixed lr and momentum, x_T is a polynomial of degree T in sigma that is 1 at 0:
     `rate <= (1/T) log cosh(T arccosh((k+1)/(k-1)))`, k = sigma_max/sigma_min, which tends to

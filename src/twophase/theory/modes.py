@@ -33,7 +33,7 @@ REGIMES = ("oscillatory", "critical", "real_below", "real_above", "negative_dete
 
 
 def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: ArrayLike) -> Any:
-    """Share of a mode that one inner phase of gradient descent removes.
+    """Return the share of a mode that one inner phase of gradient descent removes.
 
     `sigma = 1 - (1 - inner_lr eigenvalue)^inner_steps`, so that the pseudo-gradient is `g = sigma x`. Holds for
     deterministic gradient descent on a quadratic, with one replica or equal data; replicas with different data or
@@ -56,12 +56,12 @@ def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: 
     0.875
     """
     where = "effective_progress"
-    given = {"eigenvalue": check_numbers(where, "eigenvalue", eigenvalue)}
-    given["inner_lr"] = check_numbers(where, "inner_lr", inner_lr)
+    arguments = {"eigenvalue": check_numbers(where, "eigenvalue", eigenvalue)}
+    arguments["inner_lr"] = check_numbers(where, "inner_lr", inner_lr)
     counts = check_counts(where, "inner_steps", inner_steps)
-    for name, array in given.items():
+    for name, array in arguments.items():
         refuse(where, name, array, ~(np.isfinite(array) & (array >= 0)), "it must be a finite number >= 0")
-    values, rates = given.values()
+    values, rates = arguments.values()
     common_shape(where, eigenvalue=values.shape, inner_lr=rates.shape, inner_steps=counts.shape)
     with np.errstate(over="ignore"):
         product = values * rates
@@ -81,10 +81,10 @@ def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: 
 def scheduled_progress(
     eigenvalue: ArrayLike, inner_lrs: ArrayLike, *, weight_decay: float = 0.0, clip: bool = False
 ) -> Any:
-    """Share of a mode that one inner phase removes whose learning rate changes from step to step.
+    """Return the share of a mode that an inner phase removes if its learning rate changes from step to step.
 
     `sigma = 1 - prod_t (1 - eta_t (lambda + decay))`; with a constant learning rate and no decay it is
-    `effective_progress`. Of a preconditioned optimizer, whose step is `-eta P^-1 gradient` with P held fixed over the
+    `effective_progress`. Of a preconditioned optimizer with the step `-eta P^-1 gradient` with P held fixed over the
     round, the eigenvalues are those of `P^-1/2 H P^-1/2`; decoupled weight decay adds to each of them. An inner
     optimizer that averages gradients (AdamW's first moment, coefficient b) takes such steps only of modes with
     `eta lambda` well below `1 - b`; faster ones it makes oscillate, which is outside of this formula.
@@ -94,7 +94,7 @@ def scheduled_progress(
         inner_lrs: eta_t >= 0 of each inner step of the round, in order, shape (S,), S >= 1.
         weight_decay: decoupled weight decay, >= 0.
         clip: take a step beyond the minimum, `eta_t (lambda + decay) > 1`, for one that reaches it, so that a mode
-            whose curvature is too large for the formula counts as removed. False refuses such a mode.
+            with too large a curvature for the formula counts as removed. False refuses such a mode.
 
     Returns:
         sigma in [0, 1], of the shape of `eigenvalue`.
@@ -123,15 +123,15 @@ def scheduled_progress(
     if not clip:
         remedy = f"times inner_lr {rates.max():g} it must be <= 1 (with the decay); lower that, or give clip=True"
         refuse(where, "eigenvalue", values, largest > 1, remedy)
-    kept = np.zeros(values.shape)  # log of the product, one step after the other: no array of modes x steps
+    log_product = np.zeros(values.shape)  # log of the product, one step after the other: no array of modes x steps
     with np.errstate(divide="ignore", over="ignore"):
         for rate in rates:
-            kept = kept + np.log1p(-np.minimum(rate * total, 1.0))
-    return _plain(-np.expm1(kept) + 0.0)
+            log_product = log_product + np.log1p(-np.minimum(rate * total, 1.0))
+    return _plain(-np.expm1(log_product) + 0.0)
 
 
 def effective_step(rule: Rules, sigma: ArrayLike) -> Any:
-    """The step s of a mode, which with the momentum decides everything: `lr sigma` (sum form), `lr (1-b) sigma` (EMA).
+    """Return the step s of a mode: `lr sigma` (sum form), `lr (1-b) sigma` (EMA).
 
     Args:
         rule: one rule or an array of rules.
@@ -154,7 +154,7 @@ def effective_step(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def transition(rule: Rules, sigma: ArrayLike) -> Floats:
-    """The matrix T of one round, `(x, m) -> T (x, m)`, with m the buffer of the rule's own form.
+    """Return the matrix T of one round, `(x, m) -> T (x, m)`, with m the buffer of the rule's own form.
 
     EMA form: heavy ball `[[1-s, -nu b], [w sigma, b]]`, Nesterov `[[1-(1+b)s, -nu b^2], [w sigma, b]]`; sum form: the
     same with `sigma` in place of `w sigma`.
@@ -189,7 +189,7 @@ def transition(rule: Rules, sigma: ArrayLike) -> Floats:
 
 
 def regime(rule: Rules, sigma: ArrayLike) -> Any:
-    """How a mode moves: the kind of T's eigenvalues.
+    """Return how a mode moves: the kind of T's eigenvalues.
 
     | name | eigenvalues | motion |
     |---|---|---|
@@ -216,7 +216,7 @@ def regime(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def oscillatory_interval(rule: Rules) -> tuple[Any, Any]:
-    """The open interval of sigma in which a mode oscillates; it may reach beyond 1.
+    """Return the open interval of sigma in which a mode oscillates; it may reach beyond 1.
 
     Heavy ball `(1-sqrt b)^2 < s < (1+sqrt b)^2`; Nesterov `((1-b)/(1+b))^2 < s < 1`; divided by lr (sum form) or
     lr (1-b) (EMA form).
@@ -240,7 +240,7 @@ def oscillatory_interval(rule: Rules) -> tuple[Any, Any]:
 
 
 def stable_limit(rule: Rules) -> Any:
-    """The sigma below which a mode is stable without restarts; it may lie beyond 1.
+    """Return the sigma below which a mode is stable without restarts; it may lie beyond 1.
 
     `0 < s < 2 (1+b)` for heavy ball, `0 < s < 2 (1+b) / (1+2b)` for Nesterov. No restart schedule makes a mode stable
     that is not (`restart_stable_limit` says where a restart makes a stable one unstable).
@@ -257,7 +257,7 @@ def stable_limit(rule: Rules) -> Any:
 
 
 def asymptotic_rate(rule: Rules, sigma: ArrayLike) -> Any:
-    """Contraction a round without restarts as the rounds go on: `-log(spectral radius of T)`, in nats a round.
+    """Return the asymptotic contraction without restarts: `-log(spectral radius of T)`, in nats a round.
 
     Oscillatory: `-log(b)/2` for heavy ball, whatever sigma; `-(log b + log(1-s))/2` for Nesterov. Negative: diverges.
     Infinite: nilpotent. Slow modes keep their digits.
@@ -275,7 +275,7 @@ def asymptotic_rate(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def phase(rule: Rules, sigma: ArrayLike) -> Any:
-    """The angle by which an oscillating mode turns in a round, in radians, 0 < phase < pi.
+    """Return the angle by which an oscillating mode turns in a round, in radians, 0 < phase < pi.
 
     `cos(phase) = tr / (2 sqrt D)`, with tr the trace and D the determinant of T. Nesterov stays at or below pi/2.
 
@@ -295,7 +295,7 @@ def phase(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def phase_shift(rule: Rules, sigma: ArrayLike) -> Any:
-    """The angle theta of `chi_K = A rho^K cos(K phase - theta)`, in radians, |theta| < pi/2; nan if no oscillation.
+    """Return theta of `chi_K = A rho^K cos(K phase - theta)`, in radians, |theta| < pi/2; nan if no oscillation.
 
     `theta = arctan C`, `C = (a - b) / (2 rho sin(phase))`, with a the first entry of T.
 
@@ -309,7 +309,7 @@ def phase_shift(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def envelope(rule: Rules, sigma: ArrayLike, rounds: ArrayLike) -> Any:
-    """The true envelope of an oscillating mode after some rounds: `|x_t| <= sqrt(1+C^2) rho^t`.
+    """Return the true envelope of an oscillating mode after some rounds: `|x_t| <= sqrt(1+C^2) rho^t`.
 
     The paper draws `rho^t`, which is not a bound: at momentum 0.9 a mode of sigma 0.1 exceeds it by 14 %.
 
@@ -343,5 +343,5 @@ def _in_sigma(rules: RuleArrays, step: Floats) -> Any:
 
 
 def _plain(values: Any) -> Any:
-    """A NumPy scalar instead of an array without axes."""
+    """Return a NumPy scalar instead of an array without axes."""
     return values[()] if isinstance(values, np.ndarray) else values

@@ -20,8 +20,8 @@ does, as it does after a restart. N must be constant (up to the inner learning r
 noise white between rounds. What a restart cycle begins with stays in all of its rounds, so the standard error is
 clustered by cycle. Where restarts are frequent and the data noisy, slope and intercept are nearly collinear, and an
 estimate that looks significant is mostly one that chance has made large; so `shown_interval` asks for `LEAST_CYCLES`
-cycles, or pairs where there are no restarts, for ends within a factor of `WIDEST`, and for a noise share whose upper
-end lies below `MOST_NOISE`. A run whose buffer is dropped every round, or that has no momentum, shows nothing.
+cycles, or pairs where there are no restarts, for ends within a factor of `WIDEST`, and for a noise share with its
+upper end below `MOST_NOISE`. A run without momentum, or with a buffer that is dropped every round, shows nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SAME = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Effective progress along the buffer, estimated from a run's record.
+    """Hold the effective progress along the buffer, estimated from a run's record.
 
     Args:
         pairs: pairs of successive rounds that it rests on.
@@ -79,7 +79,7 @@ class Observed:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Sigma within 95 % by Student's t with `cycles - 1` degrees of freedom, not clipped; nan, nan without one."""
+        """Return the 95 % interval of sigma by Student's t, `cycles - 1` degrees of freedom, unclipped; or nan, nan."""
         if self.cycles < 2:
             return np.nan, np.nan
         half = float(stdtrit(self.cycles - 1, 0.975)) * self.standard_error
@@ -87,7 +87,7 @@ class Observed:
 
     @property
     def why_not(self) -> str:
-        """Why the interval must not be shown, as the end of a sentence; an empty text where it may be."""
+        """Return why the interval must not be shown, as the end of a sentence; an empty text where it may be."""
         low, high = self.interval
         if not (np.isfinite(low) and np.isfinite(high)):
             return (
@@ -113,13 +113,13 @@ class Observed:
 
     @property
     def shown_interval(self) -> tuple[float, float] | None:
-        """`interval` where it may be shown, not clipped; else None. The one bar for every command."""
+        """Return `interval` where it may be shown, not clipped; else None: the same bar for every command."""
         return None if self.why_not else self.interval
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pairs:
-    """One entry for each usable pair of rounds."""
+    """Hold one entry for each usable pair of rounds."""
 
     y: Floats
     d: Floats
@@ -146,7 +146,7 @@ def observe(
     follows: ArrayLike | None = None,
     gain: ArrayLike | None = None,
 ) -> Observed:
-    """Effective progress along the buffer, from a block's record of its rounds.
+    """Return the effective progress along the buffer, from a block's record of its rounds.
 
     Args:
         rule: the outer rule that made the record.
@@ -181,30 +181,30 @@ def observe(
         return nothing
     with np.errstate(all="ignore"):
         cycle = np.concatenate([[0], np.cumsum(dropped[:-1])])
-        own = _takes_own_step(rule, columns, gain)
-        pairs = _pairs(rule, columns, lr, ~dropped[:-1] & after[1:], cycle, own[:-1])
-        found = len(pairs.y)
-        ceiling = float(np.sum(pairs.y * pairs.weight) / np.sum(pairs.d * pairs.weight)) if found else np.nan
-        if found < LEAST:
-            return Observed(found, np.nan, np.nan, ceiling, np.nan, np.nan, pairs.foreign)
+        takes_step = _takes_own_step(rule, columns, gain)
+        pairs = _pairs(rule, columns, lr, ~dropped[:-1] & after[1:], cycle, takes_step[:-1])
+        pair_count = len(pairs.y)
+        ceiling = float(np.sum(pairs.y * pairs.weight) / np.sum(pairs.d * pairs.weight)) if pair_count else np.nan
+        if pair_count < LEAST:
+            return Observed(pair_count, np.nan, np.nan, ceiling, np.nan, np.nan, pairs.foreign)
         sigma, error, noise, noise_error = _instrumented(pairs)
         energy = float(np.mean(pairs.square * pairs.weight))
         scale = float(np.mean(pairs.noise * pairs.weight)) / (rule.injection * energy) if energy > 0 else np.nan
-        cycles = len(np.unique(pairs.cycle)) if dropped.any() else found
+        cycles = len(np.unique(pairs.cycle)) if dropped.any() else pair_count
     share = float(np.clip(noise * scale, 0, 1))
-    return Observed(found, sigma, error, ceiling, share, noise_error * scale, pairs.foreign, cycles)
+    return Observed(pair_count, sigma, error, ceiling, share, noise_error * scale, pairs.foreign, cycles)
 
 
 def _takes_own_step(rule: OuterRule, columns: list[Floats], gain: ArrayLike | None) -> NDArray[np.bool_]:
-    """Whether a round's update was the rule's own, as far as its gain tells."""
+    """True if a round's update was the rule's own, as far as its gain tells."""
     g, m, cosine = columns
     if gain is None:
         return np.ones(len(g), dtype=bool)
     step, recorded = Step.of(rule), np.asarray(gain, dtype=np.float64)
     behind = np.where(m > 0, step.along_m * cosine * m / g, 0.0)
-    own = step.along_g + behind
+    ahead = step.along_g + behind
     scale = step.along_g + np.abs(behind)  # the two may cancel
-    return ~(np.abs(recorded - own) > _SAME * scale)
+    return ~(np.abs(recorded - ahead) > _SAME * scale)
 
 
 def _pairs(  # noqa: PLR0917 - columns of one table
@@ -213,9 +213,9 @@ def _pairs(  # noqa: PLR0917 - columns of one table
     lr: Floats,
     usable: NDArray[np.bool_],
     cycle: NDArray[np.int64],
-    own: NDArray[np.bool_],
+    takes_step: NDArray[np.bool_],
 ) -> _Pairs:
-    """The pairs of rounds t, t + 1 from which sigma can be read."""
+    """Return the pairs of rounds t, t + 1 from which sigma can be read."""
     b, w = rule.momentum, rule.injection
     g, m, cosine = columns
     # Units of the largest number, so that squares neither overflow nor vanish.
@@ -230,14 +230,14 @@ def _pairs(  # noqa: PLR0917 - columns of one table
     y = ratio * along[:-1] - next_along
     usable = usable & np.isfinite(y) & np.isfinite(d) & (m[1:] > 0) & (g[:-1] > 0)
     usable &= (ratio >= _STEADY[0]) & (ratio <= _STEADY[1])
-    same = own & (np.abs(m[1:] ** 2 / square[:-1] - 1) <= _SAME)
+    same = takes_step & (np.abs(m[1:] ** 2 / square[:-1] - 1) <= _SAME)
     foreign = int(np.sum(usable & ~same))
     places = np.flatnonzero(usable & same)
     # Weights from before the round, or they would depend on its noise.
     before = g[np.maximum(places - 1, 0)] ** 2
     weight = 1 / (w * w * before + b * b * m[places] ** 2)
-    known = np.isfinite(weight)
-    places, weight = places[known], weight[known]
+    finite = np.isfinite(weight)
+    places, weight = places[finite], weight[finite]
     level = lr[places] / np.mean(lr[places]) if len(places) else lr[places]
     return _Pairs(
         y[places],
@@ -252,7 +252,7 @@ def _pairs(  # noqa: PLR0917 - columns of one table
 
 
 def _instrumented(pairs: _Pairs) -> tuple[float, float, float, float]:
-    """Slope and intercept by instrumental variables, with their standard errors; N >= 0."""
+    """Return the slope and intercept by instrumental variables, with their standard errors; N >= 0."""
     count = len(pairs.y)
     regressors = np.stack([pairs.d, pairs.noise], axis=1) * pairs.weight[:, None]
     instruments = np.stack([pairs.past, pairs.noise], axis=1) * pairs.weight[:, None]
@@ -263,9 +263,9 @@ def _instrumented(pairs: _Pairs) -> tuple[float, float, float, float]:
     except np.linalg.LinAlgError:
         return np.nan, np.nan, np.nan, np.nan
     fit = inverse @ (instruments.T @ y)
-    left = y - regressors @ fit
+    residuals = y - regressors @ fit
     # Pairs in a row share a pseudo-gradient, so their errors are correlated: one lag is counted (Newey and West).
-    scores = instruments * left[:, None]
+    scores = instruments * residuals[:, None]
     spread = scores.T @ scores
     lagged = scores[1:].T @ scores[:-1]
     robust = spread + 0.5 * (lagged + lagged.T)

@@ -25,7 +25,7 @@ _TIE = 1e-11  # relative difference below which two periods are equally good, an
 
 
 def cancellation_periods(rule: Rules, sigma: ArrayLike, count: int) -> Floats:
-    """Real-valued times at which an oscillating mode passes through 0: `t_l = (theta + pi/2 + l pi) / phase`.
+    """Return real-valued times at which an oscillating mode passes through 0: `t_l = (theta + pi/2 + l pi) / phase`.
 
     l = 0, 1, 2, ...: the paper's main text begins at 1 and so skips the first and best one (its error E3).
 
@@ -51,7 +51,7 @@ def cancellation_periods(rule: Rules, sigma: ArrayLike, count: int) -> Floats:
 
 
 def rounded_period(rule: Rules, sigma: ArrayLike) -> Any:
-    """The first cancellation as a whole number of rounds: `K_0 = max(1, floor(K_c + 1/2))`; 0 without oscillation.
+    """Return the first cancellation in whole rounds: `K_0 = max(1, floor(K_c + 1/2))`; 0 without oscillation.
 
     A good guess, not the best period: argmax of the rate in about 92 % of random modes, within 1 in about 99 %.
     `rounding_bound` says what the rounding can cost.
@@ -66,7 +66,7 @@ def rounded_period(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def rounding_bound(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
-    """What rounding the first cancellation to K_0 rounds leaves at most: (holds, bound).
+    """Return what rounding the first cancellation to K_0 rounds leaves at most: (holds, bound).
 
     `|chi_{K_0}| / rho^{K_0} <= sqrt(1+C^2) sin(phase/2)`, where K_c >= 1/2, that is `s <= 1 + sqrt b` for heavy ball
     and `s <= 1 - b (sqrt(5+4b) - 1)^2 / (4 (1+b)^2)` for Nesterov. The paper claims it always (its error E4); beyond,
@@ -90,7 +90,7 @@ def rounding_bound(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
 
 
 def heuristic_period(rule: Rules, sigma: ArrayLike, corrected: bool = True) -> Any:
-    """The first cancellation for momentum near 1, in closed form; a real number of rounds.
+    """Return the first cancellation for momentum near 1, in closed form; a real number of rounds.
 
     Paper: `pi / (2 sqrt s)`. Corrected by the terms of order 1 that it drops: plus `((1-b)/s - 1)/2` for heavy ball,
     plus `(1-b)/(2s) - 1` for Nesterov, with `s = nu sigma (1-b)` in EMA form. Neither holds near the lower edge of
@@ -128,7 +128,7 @@ def heuristic_period(rule: Rules, sigma: ArrayLike, corrected: bool = True) -> A
 def log_final_loss(
     rule: Rules, sigma: ArrayLike, rounds: int, period: ArrayLike, weights: ArrayLike | None = None
 ) -> Any:
-    """Logarithm of the loss after `rounds` rounds with a restart every `period` rounds, exactly.
+    """Return the logarithm of the loss after `rounds` rounds with a restart every `period` rounds, exactly.
 
     `loss(K) = 1/2 sum_j w_j (chi_K(sigma_j)^(T div K) chi_{T mod K}(sigma_j))^2`, from x_j = 1, m = 0, so that the
     initial loss is 1/2. A period at or above `rounds` means no restart.
@@ -176,7 +176,7 @@ def best_period(
     rounds: int | None = None,
     objective: Objective | None = None,
 ) -> Any:
-    """The best restart period of one mode or of several, among 1 ... max_period.
+    """Return the best restart period of one mode or of several, among 1 ... max_period.
 
     | objective | what it makes best | when |
     |---|---|---|
@@ -245,7 +245,7 @@ def block_periods(
     rounds: int | None = None,
     objective: Objective | None = None,
 ) -> tuple[int, ...]:
-    """The best period of each block, K_b: `best_period` for every block by itself.
+    """Return the best period of each block, K_b: `best_period` for every block by itself.
 
     With blocks of one mode each this is the per-mode oracle of the paper's figure 1.
 
@@ -281,7 +281,7 @@ def block_periods(
 def _weighted(
     where: str, rule: Rules, sigma: ArrayLike, weights: ArrayLike | None
 ) -> tuple[NDArray[np.object_], Floats, Floats]:
-    """Rules with an axis for the modes, the modes that count, and the logarithms of their weights."""
+    """Return rules with an axis for the modes, the modes that count, and the logarithms of their weights."""
     rule_arrays(where, rule)
     values = check_modes(where, sigma)
     shares = check_weights(where, weights, values.shape[-1])
@@ -293,7 +293,7 @@ def _weighted(
 
 
 def _log_mean_square(logs: Floats, log_weights: Floats) -> Floats:
-    """Return log sum_j w_j exp(2 logs_j) over the last axis."""
+    """Return the log sum_j w_j exp(2 logs_j) over the last axis."""
     with np.errstate(divide="ignore"):
         total = np.asarray(logsumexp(2 * logs + log_weights, axis=-1))
     near = np.abs(total) < 0.1
@@ -304,7 +304,7 @@ def _log_mean_square(logs: Floats, log_weights: Floats) -> Floats:
 
 
 def _first_best(score: Floats) -> NDArray[np.int64]:
-    """Index along the first axis of the first score that is as good as the best, ties forgiven."""
+    """Return the index along the first axis of the first score that is as good as the best, ties forgiven."""
     best = score.max(axis=0)
     slack = np.where(np.isfinite(best), _TIE * np.abs(best), 0.0)
     return np.argmax(score >= best - slack, axis=0)

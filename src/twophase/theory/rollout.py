@@ -54,7 +54,7 @@ _SUPPLIED = MEASURED | _LOSSES | {PROBES, AGREEMENT, "inner_lr", "progress"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """What happened, for every trajectory: rounds first, modes last, the trajectories' own axes between.
+    """Hold what happened, for every trajectory: rounds first, modes last, the trajectories' own axes between.
 
     Args:
         residual: x before the first round and after each, shape (rounds + 1, ..., modes).
@@ -153,7 +153,7 @@ def rollout(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Modes that have an outer rule and a restart policy of their own, as a param group of `OuterSGD` has.
+    """Hold modes that have an outer rule and a restart policy of their own, as a param group of `OuterSGD` has.
 
     Args:
         sigma: effective progress of the modes, in [0, 1], modes on the last axis.
@@ -171,10 +171,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRollout:
-    """What happened in each block, and to the loss over all of them.
+    """Hold what happened in each block, and to the loss over all of them.
 
     Args:
-        blocks: a `Rollout` for each block, whose own loss has the block's weights normalised to sum 1.
+        blocks: a `Rollout` for each block; its loss has the block's weights normalised to sum 1.
         loss: `1/2 sum w_j x_j^2` over the modes of all blocks, weights of sum 1 over all, shape (rounds + 1, ...).
     """
 
@@ -237,10 +237,8 @@ def rollout_blocks(
     for name, block, sigma, part in zip(names, blocks, sigmas, modes, strict=True):
         share = check_weights(name, block.weights, sigma.shape[-1])
         raw.append(np.ones_like(share) if block.weights is None else np.atleast_1d(block.weights))
-        own = disturbed.of(part)
-        at = start[..., part]
-        run = _simulate(name, block.rule, sigma, rounds, restart=block.restart, weights=share, initial=at, noise=own)
-        runs.append(run)
+        inputs = {"restart": block.restart, "weights": share, "initial": start[..., part], "noise": disturbed.of(part)}
+        runs.append(_simulate(name, block.rule, sigma, rounds, **inputs))
     joint = check_weights(where, np.concatenate(raw), ends[-1])
     common_shape(where, **{f"blocks[{number}]": run.loss.shape[1:] for number, run in enumerate(runs)})
     with np.errstate(all="ignore"):
@@ -259,20 +257,20 @@ def _simulate(
     initial: Floats,
     noise: _Noise,
 ) -> Rollout:
-    """The dynamics on a flat list of trajectories, shape (trajectories, modes); `noise` is the replicas' mean."""
+    """Simulate a flat list of trajectories, shape (trajectories, modes); `noise` is the replicas' mean."""
     rules = rule_arrays(where, rule)
-    own = common_shape(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
+    batch = common_shape(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
     modes = sigma.shape[-1]
     if initial.ndim and initial.shape[-1] not in (1, modes):
         raise ValueError(f"{where}: initial has {initial.shape[-1]} modes; give a number, or all {modes} values")
-    shape = own if noise.mean is None else (*noise.mean.shape[1:-1], *own)
+    shape = batch if noise.mean is None else (*noise.mean.shape[1:-1], *batch)
     count = math.prod(shape)
 
     def flat(values: NDArray[Any]) -> Any:  # of shape (..., modes or 1)
         return np.broadcast_to(values, (*shape, values.shape[-1])).reshape(count, values.shape[-1])
 
     def of_round(values: Floats) -> Floats:  # of shape ([seeds], modes)
-        return flat(values.reshape(*values.shape[:-1], *(1 for _ in own), modes))
+        return flat(values.reshape(*values.shape[:-1], *(1 for _ in batch), modes))
 
     sigma, lr, b, w = flat(sigma), *(flat(v[..., None]) for v in (rules.lr, rules.momentum, rules.injection))
     nesterov = flat(rules.nesterov[..., None])
@@ -314,7 +312,7 @@ def _simulate(
 
 
 def _loss(x: Floats, weights: Floats) -> Floats:
-    """`1/2 sum_j w_j x_j^2`; a mode without weight may diverge: 0 times inf would be nan."""
+    """Return `1/2 sum_j w_j x_j^2`; a mode without weight may diverge: 0 times inf would be nan."""
     counted = weights > 0
     return 0.5 * (weights[counted] * x[..., counted] ** 2).sum(axis=-1)
 
@@ -323,7 +321,7 @@ Rows = slice | list[int]
 
 
 class _Asked:
-    """A policy and its memory: of all trajectories of a rule together if it needs nothing, otherwise of each."""
+    """Hold a policy and its memory: of all trajectories of a rule together if it needs nothing, otherwise of each."""
 
     def __init__(
         self, where: str, restart: RestartPolicy | str | int, rules: list[OuterRule], weights: Floats, replicas: int
@@ -352,13 +350,13 @@ class _Asked:
         self.ages = [0] * len(self.states)
 
     def wants(self, name: str) -> bool:
-        """Whether the policy needs something."""
+        """True if the policy needs something."""
         return name in self.policy.needs
 
     def ask(
         self, number: tuple[int, int], x: Floats, g: Floats, m: Floats, square: Floats | None
     ) -> list[tuple[Rows, Answer]]:
-        """One round's answers, and the trajectories that each is for.
+        """Return one round's answers, and the trajectories that each is for.
 
         Args:
             number: of the round, and how many there are.
@@ -388,7 +386,7 @@ class _Asked:
         return done
 
     def _probes(self, x: Floats, g: Floats, m: Floats, rule: OuterRule) -> tuple[float, ...]:
-        """The losses of the candidate anchors of one trajectory."""
+        """Return the losses of the candidate anchors of one trajectory."""
         losses = []
         for decision in self.policy.candidates(rule):
             along_g, along_m = answered({}, decision).weights(rule)
@@ -397,7 +395,7 @@ class _Asked:
 
 
 def _norms(g: Floats, m: Floats) -> list[tuple[float, float, float]]:
-    """Norms of g and m and their cosine, as `twophase.optim.functional.angles` takes them."""
+    """Return the norms of g and m and their cosine, as `twophase.optim.functional.angles` takes them."""
     # Squares of a trajectory may over- or underflow long before it does. Powers of two change no other bit.
     exponents = [np.frexp(np.abs(v).max(axis=1))[1] for v in (g, m)]
     g, m = (np.ldexp(v, -exponent[:, None]) for v, exponent in zip((g, m), exponents, strict=True))
@@ -412,7 +410,7 @@ def _norms(g: Floats, m: Floats) -> list[tuple[float, float, float]]:
 
 
 def _restarted(m: Floats, g: Floats, done: list[tuple[Rows, Answer]], *, before: bool) -> Floats:
-    """The buffers after the restarts of one moment; exact zeros for retain = inject = 0, whatever m holds."""
+    """Return the buffers after the restarts of one moment; exact zeros for retain = inject = 0, whatever m holds."""
     for rows, answer in done:
         event = answer.restart
         if event is not None and event.before == before:
@@ -424,7 +422,7 @@ def _restarted(m: Floats, g: Floats, done: list[tuple[Rows, Answer]], *, before:
 
 
 def _stepped(update: Floats, m: Floats, g: Floats, done: list[tuple[Rows, Answer]]) -> Floats:
-    """The updates, with the policy's steps in the place of the rule's own."""
+    """Return the updates, with the policy's steps in the place of the rule's own."""
     for rows, answer in done:
         if answer.step is not None:
             update[rows] = _weighed(answer.step.along_g, g[rows]) + _weighed(answer.step.along_m, m[rows])
@@ -432,11 +430,11 @@ def _stepped(update: Floats, m: Floats, g: Floats, done: list[tuple[Rows, Answer
 
 
 def _mixed(m: Floats, old: Floats, g: Floats, done: list[tuple[Rows, Answer]]) -> Floats:
-    """The buffers after the mixing, with the policy's in the place of the rule's own."""
+    """Return the buffers after the mixing, with the policy's in the place of the rule's own."""
     for rows, answer in done:
         if answer.step is not None and answer.step.mix is not None:
-            kept, added = answer.step.mix
-            m[rows] = _weighed(kept, old[rows]) + _weighed(added, g[rows])
+            retained, added = answer.step.mix
+            m[rows] = _weighed(retained, old[rows]) + _weighed(added, g[rows])
     return m
 
 
@@ -446,14 +444,14 @@ def _weighed(weight: float, values: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Noise:
-    """The replicas' disturbances: what is left of them in the mean, and their mean square, (rounds, [seeds], modes)."""
+    """Hold the replicas' disturbances: their mean and their mean square, (rounds, [seeds], modes)."""
 
     mean: Floats | None
     square: Floats | None
     replicas: int
 
     def of(self, modes: slice) -> _Noise:
-        """That of some modes."""
+        """Return the part of some modes."""
         if self.mean is None or self.square is None:
             return self
         return _Noise(self.mean[..., modes], self.square[..., modes], self.replicas)
@@ -462,7 +460,7 @@ class _Noise:
 def _disturbance(
     where: str, noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, *, size: tuple[int, int]
 ) -> _Noise:
-    """The replicas' noise; without noise and seeds there is none."""
+    """Return the replicas' noise; without noise and seeds there is none."""
     values, replicas = _finite(where, "noise", noise), check_count(where, "replicas", replicas)
     if values.ndim:
         if values.ndim != 3 or values.shape[::2] != size or values.shape[1] == 0:
@@ -491,7 +489,7 @@ def _disturbance(
 
 
 def _draws(seed: int, replicas: int, size: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Mean and mean square over replicas of standard normal draws, (rounds, modes); each replica has its own stream."""
+    """Draw standard normals; return mean and mean square over replicas, (rounds, modes), a stream for each replica."""
     total, square = np.zeros(size), np.zeros(size)
     for replica in range(replicas):
         stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(replica,)))

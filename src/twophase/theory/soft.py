@@ -17,7 +17,7 @@ from twophase.theory.powers import Column
 
 
 def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
-    """The soft restart every R rounds that removes a mode completely: (retain, inject), on the rule's own buffer.
+    """Return (retain, inject) of the soft restart every R rounds that removes a mode, on the rule's own buffer.
 
     Heavy ball `retain = -chi_R / (b p_R)`, `inject = chi_R / (lr b sigma p_R)`; Nesterov the same `retain` and
     `inject = (1-s) chi_R / (lr b^2 sigma p_R)`; with `[T^R]_12 = p_R T_12`. The cycle of R rounds is then nilpotent:
@@ -64,7 +64,7 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
 
 
 def best_injection(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
-    """Heavy ball with `m <- inject g` after every round: the injection that contracts fastest, and its rate.
+    """Return the fastest injection, and its rate, for heavy ball with `m <- inject g` after every round.
 
     `inject = (1-s)^2 / (4 lr b sigma)`, on the rule's own buffer; the spectral radius is then `|1-s| / 2` a round.
 
@@ -89,13 +89,13 @@ def best_injection(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
     if np.any(scale == 0):
         raise ValueError(f"{where}: lr, momentum or sigma is 0; all must be positive")
     mode = Mode.of(where, rule, sigma)
-    left = (1 - mode.step * _size(mode)).hi
+    factor = (1 - mode.step * _size(mode)).hi
     with np.errstate(divide="ignore", over="ignore"):
-        return (left * left / scale)[()], -np.log(np.abs(left) / 2)[()]
+        return (factor * factor / scale)[()], -np.log(np.abs(factor) / 2)[()]
 
 
 def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0, inject: float = 0.0) -> Floats:
-    """The matrix of one whole cycle, R rounds and a soft restart: `(x, m) -> C (x, m)`, m of the rule's own form.
+    """Return the matrix of a cycle, R rounds and a soft restart: `(x, m) -> C (x, m)`, m of the rule's own form.
 
     `C = [[T^R]_1 ; retain [T^R]_2 + inject sigma [T^(R-1)]_1]`, rows of the powers of T. A hard restart is retain 0,
     inject 0: C has chi_R in its corner and 0 below.
@@ -121,10 +121,10 @@ def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0
 
 
 def warm_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
-    """What a cycle leaves of a mode when the buffer begins as the pseudo-gradient: the restart that is not one.
+    """Return what a cycle leaves of a mode when the buffer begins as the pseudo-gradient: the restart that is not one.
 
     `chi_K + sigma [T^K]_12` in EMA form. It happens when a buffer is dropped (set to None) under PyTorch's
-    `dampening = momentum`, whose first buffer is g and not (1-b) g; the mode may then grow. `OuterSGD` has no
+    `dampening = momentum`, where the first buffer is g and not (1-b) g; the mode may then grow. `OuterSGD` has no
     dampening and zeroes its buffer.
 
     Args:
@@ -147,17 +147,17 @@ def warm_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any
     column, size = _column(mode, periods, shape)
     points, b = column.mode, column.mode.momentum
     # sigma [T^K]_12 = -lr sigma b^(1 or 2) p_K in EMA form, lr sigma = s / (1-b), p_K = n / s.
-    left = column.x.hi - b * np.where(points.nesterov, b, 1.0) * column.n.hi * size / points.decay.hi
+    residual = column.x.hi - b * np.where(points.nesterov, b, 1.0) * column.n.hi * size / points.decay.hi
     with np.errstate(over="ignore"):
-        return np.ldexp(left, np.clip(column.exponent, -3000, 3000)).reshape(shape)[()]
+        return np.ldexp(residual, np.clip(column.exponent, -3000, 3000)).reshape(shape)[()]
 
 
 def _column(mode: Mode, periods: Any, shape: tuple[int, ...]) -> tuple[Column, Floats]:
-    """The state from (1, 0) after K rounds, flat, and `_size` of its modes; n is lr times the buffer."""
+    """Return the state from (1, 0) after K rounds, flat, and `_size` of its modes; n is lr times the buffer."""
     points = mode.flat()[np.broadcast_to(np.arange(mode.size).reshape(mode.shape), shape).reshape(-1)]
     return Column.power(points, np.broadcast_to(periods, shape).reshape(-1)), _size(points)
 
 
 def _size(mode: Mode) -> Floats:
-    """The power of 2 that step and buffer of a mode lack."""
+    """Return the power of 2 that step and buffer of a mode lack."""
     return mode.real_size(np.ones(mode.shape))

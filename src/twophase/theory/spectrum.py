@@ -7,8 +7,8 @@ previous step dx_{t-1} holds neither the noise of g_t nor that of g_{t+1}: it is
     sigma = sum_t <dg_t, dx_{t-1}> / sum_t <dx_t, dx_{t-1}>,    dx_t = x_{t+1} - x_t,  dg_t = g_{t+1} - g_t.
 
 Limits. The noise must be white between rounds and the curvature constant over the window. Several modes give an
-average whose weights `<dx_t, dx_{t-1}>` may be negative, so the estimate can leave their range; it is reported as it
-is, above 1 too. The standard error takes coordinates as independent samples: noise that is correlated between
+average with weights `<dx_t, dx_{t-1}>` that may be negative, so the estimate can leave their range; it is reported
+as it is, above 1 too. The standard error takes coordinates as independent samples: noise that is correlated between
 coordinates makes it too small, modes of different sigma count as error and make it larger.
 """
 
@@ -26,7 +26,7 @@ from twophase.theory.inputs import Floats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgressEstimate:
-    """Estimated effective progress, of all coordinates together (shape ()) or of each block (shape (blocks,)).
+    """Hold estimated effective progress, of all coordinates together (shape ()) or of each block (shape (blocks,)).
 
     Args:
         sigma: the estimate; nan where there is none to use. Not clipped: it may exceed 1.
@@ -45,7 +45,7 @@ class ProgressEstimate:
 def estimate_progress(
     anchors: ArrayLike, pseudo_gradients: ArrayLike, *, blocks: ArrayLike | None = None
 ) -> ProgressEstimate:
-    """Effective progress from recorded anchors and pseudo-gradients.
+    """Return the effective progress from recorded anchors and pseudo-gradients.
 
     `sigma = sum_t <dg_t, dx_{t-1}> / sum_t <dx_t, dx_{t-1}>`. Standard error, with
     `u_i = sum_t dx_{t-1,i} (dg_{t,i} - sigma dx_{t,i})` over n coordinates:
@@ -84,7 +84,7 @@ def estimate_progress(
 
 
 class ProgressEstimator:
-    """The estimate of `estimate_progress`, round by round: the same numbers from O(dimension) memory.
+    """Hold the estimate of `estimate_progress`, round by round: the same numbers from O(dimension) memory.
 
     It holds five float64 vectors (and a whole number for each coordinate if there are blocks).
 
@@ -156,11 +156,11 @@ class ProgressEstimator:
         self.rounds += 1
 
     def estimate(self) -> ProgressEstimate:
-        """The estimate from the window so far; not usable before the third round."""
+        """Return the estimate from the window so far; not usable before the third round."""
         with np.errstate(all="ignore"):
             numerator, denominator = self._total(self._changes), self._total(self._steps)
-            left = self._changes - (numerator / denominator)[self._members] * self._steps
-            spread = self._total(left**2) * self._sizes / (self._sizes - 1)
+            residuals = self._changes - (numerator / denominator)[self._members] * self._steps
+            spread = self._total(residuals**2) * self._sizes / (self._sizes - 1)
             unit = (self._units[1] or 0) - (self._units[0] or 0)
             sigma, usable = _usable(np.ldexp(numerator / denominator, unit), denominator)
             error = np.where(usable & (self._sizes > 1), np.ldexp(np.sqrt(spread) / denominator, unit), np.nan)
@@ -168,7 +168,7 @@ class ProgressEstimator:
         return ProgressEstimate(sigma.reshape(shape), error.reshape(shape), usable.reshape(shape), self._labels)
 
     def _total(self, values: Floats) -> Floats:
-        """Sums over the coordinates of each block."""
+        """Return the sums over the coordinates of each block."""
         if self._labels is None:
             return values.sum(keepdims=True)
         return np.bincount(self._members, weights=values, minlength=len(self._sizes)).astype(np.float64)
@@ -192,7 +192,7 @@ class ProgressEstimator:
 
 
 def estimate_from_products(step_products: ArrayLike, change_products: ArrayLike) -> ProgressEstimate:
-    """Effective progress from inner products, which a distributed run can all-reduce as scalars.
+    """Return the effective progress from inner products, which a distributed run can all-reduce as scalars.
 
     `sigma = sum_t <dg_t, dx_{t-1}> / sum_t <dx_t, dx_{t-1}>`.
 
@@ -231,7 +231,7 @@ def estimate_from_products(step_products: ArrayLike, change_products: ArrayLike)
 
 
 def _usable(ratio: Floats, denominator: Floats) -> tuple[Floats, NDArray[np.bool_]]:
-    """The ratio, nan where it is no estimate, and whether it is one."""
+    """Return the ratio, nan where it is no estimate, and whether it is one."""
     usable = np.asarray((denominator > 0) & (ratio > 0) & np.isfinite(ratio))
     return np.where(usable, ratio, np.nan), usable
 

@@ -25,7 +25,7 @@ _COLLAPSE = 0.1  # spectral radius below which a round cancels more than a digit
 
 
 def table(points: Mode, rounds: int) -> tuple[Signs, Floats]:
-    """Sign and log|chi_K| of the modes (along one axis) for K = 1 ... rounds, each of shape (rounds, modes)."""
+    """Return the sign and log|chi_K| of the modes (along one axis) for K = 1 ... rounds, each (rounds, modes)."""
     width = points.size
     depth = 1  # of few modes, several stretches are done side by side
     while depth * _STRETCH < rounds and 2 * depth * width <= _CHUNK:
@@ -33,12 +33,12 @@ def table(points: Mode, rounds: int) -> tuple[Signs, Floats]:
     groups = -(-rounds // (depth * _STRETCH))
     grid = (groups * depth, min(rounds, _STRETCH), width)
     sign, log, again = np.empty(grid, np.int8), np.empty(grid), []
-    for left in range(0, width, _CHUNK):
-        columns = slice(left, left + _CHUNK)
+    for begin in range(0, width, _CHUNK):
+        columns = slice(begin, begin + _CHUNK)
         for group, start in enumerate(_starts(points[columns], depth, groups)):
             block = (slice(group * depth, (group + 1) * depth), slice(None), columns)
             places = _fill(start, group * depth * _STRETCH, sign[block], log[block])
-            again.append(places + np.array([group * depth, 0, left]))
+            again.append(places + np.array([group * depth, 0, begin]))
     stretch, k, where = np.concatenate(again).T if again else np.empty((3, 0), np.int64)
     sign[stretch, k, where], log[stretch, k, where] = log_factors(points, where, stretch * _STRETCH + k + 1)
     rows = grid[0] * grid[1]
@@ -46,7 +46,7 @@ def table(points: Mode, rounds: int) -> tuple[Signs, Floats]:
 
 
 def _starts(points: Mode, depth: int, groups: int) -> Iterator[Column]:
-    """The exact states from which `depth` stretches begin side by side, one group of stretches after another."""
+    """Return the exact states from which `depth` stretches begin side by side, one group of stretches after another."""
     columns, have = Column.first(points), 1
     if groups * depth > 1:
         leap = Power.one_round(points)
@@ -102,7 +102,7 @@ def _places(k: int, where: NDArray[np.int64], width: int) -> NDArray[np.int64]:
 
 
 class _Recurrence:
-    """The recurrence in doubles: `n <- b n + s x`, then `x <- x - n` (heavy ball) or `x - (b n + s x)` (Nesterov)."""
+    """Iterate in doubles: `n <- b n + s x`, then `x <- x - n` (heavy ball) or `x - (b n + s x)` (Nesterov)."""
 
     def __init__(self, start: Column) -> None:
         self.mode = start.mode
@@ -121,7 +121,7 @@ class _Recurrence:
         self.every = 16 if self.s.max(initial=0.0) < 1e5 else 1
 
     def advance(self, number: int) -> None:
-        """One round."""
+        """Return one round."""
         np.multiply(self.s, self.x, out=self.push)
         self.n *= self.b
         self.n += self.push
@@ -175,7 +175,7 @@ class _Recurrence:
 
 @dataclass(slots=True)
 class _Outline:
-    """Where doubles may not suffice, from rough estimates: next to zeros, where |chi| crosses 1, nearly nilpotent."""
+    """Find by rough estimates where doubles may not suffice: next to zeros, near |chi| = 1, nearly nilpotent."""
 
     low: Floats
     """log|chi| below which a mode that oscillates is next to a zero, before the first round of the stretch."""
@@ -200,7 +200,7 @@ class _Outline:
             fall = np.where(turning, np.log(np.abs(determinant)) / 2, 0.0)
             envelope = np.where(turning, np.log(np.hypot(half, lead) / half) + starts * fall, -np.inf)
             radius = np.where(turning, np.sqrt(np.abs(determinant)), np.abs(half_trace) + half)
-        # Modes that alternate in sign (s > 1 + b, which nobody wants): there rounding grows with the square of the
+        # Modes that alternate in sign (s > 1 + b, hardly a rule in use): there rounding grows with the square of the
         # rounds, next to the upper edge. A real mode with a positive trace never comes back to 1.
         delicate = (radius < _COLLAPSE) | (half_trace < 0)
         envelope[delicate] = -np.inf
@@ -208,7 +208,7 @@ class _Outline:
         return cls(envelope + _NEAR_ZERO, fall, top, float(fall.max(initial=-np.inf)), np.flatnonzero(delicate))
 
     def suspects(self, k: int, logs: Floats, fast: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The modes whose log after round k (from 0) deserves a second look; slow ones do not."""
+        """Return the modes with a log after round k (from 0) that deserves a second look; slow ones do not."""
         self.low += self.fall
         suspect = logs < self.low
         if self.top + (k + 1) * self.top_fall > -_NEAR_ONE:
