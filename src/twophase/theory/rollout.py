@@ -39,13 +39,12 @@ from twophase.rule import OuterRule
 from twophase.theory.inputs import (
     Floats,
     Rules,
-    check_counts,
     check_modes,
-    check_numbers,
     check_weights,
     common_shape,
     rule_arrays,
 )
+from twophase.theory.noise import Noise, check_finite, disturbance
 
 _LOSSES = frozenset({"loss_start", "loss_end"})
 _SUPPLIED = MEASURED | _LOSSES | {PROBES, AGREEMENT, "inner_lr", "progress"}
@@ -138,7 +137,7 @@ def rollout(
     modes = check_modes(where, sigma)
     share = check_weights(where, weights, modes.shape[-1])
     rounds = check_count(where, "rounds", rounds)
-    disturbed = _disturbance(where, noise, replicas, seeds, size=(rounds, modes.shape[-1]))
+    disturbed = disturbance(where, noise, replicas, seeds, size=(rounds, modes.shape[-1]))
     return _simulate(
         where,
         rule,
@@ -146,7 +145,7 @@ def rollout(
         rounds,
         restart=restart,
         weights=share,
-        initial=_finite(where, "initial", initial),
+        initial=check_finite(where, "initial", initial),
         noise=disturbed,
     )
 
@@ -227,12 +226,12 @@ def rollout_blocks(
     sigmas = [check_modes(name, block.sigma) for name, block in zip(names, blocks, strict=True)]
     ends = np.cumsum([sigma.shape[-1] for sigma in sigmas]).tolist()
     modes = [slice(end - sigma.shape[-1], end) for sigma, end in zip(sigmas, ends, strict=True)]
-    start = _finite(where, "initial", initial)
+    start = check_finite(where, "initial", initial)
     if start.ndim == 0 or start.shape[-1] == 1:
         start = np.broadcast_to(start, (*start.shape[:-1], ends[-1]))
     if start.shape[-1] != ends[-1]:
         raise ValueError(f"{where}: initial has {start.shape[-1]} modes; give a number, or all {ends[-1]} values")
-    disturbed = _disturbance(where, noise, replicas, seeds, size=(rounds, ends[-1]))
+    disturbed = disturbance(where, noise, replicas, seeds, size=(rounds, ends[-1]))
     runs, raw = [], []
     for name, block, sigma, part in zip(names, blocks, sigmas, modes, strict=True):
         share = check_weights(name, block.weights, sigma.shape[-1])
@@ -255,7 +254,7 @@ def _simulate(
     restart: RestartPolicy | str | int,
     weights: Floats,
     initial: Floats,
-    noise: _Noise,
+    noise: Noise,
 ) -> Rollout:
     """Simulate a flat list of trajectories, shape (trajectories, modes); `noise` is the replicas' mean."""
     rules = rule_arrays(where, rule)
@@ -440,67 +439,3 @@ def _mixed(m: Floats, old: Floats, g: Floats, done: list[tuple[Rows, Answer]]) -
 
 def _weighed(weight: float, values: Floats) -> Floats:
     return weight * values if weight != 0 else np.zeros_like(values)  # 0 times inf would be nan
-
-
-@dataclass(frozen=True, slots=True)
-class _Noise:
-    """Hold the replicas' disturbances: their mean and their mean square, (rounds, [seeds], modes)."""
-
-    mean: Floats | None
-    square: Floats | None
-    replicas: int
-
-    def of(self, modes: slice) -> _Noise:
-        """Return the part of some modes."""
-        if self.mean is None or self.square is None:
-            return self
-        return _Noise(self.mean[..., modes], self.square[..., modes], self.replicas)
-
-
-def _disturbance(
-    where: str, noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, *, size: tuple[int, int]
-) -> _Noise:
-    """Return the replicas' noise; without noise and seeds there is none."""
-    values, replicas = _finite(where, "noise", noise), check_count(where, "replicas", replicas)
-    if values.ndim:
-        if values.ndim != 3 or values.shape[::2] != size or values.shape[1] == 0:
-            raise ValueError(
-                f"{where}: noise has shape {values.shape}; give a standard deviation, or every disturbance: shape "
-                f"(rounds, replicas, modes) = ({size[0]}, replicas, {size[1]})"
-            )
-        if replicas not in (1, values.shape[1]):
-            raise ValueError(f"{where}: replicas is {replicas}, but noise holds {values.shape[1]}; leave replicas out")
-        if seeds is not None:
-            raise ValueError(f"{where}: seeds go with noise that is drawn; leave them out, or give noise as a number")
-        return _Noise(values.mean(axis=1), (values**2).mean(axis=1), values.shape[1])
-    if values < 0:
-        raise ValueError(f"{where}: noise is {values.item()!r}; a standard deviation is >= 0")
-    if seeds is None:
-        if not values:
-            return _Noise(None, None, replicas)
-        mean, square = _draws(0, replicas, size)
-        return _Noise(values * mean, values**2 * square, replicas)
-    if np.ndim(seeds) == 0:
-        chosen = range(check_count(where, "seeds", seeds))
-    else:
-        chosen = check_counts(where, "seeds", seeds, least=0).ravel().tolist()
-    means, squares = zip(*(_draws(seed, replicas, size) for seed in chosen), strict=True)
-    return _Noise(values * np.stack(means, axis=1), values**2 * np.stack(squares, axis=1), replicas)
-
-
-def _draws(seed: int, replicas: int, size: tuple[int, int]) -> tuple[Floats, Floats]:
-    """Draw standard normals; return mean and mean square over replicas, (rounds, modes), a stream for each replica."""
-    total, square = np.zeros(size), np.zeros(size)
-    for replica in range(replicas):
-        stream = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(replica,)))
-        draw = stream.standard_normal(size)
-        total += draw
-        square += draw * draw
-    return total / replicas, square / replicas
-
-
-def _finite(where: str, what: str, value: ArrayLike) -> Floats:
-    array = check_numbers(where, what, value)
-    if not np.isfinite(array).all():
-        raise ValueError(f"{where}: {what} holds {array[~np.isfinite(array)][0].item()!r}; give finite numbers")
-    return array
