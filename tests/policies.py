@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from twophase.restart import MEASURED, PROBES, Answer, RoundSignal, ask, parse
 from twophase.rule import OuterRule
 
@@ -27,6 +29,8 @@ PROBING = ("probe:keep,average", "probe:keep,drop,average", "probe:drop,half,fre
 ALL = tuple(text + ":3" * (text == "tracked") for text in (*MEASURING, *SUPPLIED, *SCHEDULED, *PROBING))
 
 SUM, EMA = OuterRule(0.1, 0.9), OuterRule(1.0, 0.9, form="ema")
+RULES = [OuterRule(rule.lr, 0.9, nesterov, rule.form) for nesterov in (False, True) for rule in (SUM, EMA)]
+each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
 
 
 def asked(text: str, rows: Sequence[Mapping[str, Any]], rule: OuterRule = SUM) -> list[Answer]:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from policies import EMA, SUM, asked, fired
+from policies import EMA, SUM, asked, each_rule, fired
 from twophase.policies.base import AVERAGING
 from twophase.restart import Restart, RestartPolicy, Step, mean_outer_gain, parse
 from twophase.rule import OuterRule
 from twophase.theory.rollout import Rollout, rollout
 
-RULES = [
-    OuterRule(lr, 0.9, nesterov, form)  # type: ignore[arg-type]
-    for nesterov, (form, lr) in itertools.product([False, True], [("sum", 0.1), ("ema", 1.0)])
-]
-each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
 GRADIENTS = np.random.default_rng(3).normal(size=14)
 
 
