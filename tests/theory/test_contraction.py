@@ -680,48 +680,6 @@ def test_restarts_at_the_limit(momentum: float):
     assert np.all(logs > 0 if momentum else logs == 0)
 
 
-@pytest.mark.parametrize(
-    ("nesterov", "momentum", "period", "first"),
-    [
-        *[(False, 0.9, period, s) for period, s in [(1, 2.00), (2, 1.13), (3, 2.01), (4, 1.51), (5, 2.03), (11, 2.93)]],
-        *[(True, 0.9, period, s) for period, s in [(1, 1.05), (2, 1.28), (3, 1.30), (4, 1.31), (5, 1.32), (11, 1.34)]],
-        (False, 0.95, 3, 0.69),
-        (False, 0.99, 3, 0.60),
-        (False, 0.99, 5, 0.29),
-    ],
-)
-def test_restarts_can_destabilise(nesterov: bool, momentum: float, period: int, first: float):
-    """R19's table: the first s at which |chi_K| > 1, though the mode is stable without restarts."""
-    step = np.linspace(0.001, first + 0.05, 4000)
-    above = log_restart_factor(rule_grid(step, momentum, nesterov), 1.0, period)[1] > 0
-    assert step[np.argmax(above)] == pytest.approx(first, abs=5.5e-3)
-    assert asymptotic_rate(OuterRule(first + 0.006, momentum, nesterov), 1.0) > 0
-
-
-def test_a_restart_that_destabilises():
-    """R19's numbers: s = .78, K = 3, heavy ball: chi_3 = -1.019342 at b .95, -1.093598 at b .99."""
-    assert restart_factor(OuterRule(0.78, 0.95), 1.0, 3) == pytest.approx(-1.019342, abs=5e-7)
-    assert restart_factor(OuterRule(0.78, 0.99), 1.0, 3) == pytest.approx(-1.093598, abs=5e-7)
-    assert restart_rate(OuterRule(0.78, 0.99), 1.0, 3) < 0
-
-
-def test_the_papers_grid_is_stable_under_restarts():
-    """R19: for b <= .9 and 0 < s <= 1.1 every K >= 2 keeps |chi_K| < 1, both kinds; Nesterov's K = 1 from s > 1.053."""
-    step = np.linspace(0.01, 1.1, 110)
-    for nesterov in (False, True):
-        rule = rule_grid(step[:, None], np.linspace(0, 0.9, 10), nesterov)
-        assert np.all(restart_table(rule, 1.0, 200)[1][1:] < 0)
-    assert np.array_equal(log_restart_factor(rule_grid(step, 0.9, True), 1.0, 1)[1] > 0, step > 2 / 1.9)
-
-
-@pytest.mark.parametrize(("period", "lowest"), [(3, 0.267), (5, 0.184), (7, 0.143)])
-def test_where_restarts_begin_to_help(period: int, lowest: float):
-    """A4: the lowest sigma from which K beats no restart asymptotically (heavy ball, b .9, lr 1)."""
-    sigma = np.linspace(0.001, lowest + 0.05, 3000)
-    better = restart_rate(HB, sigma, period) > asymptotic_rate(HB, sigma)
-    assert sigma[np.argmax(better)] == pytest.approx(lowest, abs=6e-4)
-
-
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 
@@ -844,11 +802,6 @@ def test_no_modes_give_no_factors(name: str):
 
 
 # --- the ends of the domain ------------------------------------------------------------------------------------------
-
-
-def test_periods_of_half_precision():
-    """A whole number in half precision is one too, and no warning comes of it."""
-    assert log_restart_factor(HB, 0.5, np.float16(3)) == log_restart_factor(HB, 0.5, 3)
 
 
 def test_steps_up_to_the_largest():

@@ -184,7 +184,18 @@ def test_weights_refused(weights: Any, message: str) -> None:
 
 def test_counts_are_whole_numbers() -> None:
     """Integers and floats that are whole, as int64; the least allowed one depends on the caller."""
-    for value in (3, 3.0, np.int8(3), np.float32(3), [1, 2], [[1.0, 2.0]], range(1, 5), 2**53 - 1):
+    for value in (
+        3,
+        3.0,
+        np.int8(3),
+        np.uint64(3),
+        np.float16(3),
+        np.float32(3),
+        [1, 2],
+        [[1.0, 2.0]],
+        range(1, 5),
+        2**53 - 1,
+    ):
         found = check_counts("here", "period", value)
         assert found.dtype == np.int64
         assert found.shape == np.shape(value)

@@ -475,15 +475,6 @@ def test_rho_to_the_t_is_no_envelope(sigma: float, largest: float):
     assert excess.max() <= envelope(HB, sigma, 0) * (1 + 1e-13)
 
 
-@pytest.mark.parametrize(("sigma", "share"), [(0.95, 0.995), (0.1, 0.69), (0.05, 0.50)])
-def test_share_of_periods_below_rho_to_the_k(sigma: float, share: float):
-    """R15: |chi_K| < rho^K for a share 1 - 2|theta|/pi of all K."""
-    log = restart_table(HB, sigma, 20000)[1]
-    below = np.mean(log < -np.arange(1, 20001) * asymptotic_rate(HB, sigma))
-    assert below == pytest.approx(1 - 2 * abs(phase_shift(HB, sigma)) / math.pi, abs=5e-4)
-    assert below == pytest.approx(share, abs=5e-3)
-
-
 # --- arrays -------------------------------------------------------------------------------------------
 
 

@@ -175,23 +175,6 @@ def test_equals_fifty_digits(rule: OuterRule):
             np.testing.assert_allclose(run.residual[:, j], [float(p) for p in powers], rtol=0, atol=5e-15)
 
 
-@pytest.mark.parametrize(
-    ("rule", "factors"),
-    [
-        (HB, [0.905, 0.73352, 0.50951, 0.25950, 0.0098321, -0.21580, -0.39837]),
-        (NAG, [0.8195, 0.59463, 0.35498, 0.12607, -0.07236]),
-    ],
-    ids=["HB", "NAG"],
-)
-def test_factors_of_the_theory_note(rule: OuterRule, factors: list[float]):
-    """Restart factors of A0 (sigma 0.95) without restarts, and their powers with them."""
-    modes = rollout(rule, 0.95, len(factors)).residual[1:, 0]
-    np.testing.assert_allclose(modes, factors, rtol=5e-5)
-    for period in (1, 3, 5):
-        ends = rollout(rule, 0.95, 4 * period, period).residual[period::period, 0]
-        np.testing.assert_allclose(ends, modes[period - 1] ** np.arange(1, 5), rtol=1e-12)
-
-
 def test_what_a_policy_sees():
     """Counters and measures are those of the optimizer: taken over all modes, before g is mixed in."""
     events = {3: Restart(), 6: Restart(0.5, 0.2, before=True), 7: Restart(before=True)}
