@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,6 +122,12 @@ def test_a_rule_is_a_value(rule: OuterRule):
     assert {rule: 1}[twin] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.lr = 1.0  # type: ignore[misc]
+
+
+def test_numbers_of_numpy_become_plain():
+    """JSON and checkpoints take a rule that was made of NumPy's floats."""
+    rule = OuterRule(np.float32(0.5), np.float64(0.9))  # type: ignore[arg-type]
+    assert (type(rule.lr), type(rule.momentum)) == (float, float)
 
 
 @pytest.mark.parametrize(
