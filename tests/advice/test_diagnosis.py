@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -238,6 +241,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for place, told in (("none", "does not exist"), ("other", "twophase train"), ("elastic", "replica-0")):
         assert main(["diagnose", str(tmp_path / place)]) == 2
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["diagnose", "report"])
+def test_runs_of_studies_are_read(command: str, tmp_path: Path) -> None:
+    """A process that knows no policy of the studies still names it in the words about a run that used it."""
+    folder = write_run(tmp_path, EMA, [0.95] * 3, restart="norm:1.5")
+    bare = {name: value for name, value in os.environ.items() if name != "TWOPHASE_POLICIES"}
+    words = [sys.executable, "-m", "twophase", command, str(folder)]
+    ended = subprocess.run(words, env=bare, capture_output=True, text=True, check=True)
+    assert "(restart norm:1.5)" in ended.stdout
 
 
 def test_a_run_that_was_ended_for_divergence(tmp_path: Path) -> None:

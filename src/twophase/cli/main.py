@@ -459,6 +459,7 @@ def _config_paths() -> frozenset[str]:
 def _diagnose(words: list[str]) -> int:
     import json
 
+    import twophase.studies.policies  # noqa: F401 - the run of a study may name a policy of it
     from twophase.advice.text import describe
     from twophase.advice.verdict import as_json, check_run, diagnose
     from twophase.runs.record import read_record
