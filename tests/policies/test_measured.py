@@ -95,8 +95,8 @@ WHOLE: Any = np.int64
         (lambda: Soft(WHOLE(3), WHOLE(0), SINGLE(0.5)), "soft:3:0:0.5"),
         (lambda: Soft(3, np.float64(0.2), np.float64(-0.1)), "soft:3:0.2:-0.1"),
         (lambda: Periodic(WHOLE(3)), "3"),
-        (lambda: Cycle([np.int32(2), 3]), "cycle:2,3"),
-        (lambda: AtRounds([WHOLE(4), 9]), "at:4,9"),
+        (lambda: Cycle([np.int32(2), 3]), "cycle:2,3"),  # type: ignore[arg-type]
+        (lambda: AtRounds([WHOLE(4), 9]), "at:4,9"),  # type: ignore[arg-type]
         (lambda: LossTest(np.float64(0.5)), "loss:0.5"),
         (lambda: LookAheadGate(SINGLE(0.25), 0), "lookahead:0.25:0"),
         (lambda: GainCap(np.float64(1.5)), "cap:1.5"),
