@@ -1,4 +1,4 @@
-"""Public names of restart policies; the modules of `twophase.policies` define them."""
+"""Export the public names of restart policies; the modules of `twophase.policies` define them."""
 
 from twophase.policies.base import (
     AGREEMENT,

@@ -1,4 +1,4 @@
-"""The outer rule: what the outer optimizer does with a pseudo-gradient, as a value without tensors.
+"""Hold the outer rule: what the outer optimizer does with a pseudo-gradient, as a value without tensors.
 
 Two writings of momentum are in use, and mixing them up changes the step size by `1/(1 - momentum)`: tenfold at
 momentum 0.9. Every rule therefore names its form.

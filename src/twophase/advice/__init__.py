@@ -1,1 +1,1 @@
-"""The theory's words about a rule or a run."""
+"""Put the theory's results about a rule or a run into words."""

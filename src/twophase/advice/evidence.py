@@ -1,4 +1,4 @@
-"""The evidence that a stretch of rounds holds about one block: cosines, gains, growth, effective progress.
+"""Gather a block's evidence from a stretch of rounds: cosines, gains, growth, effective progress.
 
 Everything is measured with its own uncertainty, so that `verdict` can tell what is known from what is not.
 """

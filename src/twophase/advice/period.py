@@ -1,4 +1,4 @@
-"""`twophase period`: when to restart a given rule on a given spectrum, in words, as JSON and as a figure. No torch."""
+"""Answer `twophase period`: when to restart a rule on a spectrum, in words, as JSON and as a figure. No torch."""
 
 from __future__ import annotations
 

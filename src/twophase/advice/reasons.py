@@ -1,4 +1,4 @@
-"""What a verdict rests on, in sentences: the cosine, sigma or why there is none, the model's motion there."""
+"""Give the reasons of a verdict in sentences: the cosine, sigma or why there is none, the model's motion there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A diagnosis in words, with the changes that the theory suggests and what they must be held against."""
+"""Put a diagnosis into words, with the changes that the theory suggests and their controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the outer loop oscillate, overshoot or lag? A verdict for each block, with what it rests on.
+"""Judge whether the outer loop oscillates, overshoots or lags: a verdict for each block, with its evidence.
 
 The words, in the linear model's terms:
 

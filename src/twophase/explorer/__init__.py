@@ -1,1 +1,1 @@
-"""The interactive page: one HTML file that shows what the theory says while a hand moves the hyperparameters."""
+"""Make the interactive page: an HTML file that shows what the theory says while a hand moves the hyperparameters."""

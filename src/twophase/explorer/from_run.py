@@ -1,4 +1,4 @@
-"""A spectrum for the page from a run's folder: effective progress as the run's own record shows it, block by block."""
+"""Read a spectrum for the page from a run's folder: effective progress as its record shows it, block by block."""
 
 from __future__ import annotations
 

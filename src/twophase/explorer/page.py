@@ -1,4 +1,4 @@
-"""The page: one HTML file put together from the files beside this one; everything is in it, nothing from elsewhere.
+"""Put the page together from the files beside this module: an HTML file that needs nothing from elsewhere.
 
 The files stay readable by themselves: `page.html` is the frame; its looks are `style.css` (colours, letters, controls)
 and `panels.css`; and the scripts, in the order in which they need each other, are `kernel.js` (the numbers), `state.js`

@@ -1,1 +1,1 @@
-"""Restart and step policies as values (standard library only)."""
+"""Hold restart and step policies as values (standard library only)."""

@@ -1,4 +1,4 @@
-"""Advice: what the theory says about restarting a given rule on a given spectrum, in one value.
+"""Advise on restarts of a given rule on a given spectrum, in a value that holds all that the theory says.
 
 Used by `twophase period` and by reports; it prints nothing.
 """

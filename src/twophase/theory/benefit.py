@@ -1,4 +1,4 @@
-"""Where restarts help and where they harm: single modes, shares of a spectrum, and the edge of stability."""
+"""Find where restarts help and where they harm: single modes, shares of a spectrum, and the edge of stability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The restart factor chi_K: what one cycle of K rounds, begun with an empty buffer, leaves of a mode.
+"""Compute the restart factor chi_K: what a cycle of K rounds, begun with an empty buffer, leaves of a mode.
 
 `chi_K = [T^K]_11 = x_K / x_0` from `m_0 = 0`. Given as (sign, log|chi|), since its powers over a run underflow.
 

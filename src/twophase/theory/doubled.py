@@ -1,4 +1,4 @@
-"""Double-double arithmetic on arrays: every number is an unevaluated sum hi + lo, about 32 digits.
+"""Compute on arrays in double-double arithmetic: every number is an unevaluated sum hi + lo, about 32 digits.
 
 Why it is here: the phase after K rounds is K times an angle, and a matrix near critical damping is a difference of
 nearly equal numbers. In doubles the one loses K units, the other half of the digits. Twice the digits make both

@@ -1,4 +1,4 @@
-"""What every function of the theory takes, checked once: rules (one or an array of them), sigma, weights, counts."""
+"""Check the arguments of the theory's functions: rules (single or an array of them), sigma, weights, counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One round of modes as numbers that lose no digits: what every other module of the theory computes with."""
+"""Describe a round of modes by numbers that lose no digits; every other module of the theory computes with them."""
 
 from __future__ import annotations
 

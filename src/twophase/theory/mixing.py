@@ -1,4 +1,4 @@
-"""Mixed restart periods: cycles of several lengths, the best mix, a whole schedule, and the limit of all schedules."""
+"""Mix restart periods: cycles of several lengths, the best mix, a whole schedule, and the limit of all schedules."""
 
 from __future__ import annotations
 

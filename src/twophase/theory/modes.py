@@ -1,4 +1,4 @@
-"""One mode under an outer rule: effective progress, its 2x2 transition, regime, phase, envelope, rate, stability.
+"""Describe a mode under an outer rule: progress, 2x2 transition, regime, phase, envelope, rate, stability.
 
 Letters, in all of `twophase.theory`: x residual of the mode, m momentum buffer, nu = lr, b = momentum, w = 1 - b,
 sigma effective progress, g = sigma x the pseudo-gradient, s the effective step (`effective_step`). The pair (s, b)

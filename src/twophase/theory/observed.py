@@ -1,4 +1,4 @@
-"""Effective progress from what every run records: norms of pseudo-gradient and buffer, and the angle between them.
+"""Estimate effective progress from what every run records: norms of pseudo-gradient and buffer, and their angle.
 
 `spectrum.py` needs the vectors; a finished run has kept three numbers a round. They are enough along one direction,
 that of the buffer. With `m_t` the buffer after round t and `dx_t` the step taken in it, both known combinations of g_t

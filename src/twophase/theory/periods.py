@@ -1,4 +1,4 @@
-"""When to restart: cancellation times, heuristics for them, and the best period by each criterion."""
+"""Choose when to restart: cancellation times, heuristics for them, and the best period by each criterion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Powers of the one-round matrix T, with twice a double's digits and an exponent of their own."""
+"""Raise the one-round matrix T to powers, with twice a double's digits and a separate exponent."""
 
 from __future__ import annotations
 

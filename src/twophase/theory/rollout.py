@@ -1,4 +1,4 @@
-"""The outer iteration on quadratic modes, round by round: any rule, any restart policy, with noise, with blocks.
+"""Simulate the outer iteration on quadratic modes, round by round: any rule, any policy, with noise, with blocks.
 
 In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`, and the outer rule and
 the restart policy act on it as the optimizer does: the same rule objects, the same policy objects, the equations of

@@ -1,4 +1,4 @@
-"""Soft restarts `m <- retain m + inject g` in closed form, and the warm restart that some optimizers do by accident.
+"""Solve soft restarts `m <- retain m + inject g` in closed form, and some optimizers' accidental warm restart.
 
 Soft restarts happen after the ordinary update of a round, with g the pseudo-gradient that the round has just used.
 """

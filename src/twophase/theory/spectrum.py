@@ -1,4 +1,4 @@
-"""Estimating effective progress from what a run observes: its anchors and its pseudo-gradients.
+"""Estimate effective progress from what a run observes: its anchors and its pseudo-gradients.
 
 In the mode model `g = sigma x`, so between rounds `dg = sigma dx` whatever momentum and restarts did. With noise in
 every g the plain ratio `<dg, dx> / <dx, dx>` is biased, because dx_t holds the noise of g_t, and so does dg_t. The

@@ -1,4 +1,4 @@
-"""All restart factors up to a largest period: the recurrence in doubles, and more digits where they do not suffice.
+"""Tabulate restart factors up to a largest period: in doubles, and with more digits where these do not suffice.
 
 The recurrence begins anew from the exact state every `_STRETCH` rounds, so that rounding cannot pile up. Entries next
 to a zero of chi, or where |chi| crosses 1, are computed once more by themselves; modes that collapse (nearly nilpotent)
