@@ -105,10 +105,19 @@ def workers_of(folder: Path) -> list[int]:
     """The processes that write their output into a sweep's folder, as workers do, forked ones too; no zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/fd/1"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to somebody else
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
             if path.readlink().is_relative_to(folder):
                 found.append(int(path.parts[2]))
     return found
+
+
+def claimants(folder: Path) -> set[int]:
+    """The processes that have had a job of a sweep, and so have their imports behind them."""
+    pids = set()
+    for path in (folder / "claims").glob("[!.]*.*"):
+        with contextlib.suppress(OSError, ValueError):  # it ends or begins at this moment
+            pids.add(json.loads(path.read_text())["pid"])
+    return pids
 
 
 @pytest.mark.slow
@@ -130,9 +139,7 @@ def test_killed_at_random_moments(tmp_path: Path, corpus: str, call: Call) -> No
         process = Forked(*words)
         while process.poll() is None:
             time.sleep(source.uniform(0.02, 0.2))
-            # Those who have said that they are alive have their imports behind them.
-            pids = {json.loads(path.read_text())["pid"] for path in (folder / "workers").glob("[!.]*.json")}
-            victims = sorted(pids.intersection(workers_of(folder)))
+            victims = sorted(claimants(folder).intersection(workers_of(folder)))
             if kills < 5 and victims:
                 os.kill(source.choice(victims), signal.SIGKILL)
                 kills += 1

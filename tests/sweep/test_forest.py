@@ -23,10 +23,11 @@ from twophase.diloco.wire import WIRES
 from twophase.policies.text import _REGISTRY
 from twophase.restart import HARD, PROBES, RestartPolicy, register
 from twophase.runs.folder import RunFolder, read_lines, read_summary
-from twophase.sweep import forest
+from twophase.sweep import forest, states
 from twophase.sweep.forest import Grower, Stopped
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.plan import Plan, plan
+from twophase.sweep.states import States
 from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
 from twophase.training.trainer import Trainer, _corpus
@@ -418,7 +419,7 @@ def test_states_stay_on_the_device_while_there_is_room(
     """
     made = plan(grid(base, lr=(0.3, 0.7, 1.1), restart=("never", "2", "4")))  # three ways at the first branch
     sizes, written, copied = [], [], []
-    usual = forest._cloned
+    usual = states._cloned
 
     def cloned(value: Any, device: str | None = None) -> Any:
         if isinstance(value, dict) and "engine" in value:  # a whole state
@@ -432,8 +433,8 @@ def test_states_stay_on_the_device_while_there_is_room(
         assert device.type == "cpu"
         return 0 if room == "some" and one.tally.on_device else 10**9
 
-    monkeypatch.setattr(forest, "_cloned", cloned)
-    monkeypatch.setattr(Grower, "_write", lambda *_: written.append(1))
+    monkeypatch.setattr(states, "_cloned", cloned)
+    monkeypatch.setattr(States, "write", lambda *_: written.append(1))
     one = grower(made, tmp_path, free=free)
     for root in made.forest.roots:
         one.grow(root.id)
@@ -454,10 +455,10 @@ def test_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 80))
     gpu = torch.device("cuda:0")
     # Beside 20 bytes in use 10 are cached and 10 free; 5 come and go with each step, and 8 are a tenth of 80.
-    assert forest.free_memory(gpu) == (10 + 30 - 20) - (25 - 20) - 8
+    assert states.free_memory(gpu) == (10 + 30 - 20) - (25 - 20) - 8
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 20)
-    assert forest.free_memory(gpu) == 0
-    assert forest.free_memory(torch.device("cpu")) == 0
+    assert states.free_memory(gpu) == 0
+    assert states.free_memory(torch.device("cpu")) == 0
 
 
 def test_a_killed_walk_loses_little(base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -409,7 +409,7 @@ def test_killed_workers_lose_no_job_and_share_none(tmp_path: Path) -> None:
         while kills and any(process.poll() is None for process in crew):
             assert time.monotonic() < deadline
             time.sleep(generator.uniform(0.0, 0.2))
-            pids = {json.loads(text)["pid"] for path in tmp_path.glob("claims/*.*") if (text := read(path))}
+            pids = {json.loads(text)["pid"] for path in tmp_path.glob("claims/[!.]*.*") if (text := read(path))}
             victims = [process for process in crew if process.pid in pids and process.poll() is None]
             if victims:
                 victim = generator.choice(victims)

@@ -7,9 +7,9 @@ memory after that; those beyond a limit go to disk. Now and then everything that
 a walk that is killed loses no more work than lies between two such saves.
 
 While several runs share a stretch they share replicas and anchor, but not their momentum buffers: a period of 2 and no
-restart take the same first two updates and forget differently after the second. So every *class* of runs, those of one
-rule, buffer and restart event, takes its own outer step, the first on the anchor itself and the others on a scratch
-copy of it, which must come out with the same bits. That check holds the plan to its word, at every shared round.
+restart take the same first two updates and forget differently after the second. So every *class* of runs, with equal
+rule, buffer and restart event, takes its own outer step. The first steps on the anchor itself, the others on a scratch
+copy (`twophase.sweep.outers`), which must come out with the same bits. That check holds the plan to its word.
 
 A run that can share nothing (`TrainConfig.shares_steps`) is a tree by itself. It is trained as `twophase train` would,
 with checkpoints in its own folder.
@@ -18,58 +18,26 @@ with checkpoints in its own folder.
 from __future__ import annotations
 
 import dataclasses
-import os
-import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
 
 from twophase.base.config import UsageError
-from twophase.base.files import TEMPORARY, write_atomic
+from twophase.base.files import write_atomic
 from twophase.diloco.comm import SingleProcess
-from twophase.diloco.report import RoundReport
-from twophase.optim.outer import BUFFER, COUNTERS, OuterSGD
-from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
-from twophase.rule import OuterRule
-from twophase.sweep.history import ABSENT, ZERO, bits
+from twophase.optim.outer import OuterSGD
+from twophase.sweep.outers import Outers
+from twophase.sweep.plan import Forest, Node
+from twophase.sweep.states import FORMAT, Branch, State, States, Tally, free_memory
+from twophase.sweep.work import Stopped
 from twophase.training import checkpoint
 from twophase.training.config import TrainConfig
 from twophase.training.train import Recorder, train
 from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
-
-State = dict[str, Any]
-"""Everything that a stretch of inner steps starts from; `torch.load(weights_only=True)` reads it."""
-_FORMAT = 5
-
-
-class Node(Protocol):
-    """A stretch of inner steps that several runs share; see `twophase.sweep.plan.Node`."""
-
-    @property
-    def id(self) -> str: ...  # noqa: D102 - as there
-    @property
-    def parent(self) -> str | None: ...  # noqa: D102
-    @property
-    def start(self) -> int: ...  # noqa: D102
-    @property
-    def stop(self) -> int: ...  # noqa: D102
-    @property
-    def runs(self) -> tuple[str, ...]: ...  # noqa: D102
-
-
-class Tree(Protocol):
-    """The nodes; see `twophase.sweep.plan.Forest`."""
-
-    @property
-    def nodes(self) -> Mapping[str, Any]: ...  # noqa: D102
-    @property
-    def total(self) -> Mapping[str, int]: ...  # noqa: D102
-    def below(self, node: Any) -> Sequence[Any]: ...  # noqa: D102
 
 
 class Place(Protocol):
@@ -82,72 +50,6 @@ class Place(Protocol):
     def claim(self, run: str) -> AbstractContextManager[Recorder]:
         """The run's folder, for this process alone."""
         ...
-
-
-class Stopped(Exception):  # noqa: N818 - no error: it was asked for
-    """The walk was asked to stop; what it had is on disk."""
-
-
-@dataclasses.dataclass(slots=True)
-class Tally:
-    """What a walk has done.
-
-    Args:
-        steps: inner steps executed.
-        step_seconds: duration of each; on a GPU, which does them later, the mean of each round.
-        held: branch states in main memory now.
-        held_bytes: their size.
-        on_device: branch states in a GPU's memory now; on a CPU there are none.
-        device_bytes: their size.
-        most_held: branch states in either memory at once so far.
-        spilled: branch states that were kept on disk only, because of the limit.
-        restored: times that a branch state was taken up again, from memory or disk.
-    """
-
-    steps: int = 0
-    step_seconds: list[float] = dataclasses.field(default_factory=list)
-    held: int = 0
-    held_bytes: int = 0
-    on_device: int = 0
-    device_bytes: int = 0
-    most_held: int = 0
-    spilled: int = 0
-    restored: int = 0
-
-    def count(self, size: int, *, on_device: bool, sign: int) -> None:
-        """Count a state of so many bytes that is held from now on (sign 1), or not any more (-1)."""
-        if on_device:
-            self.on_device += sign
-            self.device_bytes += sign * size
-        else:
-            self.held += sign
-            self.held_bytes += sign * size
-        self.most_held = max(self.most_held, self.held + self.on_device)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU's memory that copies may take; none of a CPU, whose memory is counted by states.
-
-    What a step has needed beside the parameters at its peak is left to it, and a tenth of the memory, for a longer
-    evaluation, another process, or an allocator whose free pieces are too small.
-    """
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    peak, allocated = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    return free + torch.cuda.memory_reserved(device) - peak - total // 10 if peak > allocated else 0
-
-
-@dataclasses.dataclass(slots=True)
-class _Branch:
-    """The end of a node whose children are being walked: how many are left, and the state, unless it was spilled."""
-
-    node: Node
-    left: int
-    state: State | None = None
-    size: int = 0
-    on_device: bool = False
-    saved: bool = False
 
 
 class Grower:
@@ -167,7 +69,7 @@ class Grower:
 
     def __init__(
         self,
-        tree: Tree,
+        tree: Forest,
         configs: Mapping[str, TrainConfig],
         place: Place,
         states: Path,
@@ -181,17 +83,12 @@ class Grower:
         self.tree = tree
         self.configs = configs
         self.place = place
-        self.states = states
-        self.in_memory = in_memory
         self.save_seconds = save_seconds
         self.should_stop = should_stop
         self.on_progress = on_progress
-        self.free = free
         self.tally = Tally()
+        self._states = States(states, self.tally, in_memory=in_memory, free=free, on_progress=on_progress)
         self._trainer: Trainer | None = None
-        self._scratch: OuterSGD | None = None
-        self._branches: list[_Branch] = []
-        """Those whose state is held."""
         self._saved_at = time.perf_counter()
         self._clear()
 
@@ -206,31 +103,31 @@ class Grower:
             Stopped: `should_stop` said so.
             UsageError: a run's folder cannot be claimed.
         """
-        self.states.mkdir(parents=True, exist_ok=True)
+        self._states.folder.mkdir(parents=True, exist_ok=True)
         self._saved_at = time.perf_counter()
         node: Node = self.tree.nodes[name]
         if deep:
             self._walk(node)
-        elif self._left(node):
+        elif self._unfinished(node):
             self._reach(node)
             self._keep_end(node)  # other jobs go on from there
         above: Node | None = node
-        while above is not None and not self._left(above):  # the last job below a node tidies it up
-            self._forget(above)
+        while above is not None and not self._unfinished(above):  # the last job below a node tidies it up
+            self._states.forget(above)
             above = None if above.parent is None else self.tree.nodes[above.parent]
 
     def _walk(self, node: Node) -> None:
         """A node and everything below it, depth first."""
         failed: Exception | None = None
-        self._branches.clear()
-        waiting: list[tuple[Node, _Branch | None]] = [(node, None)]
+        self._states.branches.clear()
+        waiting: list[tuple[Node, Branch | None]] = [(node, None)]
         while waiting:
             node, branch = waiting.pop()
             if branch is not None and node is branch.node:  # its children are done
-                self._forget(node)
+                self._states.forget(node)
                 continue
-            state = self._leave(branch) if branch is not None else None
-            if not self._left(node):
+            state = self._states.leave(branch, here=self._at == branch.node.id) if branch is not None else None
+            if not self._unfinished(node):
                 continue
             if not self.tree.below(node):
                 failed = self._try_leaf(node, state) or failed
@@ -238,11 +135,12 @@ class Grower:
             children = sorted(self._open(node), key=self._size)
             if len(children) > 1 or not self._begun(children[0]):
                 self._reach(node, state)
-            branch = _Branch(node, len(children))
+            branch = Branch(node, len(children))
             waiting.append((node, branch))
             waiting += [(child, branch) for child in reversed(children)]
-            if len(children) > 1:
-                self._hold(branch)
+            # For the children that come after the first one.
+            if len(children) > 1 and not self._states.hold(branch, self._state(), self._run.replicas[0].device):
+                self._keep_end(node)
         if failed is not None:
             raise failed
 
@@ -259,12 +157,12 @@ class Grower:
             self._at = None
             error.add_note(f"run {', '.join(node.runs)}")
             return error
-        self._forget(node)
+        self._states.forget(node)
         return None
 
     def _train(self, run: str) -> None:
         """A run that shares nothing, from its newest checkpoint to its end."""
-        self._trainer = self._scratch = None  # it makes replicas of its own, and the memory may not hold both
+        self._trainer = None  # it makes replicas of its own, and the memory may not hold both
         self._clear()
         with self.place.claim(run) as folder:
             before, clock = checkpoint.latest_step(folder.checkpoint_dir) or 0, time.perf_counter()
@@ -279,53 +177,22 @@ class Grower:
 
     def _open(self, node: Node) -> list[Node]:
         """The children of a node that are not done."""
-        return [child for child in self.tree.below(node) if self._left(child)]
+        return [child for child in self.tree.below(node) if self._unfinished(child)]
 
     def _begun(self, node: Node) -> bool:
         """Whether a state on disk lies inside or below a node, so that its parent's end is of no use any more."""
-        if any(self._path(node, what).exists() for what in ("end", "part")):
+        if any(self._states.path(node, what).exists() for what in ("end", "part")):
             return True
         children = self._open(node)
         return len(children) == 1 and self._begun(children[0])
 
-    def _left(self, node: Node) -> list[str]:
+    def _unfinished(self, node: Node) -> list[str]:
         """The runs below a node that are not finished."""
         return [run for run in node.runs if not self.place.finished(run)]
 
     def _size(self, node: Node) -> tuple[int, int]:
         """By runs, which bounds the states held by the logarithm of their number; then by inner steps."""
         return len(node.runs), self.tree.total[node.id]
-
-    def _hold(self, branch: _Branch) -> None:
-        """Keep the present state for the children that come after the first one."""
-        branch.saved = self._path(branch.node, "end").exists()
-        state = self._state()
-        size = _size_bytes(state)
-        if size <= self.free(self._run.replicas[0].device):
-            # A round of a small model takes less than a copy of its state through main memory.
-            with suppress(torch.OutOfMemoryError):  # in pieces that are too small
-                branch.state, branch.on_device = _cloned(state), True
-        if branch.state is None:
-            if self.tally.held >= self.in_memory:
-                self.tally.spilled += 1
-                self._keep_end(branch.node)
-                return
-            branch.state = _cloned(state, "cpu")
-        branch.size = size
-        self._branches.append(branch)
-        self.tally.count(size, on_device=branch.on_device, sign=1)
-
-    def _leave(self, branch: _Branch) -> State | None:
-        """The state for the next child: None if the replicas stand there already or it must be read from disk."""
-        branch.left -= 1
-        state = branch.state
-        if state is not None and branch.left == 0:
-            branch.state = None
-            self._branches.remove(branch)
-            self.tally.count(branch.size, on_device=branch.on_device, sign=-1)
-        elif state is not None and self._at != branch.node.id:
-            state = _cloned(state)  # others need it too
-        return None if self._at == branch.node.id else state
 
     # --------------------------------------------------------------------------------------------------- stretches
 
@@ -336,18 +203,18 @@ class Grower:
             node: the node.
             start: the state at its parent's end, where it is at hand.
         """
-        runs = self._left(node)
-        saved = self._read(node, "end", runs)
+        runs = self._unfinished(node)
+        saved = self._states.read(node, "end", runs)
         if saved is not None:
             self._restore(saved, node)
             return
-        self._path(node, "end").unlink(missing_ok=True)  # what lies there is torn, or of other runs
-        saved = self._read(node, "part", runs)
+        self._states.path(node, "end").unlink(missing_ok=True)  # what lies there is torn, or of other runs
+        saved = self._states.read(node, "part", runs)
         if saved is not None:
             self._restore(saved, node)
         elif node.parent is None:
             self._begin(node)
-        elif self._at != node.parent or not set(runs) <= set(self._counters):
+        elif self._at != node.parent or not set(runs) <= set(self._outers.counters):
             parent = self.tree.nodes[node.parent]
             if start is None:
                 self._reach(parent)
@@ -361,8 +228,7 @@ class Grower:
         run = self._run
         self._at = self._launched = None
         # Those that are done with this stretch only: a state must not speak for others, whose counters stand still.
-        self._counters = {one: self._counters[one] for one in runs}
-        self._held = {one: self._held[one] for one in runs}
+        self._outers.restrict(runs)
         # The runs of a node differ in the outer optimizer only, or have had no round yet.
         run.config = self.configs[max(runs, key=lambda one: self.configs[one].inner_steps)]
         run.engine.inner_steps = run.config.inner_steps
@@ -396,7 +262,7 @@ class Grower:
                         self._finish({one: self._log(claims, one)})
         self._at = node.id
         if leaf or run.done.exit_reason != RUNNING:
-            self._path(node, "part").unlink(missing_ok=True)
+            self._states.path(node, "part").unlink(missing_ok=True)
         elif time.perf_counter() - self._saved_at > self.save_seconds:
             self._save(node, "end")
 
@@ -421,106 +287,27 @@ class Grower:
             run.synchronize()
             return
         number = engine.round + 1
-        classes = self._classes(runs, number)
-        before = [view.clone() for view in engine.anchor.values()] if len(classes) > 1 else []
-        report: RoundReport | None = None
-        buffers: dict[str, list[Tensor]] = {}
-        rounds: list[list[Any]] = []
-        for members in classes:
-            if report is None:
-                outer = cast("OuterSGD", engine.outer)
-                self._load(outer, members[0])
-                report = one = run.synchronize()
-                assert report is not None
-            else:
-                outer = self._try(before, members[0], report.signals)
-                groups = tuple(outer.last_round)
-                whether = any(group.restarted for group in groups)
-                parts = tuple(dataclasses.replace(part, restarted=whether) for part in report.fragments)
-                one = dataclasses.replace(report, groups=groups, restarted=whether, fragments=parts)
-            assert one is not None
-            rounds.append([members if len(classes) > 1 else None, round_line(one, run.done.step)])
-            self._keep(outer, members, number, buffers)
+        first, *others = self._outers.classes(runs, number)
+        before = [view.clone() for view in engine.anchor.values()] if others else []
+        outer = cast("OuterSGD", engine.outer)
+        self._outers.load(outer, first[0])
+        report = run.synchronize()
         assert report is not None
-        self._buffers = buffers
+        rounds: list[list[Any]] = [[first if others else None, round_line(report, run.done.step)]]
+        buffers = self._outers.unload(outer, first, number)
+        for members in others:
+            outer = self._outers.repeat(members[0], before, list(engine.anchor.values()), report.signals)
+            groups = tuple(outer.last_round)
+            restarted = any(group.restarted for group in groups)
+            parts = tuple(dataclasses.replace(part, restarted=restarted) for part in report.fragments)
+            same = dataclasses.replace(report, groups=groups, restarted=restarted, fragments=parts)
+            rounds.append([members, round_line(same, run.done.step)])
+            buffers = self._outers.unload(outer, members, number) | buffers
+        self._outers.buffers = buffers
         entry = {"metrics": run.end_round(report), "rounds": rounds}
         self._lines.append(entry)
-        for one, log in logs.items():
-            _write_line(log, entry, one)
-
-    # ------------------------------------------------------------------------------------------------ outer states
-
-    def _classes(self, runs: list[str], number: int) -> list[list[str]]:
-        """The runs by what their outer optimizers do in this round: rule, buffer and restart."""
-        found: dict[Any, list[str]] = {}
-        for run in runs:
-            outer, counters = self.configs[run].outer, self._counters[run]
-            policy = outer.policy()
-            if policy.needs:
-                happening: Any = (policy, repr(counters))
-            else:
-                answer = _counted(outer.rule(), policy, counters, number)[1]
-                happening = (answer.restart, answer.step)
-            found.setdefault((outer.rule(), self._held[run], happening), []).append(run)
-        return list(found.values())
-
-    def _load(self, outer: OuterSGD, run: str) -> None:
-        """Make an optimizer that of a run: its rule, policy, counters and buffer."""
-        config = self.configs[run].outer
-        (group,) = outer.param_groups
-        rule = dataclasses.asdict(config.rule())
-        group.update(rule | {"restart": str(config.policy())} | self._counters[run])
-        held = self._buffers.get(self._held[run])
-        for index, param in enumerate(group["params"]):
-            if held is None:
-                outer.state[param].pop(BUFFER, None)
-            else:
-                outer.state[param][BUFFER] = held[index].clone()  # others may hold the same one
-
-    def _keep(self, outer: OuterSGD, members: list[str], number: int, buffers: dict[str, list[Tensor]]) -> None:
-        """Take counters and buffer back after a class's outer step."""
-        (group,) = outer.param_groups
-        for run in members:
-            policy = self.configs[run].outer.policy()
-            if policy.needs:
-                self._counters[run] = {key: group[key] for key in (*COUNTERS, "policy_state")}
-            else:
-                rule = self.configs[run].outer.rule()
-                self._counters[run] = _counted(rule, policy, self._counters[run], number)[0]
-            name = self._held[run] = self._names(run)[number - 1]
-            if name not in (ABSENT, ZERO) and name not in buffers:
-                buffers[name] = [outer.state[param][BUFFER] for param in group["params"]]
-        for param in group["params"]:
-            outer.state[param].pop(BUFFER, None)  # it belongs to `buffers` now
-
-    def _try(self, before: list[Tensor], run: str, signals: Mapping[str, float]) -> OuterSGD:
-        """Another class's outer step, on a scratch copy of the anchor, which must come out as the anchor has.
-
-        At momentum 0 its policy may need signals, although they change nothing but the count of its restarts.
-        """
-        anchor = list(self._run.engine.anchor.values())
-        if self._scratch is None:
-            self._scratch = OuterSGD([torch.empty_like(view) for view in anchor], lr=0.0)
-        params = self._scratch.param_groups[0]["params"]
-        for param, old, view in zip(params, before, anchor, strict=True):
-            param.copy_(old)
-            param.grad = view.grad
-        self._load(self._scratch, run)
-        self._scratch.step(measure=True, signals=signals)
-        if not all(_same(ours, theirs) for ours, theirs in zip(params, anchor, strict=True)):
-            raise RuntimeError(
-                f"forest: run {run} does not take the update of the runs that it should share this round with: a fault "
-                "of the plan; please report it with the sweep's plan.json"
-            )
-        return self._scratch
-
-    def _names(self, run: str) -> list[str]:
-        """The name of a run's buffer after each round."""
-        if run not in self._named:
-            config = self.configs[run]
-            history = bits(config.outer.rule(), config.outer.policy(), config.rounds, config.probed)
-            self._named[run] = [one.buffer for one in history]
-        return self._named[run]
+        for name, log in logs.items():
+            _write_line(log, entry, name)
 
     # --------------------------------------------------------------------------------------------------------- runs
 
@@ -538,7 +325,7 @@ class Grower:
         outcome = self._run.outcome()
         for run, log in logs.items():
             write_atomic(log.weights, self._run.weights(self.configs[run]))
-            log.finish(outcome | self._run.summary(self._counters[run]["restarts"]))
+            log.finish(outcome | self._run.summary(self._outers.counters[run]["restarts"]))
 
     # ------------------------------------------------------------------------------------------------------- states
 
@@ -552,47 +339,38 @@ class Grower:
         """Inner steps that have not been waited for yet, and when the first was launched."""
         self._at: str | None = None
         """Node at whose end the replicas stand."""
-        self._buffers: dict[str, list[Tensor]] = {}
-        self._held: dict[str, str] = {}
-        self._counters: dict[str, dict[str, Any]] = {}
+        self._outers = Outers(self.configs)
         self._lines: list[dict[str, Any]] = []
-        self._named: dict[str, list[str]] = {}
 
     def _begin(self, node: Node) -> None:
         """A new tree: fresh replicas."""
-        self._trainer, self._scratch = Trainer(self.configs[node.runs[0]], SingleProcess()), None
+        self._trainer = Trainer(self.configs[node.runs[0]], SingleProcess())
         self._clear()
-        for run in node.runs:
-            initial = self.configs[run].outer.policy().initial_state()
-            self._counters[run] = dict.fromkeys(COUNTERS, 0) | {"policy_state": initial}
-            self._held[run] = ABSENT
+        self._outers.begin(node.runs)
 
     def _state(self) -> State:
         """Everything, live: clone it or write it before the next step."""
         run = self._run
         run.settle()
         engine = run.engine.state_dict()
-        engine["fragments"][0]["outer"]["state"] = {}  # the buffers are ours
+        engine["fragments"][0]["outer"]["state"] = {}  # `Outers` has the buffers
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "text": run.text,
             "replicas": [replica.state_dict() for replica in run.replicas],
             "engine": engine,
             "wire": run.engine.wire_state_dict(),
-            "buffers": self._buffers,
-            "held": dict(self._held),
-            "counters": dict(self._counters),
+            **self._outers.state(),
             "done": dataclasses.asdict(run.done),
             "execution": run.execution,
             "lines": list(self._lines),
         }
 
     def _restore(self, state: State, node: Node) -> None:
-        """Continue from a state, which is ours from now on, at the end of a node or inside it."""
+        """Continue from a state, at the end of a node or inside it; the state's tensors are used, not copied."""
         first = self.configs[node.runs[0]]
         if self._trainer is None or _trunk(self._trainer.config) != _trunk(first):
-            self._trainer, self._scratch = Trainer(first, SingleProcess()), None
-            self._named = {}
+            self._trainer, self._outers = Trainer(first, SingleProcess()), Outers(self.configs)
         run = self._trainer
         if state["text"] != run.text:
             raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")
@@ -603,64 +381,28 @@ class Grower:
             replica.load_state_dict(saved)
         run.done, run.validation = Progress(**state["done"]), None
         run.restore_execution(state["execution"])
-        device = run.replicas[0].device
-        self._buffers = {name: [part.to(device) for part in parts] for name, parts in state["buffers"].items()}
-        self._held, self._counters = state["held"], state["counters"]
+        self._outers.restore(state, run.replicas[0].device)
         self._lines = state["lines"]
         self._at = node.id if run.done.step == node.stop else None
         self.tally.restored += 1
-
-    def _path(self, node: Node, what: str) -> Path:
-        return self.states / f"{node.id}.{what}.pt"
 
     def _save(self, node: Node, what: str) -> None:
         """Write the present state and all that are held in memory only: from these any child goes on.
 
         Finished runs are on disk already, so nothing that was done before would be done again.
         """
-        for branch in self._branches:
-            if branch.state is not None and not branch.saved:
-                self._write(branch.node, "end", branch.state)
-                branch.saved = True
-        self._write(node, what, self._state())
+        self._states.save_branches()
+        self._states.write(node, what, self._state())
         self._saved_at = time.perf_counter()
 
     def _keep_end(self, node: Node) -> None:
         """See that the state at a node's end, where the replicas stand, is on disk."""
-        if self._at == node.id and self._run.done.exit_reason == RUNNING and not self._path(node, "end").exists():
-            self._write(node, "end", self._state())
-
-    def _write(self, node: Node, what: str, state: State) -> None:
-        path = self._path(node, what)
-        # A kill leaves the page cache as it is, so no fsync; a torn file after a power cut is read as none at all.
-        temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
-        try:
-            torch.save(state, temporary)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        if what == "end":
-            self._path(node, "part").unlink(missing_ok=True)
-
-    def _read(self, node: Node, what: str, runs: Sequence[str]) -> State | None:
-        """A saved state that covers the runs, or None."""
-        path = self._path(node, what)
-        if not path.exists():
-            return None
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever is wrong with it, it can be made again
-            self.on_progress(f"{path.name} cannot be read ({error}); that part is done again")
-            return None
-        if state.get("format") != _FORMAT or not set(runs) <= set(state["counters"]):
-            return None
-        return state
-
-    def _forget(self, node: Node) -> None:
-        """Everything below a node is done: its states are of no use any more."""
-        for what in ("end", "part"):
-            self._path(node, what).unlink(missing_ok=True)
+        if (
+            self._at == node.id
+            and self._run.done.exit_reason == RUNNING
+            and not self._states.path(node, "end").exists()
+        ):
+            self._states.write(node, "end", self._state())
 
     def _progress_text(self, node: Node) -> str:
         tally, run = self.tally, self._run
@@ -669,17 +411,6 @@ class Grower:
             f"in memory ({tally.held_bytes / 2**20:.0f} MiB) and {tally.on_device} on the GPU "
             f"({tally.device_bytes / 2**20:.0f} MiB), at most {tally.most_held} at once; {tally.spilled} spilled"
         )
-
-
-def _counted(
-    rule: OuterRule, policy: RestartPolicy, counters: Mapping[str, Any], number: int
-) -> tuple[dict[str, Any], Answer]:
-    """A scheduled policy's counters after a round, as `OuterSGD` keeps them, and its answer."""
-    age = counters["rounds_since_restart"] + 1
-    answer = ask(policy, counters["policy_state"], RoundSignal(number, age, rule=rule))
-    restarts = counters["restarts"] + answer.restarted
-    after = {"rounds": number, "rounds_since_restart": answer.age(age), "restarts": restarts}
-    return after | {"policy_state": answer.state}, answer
 
 
 def _write_line(log: Recorder, entry: Mapping[str, Any], run: str) -> None:
@@ -693,29 +424,3 @@ def _trunk(config: TrainConfig) -> TrainConfig:
     """What the runs of a tree have in common."""
     plain = TrainConfig()
     return dataclasses.replace(config, outer=plain.outer, inner_steps=1)
-
-
-def _same(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.equal(ours, theirs) or bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
-
-
-def _cloned(value: Any, device: str | None = None) -> Any:
-    """A copy of a state, on a device or where each tensor lies; plain values and finished lines are shared.
-
-    They never change.
-    """
-    if isinstance(value, Tensor):
-        return value.clone() if device is None else value.to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: _cloned(item, device) for key, item in value.items()}
-    if isinstance(value, list) and value and isinstance(value[0], dict) and "metrics" in value[0]:
-        return list(value)
-    return [_cloned(item, device) for item in value] if isinstance(value, list) else value
-
-
-def _size_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(map(_size_bytes, value.values()))
-    return sum(map(_size_bytes, value)) if isinstance(value, list) else 0

@@ -76,8 +76,8 @@ class _Executor:
         began, before, seen = time.monotonic(), tally.steps, len(tally.step_seconds)
         try:
             self.grower.grow(job.node, deep=job.deep)
-        except forest.Stopped:
-            raise Stopped from None
+        except Stopped:
+            raise
         except BaseException as error:
             self.grower = None  # whatever state it was in
             if isinstance(error, RuntimeError) and "inline_container" in str(error):  # torch's writer does not say why

@@ -1,0 +1,157 @@
+"""Outer optimizers of runs that share replicas and anchor: their counters, their buffers, and the steps that agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twophase.optim.outer import BUFFER, COUNTERS, OuterSGD
+from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
+from twophase.rule import OuterRule
+from twophase.sweep.history import ABSENT, ZERO, bits
+from twophase.training.config import TrainConfig
+
+
+class Outers:
+    """The outer optimizers of some runs. Equal buffers are stored once, under the name that `history.bits` gives them.
+
+    Args:
+        configs: from run id to configuration.
+    """
+
+    def __init__(self, configs: Mapping[str, TrainConfig]) -> None:
+        self.configs = configs
+        self.counters: dict[str, dict[str, Any]] = {}
+        """From run to what its `OuterSGD` counts."""
+        self.buffers: dict[str, list[Tensor]] = {}
+        """From the name of a buffer to its tensors."""
+        self._names: dict[str, str] = {}
+        """From run to the name of its buffer."""
+        self._histories: dict[str, list[str]] = {}
+        """From run to the name of its buffer after each round."""
+        self._scratch: OuterSGD | None = None
+
+    def begin(self, runs: Iterable[str]) -> None:
+        """Start runs before their first round."""
+        for run in runs:
+            initial = self.configs[run].outer.policy().initial_state()
+            self.counters[run] = dict.fromkeys(COUNTERS, 0) | {"policy_state": initial}
+            self._names[run] = ABSENT
+
+    def restrict(self, runs: Iterable[str]) -> None:
+        """Drop all runs but these."""
+        self.counters = {run: self.counters[run] for run in runs}
+        self._names = {run: self._names[run] for run in runs}
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes; the tensors are live."""
+        return {"buffers": self.buffers, "held": dict(self._names), "counters": dict(self.counters)}
+
+    def restore(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from what `state` has returned."""
+        self.buffers = {name: [part.to(device) for part in parts] for name, parts in state["buffers"].items()}
+        self._names, self.counters = state["held"], state["counters"]
+
+    def classes(self, runs: Iterable[str], number: int) -> list[list[str]]:
+        """The runs by what their outer optimizers do in a round: rule, buffer and restart.
+
+        Args:
+            runs: the runs.
+            number: the round, from 1.
+        """
+        classes: dict[Any, list[str]] = {}
+        for run in runs:
+            outer, counters = self.configs[run].outer, self.counters[run]
+            policy = outer.policy()
+            if policy.needs:
+                happening: Any = (policy, repr(counters))
+            else:
+                answer = _counted(outer.rule(), policy, counters, number)[1]
+                happening = (answer.restart, answer.step)
+            classes.setdefault((outer.rule(), self._names[run], happening), []).append(run)
+        return list(classes.values())
+
+    def load(self, outer: OuterSGD, run: str) -> None:
+        """Make an optimizer that of a run: its rule, policy, counters and buffer."""
+        config = self.configs[run].outer
+        (group,) = outer.param_groups
+        rule = dataclasses.asdict(config.rule())
+        group.update(rule | {"restart": str(config.policy())} | self.counters[run])
+        buffer = self.buffers.get(self._names[run])
+        for index, param in enumerate(group["params"]):
+            if buffer is None:
+                outer.state[param].pop(BUFFER, None)
+            else:
+                outer.state[param][BUFFER] = buffer[index].clone()  # other runs may have the same buffer
+
+    def unload(self, outer: OuterSGD, members: Iterable[str], number: int) -> dict[str, list[Tensor]]:
+        """Take counters and buffer back after a class's outer step; the new buffer by its name."""
+        (group,) = outer.param_groups
+        buffers: dict[str, list[Tensor]] = {}
+        for run in members:
+            config = self.configs[run].outer
+            policy = config.policy()
+            if policy.needs:
+                self.counters[run] = {key: group[key] for key in (*COUNTERS, "policy_state")}
+            else:
+                self.counters[run] = _counted(config.rule(), policy, self.counters[run], number)[0]
+            name = self._names[run] = self._history(run)[number - 1]
+            if name not in (ABSENT, ZERO) and name not in buffers:
+                buffers[name] = [outer.state[param][BUFFER] for param in group["params"]]
+        for param in group["params"]:
+            outer.state[param].pop(BUFFER, None)  # the optimizer's next step must not write into it
+        return buffers
+
+    def repeat(self, run: str, before: list[Tensor], anchor: list[Tensor], signals: Mapping[str, float]) -> OuterSGD:
+        """Take another class's outer step on a scratch copy of the anchor.
+
+        Args:
+            run: a run of that class.
+            before: the anchor before the round.
+            anchor: the anchor after the first class's step, with its gradient.
+            signals: what the round has measured. At momentum 0 a policy may need signals, although they change nothing
+                but the count of its restarts.
+
+        Raises:
+            RuntimeError: the copy does not come out as the anchor.
+        """
+        if self._scratch is None:
+            self._scratch = OuterSGD([torch.empty_like(view) for view in anchor], lr=0.0)
+        params = self._scratch.param_groups[0]["params"]
+        for param, old, view in zip(params, before, anchor, strict=True):
+            param.copy_(old)
+            param.grad = view.grad
+        self.load(self._scratch, run)
+        self._scratch.step(measure=True, signals=signals)
+        if not all(map(_same, params, anchor)):
+            raise RuntimeError(
+                f"forest: run {run} does not take the update of the runs that it should share this round with: a fault "
+                "of the plan; please report it with the sweep's plan.json"
+            )
+        return self._scratch
+
+    def _history(self, run: str) -> list[str]:
+        if run not in self._histories:
+            config = self.configs[run]
+            history = bits(config.outer.rule(), config.outer.policy(), config.rounds, config.probed)
+            self._histories[run] = [update.buffer for update in history]
+        return self._histories[run]
+
+
+def _counted(
+    rule: OuterRule, policy: RestartPolicy, counters: Mapping[str, Any], number: int
+) -> tuple[dict[str, Any], Answer]:
+    """A scheduled policy's counters after a round, as `OuterSGD` keeps them, and its answer."""
+    age = counters["rounds_since_restart"] + 1
+    answer = ask(policy, counters["policy_state"], RoundSignal(number, age, rule=rule))
+    restarts = counters["restarts"] + answer.restarted
+    after = {"rounds": number, "rounds_since_restart": answer.age(age), "restarts": restarts}
+    return after | {"policy_state": answer.state}, answer
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first, second) or bool(((first == second) | (first.isnan() & second.isnan())).all())
