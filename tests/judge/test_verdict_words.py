@@ -11,7 +11,8 @@ import pytest
 
 from twophase.base.config import UsageError
 from twophase.judge.verdict import describe, report, verdict, write
-from twophase.sweep.table import Row, pairs, pairs_summary, read_rows, write_rows
+from twophase.sweep.arms import pairs, pairs_summary
+from twophase.sweep.table import Row, read_rows, write_rows
 from verdict_tables import (
     LR,
     finished,

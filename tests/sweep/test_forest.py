@@ -151,7 +151,7 @@ def test_leaves_are_the_runs_alone(base: TrainConfig, tmp_path: Path, seed: int)
     one = grow(made, tmp_path, in_memory=generator.choice([0, 1, 8]))
     assert one.tally.steps == made.steps
     check(made, tmp_path, alone(made, tmp_path / "alone"))
-    assert one.tally.held == 0 == one.tally.held_bytes
+    assert one.tally.in_memory == 0 == one.tally.memory_bytes
 
 
 def grid(base: TrainConfig, **values: tuple[Any, ...]) -> Sweep:
@@ -444,7 +444,7 @@ def test_states_stay_on_the_device_while_there_is_room(
     assert (max(sizes) > 0) == (room != "one piece too small")
     assert ("cpu" in copied) == (room != "all")
     assert (one.tally.most_held, one.tally.spilled) == (2, 0)
-    assert one.tally.held == one.tally.held_bytes == one.tally.on_device == one.tally.device_bytes == 0
+    assert one.tally.in_memory == one.tally.memory_bytes == one.tally.on_device == one.tally.device_bytes == 0
 
 
 def test_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

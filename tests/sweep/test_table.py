@@ -12,17 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.base.config import UsageError
+from twophase.sweep.arms import arms_summary, pairs, pairs_summary
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.table import (
     STATES,
     Row,
     State,
-    arms_summary,
     best_of,
     format_table,
     geometric_mean,
-    pairs,
-    pairs_summary,
     read_rows,
     readable,
     rows_of,

@@ -98,7 +98,7 @@ def take_slurm_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]
     (['--workers', '4'], {'time': '60', 'mem': '8GB'})
     """
     rest: list[str] = []
-    found: dict[str, Any] = {}
+    slurm: dict[str, Any] = {}
     waiting = list(words)
     while waiting:
         word = waiting.pop(0)
@@ -108,8 +108,8 @@ def take_slurm_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]
         name, equals, value = word.removeprefix("--slurm-").partition("=")
         if not equals:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else True
-        found[name] = value
-    return rest, found
+        slurm[name] = value
+    return rest, slurm
 
 
 def run(
@@ -233,14 +233,14 @@ def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
     """
     finished = set(read_summaries(list(sweep.runs), out)) if out.is_dir() else set()
     made = plan(sweep, merge=merge, finished=finished)
-    left = [run for run in made.runs if run not in finished]
-    steps = _steps_left(made, set(left))
+    pending = [run for run in made.runs if run not in finished]
+    steps = _steps_pending(made, set(pending))
     step_seconds, run_seconds = _timed(next(iter(sweep.runs.values())))
-    seconds = (steps * step_seconds + len(left) * run_seconds) / workers
+    seconds = (steps * step_seconds + len(pending) * run_seconds) / workers
     table = [
         ["cells asked", made.cells],
         ["distinct runs", len(made.runs)],
-        ["of them finished", len(made.runs) - len(left)],
+        ["of them finished", len(made.runs) - len(pending)],
         ["inner steps asked", made.steps_asked],
         ["inner steps to execute", steps],
         ["asked / to execute", f"{made.steps_asked / steps:.2f}" if steps else "nothing left"],
@@ -259,9 +259,9 @@ def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
     return "\n".join(lines)
 
 
-def _steps_left(made: Plan, left: set[str]) -> int:
+def _steps_pending(made: Plan, pending: set[str]) -> int:
     """Inner steps of the nodes above runs that are not finished; what a started forest has on disk is not counted."""
-    return sum(node.steps for node in made.forest.nodes.values() if not left.isdisjoint(node.runs))
+    return sum(node.steps for node in made.forest.nodes.values() if not pending.isdisjoint(node.runs))
 
 
 def _timed(config: TrainConfig) -> tuple[float, float]:
@@ -312,8 +312,8 @@ def _is_finished(sweep: Sweep, out: Path) -> bool:
     """Whether the folder holds this sweep with all its runs finished."""
     if not (out / "plan.json").is_file():
         return False
-    found = read_plan(sweep, out)
-    return found is not None and len(read_summaries(list(found.runs), out)) == len(found.runs)
+    work = read_plan(sweep, out)
+    return work is not None and len(read_summaries(list(work.runs), out)) == len(work.runs)
 
 
 def _status_text(status: Status) -> str:

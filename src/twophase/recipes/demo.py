@@ -25,19 +25,9 @@ from twophase.base.config import with_values
 from twophase.figures.heatmaps import Panel, heatmaps, scale_of
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, gain_matched_all, momentum_free, with_averaging
 from twophase.rule import FORM_WORDS
+from twophase.sweep.arms import arms_summary, pairs, pairs_summary
 from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.table import (
-    Row,
-    Setting,
-    State,
-    arms_summary,
-    best_of,
-    format_table,
-    pairs,
-    pairs_summary,
-    readable,
-    settings,
-)
+from twophase.sweep.table import Row, Setting, State, best_of, format_table, readable, settings
 from twophase.training.config import TrainConfig
 
 PERIOD = 3

@@ -227,15 +227,15 @@ class Grower:
         """From the end of the parent, or from inside the stretch, to its end."""
         run = self._run
         self._at = self._launched = None
-        # Those that are done with this stretch only: a state must not speak for others, whose counters stand still.
+        # Those that are done with this stretch only: a state must not speak for others: their counters stand still.
         self._outers.restrict(runs)
         # The runs of a node differ in the outer optimizer only, or have had no round yet.
-        run.config = self.configs[max(runs, key=lambda one: self.configs[one].inner_steps)]
+        run.config = self.configs[max(runs, key=lambda name: self.configs[name].inner_steps)]
         run.engine.inner_steps = run.config.inner_steps
         leaf = not self.tree.below(node)
         before, started = run.done.seconds, time.perf_counter()
         with ExitStack() as claims:
-            logs = {one: self._log(claims, one) for one in runs} if leaf else {}
+            logs = {name: self._log(claims, name) for name in runs} if leaf else {}
             if run.done.step == node.start > 0:
                 self._synchronize(runs, logs)
             while run.done.step < node.stop and run.done.exit_reason == RUNNING:
@@ -256,10 +256,10 @@ class Grower:
             if leaf:
                 self._finish(logs)
         if run.done.exit_reason == DIVERGED:
-            for one in runs:  # below a shared stretch all of them have diverged
-                if not self.place.finished(one):
+            for name in runs:  # below a shared stretch all of them have diverged
+                if not self.place.finished(name):
                     with ExitStack() as claims:
-                        self._finish({one: self._log(claims, one)})
+                        self._finish({name: self._log(claims, name)})
         self._at = node.id
         if leaf or run.done.exit_reason != RUNNING:
             self._states.path(node, "part").unlink(missing_ok=True)
@@ -338,7 +338,7 @@ class Grower:
         self._launched: tuple[int, float] | None = None
         """Inner steps that have not been waited for yet, and when the first was launched."""
         self._at: str | None = None
-        """Node at whose end the replicas stand."""
+        """Node that the replicas stand at the end of."""
         self._outers = Outers(self.configs)
         self._lines: list[dict[str, Any]] = []
 
@@ -374,7 +374,7 @@ class Grower:
         run = self._trainer
         if state["text"] != run.text:
             raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")
-        run.engine.inner_steps = max(self.configs[one].inner_steps for one in node.runs)
+        run.engine.inner_steps = max(self.configs[name].inner_steps for name in node.runs)
         run.engine.load_state_dict(state["engine"])
         run.engine.load_wire_state_dict(state["wire"])
         for replica, saved in zip(run.replicas, state["replicas"], strict=True):
@@ -407,9 +407,9 @@ class Grower:
     def _progress_text(self, node: Node) -> str:
         tally, run = self.tally, self._run
         return (
-            f"step {run.done.step} of {node.start}..{node.stop} for {len(node.runs)} runs; holding {tally.held} states "
-            f"in memory ({tally.held_bytes / 2**20:.0f} MiB) and {tally.on_device} on the GPU "
-            f"({tally.device_bytes / 2**20:.0f} MiB), at most {tally.most_held} at once; {tally.spilled} spilled"
+            f"step {run.done.step} of {node.start}..{node.stop} for {len(node.runs)} runs; holding "
+            f"{tally.in_memory} states in memory ({tally.memory_bytes / 2**20:.0f} MiB) and {tally.on_device} on the "
+            f"GPU ({tally.device_bytes / 2**20:.0f} MiB), at most {tally.most_held} at once; {tally.spilled} spilled"
         )
 
 

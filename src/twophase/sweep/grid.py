@@ -43,7 +43,7 @@ class Cell:
         arm: name of the group that the cell is compared within.
         values: what sets it apart, from dotted path to value.
         config: its whole configuration.
-        control_of: run id of the cell whose control it is, or None.
+        control_of: run id of the cell that it is the control of, or None.
     """
 
     arm: str
@@ -153,7 +153,7 @@ def parse_axes(words: Sequence[Sequence[str]], base: Any) -> list[Axis]:
 
     Args:
         words: one entry an `--axis`.
-        base: the configuration whose values give the types; a path that ends in `restart` takes policies. A setting of
+        base: the configuration that gives the types; a path that ends in `restart` takes policies. A setting of
             several words takes sets of words, each set as one text (`words_of`).
 
     Raises:
@@ -193,20 +193,20 @@ def text_of(words: tuple[str, ...]) -> str:
     return ",".join(words) or _NO_WORDS
 
 
-def extends(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+def extends(new: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Whether a `Sweep.spec()` holds all cells of another of the same name and base, and perhaps more."""
-    alike = all(ours[key] == theirs[key] for key in ("name", "base"))
-    cells = [{key: cell[key] for key in ("arm", "run", "control_of")} for cell in ours["cells"]]
-    return alike and all({key: cell[key] for key in ("arm", "run", "control_of")} in cells for cell in theirs["cells"])
+    alike = all(new[key] == saved[key] for key in ("name", "base"))
+    cells = [{key: cell[key] for key in ("arm", "run", "control_of")} for cell in new["cells"]]
+    return alike and all({key: cell[key] for key in ("arm", "run", "control_of")} in cells for cell in saved["cells"])
 
 
-def spec_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """What differs between two `Sweep.spec()`s, one phrase each, in the words of the one who gave the command."""
-    phrases = [f"its name is {theirs['name']} there, {ours['name']} here"] if theirs["name"] != ours["name"] else []
-    phrases += differences(ours["base"], theirs["base"])
-    phrases += [f"axis {phrase}" for phrase in differences(ours["axes"], theirs["axes"])]
-    if not phrases and theirs != ours:
-        phrases.append(f"{len(theirs['cells'])} cells there, {len(ours['cells'])} here, or the same in other arms")
+def spec_differences(new: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """What differs between two `Sweep.spec()`s, one phrase each, in the words of the command."""
+    phrases = [f"its name is {saved['name']} there, {new['name']} here"] if saved["name"] != new["name"] else []
+    phrases += differences(new["base"], saved["base"])
+    phrases += [f"axis {phrase}" for phrase in differences(new["axes"], saved["axes"])]
+    if not phrases and saved != new:
+        phrases.append(f"{len(saved['cells'])} cells there, {len(new['cells'])} here, or the same in other arms")
     return phrases
 
 
@@ -227,15 +227,15 @@ def _current(base: Any, path: str) -> Any:
         value = get(base, path)
     except AttributeError:
         value = None
-    known = values_of(base)
+    values = values_of(base)
     if is_dataclass(value):
-        inside = [name for name in known if name.startswith(f"{path}.")]
+        inside = [name for name in values if name.startswith(f"{path}.")]
         raise UsageError(f"--axis {path} is a group of values; name one of them: {', '.join(inside)}")
-    if path not in known:
+    if path not in values:
         leaf = path.rpartition(".")[2]
-        nearest = [name for name in known if name.rpartition(".")[2] == leaf]
-        nearest += [name for name in difflib.get_close_matches(path, known, n=3) if name not in nearest]
-        hint = f"did you mean {', '.join(nearest)}?" if nearest else f"the values are: {', '.join(known)}"
+        nearest = [name for name in values if name.rpartition(".")[2] == leaf]
+        nearest += [name for name in difflib.get_close_matches(path, values, n=3) if name not in nearest]
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else f"the values are: {', '.join(values)}"
         raise UsageError(f"--axis {path}: there is no such configuration value; {hint}")
     if not (isinstance(value, (bool, int, float, str)) or _hint(base, path) == tuple[str, ...]):
         raise UsageError(
@@ -279,13 +279,13 @@ def _fitted(base: Any, path: str, value: Any) -> Any:
 
 
 def _fitted_words(path: str, value: Any) -> tuple[str, ...]:
-    """A set of words whose text can be read in one way only, restart policies in their one writing."""
+    """A set of words with a text that can be read in one way only, restart policies in their one writing."""
     if not isinstance(value, tuple) or not all(isinstance(word, str) for word in value):
         raise UsageError(f"--axis {path}: {value!r} is no set of words")
     policies, pairs = _takes_policies(path), []
     for word in value:
         name, equals, rest = word.partition("=")
-        # With an `=` in a value, nobody could tell the comma before NAME= from one inside of that value.
+        # With an `=` in a value, no reader could tell the comma before NAME= from one inside of that value.
         if "=" in rest or not (equals or (len(value) == 1 and not policies)):
             raise UsageError(
                 f"--axis {path}: {word!r} is not NAME=VALUE; write one for each name with a comma between them, such "

@@ -87,10 +87,10 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0
         rewritten = None if restart is None else (_residue(restart.retain), _residue(restart.inject))
         if rewritten and restart and restart.before:
             buffer = (rewritten[0] * buffer + rewritten[1] * gradient) % _PRIME
-        kept, added = momentum, weight
+        retain, added = momentum, weight
         if answer.step is not None and answer.step.mix is not None:
-            kept, added = map(_residue, answer.step.mix)
-        old, buffer = buffer, (kept * buffer + added * gradient) % _PRIME
+            retain, added = map(_residue, answer.step.mix)
+        old, buffer = buffer, (retain * buffer + added * gradient) % _PRIME
         if answer.step is None:
             update = lr * (momentum * buffer + weight * gradient if rule.nesterov else buffer)
         else:
@@ -117,9 +117,9 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -
         return [Round(name, f"m{name}" if rule.momentum else ABSENT) for name in names]
     if rule.momentum == 0:
         of = answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds
-        lrs = [rule.lr if one.step is None else one.step.along_g for one in of]
+        lrs = [rule.lr if answer.step is None else answer.step.along_g for answer in of]
         return [Round(_name("step", lr, _scaled(1.0, t)), ABSENT) for t, lr in enumerate(lrs, start=1)]
-    buffer, found = ABSENT, []
+    buffer, history = ABSENT, []
     for number, answer in enumerate(answers(rule, policy, rounds), start=1):
         restart = answer.restart
         if restart is not None and restart.before:
@@ -131,8 +131,8 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -
         update = _name("step", rule.lr, direction) if answer.step is None else _taken(answer.step, old, number)
         if restart is not None and not restart.before:
             buffer = _rewritten(buffer, restart, number)
-        found.append(Round(update, buffer))
-    return found
+        history.append(Round(update, buffer))
+    return history
 
 
 def _mixed(buffer: str, momentum: float, weight: float, number: int) -> str:
@@ -146,13 +146,13 @@ def _rewritten(buffer: str, restart: Restart, number: int) -> str:
     """`retain m + inject g`, as `restart_` computes it; a hard restart leaves exact zeros."""
     assert not restart.opposed, "a policy that restarts single coordinates must say so, with by_coordinate"
     if buffer in (ABSENT, ZERO) or restart.retain == 0:
-        kept = ZERO
+        retained = ZERO
     else:
-        kept = buffer if restart.retain == 1 else _name("keep", buffer, float(restart.retain))
+        retained = buffer if restart.retain == 1 else _name("keep", buffer, float(restart.retain))
     if restart.inject == 0:
-        return kept
+        return retained
     weight = float(restart.inject)
-    return _scaled(weight, number) if kept == ZERO else _name("add", kept, weight, number)
+    return _scaled(weight, number) if retained == ZERO else _name("add", retained, weight, number)
 
 
 def _taken(step: Step, buffer: str, number: int) -> str:

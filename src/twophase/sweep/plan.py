@@ -1,6 +1,6 @@
 """What a sweep has to run, and what its runs share, known before anything is run.
 
-**Merging.** Cells whose runs are the same in exact arithmetic need one run: momentum 0 makes both rules and all
+**Merging.** Cells with runs that are the same in exact arithmetic need one run: momentum 0 makes both rules and all
 periods one, a period at or above the number of rounds is no restart, period 1 is plain SGD with its own learning rate,
 equal rules in different forms are one (`history.algebra`). The *canonical* run of each class is one of its
 own cells and stands for the others, its twins. They would differ from it by rounding only; `cells.csv` names it.
@@ -68,7 +68,7 @@ class Node:
 
     Args:
         id: names the state at the end of the stretch: equal for equal histories, in every sweep.
-        parent: id of the node whose end it starts from; None for a root.
+        parent: id of the node that it starts from the end of; None for a root.
         start: inner steps taken before.
         stop: inner steps taken at the end.
         runs: ids of the runs below.
@@ -145,16 +145,16 @@ class Forest:
         Returns:
             The jobs, each after the one that it needs; every node is in exactly one.
         """
-        found: list[Job] = []
+        jobs: list[Job] = []
         waiting: list[tuple[Node, str | None]] = [(root, None) for root in reversed(self.roots)]
         while waiting:
             node, after = waiting.pop()
             deep = self.total[node.id] <= most or not self.below(node)
             job = Job(_digest("job", node.id, deep, *sorted(node.runs)), node.id, deep, node.runs, after)
-            found.append(job)
+            jobs.append(job)
             if not deep:
                 waiting += [(child, job.id) for child in reversed(self.below(node))]
-        return found
+        return jobs
 
 
 @dataclass(frozen=True)
@@ -202,14 +202,14 @@ def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) ->
     for members in classes.values():  # of equally plain ones the first
         canonical = min(members, key=lambda run: (run not in finished, _plainness(sweep.runs[run])))
         chosen |= dict.fromkeys(members, canonical)
-    kept = {run: sweep.runs[run] for run in sweep.runs if chosen[run] == run}
+    canonical_runs = {run: sweep.runs[run] for run in sweep.runs if chosen[run] == run}
     return Plan(
-        runs=kept,
+        runs=canonical_runs,
         stands_for={run: other for run, other in chosen.items() if run != other},
-        forest=Forest(_grow(kept, histories, lambda history: history.bits)),
+        forest=Forest(_grow(canonical_runs, histories, lambda history: history.bits)),
         cells=len(sweep.cells),
         steps_asked=sum(cell.config.steps for cell in sweep.cells),
-        steps_algebra=sum(node.steps for node in _grow(kept, histories, lambda history: history.algebra)),
+        steps_algebra=sum(node.steps for node in _grow(canonical_runs, histories, lambda history: history.algebra)),
     )
 
 
@@ -246,7 +246,7 @@ class _History:
         rule, policy = config.outer.rule(), config.outer.policy()
         # The last round may be shorter.
         syncs = [*range(config.inner_steps, config.steps, config.inner_steps), config.steps]
-        same_bits = (one.update for one in bits(rule, policy, len(syncs), config.probed))
+        same_bits = (update.update for update in bits(rule, policy, len(syncs), config.probed))
         same_algebra = algebra(rule, policy, len(syncs), config.probed)
         return cls(
             fingerprint(tree),

@@ -181,7 +181,7 @@ def run_sweep(
         old, work = _planned(sweep, folder, merge=merge, workers=workers, texts=texts)
         trials = Trials(sweep, folder, storage, work.study, old.study if old is not None and old != work else None)
         call = _Call(sweep, work, trials, progress)
-        if call.left:
+        if call.pending:
             Queue(folder).begin_call()
             words = [*command, "--out", str(folder)]
             words += [] if in_memory is None else ["--in-memory", str(in_memory)]
@@ -200,14 +200,14 @@ def run_sweep(
 
 def read_plan(sweep: Sweep, folder: Path) -> Work | None:
     """The plan in a sweep's folder if it is this sweep's, else None."""
-    found = Work.read(Path(folder).absolute())
-    return found if found is not None and found.spec == spec_id(sweep.spec()) else None
+    work = Work.read(Path(folder).absolute())
+    return work if work is not None and work.spec == spec_id(sweep.spec()) else None
 
 
 def read_summaries(runs: Collection[str], folder: Path) -> dict[str, dict[str, Any]]:
     """The summaries of the runs that are finished in a sweep's folder, by run id."""
-    found = {run: read_summary(folder / RUNS / run, run) for run in runs}
-    return {run: summary for run, summary in found.items() if summary is not None}
+    summaries = {run: read_summary(folder / RUNS / run, run) for run in runs}
+    return {run: summary for run, summary in summaries.items() if summary is not None}
 
 
 def _make_runs(path: Path, runs: Path | None) -> None:
@@ -323,8 +323,8 @@ class _Call:
         self._report("begun")
 
     @property
-    def left(self) -> list[str]:
-        """The runs that are neither finished nor known to fail."""
+    def pending(self) -> list[str]:
+        """The runs that have neither ended nor failed."""
         return [run for run in self.work.runs if run not in self.summaries and run not in self.errors]
 
     def watch(self, crew: Crew, grace_seconds: float) -> None:
@@ -333,14 +333,14 @@ class _Call:
         try:
             crew.start()
             asked = time.monotonic()
-            while self.left:
+            while self.pending:
                 began = time.monotonic()
                 trouble = crew.over() or crew.lost()  # before the look: a worker that finds nothing left may end, too
                 self._look()
                 if trouble or began - asked > _ERRORS_SECONDS:
                     asked = began
                     self._ask(queue)
-                if not self.left:
+                if not self.pending:
                     break
                 ended = self.finished + self.diverged + len(self.errors)
                 for death in crew.replace(progressed=ended) if trouble else ():
@@ -374,7 +374,7 @@ class _Call:
 
     def _look(self) -> None:
         """Take note of the runs that have ended."""
-        for run in self.left:
+        for run in self.pending:
             summary = read_summary(self.work.run_folder(run), run)
             if summary is not None:
                 self.summaries[run] = summary

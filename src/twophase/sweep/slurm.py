@@ -1,8 +1,8 @@
 """Starting a sweep's workers on a Slurm cluster: an array of identical jobs, submitted through submitit.
 
-A worker needs nothing but the sweep's folder and its queue, so all jobs of the array run the same command, may start
+A worker needs nothing but the sweep's folder, so all jobs of the array run the same command, may start
 and end at any time, and may be more or fewer than there are runs to do. A job that Slurm stops, because its time is up
-or somebody more important needs the node, starts again with the same command and goes on with what it finds.
+or a more important job needs the node, starts again with the same command and goes on with what it finds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Payload:
             RuntimeError: it ended with a status other than 0, and not because it was told to stop.
         """
         notice = os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
-        # Slurm announces the end of the job's time to every process, and would so kill the worker, who does not know
+        # Slurm announces the end of the job's time to every process, and would so kill the worker, which does not know
         # that signal. A signal that the shell ignores stays ignored in the command.
         words = ["/bin/sh", "-c", f"trap '' {notice}; exec \"$@\"", "sh", *self.command]
         self._process = subprocess.Popen(words)  # noqa: S603 - the command is the caller's own
@@ -133,11 +133,11 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
     try:
         logs.mkdir(parents=True, exist_ok=True)
         executor = submitit.SlurmExecutor(logs, max_num_timeout=_RESTARTS)
-        known = set(executor._valid_parameters())
+        names = set(executor._valid_parameters())
         executor.update_parameters(
-            **{name: value for name, value in parameters.items() if name in known},
+            **{name: value for name, value in parameters.items() if name in names},
             additional_parameters={
-                name.replace("_", "-"): value for name, value in parameters.items() if name not in known
+                name.replace("_", "-"): value for name, value in parameters.items() if name not in names
             },
         )
         jobs = executor.submit_array([Payload(command)] * workers)
@@ -154,15 +154,15 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
 
 def _parameters(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options by submitit's names; what submitit does not know keeps sbatch's."""
-    given = {name.replace("-", "_"): value for name, value in options.items() if value is not None}
+    sbatch = {name.replace("-", "_"): value for name, value in options.items() if value is not None}
     for name in ("array", "output", "error", "signal", "open_mode"):
-        if name in given:
+        if name in sbatch:
             raise UsageError(
                 f"--slurm-{name.replace('_', '-')} cannot be given: the sweep sets it itself; leave it out"
             )
-    if "time" not in given:
+    if "time" not in sbatch:
         raise UsageError("--slurm-time is missing; write how long a job may take, in minutes or as 8:00:00")
-    parameters = {_NAMES.get(name, name): value for name, value in given.items()}
+    parameters = {_NAMES.get(name, name): value for name, value in sbatch.items()}
     return {"job_name": "twophase-sweep"} | parameters | {"time": _minutes(parameters["time"])}
 
 

@@ -28,8 +28,8 @@ class Tally:
     Args:
         steps: inner steps executed.
         step_seconds: duration of each; on a GPU, which does them later, the mean of each round.
-        held: branch states in main memory now.
-        held_bytes: their size.
+        in_memory: branch states in main memory now.
+        memory_bytes: their size.
         on_device: branch states in a GPU's memory now; on a CPU there are none.
         device_bytes: their size.
         most_held: branch states in either memory at once so far.
@@ -39,8 +39,8 @@ class Tally:
 
     steps: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
-    held: int = 0
-    held_bytes: int = 0
+    in_memory: int = 0
+    memory_bytes: int = 0
     on_device: int = 0
     device_bytes: int = 0
     most_held: int = 0
@@ -53,16 +53,16 @@ class Tally:
             self.on_device += sign
             self.device_bytes += sign * size
         else:
-            self.held += sign
-            self.held_bytes += sign * size
-        self.most_held = max(self.most_held, self.held + self.on_device)
+            self.in_memory += sign
+            self.memory_bytes += sign * size
+        self.most_held = max(self.most_held, self.in_memory + self.on_device)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU's memory that copies may take; none of a CPU, whose memory is counted by states.
+    """Bytes of a GPU's memory that copies may take; none of a CPU, where states are counted instead.
 
     What a step has needed beside the parameters at its peak is left to it, and a tenth of the memory, for a longer
-    evaluation, another process, or an allocator whose free pieces are too small.
+    evaluation, another process, or an allocator with free pieces that are too small.
     """
     if device.type != "cuda":
         return 0
@@ -73,7 +73,7 @@ def free_memory(device: torch.device) -> int:
 
 @dataclasses.dataclass(slots=True)
 class Branch:
-    """The end of a node whose children are being walked.
+    """The end of a node with children that are being walked.
 
     Args:
         node: the node.
@@ -118,7 +118,7 @@ class States:
         self.free = free
         self.on_progress = on_progress
         self.branches: list[Branch] = []
-        """Those whose state is in memory."""
+        """Those with a state in memory."""
 
     def hold(self, branch: Branch, state: State, device: torch.device) -> bool:
         """Copy a branch's state into memory; False where that is full, and the state must go to disk."""
@@ -129,7 +129,7 @@ class States:
             with suppress(torch.OutOfMemoryError):  # in pieces that are too small
                 branch.state, branch.on_device = _cloned(state), True
         if branch.state is None:
-            if self.tally.held >= self.in_memory:
+            if self.tally.in_memory >= self.in_memory:
                 self.tally.spilled += 1
                 return False
             branch.state = _cloned(state, "cpu")

@@ -1,4 +1,4 @@
-"""Tables of a sweep: one row a cell, summaries of its arms, controls beside what they control.
+"""Tables of a sweep: a row for each cell, and settings that take the seeds together.
 
 With several seeds, the runs that differ in nothing but the seed are one setting. Its perplexity is the arithmetic mean
 over its seeds, with their sample standard deviation as its spread; it counts as diverged when one of them diverged and
@@ -41,8 +41,8 @@ class Row:
         perplexity: on held-out text, per token; None when there is none.
         validation_loss: nats a token; None when there is none.
         seconds: wall-clock time of the run; None when it has not ended.
-        control_of: run id of the cell whose control it is, or None.
-        twin_of: run id of the canonical run whose results these are, because it takes the same steps in exact
+        control_of: run id of the cell that it is the control of, or None.
+        twin_of: run id of the canonical run that has these results, because it takes the same steps in exact
             arithmetic (`twophase.sweep.plan`); None when the cell's own run was done.
     """
 
@@ -72,7 +72,7 @@ class Setting:
         seeds: the seed of each run; None in a sweep that has no axis of seeds.
         states: what became of each run; never `failed`, which counts as missing here.
         perplexities: of each run; None for every run that is not `finished`.
-        canonical: for each run, the run whose results these are: its `twin_of`, or itself.
+        canonical: for each run, the run that has its results: its `twin_of`, or itself.
     """
 
     arm: str
@@ -100,60 +100,6 @@ class Setting:
     def missing(self) -> int:
         """How many seeds have no result, failed ones included."""
         return self.states.count("missing")
-
-
-@dataclass(frozen=True, slots=True)
-class ArmSummary:
-    """What one arm reached, over its settings.
-
-    Args:
-        arm: the arm.
-        settings: how many it has; `diverged` and `missing` of them are counted apart and are in no mean.
-        best: the setting with the lowest perplexity, or None.
-        geometric_mean: of the perplexities.
-        worst: the highest perplexity.
-        within: how many settings lie within the tolerance of the best of all arms.
-        share: `within / settings`; diverged and missing settings count as outside.
-    """
-
-    arm: str
-    settings: int
-    diverged: int
-    missing: int
-    best: Setting | None
-    geometric_mean: float | None
-    worst: float | None
-    within: int
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A control and the run whose control it is; `ratio` is the control's perplexity over that run's, or None."""
-
-    control: Row
-    of: Row
-    ratio: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class PairSummary:
-    """The controls of one arm against what they control.
-
-    Args:
-        arm: the controls' arm.
-        pairs: how many of them could be compared; `unpaired` could not (diverged, failed or missing on either side).
-        geometric_mean: of the ratios control / controlled; above 1, the controls are worse.
-        better: pairs in which the control is better by more than the margin.
-        worse: pairs in which it is worse by more than the margin.
-    """
-
-    arm: str
-    pairs: int
-    unpaired: int
-    geometric_mean: float | None
-    better: int
-    worse: int
 
 
 def rows_of(
@@ -267,69 +213,6 @@ def best_of(rows: Iterable[Row]) -> float | None:
     return min((s.perplexity for s in settings(rows) if s.perplexity is not None), default=None)
 
 
-def arms_summary(rows: Sequence[Row], within: float = 0.25) -> list[ArmSummary]:
-    """Each arm's best, geometric mean, worst and share of settings near the best of ALL arms, in order of appearance.
-
-    Args:
-        rows: of the whole sweep; with several seeds, settings are compared by their mean over the seeds.
-        within: relative distance from the best of all that still counts as near, 0.25 for 25 %.
-    """
-    best = best_of(rows)
-    bound = -math.inf if best is None else best * (1 + within)
-    arms: dict[str, list[Setting]] = {}
-    for setting in settings(rows):
-        arms.setdefault(setting.arm, []).append(setting)
-    summaries = []
-    for arm, group in arms.items():
-        finished = [setting for setting in group if setting.perplexity is not None]
-        values = [setting.perplexity for setting in finished if setting.perplexity is not None]
-        near = sum(value <= bound for value in values)
-        summaries.append(
-            ArmSummary(
-                arm,
-                len(group),
-                sum(setting.state == "diverged" for setting in group),
-                sum(setting.state == "missing" for setting in group),
-                finished[values.index(min(values))] if values else None,
-                geometric_mean(values),
-                max(values, default=None),
-                near,
-                near / len(group),
-            )
-        )
-    return summaries
-
-
-def pairs(rows: Sequence[Row]) -> list[Pair]:
-    """Each control beside the run that it controls (one pair a seed), in the order of the controls."""
-    by_run = {row.run: row for row in rows}
-    return [
-        Pair(row, by_run[row.control_of], _ratio(row, by_run[row.control_of]))
-        for row in rows
-        if row.control_of is not None and row.control_of in by_run
-    ]
-
-
-def pairs_summary(paired: Iterable[Pair], margin: float = 0.05) -> list[PairSummary]:
-    """Per arm of controls: the geometric mean of the ratios, and how many controls are clearly better or worse.
-
-    Args:
-        paired: the pairs; every seed counts as a pair of its own.
-        margin: a ratio above `1 + margin` is worse, one below `1 / (1 + margin)` better.
-    """
-    arms: dict[str, list[float | None]] = {}
-    for pair in paired:
-        arms.setdefault(pair.control.arm, []).append(pair.ratio)
-    summaries = []
-    for arm, ratios in arms.items():
-        known = [ratio for ratio in ratios if ratio is not None]
-        better = sum(ratio < 1 / (1 + margin) for ratio in known)
-        worse = sum(ratio > 1 + margin for ratio in known)
-        mean = geometric_mean(known)
-        summaries.append(PairSummary(arm, len(known), len(ratios) - len(known), mean, better, worse))
-    return summaries
-
-
 def geometric_mean(values: Sequence[float]) -> float | None:
     """The geometric mean of positive numbers, None when there are none.
 
@@ -389,20 +272,20 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdo
 def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setting:
     # Two cells of an arm may be one run; its result must not count twice.
     once = list({(row.run, row.values.get(SEED)): row for row in group}.values())
-    perplexities = tuple(_result(row) for row in once)
-    known = [value for value in perplexities if value is not None]
+    perplexities = tuple(result(row) for row in once)
+    values_by_seed = [value for value in perplexities if value is not None]
     states: tuple[State, ...] = tuple(
         "finished" if value is not None else "diverged" if row.state == "diverged" else "missing"
         for row, value in zip(once, perplexities, strict=True)
     )
-    state: State = "finished" if len(known) == len(once) else "diverged" if "diverged" in states else "missing"
+    state: State = "finished" if len(values_by_seed) == len(once) else "diverged" if "diverged" in states else "missing"
     return Setting(
         arm,
         values,
         state,
-        math.fsum(known) / len(known) if state == "finished" else None,
+        math.fsum(values_by_seed) / len(values_by_seed) if state == "finished" else None,
         tuple(row.run for row in once),
-        statistics.stdev(known) if state == "finished" and len(known) > 1 else None,
+        statistics.stdev(values_by_seed) if state == "finished" and len(values_by_seed) > 1 else None,
         tuple(row.values.get(SEED) for row in once),
         states,
         perplexities,
@@ -410,15 +293,10 @@ def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setti
     )
 
 
-def _result(row: Row) -> float | None:
+def result(row: Row) -> float | None:
     """The perplexity of a run that finished with one."""
-    known = row.state == "finished" and row.perplexity is not None and 0 < row.perplexity < math.inf
-    return row.perplexity if known else None
-
-
-def _ratio(control: Row, of: Row) -> float | None:
-    above, below = _result(control), _result(of)
-    return None if above is None or below is None else above / below
+    sound = row.state == "finished" and row.perplexity is not None and 0 < row.perplexity < math.inf
+    return row.perplexity if sound else None
 
 
 def _row(record: dict[str, str]) -> Row:

@@ -115,13 +115,13 @@ class _Place:
     def __init__(self, plan: Work, configs: dict[str, TrainConfig]) -> None:
         self.plan = plan
         self.configs = configs
-        self.known: set[str] = set()
+        self._ended: set[str] = set()
 
     def finished(self, run: str) -> bool:
-        """Whether the run is finished; once so, always so."""
-        if run not in self.known and self.plan.finished(run):
-            self.known.add(run)
-        return run in self.known
+        """Whether the run is finished, which it then stays."""
+        if run not in self._ended and self.plan.finished(run):
+            self._ended.add(run)
+        return run in self._ended
 
     @contextmanager
     def claim(self, run: str) -> Iterator[RunFolder]:
@@ -136,6 +136,6 @@ def _as_written(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wait_for_end_of_stdin(stopped: Stop) -> None:
-    while os.read(0, 1 << 16):  # not sys.stdin, whose lock the interpreter wants when it ends
+    while os.read(0, 1 << 16):  # not sys.stdin: the interpreter wants its lock at the end
         pass
     stopped.set()
