@@ -12,16 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import optuna
 import pytest
 
+from fakerun import Config
 from twophase.base.config import UsageError
-from twophase.restart import RestartPolicy, parse
-from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder, lock_folder
 from twophase.sweep import run as launch
 from twophase.sweep.crew import Crew
@@ -121,36 +119,6 @@ if lingers:
     time.sleep(60)
 sys.exit(143 if stop.is_set() else 0)
 """
-
-
-@dataclass(frozen=True)
-class Outer:
-    """What planning asks for."""
-
-    lr: float = 0.7
-    momentum: float = 0.9
-    restart: str = "never"
-
-    def rule(self) -> OuterRule:
-        """As the real one."""
-        return OuterRule(self.lr, self.momentum)
-
-    def policy(self) -> RestartPolicy:
-        """As the real one."""
-        return parse(self.restart)
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a fake run needs to know."""
-
-    mode: str = "ok"
-    seed: int = 0
-    outer: Outer = field(default_factory=Outer)
-    steps: int = 12
-    inner_steps: int = 2
-    probed: ClassVar[int] = 0
-    shares_steps: ClassVar[bool] = True
 
 
 @pytest.fixture(scope="module")
@@ -440,19 +408,27 @@ def test_killed_worker_is_replaced(tmp_path: Path, command: list[str]) -> None:
     assert_all_ended(tmp_path)
 
 
-def test_many_deadly_runs_do_not_keep_the_others(tmp_path: Path, command: list[str]) -> None:
-    """Runs that kill every worker fail one after the other; those behind them are done in the same call."""
-    sweep = sweep_of("killed always", "killed always", "ok")
+@pytest.mark.parametrize(
+    ("modes", "ended", "wanted_tries"),
+    [
+        # Runs that kill every worker fail one after the other; those behind them are done in the same call.
+        (["killed always", "killed always", "ok"], (1, 0, 2, 0), [3, 3, 1]),
+        # A worker killed between its summary and its report has finished the run: it is neither lost nor repeated.
+        (["killed after", "ok"], (2, 0, 0, 0), [1, 1]),
+        # A job that ends without a valid summary has failed: the folder is believed and not the worker.
+        (["lies", "ok"], (1, 0, 1, 0), [1, 1]),
+    ],
+)
+def test_runs_that_fail_their_workers(
+    tmp_path: Path, command: list[str], modes: list[str], ended: tuple[int, ...], wanted_tries: list[int]
+) -> None:
+    """Whatever a run does to its workers, it is counted once and the others are done."""
+    sweep = sweep_of(*modes)
     outcome = run_sweep(sweep, tmp_path, workers=1, command=command)
-    assert counts(outcome) == (1, 0, 2, 0)
-    assert tries(tmp_path, sweep) == [3, 3, 1]
-
-
-def test_death_after_the_summary_is_no_loss(tmp_path: Path, command: list[str]) -> None:
-    """A worker killed between its summary and its report has finished the run: it is neither lost nor repeated."""
-    sweep = sweep_of("killed after", "ok")
-    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (2, 0, 0, 0)
-    assert tries(tmp_path, sweep) == [1, 1]
+    assert counts(outcome) == ended
+    assert tries(tmp_path, sweep) == wanted_tries
+    if "lies" in modes:
+        assert "no valid summary" in outcome.errors[sweep.cells[0].run_id]
 
 
 def test_failed_run_is_tried_again_by_the_next_call(tmp_path: Path, command: list[str]) -> None:
@@ -478,14 +454,6 @@ def test_failed_shared_stretch_fails_the_runs_below(tmp_path: Path, command: lis
     assert reason.startswith("FileExistsError")
     (tmp_path / "forest").unlink()
     assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (6, 0, 0, 0)
-
-
-def test_folder_is_believed_and_not_the_worker(tmp_path: Path, command: list[str]) -> None:
-    """A job that ends without a valid summary has failed."""
-    sweep = sweep_of("lies", "ok")
-    outcome = run_sweep(sweep, tmp_path, workers=1, command=command)
-    assert counts(outcome) == (1, 0, 1, 0)
-    assert "no valid summary" in outcome.errors[sweep.cells[0].run_id]
 
 
 def test_summary_that_is_gone_is_made_again(tmp_path: Path, command: list[str]) -> None:
@@ -661,7 +629,7 @@ def test_stubborn_worker_is_killed_after_the_grace(tmp_path: Path, command: list
 PARENT = """
 import signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from test_run import sweep_of
 from twophase.sweep.run import run_sweep

@@ -5,52 +5,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from twophase.base.config import LATER, UsageError, from_tree, with_values
-from twophase.restart import RestartPolicy, parse
-from twophase.rule import OuterRule
+from fakerun import Config
+from twophase.base.config import UsageError, from_tree, with_values
 from twophase.runs.folder import BusyError, RunFolder
 from twophase.sweep import work as module
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.plan import Job, plan
 from twophase.sweep.queue import Queue
 from twophase.sweep.work import Stopped, Work, executed, report, spec_id, unfinished, work
-
-
-@dataclass(frozen=True)
-class Outer:
-    """What planning asks for."""
-
-    lr: float = 0.7
-    momentum: float = 0.9
-    restart: str = "never"
-
-    def rule(self) -> OuterRule:
-        """As the real one."""
-        return OuterRule(self.lr, self.momentum)
-
-    def policy(self) -> RestartPolicy:
-        """As the real one."""
-        return parse(self.restart)
-
-
-@dataclass(frozen=True)
-class Config:
-    """The least that can be planned, and a tuple."""
-
-    outer: Outer = field(default_factory=Outer)
-    steps: int = 12
-    inner_steps: int = 2
-    probed: ClassVar[int] = 0
-    betas: tuple[float, float] = (0.9, 0.99)
-    seed: int = 0
-    schedule: str = field(default="cosine", metadata=LATER)
-    shares_steps: ClassVar[bool] = True
 
 
 @pytest.fixture(autouse=True)
