@@ -138,7 +138,7 @@ def prepare(faults: Faults) -> None:
 
     def step(trainer: Trainer) -> None:
         faults.at("inner")
-        if trainer.engine._under_way:
+        if trainer.engine.under_way:
             faults.at("under way")
 
     def by_halves(state: Any, stream: Any) -> None:

@@ -94,16 +94,25 @@ class Supplied(Run):
 
     def watch(self) -> None:
         """See that probing leaves everything as it was."""
-        probes = self.engine._probes
+        before: dict[str, Any] = {}
 
-        def watched(sync: Any) -> Any:
-            before = {name: t.clone() for name, t in self.tensors().items()}
-            found = probes(sync)
-            self.untouched.append(unlike(before, self.tensors()) == [])
-            self.shared.append([list(losses) for losses in found])
-            return found
+        def watch_fragment(fragment: Any) -> None:
+            hand_over, take_step = fragment.hand_over, fragment.outer.step
 
-        self.engine._probes = watched  # type: ignore[method-assign]
+            def before_probing() -> None:
+                hand_over()
+                before.update((name, t.clone()) for name, t in self.tensors().items())
+
+            def after_probing(**options: Any) -> None:
+                if options["probes"]:
+                    self.untouched.append(unlike(before, self.tensors()) == [])
+                    self.shared.append([list(options["probes"])])
+                take_step(**options)
+
+            fragment.hand_over, fragment.outer.step = before_probing, after_probing
+
+        for fragment in self.engine.fragments:
+            watch_fragment(fragment)
 
     def step(self, step: int) -> RoundReport | None:
         """One inner step of every replica, and the engine's, with the losses."""

@@ -560,7 +560,7 @@ def test_each_replica_is_a_sender_of_its_own(wire: str):
 def test_phases_add_up(monkeypatch: pytest.MonkeyPatch):
     """A phase that is entered twice in a sync, as the reduction's launch and its end are, reports the time of both."""
     now = iter(range(1000))
-    monkeypatch.setattr("twophase.diloco.engine.time.perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr("twophase.diloco.sync.time.perf_counter", lambda: float(next(now)))
     (report,) = start(NESTEROV).go(range(6))
     # one tick lies between a phase's begin and its end
     assert dict(report.seconds) == {"pseudo_gradient": 1, "reduce": 2, "outer": 2, "restore": 1, "checksum": 1}

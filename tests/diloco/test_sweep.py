@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from twophase.diloco import device_sweep, fragment, sweep, wire
-from twophase.diloco import engine as engine_module
+from twophase.diloco import sync as sync_module
 from twophase.diloco.comm import Pending, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.flat import DIGEST_ELEMENTS
@@ -70,7 +70,7 @@ def rounds(way: str, monkeypatch: pytest.MonkeyPatch, *, replicas: int, dtype: t
         patch.setattr(sweep, "SMALL", 1 << 10 if way == "parts" else 1 << 30)
         patch.setattr(fragment, "SMALL", 1 << 30 if way == "few calls" else 0)
         if way == "whole":
-            patch.setattr(engine_module, "round_sweep", lambda *_, **__: None)
+            patch.setattr(sync_module, "round_sweep", lambda *_, **__: None)
         models = [model(dtype) for _ in range(replicas)]
         engine = DiLoCo(models, inner_steps=1, communicator=Twins(), **options)
         reports = []

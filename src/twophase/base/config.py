@@ -16,20 +16,14 @@ from typing import Any, TypeVar
 
 import yaml
 
+from twophase.base.errors import RunError, UsageError  # noqa: F401 - callers import both from here, too
+
 C = TypeVar("C")
 Tree = dict[str, Any]
 
 LATER = {"twophase": "later"}
 """Metadata of a field that came after others had been used: while it has its default it is left out of the tree, so a
 configuration from before has the same fingerprint, and its runs are found and resumed."""
-
-
-class UsageError(ValueError):
-    """A mistake of the user's, with the remedy in its message; the command line ends with status 2."""
-
-
-class RunError(RuntimeError):
-    """What ended a run from outside, with the remedy in its message; the command line ends with status 1."""
 
 
 def to_tree(config: Any) -> Tree:

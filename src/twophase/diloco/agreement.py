@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import twophase
-from twophase.base.config import RunError
+from twophase.base.errors import RunError
 from twophase.base.source import source_digest
 from twophase.diloco.comm import Communicator, Interrupted, SingleProcess
 from twophase.diloco.fragment import Fragment

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from twophase.diloco.comm import Communicator, ProcessGroup
 from twophase.diloco.flat import Layout, plan
 from twophase.diloco.fragment import Fragment, Slot, check_placement, local, slots_of
+from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.wire import Channel
-from twophase.optim.outer import OuterSGD
-from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
-from twophase.policies.text import parse
+from twophase.optim.outer import OuterSGD, check_signals
+from twophase.restart import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy, parse
 from twophase.rule import OuterRule
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
@@ -127,7 +127,7 @@ def _check_kinds(named: list[list[tuple[str, nn.Parameter]]], communicator: Comm
 
 
 def check_schedule(stagger: bool, delay: int, mixing: float, inner_steps: int) -> None:
-    """Refuse a stagger that is neither, a delay that outlasts a round, and a mixing that would ignore the anchor."""
+    """Refuse a stagger that is no truth value, a delay that outlasts a round, and a mixing that ignores the anchor."""
     if not isinstance(stagger, bool):
         raise ValueError(
             f"DiLoCo: stagger is {stagger!r}; it must be True, fragments' syncs spread over a round, or False"
@@ -142,6 +142,16 @@ def check_schedule(stagger: bool, delay: int, mixing: float, inner_steps: int) -
             f"DiLoCo: mixing is {mixing!r}; it must lie in [0, 1): 0 takes the anchor over, 0.5 keeps half of what a "
             "replica has reached by itself"
         )
+
+
+def check_overlap(delay: int, gap: int, communicator: Communicator) -> bool:
+    """Return whether each sync ends before the next begins; where processes come and go it must."""
+    if communicator.elastic and not delay < gap:
+        raise ValueError(
+            f"DiLoCo: delay is {delay} and the fragments' syncs lie {gap} inner steps apart; where processes come "
+            "and go one must end before the next begins, so take a shorter delay or fewer fragments"
+        )
+    return delay < gap
 
 
 def restarts(restart: Restarts | Mapping[str, Restarts], fragments: Sequence[Fragment]) -> list[Restarts]:
@@ -236,6 +246,60 @@ def check_needs(
     return frozenset({*signals, *[PROBES] * probes, *[AGREEMENT] * (replicas != 1)})
 
 
-def settings(outer: Optimizer) -> list[dict[str, str]]:
-    """An optimizer's param groups without their tensors, as text, to be compared between processes."""
+def constants(
+    fragments: Sequence[Fragment], alike: Mapping[str, Any], inner_steps: int, schedules: Mapping[str, Any], wire: str
+) -> dict[str, Any]:
+    """Return what all processes must have been started with and keep, by the words that name it; JSON values."""
+    slots = [(fragment, slot) for fragment in fragments for slot in fragment.layout.slots]
+    return {
+        **alike,
+        "numbers of fragments": len(fragments),
+        "parameters": {slot.name: str(list(slot.shape)) for _, slot in slots},
+        "orders of parameters": [slot.name for _, slot in slots],
+        "types": {slot.name: str(slot.dtype) for fragment in fragments for slot in fragment.slots[0]},
+        "fragments": {slot.name: fragment.name for fragment, slot in slots},
+        "inner_steps": inner_steps,
+        "schedules": dict(schedules),
+        "wires": wire,
+    }
+
+
+def describe(fragments: Sequence[Fragment], constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all processes must have alike now: the constants, the outer settings, and the kernels."""
+    return {
+        **constants,
+        "outer settings": {f"fragment {fragment.name}": _settings(fragment.outer) for fragment in fragments},
+        # With kernels the last bits are others.
+        "kernels of the outer round": {f.name: goes_on_device(f) for f in fragments if not f.flat.is_cpu},
+    }
+
+
+def _settings(outer: Optimizer) -> list[dict[str, str]]:
+    """Return an optimizer's param groups without their tensors, as text."""
     return [{key: str(value) for key, value in group.items() if key != "params"} for group in outer.param_groups]
+
+
+Signals = Mapping[str, float] | Callable[[list[str]], Mapping[str, float]] | None
+"""Values by name, or a function from the names of the fragments whose round ends to them."""
+
+
+def check_signals_kind(signals: Signals) -> None:
+    """Refuse signals that are neither a mapping, a function nor None."""
+    if not (signals is None or callable(signals) or isinstance(signals, Mapping)):
+        raise ValueError(f"DiLoCo: signals are {signals!r}; give names and values, such as {{'loss': 2.3}}")
+
+
+def values_for(fragments: Sequence[Fragment], signals: Signals) -> Mapping[str, float]:
+    """Return the signals for the end of these fragments' round, checked before anything of it happens."""
+    values = signals([fragment.name for fragment in fragments]) if callable(signals) else signals
+    values = {} if values is None else values
+    outers = [fragment.outer for fragment in fragments if isinstance(fragment.outer, OuterSGD)]
+    for policy in [group["restart"] for outer in outers for group in outer.param_groups]:
+        missing = parse(policy).needs - MEASURED - {PROBES, AGREEMENT} - set(values)
+        if missing:
+            raise ValueError(
+                f"DiLoCo: a round ends, and restart policy {policy} needs {', '.join(sorted(missing))}; pass them "
+                "to step(signals=...) and finish(signals=...)"
+            )
+    check_signals("DiLoCo", values)
+    return values

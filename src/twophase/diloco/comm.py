@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from twophase.base.config import RunError
+from twophase.base.errors import RunError
 
 
 class Interrupted(Exception):  # noqa: N818 - no fault: a process has gone, and the others go on

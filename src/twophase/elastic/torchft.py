@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-from twophase.base.config import RunError
+from twophase.base.errors import RunError
 from twophase.diloco.agreement import first_unlike, versions
 from twophase.diloco.comm import Done, Interrupted, Pending
 from twophase.elastic import parts
@@ -549,5 +549,5 @@ def _buffers_to_come(engine: DiLoCo) -> int:
 
 def _run(engine: DiLoCo) -> dict[str, Any]:
     """What a replica must have in common with a run that it comes into, beside what it is given with the state."""
-    ours = {key: value for key, value in engine._description().items() if key != "outer settings"}
+    ours = {key: value for key, value in engine.description().items() if key != "outer settings"}
     return versions() | ours
