@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from twophase.diloco import device_sweep, fragment, sweep, wire
+from twophase.diloco import device_sweep, fragment, sweep, transfer
 from twophase.diloco import sync as sync_module
 from twophase.diloco.comm import Pending, SingleProcess
 from twophase.diloco.engine import DiLoCo
@@ -65,7 +65,7 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Module:
 def rounds(way: str, monkeypatch: pytest.MonkeyPatch, *, replicas: int, dtype: torch.dtype, **options: Any) -> Any:
     """What four rounds lead to: reports, anchor, buffers and replicas."""
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "_PART_BYTES", 600_000)
+        patch.setattr(transfer, "_PART_BYTES", 600_000)
         patch.setattr(sweep, "_PART_ELEMENTS", DIGEST_ELEMENTS)
         patch.setattr(sweep, "SMALL", 1 << 10 if way == "parts" else 1 << 30)
         patch.setattr(fragment, "SMALL", 1 << 30 if way == "few calls" else 0)
@@ -143,7 +143,7 @@ def test_norms_that_are_given_are_the_ones_told(monkeypatch: pytest.MonkeyPatch)
 def test_an_interrupted_sweep_is_told(arrived: int, monkeypatch: pytest.MonkeyPatch):
     """An anchor of which a part is ahead of the others is neither saved nor trained on; a checkpoint mends it."""
     monkeypatch.setattr(sweep, "SMALL", 1 << 10)
-    monkeypatch.setattr(wire, "_PART_BYTES", 600_000)
+    monkeypatch.setattr(transfer, "_PART_BYTES", 600_000)
     module = model()
     engine = DiLoCo(module, OuterRule(0.7, 0.9), inner_steps=1, communicator=Twins())
     engine.step()

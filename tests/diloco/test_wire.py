@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forked import in_processes
+from twophase.diloco import transfer as transfer_module
 from twophase.diloco import wire
 from twophase.diloco.codec import BLOCK, Packet, packet, packet_bytes
 from twophase.diloco.comm import Pending, ProcessGroup, SingleProcess
-from twophase.diloco.wire import WIRES, Channel, Transfer, check_wire
+from twophase.diloco.transfer import WIRES, Channel, Transfer, check_wire, open_channel
 
 SIZE = 3
 ROUNDS = 3
@@ -37,7 +38,7 @@ SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 
 
 def channel(name: str, numel: int, senders: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Channel:
-    return Channel(name, numel, dtype=dtype, device=CPU, senders=senders, **options)
+    return open_channel(name, numel, dtype=dtype, device=CPU, senders=senders, **options)
 
 
 def through(name: str, x: Tensor, **options: Any) -> Tensor:
@@ -311,7 +312,7 @@ def test_float32_is_left_alone():
 
 def test_large_sums_go_in_pieces(monkeypatch: pytest.MonkeyPatch):
     """A float32 sum is cut into even pieces of about the given size, all launched at once, and covers every element."""
-    monkeypatch.setattr(wire, "_SUM_PIECE_BYTES", 400)
+    monkeypatch.setattr(transfer_module, "_SUM_PIECE_BYTES", 400)
     for numel, pieces in [(1, 1), (100, 1), (149, 1), (200, 2), (1003, 10)]:
         member = members(1)[0]
         transfer = channel("float32", numel).launch(member, torch.ones(numel))
@@ -612,7 +613,7 @@ def talk(rank: int) -> dict[str, Any]:
 def exact(rank: int, piece: int | None = None) -> list[Any]:
     """Sums of whole numbers, which no order of adding changes, over the wire float32, and what they cost."""
     if piece is not None:
-        wire._SUM_PIECE_BYTES = piece
+        transfer_module._SUM_PIECE_BYTES = piece
     found = []
     for numel in LENGTHS:
         total, group = contribution(numel, rank, 0).mul_(1000).round_(), Counting()

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import textmaker
 from twophase.base.config import to_tree, with_values
 from twophase.diloco.comm import ProcessGroup
-from twophase.diloco.wire import WIRES, Channel
+from twophase.diloco.transfer import WIRES, open_channel
 from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import study, wires
@@ -263,7 +263,7 @@ def test_the_bytes_told_are_those_of_the_wire(group: ProcessGroup, wire: str) ->
     """What the study says a process sends is what the wire reports when it is asked to send that many elements."""
     for numel in (1, 127, 1000, 31392):
         tensor = torch.zeros(numel)
-        transfer = Channel(wire, numel, dtype=tensor.dtype, device=tensor.device, senders=1).launch(group, tensor)
+        transfer = open_channel(wire, numel, dtype=tensor.dtype, device=tensor.device, senders=1).launch(group, tensor)
         transfer.wait()
         assert wires.sent_bytes(wire, numel, group.size) == transfer.bytes_sent > 0
 

@@ -18,7 +18,7 @@ import torch
 import twophase
 from twophase.base.errors import RunError
 from twophase.base.source import source_digest
-from twophase.diloco.comm import Communicator, Interrupted, SingleProcess
+from twophase.diloco.communicator import Communicator, Interrupted, SingleProcess
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.sweep import dots_on_device
 from twophase.optim.outer import Dots, OuterSGD

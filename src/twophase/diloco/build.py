@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco.comm import Communicator, ProcessGroup
+from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import Layout, plan
 from twophase.diloco.fragment import Fragment, Slot, check_placement, local, slots_of
 from twophase.diloco.sweep import goes_on_device
-from twophase.diloco.wire import Channel
+from twophase.diloco.transfer import open_channel
 from twophase.optim.outer import OuterSGD, check_signals
 from twophase.restart import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy, parse
 from twophase.rule import OuterRule
@@ -71,7 +71,7 @@ def cut(
             layout=layout,
             anchor=anchor[start : start + layout.numel],
             gradient=room[place : place + layout.numel],
-            channel=Channel(
+            channel=open_channel(
                 wire,
                 layout.numel,
                 dtype=dtype,
@@ -122,8 +122,9 @@ def _check_kinds(named: list[list[tuple[str, nn.Parameter]]], communicator: Comm
             check_placement(name, p, communicator.sharded)
             if not p.is_floating_point():
                 raise ValueError(f"DiLoCo: parameter {name!r} is {p.dtype}; only floating-point parameters can train")
-    if isinstance(communicator, ProcessGroup):
-        communicator.bind(named[0][0][1].device)
+    bind = getattr(communicator, "bind", None)  # only a group whose small messages may go through a GPU has it
+    if bind is not None:
+        bind(named[0][0][1].device)
 
 
 def check_schedule(stagger: bool, delay: int, mixing: float, inner_steps: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from twophase.diloco.agreement import averaged
-from twophase.diloco.comm import Communicator
+from twophase.diloco.communicator import Communicator
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.replicas import Replicas
 from twophase.optim.outer import OuterSGD, as_number

@@ -47,14 +47,14 @@ from twophase.diloco.build import (
     values_for,
 )
 from twophase.diloco.candidates import Probe
-from twophase.diloco.comm import Communicator, default_communicator
+from twophase.diloco.communicator import Communicator, default_communicator
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment, partition
 from twophase.diloco.membership import Elastic, Members, Position, membership
 from twophase.diloco.replicas import Replicas
 from twophase.diloco.report import RoundReport, merged
 from twophase.diloco.sync import Setting, Sync
-from twophase.diloco.wire import check_wire
+from twophase.diloco.transfer import check_wire
 from twophase.optim.outer import OuterSGD
 from twophase.restart import check_count
 from twophase.rule import OuterRule

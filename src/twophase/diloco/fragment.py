@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twophase.diloco.flat import Layout, checksum
-from twophase.diloco.wire import Channel
+from twophase.diloco.transfer import Channel
 from twophase.optim.outer import BUFFER, OuterSGD
 
 SMALL = 1 << 20

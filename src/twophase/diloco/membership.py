@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from twophase.diloco import comm
+from twophase.diloco import communicator as protocols
 from twophase.diloco.agreement import Attendance, attend, same_start
 from twophase.diloco.build import describe
-from twophase.diloco.comm import Communicator, Interrupted
+from twophase.diloco.communicator import Communicator, Interrupted
 from twophase.diloco.replicas import Replicas
 
 
@@ -102,7 +102,7 @@ class Elastic:
         self.replica_count: int | None = None
         self.borrowed: set[int] = set()
         self.absent = True
-        self._communicator = cast("comm.Elastic", communicator)
+        self._communicator = cast("protocols.Elastic", communicator)
         self._replicas, self._constants = replicas, constants
 
     def attend(self, position: Position, attempts: int) -> Members:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from twophase.diloco.comm import Communicator
-from twophase.diloco.device_sweep import DeviceSweep, is_usable, kernels
+from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import DIGEST_ELEMENTS, Digest
 from twophase.diloco.fragment import SMALL, Fragment
-from twophase.diloco.wire import PartTransfer
-from twophase.optim.functional import Dots, PartSweep
+from twophase.diloco.transfer import PartTransfer
+from twophase.optim.functional import Dots, PartSweep, Update
 from twophase.optim.outer import BUFFER, OuterSGD, Sweep
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES
 
@@ -35,7 +36,7 @@ def goes_on_device(fragment: Fragment) -> bool:
         and not fragment.channel.lossy
         and _is_sweepable(fragment)
         and not fragment.outer_sgd.needs & {PROBES, AGREEMENT}
-        and is_usable(fragment)
+        and _device().is_usable(fragment)
     )
 
 
@@ -183,13 +184,35 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
     return RoundSweep(sweep, lambda: {name: digest.digits() for name, digest in digests.items()})
 
 
-def _device_sweep(
-    fragment: Fragment, divisor: int, *, restore: bool, prove: bool, momentum: Tensor | None
-) -> DeviceSweep:
-    module = kernels(fragment.flat.device)
-    assert module is not None, "goes_on_device() comes first"
+class OnDevice(Protocol):
+    """A fragment's round by the kernels of an accelerator: the part of `device_sweep.DeviceSweep` that is used here."""
 
-    return DeviceSweep(
+    digits: dict[str, str]
+    buffers: Sequence[Tensor]
+    measure: bool
+
+    def write_pseudo_gradient(self) -> None:
+        """Write g <- sum over the replicas of (x - theta_r), over the divisor."""
+        ...
+
+    def dots(self, *, fresh: bool, angle: bool) -> Dots:
+        """Return the inner products before the round; g is divided on the way."""
+        ...
+
+    def run(self, update: Update) -> Dots | None:
+        """Take the round."""
+        ...
+
+
+def _device() -> Any:
+    """Return the module of the kernels' launches, which only fragments on an accelerator need."""
+    return import_module("twophase.diloco.device_sweep")
+
+
+def _device_sweep(fragment: Fragment, divisor: int, *, restore: bool, prove: bool, momentum: Tensor | None) -> OnDevice:
+    module = _device().kernels(fragment.flat.device)
+    assert module is not None, "goes_on_device() comes first"
+    return _device().DeviceSweep(
         kernels=module,
         x=fragment.flat,
         g=fragment.gradient,

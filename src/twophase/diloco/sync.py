@@ -18,14 +18,14 @@ from torch import Tensor
 
 from twophase.diloco.agreement import Shared, agree, averaged, prove, squares
 from twophase.diloco.candidates import Probe, count_candidates, probe_candidates
-from twophase.diloco.comm import Communicator, Interrupted
+from twophase.diloco.communicator import Communicator, Interrupted
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members
 from twophase.diloco.replicas import Replicas
 from twophase.diloco.report import FragmentRound, RoundReport, joined
 from twophase.diloco.sweep import goes_in_parts, goes_on_device, round_sweep, transfer_in_parts, write_on_device
-from twophase.diloco.wire import PartTransfer, Transfer
+from twophase.diloco.transfer import PartTransfer, Transfer
 from twophase.optim.outer import GroupRound, OuterSGD
 from twophase.restart import AGREEMENT
 

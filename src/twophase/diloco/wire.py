@@ -17,8 +17,7 @@ Source: error feedback, Karimireddy et al. 2019 (arXiv 1901.09847); both stages 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,26 +26,11 @@ import torch
 from torch import Tensor
 
 from twophase.diloco.codec import BLOCK, Packet, decode, encode, packet, packet_bytes
-from twophase.diloco.comm import Communicator, Pending
-from twophase.diloco.flat import DIGEST_ELEMENTS
+from twophase.diloco.communicator import Communicator, Pending
+from twophase.diloco.transfer import Channel, Transfer
 
-WIRES = ("float32", "bfloat16", "int8")
-_SUM_PIECE_BYTES = 64 << 20
-_PART_BYTES = 32 << 20
-"""Of a `PartTransfer`: the less, the sooner the first part can be used; the more, the fewer journeys."""
 _PIECE_ELEMENTS = 1 << 19  # on a CPU: what an encoding goes over several times stays in the cache
 _PIECE_ELEMENTS_ELSEWHERE = 1 << 22  # on an accelerator: fewer kernels to start
-
-
-def check_wire(name: str) -> str:
-    """`name` if it is one of `WIRES`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if name not in WIRES:
-        raise ValueError(f"check_wire: wire is {name!r}; it must be one of {', '.join(WIRES)}")
-    return name
 
 
 # --- what is remembered ---------------------------------------------------------------------------------------------
@@ -90,88 +74,7 @@ class _Residual:
         self._changed = False
 
 
-# --- transfers ------------------------------------------------------------------------------------------------------
-
-
-class Transfer:
-    """A sum under way; `wait()` returns when the tensor holds it.
-
-    All processes call `advance()`, where they call it, at the same place among their collectives.
-    """
-
-    def __init__(
-        self,
-        pending: Sequence[Pending] = (),
-        second: Callable[[], Pending] | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._pending = list(pending)
-        self._second = second
-        self._finish = finish
-        self.bytes_sent = sum(work.bytes_sent for work in self._pending)
-        """Bytes that this process has handed to others so far; all of them after `wait()`."""
-
-    def advance(self) -> None:
-        """Wait for the first of two stages and launch the second; nothing where there is one stage, or when done."""
-        if self._second is None:
-            return
-        second, self._second = self._second, None
-        self._drain()
-        self._pending = [second()]
-        self.bytes_sent += self._pending[0].bytes_sent
-
-    def wait(self) -> None:
-        """Return when the tensor holds the sum."""
-        self.advance()
-        self._drain()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-
-    def _drain(self) -> None:
-        for work in self._pending:
-            work.wait()
-        self._pending = []
-
-
-class PartTransfer(Transfer):
-    """A sum that is made while it is used: part by part, each filled, sent, and given back when it is there.
-
-    Nothing is sent before `parts()` is gone through. Then each part travels while later ones are filled and earlier
-    ones used.
-
-    Args:
-        communicator: the processes.
-        tensor: 1-D, contiguous; each part of it becomes the sum over the processes.
-        fill: writes elements `start` to `stop` of the tensor.
-    """
-
-    def __init__(self, communicator: Communicator, tensor: Tensor, fill: Callable[[int, int], None]) -> None:
-        super().__init__()
-        self._communicator, self._tensor, self._fill = communicator, tensor, fill
-        self.seconds = {"pseudo_gradient": 0.0, "reduce": 0.0}
-        """Spent on filling, and on launching and waiting."""
-
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """Start and stop of each part, in order, as soon as the tensor holds its sum."""
-        numel = self._tensor.numel()
-        size = max(1, _PART_BYTES // self._tensor.element_size() // DIGEST_ELEMENTS) * DIGEST_ELEMENTS
-        bounds = [(start, min(start + size, numel)) for start in range(0, numel, size)]
-        for part, pending in [(part, self._launch(*part)) for part in bounds]:
-            clock = time.perf_counter()
-            pending.wait()
-            self.seconds["reduce"] += time.perf_counter() - clock
-            yield part
-
-    def _launch(self, start: int, stop: int) -> Pending:
-        clock = time.perf_counter()
-        self._fill(start, stop)
-        filled = time.perf_counter()
-        pending = self._communicator.launch_sum(self._tensor[start:stop])
-        self.bytes_sent += pending.bytes_sent
-        self.seconds["pseudo_gradient"] += filled - clock
-        self.seconds["reduce"] += time.perf_counter() - filled
-        return pending
+# --- the channel ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,23 +95,22 @@ class _Route:
         return min(rank * self.part, self.numel), min((rank + 1) * self.part, self.numel)
 
 
-class Channel:
-    """How one fragment's pseudo-gradient travels; one a fragment and process, the same on every process.
+class LossyChannel(Channel):
+    """A channel whose codes lose digits: bfloat16, or int8 with error feedback.
 
     Besides the residuals it holds one encoded vector to send, one received, and scratch for a piece.
 
     Args:
-        name: one of `WIRES`; "float32" means the tensor's own type.
+        name: "bfloat16" or "int8".
         numel: elements of the fragment, >= 1.
-        dtype: of the tensors that are summed, float32 or float64; the residuals have it as well.
+        dtype: float32 or float64, of the tensors that are summed and of the residuals.
         device: of the tensors.
         senders: replicas in this process that `quantize` is called for, else 1; each has a residual of its own.
         error_feedback: whether to carry what was not sent into the next round; None means for int8 only.
         transactional: whether `rollback()` is possible; it costs a second copy of the residuals.
-
-    Raises:
-        ValueError: an unknown wire.
     """
+
+    lossy = True
 
     def __init__(
         self,
@@ -221,14 +123,9 @@ class Channel:
         error_feedback: bool | None = None,
         transactional: bool = False,
     ) -> None:
-        self.name = check_wire(name)
-        self.lossy = name != "float32"
-        """Whether digits are lost on the way."""
-        assert numel >= 1, "an empty fragment has nothing to sum"
-        assert dtype in (torch.float32, torch.float64), "a pseudo-gradient is float32 or float64"
-        self._numel, self._dtype, self._device = numel, dtype, device
+        super().__init__(name, numel, dtype=dtype, device=device)
         self._transactional = transactional
-        self._feedback = self.lossy and (name == "int8" if error_feedback is None else error_feedback)
+        self._feedback = name == "int8" if error_feedback is None else error_feedback
         self._sent = [self._residual(0, numel) for _ in range(senders)] if self._feedback else []
         self._returned: _Residual | None = None  # of the part that this process owns, from the first sum on
         self._under_way: Transfer | None = None
@@ -236,35 +133,16 @@ class Channel:
         self._scratch: tuple[Tensor, Packet] | None = None
 
     def quantize(self, tensor: Tensor, sender: int) -> None:
-        """Stage one alone: replace a replica's contribution by what the others would receive of it.
-
-        For several replicas in one process: with each as a sender of its own, a run has the same bits in one process as
-        in one process a replica. Nothing happens for float32.
-
-        Args:
-            tensor: 1-D, contiguous, of the channel's length, dtype and device; changed in place.
-            sender: which replica of this process, from 0.
-        """
+        """Take stage one alone: replace a replica's contribution by what the others would receive of it."""
         self._check(tensor)
-        if self.lossy:
-            residual = self._sent[sender] if self._feedback else None
-            self._send(tensor, 0, None, residual)
-            _written(residual)
+        residual = self._sent[sender] if self._feedback else None
+        self._send(tensor, 0, None, residual)
+        _written(residual)
 
     def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
-        """Begin to replace `tensor` by its sum over the processes, in place, with the same bits on all of them.
-
-        Until `Transfer.wait()` has returned, the tensor holds nothing of use and the channel takes no other.
-
-        Args:
-            communicator: the processes, which may be others than in the last round.
-            tensor: 1-D, contiguous, of the channel's length, dtype and device.
-            quantized: the tensor is a sum of what `quantize` made, in one process; only the second stage is left.
-        """
+        """Begin to replace `tensor` by its sum, in two stages; of a `quantized` one only the second is left."""
         self._check(tensor)
         assert self._under_way is None, "wait for the transfer under way, or call rollback()"
-        if not self.lossy:
-            return Transfer(_launch_sum(communicator, tensor))
         route = _Route(self._numel, communicator.size, communicator.rank)
         if route.size == 1:
             if not quantized:
@@ -378,16 +256,8 @@ class Channel:
     def _packets(self, payload: Tensor, route: _Route) -> list[Packet]:
         return [packet(self.name, share, route.part) for share in payload.chunk(route.size)]
 
-    def _check(self, tensor: Tensor) -> None:
-        assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
-        assert tensor.dtype == self._dtype
-        assert tensor.is_contiguous()
-
     def state_dict(self) -> dict[str, Any]:
-        """The residuals, live: of each sender, and of the part that this process owns once there was a sum.
-
-        Empty without error feedback.
-        """
+        """Return the residuals, live."""
         if not self._feedback:
             return {}
         state: dict[str, Any] = {"wire": self.name, "sent": [residual.old for residual in self._sent]}
@@ -396,21 +266,8 @@ class Channel:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a copy of `state_dict()`; a transfer under way is given up.
-
-        A residual of the second stage serves while this process owns the part that it belongs to; with another number
-        of processes it is forgotten at the next sum.
-
-        Raises:
-            ValueError: the state of another wire, of other senders, or of another fragment; nothing has been changed.
-        """
-        problem = self._misfit(state)
-        if problem is not None:
-            raise ValueError(
-                f"Channel.load_state_dict: {problem}; build the engine with the wire, the error feedback, the model "
-                "and the replicas of the checkpoint, or start a new run"
-            )
-        self.clear()
+        """Continue from a copy of `state_dict()`; see `Channel.load_state_dict`."""
+        super().load_state_dict(state)
         if not self._feedback:
             return
         for residual, saved in zip(self._sent, state["sent"], strict=True):
@@ -421,11 +278,11 @@ class Channel:
             self._returned.load(saved)
 
     def _misfit(self, state: Mapping[str, Any]) -> str | None:
-        ours = self.name if self._feedback else None
-        if state.get("wire") != ours:
-            return f"the state has {_describe(state.get('wire'))}, this channel {_describe(ours)}"
         if not self._feedback:
-            return None
+            return super()._misfit(state)
+        if state.get("wire") != self.name:
+            saved = "no residuals" if state.get("wire") is None else f"residuals of wire {state['wire']}"
+            return f"the state has {saved}, this channel residuals of wire {self.name}"
         sent, returned, start = state["sent"], state.get("returned"), state.get("returned_start", 0)
         if len(sent) != len(self._sent):
             return f"the state has {len(sent)} senders' residuals, this channel {len(self._sent)}"
@@ -481,13 +338,3 @@ class Channel:
 def _written(residual: _Residual | None) -> None:
     if residual is not None:
         residual.written()
-
-
-def _describe(wire: str | None) -> str:
-    return "no residuals" if wire is None else f"residuals of wire {wire}"
-
-
-def _launch_sum(communicator: Communicator, tensor: Tensor) -> list[Pending]:
-    """All-reduces of about 64 MiB each: a large one in pieces is quicker than whole, a small one is not."""
-    count = max(1, round(tensor.nbytes / _SUM_PIECE_BYTES))
-    return [communicator.launch_sum(piece) for piece in tensor.split(-(-tensor.numel() // count))]

@@ -25,7 +25,8 @@ from typing import Any
 
 from scipy.special import stdtr
 
-from twophase.diloco.wire import BLOCK, WIRES, packet_bytes
+from twophase.diloco.codec import BLOCK, packet_bytes
+from twophase.diloco.transfer import WIRES
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, Line, lines_of, one, perplexity_words, pick, public, tally
 from twophase.studies._wires_figure import draw

@@ -1,0 +1,201 @@
+"""The small object through which the engine talks to other processes, and the single process that needs no messages.
+
+The engine is written once, against `Communicator`. `comm.ProcessGroup` sums over a `torch.distributed` group;
+`twophase.elastic.torchft` is a group whose members come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Interrupted(Exception):  # noqa: N818 - no fault: a process has gone, and the others go on
+    """A collective of an elastic communicator failed; the sync is tried again with the processes that are left."""
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    bytes_sent: int
+    """Bytes that this process sends to others for it."""
+
+    def wait(self) -> None:
+        """Return when the result is there."""
+        ...
+
+
+class Communicator(Protocol):
+    """What the engine asks of its surroundings.
+
+    Every process makes the same calls in the same order, and after each call all processes hold the same bits.
+    """
+
+    elastic: bool
+    """Whether processes may come and go. Then a sync lies between `begin` and a `commit` that may fail, collectives may
+    raise `Interrupted`, and `rank` and `size` change with `begin`."""
+
+    sharded: bool
+    """Whether several processes share one replica."""
+
+    def begin(self) -> bool:
+        """Begin a sync with the processes that take part in it.
+
+        Returns:
+            Whether this process came late and has just been given another's state.
+        """
+        ...
+
+    def commit(self) -> bool:
+        """Whether every collective since `begin` has succeeded, so that the sync counts."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        ...
+
+    def launch_sum(self, tensor: Tensor) -> Pending:
+        """Begin to replace `tensor` by its sum over the processes, in place."""
+        ...
+
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
+        """Begin an all-to-all: the r-th of `size` equal parts of `sent` goes to process r, in the order of the ranks.
+
+        Args:
+            received: 1-D, as long as `sent`; its r-th part comes from process r.
+            sent: 1-D, contiguous, its length a multiple of `size`.
+        """
+        ...
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """Begin an all-gather: `received`, `size` times as long, holds every process's `sent` in order of rank."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace `tensor` by process 0's, in place."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """The small picklable `value` of every process, in order of rank (for rare calls: it pickles)."""
+        ...
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The numbers of every process, in order of rank: a few bytes, for every round.
+
+        Args:
+            numbers: as many on every process; floats, or whole numbers below 2^53.
+        """
+        ...
+
+    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The same between the processes that share one replica's shards; this process's alone where none does."""
+        ...
+
+
+class Elastic(Communicator, Protocol):
+    """A communicator whose processes come and go; see `DiLoCo.join`."""
+
+    replica: int
+    """This replica's number, whoever else is there."""
+
+    def attach(self, engine: Any, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Say what a replica that comes late is given: the engine's state and the rest (models, inner optimizers, …).
+
+        Args:
+            engine: the `DiLoCo`.
+            save: returns the rest, as a tree of tensors, numbers and text.
+            load: takes it.
+        """
+        ...
+
+    def enter(self, syncs: int, *, running: bool = False) -> None:
+        """Say, before `begin`, how far this process's state is; one that is behind another is given the other's.
+
+        Args:
+            syncs: that it has behind it, plus 1; 0 asks for any state that there is.
+            running: whether its run is under way; whoever comes late then is behind, however many it has.
+        """
+        ...
+
+    def enough(self, count: int) -> bool:
+        """Whether a run may begin with this many replicas; waits a moment if not.
+
+        Raises:
+            RuntimeError: they have not come in time.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class Done:
+    """A collective that needed no messages."""
+
+    bytes_sent: int = 0
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class SingleProcess:
+    """All replicas live in this process."""
+
+    elastic = sharded = False
+    rank = 0
+    size = 1
+
+    def begin(self) -> bool:
+        """Always the same process."""
+        return False
+
+    def commit(self) -> bool:
+        """Nothing can fail."""
+        return True
+
+    def launch_sum(self, tensor: Tensor) -> Pending:
+        """The sum over one process is the tensor itself."""
+        del tensor
+        return Done()
+
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
+        """Everything is for this process."""
+        received.copy_(sent)
+        return Done()
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """Everything is from this process."""
+        received.copy_(sent)
+        return Done()
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Nothing to copy."""
+        del tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """The one value."""
+        return [value]
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The one list."""
+        return [list(numbers)]
+
+    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The one list."""
+        return [list(numbers)]
+
+
+def default_communicator() -> Communicator:
+    """Return the default process group where torch.distributed is initialised, otherwise a single process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return import_module("twophase.diloco.comm").ProcessGroup()  # only processes that have a group need its code
+    return SingleProcess()

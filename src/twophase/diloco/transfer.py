@@ -1,0 +1,229 @@
+"""Sums of pseudo-gradients under way, and the channel on which a fragment's travels: exact, or lossy (`wire`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twophase.diloco.communicator import Communicator, Pending
+from twophase.diloco.flat import DIGEST_ELEMENTS
+
+WIRES = ("float32", "bfloat16", "int8")
+_SUM_PIECE_BYTES = 64 << 20
+_PART_BYTES = 32 << 20
+"""Of a `PartTransfer`: the less, the sooner the first part can be used; the more, the fewer journeys."""
+
+
+def check_wire(name: str) -> str:
+    """`name` if it is one of `WIRES`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if name not in WIRES:
+        raise ValueError(f"check_wire: wire is {name!r}; it must be one of {', '.join(WIRES)}")
+    return name
+
+
+class Transfer:
+    """A sum under way; `wait()` returns when the tensor holds it.
+
+    All processes call `advance()`, where they call it, at the same place among their collectives.
+    """
+
+    def __init__(
+        self,
+        pending: Sequence[Pending] = (),
+        second: Callable[[], Pending] | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._pending = list(pending)
+        self._second = second
+        self._finish = finish
+        self.bytes_sent = sum(work.bytes_sent for work in self._pending)
+        """Bytes that this process has handed to others so far; all of them after `wait()`."""
+
+    def advance(self) -> None:
+        """Wait for the first of two stages and launch the second; nothing where there is one stage, or when done."""
+        if self._second is None:
+            return
+        second, self._second = self._second, None
+        self._drain()
+        self._pending = [second()]
+        self.bytes_sent += self._pending[0].bytes_sent
+
+    def wait(self) -> None:
+        """Return when the tensor holds the sum."""
+        self.advance()
+        self._drain()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def _drain(self) -> None:
+        for work in self._pending:
+            work.wait()
+        self._pending = []
+
+
+class PartTransfer(Transfer):
+    """A sum that is made while it is used: part by part, each filled, sent, and given back when it is there.
+
+    Nothing is sent before `parts()` is gone through. Then each part travels while later ones are filled and earlier
+    ones used.
+
+    Args:
+        communicator: the processes.
+        tensor: 1-D, contiguous; each part of it becomes the sum over the processes.
+        fill: writes elements `start` to `stop` of the tensor.
+    """
+
+    def __init__(self, communicator: Communicator, tensor: Tensor, fill: Callable[[int, int], None]) -> None:
+        super().__init__()
+        self._communicator, self._tensor, self._fill = communicator, tensor, fill
+        self.seconds = {"pseudo_gradient": 0.0, "reduce": 0.0}
+        """Spent on filling, and on launching and waiting."""
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Start and stop of each part, in order, as soon as the tensor holds its sum."""
+        numel = self._tensor.numel()
+        size = max(1, _PART_BYTES // self._tensor.element_size() // DIGEST_ELEMENTS) * DIGEST_ELEMENTS
+        bounds = [(start, min(start + size, numel)) for start in range(0, numel, size)]
+        for part, pending in [(part, self._launch(*part)) for part in bounds]:
+            clock = time.perf_counter()
+            pending.wait()
+            self.seconds["reduce"] += time.perf_counter() - clock
+            yield part
+
+    def _launch(self, start: int, stop: int) -> Pending:
+        clock = time.perf_counter()
+        self._fill(start, stop)
+        filled = time.perf_counter()
+        pending = self._communicator.launch_sum(self._tensor[start:stop])
+        self.bytes_sent += pending.bytes_sent
+        self.seconds["pseudo_gradient"] += filled - clock
+        self.seconds["reduce"] += time.perf_counter() - filled
+        return pending
+
+
+class Channel:
+    """The way of one fragment's pseudo-gradient; one a fragment and process, the same on every process.
+
+    This one is exact: a sum is one all-reduce in the tensor's own type, and nothing is remembered. `wire.LossyChannel`
+    has residuals (error feedback), which the methods below `launch` are about.
+
+    Args:
+        name: one of `WIRES`.
+        numel: elements of the fragment, >= 1.
+        dtype: float32 or float64, of the tensors that are summed.
+        device: of the tensors.
+    """
+
+    lossy = False
+    """Whether digits are lost on the way."""
+
+    def __init__(self, name: str, numel: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.name = check_wire(name)
+        assert numel >= 1, "an empty fragment has nothing to sum"
+        assert dtype in (torch.float32, torch.float64), "a pseudo-gradient is float32 or float64"
+        self._numel, self._dtype, self._device = numel, dtype, device
+
+    def quantize(self, tensor: Tensor, sender: int) -> None:
+        """Replace a replica's contribution by what the others would receive of it.
+
+        For several replicas in one process: with each as a sender of its own, a run has the same bits in one process as
+        in one process a replica.
+
+        Args:
+            tensor: 1-D, contiguous, of the channel's length, dtype and device; changed in place.
+            sender: number of a replica of this process, from 0.
+        """
+        del sender
+        self._check(tensor)
+
+    def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
+        """Begin to replace `tensor` by its sum over the processes, in place, with the same bits on all of them.
+
+        Until `Transfer.wait()` has returned, the tensor holds nothing of use and the channel takes no other.
+
+        Args:
+            communicator: the processes, which may be others than in the last round.
+            tensor: 1-D, contiguous, of the channel's length, dtype and device.
+            quantized: the tensor is a sum of what `quantize` made, in one process.
+        """
+        del quantized
+        self._check(tensor)
+        # In pieces of about 64 MiB: a large sum is quicker in pieces than whole, a small one is not.
+        count = max(1, round(tensor.nbytes / _SUM_PIECE_BYTES))
+        return Transfer([communicator.launch_sum(piece) for piece in tensor.split(-(-tensor.numel() // count))])
+
+    def _check(self, tensor: Tensor) -> None:
+        assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
+        assert tensor.dtype == self._dtype
+        assert tensor.is_contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals, live: of each sender, and of the part that this process owns once there was a sum.
+
+        Empty without error feedback.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a copy of `state_dict()`; a transfer under way is given up.
+
+        A residual of the second stage serves while this process owns the part that it belongs to; with another number
+        of processes it is forgotten at the next sum.
+
+        Raises:
+            ValueError: the state of another wire, of other senders, or of another fragment; nothing has been changed.
+        """
+        problem = self._misfit(state)
+        if problem is not None:
+            raise ValueError(
+                f"Channel.load_state_dict: {problem}; build the engine with the wire, the error feedback, the model "
+                "and the replicas of the checkpoint, or start a new run"
+            )
+        self.clear()
+
+    def _misfit(self, state: Mapping[str, Any]) -> str | None:
+        wire = state.get("wire")
+        return None if wire is None else f"the state has residuals of wire {wire}, this channel no residuals"
+
+    def commit(self) -> None:
+        """Keep the residuals as they are now."""
+
+    def rollback(self) -> None:
+        """Set the residuals back to the last `commit()`, and give up a transfer under way: the sum has failed."""
+
+    def withdraw(self) -> None:
+        """Give up a transfer under way, whose sum has not been applied."""
+
+    def clear(self) -> None:
+        """Forget all residuals, and give up a transfer under way: as after construction."""
+
+    def reset_returned(self) -> None:
+        """Forget the second stage's residual, for when processes came or went and parts changed owners."""
+
+
+def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Channel:
+    """Return the channel of a wire.
+
+    Args:
+        name: one of `WIRES`; "float32" means the tensor's own type.
+        numel: elements of the fragment, >= 1.
+        dtype: float32 or float64, of the tensors that are summed.
+        device: of the tensors.
+        options: of `wire.LossyChannel`; an exact channel needs none.
+
+    Raises:
+        ValueError: an unknown wire.
+    """
+    if check_wire(name) == "float32":
+        return Channel(name, numel, dtype=dtype, device=device)
+    return import_module("twophase.diloco.wire").LossyChannel(name, numel, dtype=dtype, device=device, **options)
