@@ -30,8 +30,9 @@ from forked import in_processes
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
 from twophase.optim import functional
-from twophase.optim.functional import Angles, buffer_dtype, dots, outer_step_
+from twophase.optim.functional import buffer_dtype, outer_step_
 from twophase.optim.outer import OuterSGD
+from twophase.optim.products import Angles, dots
 from twophase.optim.reference import ReferenceOuter
 from twophase.restart import (
     AtRounds,
@@ -186,9 +187,9 @@ def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.delattr(torch, "_fused_sgd_")
     elif request.param in ("inexact", "changed"):
         monkeypatch.setattr(torch, "_fused_sgd_", {"inexact": inexact, "changed": changed}[request.param])
-    functional._fused_is_exact.cache_clear()
+    functional.fused_is_exact.cache_clear()
     yield request.param
-    functional._fused_is_exact.cache_clear()
+    functional.fused_is_exact.cache_clear()
     torch.set_num_threads(threads)
 
 
@@ -225,9 +226,9 @@ def test_every_path_has_the_bits_of_torch_sgd(
     ]
     for step in range(3):
         gradients = draw(step + 1)
-        rule = functional._Rule(0.7, 0.9, nesterov, form, fresh=step == 0)
+        rule = functional.UpdateRule(0.7, 0.9, nesterov, form, fresh=step == 0)
         outer_step_(ours, gradients, buffers, lr=0.7, momentum=0.9, nesterov=nesterov, form=form, fresh=step == 0)
-        functional._in_pieces_(list(zip(plain, gradients, plain_buffers, strict=True)), rule)
+        functional.in_pieces_(list(zip(plain, gradients, plain_buffers, strict=True)), rule)
         for params, sgd in zip(theirs, sgds, strict=True):
             give(params, gradients)
             sgd.step()
@@ -239,7 +240,7 @@ def test_every_path_has_the_bits_of_torch_sgd(
             assert all(same_bits(m, sgd.state[p]["momentum_buffer"]) for m, p in zip(buffers, params, strict=True))
     # On a machine where the kernel rounds in another way, not taking it is right.
     was_taken, known = any(taken), form == "sum" or not nesterov
-    exact = functional._fused_is_exact(dtype, functional._Rule(0.7, 0.9, nesterov, form, fresh=False))
+    exact = functional.fused_is_exact(dtype, functional.UpdateRule(0.7, 0.9, nesterov, form, fresh=False))
     assert was_taken == (known and exact)
     assert not exact or fused.startswith("fused")
 
@@ -253,7 +254,7 @@ def test_the_fused_kernel_gets_only_what_it_takes(monkeypatch: pytest.MonkeyPatc
         assert all(len({t.dtype for t in row}) == 1 for row in zip(params, gradients, buffers, strict=True))
 
     monkeypatch.setattr(torch, "_fused_sgd_", spy)
-    monkeypatch.setattr(functional, "_fused_is_exact", lambda *_: True)
+    monkeypatch.setattr(functional, "fused_is_exact", lambda *_: True)
 
     class Sub(Tensor): ...
 

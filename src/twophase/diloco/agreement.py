@@ -21,8 +21,9 @@ from twophase.base.source import source_digest
 from twophase.diloco.communicator import Communicator, Interrupted, SingleProcess
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.sweep import dots_on_device
-from twophase.optim.outer import Dots, OuterSGD
-from twophase.policies.base import AGREEMENT
+from twophase.optim.outer import OuterSGD
+from twophase.optim.products import Dots
+from twophase.restart import AGREEMENT
 
 
 class Disagreement(RunError):  # noqa: N818 - it says what there is

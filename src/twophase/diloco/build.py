@@ -16,7 +16,8 @@ from twophase.diloco.flat import Layout, plan
 from twophase.diloco.fragment import Fragment, Slot, check_placement, local, slots_of
 from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.transfer import open_channel
-from twophase.optim.outer import OuterSGD, check_signals
+from twophase.optim.groups import check_signals
+from twophase.optim.outer import OuterSGD
 from twophase.restart import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy, parse
 from twophase.rule import OuterRule
 

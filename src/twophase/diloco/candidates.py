@@ -11,7 +11,8 @@ from twophase.diloco.agreement import averaged
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.replicas import Replicas
-from twophase.optim.outer import OuterSGD, as_number
+from twophase.optim.groups import as_number
+from twophase.optim.outer import OuterSGD
 
 Probe = Callable[[nn.Module, int, int], float]
 """From a module, the number of a replica in this process and a round's number to the loss on a probe batch."""

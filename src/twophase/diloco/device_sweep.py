@@ -19,8 +19,9 @@ from torch import Tensor
 
 from twophase.diloco.flat import DIGEST_ELEMENTS, checksum, joined_digits
 from twophase.diloco.fragment import Fragment
-from twophase.optim.functional import Dots, Update
-from twophase.policies.base import Restart
+from twophase.optim.functional import Update
+from twophase.optim.products import Dots
+from twophase.restart import Restart
 
 _log = logging.getLogger("twophase")
 _DEVICES = ("cuda",)

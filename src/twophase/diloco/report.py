@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from twophase.optim.outer import GroupRound
+from twophase.optim.groups import GroupRound
 
 
 @dataclass(frozen=True, slots=True)

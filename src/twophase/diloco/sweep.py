@@ -21,9 +21,11 @@ from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import DIGEST_ELEMENTS, Digest
 from twophase.diloco.fragment import SMALL, Fragment
 from twophase.diloco.transfer import PartTransfer
-from twophase.optim.functional import Dots, PartSweep, Update
+from twophase.optim.functional import Update
 from twophase.optim.outer import BUFFER, OuterSGD, Sweep
-from twophase.policies.base import AGREEMENT, MEASURED, PROBES
+from twophase.optim.part_sweep import PartSweep
+from twophase.optim.products import Dots
+from twophase.restart import AGREEMENT, MEASURED, PROBES
 
 _PART_ELEMENTS = 4 * DIGEST_ELEMENTS
 """Elements of a part: few enough for a cache, enough to pay for the calls."""

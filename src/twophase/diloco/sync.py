@@ -26,7 +26,8 @@ from twophase.diloco.replicas import Replicas
 from twophase.diloco.report import FragmentRound, RoundReport, joined
 from twophase.diloco.sweep import goes_in_parts, goes_on_device, round_sweep, transfer_in_parts, write_on_device
 from twophase.diloco.transfer import PartTransfer, Transfer
-from twophase.optim.outer import GroupRound, OuterSGD
+from twophase.optim.groups import GroupRound
+from twophase.optim.outer import OuterSGD
 from twophase.restart import AGREEMENT
 
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
@@ -16,43 +11,41 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from twophase.optim.functional import (
-    Angles,
-    Dots,
     Update,
     buffer_dtype,
-    dots,
     outer_step_,
     restart_,
 )
-from twophase.policies.base import MEASURED, PROBES, Answer, Never, Restart, RestartPolicy, RoundSignal, answered, ask
-from twophase.policies.text import parse
+from twophase.optim.groups import (
+    GroupRound,
+    as_number,
+    candidates_of,
+    check_round,
+    complete_,
+    gradient_of,
+    group_round,
+    listed,
+    memory_text,
+    plain_number,
+    remedy,
+    rule_of,
+)
+from twophase.optim.products import Angles, Dots, dots
+from twophase.restart import (
+    MEASURED,
+    PROBES,
+    Answer,
+    Never,
+    Restart,
+    RestartPolicy,
+    RoundSignal,
+    answered,
+    ask,
+    parse,
+)
 from twophase.rule import Form, OuterRule, check_rule
 
-
-@dataclass(frozen=True, slots=True)
-class GroupRound:
-    """What a param group did in its last round.
-
-    Args:
-        restarted: whether its buffer restarted.
-        pseudo_gradient_norm: Euclidean norm of g over the group.
-        buffer_norm: Euclidean norm of m before g was mixed in.
-        cosine: cosine of the angle between that m and g, 0 when either vanishes.
-        gain: `<update, g> / <g, g>`, with update = x before - x after; 1 would be plain averaging. NaN when g = 0.
-            (Of a policy that rewrites single coordinates, without that.)
-        not_finite: what its restart policy needs and what was not finite: the run has diverged, and nothing restarted.
-    """
-
-    restarted: bool
-    pseudo_gradient_norm: float
-    buffer_norm: float
-    cosine: float
-    gain: float
-    not_finite: tuple[str, ...] = ()
-
-
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
-COUNTERS = ("rounds", "rounds_since_restart", "restarts")
 
 
 class Sweep(Protocol):
@@ -171,11 +164,11 @@ class OuterSGD(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _complete(group)
+            complete_(group)
             missing = self._unpromised(group)
             if missing:
                 raise ValueError(
-                    f"OuterSGD: restart policy {group['restart']} needs {_listed(missing)}; {_remedy(missing)}, and "
+                    f"OuterSGD: restart policy {group['restart']} needs {listed(missing)}; {remedy(missing)}, and "
                     f"promise it here with signals={sorted(missing)!r}"
                 )
             _ = self.candidate_count  # refuses groups that cannot be judged together
@@ -229,7 +222,7 @@ class OuterSGD(Optimizer):
         if bare and self._is_rehearsal(taking_part):
             return loss
         for group, params in taking_part:  # all of them before any: a round that is refused has not happened
-            _check_round(group, params, signals, probes=probes is not None or probe is not None)
+            check_round(group, params, signals, probes=probes is not None or probe is not None)
         needed = frozenset().union(*(parse(group["restart"]).needs for group, _ in taking_part))
         if signals is not None:  # a tensor would go into the policies' memory as it is, and may change there
             signals = {name: float(value) if name in needed else value for name, value in signals.items()}
@@ -266,7 +259,7 @@ class OuterSGD(Optimizer):
         Raises:
             ValueError: groups with different ones, which would be a decision for every combination.
         """
-        return _candidates_of(self.param_groups)
+        return candidates_of(self.param_groups)
 
     @torch.no_grad()
     def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
@@ -282,12 +275,12 @@ class OuterSGD(Optimizer):
         """
         found: list[tuple[Tensor, Tensor]] = []
         for group, params in self._taking_part():
-            policy, rule = parse(group["restart"]), _rule_of(group)
+            policy, rule = parse(group["restart"]), rule_of(group)
             decision = policy.candidates(rule)[number] if PROBES in policy.needs else None
             along_g, along_m = answered({}, decision).weights(rule)
             for p in params:
                 held = self.state[p].get(BUFFER) if group["momentum"] != 0 else None
-                new = p.to(buffer_dtype(p), copy=True).sub_(_gradient(p), alpha=along_g)
+                new = p.to(buffer_dtype(p), copy=True).sub_(gradient_of(p), alpha=along_g)
                 found.append((p, new if held is None or along_m == 0 else new.sub_(held, alpha=along_m)))
         return found
 
@@ -318,7 +311,7 @@ class OuterSGD(Optimizer):
         """
         if self.state or not taking_part or any(group["lr"] != 0 or group["rounds"] for group, _ in taking_part):
             return False
-        gradients = [_gradient(p) for _, params in taking_part for p in params]
+        gradients = [gradient_of(p) for _, params in taking_part for p in params]
         if any(g.is_sparse or bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients):
             return False
         for group, params in taking_part:
@@ -357,7 +350,7 @@ class OuterSGD(Optimizer):
         norms: tuple[float | None, float | None, float | None] = (None, None, None)
         if shown is not None:
             norms = (shown.pseudo_gradient_norm, shown.buffer_norm, shown.cosine if angle else None)
-        signal = RoundSignal(number, age, *norms, signals, _rule_of(group), probes)
+        signal = RoundSignal(number, age, *norms, signals, rule_of(group), probes)
         answer = ask(policy, group["policy_state"], signal)
         group["policy_state"] = answer.state
         group["rounds"] = number
@@ -370,10 +363,10 @@ class OuterSGD(Optimizer):
         group["restarts"] += answer.restarted
         group["rounds_since_restart"] = answer.age(age)
         if measure and seen is not None:
-            self.last_round.append(_report(group, seen, answer))
+            self.last_round.append(group_round(group, seen, answer))
         elif answer.not_finite:
             warnings.warn(
-                f"OuterSGD: in round {number} {_listed(answer.not_finite)} is not finite: the run has diverged, and "
+                f"OuterSGD: in round {number} {listed(answer.not_finite)} is not finite: the run has diverged, and "
                 f"restart policy {policy} cannot decide; go back to an earlier checkpoint with a smaller learning rate",
                 RuntimeWarning,
                 stacklevel=3,
@@ -397,7 +390,7 @@ class OuterSGD(Optimizer):
     def _sweep(self, group: dict[str, Any], params: list[Tensor], answer: Answer, sweep: Sweep) -> Dots | None:
         """The same on flat vectors, of which the group is all there is."""
         fresh = group["momentum"] != 0 and BUFFER not in self.state[params[0]]
-        rule = _rule_of(group)
+        rule = rule_of(group)
         update = Update(float(rule.lr), rule.momentum, rule.nesterov, rule.form, fresh, answer.step, answer.restart)
         totals = sweep.run(update)
         if rule.momentum == 0 and answer.restart is not None:  # a buffer that is left over from a larger momentum
@@ -417,14 +410,14 @@ class OuterSGD(Optimizer):
                 return totals
         held = [p for p in params if there and BUFFER in self.state[p]]
         fresh = [p for p in params if not there or BUFFER not in self.state[p]]  # their m is 0
-        seen = dots([_gradient(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held], angle=angle)
+        seen = dots([gradient_of(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held], angle=angle)
         if not (held and fresh):
             return seen
-        return seen[0] + dots([_gradient(p) for p in fresh], [])[0], seen[1], seen[2]
+        return seen[0] + dots([gradient_of(p) for p in fresh], [])[0], seen[1], seen[2]
 
     def _restart(self, group: dict[str, Any], params: list[Tensor], restart: Restart) -> None:
         held = [p for p in params if BUFFER in self.state[p]]
-        buffers, gradients = [self.state[p][BUFFER] for p in held], [_gradient(p) for p in held]
+        buffers, gradients = [self.state[p][BUFFER] for p in held], [gradient_of(p) for p in held]
         restart_(buffers, gradients, restart.retain, restart.inject, opposed=restart.opposed)
         if len(params) < len(group["params"]) and restart.counts and not restart.opposed:
             # Those without a gradient in this round, whose g counts as 0: the cycle that begins is theirs, too.
@@ -443,7 +436,7 @@ class OuterSGD(Optimizer):
             buffers = [self.state[p][BUFFER] for p in params]
         outer_step_(
             params,
-            [_gradient(p) for p in params],
+            [gradient_of(p) for p in params],
             buffers,
             lr=float(group["lr"]),
             momentum=group["momentum"],
@@ -458,14 +451,14 @@ class OuterSGD(Optimizer):
         """As of every torch optimizer; next to tensors it holds plain numbers and text alone."""
         state = super().state_dict()
         for group in state["param_groups"]:
-            group |= {key: _plain(value) for key, value in group.items()}
+            group |= {key: plain_number(value) for key, value in group.items()}
             group |= {key: bool(group[key]) for key in ("nesterov", "together")}  # NumPy's is no number
             if not isinstance(group["restart"], str):  # the user put a policy there, which has not begun yet
                 policy = parse(group["restart"])
                 group |= {"restart": str(policy), "policy_state": policy.initial_state()}
             # One leaf, whatever the policy remembers by now: torch.distributed.checkpoint restores those leaves alone
             # that a fresh optimizer's state has as well.
-            group["policy_state"] = _text_of(group["policy_state"], group["restart"])
+            group["policy_state"] = memory_text(group["policy_state"], group["restart"])
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -494,14 +487,14 @@ class OuterSGD(Optimizer):
             ours = self.param_groups[index] if index < len(self.param_groups) else {}
             own = {key: ours[key] for key in ("restart", "together") if key in ours and key not in group}
             groups.append(own | group)
-            _complete(groups[-1])  # refuse before anything is loaded
+            complete_(groups[-1])  # refuse before anything is loaded
             missing = self._unpromised(groups[-1])
             if missing:
                 raise ValueError(
-                    f"OuterSGD: the loaded state's restart policy {groups[-1]['restart']} needs {_listed(missing)}; "
-                    f"{_remedy(missing)}, and promise it at construction with signals={sorted(missing)!r}"
+                    f"OuterSGD: the loaded state's restart policy {groups[-1]['restart']} needs {listed(missing)}; "
+                    f"{remedy(missing)}, and promise it at construction with signals={sorted(missing)!r}"
                 )
-        _candidates_of(groups)
+        candidates_of(groups)
         super().load_state_dict(state_dict | {"param_groups": groups})
         # The base class has just cast every buffer to its parameter's dtype (and shares the others with the caller's
         # dictionary), so the buffers are put back from the original: as they were, and our own copy.
@@ -522,124 +515,4 @@ class OuterSGD(Optimizer):
         super().__setstate__(state)
         self.last_round = []
         for group in self.param_groups:
-            _complete(group)
-
-
-def _rule_of(group: dict[str, Any]) -> OuterRule:
-    return _rule(group["lr"], group["momentum"], group["nesterov"], group["form"])
-
-
-_rule = functools.lru_cache(maxsize=64)(OuterRule)  # a schedule changes lr between rounds; a round asks several times
-
-
-def _candidates_of(groups: Sequence[Mapping[str, Any]]) -> int:
-    """See `OuterSGD.candidate_count`."""
-    policies = {str(p): p for group in groups if PROBES in (p := parse(group["restart"])).needs}
-    if len(policies) > 1:
-        raise ValueError(
-            f"OuterSGD: the groups have different probing policies, {_listed(policies)}; give all of them the same "
-            "one: they are judged together"
-        )
-    if not policies:
-        return 0
-    rule = OuterRule(0.0, 0.0)  # how many there are does not depend on it
-    return len(next(iter(policies.values())).candidates(rule))
-
-
-def _check_round(
-    group: dict[str, Any], params: list[Tensor], signals: Mapping[str, float] | None, *, probes: bool
-) -> None:
-    """Refuse a round that the group cannot take."""
-    if any(_gradient(p).is_sparse for p in params):
-        raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() before the step")
-    _check(group)  # a scheduler may have changed it; after the update would be too late
-    policy = parse(group["restart"])
-    missing = policy.needs - MEASURED - set(signals or ()) - ({PROBES} if probes else set())
-    if missing:
-        raise ValueError(f"OuterSGD: restart policy {policy} needs {_listed(missing)}; {_remedy(missing)}")
-    check_signals("OuterSGD", {name: value for name, value in (signals or {}).items() if name in policy.needs})
-
-
-def check_signals(where: str, signals: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless all values are numbers."""
-    for name, value in signals.items():
-        as_number(f"{where}: signals[{name!r}]", value)
-
-
-def as_number(what: str, value: Any) -> float:
-    """A loss or signal that somebody has returned, as a float; a ValueError where it is no number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
-        raise ValueError(f"{what} is {value!r}; give a single number") from None
-
-
-def _remedy(missing: Collection[str]) -> str:
-    """How to supply what a policy needs."""
-    ways = []
-    if set(missing) - {PROBES}:
-        ways.append("pass them to step(signals=...), the same on every replica")
-    if PROBES in missing:
-        ways.append("pass the loss on a probe batch as a function, step(probe=...)")
-    return " and ".join(ways)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-def _report(group: dict[str, Any], seen: Angles, answer: Answer) -> GroupRound:
-    """The group's round in numbers; the gain follows from the angles because the update is linear in g and m."""
-    norm = seen.pseudo_gradient_norm
-    along = seen.cosine * seen.buffer_norm / norm if norm else math.nan  # <m, g> / <g, g>
-    along_g, along_m = answer.weights(_rule_of(group))
-    gain = along_g + along_m * along
-    return GroupRound(answer.restarted, norm, seen.buffer_norm, seen.cosine, gain, answer.not_finite)
-
-
-def _gradient(param: Tensor) -> Tensor:
-    assert param.grad is not None
-    return param.grad
-
-
-def _complete(group: dict[str, Any]) -> None:
-    """Fill a param group's missing entries and check the others."""
-    group.setdefault("form", "sum")
-    group.setdefault("nesterov", False)
-    group.setdefault("together", False)
-    policy = parse(group.get("restart", "never"))
-    group["restart"] = str(policy)
-    for key in COUNTERS:
-        group.setdefault(key, 0)
-    group.setdefault("policy_state", policy.initial_state())
-    if isinstance(group["policy_state"], str):
-        group["policy_state"] = json.loads(group["policy_state"])
-    _check(group)
-
-
-def _check(group: dict[str, Any]) -> None:
-    check_rule("OuterSGD", group["lr"], group["momentum"], group["form"], group["nesterov"])
-    if parse(group["restart"]).effective(_rule_of(group)).momentum != group["momentum"]:
-        raise ValueError(
-            f"OuterSGD: restart policy {group['restart']} needs a buffer, and at momentum 0 there is none; "
-            "give any momentum above 0, which does not enter"
-        )
-
-
-def _text_of(memory: Mapping[str, float], policy: str) -> str:
-    """A policy's memory as JSON."""
-    try:
-        return json.dumps(memory, default=lambda value: int(value) if isinstance(value, Integral) else float(value))
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"OuterSGD: restart policy {policy} remembers {memory!r}; a policy's memory must be numbers under names"
-        ) from None
-
-
-def _plain(value: Any) -> Any:
-    """A NumPy number as Python's own, which loading with `weights_only` takes; anything else as it is."""
-    if isinstance(value, Integral) and type(value) not in (int, bool):
-        return int(value)
-    if isinstance(value, Real) and type(value) not in (int, bool, float):
-        return float(value)
-    return value
+            complete_(group)

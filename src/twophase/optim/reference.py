@@ -71,11 +71,15 @@ class ReferenceOuter:
 
     def _decide(self, g: Sequence[Tensor]) -> Answer:
         gg = sum(float((gi.double() ** 2).sum()) for gi in g)
-        held = self.m if self.rule.momentum else [0 * m for m in self.m]  # there is nothing to remember
-        mm = sum(float((m.double() ** 2).sum()) for m in held)
-        gm = sum(float((gi.double() * m.double()).sum()) for gi, m in zip(g, held, strict=True))
+        buffers = self.m if self.rule.momentum else [0 * m for m in self.m]  # there is nothing to remember
+        mm = sum(float((m.double() ** 2).sum()) for m in buffers)
+        gm = sum(float((gi.double() * m.double()).sum()) for gi, m in zip(g, buffers, strict=True))
         cosine = gm / (gg * mm) ** 0.5 if gg * mm > 0 else 0.0
-        probes = None if self.loss is None else tuple(self._tried(g, one) for one in self.policy.candidates(self.rule))
+        probes = (
+            None
+            if self.loss is None
+            else tuple(self._tried(g, candidate) for candidate in self.policy.candidates(self.rule))
+        )
         signal = RoundSignal(self.t, self.age, gg**0.5, mm**0.5, cosine, self.extra, self.rule, probes)
         answer = ask(self.policy, self.policy_state, signal)
         self.policy_state = answer.state

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.optim.outer import BUFFER, COUNTERS, OuterSGD
+from twophase.optim.groups import COUNTERS
+from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
 from twophase.sweep.history import ABSENT, ZERO, bits

@@ -1,0 +1,97 @@
+"""An outer round on flat vectors, part by part: the bits of `functional.outer_step_` and `functional.restart_`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twophase.optim.functional import (
+    Scratch,
+    Update,
+    fused_is_exact,
+    fused_sgd_,
+    has_fused,
+    in_pieces_,
+    restart_,
+    simplified,
+    step_without_momentum_,
+)
+from twophase.optim.pieces import piece_length
+from twophase.optim.products import Dots, dots_of_batch
+
+
+@dataclass(frozen=True, slots=True)
+class PartSweep:
+    """A group's tensors as flat vectors, to be gone through once, part by part, while each part is in the cache.
+
+    Args:
+        x: parameters, (n,).
+        g: pseudo-gradients, (n,).
+        m: buffers, (n,); None at momentum 0.
+        buffers: `m` in views of the parameters' shapes, in their order.
+        parts: yields start and stop of each part, in order, as soon as its pseudo-gradient is there.
+        after: called with start and stop of each part when its x and m are those of the next round.
+        measure: whether the inner products are taken on the way, for a policy that does not decide by them.
+        dense: whether the tensors lie without room between them.
+    """
+
+    x: Tensor
+    g: Tensor
+    m: Tensor | None
+    buffers: Sequence[Tensor]
+    parts: Callable[[], Iterator[tuple[int, int]]]
+    after: Callable[[int, int], None]
+    measure: bool
+    dense: bool
+
+    def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
+        """The inner products, where one operation on the vectors has the bits of `dots` of the tensors; else None."""
+        if not self.dense or len(self.g) > piece_length(self.g):
+            return None
+        if fresh or self.m is None:
+            return float(torch.dot(self.g, self.g)), 0.0, 0.0
+        gg, mm, *gm = map(float, dots_of_batch(self.g, self.m, angle))
+        return gg, mm, gm[0] if gm else math.nan
+
+    def run(self, update: Update) -> Dots | None:
+        """Take the update, with the bits of `outer_step_` and `restart_`.
+
+        Returns:
+            `<g, g>`, `<m, m>` and `<g, m>` before all of it, where the sweep measures.
+        """
+        rule = simplified(update.rule, unrounded=True)
+        fused = rule.step is None and self.x.is_cpu and has_fused(rule) and fused_is_exact(self.x.dtype, rule)
+        remembers = self.m is not None and not update.fresh
+        scratch: Scratch = {}
+        products: list[Tensor] = []
+        for start, stop in self.parts():
+            x, g = self.x[start:stop], self.g[start:stop]
+            if self.measure and not remembers:
+                products.append(torch.dot(g, g))
+            if self.m is None:
+                step_without_momentum_([x], [g], update.lr, update.step)
+                self.after(start, stop)
+                continue
+            m = self.m[start:stop]
+            if self.measure and remembers:
+                products += dots_of_batch(g, m, angle=True)
+            if update.before is not None:
+                if update.fresh:
+                    m.zero_()
+                restart_([m], [g], update.before.retain, update.before.inject, opposed=update.before.opposed)
+            if fused:
+                fused_sgd_([(x, g, m)], rule)
+            else:
+                in_pieces_([(x, g, m)], rule, scratch)
+            if update.after is not None:
+                restart_([m], [g], update.after.retain, update.after.inject, opposed=update.after.opposed)
+            self.after(start, stop)
+        if not self.measure:
+            return None
+        totals = torch.stack(products).double().view(-1, 3 if remembers else 1).sum(dim=0).tolist()
+        gg, mm, gm = totals if remembers else (totals[0], 0.0, 0.0)
+        return gg, mm, gm
