@@ -51,7 +51,7 @@ def test_places_in_a_run_are_compared():
 
     def call(*, running: bool) -> Attendance:
         place = (1, 2, 16)
-        return attend(Two({}), [], {}, own=1, weight=1, running=running, ready=True, position=place)
+        return attend(Two({}), [], {}, replicas=1, weight=1, running=running, ready=True, position=place)
 
     with pytest.raises(
         Disagreement, match=r"between process 0 \(2 from number 1, after inner step 16\) and process 1 \(2"
@@ -126,7 +126,7 @@ def test_who_has_no_weight_decides_nothing():
         lambda group: agree(group, [], 3, {"loss": 5.0, squared: 8.0}),
     )
     assert [dict(shared.signals) for shared in found] == 3 * [{"loss": 4.0, squared: 7.0}]
-    assert [shared.given for shared in found] == 3 * [{"loss": 4.0}]
+    assert [shared.reported for shared in found] == 3 * [{"loss": 4.0}]
     probed = together(
         lambda group: averaged(group, 0, [[math.nan], []]),
         lambda group: averaged(group, 1, [[1.0], []]),
@@ -161,4 +161,4 @@ def test_agreement_is_of_the_whole_gradient():
     assert (shared.shown(0)["agreement"], shared.shown(1)["agreement"]) == (0.5, 1.0)
     assert math.isnan(shared.shown(2)["agreement"])
     assert "agreement" not in Shared({"loss": 1.0}, dots).shown(0)
-    assert shared.given == {}
+    assert shared.reported == {}

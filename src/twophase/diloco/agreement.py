@@ -1,7 +1,7 @@
 """What the processes must agree on: how they were started, what a round's decisions rest on, and what it has led to.
 
-Replicas that drift apart go on training and nobody notices; so everything that they must have in common is compared,
-by a few bytes, and a difference ends the run with its name.
+Replicas that drift apart would train on unnoticed. So everything that they must have in common is compared, by a few
+bytes, and a difference ends the run with its name.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Disagreement(RunError):  # noqa: N818 - it says what there is
     """Processes that should hold the same bits do not. The message names the first fragment that differs, and how."""
 
 
-def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: int) -> list[int]:
+def same_start(communicator: Communicator, description: Mapping[str, Any], replicas: int) -> list[int]:
     """Refuse to train, on every process alike, when the processes were not started alike.
 
     Args:
         communicator: the processes.
-        ours: what this process was started with, by the words that name it; JSON values.
+        description: what this process was started with, by the words that name it; JSON values.
         replicas: how many this process has.
 
     Returns:
@@ -44,7 +44,7 @@ def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: in
     Raises:
         ValueError: naming the first difference.
     """
-    here = json.loads(json.dumps(versions() | dict(ours)))
+    here = json.loads(json.dumps(versions() | dict(description)))
     rank = communicator.rank
     everyone = communicator.gather([here, replicas])
     for other, (theirs, _) in enumerate(everyone):
@@ -59,37 +59,37 @@ def same_start(communicator: Communicator, ours: Mapping[str, Any], replicas: in
 
 
 _ROOMS = ("rule.py", "restart.py", "policies", "base", "optim", "diloco")
-"""What the engine's numbers rest on; who trains with it tells the rest by `DiLoCo(alike=...)`."""
+"""Code that the engine's numbers rest on; a trainer adds its own facts by `DiLoCo(alike=...)`."""
 
 
 def versions() -> dict[str, str]:
     """The engine's code: an edit under one version number makes replicas as unlike as another release."""
     folder = Path(__file__).parents[1]
-    ours = f"{twophase.__version__}, source {source_digest(folder / room for room in _ROOMS)}"
-    return {"versions of twophase": ours, "versions of torch": str(torch.__version__)}
+    release = f"{twophase.__version__}, source {source_digest(folder / room for room in _ROOMS)}"
+    return {"versions of twophase": release, "versions of torch": str(torch.__version__)}
 
 
-def first_unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, str, str] | None:
+def first_unlike(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, str, str] | None:
     """The first name under which two say different things, and what they say; None when they agree."""
-    for what in [*ours, *(what for what in theirs if what not in ours)]:
-        if ours.get(what) != theirs.get(what):
-            return what, *_difference(ours.get(what, "nothing"), theirs.get(what, "nothing"))
+    for what in [*here, *(what for what in there if what not in here)]:
+        if here.get(what) != there.get(what):
+            return what, *_difference(here.get(what, "nothing"), there.get(what, "nothing"))
     return None
 
 
-def _difference(ours: Any, theirs: Any) -> tuple[str, str]:
+def _difference(here: Any, there: Any) -> tuple[str, str]:
     """The first place where two JSON values part, as text: a whole list of parameters would hide it."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in [*ours, *(key for key in theirs if key not in ours)]:
-            if ours.get(key) != theirs.get(key):
-                return _with(f"{key}: ", _difference(ours.get(key, "nothing"), theirs.get(key, "nothing")))
-    if isinstance(ours, list) and isinstance(theirs, list):
-        if len(ours) != len(theirs):
-            return f"{len(ours)} of them", f"{len(theirs)}"
-        for one, other in zip(ours, theirs, strict=True):
-            if one != other:
-                return _difference(one, other)
-    return str(ours)[:200], str(theirs)[:200]
+    if isinstance(here, dict) and isinstance(there, dict):
+        for key in [*here, *(key for key in there if key not in here)]:
+            if here.get(key) != there.get(key):
+                return _with(f"{key}: ", _difference(here.get(key, "nothing"), there.get(key, "nothing")))
+    if isinstance(here, list) and isinstance(there, list):
+        if len(here) != len(there):
+            return f"{len(here)} of them", f"{len(there)}"
+        for first, second in zip(here, there, strict=True):
+            if first != second:
+                return _difference(first, second)
+    return str(here)[:200], str(there)[:200]
 
 
 def _with(prefix: str, pair: tuple[str, str]) -> tuple[str, str]:
@@ -102,7 +102,7 @@ class Shared:
 
     Args:
         signals: means over the replicas.
-        dots: <g, g>, <m, m> and <g, m> of each param group of each fragment; None where nobody needs them beforehand.
+        dots: <g, g>, <m, m> and <g, m> of each param group of each fragment; None where no policy needs them.
         probes: the losses of the candidates of each fragment's restart policy; empty where it has none.
     """
 
@@ -111,18 +111,18 @@ class Shared:
     probes: Sequence[Sequence[float]] = ()
 
     @property
-    def given(self) -> dict[str, float]:
+    def reported(self) -> dict[str, float]:
         """The signals that `step` was given."""
         return {name: value for name, value in self.signals.items() if not name.startswith(_SQUARE)}
 
     def shown(self, index: int) -> dict[str, float]:
         """What the restart policies of the fragment at an index are shown: the signals, and how the replicas agree."""
-        found = self.given
+        signals = self.reported
         square = self.signals.get(f"{_SQUARE}{index}")
         if square is not None and self.dots is not None:
             whole = sum(gg for gg, _, _ in self.dots[index])
-            found[AGREEMENT] = whole / square if square != 0 else 1.0
-        return found
+            signals[AGREEMENT] = whole / square if square != 0 else 1.0
+        return signals
 
 
 _SQUARE = "squared norm of a replica's pseudo-gradient, fragment "
@@ -136,11 +136,11 @@ def squares(communicator: Communicator, sums: Sequence[torch.Tensor | None], rep
         sums: of the squared norms, of each fragment that is measured.
         replicas: of this process.
     """
-    found = {f"{_SQUARE}{index}": float(total) / replicas for index, total in enumerate(sums) if total is not None}
-    if not found:
-        return found
-    parts = communicator.exchange_in_replica(list(found.values()))  # of a sharded replica each has a part of the norm
-    return {name: sum(column) for name, column in zip(found, zip(*parts, strict=True), strict=True)}
+    means = {f"{_SQUARE}{index}": float(total) / replicas for index, total in enumerate(sums) if total is not None}
+    if not means:
+        return means
+    parts = communicator.exchange_in_replica(list(means.values()))  # of a sharded replica each has a part of the norm
+    return {name: sum(column) for name, column in zip(means, zip(*parts, strict=True), strict=True)}
 
 
 def agree(
@@ -153,7 +153,7 @@ def agree(
 
     Args:
         communicator: the processes.
-        fragments: those whose outer step comes next; each has its mean pseudo-gradient in `.grad`.
+        fragments: those that take their outer step next; each has its mean pseudo-gradient in `.grad`.
         weight: replicas of this process that count.
         signals: this process's values.
     """
@@ -203,13 +203,13 @@ def averaged(communicator: Communicator, weight: float, values: Sequence[Sequenc
 def _same_signals(
     communicator: Communicator, weight: float, signals: Mapping[str, float]
 ) -> tuple[list[str], list[float]]:
-    """The names of the signals, and this process's values; whoever does not count need not have any.
+    """Return the names of the signals, and this process's values; a process without weight need not have any.
 
     What follows exchanges as many numbers as there are names: with others, strangers would be averaged, or the
     transport would fail without a word of the reason.
 
     Raises:
-        ValueError: those who count do not give the same signals.
+        ValueError: processes with weight do not give the same signals.
     """
     names = sorted(signals)
     values = [float(signals[name]) for name in names]
@@ -221,9 +221,9 @@ def _same_signals(
     everyone = communicator.exchange([weight, *head])
     if all(row[1:] == head for row in everyone):
         return names, values
-    given = communicator.gather([weight, names])
-    first, counted = next(((n, row[1]) for n, row in enumerate(given) if row[0]), (0, names))
-    for number, (counts, theirs) in enumerate(given):
+    by_process = communicator.gather([weight, names])
+    first, counted = next(((n, row[1]) for n, row in enumerate(by_process) if row[0]), (0, names))
+    for number, (counts, theirs) in enumerate(by_process):
         if counts and theirs != counted:
             raise ValueError(
                 f"DiLoCo: step(signals=...) differs between process {first} ({', '.join(counted) or 'none'}) and "
@@ -234,7 +234,7 @@ def _same_signals(
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """Who takes part in a sync of an elastic communicator.
+    """The replicas that take part in a sync of an elastic communicator.
 
     Args:
         running: whether any of them is in the middle of a run.
@@ -259,7 +259,7 @@ def attend(
     fragments: Sequence[Fragment],
     description: Mapping[str, Any],
     *,
-    own: int,
+    replicas: int,
     weight: int,
     running: bool,
     ready: bool,
@@ -271,7 +271,7 @@ def attend(
         communicator: the processes.
         fragments: all of the engine's.
         description: what this process was started with, as for `same_start`.
-        own: replicas of this process.
+        replicas: replicas of this process.
         weight: those that count in the mean.
         running: whether this process has joined before.
         ready: whether it has restored what it has on disk.
@@ -282,15 +282,15 @@ def attend(
         ValueError: at the start of a run, the processes were not started alike.
         Disagreement: anchor, buffers, counters or positions differ.
     """
-    # First a few words that are as many on all processes, whatever they were started with. Into a run under way nobody
-    # comes who differs: that is seen before it takes the state over.
+    # First a few words that are as many on all processes, whatever they were started with: unlike lengths would
+    # fail without a reason. A joiner of a run under way has compared itself before it took the state over.
     text = json.dumps([versions(), description], sort_keys=True)
     kinds = communicator.exchange([running, *_halves(hashlib.sha256(text.encode()).hexdigest()[:16])])
     if not any(row[0] for row in kinds) and any(row != kinds[0] for row in kinds):
-        same_start(communicator, description, own)
+        same_start(communicator, description, replicas)
     digests = [fragment.digest() for fragment in fragments]
-    ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
-    everyone = communicator.exchange([running, own, weight, ready, *position, *ours])
+    digits = [half for digest in digests for text in digest.values() for half in _halves(text)]
+    everyone = communicator.exchange([running, replicas, weight, ready, *position, *digits])
     fault = _first_difference([row[4 + len(position) :] for row in everyone], fragments, digests)
     under_way = any(row[0] for row in everyone)
     if under_way and fault is None:
@@ -332,10 +332,10 @@ def prove(
     """
     if communicator.size == 1:
         return
-    ours = [half for digest in digests for text in digest.values() for half in _halves(text)]
+    digits = [half for digest in digests for text in digest.values() for half in _halves(text)]
     try:
-        everyone = communicator.exchange(ours)
-    except Interrupted:  # the round counts already; who takes part in the next one compares everything before it
+        everyone = communicator.exchange(digits)
+    except Interrupted:  # the round counts already, and the members of the next one compare everything before it
         return
     fault = _first_difference(everyone, fragments, digests)
     if any(row[0] for row in communicator.exchange_in_replica([float(fault is not None)])):
@@ -366,10 +366,10 @@ def _first_difference(
 
 def _unlike_positions(everyone: Sequence[Sequence[float]]) -> str | None:
     """Which process synchronises other fragments than the first, or after another inner step, in words."""
-    told = [f"{int(count)} from number {int(first)}, after inner step {int(step)}" for first, count, step in everyone]
-    for other, theirs in enumerate(told):
-        if theirs != told[0]:
-            return f"the fragments of the sync differ between process 0 ({told[0]}) and process {other} ({theirs})"
+    places = [f"{int(count)} from number {int(first)}, after inner step {int(step)}" for first, count, step in everyone]
+    for other, theirs in enumerate(places):
+        if theirs != places[0]:
+            return f"the fragments of the sync differ between process 0 ({places[0]}) and process {other} ({theirs})"
     return None
 
 

@@ -123,7 +123,7 @@ def _check_kinds(named: list[list[tuple[str, nn.Parameter]]], communicator: Comm
             check_placement(name, p, communicator.sharded)
             if not p.is_floating_point():
                 raise ValueError(f"DiLoCo: parameter {name!r} is {p.dtype}; only floating-point parameters can train")
-    bind = getattr(communicator, "bind", None)  # only a group whose small messages may go through a GPU has it
+    bind = getattr(communicator, "bind", None)  # only groups that may send small messages through a GPU have it
     if bind is not None:
         bind(named[0][0][1].device)
 
@@ -173,8 +173,8 @@ def restarts(restart: Restarts | Mapping[str, Restarts], fragments: Sequence[Fra
 def frozen(replica: nn.Module, *, sharded: bool) -> dict[str, Any]:
     """What all processes must have alike of what is not trained, by the words that name it.
 
-    Nobody ever sends it, so a difference (of the base model under an adapter, say) would never be noticed. Buffers may
-    have values of their own, such as batch-norm statistics.
+    It is never sent, so a difference (of the base model under an adapter, say) would never be noticed. Buffers may have
+    values of their own, such as batch-norm statistics.
 
     Args:
         replica: any of this process.
@@ -208,10 +208,10 @@ def build_outer(fragment: Fragment, outer: OuterRule | OuterFactory, restart: Re
         raise ValueError("DiLoCo: restart goes with an OuterRule; here give it to the optimizer that outer builds")
     optimizer = outer(named)
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [name for name, p in named if id(p) not in taken]
-    if left:
+    unused = [name for name, p in named if id(p) not in taken]
+    if unused:
         raise ValueError(
-            f"DiLoCo: the optimizer that outer built does not hold {', '.join(left[:3])}{' …' * (len(left) > 3)}; "
+            f"DiLoCo: the optimizer that outer built does not hold {', '.join(unused[:3])}{' …' * (len(unused) > 3)}; "
             "parameters that no group takes would be set back in every round, so give it all that outer receives"
         )
     return optimizer
@@ -220,7 +220,7 @@ def build_outer(fragment: Fragment, outer: OuterRule | OuterFactory, restart: Re
 def check_needs(
     groups: Iterable[Mapping[str, Any]], signals: Collection[str], *, probes: bool, replicas: int | None
 ) -> frozenset[str]:
-    """Refuse a restart policy that needs what nobody will supply.
+    """Refuse a restart policy that needs what will not be supplied.
 
     Args:
         groups: param groups of `OuterSGD`s.
@@ -282,7 +282,7 @@ def _settings(outer: Optimizer) -> list[dict[str, str]]:
 
 
 Signals = Mapping[str, float] | Callable[[list[str]], Mapping[str, float]] | None
-"""Values by name, or a function from the names of the fragments whose round ends to them."""
+"""Values by name, or a function to them from the names of the fragments that end their round."""
 
 
 def check_signals_kind(signals: Signals) -> None:

@@ -33,7 +33,7 @@ def probe_candidates(
     Args:
         probe: the engine's function.
         replicas: all replicas of this process.
-        fragments: those whose outer step comes next.
+        fragments: those that take their outer step next.
         communicator: the processes.
         weight: number of this process's replicas that count in the mean.
 

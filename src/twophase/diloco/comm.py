@@ -44,7 +44,7 @@ _POLL = 1e-4
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _explained() -> Iterator[None]:
     """Say in one message that the others cannot be reached any more; torch's own is about sockets."""
     try:
         yield
@@ -87,13 +87,13 @@ class _Works:
     work: Any
     bytes_sent: int
     timeout: float
-    kept: tuple[Tensor, ...] = field(default=())  # a buffer must not be freed under a collective that uses it
+    tensors: tuple[Tensor, ...] = field(default=())  # a buffer must not be freed under a collective that uses it
 
     def wait(self) -> None:
-        if self.kept:
-            with _told():
-                _finish(self.work, self.kept[0].device, self.timeout)
-        self.kept = ()
+        if self.tensors:
+            with _explained():
+                _finish(self.work, self.tensors[0].device, self.timeout)
+        self.tensors = ()
 
 
 class ProcessGroup:
@@ -204,31 +204,31 @@ class ProcessGroup:
 
         A ring sends each of its `size` parts on 2 (size - 1) times, which is the least that any algorithm can do.
         """
-        with _told():
+        with _explained():
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
         return _Works(work, 2 * (self.size - 1) * tensor.nbytes // self.size, self.timeout, (tensor,))
 
     def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
         """All-to-all, asynchronously."""
-        with _told():
+        with _explained():
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         return _Works(work, (self.size - 1) * sent.nbytes // self.size, self.timeout, (received, sent))
 
     def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
         """All-gather, asynchronously."""
-        with _told():
+        with _explained():
             work = _all_gather(received, sent, self.group)
         return _Works(work, (self.size - 1) * sent.nbytes, self.timeout, (received, sent))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Broadcast from the group's process 0."""
-        with _told():
+        with _explained():
             _finish(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True), tensor.device, self.timeout)
 
     def gather(self, value: Any) -> list[Any]:
         """All-gather of Python objects."""
         values: list[Any] = [None] * self.size
-        with _told():
+        with _explained():
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -246,7 +246,7 @@ class ProcessGroup:
         device = torch.device("cpu") if _takes_cpu(group) else self._device
         sent = torch.frombuffer(bytearray(struct.pack(f"={count}d", *numbers)), dtype=torch.uint8).to(device)
         received = torch.empty(size * sent.numel(), dtype=torch.uint8, device=device)
-        with _told():
+        with _explained():
             _finish(_all_gather(received, sent, group), device, self.timeout)
         words = struct.unpack(f"={size * count}d", bytes(received.tolist()))
         return [list(words[start : start + count]) for start in range(0, size * count, count)]

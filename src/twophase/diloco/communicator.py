@@ -1,7 +1,7 @@
 """The small object through which the engine talks to other processes, and the single process that needs no messages.
 
 The engine is written once, against `Communicator`. `comm.ProcessGroup` sums over a `torch.distributed` group;
-`twophase.elastic.torchft` is a group whose members come and go.
+`twophase.elastic.torchft` is a group with members that come and go.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class Communicator(Protocol):
 
 
 class Elastic(Communicator, Protocol):
-    """A communicator whose processes come and go; see `DiLoCo.join`."""
+    """A communicator of processes that come and go; see `DiLoCo.join`."""
 
     replica: int
-    """This replica's number, whoever else is there."""
+    """This replica's number, whichever others are there."""
 
     def attach(self, engine: Any, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
         """Say what a replica that comes late is given: the engine's state and the rest (models, inner optimizers, …).
@@ -124,7 +124,7 @@ class Elastic(Communicator, Protocol):
 
         Args:
             syncs: that it has behind it, plus 1; 0 asks for any state that there is.
-            running: whether its run is under way; whoever comes late then is behind, however many it has.
+            running: whether its run is under way; a late joiner then is behind, however many it has.
         """
         ...
 

@@ -190,8 +190,8 @@ class DiLoCo:
         Args:
             signals: this process's values, such as its mean training loss, for the report and for restart policies
                 that need them; looked at where a round ends, and averaged over the replicas. The same names on every
-                process. Or a function that is called where a round ends, with the names of the fragments whose round
-                it is, and returns the values: what was trained since their last outer step.
+                process. Or a function that is called where a round ends, with the names of the fragments that end it,
+                and returns the values: what was trained since their last outer step.
 
         Returns:
             The report of the round that has just ended, or None inside a round.
@@ -296,7 +296,7 @@ class DiLoCo:
         return -(-(fragment.number + 1) * self.inner_steps // len(self.fragments))
 
     def _ending(self) -> list[Fragment]:
-        """The fragments whose round the next `step()` ends."""
+        """Return the fragments that end their round in the next `step()`."""
         if self.delay:
             return [f for sync in self._under_way if sync.age + 1 == self.delay for f in sync.fragments]
         return [f for f in self.fragments if self.offset(f) == self.inner_step + 1]
@@ -308,7 +308,7 @@ class DiLoCo:
 
     @property
     def under_way(self) -> bool:
-        """Whether a reduction has been launched whose result is still to be applied (only with a delay)."""
+        """Whether the result of a reduction is still to be applied (only with a delay)."""
         return bool(self._under_way)
 
     @property
@@ -347,8 +347,8 @@ class DiLoCo:
         Into a run that is under way it leads by another replica's state, at the moment when that one has ended its
         inner steps: this replica then takes part in that sync without weight, because what it has was the other's. At a
         run's beginning it waits until enough replicas are there; each restores what it has on disk, and those that are
-        behind are given the state of one that is not. Whoever restores for so long that the others have begun meanwhile
-        comes into their run, even if it has more on disk.
+        behind receive the state of one that is not. A replica that restores for so long that the others have begun
+        meanwhile comes into their run, even if it has more on disk.
 
         Args:
             signals: as for `step`, with the same names: the others may be at the end of a round.

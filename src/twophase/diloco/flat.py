@@ -105,11 +105,11 @@ class Digest:
 
     Args:
         flat: 1-D, float32 or float64; its memory is read at each `add`.
-        beside: another digest, taken in the same thread, whose scratch memory this one shares.
+        beside: another digest, taken in the same thread, to share its scratch memory.
     """
 
-    # In NumPy, whose operations on integers take half the time of torch's on a CPU, and which reads words that begin
-    # between multiples of eight bytes.
+    # In NumPy: its operations on integers take half the time of torch's on a CPU, and it reads words that begin between
+    # multiples of eight bytes.
     def __init__(self, flat: Tensor, beside: Digest | None = None) -> None:
         self._halves = flat.detach().view(torch.int32)
         self._per_element = flat.element_size() // 4

@@ -3,7 +3,7 @@
 A model is one fragment, or is cut into several (`partition`): in contiguous parts of about equal size, or by patterns
 on the parameters' names. Each has its own outer optimizer, round count and restart period.
 
-Only this module knows that a parameter may be sharded (a DTensor of FSDP2): everybody else sees the local shard.
+Only this module knows that a parameter may be sharded (a DTensor of FSDP2): every other module sees the local shard.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> d
 
 
 def _by_pattern(names: list[str], patterns: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {name: [] for name in patterns}
+    names_by_fragment: dict[str, list[str]] = {name: [] for name in patterns}
     compiled = {}
     for fragment, pattern in patterns.items():
         try:
@@ -79,18 +79,18 @@ def _by_pattern(names: list[str], patterns: Mapping[str, str]) -> dict[str, list
                 f"partition: no fragment's pattern is found in the parameter name {name!r}; every parameter must "
                 "belong to a fragment, so add one at the end such as rest=."
             )
-        found[taker].append(name)
-    for fragment, taken in found.items():
+        names_by_fragment[taker].append(name)
+    for fragment, taken in names_by_fragment.items():
         if not taken:
             raise ValueError(
                 f"partition: fragment {fragment!r} takes no parameter: nothing that an earlier fragment leaves matches "
                 f"{patterns[fragment]!r}; parameters are named like {names[0]!r}"
             )
-    return found
+    return names_by_fragment
 
 
 def _balanced(sizes: list[int], count: int) -> list[tuple[int, int]]:
-    """Contiguous, non-empty parts whose largest sum is the least possible; start and stop of each."""
+    """Return start and stop of contiguous, non-empty parts with the least possible largest sum."""
     low, high = max(sizes), sum(sizes)
     while low < high:  # the least capacity into which `count` parts fit
         middle = (low + high) // 2
@@ -98,8 +98,8 @@ def _balanced(sizes: list[int], count: int) -> list[tuple[int, int]]:
     parts: list[tuple[int, int]] = []
     start, filled = 0, 0
     for index, size in enumerate(sizes):
-        left = count - len(parts)  # parts still to be closed, this one included
-        if index > start and (filled + size > low or len(sizes) - index < left):
+        remaining = count - len(parts)  # parts still to be closed, this one included
+        if index > start and (filled + size > low or len(sizes) - index < remaining):
             parts.append((start, index))
             start, filled = index, 0
         filled += size
@@ -158,7 +158,7 @@ def local(p: Tensor) -> Tensor:
 
 
 def check_placement(name: str, p: Tensor, sharded: bool) -> None:
-    """Refuse shards where nobody would add up over them, and on a mesh what would be added up too often."""
+    """Refuse shards that would not be added up, and on a mesh what would be added up too often."""
     placements = getattr(p, "placements", ())
     if placements and not sharded:
         raise ValueError(
@@ -226,7 +226,7 @@ class Fragment:
         self.round = 0
         """Rounds that it has ended."""
         self.divisor = 1
-        """What its gradient is still to be divided by: replicas whose sum it is."""
+        """Number that its gradient, a sum over replicas, is still to be divided by."""
         self.on_device = False
         """Whether kernels of an accelerator take its round that is under way."""
         self.torn = False
@@ -281,12 +281,12 @@ class Fragment:
                 start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
                 theta = theta.to(anchor.device)  # noqa: PLW2901 - a replica may live on another device
                 if number == 0 or simulated:
-                    own = torch.sub(start, theta, out=out)
+                    difference = torch.sub(start, theta, out=out)
                 else:
-                    own = torch.sub(start, theta)
-                    out.add_(own)
+                    difference = torch.sub(start, theta)
+                    out.add_(difference)
                 if square is not None:
-                    square += torch.linalg.vector_norm(own).double() ** 2
+                    square += torch.linalg.vector_norm(difference).double() ** 2
             if simulated:
                 self.channel.quantize(target, number)
                 if number:
@@ -405,7 +405,7 @@ def checksum_of(tensor: Tensor) -> str:
 
 
 def _exactly(value: Any) -> Any:
-    """What JSON has no form for, such as a learning rate that is a tensor, whose text would round it."""
+    """Return text for what JSON has no form for; the plain text of a learning rate that is a tensor would round it."""
     return [str(value.dtype), list(value.shape), checksum_of(value)] if isinstance(value, Tensor) else str(value)
 
 

@@ -174,7 +174,7 @@ class Elastic:
             self._communicator,
             self._replicas.fragments,
             describe(self._replicas.fragments, self._constants),
-            own=len(self._replicas),
+            replicas=len(self._replicas),
             weight=weight,
             running=running,
             ready=ready,

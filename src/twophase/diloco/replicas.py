@@ -1,4 +1,4 @@
-"""The replicas of one process: modules whose parameters are set to the anchor, lent out, and set back."""
+"""The replicas of one process: modules that are set to the anchor, lent out, and set back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Replicas:
 
     @contextmanager
     def lend(self, number: int) -> Iterator[nn.Module]:
-        """Yield a replica whose parameters may be written; they are set back afterwards."""
+        """Yield a replica; its parameters may be written, and are set back afterwards."""
         reshard(self._fsdp[number])
         before = [[slot.tensor().clone() for slot in f.slots[number]] for f in self.fragments]
         try:

@@ -113,12 +113,12 @@ def merged(reports: Sequence[RoundReport]) -> RoundReport:
         newcomers=max(report.newcomers for report in reports),
         attempts=max(report.attempts for report in reports),
         restarted=any(report.restarted for report in reports),
-        fragments=tuple(one for report in reports for one in report.fragments),
-        groups=tuple(one for report in reports for one in report.groups),
+        fragments=tuple(fragment for report in reports for fragment in report.fragments),
+        groups=tuple(group for report in reports for group in report.groups),
         pseudo_gradient_norm=sum(report.pseudo_gradient_norm**2 for report in reports) ** 0.5,
         bytes_sent=sum(report.bytes_sent for report in reports),
         seconds={phase: sum(report.seconds.get(phase, 0.0) for report in reports) for phase in sorted(phases)},
-        checksum=joined([one.checksum for report in reports for one in report.fragments]),
+        checksum=joined([fragment.checksum for report in reports for fragment in report.fragments]),
     )
 
 

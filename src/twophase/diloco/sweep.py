@@ -73,7 +73,7 @@ def _is_sweepable(fragment: Fragment) -> bool:
 
 
 def transfer_in_parts(fragment: Fragment, communicator: Communicator) -> PartTransfer:
-    """The sum of a fragment's pseudo-gradients, whose parts are written just before they are sent.
+    """Return the sum of a fragment's pseudo-gradients; each part is written just before it is sent.
 
     The bits are those of `Fragment.write_pseudo_gradient`.
     """

@@ -82,7 +82,7 @@ class OuterStep:
 
 @dataclass(slots=True)
 class Sync:
-    """Fragments whose pseudo-gradients are being reduced.
+    """A sync under way: fragments, and the reduction of their pseudo-gradients.
 
     Args:
         setting: what all syncs share.
@@ -158,7 +158,7 @@ class Sync:
         return self.bytes_before + sum(transfer.bytes_sent for transfer in self.transfers)
 
     def advance(self) -> None:
-        """Launch the second stage of a lossy reduction, whose first has had half the delay.
+        """Launch the second stage of a lossy reduction, once the first has had half the delay.
 
         At the same step on all processes: collectives must begin in one order everywhere, or they would deadlock.
         """
@@ -316,7 +316,7 @@ class Sync:
             fragments=fragments,
             groups=tuple(group for step in steps for group in step.groups),
             pseudo_gradient_norm=sum(s.norm**2 for s in steps) ** 0.5 if len(steps) > 1 else steps[0].norm,
-            signals=shared.given,
+            signals=shared.reported,
             bytes_sent=self.bytes_sent,
             seconds=self.seconds,
             checksum=joined(anchors),

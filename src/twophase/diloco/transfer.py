@@ -202,7 +202,7 @@ class Channel:
         """Set the residuals back to the last `commit()`, and give up a transfer under way: the sum has failed."""
 
     def withdraw(self) -> None:
-        """Give up a transfer under way, whose sum has not been applied."""
+        """Give up a transfer under way; its sum has not been applied."""
 
     def clear(self) -> None:
         """Forget all residuals, and give up a transfer under way: as after construction."""

@@ -79,7 +79,7 @@ class _Residual:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Who owns which part: `size` equal parts of a vector of `numel` elements, padded to whole blocks."""
+    """The owners of the parts: `size` equal parts of a vector of `numel` elements, padded to whole blocks."""
 
     numel: int
     size: int
@@ -96,7 +96,7 @@ class _Route:
 
 
 class LossyChannel(Channel):
-    """A channel whose codes lose digits: bfloat16, or int8 with error feedback.
+    """A channel with codes that lose digits: bfloat16, or int8 with error feedback.
 
     Besides the residuals it holds one encoded vector to send, one received, and scratch for a piece.
 
@@ -204,7 +204,7 @@ class LossyChannel(Channel):
         Args:
             tensor: 1-D.
             start: where it starts in the fragment.
-            into: None where nobody else reads the codes.
+            into: None where no other process reads the codes.
             residual: None without error feedback.
         """
         for first, last in self._pieces(tensor.numel()):
@@ -309,7 +309,7 @@ class LossyChannel(Channel):
         self._give_up()
 
     def withdraw(self) -> None:
-        """Give up a transfer under way, whose sum nobody has applied: `rollback()` where that is possible.
+        """Give up a transfer under way that was not applied: `rollback()` where that is possible.
 
         Elsewhere the residuals keep what the codes of this transfer lacked, in the place of what those before it did:
         a rounding error either way, and the next sum takes all of the rest.

@@ -76,14 +76,14 @@ class Healing:
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
     ) -> None:
-        """Offer a state to whoever asks for this step, until `disallow_checkpoint`."""
+        """Offer a state to the processes that ask for this step, until `disallow_checkpoint`."""
         del dst_ranks, timeout
         with self._changed:
             self._offer = step, state_dict
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """Offer nothing any longer. Who still reads is cut off: what it would get may change from now on."""
+        """Offer nothing any longer, and cut readers off: what they would get may change from now on."""
         with self._changed:
             self._offer = None
             for connection in self._open:
@@ -154,7 +154,7 @@ def _handler(healing: Healing, seconds: float) -> type[socketserver.BaseRequestH
         wbufsize = 1 << 20
 
         def handle(self) -> None:
-            with suppress(OSError, ValueError):  # nobody who speaks our language
+            with suppress(OSError, ValueError):  # the peer speaks another protocol
                 healing._serve(self.connection, self.wfile)
 
         def finish(self) -> None:
@@ -182,10 +182,10 @@ class _Exactly:
         data = bytearray(count)  # writable, so that a tensor can be laid over it
         view, filled = memoryview(data), 0
         while filled < count:
-            left = self._begin + self._seconds - time.monotonic()
-            if left <= 0:
+            remaining = self._begin + self._seconds - time.monotonic()
+            if remaining <= 0:
                 raise TimeoutError("timed out")
-            self._connection.settimeout(left)
+            self._connection.settimeout(remaining)
             got = self._stream.readinto1(view[filled:])  # what there is: `readinto` would wait for all of a tensor
             if not got:
                 raise ConnectionError(f"the connection ended after {filled} of the next {count} bytes of the state")
@@ -201,7 +201,7 @@ class _Exactly:
         """What to say of a state of so many bytes that has not come whole: too slow, or what it is.
 
         A giver that waits no longer cuts us off a little before or after our own time is over. One that has died may do
-        so at any time, and one that has stopped, or whose link was cut, says nothing more: another may give the state.
+        so at any time, and one that has stopped, or has lost its link, says nothing more: another may give the state.
         """
         took = time.monotonic() - self._begin
         silent = time.monotonic() - self._last

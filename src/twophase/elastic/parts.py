@@ -27,7 +27,7 @@ import torch
 from torch.distributed import TCPStore
 
 VERSION = "0.2.0"
-"""The release of torchft whose private names are used here."""
+"""The release of torchft that has the private names used here."""
 
 ASK_EVERY = 2.0
 """Seconds between two questions to a lighthouse that does not answer."""
@@ -37,11 +37,11 @@ _LOOK_EVERY = 0.5
 
 _ANEW, _ASKS_ANEW = 1.0, 30
 """Seconds between two questions to a lighthouse that was started anew, and how many it takes until all that live must
-have made themselves known to it: who has lost it tries again after pauses that grow to ten seconds."""
+have made themselves known to it: a manager that has lost it tries again after pauses that grow to ten seconds."""
 
 _SETTLED = 15.0
 """Seconds after which the heartbeats of all that live reach a lighthouse that was started anew: they have pauses of
-their own, which grow to ten seconds as well, so a replica whose question was heard may be silent for seconds after it
+their own, which grow to ten seconds as well, so a replica that was heard may be silent for seconds after it
 (up to a third of the outage, as measured), and be taken for dead."""
 
 _log = logging.getLogger("twophase")
@@ -57,22 +57,22 @@ _OVERRIDING = """
 def check_installed() -> None:
     """Refuse another torchft than the one that is known, or none."""
     try:
-        found = importlib.metadata.version("torchft")
+        version = importlib.metadata.version("torchft")
         import torchft  # noqa: F401, PLC0415 - whether it can be loaded
     except ImportError as error:
         raise ImportError(f"TorchFT: torchft cannot be loaded ({error}); pip install 'twophase[ft]'") from None
-    if found != VERSION:
+    if version != VERSION:
         raise ImportError(
-            f"TorchFT: torchft is {found}, but only {VERSION} is known to work; pip install 'twophase[ft]'"
+            f"TorchFT: torchft is {version}, but only {VERSION} is known to work; pip install 'twophase[ft]'"
         )
 
 
 def check_environment() -> None:
     """Refuse variables that would override arguments, and a replica of several processes."""
-    found = [name for name in _OVERRIDING if name in os.environ]
-    if found:
+    names = [name for name in _OVERRIDING if name in os.environ]
+    if names:
         raise ValueError(
-            f"TorchFT: the environment has {', '.join(found)}, which would override what was asked for; unset them and "
+            f"TorchFT: the environment has {', '.join(names)}, which would override what was asked for; unset them and "
             "pass arguments instead"
         )
     watchdog = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
@@ -101,19 +101,19 @@ def lighthouse(url: str) -> tuple[str, tuple[str, int]]:
 
 
 def is_elsewhere(host: str) -> bool:
-    """Whether an address or name means other machines; not where nobody knows the name, which connecting will say."""
+    """Whether an address or name means other machines; False for an unknown name, which connecting will report."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    return not all(_is_ours(family, place) for family, *_, place in found)
+    return not all(_is_ours(family, place) for family, *_, place in addresses)
 
 
 def _is_ours(family: int, place: Any) -> bool:
     """Whether this machine has an address: only then can one listen on it."""
-    with socket.socket(family, socket.SOCK_STREAM) as one:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
-            one.bind((place[0], 0, *place[2:]))
+            probe.bind((place[0], 0, *place[2:]))
         except OSError:
             return False
     return True
@@ -195,18 +195,18 @@ def _bound_to(module: Any, address: str) -> Iterator[None]:
 
 def listening() -> set[str]:
     """The wildcard addresses on which this process listens."""
-    own = set()
+    sockets = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it may be closed by now
-            own.add(str(descriptor.readlink()))
-    found = set()
+            sockets.add(str(descriptor.readlink()))
+    places = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
             address, port = local.split(":")
-            if state == "0A" and f"socket:[{rest[5]}]" in own and not int(address, 16):
-                found.add(f"every address, port {int(port, 16)}")
-    return found
+            if state == "0A" and f"socket:[{rest[5]}]" in sockets and not int(address, 16):
+                places.add(f"every address, port {int(port, 16)}")
+    return places
 
 
 # --- the manager ------------------------------------------------------------------------------------------------------
@@ -234,12 +234,12 @@ def manager(address: str, store_port: int, **options: Any) -> Any:
 
 
 class _Client:
-    """In place of the manager's client: it sees through a lighthouse that was started anew and counts from 1 again.
+    """Replaces the manager's client: it sees through a lighthouse that was started anew and counts from 1 again.
 
-    Such a one knows at first only who asks first, and would send that one on alone: it is asked again until as many are
-    there as before, for some seconds, and so at the next syncs, until all heartbeats reach it. And torchft forms a new
-    group only where the number of a quorum changes, so one number for two memberships would leave some in an old group,
-    for whom the others wait until a timeout.
+    Such a lighthouse knows only the first replica that asks, and would send it on alone. So it is asked again for some
+    seconds, until as many are there as before; likewise at the next syncs, until all heartbeats reach it. And torchft
+    forms a new group only where the number of a quorum changes: one number for two memberships would leave some ranks
+    in an old group, where the others wait for them until a timeout.
     """
 
     def __init__(self, client: Any) -> None:
@@ -252,7 +252,7 @@ class _Client:
         self.furthest = 0
         """How far the furthest of the last quorum is."""
         self.was_away: Callable[[], bool] = lambda: False
-        """Whether nobody answered at the lighthouse's address since this process waits for a quorum."""
+        """Whether the lighthouse's address has been silent since this process waits for a quorum."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -267,7 +267,7 @@ class _Client:
                 break
             time.sleep(_ANEW)
             quorum = self._client._quorum(**options)
-        left_out = quorum.max_world_size < quorum.replica_world_size  # somebody was, and may know an old number
+        left_out = quorum.max_world_size < quorum.replica_world_size  # a rank was, and may know an old number
         if left_out or quorum.quorum_id != self._number:
             self._unique = zlib.crc32(f"{quorum.quorum_id} {quorum.max_step} {quorum.replica_ids}".encode())
         self._number, self._size = quorum.quorum_id, quorum.replica_world_size
@@ -299,18 +299,18 @@ class _Background:
         def run() -> None:
             try:
                 result = call(**arguments)
-            except Exception as error:  # whatever it is, it belongs to the one who waits
+            except Exception as error:  # whatever it is, it belongs to the waiting caller
                 with suppress(InvalidStateError):
                     future.set_exception(error)
             else:
-                with suppress(InvalidStateError):  # nobody waits for it any longer
+                with suppress(InvalidStateError):  # its caller waits no longer
                     future.set_result(result)
 
         threading.Thread(target=run, daemon=True, name="twophase quorum").start()
         return future
 
     def give_up(self) -> None:
-        """Whoever waits for the last call waits no longer."""
+        """Release the caller that waits for the last call."""
         with suppress(InvalidStateError):
             self._future.set_exception(TimeoutError("the lighthouse is away"))
 
@@ -320,7 +320,7 @@ class _Background:
 
 
 class Watch(threading.Thread):
-    """Calls `give_up` when nobody has answered at an address for `patience` seconds."""
+    """Calls `give_up` when an address has been silent for `patience` seconds."""
 
     def __init__(self, address: tuple[str, int], patience: float, give_up: Callable[[], None]) -> None:
         super().__init__(daemon=True, name="twophase lighthouse watch")
@@ -329,7 +329,7 @@ class Watch(threading.Thread):
         self.away_for = 0.0
         """Seconds, once it has given up."""
         self.missed = False
-        """Whether nobody has answered at least once."""
+        """Whether the address was silent at least once."""
 
     def run(self) -> None:
         """Ask until it is over."""
@@ -365,12 +365,12 @@ class Hush:
 
     def __init__(self) -> None:
         self._python: TextIO = sys.stderr
-        self._kept = os.dup(2)
+        self._stderr = os.dup(2)
         self._direct: TextIO | None = None
         with suppress(OSError, ValueError, AttributeError):  # there may be no sys.stderr, or none with a descriptor
             self._python.flush()
             if self._python.fileno() == 2:
-                self._direct = open(self._kept, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+                self._direct = open(self._stderr, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
                 sys.stderr = self._direct
         read, write = os.pipe()
         os.dup2(write, 2)
@@ -382,15 +382,15 @@ class Hush:
         with open(read, "rb") as stream, suppress(OSError):
             for line in stream:
                 if b"] [torchft::" not in line:
-                    os.write(self._kept, line)
+                    os.write(self._stderr, line)
 
     def close(self) -> None:
         """As it was before."""
-        os.dup2(self._kept, 2)
+        os.dup2(self._stderr, 2)
         if self._direct is not None:
             if sys.stderr is self._direct:
                 sys.stderr = self._python
             self._direct.close()
         self._thread.join(timeout=1.0)
         if not self._thread.is_alive():  # else a child process still has the other end
-            os.close(self._kept)
+            os.close(self._stderr)

@@ -1,4 +1,4 @@
-"""`TorchFT`: a communicator whose processes may die, come back and come late, over torchft's quorum.
+"""`TorchFT`: a communicator of processes that may die, come back and come late, over torchft's quorum.
 
     with TorchFT(replica=0, replicas=4, lighthouse="http://10.0.0.1:29510", host="10.0.0.2") as communicator:
         engine = DiLoCo(model, OuterRule(0.7, 0.9, nesterov=True), inner_steps=500, communicator=communicator)
@@ -6,11 +6,11 @@
         report = engine.join()
         ...                                         # the usual loop
 
-One process is one replica group. torchft's lighthouse, one for a run, says before every sync who takes part in it:
+One process is one replica group. torchft's lighthouse, one for a run, names the members of every sync before it:
 
     torchft_lighthouse --bind 10.0.0.1:29510 --min_replicas 1 --join_timeout_ms 600000
 
-Let its `--join_timeout_ms` be longer than the inner steps of a round take: then nobody who is alive is left out of a
+Let its `--join_timeout_ms` be longer than the inner steps of a round take: then no live process is left out of a
 sync, and no two halves of the processes can go on without each other.
 
 Of torchft this uses the quorum, the vote and the forming of gloo groups; the rounds are the engine's own.
@@ -48,7 +48,7 @@ _HEAL_RATE = 0.1e9  # bytes a second, a third of what was measured on loopback
 _HEAL_MARGIN = 5.0
 _POLL = 0.2
 _UNDER_WAY = 1 << 40
-"""Added to the syncs of a run under way, so that nobody who comes late can have more of them."""
+"""Added to the syncs of a run under way, so that no late joiner can have more of them."""
 
 
 class TorchFT:
@@ -113,8 +113,8 @@ class TorchFT:
         self.address = parts.address_of(host)
         if ipaddress.ip_address(self.address).is_loopback and parts.is_elsewhere(self._lighthouse_at[0]):
             raise ValueError(
-                f"TorchFT: host is {host} and the lighthouse is at {lighthouse}, on another machine, where nobody "
-                "reaches this one under that address; pass host (twophase train: --host), this machine's address in "
+                f"TorchFT: host is {host} and the lighthouse is at {lighthouse}, on another machine, which cannot "
+                "reach this one under that address; pass host (twophase train: --host), this machine's address in "
                 "the network that the replicas share"
             )
         self.timeout, self.quorum_timeout, self.connect_timeout = timeout, quorum_timeout, connect_timeout
@@ -159,11 +159,11 @@ class TorchFT:
         Raises:
             ValueError: the state holds what cannot be sent, or lacks the models, or `timeout` is too short for it.
         """
-        own = bytes_of(save(), "save()")
+        saved = bytes_of(save(), "save()")
         least = sum(p.nbytes for replica in engine.replicas for p in replica.parameters())
-        if own < least:
+        if saved < least:
             raise ValueError(
-                f"TorchFT.attach: save() returned {own} bytes of tensors, but the replicas alone have {least}; a "
+                f"TorchFT.attach: save() returned {saved} bytes of tensors, but the replicas alone have {least}; a "
                 "replica that comes back would go on with weights of its own: let it return the state_dict() of the "
                 "models and of the inner optimizers, and the data position"
             )
@@ -246,7 +246,7 @@ class TorchFT:
             if self._syncs == 2:  # after joining: the first sync, so the inner optimizers have all their state
                 try:
                     self._check_timeout()
-                except ValueError as error:  # in the middle of a run, where nobody passes arguments any more
+                except ValueError as error:  # in the middle of a run, where no arguments are passed any more
                     raise RunError(str(error)) from None
             return True
         if self._manager._client.others_heal:
@@ -286,7 +286,7 @@ class TorchFT:
         return False
 
     def _look_around(self) -> None:
-        """Tell who has gone and come, and see that no two have one number."""
+        """Log the replicas that have gone and come, and refuse two with one number."""
         members = sorted(self._group.members)
         twice = {member for member in members if members.count(member) > 1}
         if twice and sorted(twice) != self._twice:
@@ -306,11 +306,11 @@ class TorchFT:
                 "text; give this one a number of its own (twophase train: --replica), or, if the other has just died, "
                 "repeat the command in some seconds"
             )
-        found = parts.listening() - self._listening_before if first else set()
-        if found:
+        places = parts.listening() - self._listening_before if first else set()
+        if places:
             self.close()
             raise RunError(
-                f"TorchFT: this process listens on {', '.join(sorted(found))}, open to every network, though host is "
+                f"TorchFT: this process listens on {', '.join(sorted(places))}, open to every network, though host is "
                 f"{self.address}; this is a fault, and the run has been stopped for safety"
             )
 
@@ -400,17 +400,17 @@ class TorchFT:
         """This process's alone."""
         return [list(numbers)]
 
-    def _exchange_bytes(self, ours: bytes) -> list[bytes]:
-        sent = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
-        received = torch.empty(self.size * len(ours), dtype=torch.uint8)
+    def _exchange_bytes(self, sent_bytes: bytes) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(sent_bytes), dtype=torch.uint8)
+        received = torch.empty(self.size * len(sent_bytes), dtype=torch.uint8)
         self.launch_gather(received, sent).wait()
         everyone = received.numpy().tobytes()
-        return [everyone[start : start + len(ours)] for start in range(0, len(everyone), len(ours))]
+        return [everyone[start : start + len(sent_bytes)] for start in range(0, len(everyone), len(sent_bytes))]
 
-    def _launch(self, start: Callable[[Any], Any], bytes_sent: int, *kept: Tensor) -> Pending:
+    def _launch(self, start: Callable[[Any], Any], bytes_sent: int, *tensors: Tensor) -> Pending:
         if self._failure is None and self.size == 1:
             return Done()
-        work = _Work(self, bytes_sent, kept)
+        work = _Work(self, bytes_sent, tensors)
         if self._failure is None:
             try:
                 work.work = start(self._group.parent)
@@ -525,11 +525,11 @@ class TorchFT:
 class _Work:
     """A collective under way, or one that was never begun since another had failed."""
 
-    def __init__(self, communicator: TorchFT, bytes_sent: int, kept: tuple[Tensor, ...]) -> None:
+    def __init__(self, communicator: TorchFT, bytes_sent: int, tensors: tuple[Tensor, ...]) -> None:
         self.bytes_sent = bytes_sent
         self.work: Any = None
         self._communicator = communicator
-        self._kept = kept  # a buffer must not be freed under a collective that uses it
+        self._tensors = tensors  # a buffer must not be freed under a collective that uses it
 
     def wait(self) -> None:
         self._communicator._wait(self)
@@ -537,8 +537,8 @@ class _Work:
 
 def _bytes_of_outer(engine: DiLoCo) -> int:
     """Bytes of the anchor and of the outer optimizers' tensors."""
-    held = [value for f in engine.fragments for state in f.outer.state.values() for value in state.values()]
-    return sum(f.flat.nbytes for f in engine.fragments) + sum(x.nbytes for x in held if isinstance(x, Tensor))
+    state = [value for f in engine.fragments for state in f.outer.state.values() for value in state.values()]
+    return sum(f.flat.nbytes for f in engine.fragments) + sum(x.nbytes for x in state if isinstance(x, Tensor))
 
 
 def _buffers_to_come(engine: DiLoCo) -> int:
@@ -549,5 +549,5 @@ def _buffers_to_come(engine: DiLoCo) -> int:
 
 def _run(engine: DiLoCo) -> dict[str, Any]:
     """What a replica must have in common with a run that it comes into, beside what it is given with the state."""
-    ours = {key: value for key, value in engine.description().items() if key != "outer settings"}
-    return versions() | ours
+    facts = {key: value for key, value in engine.description().items() if key != "outer settings"}
+    return versions() | facts

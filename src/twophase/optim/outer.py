@@ -71,7 +71,7 @@ class Sweep(Protocol):
 
 
 class OuterSGD(Optimizer):
-    """SGD with momentum on pseudo-gradients, whose momentum restarts when a policy says so.
+    """SGD with momentum on pseudo-gradients; its momentum restarts when a policy says so.
 
     Each `step()` is one outer round. With g the `.grad` of a parameter x and b the momentum:
 
@@ -177,7 +177,7 @@ class OuterSGD(Optimizer):
             raise
 
     def _unpromised(self, group: Mapping[str, Any]) -> frozenset[str]:
-        """What a group's policy needs and nobody has promised."""
+        """Return what a group's policy needs and `signals` has not promised."""
         return parse(group["restart"]).needs - MEASURED - self.promised
 
     @torch.no_grad()
@@ -206,8 +206,8 @@ class OuterSGD(Optimizer):
             measured: what `dots()` has returned, to be used instead of measuring again; of several processes that hold
                 the same bits on unlike machines, all should be given one's.
             probes: the losses of the candidates where they are known already, in the place of `probe`.
-            sweep: the parameters, gradients and buffers of the only group as flat vectors, for a caller whose tensors
-                lie so.
+            sweep: the parameters, gradients and buffers of the only group as flat vectors, for a caller that has them
+                so.
 
         Returns:
             The closure's value, or None.
@@ -218,7 +218,7 @@ class OuterSGD(Optimizer):
                 loss = closure()
         self.last_round = []
         taking_part = self._taking_part()
-        bare = not measure and all(given is None for given in (signals, probe, measured, probes))
+        bare = not measure and all(option is None for option in (signals, probe, measured, probes))
         if bare and self._is_rehearsal(taking_part):
             return loss
         for group, params in taking_part:  # all of them before any: a round that is refused has not happened
@@ -265,7 +265,7 @@ class OuterSGD(Optimizer):
     def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
         """Each parameter that takes part, and what it would be after this round with the candidate of that number.
 
-        Groups whose policy does not probe take their rule's own update in it.
+        Groups with a policy that does not probe take their rule's update in it.
 
         Args:
             number: of the candidate, from 0.
@@ -273,16 +273,16 @@ class OuterSGD(Optimizer):
         Returns:
             Pairs of parameter and new tensor, which has the buffer's dtype.
         """
-        found: list[tuple[Tensor, Tensor]] = []
+        moved: list[tuple[Tensor, Tensor]] = []
         for group, params in self._taking_part():
             policy, rule = parse(group["restart"]), rule_of(group)
             decision = policy.candidates(rule)[number] if PROBES in policy.needs else None
             along_g, along_m = answered({}, decision).weights(rule)
             for p in params:
-                held = self.state[p].get(BUFFER) if group["momentum"] != 0 else None
+                buffer = self.state[p].get(BUFFER) if group["momentum"] != 0 else None
                 new = p.to(buffer_dtype(p), copy=True).sub_(gradient_of(p), alpha=along_g)
-                found.append((p, new if held is None or along_m == 0 else new.sub_(held, alpha=along_m)))
-        return found
+                moved.append((p, new if buffer is None or along_m == 0 else new.sub_(buffer, alpha=along_m)))
+        return moved
 
     def _probe(self, probe: Callable[[], float]) -> list[float]:
         """The losses of the candidates; the parameters come out as they were."""
@@ -356,7 +356,7 @@ class OuterSGD(Optimizer):
         group["rounds"] = number
         if sweep is not None:
             totals = self._sweep(group, params, answer, sweep)
-            if seen is None and totals is not None:  # what was given is of all shards, and the sweep's of this one
+            if seen is None and totals is not None:  # `measured` is of all shards, and the sweep's of this one
                 seen = Angles.of(totals)
         else:
             self._update_and_restart(group, params, answer)
@@ -408,19 +408,19 @@ class OuterSGD(Optimizer):
             totals = sweep.dots(fresh=not there or BUFFER not in self.state[params[0]], angle=angle)
             if totals is not None:
                 return totals
-        held = [p for p in params if there and BUFFER in self.state[p]]
+        old = [p for p in params if there and BUFFER in self.state[p]]
         fresh = [p for p in params if not there or BUFFER not in self.state[p]]  # their m is 0
-        seen = dots([gradient_of(p) for p in (held or fresh)], [self.state[p][BUFFER] for p in held], angle=angle)
-        if not (held and fresh):
+        seen = dots([gradient_of(p) for p in (old or fresh)], [self.state[p][BUFFER] for p in old], angle=angle)
+        if not (old and fresh):
             return seen
         return seen[0] + dots([gradient_of(p) for p in fresh], [])[0], seen[1], seen[2]
 
     def _restart(self, group: dict[str, Any], params: list[Tensor], restart: Restart) -> None:
-        held = [p for p in params if BUFFER in self.state[p]]
-        buffers, gradients = [self.state[p][BUFFER] for p in held], [gradient_of(p) for p in held]
+        old = [p for p in params if BUFFER in self.state[p]]
+        buffers, gradients = [self.state[p][BUFFER] for p in old], [gradient_of(p) for p in old]
         restart_(buffers, gradients, restart.retain, restart.inject, opposed=restart.opposed)
         if len(params) < len(group["params"]) and restart.counts and not restart.opposed:
-            # Those without a gradient in this round, whose g counts as 0: the cycle that begins is theirs, too.
+            # For parameters without a gradient in this round g counts as 0: the cycle that begins is theirs, too.
             resting = (p for p in group["params"] if p.grad is None)
             idle = [self.state[p][BUFFER] for p in resting if BUFFER in self.state.get(p, {})]
             restart_(idle, idle, restart.retain, 0.0)
@@ -476,7 +476,7 @@ class OuterSGD(Optimizer):
             "momentum" not in group for group in state_dict["param_groups"]
         ):
             raise ValueError(
-                "OuterSGD: this is no state of an OuterSGD or a torch.optim.SGD, whose groups have a momentum; load "
+                "OuterSGD: this is no state of an OuterSGD or a torch.optim.SGD, for its groups have no momentum; load "
                 "what the state_dict() of one has returned"
             )
         groups = []
@@ -484,9 +484,8 @@ class OuterSGD(Optimizer):
             for key in ("dampening", "weight_decay", "maximize"):
                 if group.get(key):
                     raise ValueError(f"OuterSGD: the loaded state has {key}={group[key]}; an outer step has no {key}")
-            ours = self.param_groups[index] if index < len(self.param_groups) else {}
-            own = {key: ours[key] for key in ("restart", "together") if key in ours and key not in group}
-            groups.append(own | group)
+            here = self.param_groups[index] if index < len(self.param_groups) else {}
+            groups.append({key: here[key] for key in ("restart", "together") if key in here} | group)
             complete_(groups[-1])  # refuse before anything is loaded
             missing = self._unpromised(groups[-1])
             if missing:
@@ -498,8 +497,8 @@ class OuterSGD(Optimizer):
         super().load_state_dict(state_dict | {"param_groups": groups})
         # The base class has just cast every buffer to its parameter's dtype (and shares the others with the caller's
         # dictionary), so the buffers are put back from the original: as they were, and our own copy.
-        for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for param, index in zip(ours["params"], theirs["params"], strict=True):
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, index in zip(group["params"], saved_group["params"], strict=True):
                 saved = state_dict["state"].get(index, {}).get(BUFFER)
                 if saved is not None:
                     self.state[param][BUFFER] = saved.to(device=param.device, dtype=buffer_dtype(param), copy=True)
