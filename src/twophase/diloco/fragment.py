@@ -137,7 +137,7 @@ class Slot:
                 f"DiLoCo: parameter {self.name!r} was replaced, moved or cast after the engine was built; call "
                 ".to(), .double() or load_state_dict(assign=True) first and build the engine last"
             )
-        return local(p)
+        return p.detach() if type(p) is nn.Parameter else local(p)
 
 
 def slots_of(replica: nn.Module) -> list[Slot]:

@@ -59,17 +59,23 @@ def goes_in_parts(fragment: Fragment) -> bool:
 
 def _is_sweepable(fragment: Fragment) -> bool:
     """Whether one group of an `OuterSGD` holds all parameters, in their order, with buffers for all or none."""
+    return _holds_all_in_order(fragment) and (_has_no_buffer(fragment) or fragment.momentum() is not None)
+
+
+def _holds_all_in_order(fragment: Fragment) -> bool:
     outer = fragment.outer
     # A subclass may step in its own way, and a hook may change the gradients that a sweep does not look at.
     if type(outer) is not OuterSGD or len(outer.param_groups) != 1 or outer._optimizer_step_pre_hooks:
         return False
     (group,) = outer.param_groups
     params, views = group["params"], fragment.anchor_views
-    if group["together"] or len(params) != len(views) or not all(map(operator.is_, params, views)):
-        return False
-    if group["momentum"] == 0 or fragment.momentum() is not None:
-        return True
-    return not any(BUFFER in outer.state.get(p, ()) for p in params)
+    return not group["together"] and len(params) == len(views) and all(map(operator.is_, params, views))
+
+
+def _has_no_buffer(fragment: Fragment) -> bool:
+    """Whether no buffer is to be read: there is none yet, or a larger momentum has left it over."""
+    (group,) = fragment.outer.param_groups
+    return group["momentum"] == 0 or not any(BUFFER in fragment.outer.state.get(p, ()) for p in group["params"])
 
 
 def transfer_in_parts(fragment: Fragment, communicator: Communicator) -> PartTransfer:
@@ -136,13 +142,16 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
         The sweep; None where the fragment cannot be swept.
     """
     on_device = not fragment.flat.is_cpu
-    if not (fragment.on_device if on_device else _is_sweepable(fragment)):
+    if not (fragment.on_device if on_device else _holds_all_in_order(fragment)):
         return None
-    momentum, divisor, fragment.divisor = None, fragment.divisor, 1
+    momentum = None
     if fragment.outer_sgd.param_groups[0]["momentum"] != 0:
         momentum = fragment.momentum()
         if momentum is None:
+            if not _has_no_buffer(fragment):  # some parameters have one and others have not
+                return None
             momentum = fragment.new_momentum()
+    divisor, fragment.divisor = fragment.divisor, 1
     if on_device:
         kernel = _device_sweep(fragment, divisor, restore=restore, prove=prove, momentum=momentum)
         return RoundSweep(kernel, lambda: kernel.digits)

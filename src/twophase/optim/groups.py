@@ -67,7 +67,7 @@ def check_round(
     group: dict[str, Any], params: list[Tensor], signals: Mapping[str, float] | None, *, probes: bool
 ) -> None:
     """Refuse a round that the group cannot take."""
-    if any(gradient_of(p).is_sparse for p in params):
+    if True in [p.grad.is_sparse for p in params if p.grad is not None]:
         raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() before the step")
     _check(group)  # a scheduler may have changed it; after the update would be too late
     policy = parse(group["restart"])
