@@ -20,7 +20,8 @@ import textmaker
 from amount import amount
 from twophase.base.config import with_values
 from twophase.diloco.transfer import WIRES
-from twophase.restart import _REGISTRY, HARD, PROBES, RestartPolicy, register
+from twophase.policies.text import _REGISTRY
+from twophase.restart import HARD, PROBES, RestartPolicy, register
 from twophase.runs.folder import RunFolder, read_lines, read_summary
 from twophase.sweep import forest, states
 from twophase.sweep.forest import Grower, Stopped

@@ -23,7 +23,7 @@ from twophase.diloco.fragment import Fragment
 from twophase.diloco.sweep import dots_on_device
 from twophase.optim.outer import OuterSGD
 from twophase.optim.products import Dots
-from twophase.restart import AGREEMENT
+from twophase.policies.base import AGREEMENT
 
 
 class Disagreement(RunError):  # noqa: N818 - it says what there is

@@ -18,7 +18,8 @@ from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.transfer import open_channel
 from twophase.optim.groups import check_signals
 from twophase.optim.outer import OuterSGD
-from twophase.restart import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy, parse
+from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
+from twophase.policies.text import parse
 from twophase.rule import OuterRule
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]

@@ -21,7 +21,7 @@ from twophase.diloco.flat import DIGEST_ELEMENTS, checksum, joined_digits
 from twophase.diloco.fragment import Fragment
 from twophase.optim.functional import Update
 from twophase.optim.products import Dots
-from twophase.restart import Restart
+from twophase.policies.base import Restart
 
 _log = logging.getLogger("twophase")
 _DEVICES = ("cuda",)

@@ -56,7 +56,7 @@ from twophase.diloco.report import RoundReport, merged
 from twophase.diloco.sync import Setting, Sync
 from twophase.diloco.transfer import check_wire
 from twophase.optim.outer import OuterSGD
-from twophase.restart import check_count
+from twophase.policies.checks import check_count
 from twophase.rule import OuterRule
 
 

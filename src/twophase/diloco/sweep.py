@@ -25,7 +25,7 @@ from twophase.optim.functional import Update
 from twophase.optim.outer import BUFFER, OuterSGD, Sweep
 from twophase.optim.part_sweep import PartSweep
 from twophase.optim.products import Dots
-from twophase.restart import AGREEMENT, MEASURED, PROBES
+from twophase.policies.base import AGREEMENT, MEASURED, PROBES
 
 _PART_ELEMENTS = 4 * DIGEST_ELEMENTS
 """Elements of a part: few enough for a cache, enough to pay for the calls."""

@@ -28,7 +28,7 @@ from twophase.diloco.sweep import goes_in_parts, goes_on_device, round_sweep, tr
 from twophase.diloco.transfer import PartTransfer, Transfer
 from twophase.optim.groups import GroupRound
 from twophase.optim.outer import OuterSGD
-from twophase.restart import AGREEMENT
+from twophase.policies.base import AGREEMENT
 
 
 @dataclass(frozen=True, slots=True)

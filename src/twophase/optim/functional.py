@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from twophase.optim.pieces import batches, is_dense, is_plain, piece_length
-from twophase.restart import Restart, Step
+from twophase.policies.base import Restart, Step
 from twophase.rule import Form
 
 _PIECE_FUSED = 1 << 18  # elements: of three streams that one operation has read; calls cost more than the cache gives

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from twophase.optim.products import Angles
-from twophase.restart import MEASURED, PROBES, Answer, parse
+from twophase.policies.base import MEASURED, PROBES, Answer
+from twophase.policies.text import parse
 from twophase.rule import OuterRule, check_rule
 
 COUNTERS = ("rounds", "rounds_since_restart", "restarts")

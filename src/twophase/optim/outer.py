@@ -31,18 +31,8 @@ from twophase.optim.groups import (
     rule_of,
 )
 from twophase.optim.products import Angles, Dots, dots
-from twophase.restart import (
-    MEASURED,
-    PROBES,
-    Answer,
-    Never,
-    Restart,
-    RestartPolicy,
-    RoundSignal,
-    answered,
-    ask,
-    parse,
-)
+from twophase.policies.base import MEASURED, PROBES, Answer, Never, Restart, RestartPolicy, RoundSignal, answered, ask
+from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
