@@ -21,8 +21,8 @@ from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import DIGEST_ELEMENTS, Digest
 from twophase.diloco.fragment import SMALL, Fragment
 from twophase.diloco.transfer import PartTransfer
-from twophase.optim.functional import Update
-from twophase.optim.outer import BUFFER, OuterSGD, Sweep
+from twophase.optim.functional import Sweep, Update
+from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.optim.part_sweep import PartSweep
 from twophase.optim.products import Dots
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES

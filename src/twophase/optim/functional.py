@@ -13,11 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from twophase.optim.pieces import batches, is_dense, is_plain, piece_length
+from twophase.optim.products import Dots
 from twophase.policies.base import Restart, Step
 from twophase.rule import Form
 
@@ -135,6 +137,28 @@ class Update:
         if self.nesterov:
             return self.lr * d, 0.0, self.lr * self.momentum, c, d
         return 0.0, 0.0, self.lr, c, d
+
+
+class Sweep(Protocol):
+    """A group's parameters, pseudo-gradients and buffers as flat vectors, stepped and restarted in one go."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """The buffers in views of the parameters' shapes, in their order."""
+        ...
+
+    @property
+    def measure(self) -> bool:
+        """Whether `run` takes the inner products on its way."""
+        ...
+
+    def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
+        """The inner products before the round; None where the tensors themselves must be asked."""
+        ...
+
+    def run(self, update: Update) -> Dots | None:
+        """Take a round; the inner products before it, where it measures."""
+        ...
 
 
 def step_without_momentum_(x: list[Tensor], g: list[Tensor], lr: float, step: Step | None) -> None:

@@ -78,6 +78,44 @@ def check_round(
     check_signals("OuterSGD", {name: value for name, value in (signals or {}).items() if name in policy.needs})
 
 
+def check_promised(group: Mapping[str, Any], promised: frozenset[str], of: str = "") -> None:
+    """Refuse a policy that needs what is not promised.
+
+    Args:
+        group: a completed param group.
+        promised: names that `signals=` gave at construction.
+        of: the policy's origin, for the message.
+    """
+    missing = parse(group["restart"]).needs - MEASURED - promised
+    if missing:
+        raise ValueError(
+            f"OuterSGD: {of}restart policy {group['restart']} needs {listed(missing)}; {remedy(missing)}, and promise "
+            f"it at construction with signals={sorted(missing)!r}"
+        )
+
+
+def loaded_groups(
+    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], promised: frozenset[str]
+) -> list[dict[str, Any]]:
+    """Return a state's param groups, checked and completed; a state of SGD keeps the policies of `groups`."""
+    if not {"state", "param_groups"} <= set(state) or any("momentum" not in group for group in state["param_groups"]):
+        raise ValueError(
+            "OuterSGD: this is no state of an OuterSGD or a torch.optim.SGD, for its groups have no momentum; load "
+            "what the state_dict() of one has returned"
+        )
+    loaded = []
+    for index, group in enumerate(state["param_groups"]):
+        for key in ("dampening", "weight_decay", "maximize"):
+            if group.get(key):
+                raise ValueError(f"OuterSGD: the loaded state has {key}={group[key]}; an outer step has no {key}")
+        here = groups[index] if index < len(groups) else {}
+        loaded.append({key: here[key] for key in ("restart", "together") if key in here} | group)
+        complete_(loaded[-1])
+        check_promised(loaded[-1], promised, "the loaded state's ")
+    candidates_of(loaded)
+    return loaded
+
+
 def check_signals(where: str, signals: Mapping[str, Any]) -> None:
     """Raise a ValueError unless all values are numbers."""
     for name, value in signals.items():

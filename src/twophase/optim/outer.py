@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from twophase.optim.functional import (
+    Sweep,
     Update,
     buffer_dtype,
     outer_step_,
@@ -20,14 +21,15 @@ from twophase.optim.groups import (
     GroupRound,
     as_number,
     candidates_of,
+    check_promised,
     check_round,
     complete_,
     gradient_of,
     group_round,
     listed,
+    loaded_groups,
     memory_text,
     plain_number,
-    remedy,
     rule_of,
 )
 from twophase.optim.products import Angles, Dots, dots
@@ -36,28 +38,6 @@ from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
-
-
-class Sweep(Protocol):
-    """A group's parameters, pseudo-gradients and buffers as flat vectors, stepped and restarted in one go."""
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """The buffers in views of the parameters' shapes, in their order."""
-        ...
-
-    @property
-    def measure(self) -> bool:
-        """Whether `run` takes the inner products on its way."""
-        ...
-
-    def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
-        """The inner products before the round; None where the tensors themselves must be asked."""
-        ...
-
-    def run(self, update: Update) -> Dots | None:
-        """Take a round; the inner products before it, where it measures."""
-        ...
 
 
 class OuterSGD(Optimizer):
@@ -155,20 +135,11 @@ class OuterSGD(Optimizer):
         group = self.param_groups[-1]
         try:
             complete_(group)
-            missing = self._unpromised(group)
-            if missing:
-                raise ValueError(
-                    f"OuterSGD: restart policy {group['restart']} needs {listed(missing)}; {remedy(missing)}, and "
-                    f"promise it here with signals={sorted(missing)!r}"
-                )
+            check_promised(group, self.promised)
             _ = self.candidate_count  # refuses groups that cannot be judged together
         except ValueError:
             self.param_groups.pop()
             raise
-
-    def _unpromised(self, group: Mapping[str, Any]) -> frozenset[str]:
-        """Return what a group's policy needs and `signals` has not promised."""
-        return parse(group["restart"]).needs - MEASURED - self.promised
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -186,18 +157,16 @@ class OuterSGD(Optimizer):
 
         Args:
             closure: re-evaluates and returns the loss, as for any torch optimizer.
-            signals: further values for policies that need them (all-reduced: every replica must pass the same), such
-                as losses.
+            signals: further values for policies that need them, such as losses; the same on every replica.
             probe: the loss with the parameters as they are when it is called (of several processes, the mean over
                 all), for policies that weigh candidates; the same data at each call of a step. No gradient may be
                 taken, for `.grad` holds the pseudo-gradient.
             measure: also leave each group's norms, cosine and gain in `last_round` (three more reads of g and m); a
                 signal that is not finite is told there, too, in the place of the warning.
-            measured: what `dots()` has returned, to be used instead of measuring again; of several processes that hold
-                the same bits on unlike machines, all should be given one's.
+            measured: result of `dots()`; of several processes, the same one's for all: equal bits need not give equal
+                sums on unlike machines.
             probes: the losses of the candidates where they are known already, in the place of `probe`.
-            sweep: the parameters, gradients and buffers of the only group as flat vectors, for a caller that has them
-                so.
+            sweep: the parameters, gradients and buffers of the only group as flat vectors.
 
         Returns:
             The closure's value, or None.
@@ -244,11 +213,7 @@ class OuterSGD(Optimizer):
 
     @property
     def candidate_count(self) -> int:
-        """How many candidates the policies of the groups want to have probed; 0 if none does.
-
-        Raises:
-            ValueError: groups with different ones, which would be a decision for every combination.
-        """
+        """Number of candidates that the groups' policy wants probed; 0 if none does, a ValueError if they differ."""
         return candidates_of(self.param_groups)
 
     @torch.no_grad()
@@ -258,10 +223,7 @@ class OuterSGD(Optimizer):
         Groups with a policy that does not probe take their rule's update in it.
 
         Args:
-            number: of the candidate, from 0.
-
-        Returns:
-            Pairs of parameter and new tensor, which has the buffer's dtype.
+            number: of the candidate, from 0. The new tensors have the buffers' dtype.
         """
         moved: list[tuple[Tensor, Tensor]] = []
         for group, params in self._taking_part():
@@ -462,28 +424,7 @@ class OuterSGD(Optimizer):
             ValueError: groups that do not fit, values that this optimizer cannot honour, or a policy that needs what is
                 not promised; nothing has been changed.
         """
-        if not {"state", "param_groups"} <= set(state_dict) or any(
-            "momentum" not in group for group in state_dict["param_groups"]
-        ):
-            raise ValueError(
-                "OuterSGD: this is no state of an OuterSGD or a torch.optim.SGD, for its groups have no momentum; load "
-                "what the state_dict() of one has returned"
-            )
-        groups = []
-        for index, group in enumerate(state_dict["param_groups"]):
-            for key in ("dampening", "weight_decay", "maximize"):
-                if group.get(key):
-                    raise ValueError(f"OuterSGD: the loaded state has {key}={group[key]}; an outer step has no {key}")
-            here = self.param_groups[index] if index < len(self.param_groups) else {}
-            groups.append({key: here[key] for key in ("restart", "together") if key in here} | group)
-            complete_(groups[-1])  # refuse before anything is loaded
-            missing = self._unpromised(groups[-1])
-            if missing:
-                raise ValueError(
-                    f"OuterSGD: the loaded state's restart policy {groups[-1]['restart']} needs {listed(missing)}; "
-                    f"{remedy(missing)}, and promise it at construction with signals={sorted(missing)!r}"
-                )
-        candidates_of(groups)
+        groups = loaded_groups(state_dict, self.param_groups, self.promised)  # refuse before anything is loaded
         super().load_state_dict(state_dict | {"param_groups": groups})
         # The base class has just cast every buffer to its parameter's dtype (and shares the others with the caller's
         # dictionary), so the buffers are put back from the original: as they were, and our own copy.
