@@ -6,7 +6,6 @@ Run as a program, this file is one of the two processes of its own tests.
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
 import os
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forked import in_processes
+from replicas import network, same_bits, through_file
 from twophase import restart as restart_module
 from twophase.diloco.comm import Communicator, Done, ProcessGroup, SingleProcess
 from twophase.diloco.engine import DiLoCo, RoundReport
@@ -38,21 +38,12 @@ RULES = [
 each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in shape, dtype and every bit."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
-    return torch.equal(a.detach().contiguous().view(integer), b.detach().contiguous().view(integer))
-
-
 # --- a small problem ----------------------------------------------------------------------------------------------
 
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A small network and its inner optimizer."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
+    model = network(seed)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -448,14 +439,6 @@ def test_one_reduction_a_round():
 # --- equal to itself, resumed -------------------------------------------------------------------------------------
 
 
-def through_file(state: Any) -> Any:
-    """What `torch.save` writes and `torch.load(weights_only=True)` reads."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize("saved_after", [0, 1, 6, 13, 14, 20], ids=lambda s: f"{s // 4} rounds {s % 4} steps")
 @pytest.mark.parametrize(
     ("outer", "policy"),
@@ -503,27 +486,45 @@ def test_loading_copies_the_anchor():
     assert same_bits(state["anchor"], frozen)
 
 
-def test_state_of_another_model_is_refused():
-    """A state of other parameters, by name or shape, is refused before anything is changed."""
-    engine = start(OuterRule(0.3, 0.9)).engine
-    before = engine.checksum()
-    for other in (nn.Linear(4, 8), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 4))):
-        state = DiLoCo(other, OuterRule(0.3, 0.9), inner_steps=3).state_dict()
-        with pytest.raises(ValueError, match=r"DiLoCo\.load_state_dict: the state belongs to a model of other param"):
-            engine.load_state_dict(state)
-    assert engine.checksum() == before
+def small(model: nn.Module | None = None, **options: Any) -> DiLoCo:
+    """An engine on a small model."""
+    usual: dict[str, Any] = {"inner_steps": 2, "restart": 3}
+    return DiLoCo(model or nn.Linear(3, 2), OuterRule(0.1, 0.5), **(usual | options))
 
 
-def test_position_beyond_the_round_is_refused():
-    """A state saved after more inner steps than a round of this engine has is refused with both numbers."""
-    longer = start(OuterRule(0.3, 0.9), inner_steps=8)
-    longer.go(range(5))
-    engine = start(OuterRule(0.3, 0.9), inner_steps=5).engine
-    with pytest.raises(
-        ValueError, match=r"after 5 inner steps of its round, but inner_steps is 5; use the checkpoint's"
-    ):
-        engine.load_state_dict(longer.engine.state_dict())
-    assert (engine.round, engine.inner_step) == (0, 0)
+def in_parts(*cut: str) -> DiLoCo:
+    """An engine on four parameters in three fragments."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(1)) for name in "abcd"})
+    return small(model, fragments=dict(zip("xyz", cut, strict=True)), stagger=False)
+
+
+@pytest.mark.parametrize(
+    ("engine", "state", "message"),
+    [
+        (small, dict, "lacks anchor, fragments, inner_step, launching, layout, round, schedule, syncs, under_way"),
+        (small, lambda: small().state_dict() | {"anchor": torch.zeros(3)}, "has 3 elements instead of"),
+        (small, lambda: small().state_dict() | {"inner_step": 5}, "after 5 inner steps of its round, but inner_steps"),
+        (small, lambda: small(nn.Linear(4, 2)).state_dict(), "the state belongs to a model of other parameters"),
+        (small, lambda: small(nn.Sequential(nn.Linear(3, 2))).state_dict(), "the state belongs to a model of other"),
+        (
+            lambda: in_parts("a", "b", "c|d"),
+            lambda: in_parts("a", "b|c", "d").state_dict(),
+            r"fragment y has param groups of \[2\] parameters in the state and of \[1\] here",
+        ),
+    ],
+    ids=["empty", "damaged", "beyond the round", "shape", "names", "cut"],
+)
+def test_a_state_of_another_engine_is_refused(
+    engine: Callable[[], DiLoCo], state: Callable[[], dict[str, Any]], message: str
+):
+    """A state that lacks parts, is damaged, or belongs to another model is refused by name; nothing has changed."""
+    mine = engine()
+    before, groups = mine.checksum(), [dict(f.outer.param_groups[0]) for f in mine.fragments]
+    with pytest.raises(ValueError, match=rf"^DiLoCo\.load_state_dict: .*{message}"):
+        mine.load_state_dict(state())
+    assert mine.checksum() == before
+    assert (mine.round, mine.inner_step) == (0, 0)
+    assert [dict(f.outer.param_groups[0]) for f in mine.fragments] == groups
 
 
 # --- reductions ---------------------------------------------------------------------------------------------------
@@ -1039,22 +1040,6 @@ def test_parameters_not_modules():
         DiLoCo(nn.Linear(2, 2).parameters(), OuterRule(0.7, 0.9), inner_steps=1)  # type: ignore[arg-type]
 
 
-def test_refused_state_changes_nothing():
-    """What lacks parts, or is damaged, is refused by name, and the engine is as it was."""
-    engine = DiLoCo(nn.Linear(3, 2), OuterRule(0.7, 0.9), inner_steps=2)
-    before, settings = engine.checksum(), dict(engine.outer.param_groups[0])
-    other = DiLoCo(nn.Linear(3, 2), OuterRule(0.1, 0.5), inner_steps=2, restart=3).state_dict()
-    for state, message in (
-        ({}, "lacks anchor, fragments, inner_step, launching, layout, round, schedule, syncs, under_way"),
-        (other | {"anchor": torch.zeros(3)}, "has 3 elements instead of"),
-        (other | {"inner_step": 2}, "after 2 inner steps of its round"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            engine.load_state_dict(state)
-        assert engine.checksum() == before
-        assert engine.outer.param_groups[0] == settings
-
-
 def test_loading_a_rounds_end_sets_the_replicas():
     """After loading a state of a round's end the replicas are the anchor, whatever they were."""
     donor = DiLoCo(nn.Linear(3, 2), OuterRule(0.7, 0.9), inner_steps=2)
@@ -1093,24 +1078,6 @@ def test_an_exception_inside_a_sync_loses_nothing(delay: int, reached: float, wi
     assert interrupted == 1
     assert model.weight.item() == pytest.approx(reached, rel=1e-2)  # a delay gives up a step of each sync, as always
     assert engine.at_anchor
-
-
-def test_a_state_cut_in_other_places_is_refused():
-    """Fragments of the same names that hold other parameters are told apart before anything is changed."""
-
-    def engine_of(*cut: str) -> DiLoCo:
-        model = nn.ParameterDict({name: nn.Parameter(torch.ones(1)) for name in "abcd"})
-        parts: dict[str, str] = dict(zip("xyz", cut, strict=True))
-        return DiLoCo(model, OuterRule(0.7, 0.9), inner_steps=1, fragments=parts, stagger=False)
-
-    saved, other = engine_of("a", "b|c", "d"), engine_of("a", "b", "c|d")
-    saved.step()
-    with pytest.raises(
-        ValueError, match=r"fragment y has param groups of \[2\] parameters in the state and of \[1\] here"
-    ):
-        other.load_state_dict(saved.state_dict())
-    assert [f.outer.param_groups[0]["rounds"] for f in other.fragments] == [0, 0, 0]
-    assert other.round == 0
 
 
 @pytest.mark.parametrize("signals", [0.5, torch.tensor(0.5), [1.0]])

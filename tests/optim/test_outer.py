@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import itertools
 import json
 import math
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forked import in_processes
+from replicas import same_bits, through_file
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
 from twophase.optim import functional
@@ -61,14 +61,6 @@ COUNTERS = ("rounds", "rounds_since_restart", "restarts", "policy_state")
 
 each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in shape, dtype and every bit (0 and -0 differ, NaN equals itself)."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    integer = INTEGERS[a.dtype.itemsize]
-    return torch.equal(a.detach().contiguous().view(integer), b.detach().contiguous().view(integer))
 
 
 def randoms(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -563,14 +555,6 @@ def test_restart_before_the_first_mixing(register_policy: Callable[[str], Any], 
 
 
 # --- state --------------------------------------------------------------------------------------------------------
-
-
-def through_file(state: Any) -> Any:
-    """What `torch.save` writes and `torch.load(weights_only=True)` reads."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -1407,14 +1391,6 @@ def test_a_probe_that_fails_changes_nothing():
     assert outer.param_groups[0]["rounds"] == 0
 
 
-def through_disk(state: Any) -> Any:
-    """A state as `torch.save` and loading with `weights_only` give it back."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def scalar(value: float) -> nn.Parameter:
     return nn.Parameter(torch.tensor([value]))
 
@@ -1429,7 +1405,7 @@ def test_signals_are_kept_as_plain_numbers():
     end += 9
     outer.step(signals={"loss_start": np.float64(2.0), "loss_end": np.float64(1.5)})
     assert outer.param_groups[0]["restarts"] == 1  # 2 after an end at 1: the outer step made it worse
-    saved = through_disk(outer.state_dict())["param_groups"][0]["policy_state"]
+    saved = through_file(outer.state_dict())["param_groups"][0]["policy_state"]
     assert json.loads(saved) == {"end": 1.5}
 
 
@@ -1453,7 +1429,7 @@ def test_states_hold_plain_numbers():
     outer = OuterSGD([x], **given)
     torch.optim.lr_scheduler.LambdaLR(outer, lambda t: np.cos(t / 10))
     outer.param_groups[0]["restart"] = Periodic(5)
-    saved = through_disk(outer.state_dict())["param_groups"][0]
+    saved = through_file(outer.state_dict())["param_groups"][0]
     assert (type(saved["lr"]), type(saved["initial_lr"]), type(saved["momentum"])) == (float, float, float)
     assert (saved["nesterov"], saved["restart"]) == (True, "5")
     assert json.loads(saved["policy_state"]) == Periodic(5).initial_state()
