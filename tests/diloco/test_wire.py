@@ -557,19 +557,6 @@ def test_processes_come_and_go():
         assert torch.equal(bits(x), bits(y))
 
 
-def test_reset_returned_forgets_the_sums_residual():
-    """After reset_returned() a channel goes on like one that has only its senders' residuals."""
-    numel = BLOCK
-    first, second = ([contribution(numel, rank, number) for rank in range(2)] for number in range(2))
-    one, other = channel("int8", numel, 2), channel("int8", numel, 2)
-    simulate(one, first)
-    assert one.state_dict()["returned"].count_nonzero() > 0
-    other.load_state_dict({"wire": "int8", "sent": one.state_dict()["sent"]})
-    one.reset_returned()
-    assert "returned" not in one.state_dict()
-    assert torch.equal(bits(simulate(one, second)), bits(simulate(other, second)))
-
-
 # --- three processes ------------------------------------------------------------------------------------------------
 
 

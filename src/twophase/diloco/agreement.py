@@ -248,11 +248,6 @@ class Attendance:
     present: int
     replicas: int
 
-    @property
-    def newcomers(self) -> int:
-        """Those that are there without weight."""
-        return self.present - self.replicas
-
 
 def attend(
     communicator: Communicator,

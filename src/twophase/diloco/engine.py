@@ -202,7 +202,9 @@ class DiLoCo:
                 its progress. After an interrupt inside the outer step the engine refuses to go on from it.
         """
         check_signals_kind(signals)  # in every step, and not only where a round ends
-        self._check_ready()
+        states.check_whole(self._setting)
+        if self._membership.absent:
+            raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
         ending = self._ending()
         values = values_for(ending, signals) if ending else {}
         position = self._position
@@ -374,11 +376,6 @@ class DiLoCo:
                 restored = True
         sync = self._reduce(arrival.members)
         return self._complete(sync, signals or {}) if self._position.at_once else None
-
-    def _check_ready(self) -> None:
-        states.check_whole(self._setting)
-        if self._membership.absent:
-            raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
 
     # ------------------------------------------------------------------------------------------------------- states
 

@@ -207,9 +207,6 @@ class Channel:
     def clear(self) -> None:
         """Forget all residuals, and give up a transfer under way: as after construction."""
 
-    def reset_returned(self) -> None:
-        """Forget the second stage's residual, for when processes came or went and parts changed owners."""
-
 
 def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Channel:
     """Return the channel of a wire.

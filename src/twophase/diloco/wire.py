@@ -323,16 +323,12 @@ class LossyChannel(Channel):
         """Forget all residuals, and give up a transfer under way: as after construction."""
         for residual in self._sent:
             residual.clear()
-        self.reset_returned()
+        self._returned = None
         self._give_up()
 
     def _give_up(self) -> None:
         if self._under_way is not None:
             self._under_way = self._payloads = None  # what has failed may still write into them
-
-    def reset_returned(self) -> None:
-        """Forget the second stage's residual, for when processes came or went and parts changed owners."""
-        self._returned = None
 
 
 def _written(residual: _Residual | None) -> None:
