@@ -282,15 +282,16 @@ def test_runs_whose_rounds_lack_numbers_are_refused(capsys: Capture, tmp_path: P
     assert asked(capsys, out, "--run", run)["spectrum"] == "run"
 
 
-def test_the_damage_of_a_run_is_named(capsys: Capture, tmp_path: Path) -> None:
-    """What a report names as damaged stands on the page and in what is printed, also where a spectrum is given."""
+def test_a_torn_line_of_a_run_is_named(capsys: Capture, tmp_path: Path) -> None:
+    """What a report says of a torn log stands on the page and in what is printed, also where a spectrum is given."""
     run, out = synthetic_run(tmp_path / "run", OuterRule(0.5, 0.8), [0.35]), tmp_path / "page.html"
-    lines = (run / "rounds.jsonl").read_text().splitlines()
-    (run / "rounds.jsonl").write_text("\n".join([*lines[:20], lines[20][:50], *lines[21:]]) + "\n")
-    for words, there in (([], True), (["--sigma", "0.5"], False)):
-        assert main(["explore", "--run", str(run), "--out", str(out), *words]) == 0
-        assert "rounds.jsonl is damaged: line 21 holds no JSON object" in capsys.readouterr().out
-        assert ("line 21 holds no JSON object" in out.read_text(encoding="utf-8")) is there
+    log = run / "rounds.jsonl"
+    log.write_text(log.read_text()[:-50])
+    words = "The last line of rounds.jsonl is cut in its middle"
+    for more, there in (([], True), (["--sigma", "0.5"], False)):
+        assert main(["explore", "--run", str(run), "--out", str(out), *more]) == 0
+        assert words in capsys.readouterr().out
+        assert (words in out.read_text(encoding="utf-8")) is there
 
 
 def test_check_refuses_a_run_without_its_spectrum() -> None:

@@ -12,9 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.rule import OuterRule
-from twophase.runs.jsonl import Column
-from twophase.runs.record import RunRecord
-from twophase.runs.rounds import Block
+from twophase.runs.record import Block, Column, RunRecord
 from twophase.theory.observed import Observed, observe
 
 SELDOM = 0.15

@@ -23,8 +23,7 @@ from twophase.advice.evidence import Evidence, stretches
 from twophase.advice.reasons import cosine_words, sigma_missing, sigma_words, step_alone, swing_words
 from twophase.base.config import UsageError
 from twophase.rule import OuterRule
-from twophase.runs.record import RunRecord
-from twophase.runs.rounds import Block
+from twophase.runs.record import Block, RunRecord
 from twophase.theory.advice import Advice, advise
 from twophase.theory.contraction import restart_rate
 from twophase.theory.modes import asymptotic_rate, regime, stable_limit

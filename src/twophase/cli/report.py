@@ -155,7 +155,7 @@ class _Sweep:
         wish = self.wish
         record = read_sweep(wish.folder, dict(wish.where))
         if wish.runs:
-            self._write_runs()
+            record.problems += self._write_runs()
         text = sweep_report(record, wish.page.parent, within=wish.within, controls=wish.controls, refresh=refresh)
         _write(wish.page, text)
         if refresh is None:
@@ -169,8 +169,9 @@ class _Sweep:
             say("\n".join([describe(judged), "", *map(str, paths), ", ".join(pages)]))
         return record.going
 
-    def _write_runs(self) -> None:
-        """Write each run's own page into its folder, if the run has changed since this command wrote it."""
+    def _write_runs(self) -> list[str]:
+        """Write each run's own page into its folder, if it has changed; return why damaged runs have none."""
+        faults: list[str] = []
         runs = self.wish.folder / RUNS
         folders = sorted(runs.iterdir()) if runs.is_dir() else []
         found = {folder: _state(folder) for folder in folders if is_run(folder)}
@@ -178,10 +179,15 @@ class _Sweep:
         # The later turns of a watch have a page or two to write.
         with meter("pages", len(changed), quiet=bool(self.written) or not changed) as show:
             for count, folder in enumerate(changed, start=1):
-                record = read_record(folder, self.wish.known)
+                try:
+                    record = read_record(folder, self.wish.known)
+                except UsageError as error:  # the other runs still get their pages
+                    faults.append(str(error))
+                    continue
                 _write(folder / REPORT, run_report(record, back=relative(self.wish.page, folder)))
                 self.written[folder] = found[folder]
                 show(count, folder.name)
+        return faults
 
 
 def _state(folder: Path) -> _State:

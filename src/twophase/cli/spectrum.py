@@ -13,8 +13,7 @@ from twophase.base.config import UsageError
 from twophase.base.files import table_text
 from twophase.base.progress import meter
 from twophase.figures.style import rendered, styled, write_files
-from twophase.runs.record import RunRecord, read_record
-from twophase.runs.rounds import WHOLE
+from twophase.runs.record import WHOLE, RunRecord, read_record
 from twophase.spectrum.blocks import Forecast, Seen, forecast, plain, seen
 from twophase.spectrum.figure import draw
 from twophase.spectrum.measure import PROBES, STEPS, Measured, measure, patterns_of

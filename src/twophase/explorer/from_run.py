@@ -14,8 +14,7 @@ from twophase.policies.base import Never
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
 from twophase.runs.folder import METRICS, ROUNDS
-from twophase.runs.record import RunRecord, read_record
-from twophase.runs.rounds import Block
+from twophase.runs.record import Block, RunRecord, read_record
 from twophase.theory.observed import Observed, observe
 
 _MOST_NAMED = 6  # blocks that the note names

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from twophase.base.files import DIGITS
 from twophase.figures.style import look
 from twophase.report.page import Html, clean, counted, download, join, minus, tag
-from twophase.runs.jsonl import LARGEST
+from twophase.runs.record import LARGEST
 
 MOST_POINTS = 600
 """Points of a curve that are drawn; of more, the lowest and highest of each stretch."""

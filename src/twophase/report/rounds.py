@@ -9,9 +9,7 @@ import numpy as np
 
 from twophase.report.charts import Chart, Curve, figure
 from twophase.report.page import Html, counted, details, join, minus, table, tag
-from twophase.runs.jsonl import Column
-from twophase.runs.record import RunRecord
-from twophase.runs.rounds import Block
+from twophase.runs.record import Block, Column, RunRecord
 
 MOST_BLOCKS = 7
 """Curves of a chart; more would not be told apart."""

@@ -1,34 +1,61 @@
-"""Reading a run's folder whatever state it is in: unfinished, damaged, of another version, or full of odd numbers.
+"""Read a run's folder, finished or not, as columns of numbers; name what is missing in a sentence each.
 
-What is there becomes columns of numbers, nan where there is none; what is wrong or missing becomes a sentence in
-`problems`. Nothing is executed, followed or written. Trainers resume by the stricter `twophase.runs.folder`.
+A folder may lack files, and a kill may have torn the last line of a log. Any other damage is refused with the file, the
+line and a remedy.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from twophase import __version__
-from twophase.base.config import UsageError
+from twophase.base.config import UsageError, flatten, load_yaml
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, list_some, read_summary
-from twophase.runs.jsonl import LARGEST_COUNT, Column, number, read_columns
-from twophase.runs.rounds import WHOLE, Block, read_rounds
+from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, list_some, read_lines, read_summary
 
-_LARGEST_FILE = 1 << 22  # bytes of config.yaml, env.json and summary.json
-_MOST_NAMES = 500  # values of a configuration that are shown
-_LONGEST_NAME = 80  # characters of one that a sentence gives
+Column = NDArray[np.float64]
+Line = Mapping[str, Any]
+
+WHOLE = "whole model"
+"""Name of the block of a run that has a single one."""
+LARGEST = 1e100
+"""Numbers beyond this, as a diverged run may write, count as missing: their squares and sums would overflow."""
+_LARGEST_COUNT = 1 << 53  # below it, a float holds every whole number
+_TOTALS = ("step", "round", "inner_steps", "replicas", "newcomers", "attempts", "restarted", "complete", "bytes_sent")
+_MEASURED = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
+
+
+@dataclass(slots=True)
+class Block:
+    """A param group or fragment, with a row for each of its rounds.
+
+    Args:
+        name: for people.
+        index: the row of `RunRecord.rounds` of each row, from 0.
+        number: the block's round numbers.
+        restarted: whether its momentum restarted.
+        pseudo_gradient_norm, buffer_norm, cosine, gain: as in a round's report; nan where there is no number.
+    """
+
+    name: str
+    index: NDArray[np.int64]
+    number: Column
+    restarted: NDArray[np.bool_]
+    pseudo_gradient_norm: Column
+    buffer_norm: Column
+    cosine: Column
+    gain: Column
 
 
 @dataclass(slots=True)
@@ -37,7 +64,7 @@ class RunRecord:
 
     Args:
         path: the folder.
-        config: dotted paths and values, as far as they could be read.
+        config: dotted paths and values; empty without `config.yaml`.
         environment: what `env.json` holds, or nothing.
         summary: of a finished run, else None.
         rounds: columns of `rounds.jsonl`, all of one length; a line for each sync, of one fragment or of several.
@@ -46,7 +73,7 @@ class RunRecord:
         blocks: in order of appearance.
         metrics: columns of `metrics.jsonl`.
         steps: columns of `steps.jsonl`.
-        problems: what is missing or wrong, a sentence each.
+        problems: what is missing, a sentence each.
     """
 
     path: Path
@@ -80,8 +107,7 @@ class RunRecord:
     def policy(self, block: str = WHOLE) -> RestartPolicy | None:
         """The restart policy of a block, if the configuration holds one."""
         text = self.config.get("outer.restart")
-        own = self.config.get("sync.restart")
-        for word in own if isinstance(own, list) else ():
+        for word in self.config.get("sync.restart") or ():
             name, equals, value = str(word).partition("=")
             if equals and name == block:
                 text = value
@@ -92,19 +118,19 @@ class RunRecord:
 
     @property
     def restart(self) -> str:
-        """The restart policy in words: each fragment's own, or one for all."""
-        own = self.config.get("sync.restart")
-        words = ", ".join(map(str, own)) if isinstance(own, (list, tuple)) else ""
-        return words or str(self.config.get("outer.restart", "unknown"))
+        """The restart policy in words: a policy for each fragment, or the same for all."""
+        return ", ".join(map(str, self.config.get("sync.restart") or ())) or str(
+            self.config.get("outer.restart", "unknown")
+        )
 
     def number(self, path: str) -> float:
         """A value of the configuration as a number; nan if it is none."""
-        return number(self.config.get(path))
+        return _number(self.config.get(path))
 
     def count(self, path: str) -> float:
-        """A value of the configuration that counts something; nan if it is none, or no run counts so far."""
+        """A value of the configuration that counts something; nan if it is none, or too large for a count."""
         value = self.number(path)
-        return value if 0 <= value < LARGEST_COUNT else math.nan
+        return value if 0 <= value < _LARGEST_COUNT else math.nan
 
     @property
     def planned_rounds(self) -> int | None:
@@ -115,17 +141,12 @@ class RunRecord:
     def inner_lr(self, index: NDArray[np.int64]) -> Column | None:
         """The inner learning rate at the end of each of some rounds; None where the metrics do not have it."""
         steps, rates = self.metrics.get("step"), self.metrics.get("inner_lr")
-        mine = self.rounds.get("step")
-        if steps is None or rates is None or mine is None:
+        ends = self.rounds.get("step")
+        if steps is None or rates is None or ends is None:
             return None
-        known = np.flatnonzero((rates > 0) & np.isfinite(steps))
-        if not len(known):
-            return None
-        known = known[np.argsort(steps[known], kind="stable")]  # of a step that comes twice the last line counts
-        wanted = mine[index]
-        place = np.maximum(np.searchsorted(steps[known], wanted, side="right") - 1, 0)
-        found = np.where(steps[known][place] == wanted, rates[known][place], math.nan)
-        return found if np.isfinite(found).any() else None
+        by_step = {step: rate for step, rate in zip(steps.tolist(), rates.tolist(), strict=True) if rate > 0}
+        shown = np.array([by_step.get(step, math.nan) for step in ends[index].tolist()])
+        return shown if np.isfinite(shown).any() else None
 
 
 def is_run(path: Path) -> bool:
@@ -133,16 +154,16 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (CONFIG, ROUNDS, METRICS, SUMMARY))
 
 
-def read_record(path: Path, known: Collection[str] = ()) -> RunRecord:
-    """Read a run's folder, whatever is in it.
+def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
+    """Read a run's folder.
 
     Args:
         path: the folder.
-        known: dotted paths that a configuration of this version has; others are named among the problems. Empty means
-            that nobody knows.
+        paths: dotted paths that a configuration of this version has; others are named among the problems. Empty means
+            that any path is accepted.
 
     Raises:
-        UsageError: the path is no folder, or nothing in it is a run's.
+        UsageError: the path is no folder, nothing in it is a run's, or a file is damaged before its last line.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
@@ -156,108 +177,126 @@ def read_record(path: Path, known: Collection[str] = ()) -> RunRecord:
             "give the --out of `twophase train`, or (for reports) a folder below runs/ of a sweep"
         )
     record = RunRecord(path)
-    record.config = _config(path / CONFIG, record.problems)
-    record.environment = _json_object(path / ENV, record.problems)
-    found = read_rounds(path, record.problems, last_step=record.count("steps"))
-    record.rounds, record.phases, record.blocks = found.columns, found.phases, found.blocks
-    record.recorded = found.recorded
-    record.metrics = read_columns(path / METRICS, record.problems, expected=True)
-    record.steps = read_columns(path / STEPS, record.problems, expected=False)
-    _read_end(record)
-    _check_version(record, known)
-    return record
-
-
-def _check_version(record: RunRecord, known: Collection[str]) -> None:
-    """Say so where a newer version has written the run, or one that has values which this one does not know."""
-    version = record.environment.get("twophase")
-    if isinstance(version, str) and _version(version) > _version(__version__):
+    record.problems += [f"{name} is missing." for name in (CONFIG, ENV, ROUNDS, METRICS) if not (path / name).is_file()]
+    record.config = flatten(load_yaml(path / CONFIG)) if (path / CONFIG).is_file() else {}
+    record.environment = _json_object(path / ENV)
+    _read_rounds(record)
+    record.metrics, record.steps = _columns(_log(record, METRICS)), _columns(_log(record, STEPS))
+    record.summary = _json_object(path / SUMMARY) or None
+    if record.summary is None:
+        record.problems.append("The run has not finished: there is no summary.json yet.")
+    elif record.config and read_summary(path) is None:
         record.problems.append(
-            f"The run was written by twophase {version}, and this is {__version__}: what it does not know is not shown."
+            "summary.json does not fit the run's configuration, or lacks a value; its numbers are shown as they are."
         )
-    unknown = [repr(path[:_LONGEST_NAME]) for path in record.config if known and path not in known]
+    unknown = [repr(str(name)[:80]) for name in record.config if paths and name not in paths]
     if unknown:
         count = "a value" if len(unknown) == 1 else f"{len(unknown):,} values"
         record.problems.append(
             f"{CONFIG} holds {count} that twophase {__version__} does not know, as a newer version may have written: "
             f"{list_some(unknown)}. What the run did with that is not shown."
         )
+    return record
 
 
-def _read_end(record: RunRecord) -> None:
-    """The summary, or why there is none."""
-    record.summary = _json_object(record.path / SUMMARY, record.problems, expected=False) or None
-    if record.summary is None:
-        if not (record.path / SUMMARY).exists():
-            record.problems.append("The run has not finished: there is no summary.json yet.")
-    elif record.config and read_summary(record.path) is None:
-        record.problems.append(
-            "summary.json does not fit the run's configuration, or lacks a value; its numbers are shown as they are."
-        )
-
-
-# ------------------------------------------------------------------------------------------------------- small files
-
-
-def _text(path: Path, problems: list[str], *, expected: bool) -> str | None:
-    try:
-        if not path.is_file():
-            if expected:
-                problems.append(f"{path.name} is missing.")
-            return None
-        if path.stat().st_size > _LARGEST_FILE:
-            problems.append(f"{path.name} is larger than {_LARGEST_FILE >> 20} MiB and was not read.")
-            return None
-        return path.read_text(encoding="utf-8-sig", errors="replace")
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read ({error.strerror}).")
-        return None
-
-
-def _json_object(path: Path, problems: list[str], *, expected: bool = True) -> dict[str, Any]:
-    text = _text(path, problems, expected=expected)
-    if text is None:
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
         return {}
     try:
-        value = json.loads(text)
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        problems.append(f"{path.name} is damaged: it holds no JSON object.")
-        return {}
+        raise UsageError(f"{path}: is damaged (it holds no JSON object); put it back, or move it out of the folder")
     return value
 
 
-def _config(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Dotted paths and plain values of `config.yaml`."""
-    text = _text(path, problems, expected=True)
-    if text is None:
-        return {}
-    try:
-        # An alias repeats what may itself hold aliases: a short file could stand for more than memory holds.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            problems.append(f"{path.name} has YAML aliases, which twophase never writes; it was not read.")
-            return {}
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
-        problems.append(f"{path.name} is damaged: it holds no YAML mapping.")
-        return {}
-    flat = dict(_flat(tree))
-    if len(flat) > _MOST_NAMES:
-        problems.append(f"{path.name} holds {len(flat):,} values; the first {_MOST_NAMES} are shown.")
-    return dict(list(flat.items())[:_MOST_NAMES])
+def _log(record: RunRecord, name: str) -> list[dict[str, Any]]:
+    """The lines of a log, with a sentence among the problems if the last is torn."""
+    path = record.path / name
+    lines = read_lines(path)
+    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        record.problems.append(f"The last line of {name} is cut in its middle; left out.")
+    return lines
 
 
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+# ------------------------------------------------------------------------------------------------------------ columns
 
 
-def _version(text: str) -> tuple[int, ...]:
-    words = text.split("+", maxsplit=1)[0].split(".")
-    return tuple(int(word) for word in words if word.isdecimal() and len(word) < 9)
+def _number(value: Any) -> float:
+    """A value of JSON as a float; true and false are 1 and 0, and nan stands for all that is no number."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) <= LARGEST else math.nan
+
+
+def _columns(lines: Sequence[Line], names: Collection[str] = ()) -> dict[str, Column]:
+    """Columns of numbers by name, a row for each line; without names, of every name that occurs."""
+    return {
+        name: np.array([_number(line.get(name)) for line in lines], dtype=np.float64)
+        for name in names or dict.fromkeys(chain.from_iterable(lines))
+    }
+
+
+def _read_rounds(record: RunRecord) -> None:
+    """Fill a record's rounds, phases and blocks from `rounds.jsonl`."""
+    lines = _log(record, ROUNDS)
+    rows: dict[str, list[tuple[int, Line]]] = {}
+    numbers: dict[str, list[int]] = {}
+    for index, line in enumerate(lines):
+        try:
+            for name, row in _block_rows(line):
+                rows.setdefault(name, []).append((index, row))
+            for part in line.get("fragments") or [{}]:
+                name = f" of fragment {part['name']}" if part else ""
+                numbers.setdefault(name, []).append(_round(part, line))
+                if numbers[name][-1] <= max(numbers[name][-2:-1], default=0):
+                    raise ValueError(f"round {numbers[name][-1]}{name} does not come after the round before")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{record.path / ROUNDS}: line {index + 1} is no round as twophase writes it ({error}); the file is "
+                "damaged: put it back, or take the line out"
+            ) from None
+    for name, rounds in numbers.items():
+        jumps = np.diff(rounds, prepend=0)
+        if missing := int(np.sum(jumps - 1)):
+            first = rounds[int(np.flatnonzero(jumps > 1)[0])]
+            record.problems.append(f"Rounds{name} are missing: {missing:,}, the first of them before round {first}.")
+    record.rounds = _columns(lines, (*_TOTALS, *_MEASURED))
+    odd = int(np.sum(np.isnan(record.rounds["pseudo_gradient_norm"]) | np.isnan(record.rounds["cosine"])))
+    if odd:
+        record.problems.append(
+            f"{odd:,} of {len(lines):,} rounds have no finite number for the norm or the cosine of the pseudo-gradient."
+        )
+    record.phases = _columns([line.get("seconds") or {} for line in lines])
+    record.blocks = [
+        _block(WHOLE if len(rows) == 1 else name.removeprefix("fragment "), *zip(*mine, strict=True))
+        for name, mine in rows.items()
+    ]
+    record.recorded = min(map(len, numbers.values()), default=0)
+
+
+def _block_rows(line: Line) -> Iterator[tuple[str, Line]]:
+    """Name and numbers of each block of a line: a fragment, or a param group where there are several."""
+    groups, parts = line.get("groups") or [], line.get("fragments") or []
+    for place, group in enumerate(groups):
+        part = parts[place] if len(parts) == len(groups) else {}
+        name = f"fragment {part['name']}" if part else f"param group {place}"
+        yield name, {**group, "round": _round(part, line)}
+
+
+def _round(part: Line, line: Line) -> int:
+    """The round number of a line's fragment, or else of the line."""
+    number = part.get("round", line.get("round"))
+    if type(number) is not int:
+        raise TypeError(f"its round is {number!r}")
+    return number
+
+
+def _block(name: str, index: Sequence[int], rows: Sequence[Line]) -> Block:
+    columns = _columns(rows, ("round", "restarted", *_MEASURED))
+    return Block(
+        name,
+        np.array(index, dtype=np.int64),
+        columns["round"],
+        columns["restarted"] == 1,
+        *(columns[measured] for measured in _MEASURED),
+    )

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from twophase.rule import OuterRule
-from twophase.runs.record import RunRecord
-from twophase.runs.rounds import Block
+from twophase.runs.record import Block, RunRecord
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import scheduled_progress
 from twophase.theory.observed import Observed, observe

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from twophase.runs.rounds import WHOLE
+from twophase.runs.record import WHOLE
 from twophase.spectrum.blocks import PLACES, Forecast, Period, Seen, Setting
 from twophase.sweep.table import format_table
 
