@@ -18,12 +18,22 @@ import runmaker
 import textmaker
 from twophase.base.config import with_values
 from twophase.cli.main import main
+from twophase.cli.spectrum import describe
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
-from twophase.spectrum.blocks import PLACES, Curvature, Forecast, Setting, choose, forecast, loss_curve, seen
-from twophase.spectrum.measure import BLOCKS, setting_of
-from twophase.spectrum.text import describe
+from twophase.spectrum import (
+    BLOCKS,
+    PLACES,
+    Curvature,
+    Forecast,
+    Setting,
+    choose,
+    forecast,
+    loss_curve,
+    seen,
+    setting_of,
+)
 from twophase.tasks.lm.export import run_config
 from twophase.tasks.lm.restored import inverse_scale, restore
 from twophase.theory.modes import effective_progress
@@ -44,8 +54,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Densities here need not be fine."""
-    monkeypatch.setattr("twophase.spectrum.measure.STEPS", 20)
-    monkeypatch.setattr("twophase.spectrum.measure.PROBES", 1)
+    monkeypatch.setattr("twophase.spectrum.STEPS", 20)
+    monkeypatch.setattr("twophase.spectrum.PROBES", 1)
 
 
 def config_of(text: Path, **values: Any) -> TrainConfig:

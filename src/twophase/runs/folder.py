@@ -129,7 +129,7 @@ class RunFolder:
         Raises:
             ValueError: a required value is missing or of the wrong type.
         """
-        record = _standard({**summary, "config": self.fingerprint})
+        record = standard({**summary, "config": self.fingerprint})
         fault = _fault(record, self.fingerprint)
         if fault is not None:
             raise ValueError(f"RunFolder.finish: {fault}")
@@ -138,7 +138,7 @@ class RunFolder:
     def write_env(self, env: Mapping[str, Any]) -> None:
         """Record versions and machine in `env.json`, unless an earlier part of this run has done so."""
         if not (self.path / ENV).exists():
-            text = json.dumps(_standard(env), indent=2, allow_nan=False) + "\n"
+            text = json.dumps(standard(env), indent=2, allow_nan=False) + "\n"
             write_atomic(self.path / ENV, text, durable=False)  # nothing depends on it
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class RunFolder:
         return place
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        line = json.dumps(_standard(record), allow_nan=False) + "\n"
+        line = json.dumps(standard(record), allow_nan=False) + "\n"
         # One unbuffered write of a whole line: a kill leaves at most one torn line, at the end.
         with (self.path / name).open("ab", buffering=0) as file:
             file.write(line.encode())
@@ -372,12 +372,12 @@ def _is_number(value: Any, *, or_null: bool = False) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _standard(value: Any) -> Any:
-    """The value with null for every number that JSON has no word for."""
+def standard(value: Any) -> Any:
+    """Return the value with null for every number that is not finite, which JSON cannot hold."""
     if isinstance(value, Mapping):
-        return {str(key): _standard(item) for key, item in value.items()}
+        return {str(key): standard(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_standard(item) for item in value]
+        return [standard(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -14,18 +14,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scipy.special import logsumexp
 
 from twophase.base.config import with_values
 from twophase.recipes.paper import PAPER, QUICK, Scale
+from twophase.runs.folder import standard
 from twophase.runs.record import read_record
-from twophase.spectrum.blocks import Forecast, Setting, first_cancellation, forecast, plain, seen
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.table import Row
 from twophase.theory.periods import log_final_loss
 from twophase.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from twophase.spectrum import Forecast, Setting
 
 BLOCKS = {
     "embedding": "^embedding$",
@@ -244,20 +247,21 @@ def measure(scale: Scale, rows: Sequence[Row], runs: Path, known: Mapping[str, A
 
 
 def _measured(scale: Scale, run: Path) -> dict[str, Any]:
-    from twophase.spectrum.measure import measure as measure_blocks  # noqa: PLC0415 - likewise
-    from twophase.tasks.lm.restored import restore  # noqa: PLC0415 - torch, which drawing and planning do without
+    # torch, which drawing and planning do without
+    from twophase import spectrum  # noqa: PLC0415
+    from twophase.tasks.lm.restored import restore  # noqa: PLC0415
 
     restored = restore(run)
-    blocks = measure_blocks(restored, BLOCKS, batches=design(scale).batches, top=1)
-    setting = blocks.setting
-    forecasts = [forecast(one, setting) for one in blocks.blocks]
-    shown = seen(read_record(run), setting)
+    setting = spectrum.setting_of(restored.config)
+    blocks = spectrum.measure(restored, BLOCKS, restored.batches(design(scale).batches), top=1)
+    forecasts = [spectrum.forecast(block, setting) for block in blocks]
+    shown = spectrum.seen(read_record(run), setting)
     rounds = [shown[name].whole for name in BLOCKS]
     policies = {
         MEAN: [one.at_mean for one in forecasts],
         ALL: [one.chosen.period for one in forecasts],
         # The estimate itself, whether or not it may be shown: the study asks what it is worth.
-        ROUNDS: [first_cancellation(setting, one.sigma) for one in rounds],
+        ROUNDS: [spectrum.first_cancellation(setting, one.sigma) for one in rounds],
     }
     facts = {
         "periods": {arm: [NEVER if one is None else str(one) for one in found] for arm, found in policies.items()},
@@ -270,7 +274,7 @@ def _measured(scale: Scale, run: Path) -> dict[str, Any]:
         "rounds_shown": [shown[name].interval is not None for name in BLOCKS],
         "log_loss": _predicted(forecasts, setting, design(scale).policies),
     }
-    return plain(facts)
+    return standard(facts)
 
 
 def _predicted(forecasts: Sequence[Forecast], setting: Setting, policies: Sequence[str]) -> dict[str, float]:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from twophase.tasks.lm.curvature import Density, GaussNewton, density, lanczos, largest_eigenpairs
+from twophase.spectrum import GaussNewton
 from twophase.tasks.lm.model import Llama
+from twophase.theory.eigenvalues import density, lanczos, largest_eigenpairs
 from twophase.training.config import ModelConfig
 
 Matrix = NDArray[np.float64]
@@ -127,8 +128,8 @@ def test_graphs_are_kept_or_not(model: Llama, batches: list[Tensor], monkeypatch
     operator = GaussNewton(model, batches, names)
     vector = np.random.default_rng(2).standard_normal(operator.size)
     wanted = operator(vector)
-    monkeypatch.setattr("twophase.tasks.lm.curvature._KEPT_LOGITS", 1)
-    monkeypatch.setattr("twophase.tasks.lm.curvature._PIECE_TOKENS", 1)
+    monkeypatch.setattr("twophase.spectrum._CACHED_LOGITS", 1)
+    monkeypatch.setattr("twophase.spectrum._PIECE_TOKENS", 1)
     anew = GaussNewton(model, batches, names)
     np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)
@@ -150,18 +151,17 @@ def spectrum_of(size: int, rank: int, seed: int) -> tuple[Matrix, Matrix]:
 def test_the_largest_eigenvalues_are_found(size: int, rank: int, seed: int, count: int) -> None:
     """They are those of the dense matrix to the accuracy that is promised, zeros included."""
     matrix, values = spectrum_of(size, rank, seed)
-    found = largest_eigenpairs(lambda v: matrix @ v, size, count)
-    np.testing.assert_allclose(found.values, values[::-1][:count], rtol=2e-3, atol=1e-9 * values[-1])
-    np.testing.assert_allclose(found.vectors.T @ found.vectors, np.eye(count), atol=1e-9)
+    largest, vectors = largest_eigenpairs(lambda v: matrix @ v, size, count)
+    np.testing.assert_allclose(largest, values[::-1][:count], rtol=2e-3, atol=1e-9 * values[-1])
+    np.testing.assert_allclose(vectors.T @ vectors, np.eye(count), atol=1e-9)
 
 
 def test_nothing_has_no_curvature() -> None:
-    """A matrix of zeros has a density at zero and eigenvalues of zero, and stops nobody."""
-    found = density(lambda v: 0 * v, 100, steps=5, probes=2)
-    assert found.nodes.tolist() == [0, 0]
-    assert found.mean == 0
-    assert largest_eigenpairs(lambda v: 0 * v, 100, 3).values.tolist() == [0, 0, 0]
-    assert largest_eigenpairs(lambda v: 0 * v, 2, 3).values.tolist() == [0, 0]
+    """A matrix of zeros has a density at zero and eigenvalues of zero, and stops nothing."""
+    nodes, _ = density(lambda v: 0 * v, 100, steps=5, probes=2)
+    assert nodes.tolist() == [0, 0]
+    assert largest_eigenpairs(lambda v: 0 * v, 100, 3)[0].tolist() == [0, 0, 0]
+    assert largest_eigenpairs(lambda v: 0 * v, 2, 3)[0].tolist() == [0, 0]
 
 
 def test_lanczos_in_full_length_has_the_eigenvalues() -> None:
@@ -177,40 +177,41 @@ def test_a_density_has_the_moments_of_its_probes() -> None:
     """Quadrature by m steps has the powers up to 2 m - 1 exactly: `z^T A^k z / z^T z`, mean over the probes."""
     matrix, _ = spectrum_of(90, 50, 7)
     matrix /= np.linalg.norm(matrix, 2)
-    found = density(lambda v: matrix @ v, 90, steps=6, probes=3, seed=4)
+    nodes, weights = density(lambda v: matrix @ v, 90, steps=6, probes=3, seed=4)
     generator = np.random.default_rng(4)
     probes = [generator.choice([-1.0, 1.0], 90) for _ in range(3)]
-    assert found.weights.sum() == pytest.approx(1)
+    assert weights.sum() == pytest.approx(1)
     for power in range(12):
         wanted = np.mean([z @ np.linalg.matrix_power(matrix, power) @ z / 90 for z in probes])
-        assert found.nodes**power @ found.weights == pytest.approx(wanted, rel=1e-9)
+        assert nodes**power @ weights == pytest.approx(wanted, rel=1e-9)
 
 
 def test_many_probes_have_the_moments_of_the_eigenvalues() -> None:
     """Mean and mean square come within a few per cent, and the largest node is the largest eigenvalue."""
     matrix, values = spectrum_of(100, 80, 8)
-    found = density(lambda v: matrix @ v, 100, steps=50, probes=200)
-    assert found.mean == pytest.approx(values.mean(), rel=0.05)
-    assert found.nodes**2 @ found.weights == pytest.approx((values**2).mean(), rel=0.05)
-    assert found.nodes[-1] == pytest.approx(values[-1], rel=1e-6)
+    nodes, weights = density(lambda v: matrix @ v, 100, steps=50, probes=200)
+    assert nodes @ weights == pytest.approx(values.mean(), rel=0.05)
+    assert nodes**2 @ weights == pytest.approx((values**2).mean(), rel=0.05)
+    assert nodes[-1] == pytest.approx(values[-1], rel=1e-6)
     # The share of directions above a threshold, at which the eigenvalues have a gap of some size.
     middle = np.sqrt(values[-5] * values[-6])
-    assert found.weights[found.nodes > middle].sum() == pytest.approx(0.05, abs=0.015)
+    assert weights[nodes > middle].sum() == pytest.approx(0.05, abs=0.015)
 
 
 def test_known_eigenvalues_are_counted_as_they_are() -> None:
     """With the largest ones apart the trace of one probe is far closer than without, and theirs is exact."""
     matrix, values = spectrum_of(400, 60, 8)
-    known = largest_eigenpairs(lambda v: matrix @ v, 400, 10)
+    largest = largest_eigenpairs(lambda v: matrix @ v, 400, 10)
     errors: dict[bool, list[float]] = {False: [], True: []}
     for seed in range(10):
         for apart, list_ in errors.items():
-            found = density(lambda v: matrix @ v, 400, steps=40, probes=1, known=known if apart else None, seed=seed)
-            assert found.weights.sum() == pytest.approx(1)
-            list_.append(found.mean / values.mean() - 1)
+            pairs = largest if apart else None
+            nodes, weights = density(lambda v: matrix @ v, 400, steps=40, probes=1, largest=pairs, seed=seed)
+            assert weights.sum() == pytest.approx(1)
+            list_.append(nodes @ weights / values.mean() - 1)
             if apart:
-                np.testing.assert_allclose(found.nodes[-10:], values[-10:], rtol=2e-3)
-                assert found.weights[-10:] == pytest.approx(1 / 400)
+                np.testing.assert_allclose(nodes[-10:], values[-10:], rtol=2e-3)
+                assert weights[-10:] == pytest.approx(1 / 400)
     assert np.std(errors[True]) < 0.3 * np.std(errors[False])
     assert np.std(errors[True]) < 0.05
 
@@ -218,18 +219,16 @@ def test_known_eigenvalues_are_counted_as_they_are() -> None:
 def test_a_small_matrix_is_taken_apart_exactly() -> None:
     """Up to 64 coordinates the density is the eigenvalues, each with the same weight."""
     matrix, values = spectrum_of(40, 30, 9)
-    found = density(lambda v: matrix @ v, 40, steps=2, probes=1)
-    assert found.exact
-    np.testing.assert_allclose(found.nodes, values, atol=1e-10 * values[-1])
-    assert set(found.weights) == {1 / 40}
-    assert isinstance(found, Density)
+    nodes, weights = density(lambda v: matrix @ v, 40, steps=2, probes=1)
+    np.testing.assert_allclose(nodes, values, atol=1e-10 * values[-1])
+    assert set(weights) == {1 / 40}
 
 
 def test_large_blocks_keep_fewer_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory is short a density has 8 steps, and the largest eigenvalues are those they are."""
     matrix, values = spectrum_of(100, 80, 8)
-    monkeypatch.setattr("twophase.tasks.lm.curvature._ROOM", 100)
-    found = density(lambda v: matrix @ v, 100, steps=50, probes=1)
-    assert len(found.nodes) == 8
-    top = largest_eigenpairs(lambda v: matrix @ v, 100, 3)
-    np.testing.assert_allclose(top.values, values[::-1][:3], rtol=2e-3)
+    monkeypatch.setattr("twophase.theory.eigenvalues._ROOM", 100)
+    nodes, _ = density(lambda v: matrix @ v, 100, steps=50, probes=1)
+    assert len(nodes) == 8
+    largest, _ = largest_eigenpairs(lambda v: matrix @ v, 100, 3)
+    np.testing.assert_allclose(largest, values[::-1][:3], rtol=2e-3)
