@@ -18,7 +18,7 @@ from commands import scalars
 from twophase.base.config import UsageError, to_tree, with_values
 from twophase.runs import trackers as tracking
 from twophase.runs.folder import RunFolder, read_lines
-from twophase.runs.trackers import Tracked, check, identity, numbers, tracked, tracker
+from twophase.runs.trackers import Tracked, Tracker, check, identity, numbers, tracked
 from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
 
@@ -115,8 +115,8 @@ def logs(path: Path) -> list[list[dict[str, Any]]]:
     return [[{key: value for key, value in line.items() if key != "seconds"} for line in log] for log in lines]
 
 
-def start(name: str | list[str], folder: Path) -> tracking.Tracker:
-    return tracker(name, run_name="one", run_id="id0", folder=folder, config={"outer": {"lr": 0.7}})
+def start(name: str, folder: Path) -> Tracker:
+    return Tracker(name, run_name="one", run_id="id0", folder=folder, config={"outer": {"lr": 0.7}})
 
 
 # --- what is logged -----------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_step_lines(wandb: Backend, tmp_path: Path) -> None:
     kept: list[dict[str, Any]] = []
     folder = types.SimpleNamespace(log_step=kept.append, path=tmp_path, other=7)
     to = start("wandb", tmp_path)
-    recorder = Tracked(folder, to)
+    recorder = Tracked(folder, [to])
     line = {"step": 3, "train_loss": 2.5, "tokens_per_second": 10.0}
     recorder.log_step(line)
     to.close()
@@ -227,10 +227,10 @@ def test_run_is_the_same(
 def test_the_others_go_on(wandb: Backend, trackio: Backend, tmp_path: Path) -> None:
     """A tracker that fails takes no other with it."""
     wandb.fail_at = "log"
-    to = start(["wandb", "trackio"], tmp_path)
-    for step in range(20):
-        to.log({"x": 1.0}, step)
-    to.close()
+    folder = types.SimpleNamespace(path=tmp_path, log_round=lambda _: None)
+    with tracked(folder, ["wandb", "trackio"], run_name="one", config={}) as recorder:
+        for step in range(20):
+            recorder.log_round({"step": step, "round": step})
     assert [step for step, _ in trackio.lines] == list(range(20))
     assert (wandb.lines, trackio.finished) == ([], 1)
 
@@ -324,9 +324,6 @@ def test_nothing_asked(tmp_path: Path) -> None:
     for names, lead in (((), True), (("none",), True), (("none",), False)):
         with tracked(folder, names, run_name="one", config={}, lead=lead) as recorder:
             assert recorder is folder
-    to = start("none", tmp_path)
-    to.log({"x": 1.0}, 0)
-    to.close()
     assert list(tmp_path.iterdir()) == []
 
 
