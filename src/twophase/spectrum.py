@@ -249,7 +249,7 @@ def measure(
 
     Args:
         restored: the run.
-        patterns: a regular expression by block name; a parameter is in the first block whose pattern its name contains.
+        patterns: a regular expression by block name; a parameter is in the first block with a pattern in its name.
         tokens: batches of the run's training text.
         top: eigenvalues of each block, besides the density.
         show: called with the number of blocks that are done and a few words.
@@ -291,7 +291,7 @@ class Progress:
         largest: of the largest eigenvalue.
         step: largest inner learning rate of the round times that eigenvalue; above 1 the inner step passes the minimum,
             above 2 gradient descent would diverge there.
-        passing: share of the loss in modes whose inner step passes the minimum; they count as removed.
+        passing: share of the loss in modes with an inner step past the minimum; they count as removed.
         unstable: share of the loss in modes beyond 2, where the linear model has no answer.
     """
 

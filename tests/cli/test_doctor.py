@@ -97,10 +97,10 @@ def test_a_look_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", refuse)
     monkeypatch.setattr(doctor.tempfile, "NamedTemporaryFile", refuse)
     checks = doctor.examine()
-    assert "could not be examined" in check_of(checks, "extras").found
+    assert "could not be examined" in check_of(checks, "extras").text
     place = check_of(checks, "temporary files")
     assert place.state == "broken"
-    assert "No space left" in place.found
+    assert "No space left" in place.text
     assert doctor.answer(as_object=False)[1] == 1
 
 

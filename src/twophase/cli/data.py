@@ -136,10 +136,10 @@ def _count(word: str) -> int:
     >>> [_count(word) for word in ("3.3e9", "10M", "1_000")]
     [3300000000, 10000000, 1000]
     """
-    found = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)([kmgbt]?)", word.strip().lower())
-    if not found:
+    match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)([kmgbt]?)", word.strip().lower())
+    if not match:
         raise argparse.ArgumentTypeError(f"{word!r} is no number; write for example 3.3e9, 10M or 500000")
-    number, scale = found[1].replace("_", ""), _SUFFIXES[found[2]]
+    number, scale = match[1].replace("_", ""), _SUFFIXES[match[2]]
     if float(number) * scale >= _LARGEST:
         raise argparse.ArgumentTypeError(f"{word!r} is too large; it must be below {_LARGEST:.0e}")
     return int(number) * scale if number.isdecimal() else round(float(number) * scale)

@@ -5,7 +5,6 @@ torch is asked in a process of its own: where it is broken, that process dies an
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -65,14 +64,14 @@ class Check:
     Args:
         group: heading that it stands under.
         name: of the thing examined.
-        found: its state in words.
+        text: its state in words.
         state: `ok`; `missing` for what only some commands need; `broken` for what all of them need.
         remedy: what to do, where something is to be done.
     """
 
     group: str
     name: str
-    found: str
+    text: str
     state: State = "ok"
     remedy: str = ""
 
@@ -99,7 +98,10 @@ def answer(*, as_object: bool) -> tuple[str, int]:
     checks = examine()
     broken = [check.name for check in checks if check.state == "broken"]
     if as_object:
-        rows = [dataclasses.asdict(check) for check in checks]
+        rows = [
+            {"group": each.group, "name": each.name, "found": each.text, "state": each.state, "remedy": each.remedy}
+            for each in checks
+        ]
         return json.dumps({"usable": not broken, "checks": rows}, indent=2), 1 if broken else 0
     width = max(len(check.name) for check in checks)
     lines: list[str] = []
@@ -107,7 +109,7 @@ def answer(*, as_object: bool) -> tuple[str, int]:
         if number == 0 or check.group != checks[number - 1].group:
             lines += ["", check.group] if lines else [check.group]
         mark = {"ok": "  ", "missing": "- ", "broken": "! "}[check.state]
-        lines.append(f"  {mark}{check.name:{width}}  {check.found}")
+        lines.append(f"  {mark}{check.name:{width}}  {check.text}")
         if check.remedy:
             lines.append(f"    {'':{width}}  > {check.remedy}")
     end = f"Broken and needed: {', '.join(broken)}." if broken else "Nothing that is needed is broken."

@@ -87,11 +87,11 @@ _Points = NDArray[np.float64]
 
 def figure(chart: Chart) -> Html | None:
     """The chart as a figure with caption, legend and its csv; None where it has no number to show."""
-    curves = [(one, _points(one, log=chart.log)) for one in chart.curves]
-    curves = [(one, points) for one, points in curves if np.isfinite(points[:, 1]).any()]
+    curves = [(curve, _points(curve, log=chart.log)) for curve in chart.curves]
+    curves = [(curve, points) for curve, points in curves if np.isfinite(points[:, 1]).any()]
     if not curves:
         return None
-    drawn = [(one.name, _thinned(points)) for one, points in curves]
+    drawn = [(curve.name, _thinned(points)) for curve, points in curves]
     heights = np.concatenate([points[np.isfinite(points[:, 1]), 1] for _, points in curves])
     ends = _bulk(heights) if chart.bulk else None
     thinned = [(len(points), len(fewer)) for (_, points), (_, fewer) in zip(curves, drawn, strict=True)]
@@ -121,7 +121,7 @@ def figure(chart: Chart) -> Html | None:
         " " if said else None,
         download("Numbers (csv)", f"{chart.name}.csv", _numbers(chart, curves)),
     )
-    return tag("figure", *pictures, _legend(chart, [one.name for one, _ in curves]), caption)
+    return tag("figure", *pictures, _legend(chart, [curve.name for curve, _ in curves]), caption)
 
 
 def _points(curve: Curve, *, log: bool) -> _Points:
@@ -131,8 +131,8 @@ def _points(curve: Curve, *, log: bool) -> _Points:
     y[np.abs(y) < 1 / LARGEST] = 0
     if log:
         y[~(y > 0)] = np.nan
-    known = np.abs(x) <= LARGEST
-    points = np.stack([x[known], y[known]], axis=1)
+    plotted = np.abs(x) <= LARGEST
+    points = np.stack([x[plotted], y[plotted]], axis=1)
     points[~np.isfinite(points[:, 1]), 1] = np.nan
     return points
 
@@ -141,12 +141,12 @@ def _thinned(points: _Points) -> _Points:
     """At most about `MOST_POINTS` points: of each stretch the lowest and the highest, in their order."""
     if len(points) <= MOST_POINTS:
         return points
-    kept: list[int] = []
+    places: list[int] = []
     for part in np.array_split(np.arange(len(points)), MOST_POINTS // 2):
         y = points[part, 1]
         if np.isfinite(y).any():
-            kept += sorted({int(part[np.nanargmin(y)]), int(part[np.nanargmax(y)])})
-    return points[kept]
+            places += sorted({int(part[np.nanargmin(y)]), int(part[np.nanargmax(y)])})
+    return points[places]
 
 
 def _bulk(heights: NDArray[np.float64]) -> tuple[float, float] | None:
@@ -164,15 +164,15 @@ def _farthest(heights: NDArray[np.float64]) -> float:
 
 
 def _summary(chart: Chart, curves: Sequence[tuple[Curve, _Points]]) -> str:
-    """The chart in words, for those who do not see it."""
+    """Describe the chart in words, for readers without the picture."""
     parts = []
-    for one, points in curves:
-        known = points[np.isfinite(points[:, 1])]
-        low, high = known[:, 1].min(), known[:, 1].max()
+    for curve, points in curves:
+        shown = points[np.isfinite(points[:, 1])]
+        low, high = shown[:, 1].min(), shown[:, 1].max()
         parts.append(
-            f"{one.name}: "
+            f"{curve.name}: "
             + minus(
-                f"from {known[0, 1]:.4g} at {known[0, 0]:g} to {known[-1, 1]:.4g} at {known[-1, 0]:g}, "
+                f"from {shown[0, 1]:.4g} at {shown[0, 0]:g} to {shown[-1, 1]:.4g} at {shown[-1, 0]:g}, "
                 f"lowest {low:.4g}, highest {high:.4g}"
             )
         )
@@ -184,10 +184,10 @@ def _numbers(chart: Chart, curves: Sequence[tuple[Curve, _Points]]) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["series", chart.x_label, chart.y_label])
-    for one, points in curves:
+    for curve, points in curves:
         step = max(1, math.ceil(len(points) / _MOST_ROWS))
         # A spreadsheet takes a text that begins like this for a formula, and the name may be from a file.
-        name = f"'{one.name}" if one.name.startswith(("=", "+", "-", "@", "\t")) else one.name
+        name = f"'{curve.name}" if curve.name.startswith(("=", "+", "-", "@", "\t")) else curve.name
         rows.writerows((name, _digits(x), _digits(y)) for x, y in points[::step].tolist())
     rows.writerows(("restart", _digits(float(x)), "") for x in chart.restarts[:_MOST_ROWS])
     return text.getvalue()
@@ -280,10 +280,10 @@ class _Frame:
         room = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
         if chart.counts:
             room = max(room, 1.0)
-        left, right = float(x.min()), float(x.max())
-        if left == right:
-            left, right = left - 1, right + 1
-        return cls(width, height, (left, low - room), (right, high + room), chart.log)
+        start, stop = float(x.min()), float(x.max())
+        if start == stop:
+            start, stop = start - 1, stop + 1
+        return cls(width, height, (start, low - room), (stop, high + room), chart.log)
 
     def x(self, value: float) -> float:
         share = (value - self.low[0]) / (self.high[0] - self.low[0])

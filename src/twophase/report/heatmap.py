@@ -1,4 +1,4 @@
-"""The heatmaps of a sweep's page: one for each arm, cut along further axes, whose cells lead to their runs."""
+"""The heatmaps of a sweep's page: one for each arm, cut along further axes, with cells that lead to their runs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _Placed = tuple[Mapping[str, Any], Setting]
 _COLOURS = ((253, 231, 37), (94, 201, 98), (33, 145, 140), (59, 82, 139), (68, 1, 84))
 
 
-def heatmaps(record: SweepRecord, judged: Verdict, found: Sequence[Setting], links: Links) -> Iterator[Html | None]:
+def heatmaps(record: SweepRecord, judged: Verdict, cells: Sequence[Setting], links: Links) -> Iterator[Html | None]:
     """The maps of every arm.
 
     Args:
         record: the sweep.
         judged: its verdict, for the arms and the best setting.
-        found: its settings.
+        cells: its settings.
         links: to the runs.
     """
-    scale = scale_of([one.perplexity for one in found if one.perplexity is not None])
+    scale = scale_of([setting.perplexity for setting in cells if setting.perplexity is not None])
     yield tag(
         "p",
         "Validation perplexity a token, mean over the seeds; lower is better and lighter, on one logarithmic scale for "
@@ -40,32 +40,32 @@ def heatmaps(record: SweepRecord, judged: Verdict, found: Sequence[Setting], lin
     )
     boxes = []
     for arm in judged.arms:
-        mine, paired = _places(arm, found, record.rows)
+        mine, paired = _places(arm, cells, record.rows)
         title = tag("h3", f"{arm_name(arm.arm) or 'All settings'}{f' (control: {arm.control})' if arm.control else ''}")
         maps = tag("div", *_arm_maps(arm, mine, scale, judged.best, links), class_="frames")
         boxes.append(tag("div", title, tag("p", _PAIRED) if paired else None, maps))
     yield tag("div", *boxes, class_="maps")
 
 
-def _places(arm: ArmVerdict, found: Sequence[Setting], rows: Sequence[Row]) -> tuple[Sequence[_Placed], bool]:
+def _places(arm: ArmVerdict, cells: Sequence[Setting], rows: Sequence[Row]) -> tuple[Sequence[_Placed], bool]:
     """An arm's settings, each with its place on the maps, and whether these are those of the runs it is paired with.
 
     A paired control has a learning rate of its own for each setting; on these axes its map would be half empty.
     """
-    mine = [one for one in found if one.arm == arm.arm]
-    own = [(one.values, one) for one in mine]
+    mine = [setting for setting in cells if setting.arm == arm.arm]
+    unpaired = [(setting.values, setting) for setting in mine]
     of = {row.run: row.control_of for row in rows if row.arm == arm.arm}
-    partners = {run: one.values for one in found if one.arm != arm.arm for run in one.runs}
-    there = [partners.get(of.get(one.runs[0]) or "") for one in mine]
+    partners = {run: setting.values for setting in cells if setting.arm != arm.arm for run in setting.runs}
+    there = [partners.get(of.get(setting.runs[0]) or "") for setting in mine]
     paired = [
-        ({path: values.get(path) for path in arm.varied}, one)
-        for values, one in zip(there, mine, strict=True)
+        ({path: values.get(path) for path in arm.varied}, setting)
+        for values, setting in zip(there, mine, strict=True)
         if values is not None
     ]
     different = {tuple(str(value) for value in values.values()) for values, _ in paired}
     if arm.control == "paired" and len(different) == len(mine):
         return paired, True
-    return own, False
+    return unpaired, False
 
 
 def _arm_maps(
@@ -80,7 +80,10 @@ def _arm_maps(
     frames = list(itertools.product(*(values[path] for path in others)))
     if len(frames) > _MOST_FRAMES:
         yield tag("p", f"The first {_MOST_FRAMES} of {len(frames):,} maps; the table of every cell has all.")
-    at = {tuple(str(place.get(path)) for path in arm.varied): (one, _own(place, one)) for place, one in mine}
+    at = {
+        tuple(str(place.get(path)) for path in arm.varied): (setting, _differences(place, setting))
+        for place, setting in mine
+    }
     for frame in frames[:_MOST_FRAMES]:
         fixed = dict(zip(others, frame, strict=True))
         rows = []
@@ -122,42 +125,42 @@ def _unbroken(words: Sequence[str]) -> Iterator[object]:
         yield tag("span", word, class_="once")
 
 
-def _own(place: Mapping[str, Any], one: Setting) -> str:
+def _differences(place: Mapping[str, Any], setting: Setting) -> str:
     """The values in which a setting differs from its place."""
-    other = [(path, one.values.get(path)) for path, value in place.items() if one.values.get(path) != value]
+    other = [(path, setting.values.get(path)) for path, value in place.items() if setting.values.get(path) != value]
     words = (f"{value:.3g}" if isinstance(value, float) else value_text(value) for _, value in other)
     return ", ".join(f"{path.rpartition('.')[2]} {word}" for (path, _), word in zip(other, words, strict=True))
 
 
-def _cell(one: Setting | None, own: str, scale: Scale, best: Setting | None, links: Links) -> Html:
-    if one is None:
+def _cell(setting: Setting | None, differences: str, scale: Scale, best: Setting | None, links: Links) -> Html:
+    if setting is None:
         return tag("td", tag("span", "–"), class_="void", title="the design has no such setting")
     seeds = join(
         [
-            tag("small", own) if own else None,
-            tag("small", _seed_links(one, links)) if len(one.runs) > 1 else None,
+            tag("small", differences) if differences else None,
+            tag("small", _seed_links(setting, links)) if len(setting.runs) > 1 else None,
         ]
     )
-    target = links.of(one.canonical[0]) if len(one.runs) == 1 else None
-    if one.perplexity is None:
-        word = "diverged" if one.state == "diverged" else "missing"
+    target = links.of(setting.canonical[0]) if len(setting.runs) == 1 else None
+    if setting.perplexity is None:
+        word = "diverged" if setting.state == "diverged" else "missing"
         return tag("td", tag("span", link(word, target)), seeds, class_="gone" if word == "diverged" else "void")
-    ground, ink = _colours(one.perplexity, scale)
+    ground, ink = _colours(setting.perplexity, scale)
     return tag(
         "td",
-        link(perplexity_text(one.perplexity), target),
-        tag("small", "best of all") if one == best else None,
+        link(perplexity_text(setting.perplexity), target),
+        tag("small", "best of all") if setting == best else None,
         seeds,
         style=f"background:{ground};color:{ink}",
-        class_="best" if one == best else None,
+        class_="best" if setting == best else None,
     )
 
 
-def _seed_links(one: Setting, links: Links) -> Html:
+def _seed_links(setting: Setting, links: Links) -> Html:
     """How many seeds, each leading to its run; what became of those that have no result."""
     marks = {"finished": "", "diverged": " div.", "missing": " miss."}
-    parts: list[object] = [f"{len(one.runs)} seeds: "]
-    for place, (seed, run, state) in enumerate(zip(one.seeds, one.canonical, one.states, strict=True)):
+    parts: list[object] = [f"{len(setting.runs)} seeds: "]
+    for place, (seed, run, state) in enumerate(zip(setting.seeds, setting.canonical, setting.states, strict=True)):
         parts += [", " if place else None, link(f"{seed}{marks.get(state, '')}", links.of(run))]
     return join(parts)
 

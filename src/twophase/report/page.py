@@ -1,6 +1,6 @@
-"""The shell of a report: elements whose text is escaped by construction, and one self-contained page.
+"""The shell of a report: elements that escape their text by construction, and one self-contained page.
 
-Whatever a report shows comes from files that anybody may have written. `tag` escapes every text that it is given, only
+Whatever a report shows comes from files of unknown origin. `tag` escapes every text that it is given, only
 `Html` made here is taken as it is, and the page's content security policy lets a browser run and load nothing at all,
 except, by its hash, the script that a watched page has (`watch.py`).
 """

@@ -1,4 +1,4 @@
-"""The rounds on a run's page: norms, cosine and gain of each block, the sync's phases, who took part, and a table."""
+"""The rounds on a run's page: norms, cosine and gain of each block, the sync's phases, attendance, and a table."""
 
 from __future__ import annotations
 
@@ -106,9 +106,10 @@ def _phases(record: RunRecord) -> Html | None:
         for name, values in record.phases.items()
     ]
     sent = record.rounds["bytes_sent"]
-    known = sent[np.isfinite(sent)]
-    words = f" Sent by this process: {known.sum():,.0f} bytes, {known.mean():,.0f} a round." if len(known) else ""
-    caption = f"Time of the sync by phase, in this process.{words}"
+    measured = sent[np.isfinite(sent)]
+    caption = "Time of the sync by phase, in this process."
+    if len(measured):
+        caption += f" Sent by this process: {measured.sum():,.0f} bytes, {measured.mean():,.0f} a round."
     return table(["phase", "median (ms)", "in all (ms)", "share"], rows, caption=caption, numbers=(1, 2, 3))
 
 
@@ -152,12 +153,12 @@ def _round_table(record: RunRecord) -> Iterator[Html]:
         [*(_cell(float(record.rounds[name][i])) for name in names), "yes" if record.rounds["restarted"][i] == 1 else ""]
         for i in places.tolist()
     ]
-    kept = (
+    words = (
         f"{len(places)} of {count:,} rounds, evenly spread."
         if len(places) < count
         else f"All of {counted(count, 'round')}."
     )
-    yield table(header, rows, caption=f"{kept} g: pseudo-gradient; m: buffer before the round.", numbers=range(8))
+    yield table(header, rows, caption=f"{words} g: pseudo-gradient; m: buffer before the round.", numbers=range(8))
 
 
 def _cell(value: float) -> str:

@@ -40,26 +40,26 @@ _STEP = "inner steps of each replica"
 
 
 def run_report(
-    record: RunRecord, found: Diagnosis | None = None, *, refresh: float | None = None, back: str | None = None
+    record: RunRecord, diagnosis: Diagnosis | None = None, *, refresh: float | None = None, back: str | None = None
 ) -> str:
     """The page of a run that has been read.
 
     Args:
         record: of `read_record`, in whatever state.
-        found: its diagnosis, where the caller has made it already.
+        diagnosis: its diagnosis, where the caller has made it already.
         refresh: seconds after which the page shows its newest self; only an unfinished run's does.
         back: relative path of the sweep's report, if the run belongs to one.
     """
-    found = found or diagnose(record)
+    diagnosis = diagnosis or diagnose(record)
     watched = refresh if record.state == "unfinished" else None
     return page(
         record.path.resolve().name,
-        join([_subtitle(record, found), *([" · ", link("the sweep that it belongs to", back)] if back else [])]),
+        join([_subtitle(record, diagnosis), *([" · ", link("the sweep that it belongs to", back)] if back else [])]),
         notice("run", watched, record.problems),
-        section("In short", _summary(record, found), anchor="short"),
+        section("In short", _summary(record, diagnosis), anchor="short"),
         section("Loss", *_losses(record), anchor="loss"),
-        section("Diagnosis", *_diagnosis(found), anchor="diagnosis"),
-        section("Effective progress and the period", *_progress(found), anchor="progress"),
+        section("Diagnosis", *_diagnosis(diagnosis), anchor="diagnosis"),
+        section("Effective progress and the period", *_progress(diagnosis), anchor="progress"),
         section("Rounds", *rounds(record), anchor="rounds"),
         section("Repeat it", *_repeat(record), anchor="repeat"),
         section("Configuration and environment", *_settings(record), anchor="settings"),
@@ -67,24 +67,24 @@ def run_report(
     )
 
 
-def _subtitle(record: RunRecord, found: Diagnosis) -> str:
-    rule = found.rule.describe() if found.rule else "outer rule unknown"
+def _subtitle(record: RunRecord, diagnosis: Diagnosis) -> str:
+    rule = diagnosis.rule.describe() if diagnosis.rule else "outer rule unknown"
     return f"A run, {record.state}: {rule}, restart {record.restart}."
 
 
 # ------------------------------------------------------------------------------------------------------------ summary
 
 
-def _summary(record: RunRecord, found: Diagnosis) -> Html:
+def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
     end = record.summary or {}
     done = record.recorded
-    planned = f" of {found.planned:,}" if found.planned else ""
+    planned = f" of {diagnosis.planned:,}" if diagnosis.planned else ""
     facts: list[tuple[str, Any]] = [
-        ("Outer rule", both_forms(found.rule) if found.rule else "unknown"),
+        ("Outer rule", both_forms(diagnosis.rule) if diagnosis.rule else "unknown"),
         ("Restart policy", record.restart),
         ("Rounds", f"{done:,}{planned}, of {_steps_of_a_round(record)}"),
         ("Restarts", f"{int(np.nansum(record.rounds['restarted'])):,}"),
-        ("Replicas", _known(record, "replicas")),
+        ("Replicas", _count_text(record, "replicas")),
         ("Validation perplexity", _quantity(end.get("perplexity"), "a token", fallback=_last(record, "perplexity"))),
         ("Validation loss", _quantity(end.get("validation_loss"), "nats a token")),
         ("Tokens", _quantity(end.get("tokens"), "")),
@@ -100,7 +100,7 @@ def _steps_of_a_round(record: RunRecord) -> str:
     return counted(int(steps), "inner step") if math.isfinite(steps) else "an unknown number of inner steps"
 
 
-def _known(record: RunRecord, path: str) -> str:
+def _count_text(record: RunRecord, path: str) -> str:
     value = record.count(path)
     return f"{value:,.0f}" if math.isfinite(value) else "an unknown number"
 
@@ -122,8 +122,8 @@ def float_of(value: float) -> float:
 
 def _last(record: RunRecord, name: str) -> str:
     column = record.metrics.get(name)
-    known = column[np.isfinite(column)] if column is not None else []
-    return f"{known[-1]:.4g} a token, the last one measured" if len(known) else "unknown"
+    measured = column[np.isfinite(column)] if column is not None else []
+    return f"{measured[-1]:.4g} a token, the last one measured" if len(measured) else "unknown"
 
 
 def _share(value: Any) -> str:
@@ -160,9 +160,9 @@ def _losses(record: RunRecord) -> Iterator[Html | None]:
 # ----------------------------------------------------------------------------------------------------------- diagnosis
 
 
-def _diagnosis(found: Diagnosis) -> Iterator[Html | None]:
-    several = len(found.findings) > 1
-    for finding in found.findings[:20]:
+def _diagnosis(diagnosis: Diagnosis) -> Iterator[Html | None]:
+    several = len(diagnosis.findings) > 1
+    for finding in diagnosis.findings[:20]:
         if several:
             yield tag("h3", f"{block_name(finding.block)} (restart {finding.restarts})")
         yield tag(
@@ -173,7 +173,7 @@ def _diagnosis(found: Diagnosis) -> Iterator[Html | None]:
         )
         if len(finding.thirds) > 1:
             yield _thirds(finding)
-        advised = suggestions(found, finding)
+        advised = suggestions(diagnosis, finding)
         if advised:
             yield join([tag("h3", "What the theory suggests"), notes([with_options(text) for text in advised])])
     yield join([tag("h3", "Limits"), notes(LIMITS)])
@@ -208,15 +208,15 @@ def _sigma_text(stage: Stage | None) -> str:
     return minus(f"{middle:.3g} ({low:.3g} to {high:.3g})")
 
 
-def _progress(found: Diagnosis) -> Iterator[Html | None]:
+def _progress(diagnosis: Diagnosis) -> Iterator[Html | None]:
     yield tag(
         "p",
         "Sigma is the share of a mode that one inner phase removes. It is estimated along the momentum buffer, from "
-        "the norms and cosines of successive rounds, corrected for noise; a run that restarts often, or whose buffer "
+        "the norms and cosines of successive rounds, corrected for noise; a run that restarts often, or a buffer that "
         "hardly changes its length, leaves it undetermined.",
     )
     rows = []
-    for finding in found.findings:
+    for finding in diagnosis.findings:
         if finding.latest is None:
             continue
         seen = finding.latest.evidence.observed
@@ -245,7 +245,7 @@ def _progress(found: Diagnosis) -> Iterator[Html | None]:
     ]
     caption = "Effective progress by block, over the latest rounds, and the period that the theory would choose."
     yield table(header, rows, caption=caption, numbers=(1, 3, 4))
-    for finding in found.findings[:MOST_BLOCKS]:
+    for finding in diagnosis.findings[:MOST_BLOCKS]:
         if finding.advice:
             yield _control_table(finding, finding.advice[1])
 
@@ -253,9 +253,9 @@ def _progress(found: Diagnosis) -> Iterator[Html | None]:
 def _periods(advice: Sequence[Advice]) -> str:
     if not advice:
         return "cannot tell"
-    periods = {one.recommended.period for one in advice}
-    known = sorted(period for period in periods if period is not None)
-    words = " to ".join(dict.fromkeys(str(period) for period in (known[0], known[-1]))) if known else ""
+    periods = {choice.recommended.period for choice in advice}
+    ends = sorted(period for period in periods if period is not None)
+    words = " to ".join(dict.fromkeys(str(period) for period in (ends[0], ends[-1]))) if ends else ""
     return " or ".join(filter(None, [words, "none" if None in periods else ""]))
 
 

@@ -1,4 +1,4 @@
-"""The report of a sweep: what its table says, as heatmaps whose cells lead to their runs, curves and verdicts."""
+"""The report of a sweep: what its table says, as heatmaps with cells that lead to their runs, curves and verdicts."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def sweep_report(
         refresh: seconds after which the page shows its newest self; only while cells are missing.
     """
     judged = verdict(record.rows, within, controls)
-    found = settings(record.rows)
+    cells = settings(record.rows)
     links = Links(record.path, page_folder)
     watched = refresh if record.going else None
-    counts = {state: sum(one.state == state for one in found) for state in ("finished", "diverged", "missing")}
+    counts = {state: sum(setting.state == state for setting in cells) for state in ("finished", "diverged", "missing")}
     words = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     first, *others = sections(judged)
     return page(
         record.path.resolve().name,
-        f"A sweep of {counted(len(found), 'setting')} ({words}) over {counted(len(judged.arms), 'arm')}, "
+        f"A sweep of {counted(len(cells), 'setting')} ({words}) over {counted(len(judged.arms), 'arm')}, "
         f"{record.forms}.",
         notice("sweep", watched, record.problems),
-        section("In short", *_in_short(first, found, links), anchor="short"),
-        section("Heatmaps", *heatmaps(record, judged, found, links), anchor="heatmaps"),
+        section("In short", *_in_short(first, cells, links), anchor="short"),
+        section("Heatmaps", *heatmaps(record, judged, cells, links), anchor="heatmaps"),
         section("Curves", *_curves(record, judged), anchor="curves"),
         section("Verdict", *_verdict(others), anchor="verdict"),
         section("Every cell", *_cells(record, links), anchor="cells"),
@@ -78,47 +78,48 @@ def sweep_report(
     )
 
 
-def _in_short(first: tuple[Any, ...], found: Sequence[Setting], links: Links) -> Iterator[Html | None]:
+def _in_short(first: tuple[Any, ...], cells: Sequence[Setting], links: Links) -> Iterator[Html | None]:
     _, words, _, _, remarks = first
     yield tag("p", tag("strong", words)) if words else None
     yield notes(remarks)
-    ranked = sorted((one for one in found if one.perplexity is not None), key=lambda one: one.perplexity or 0.0)
+    finished = [setting for setting in cells if setting.perplexity is not None]
+    ranked = sorted(finished, key=lambda setting: setting.perplexity or 0.0)
     if not ranked:
         return
-    chosen = [("best", one) for one in ranked[:5]] + [("worst", one) for one in ranked[5:][-3:]]
-    varied = _varied(found)
+    chosen = [("best", setting) for setting in ranked[:5]] + [("worst", setting) for setting in ranked[5:][-3:]]
+    varied = _varied(cells)
     header = ["", "arm", *varied, "perplexity", "spread", "seeds", "run"]
     rows = [
         [
             f"{word}\N{NO-BREAK SPACE}{number + 1}" if word == "best" else "worst",
-            arm_name(one.arm) or "(all)",
-            *(value_text(one.values.get(path)) for path in varied),
-            perplexity_text(one.perplexity),
-            "" if one.spread is None else minus(readable(one.spread)),
-            one.finished,
-            _run_links(one, links),
+            arm_name(setting.arm) or "(all)",
+            *(value_text(setting.values.get(path)) for path in varied),
+            perplexity_text(setting.perplexity),
+            "" if setting.spread is None else minus(readable(setting.spread)),
+            setting.finished,
+            _run_links(setting, links),
         ]
-        for number, (word, one) in enumerate(chosen)
+        for number, (word, setting) in enumerate(chosen)
     ]
     count = len(varied)
     caption = "Best and worst settings. Perplexity a token on held-out text; spread: standard deviation over seeds."
     yield table(header, rows, caption=caption, numbers=(count + 2, count + 3, count + 4))
 
 
-def _varied(found: Sequence[Setting]) -> list[str]:
-    paths = list(dict.fromkeys(path for one in found for path in one.values))
-    return [path for path in paths if len({str(one.values.get(path)) for one in found}) > 1]
+def _varied(cells: Sequence[Setting]) -> list[str]:
+    paths = list(dict.fromkeys(path for setting in cells for path in setting.values))
+    return [path for path in paths if len({str(setting.values.get(path)) for setting in cells}) > 1]
 
 
 def _run_links(setting: Setting, links: Links) -> Html:
     """One link a seed, or one in all."""
     texts = [f"seed {seed}" if seed is not None else "run" for seed in setting.seeds]
     # A line breaks between them, not in "seed 0".
-    found = [
+    parts = [
         tag("span", link(text, links.of(run)), class_="once")
         for text, run in zip(texts, setting.canonical, strict=True)
     ]
-    return join(itertools.chain.from_iterable((", ", one) if place else (one,) for place, one in enumerate(found)))
+    return join(itertools.chain.from_iterable((", ", part) if place else (part,) for place, part in enumerate(parts)))
 
 
 def _curves(record: SweepRecord, judged: Verdict) -> Iterator[Html | None]:

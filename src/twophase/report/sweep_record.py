@@ -90,15 +90,15 @@ def _other_rows(spec: Mapping[str, Any] | None, path: Path, fault: UsageError, p
     """The cells where the table cannot be read as it should: from the description, else what is sound in the table."""
     what = f"is damaged ({fault})" if (path / TABLE).exists() else "is missing"
     stands_for = _stands_for(path / PLAN)
-    found = _rows_of(spec, path, stands_for or {})
-    if found is not None:
+    designed = _rows_of(spec, path, stands_for or {})
+    if designed is not None:
         problems.append(f"{TABLE} {what}; the cells are from {SPEC} and the summaries of their runs.")
-        if stands_for is None and any(row.state == "missing" for row in found):
+        if stands_for is None and any(row.state == "missing" for row in designed):
             problems.append(
                 f"{PLAN} is missing or damaged, so that cells which share the run of another one count as missing; the "
                 "sweep's command writes it and the table again."
             )
-        return found
+        return designed
     try:
         rows, faults = read_sound_rows(path / TABLE)
     except UsageError:
@@ -114,7 +114,7 @@ def _other_rows(spec: Mapping[str, Any] | None, path: Path, fault: UsageError, p
 
 
 def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
-    """A sentence each on runs that have a result in the table and whose folders are gone, or lack a sound file."""
+    """A sentence each on runs with a result in the table and a folder that is gone, or lacks a sound file."""
     done = dict.fromkeys(row.twin_of or row.run for row in rows if row.state in ("finished", "diverged"))
     folders = [path / RUNS / run for run in done if RUN_ID.fullmatch(run)]
     gone = [folder.name for folder in folders if not folder.is_dir()]
@@ -140,8 +140,8 @@ def _sound(folder: Path) -> bool:
 def _stands_for(path: Path) -> dict[str, str] | None:
     """From the run id of a cell that is not run to that of the run done in its place; None without a sound plan."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["stands_for"]
-        return {run: other for run, other in found.items() if isinstance(other, str) and RUN_ID.fullmatch(other)}
+        twins = json.loads(path.read_text(encoding="utf-8"))["stands_for"]
+        return {run: other for run, other in twins.items() if isinstance(other, str) and RUN_ID.fullmatch(other)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -152,15 +152,15 @@ def _rows_of(spec: Mapping[str, Any] | None, folder: Path, stands_for: Mapping[s
     if not isinstance(cells, list):
         return None
     base = flatten(spec["base"]) if spec and isinstance(spec.get("base"), Mapping) else {}
-    found = [cell for cell in cells if isinstance(cell, dict) and isinstance(cell.get("values"), dict)]
-    paths = list(dict.fromkeys(str(path) for cell in found for path in cell["values"]))
+    designed = [cell for cell in cells if isinstance(cell, dict) and isinstance(cell.get("values"), dict)]
+    paths = list(dict.fromkeys(str(path) for cell in designed for path in cell["values"]))
     rows = []
-    for cell in found:
+    for cell in designed:
         run, of = str(cell.get("run", "")), cell.get("control_of")
         values = {path: _scalar(cell["values"].get(path, base.get(path))) for path in paths}
         twin = stands_for.get(run)
-        own = run if twin is None else twin
-        done = read_summary(folder / RUNS / own, own) if RUN_ID.fullmatch(own) else None
+        done_as = run if twin is None else twin
+        done = read_summary(folder / RUNS / done_as, done_as) if RUN_ID.fullmatch(done_as) else None
         state: State = "missing" if done is None else "diverged" if done["diverged"] else "finished"
         numbers = (done["perplexity"], done["validation_loss"], done["seconds"]) if done else (None, None, None)
         of = of if isinstance(of, str) else None

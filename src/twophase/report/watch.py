@@ -19,7 +19,7 @@ def notice(what: str, refresh: float | None, problems: Sequence[object]) -> Html
 
     Args:
         what: "run" or "sweep".
-        refresh: seconds after which the page is written again; None where nobody watches.
+        refresh: seconds after which the page is written again; None without a watch.
         problems: sentences about what is missing or wrong in the folder.
     """
     if not problems and refresh is None:

@@ -1,4 +1,4 @@
-"""A run is a folder: what is in it, who may write to it, and when it counts as finished.
+"""A run is a folder: what is in it, which process may write to it, and when it counts as finished.
 
 | file            | holds                                                            | written            |
 |-----------------|------------------------------------------------------------------|--------------------|
@@ -80,7 +80,7 @@ class RunFolder:
         _saved_tree(path, tree)  # refuse before anything is touched
         lock = lock_folder(path, "is training")
         try:
-            saved = _saved_tree(path, tree)  # once more, now that nobody else can write
+            saved = _saved_tree(path, tree)  # once more, now that no other process can write
             if saved is None:
                 write_atomic(path / CONFIG, dump_yaml(config))
         except OSError as error:
@@ -283,7 +283,7 @@ def lock_folder(path: Path, doing: str) -> int:
 
 
 def check_place(path: Path, marker: str, what: str) -> bool:
-    """Whether a folder holds the file that says whose it is; changes nothing.
+    """Whether a folder holds its marker file; changes nothing.
 
     Args:
         path: the folder, which may be missing.
@@ -291,7 +291,7 @@ def check_place(path: Path, marker: str, what: str) -> bool:
         what: what the folder should be, for the message: `run`.
 
     Returns:
-        True when the marker is there, False when the folder is missing or holds nothing of anybody's.
+        True when the marker is there, False when the folder is missing or empty.
 
     Raises:
         UsageError: a file in place of the folder, a folder of something else, or one that cannot be read.

@@ -96,7 +96,7 @@ def numbers(values: Mapping[str, Any], prefix: str = "") -> Numbers:
 
 
 class Tracked:
-    """A run's folder whose lines also go to trackers; everything else is the folder's.
+    """A run's folder that also sends its lines to trackers; everything else is the folder's.
 
     Args:
         folder: a recorder of `twophase.training.train`.

@@ -128,27 +128,27 @@ def prepare(request: Request, *, quiet: bool = True) -> Meta:
         OSError: the disk is full. Either way what was complete stays, and repeating the call goes on from there.
     """
     _check(request)
-    train, own = find(request.sources, request.kind)
+    train, validation = find(request.sources, request.kind)
     if request.validation:
         named, official = find(request.validation, request.kind)
-        own = named + official
+        validation = named + official
     if not train:
         raise UsageError("the sources are validation files of C4 only; name its c4-train files as well")
     trained = {file.place for file in train}
-    both = [file.path for file in own if file.place in trained]
+    both = [file.path for file in validation if file.place in trained]
     if both:
         raise UsageError(f"--validation {min(both)}: is also trained on; name other files")
-    plan = _Plan(request, train, own)
+    plan = _Plan(request, train, validation)
     try:
         with _claimed(request.out) as folder:
             finished = _finished(folder, plan)
             return finished or _Preparation(folder, plan, quiet).run()
     except OSError as error:
-        kept = "what was complete stays there; repeat the command to go on from it"
-        told = f"--out {request.out}: cannot be written ({error.strerror or error})"
+        advice = "what was complete stays there; repeat the command to go on from it"
+        fault = f"--out {request.out}: cannot be written ({error.strerror or error})"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(f"{told}; make room; {kept}") from None  # a failure while running, and no mistake
-        raise UsageError(f"{told}; make it writable; {kept}") from None
+            raise OSError(f"{fault}; make room; {advice}") from None  # a failure while running, and no mistake
+        raise UsageError(f"{fault}; make it writable; {advice}") from None
 
 
 def _check(request: Request) -> None:
@@ -279,13 +279,13 @@ class _Preparation:
 
     def _encoded(self, batch: Batch) -> Iterator[tuple[str, int, Ids]]:
         """Each document of a batch, its bytes and its ids; a few at a time, because a huge record is one batch."""
-        start = held = 0
+        start = pending = 0
         for end, size in enumerate(batch.sizes, start=1):
-            held += size
-            if held >= BATCH_BYTES or end == len(batch.sizes):
+            pending += size
+            if pending >= BATCH_BYTES or end == len(batch.sizes):
                 texts = batch.texts[start:end]
                 yield from zip(texts, batch.sizes[start:end], self.tokenizer.encode_batch(texts), strict=True)
-                start, held = end, 0
+                start, pending = end, 0
 
     def _save(self) -> None:
         self.splits.flush()
@@ -351,14 +351,14 @@ class _Preparation:
 
     def _sample(self) -> Iterator[str]:
         """The first documents of the training text, without those held out, for a tokenizer to learn from."""
-        left = self.plan.request.train_bytes
+        remaining = self.plan.request.train_bytes
         stream = batches(self.plan.train, self.plan.request.column)
         try:
             for text, size in itertools.chain.from_iterable(zip(b.texts, b.sizes, strict=True) for b in stream):
-                if left <= 0:
+                if remaining <= 0:
                     return
                 if not is_held_out(text, self.plan.held_out):
-                    left -= size
+                    remaining -= size
                     yield text
         finally:
             stream.close()

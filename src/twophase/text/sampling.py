@@ -16,7 +16,7 @@ Index = NDArray[np.int64]
 
 _ROUNDS = 8  # four make a secure cipher of wide words (Luby and Rackoff); words of a few bits want more
 _BLOCK = 4096
-"""Samples whose windows are computed together: NumPy's overhead is then shared by many small batches."""
+"""Samples with windows that are computed together: NumPy's overhead is then shared by many small batches."""
 
 
 def permute(index: NDArray[np.integer[Any]], n: int, key: tuple[int, int]) -> Index:
@@ -75,13 +75,13 @@ def window_of(seed: int, replica: int, sample: Index, windows: int) -> Index:
     >>> sorted(window_of(0, 0, np.arange(5, 10), 5).tolist())
     [0, 1, 2, 3, 4]
     """
-    found = np.empty(sample.shape, np.int64)
+    chosen = np.empty(sample.shape, np.int64)
     epoch, place = np.divmod(sample, windows)
     block = place // _BLOCK
     for e, b in set(zip(epoch.tolist(), block.tolist(), strict=True)):
         here = (epoch == e) & (block == b)
-        found[here] = _order(seed % 2**64, replica, e, b, windows)[place[here] - b * _BLOCK]
-    return found
+        chosen[here] = _order(seed % 2**64, replica, e, b, windows)[place[here] - b * _BLOCK]
+    return chosen
 
 
 @lru_cache(maxsize=64)
@@ -99,10 +99,10 @@ def _round_keys(low: int, high: int) -> NDArray[np.uint64]:
 def _feistel(words: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Words of 2 half bits through all rounds; one-dimensional, because NumPy warns of overflow in scalars alone."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = words >> shift, words & mask
+    high, low = words >> shift, words & mask
     for key in keys:
-        mixed = right + key
+        mixed = low + key
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # the finaliser of SplitMix64
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
-    return (left << shift) | right
+        high, low = low, high ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+    return (high << shift) | low

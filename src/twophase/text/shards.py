@@ -37,7 +37,7 @@ _PREPARED = re.compile(r"(train|validation)-\d+\.bin")
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One file of token ids whose size is right.
+    """A file of token ids of the right size.
 
     Args:
         path: the file.
@@ -133,7 +133,7 @@ class Shards:
         vocabulary_size: number of ids.
         fingerprint: SHA-256 of what a run sees of them, hexadecimal.
         meta: what the folder says of itself; None of `.bin` files that say nothing.
-        token_bytes: (vocabulary_size,) int64, UTF-8 bytes of each id; None where nobody knows.
+        token_bytes: (vocabulary_size,) int64, UTF-8 bytes of each id; None where unknown.
     """
 
     path: Path
@@ -196,15 +196,15 @@ def is_prepared(folder: Path) -> bool:
     """Whether a folder is one of `twophase data prepare`, finished or not, or at least none of bare `.bin` files."""
     if (folder / META).exists():
         return True
-    found = [file.name for file in folder.glob("*.bin") if not file.name.startswith(".")]
-    return not found or any(map(_PREPARED.fullmatch, found))
+    names = [file.name for file in folder.glob("*.bin") if not file.name.startswith(".")]
+    return not names or any(map(_PREPARED.fullmatch, names))
 
 
 def open_bin(path: Path, vocabulary_size: int) -> Shards:
     """Token files that say nothing of their vocabulary: nanoGPT's (bare uint16) or modded-nanogpt's (with a header).
 
     Args:
-        path: a folder, whose files with the word `train` in their name (`train.bin`, `fineweb_train_000001.bin`) are
+        path: a folder; its files with the word `train` in their name (`train.bin`, `fineweb_train_000001.bin`) are
             trained on and those with `val` validated on; or one file to train on, with the `val` files beside it.
         vocabulary_size: of the tokenizer that made them, >= 1.
 
@@ -218,12 +218,12 @@ def open_bin(path: Path, vocabulary_size: int) -> Shards:
         raise UsageError(f"{path} is no .bin file; name a .bin file of token ids, or a folder that holds some")
     if path != folder and (folder / META).exists():
         raise UsageError(f"{path} is a shard of a prepared folder; name the folder: tokens:{folder}")
-    found = sorted(file for file in folder.glob("*.bin") if not file.name.startswith("."))
-    validation = [file for file in found if _word_in(file, "val", "valid", "validation")]
+    listed = sorted(file for file in folder.glob("*.bin") if not file.name.startswith("."))
+    validation = [file for file in listed if _word_in(file, "val", "valid", "validation")]
     training = (
-        [file for file in found if file not in validation and _word_in(file, "train")] if path == folder else [path]
+        [file for file in listed if file not in validation and _word_in(file, "train")] if path == folder else [path]
     )
-    if path == folder and any(_PREPARED.fullmatch(file.name) for file in found):
+    if path == folder and any(_PREPARED.fullmatch(file.name) for file in listed):
         read_meta(folder)  # says what to do about a folder that is not finished
     if path in validation:
         raise UsageError(f"{path} is for validation, by its name; name the file to train on, or the folder {folder}")
@@ -241,7 +241,7 @@ def open_bin(path: Path, vocabulary_size: int) -> Shards:
 
 
 def digests(folder: Path, names: Sequence[str], expected: Mapping[str, str] | None = None) -> dict[str, str]:
-    """SHA-256 of some files of a folder, remembered there for files whose size and time of change stay.
+    """SHA-256 of some files of a folder, remembered there as long as size and time of change stay.
 
     Args:
         folder: may be one that cannot be written; then nothing is remembered.
@@ -251,21 +251,21 @@ def digests(folder: Path, names: Sequence[str], expected: Mapping[str, str] | No
     Raises:
         UsageError: a file that cannot be read, or that has another hash than expected.
     """
-    known = _remembered(folder)
+    remembered = _remembered(folder)
     result: dict[str, str] = {}
     todo: list[tuple[str, dict[str, Any]]] = []
     for name in names:
         status = (folder / name).stat()
         facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-        entry = known.get(name)
-        told = (
+        entry = remembered.get(name)
+        saved = (
             entry.get("sha256")
             if isinstance(entry, dict) and entry == facts | {"sha256": entry.get("sha256")}
             else None
         )
         # A remembered hash that is not the expected one proves nothing: both files may have been put back since.
-        if isinstance(told, str) and (expected is None or told == expected[name]):
-            result[name] = told
+        if isinstance(saved, str) and (expected is None or saved == expected[name]):
+            result[name] = saved
         else:
             todo.append((name, facts))
     total = sum(facts["size"] for _, facts in todo)
@@ -298,10 +298,10 @@ def _sha256(path: Path, show: Any) -> str:
 
 def _remembered(folder: Path) -> dict[str, Any]:
     try:
-        known = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
+        entries = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return entries if isinstance(entries, dict) else {}
 
 
 def _remember(folder: Path, name: str, entry: dict[str, Any]) -> None:

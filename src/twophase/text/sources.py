@@ -111,8 +111,8 @@ def find(words: Sequence[str], kind: str = "auto") -> tuple[list[File], list[Fil
         seen.add(file.place)
     names = collections.Counter(file.name for file in files)
     files = [file if names[file.name] == 1 else replace(file, name=file.path) for file in files]
-    held = [file for file in files if file.path.rpartition("/")[2].startswith(_OFFICIAL_VALIDATION)]
-    return [file for file in files if file not in held], held
+    official = [file for file in files if file.path.rpartition("/")[2].startswith(_OFFICIAL_VALIDATION)]
+    return [file for file in files if file not in official], official
 
 
 def _files(word: str, kind: str) -> list[File]:
@@ -120,8 +120,8 @@ def _files(word: str, kind: str) -> list[File]:
     if word == C4 and not path.exists():
         return _c4()
     if path.is_dir():
-        inside = sorted(found for found in path.rglob("*") if found.is_file() and not found.name.startswith("."))
-        files = [file for found in inside if (file := _file(found, kind))]
+        inside = sorted(inner for inner in path.rglob("*") if inner.is_file() and not inner.name.startswith("."))
+        files = [file for inner in inside if (file := _file(inner, kind))]
         if not files:
             raise UsageError(f"{word}: the folder holds no file that ends in {_endings()}; name files, or give --kind")
         return files
@@ -190,17 +190,17 @@ def _batches(files: Sequence[File], column: str, first: int, record: int) -> Ite
     for number in range(first, len(files)):
         texts: list[str] = []
         sizes: list[int] = []
-        held = 0
+        pending = 0
         for text in _records(files[number], column, record):
             record += 1
             for part in _cut(text):
                 whole, size = _clean(part)
                 texts.append(whole)
                 sizes.append(size)
-                held += size
-            if held >= BATCH_BYTES or len(texts) >= BATCH_DOCUMENTS:
+                pending += size
+            if pending >= BATCH_BYTES or len(texts) >= BATCH_DOCUMENTS:
                 yield Batch(texts, sizes, number, record)
-                texts, sizes, held = [], [], 0
+                texts, sizes, pending = [], [], 0
         record = 0
         yield Batch(texts, sizes, number + 1, 0)
 

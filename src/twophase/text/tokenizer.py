@@ -224,8 +224,8 @@ def _mistral() -> Tokenizer:
 
 def _mistral_model() -> bytes:
     """The model file inside mistral-common, which is found but not run: its dependencies need not be there."""
-    found = importlib.util.find_spec("mistral_common")
-    paths = [Path(place, "data", MISTRAL_MODEL) for place in (found and found.submodule_search_locations) or ()]
+    package = importlib.util.find_spec("mistral_common")
+    paths = [Path(place, "data", MISTRAL_MODEL) for place in (package and package.submodule_search_locations) or ()]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         raise UsageError(

@@ -1,9 +1,9 @@
 """Encoding word by word, with a memory of words: several times as fast, and the same ids.
 
 No merge of a SentencePiece BPE joins what stands before a space with the space, if no piece has a space after another
-character; and a byte-level BPE first cuts a text by a pattern. Either way a text is a row of words whose ids do not
-depend on each other, and a few ten thousand words make up nearly all text. So texts are cut by `re`, which is fast, and
-only words that are not remembered go to `tokenizers`.
+character; and a byte-level BPE first cuts a text by a pattern. Either way a text is a row of words with ids that do
+not depend on each other, and a few ten thousand words make up nearly all text. So texts are cut by `re`, which is fast,
+and only words that are not remembered go to `tokenizers`.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Words:
         new = list(set(chain.from_iterable(cut)) - memory.keys())
         for word, ids in zip(new, self._encode(new), strict=True):
             memory[word] = array(self._code, ids).tobytes()
-        found = [np.frombuffer(b"".join(map(memory.__getitem__, words)), self._dtype) for words in cut]
+        encoded = [np.frombuffer(b"".join(map(memory.__getitem__, words)), self._dtype) for words in cut]
         for word in new:
             if len(word) > LONGEST:
                 del memory[word]
         if len(memory) > REMEMBERED:
             memory.clear()
-        return found
+        return encoded
 
 
 def wordwise(content: Mapping[str, Any]) -> tuple[str, Callable[[str], str]] | None:

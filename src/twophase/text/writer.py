@@ -118,17 +118,17 @@ class Splits:
                 final.rename(path)  # it was closed after the state was saved
             self._check(path, part.tokens * size, exactly=False)
             os.truncate(path, part.tokens * size)
-        kept = {shard.file for shards in self.closed.values() for shard in shards}
-        kept |= {self._path(part).name for part in self.parts.values()}
+        current = {shard.file for shards in self.closed.values() for shard in shards}
+        current |= {self._path(part).name for part in self.parts.values()}
         for path in self.folder.iterdir():
             mine = path.suffix == ".bin" and path.name.removeprefix(TEMPORARY).startswith(("train-", "validation-"))
-            if mine and path.name not in kept:
+            if mine and path.name not in current:
                 path.unlink()
 
     def _check(self, path: Path, size: int, *, exactly: bool) -> None:
-        found = path.stat().st_size if path.exists() else -1
-        if found < size or (exactly and found != size):
-            what = "is missing" if found < 0 else f"has {found:,} bytes instead of {size:,}"
+        actual = path.stat().st_size if path.exists() else -1
+        if actual < size or (exactly and actual != size):
+            what = "is missing" if actual < 0 else f"has {actual:,} bytes instead of {size:,}"
             raise UsageError(
                 f"--out {self.folder}: cannot be resumed, because {path.name} {what}; delete the folder and prepare it "
                 f"again, or give another --out"

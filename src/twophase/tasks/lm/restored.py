@@ -33,7 +33,7 @@ class Restored:
         scale: by parameter name the factor of each coordinate that makes AdamW's steps those of gradient descent,
             `D^-1/2` with `D = sqrt(v / (1 - beta_2^t)) + eps`; of several replicas the root of the mean of `D^-1`,
             because the anchor takes the mean of their steps.
-        replicas: whose second moments these are.
+        replicas: number of replicas that these second moments come from.
         corpus: the text that the run trains on.
     """
 
@@ -50,11 +50,11 @@ class Restored:
         Args:
             count: of batches, each of the run's own batch size.
         """
-        config, found = self.config, []
+        config, batches = self.config, []
         for number in range(count):
             step, replica = number * self.step // count, number % config.replicas
-            found.append(torch.from_numpy(self.corpus.batch(config.seed, step, replica)[0]))
-        return found
+            batches.append(torch.from_numpy(self.corpus.batch(config.seed, step, replica)[0]))
+        return batches
 
 
 def restore(run: Path) -> Restored:
@@ -77,7 +77,7 @@ def restore(run: Path) -> Restored:
     saved = checkpoint.Checkpoint(newest, identity)
     progress = saved.progress()
     weights = _anchor(saved)
-    if progress.get("exit_reason") == DIVERGED or not all(bool(one.isfinite().all()) for one in weights.values()):
+    if progress.get("exit_reason") == DIVERGED or not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise UsageError(
             f"{run}: the run has diverged, and its weights have no curvature to speak of; give another run"
         )
@@ -109,7 +109,7 @@ def _anchor(saved: checkpoint.Checkpoint) -> dict[str, Tensor]:
 
 def _scales(saved: checkpoint.Checkpoint, config: TrainConfig, names: list[str]) -> list[dict[str, Tensor]]:
     """D^-1 of each replica that the checkpoint holds, by parameter name."""
-    found = []
+    scales = []
     for number in range(config.replicas):
         if not saved.holds(checkpoint.replica_file(number)):
             continue  # where replicas come and go, each has a folder of its own
@@ -118,16 +118,16 @@ def _scales(saved: checkpoint.Checkpoint, config: TrainConfig, names: list[str])
             groups = inner["param_groups"]
             places = [(group, place) for group in groups for place in group["params"]]
             moments = [inverse_scale(group, inner["state"][place]) for group, place in places]
-            found.append(dict(zip(names, moments, strict=True)))
+            scales.append(dict(zip(names, moments, strict=True)))
         except (KeyError, TypeError, ValueError):
-            found = []
+            scales = []
             break
-    if not found:
+    if not scales:
         raise UsageError(
             f"checkpoint {saved.path} lacks the second moments of an inner AdamW, without which the steps of the inner "
             "phase are not known; give a run of `twophase train` of this version"
         )
-    return found
+    return scales
 
 
 def inverse_scale(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
