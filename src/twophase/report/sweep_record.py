@@ -1,4 +1,4 @@
-"""Reading a sweep's folder whatever state it is in: its table, or else its description and its runs' summaries."""
+"""Read a sweep's folder, finished or not: its table, or else its description and its runs' summaries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from twophase.report.labels import RUN_ID
 from twophase.rule import FORM_WORDS
 from twophase.runs.folder import CONFIG, METRICS, SUMMARY, list_some, read_summary
 from twophase.sweep.run import SPEC, TABLE
-from twophase.sweep.table import Row, State, read_rows, read_sound_rows
+from twophase.sweep.table import Row, State, read_rows
 from twophase.sweep.work import PLAN, RUNS
 
 
@@ -87,7 +87,7 @@ def _spec(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def _other_rows(spec: Mapping[str, Any] | None, path: Path, fault: UsageError, problems: list[str]) -> list[Row]:
-    """The cells where the table cannot be read as it should: from the description, else what is sound in the table."""
+    """Return the cells from the sweep's description where its table cannot be read; without it, the fault stands."""
     what = f"is damaged ({fault})" if (path / TABLE).exists() else "is missing"
     stands_for = _stands_for(path / PLAN)
     designed = _rows_of(spec, path, stands_for or {})
@@ -99,18 +99,7 @@ def _other_rows(spec: Mapping[str, Any] | None, path: Path, fault: UsageError, p
                 "sweep's command writes it and the table again."
             )
         return designed
-    try:
-        rows, faults = read_sound_rows(path / TABLE)
-    except UsageError:
-        rows, faults = [], []
-    if not rows:
-        raise fault
-    lines = "a line" if len(faults) == 1 else f"{len(faults):,} lines"
-    problems.append(
-        f"{TABLE} is damaged: {lines} cannot be used ({list_some(faults, limit=3)}). The {len(rows):,} cells of the "
-        f"other lines are shown; how many there were only {SPEC} could tell. The sweep's command writes both again."
-    )
-    return rows
+    raise fault
 
 
 def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:

@@ -166,21 +166,6 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def read_sound_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a damaged `cells.csv` that are sound, and a few words on each that is not.
-
-    Raises:
-        UsageError: the file is missing, or its first line is not that of a table of cells.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
-            # A quote that is never closed would swallow what comes after: each line by itself.
-            lines = [next(csv.reader([line]), []) for line in file.read().replace("\0", "").splitlines()]
-    except (OSError, csv.Error) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
-    return _parsed(path, lines)
-
-
 def _parsed(path: Path, lines: Sequence[list[str]]) -> tuple[list[Row], list[str]]:
     header = lines[0] if lines else []
     if tuple(header[: len(_BEFORE)]) != _BEFORE or not any(
