@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(word: str) -> int:
-    """A number of things, as people write it: 3.3e9, 10M, 100_000.
+    """Return a number of things, as people write it: 3.3e9, 10M, 100_000.
 
     >>> [_count(word) for word in ("3.3e9", "10M", "1_000")]
     [3300000000, 10000000, 1000]
@@ -154,7 +154,7 @@ def _info(words: Sequence[str]) -> int:
 
 
 def describe(folder: Path, meta: Meta) -> str:
-    """What a folder holds, in a few lines."""
+    """Return what a folder holds, in a few lines."""
     source = meta.source
     files = list(source.get("files", ()))
     more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""

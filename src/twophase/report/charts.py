@@ -86,7 +86,7 @@ _Points = NDArray[np.float64]
 
 
 def figure(chart: Chart) -> Html | None:
-    """The chart as a figure with caption, legend and its csv; None where it has no number to show."""
+    """Return the chart as a figure with caption, legend and its csv; None where it has no number to show."""
     curves = [(curve, _points(curve, log=chart.log)) for curve in chart.curves]
     curves = [(curve, points) for curve, points in curves if np.isfinite(points[:, 1]).any()]
     if not curves:
@@ -138,7 +138,7 @@ def _points(curve: Curve, *, log: bool) -> _Points:
 
 
 def _thinned(points: _Points) -> _Points:
-    """At most about `MOST_POINTS` points: of each stretch the lowest and the highest, in their order."""
+    """Return at most about `MOST_POINTS` points: of each stretch the lowest and the highest, in their order."""
     if len(points) <= MOST_POINTS:
         return points
     places: list[int] = []
@@ -150,7 +150,7 @@ def _thinned(points: _Points) -> _Points:
 
 
 def _bulk(heights: NDArray[np.float64]) -> tuple[float, float] | None:
-    """The ends of an axis that shows most of some numbers; None where all of them fit well enough."""
+    """Return the ends of an axis that shows most of some numbers; None where all of them fit well enough."""
     quarter, three = np.quantile(heights, (0.25, 0.75))
     reach = max(3 * (three - quarter), 0.5 * abs(float(np.median(heights))))
     inside = heights[(heights >= quarter - reach) & (heights <= three + reach)]
@@ -248,7 +248,7 @@ def _picture(
 
 
 def _marks(width: int) -> int:
-    """How many marks there is room for."""
+    """Return how many marks there is room for."""
     return (width - _LEFT - _RIGHT) // _MARK_ROOM
 
 
@@ -369,7 +369,7 @@ def _legend(chart: Chart, names: Sequence[str]) -> Html:
 
 
 def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Round numbers between two ends; whole ones where things are counted."""
+    """Return round numbers between two ends; whole ones where things are counted."""
     rough = max((high - low) / max(most, 1), 1.0 if whole else 0.0)
     size = 10 ** math.floor(math.log10(rough))
     step = next(
@@ -380,7 +380,7 @@ def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[f
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two powers of ten, given by their exponents."""
+    """Return round numbers between two powers of ten, given by their exponents."""
     for mantissas in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
         exponents = range(math.floor(low), math.ceil(high) + 1)
         inside = [m * 10.0**k for k in exponents for m in mantissas if low <= math.log10(m * 10.0**k) <= high]

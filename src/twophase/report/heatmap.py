@@ -22,7 +22,7 @@ _COLOURS = ((253, 231, 37), (94, 201, 98), (33, 145, 140), (59, 82, 139), (68, 1
 
 
 def heatmaps(record: SweepRecord, judged: Verdict, cells: Sequence[Setting], links: Links) -> Iterator[Html | None]:
-    """The maps of every arm.
+    """Yield the maps of every arm.
 
     Args:
         record: the sweep.
@@ -48,7 +48,7 @@ def heatmaps(record: SweepRecord, judged: Verdict, cells: Sequence[Setting], lin
 
 
 def _places(arm: ArmVerdict, cells: Sequence[Setting], rows: Sequence[Row]) -> tuple[Sequence[_Placed], bool]:
-    """An arm's settings, each with its place on the maps, and whether these are those of the runs it is paired with.
+    """Return an arm's settings with their places on the maps, and whether these are those of the paired runs.
 
     A paired control has a learning rate of its own for each setting; on these axes its map would be half empty.
     """
@@ -126,7 +126,7 @@ def _unbroken(words: Sequence[str]) -> Iterator[object]:
 
 
 def _differences(place: Mapping[str, Any], setting: Setting) -> str:
-    """The values in which a setting differs from its place."""
+    """Return the values in which a setting differs from its place."""
     other = [(path, setting.values.get(path)) for path, value in place.items() if setting.values.get(path) != value]
     words = (f"{value:.3g}" if isinstance(value, float) else value_text(value) for _, value in other)
     return ", ".join(f"{path.rpartition('.')[2]} {word}" for (path, _), word in zip(other, words, strict=True))
@@ -157,7 +157,7 @@ def _cell(setting: Setting | None, differences: str, scale: Scale, best: Setting
 
 
 def _seed_links(setting: Setting, links: Links) -> Html:
-    """How many seeds, each leading to its run; what became of those that have no result."""
+    """Return how many seeds, each leading to its run; what became of those that have no result."""
     marks = {"finished": "", "diverged": " div.", "missing": " miss."}
     parts: list[object] = [f"{len(setting.runs)} seeds: "]
     for place, (seed, run, state) in enumerate(zip(setting.seeds, setting.canonical, setting.states, strict=True)):
@@ -166,7 +166,7 @@ def _seed_links(setting: Setting, links: Links) -> Html:
 
 
 def _colours(value: float, scale: Scale) -> tuple[str, str]:
-    """Ground and ink of a cell; the ink is whichever of black and white has the higher contrast (WCAG 2)."""
+    """Return ground and ink of a cell; the ink is whichever of black and white has the higher contrast (WCAG 2)."""
     share = math.log(value / scale.low) / math.log(scale.high / scale.low)
     place = min(max(share, 0.0), 1.0) * (len(_COLOURS) - 1)
     low = min(int(place), len(_COLOURS) - 2)

@@ -25,7 +25,7 @@ class Links:
     page_folder: Path
 
     def of(self, run: str) -> str | None:
-        """The run's own report, or its folder; None where there is neither, or the name is no run's."""
+        """Return the run's own report, or its folder; None where there is neither, or the name is no run's."""
         if not RUN_ID.fullmatch(run):
             return None
         folder = self.sweep / RUNS / run
@@ -34,17 +34,17 @@ class Links:
 
 
 def arm_name(arm: str) -> str:
-    """An arm's name; that of a sweep over restarts alone would be a bare "never"."""
+    """Return an arm's name; that of a sweep over restarts alone would be a bare "never"."""
     return re.sub(r"^never(?=,|$)", "no restart", arm)
 
 
 def perplexity_text(value: float | None) -> str:
-    """A perplexity in about three digits, written out up to a million."""
+    """Return a perplexity in about three digits, written out up to a million."""
     return f"{value:,.0f}" if value is not None and 1e4 <= value < 1e6 else minus(readable(value))
 
 
 def value_text(value: Any) -> str:
-    """A value of a setting."""
+    """Return a value of a setting."""
     return (
         str(value).lower()
         if isinstance(value, bool)

@@ -33,7 +33,7 @@ class Html(str):
 
 
 def clean(text: object) -> str:
-    """A text as it may be shown: no invisible characters, and no more than `LONGEST`."""
+    """Make a text fit to be shown: no invisible characters, and no more than `LONGEST`."""
     shown = str(text)
     if len(shown) > LONGEST:
         shown = f"{shown[:LONGEST]}… ({len(shown) - LONGEST:,} more characters)"
@@ -41,7 +41,7 @@ def clean(text: object) -> str:
 
 
 def minus(text: str) -> str:
-    """Numbers in a text with true minus signs; hyphens in words and names stay.
+    """Give the numbers in a text true minus signs; hyphens in words and names stay.
 
     >>> minus("-0.5, 1e-3, momentum-free, K-3")
     '−0.5, 1e−3, momentum-free, K-3'
@@ -50,7 +50,7 @@ def minus(text: str) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """How many of a thing.
+    """Count a thing in words.
 
     >>> counted(1, "round"), counted(2000, "round")
     ('1 round', '2,000 rounds')
@@ -59,7 +59,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """An element. Children that are not `Html` are escaped; so is every attribute.
+    """Make an element. Children that are not `Html` are escaped; so is every attribute.
 
     Args:
         name: of the element, from our own code.
@@ -82,13 +82,13 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 
 def join(children: Iterable[object]) -> Html:
-    """Children one after the other, escaped where they are not `Html`."""
+    """Join children, escaped where they are not `Html`."""
     parts = (child if isinstance(child, Html) else html.escape(clean(child)) for child in children if child is not None)
     return Html("".join(parts))
 
 
 def link(text: object, target: str | None, **attributes: object) -> Html:
-    """A link to a file by its relative path, or only the text without one."""
+    """Return a link to a file by its relative path, or only the text without one."""
     if target is None:
         return join([text])
     # Every part is quoted, the colon too, so that no path can be read as an address of another kind.
@@ -97,7 +97,7 @@ def link(text: object, target: str | None, **attributes: object) -> Html:
 
 
 def download(text: str, name: str, content: str) -> Html:
-    """A link that saves a file which the page itself carries."""
+    """Return a link that saves a file which the page itself carries."""
     data = base64.b64encode(content.encode("utf-8", "replace")).decode("ascii")
     return Html(f'<a download="{html.escape(name)}" href="data:text/csv;base64,{data}">{html.escape(text)}</a>')
 
@@ -110,7 +110,7 @@ def table(
     numbers: Sequence[int] = (),
     hide_caption: bool = False,
 ) -> Html:
-    """A table with a caption; the first column heads its rows.
+    """Return a table with a caption; the first column heads its rows.
 
     Args:
         header: names of the columns.
@@ -132,22 +132,22 @@ def table(
 
 
 def _long(cell: object) -> str | None:
-    """The class of a cell of so many words that a narrow column would make it a tower."""
+    """Return the class of a cell of so many words that a narrow column would make it a tower."""
     return "t" if not isinstance(cell, Html) and len(str(cell)) > 14 else None
 
 
 def scroll(element: Html, label: str) -> Html:
-    """What may be wider than a phone, in a box that scrolls by finger and by keyboard."""
+    """Put an element that may be wider than a phone in a box that scrolls by finger and by keyboard."""
     return tag("div", element, class_="wide", role="region", aria_label=label, tabindex="0")
 
 
 def section(title: str, *children: object, anchor: str) -> Html:
-    """A part of the page under a heading."""
+    """Return a part of the page under a heading."""
     return tag("section", tag("h2", title, id=anchor), *children, aria_labelledby=anchor)
 
 
 def notes(texts: Sequence[object]) -> Html | None:
-    """A list of sentences; None where there are none."""
+    """Return a list of sentences; None where there are none."""
     return tag("ul", *(tag("li", text) for text in texts)) if texts else None
 
 
@@ -155,17 +155,17 @@ _OPTION = re.compile(r"(--[a-z][a-z-]*(?:\.[a-z-]+)*(?: [\w.]+(?<!\.))?)")
 
 
 def with_options(text: str) -> Html:
-    """A sentence with its command-line options set as code, which a line does not break."""
+    """Return a sentence with its command-line options set as code, which a line does not break."""
     return join(tag("code", part) if place % 2 else part for place, part in enumerate(_OPTION.split(text)))
 
 
 def details(summary: str, *children: object) -> Html:
-    """What is shown when it is asked for."""
+    """Return a part that is folded up until it is opened."""
     return tag("details", tag("summary", summary), *children)
 
 
 def page(title: str, subtitle: object, *children: object, script: str = "") -> str:
-    """The whole document.
+    """Return the whole document.
 
     Args:
         title: of the page.
@@ -272,6 +272,6 @@ footer{margin-top:3rem;border-top:1px solid var(--hair);color:var(--soft);font-s
 
 
 def relative(target: Path, page_folder: Path) -> str:
-    """The path of a file as seen from the folder of a page."""
+    """Return the path of a file as seen from the folder of a page."""
     # pathlib's relative paths do not go up before Python 3.12
     return Path(os.path.relpath(target.resolve(), page_folder.resolve())).as_posix()

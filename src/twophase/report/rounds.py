@@ -17,12 +17,12 @@ _MOST_ROWS = 60
 
 
 def finite(values: Column) -> list[float]:
-    """Those of some numbers that are finite."""
+    """Return those of some numbers that are finite."""
     return values[np.isfinite(values)].tolist()
 
 
 def rounds(record: RunRecord) -> Iterator[Html | None]:
-    """The charts and tables of the rounds."""
+    """Yield the charts and tables of the rounds."""
     if not len(record.rounds["round"]):
         yield tag("p", "No round has been recorded yet.")
         return
@@ -64,7 +64,7 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
 
 
 def _norms(record: RunRecord, shown: Sequence[Block], marks: Sequence[float]) -> Iterator[Html | None]:
-    """Both norms in one chart; with several blocks a chart each, since a round may be of one fragment alone."""
+    """Draw both norms in one chart; with several blocks a chart each, since a round may be of one fragment alone."""
     names = {"pseudo_gradient_norm": "pseudo-gradient", "buffer_norm": "momentum buffer, before the round"}
     if len(shown) < 2:
         curves = [Curve(words, record.rounds["round"], record.rounds[name]) for name, words in names.items()]
@@ -77,12 +77,12 @@ def _norms(record: RunRecord, shown: Sequence[Block], marks: Sequence[float]) ->
 
 
 def block_name(block: str) -> str:
-    """A block's name, of which a number alone would say nothing."""
+    """Return a block's name, with `fragment` before a bare number."""
     return f"fragment {block}" if block.isdecimal() else block
 
 
 def _by_block(record: RunRecord, shown: Sequence[Block], name: str) -> list[Curve]:
-    """A curve a block, without the rounds in which there was no buffer to measure."""
+    """Return a curve a block, without the rounds in which there was no buffer to measure."""
     curves = []
     for block in shown:
         values = getattr(block, name).copy()
@@ -119,7 +119,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _attendance(record: RunRecord) -> Html | None:
-    """Where replicas come and go: how many took part, came late, and how often a sync was tried."""
+    """Return, where replicas come and go, how many took part, came late, and how often a sync was tried."""
     replicas, late, tries = (record.rounds[name] for name in ("replicas", "newcomers", "attempts"))
     if not ((late > 0).any() or (tries > 1).any() or len(set(finite(replicas))) > 1):
         return None

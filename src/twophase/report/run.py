@@ -42,7 +42,7 @@ _STEP = "inner steps of each replica"
 def run_report(
     record: RunRecord, diagnosis: Diagnosis | None = None, *, refresh: float | None = None, back: str | None = None
 ) -> str:
-    """The page of a run that has been read.
+    """Return the page of a run that has been read.
 
     Args:
         record: of `read_record`, in whatever state.
@@ -113,7 +113,7 @@ def _quantity(value: Any, unit: str, fallback: str = "unknown") -> str:
 
 
 def float_of(value: float) -> float:
-    """A number of a file as a float; whole numbers beyond its range become infinite."""
+    """Return a number of a file as a float; whole numbers beyond its range become infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -303,7 +303,7 @@ def _settings(record: RunRecord) -> Iterator[Html | None]:
 
 
 def _parts(value: Any) -> object:
-    """A value of the environment; of one that has named parts, a list of them."""
+    """Return a value of the environment; a value with named parts becomes a list of them."""
     if isinstance(value, Mapping) and value:
         parts = [f"{str(name).replace('_', ' ')}: {hide_password(_plain(part))}" for name, part in value.items()]
         return notes(parts[:100])

@@ -48,7 +48,7 @@ def sweep_report(
     controls: Collection[str] = (),
     refresh: float | None = None,
 ) -> str:
-    """The page of a sweep that has been read.
+    """Return the page of a sweep that has been read.
 
     Args:
         record: of `read_sweep`.
@@ -112,7 +112,7 @@ def _varied(cells: Sequence[Setting]) -> list[str]:
 
 
 def _run_links(setting: Setting, links: Links) -> Html:
-    """One link a seed, or one in all."""
+    """Return a link for each seed, or a single one."""
     texts = [f"seed {seed}" if seed is not None else "run" for seed in setting.seeds]
     # A line breaks between them, not in "seed 0".
     parts = [
@@ -123,7 +123,7 @@ def _run_links(setting: Setting, links: Links) -> Html:
 
 
 def _curves(record: SweepRecord, judged: Verdict) -> Iterator[Html | None]:
-    """The training loss of each arm's best setting, its first seed."""
+    """Yield the training loss of each arm's best setting, its first seed."""
     arms = [arm for arm in judged.arms if arm.best is not None]
     curves = []
     for arm in arms[:_MOST_CURVES]:
@@ -155,7 +155,7 @@ def _curves(record: SweepRecord, judged: Verdict) -> Iterator[Html | None]:
 
 
 def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
-    """The tables of `twophase report`, as they stand in verdict.md."""
+    """Yield the tables of `twophase report`, as they stand in verdict.md."""
     for heading, words, header, lines, remarks in parts:
         title = re.sub(r"(?<=gainst )never(?=,|$)", "no restart", heading)
         yield tag("h3", title)
@@ -170,7 +170,7 @@ def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
 
 
 def _with_minus(cell: Any) -> Any:
-    """A cell of a table, with a true minus sign if it is a number or an interval, and not a name."""
+    """Return a cell of a table, with a true minus sign if it is a number or an interval, and not a name."""
     if cell is None:
         return ""
     return minus(cell) if isinstance(cell, str) and (_reads_as_number(cell) or cell.startswith("[")) else cell

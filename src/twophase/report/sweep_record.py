@@ -41,7 +41,7 @@ class SweepRecord:
 
 
 def is_sweep(path: Path) -> bool:
-    """Whether a folder looks like that of a sweep."""
+    """Return whether a folder looks like that of a sweep."""
     return (path / SPEC).is_file() or (path / TABLE).is_file()
 
 
@@ -103,7 +103,7 @@ def _other_rows(spec: Mapping[str, Any] | None, path: Path, fault: UsageError, p
 
 
 def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
-    """A sentence each on runs with a result in the table and a folder that is gone, or lacks a sound file."""
+    """Return a sentence each on runs with a result in the table and a folder that is gone, or lacks a sound file."""
     done = dict.fromkeys(row.twin_of or row.run for row in rows if row.state in ("finished", "diverged"))
     folders = [path / RUNS / run for run in done if RUN_ID.fullmatch(run)]
     gone = [folder.name for folder in folders if not folder.is_dir()]
@@ -119,7 +119,7 @@ def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
 
 
 def _sound(folder: Path) -> bool:
-    """Whether a run's folder has what its page begins with; neither its values nor its lines are read."""
+    """Return whether a run's folder has what its page begins with; neither its values nor its lines are read."""
     files = [folder / name for name in (CONFIG, METRICS)]
     return read_summary(folder, folder.name) is not None and all(
         file.is_file() and file.stat().st_size > 0 for file in files
@@ -127,7 +127,7 @@ def _sound(folder: Path) -> bool:
 
 
 def _stands_for(path: Path) -> dict[str, str] | None:
-    """From the run id of a cell that is not run to that of the run done in its place; None without a sound plan."""
+    """Map the run id of a cell that is not run to that of the run done in its place; None without a sound plan."""
     try:
         twins = json.loads(path.read_text(encoding="utf-8"))["stands_for"]
         return {run: other for run, other in twins.items() if isinstance(other, str) and RUN_ID.fullmatch(other)}
@@ -136,7 +136,7 @@ def _stands_for(path: Path) -> dict[str, str] | None:
 
 
 def _rows_of(spec: Mapping[str, Any] | None, folder: Path, stands_for: Mapping[str, str]) -> list[Row] | None:
-    """A row a cell from the sweep's description and the summaries of its runs; None without a description."""
+    """Return a row a cell from the sweep's description and the summaries of its runs; None without a description."""
     cells = spec.get("cells") if spec else None
     if not isinstance(cells, list):
         return None

@@ -15,7 +15,7 @@ from twophase.report.page import Html, notes, tag
 
 
 def notice(what: str, refresh: float | None, problems: Sequence[object]) -> Html | None:
-    """What stands at the top of a page; None where there is nothing to say.
+    """Return the notice at the top of a page; None where there is nothing to say.
 
     Args:
         what: "run" or "sweep".

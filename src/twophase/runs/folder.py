@@ -116,7 +116,7 @@ class RunFolder:
         return self.path / "weights.safetensors"
 
     def summary(self) -> dict[str, Any] | None:
-        """The outcome of the run, or None while it is not finished (no `summary.json`, or one that is not valid)."""
+        """Return the outcome of the run, or None while it has no valid `summary.json`."""
         return read_summary(self.path, self.fingerprint)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ class RunFolder:
         self._append(STEPS, record)
 
     def position(self) -> dict[str, int]:
-        """The present length of each log in bytes; a checkpoint keeps it for `rewind`."""
+        """Return the present length of each log in bytes; a checkpoint keeps it for `rewind`."""
         return {name: _size(self.path / name) for name in _LOGS}
 
     def rewind(self, position: Mapping[str, int] | None = None) -> None:
@@ -172,7 +172,7 @@ class RunFolder:
                     file.truncate(_end_of_lines(file.read((position or {}).get(name, 0))))
 
     def last_round(self) -> dict[str, Any] | None:
-        """The newest whole line of `rounds.jsonl`; None where there is none, or it is damaged."""
+        """Return the newest whole line of `rounds.jsonl`; None where there is none, or it is damaged."""
         try:
             data = (self.path / ROUNDS).read_bytes()
             record = json.loads(data[: _end_of_lines(data)].splitlines()[-1])  # of many, the others need not be sound
@@ -204,7 +204,7 @@ class RunFolder:
 
 
 def read_summary(path: Path, expected: str | None = None) -> dict[str, Any] | None:
-    """The outcome of the run in a folder, or None when the run is not finished.
+    """Return the outcome of the run in a folder, or None when the run is not finished.
 
     Args:
         path: the run's folder.
@@ -229,10 +229,10 @@ def _numbered(path: Path) -> Iterator[Path]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a `.jsonl` file; a last line that was cut in the middle is left out, a missing file is empty.
+    """Return the records of a `.jsonl` file without a torn last line; a missing file is empty.
 
     Raises:
-        UsageError: a line before the last that is not a JSON object.
+        UsageError: a whole line that is not a JSON object.
     """
     try:
         data = path.read_bytes()
@@ -245,7 +245,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise UsageError(f"{path}: line {number} is not a JSON object; the file is damaged")
+            raise UsageError(
+                f"{path}: line {number} is not a JSON object; the file is damaged: put it back, or take the line out"
+            )
         records.append(record)
     return records
 
@@ -283,7 +285,7 @@ def lock_folder(path: Path, doing: str) -> int:
 
 
 def check_place(path: Path, marker: str, what: str) -> bool:
-    """Whether a folder holds its marker file; changes nothing.
+    """Return whether a folder holds its marker file; changes nothing.
 
     Args:
         path: the folder, which may be missing.
@@ -314,7 +316,7 @@ def check_place(path: Path, marker: str, what: str) -> bool:
 
 
 def list_some(phrases: Sequence[str], limit: int = 6) -> str:
-    """The first phrases in one line, and how many more there are.
+    """Return the first phrases in one line, and how many more there are.
 
     >>> list_some(["a", "b", "c"], limit=2)
     'a; b; and 1 more'
@@ -324,7 +326,7 @@ def list_some(phrases: Sequence[str], limit: int = 6) -> str:
 
 
 def _saved_tree(path: Path, tree: Tree) -> Tree | None:
-    """The folder's configuration if it is this run's, None if the folder is free; otherwise a UsageError."""
+    """Return the folder's configuration if it is this run's, None if the folder is free; otherwise a UsageError."""
     if not check_place(path, CONFIG, "run"):
         return None
     try:
@@ -344,7 +346,7 @@ def _saved_tree(path: Path, tree: Tree) -> Tree | None:
 
 
 def _fault(record: Any, wanted: str) -> str | None:
-    """What keeps a summary from being valid, or None."""
+    """Return what keeps a summary from being valid, or None."""
     if not isinstance(record, dict):
         return "the summary is not a JSON object"
     diverged = record.get("diverged")
@@ -388,7 +390,7 @@ def _size(path: Path) -> int:
 
 
 def _end_of_lines(data: bytes) -> int:
-    """Number of bytes up to the end of the last whole line."""
+    """Return number of bytes up to the end of the last whole line."""
     return data.rfind(b"\n") + 1
 
 

@@ -105,7 +105,7 @@ class RunRecord:
             return None
 
     def policy(self, block: str = WHOLE) -> RestartPolicy | None:
-        """The restart policy of a block, if the configuration holds one."""
+        """Return the restart policy of a block, if the configuration holds one."""
         text = self.config.get("outer.restart")
         for word in self.config.get("sync.restart") or ():
             name, equals, value = str(word).partition("=")
@@ -124,11 +124,11 @@ class RunRecord:
         )
 
     def number(self, path: str) -> float:
-        """A value of the configuration as a number; nan if it is none."""
+        """Return a value of the configuration as a number; nan if it is none."""
         return _number(self.config.get(path))
 
     def count(self, path: str) -> float:
-        """A value of the configuration that counts something; nan if it is none, or too large for a count."""
+        """Return a value of the configuration that counts something; nan if it is none, or too large for a count."""
         value = self.number(path)
         return value if 0 <= value < _LARGEST_COUNT else math.nan
 
@@ -139,7 +139,7 @@ class RunRecord:
         return math.ceil(steps / inner) if steps >= 1 and inner >= 1 else None
 
     def inner_lr(self, index: NDArray[np.int64]) -> Column | None:
-        """The inner learning rate at the end of each of some rounds; None where the metrics do not have it."""
+        """Return the inner learning rate at the end of each of some rounds; None where the metrics do not have it."""
         steps, rates = self.metrics.get("step"), self.metrics.get("inner_lr")
         ends = self.rounds.get("step")
         if steps is None or rates is None or ends is None:
@@ -150,7 +150,7 @@ class RunRecord:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder looks like that of a run."""
+    """Return whether a folder looks like that of a run."""
     return any((path / name).is_file() for name in (CONFIG, ROUNDS, METRICS, SUMMARY))
 
 
@@ -212,7 +212,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _log(record: RunRecord, name: str) -> list[dict[str, Any]]:
-    """The lines of a log, with a sentence among the problems if the last is torn."""
+    """Return the lines of a log, with a sentence among the problems if the last is torn."""
     path = record.path / name
     lines = read_lines(path)
     if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
@@ -224,12 +224,12 @@ def _log(record: RunRecord, name: str) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float:
-    """A value of JSON as a float; true and false are 1 and 0, and nan stands for all that is no number."""
+    """Return a value of JSON as a float; true and false are 1 and 0, and nan stands for all that is no number."""
     return float(value) if isinstance(value, (int, float)) and abs(value) <= LARGEST else math.nan
 
 
 def _columns(lines: Sequence[Line], names: Collection[str] = ()) -> dict[str, Column]:
-    """Columns of numbers by name, a row for each line; without names, of every name that occurs."""
+    """Return columns of numbers by name, a row for each line; without names, of every name that occurs."""
     return {
         name: np.array([_number(line.get(name)) for line in lines], dtype=np.float64)
         for name in names or dict.fromkeys(chain.from_iterable(lines))
@@ -275,7 +275,7 @@ def _read_rounds(record: RunRecord) -> None:
 
 
 def _block_rows(line: Line) -> Iterator[tuple[str, Line]]:
-    """Name and numbers of each block of a line: a fragment, or a param group where there are several."""
+    """Yield name and numbers of each block of a line: a fragment, or a param group where there are several."""
     groups, parts = line.get("groups") or [], line.get("fragments") or []
     for place, group in enumerate(groups):
         part = parts[place] if len(parts) == len(groups) else {}
@@ -284,7 +284,7 @@ def _block_rows(line: Line) -> Iterator[tuple[str, Line]]:
 
 
 def _round(part: Line, line: Line) -> int:
-    """The round number of a line's fragment, or else of the line."""
+    """Return the round number of a line's fragment, or else of the line."""
     number = part.get("round", line.get("round"))
     if type(number) is not int:
         raise TypeError(f"its round is {number!r}")

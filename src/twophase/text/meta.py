@@ -75,7 +75,7 @@ class Meta:
     splits: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict)
 
     def tokens(self, split: str) -> int:
-        """Number of token ids of a split."""
+        """Return number of token ids of a split."""
         return sum(shard.tokens for shard in self.splits.get(split, ()))
 
     @property
@@ -92,7 +92,7 @@ def write_meta(folder: Path, meta: Meta) -> None:
 
 
 def read_meta(folder: Path) -> Meta:
-    """What a folder holds.
+    """Return what a folder holds.
 
     Raises:
         UsageError: no `meta.json`, a damaged one, or one of a newer format.

@@ -13,7 +13,7 @@ SEPARATOR = "\n\n"
 
 
 def documents(text: TextIO) -> Iterator[str]:
-    """Paragraphs gathered until they have 1,000 characters; a shorter rest at the end joins the last document.
+    """Yield paragraphs gathered until they have 1,000 characters; a shorter rest at the end joins the last document.
 
     Args:
         text: open for reading, with ends of lines made uniform.
@@ -36,7 +36,7 @@ def documents(text: TextIO) -> Iterator[str]:
 
 
 def _paragraphs(text: TextIO) -> Iterator[str]:
-    """What is between blank lines, in parts of at most about twice `MAX_PARAGRAPH` characters."""
+    """Yield what is between blank lines, in parts of at most about twice `MAX_PARAGRAPH` characters."""
     lines: list[str] = []
     size = 0
     for line, ended in _lines(text):
@@ -52,7 +52,7 @@ def _paragraphs(text: TextIO) -> Iterator[str]:
 
 
 def _lines(text: TextIO) -> Iterator[tuple[str, bool]]:
-    """Lines without their ends, endless ones in parts cut at a space; and whether it is a whole line."""
+    """Yield lines without their ends, endless ones in parts cut at a space; and whether it is a whole line."""
     rest = ""
     while line := text.readline(MAX_PARAGRAPH):
         line = rest + line

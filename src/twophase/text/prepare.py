@@ -91,7 +91,7 @@ class _Plan:
         return 0.0 if self.validation else self.request.held_out
 
     def record(self) -> dict[str, Any]:
-        """What decides the content of the folder, as plain values."""
+        """Return what decides the content of the folder, as plain values."""
         request = self.request
         names = ("kind", "end_of_text", "tokens", "validation_tokens", "column", "shard_tokens")
         return {
@@ -173,7 +173,7 @@ def _check(request: Request) -> None:
 
 @contextmanager
 def _claimed(out: Path) -> Iterator[Path]:
-    """The folder, made, checked to be ours, and locked against a second process."""
+    """Make the folder, check that it holds nothing else, and lock it against a second process."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder")
     if out.is_dir() and not (out / META).exists() and not (out / STATE).exists():
@@ -260,7 +260,7 @@ class _Preparation:
             stream.close()
 
     def _full(self, split: str) -> bool:
-        """Whether a split has as many tokens as were asked for."""
+        """Return whether a split has as many tokens as were asked for."""
         limit = self.plan.request.tokens if split == TRAIN else self.plan.request.validation_tokens
         return limit is not None and self.splits.tokens(split) >= limit
 
@@ -278,7 +278,7 @@ class _Preparation:
         return closed
 
     def _encoded(self, batch: Batch) -> Iterator[tuple[str, int, Ids]]:
-        """Each document of a batch, its bytes and its ids; a few at a time, because a huge record is one batch."""
+        """Yield each document of a batch, its bytes and ids; a few at a time, because a huge record is one batch."""
         start = pending = 0
         for end, size in enumerate(batch.sizes, start=1):
             pending += size
@@ -304,7 +304,7 @@ class _Preparation:
         return {"request": self.plan.record(), "tokenizer_sha256": self.tokenizer.sha256}
 
     def _begun(self) -> dict[str, Any]:
-        """The state of an interrupted folder, or that of a new one."""
+        """Return the state of an interrupted folder, or that of a new one."""
         path = self.folder / STATE
         if not path.exists():
             write_atomic(path, json.dumps({"request": self.plan.record()}))
@@ -327,7 +327,7 @@ class _Preparation:
         return state
 
     def _tokenizer(self, state: dict[str, Any]) -> Tokenizer:
-        """The tokenizer, saved in the folder; the one that an interrupted folder was begun with."""
+        """Return the tokenizer, saved in the folder; the one that an interrupted folder was begun with."""
         request, folder = self.plan.request, self.folder / TOKENIZER
         trained = request.tokenizer.startswith(_BPE)
         if trained and "tokenizer_sha256" in state:
@@ -350,7 +350,7 @@ class _Preparation:
         return tokenizer
 
     def _sample(self) -> Iterator[str]:
-        """The first documents of the training text, without those held out, for a tokenizer to learn from."""
+        """Yield the first documents of the training text, without those held out, for a tokenizer to learn from."""
         remaining = self.plan.request.train_bytes
         stream = batches(self.plan.train, self.plan.request.column)
         try:
@@ -389,11 +389,11 @@ class _Preparation:
         return meta
 
     def total(self) -> int:
-        """What progress counts up to: tokens, where a number is asked for, else files."""
+        """Return what progress counts up to: tokens, where a number is asked for, else files."""
         return self.plan.request.tokens or sum(len(files) for _, files in self.plan.stages)
 
     def done(self) -> int:
-        """How far that is."""
+        """Return how much of `total` is done."""
         if self.plan.request.tokens:
             return min(self.splits.tokens(TRAIN), self.plan.request.tokens)
         before = sum(len(files) for _, files in self.plan.stages[: self.place.stage])
@@ -423,7 +423,7 @@ class _Progress:
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether a document validates: a pure function of its text, so that equal documents are on one side.
+    """Return whether a document validates: a pure function of its text, so that equal documents are on one side.
 
     Args:
         text: without lone surrogates.

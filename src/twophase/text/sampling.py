@@ -20,7 +20,7 @@ _BLOCK = 4096
 
 
 def permute(index: NDArray[np.integer[Any]], n: int, key: tuple[int, int]) -> Index:
-    """A pseudo-random permutation of 0 … n-1, at any places of it.
+    """Return a pseudo-random permutation of 0 … n-1, at any places of it.
 
     A balanced Feistel network (L, R) <- (R, L xor f_r(R)) permutes the 4^h >= n words of 2h bits whatever f is. Its
     value is mapped again until it is below n (cycle walking), which permutes 0 … n-1: fewer than four turns on average.
@@ -59,7 +59,7 @@ def permute(index: NDArray[np.integer[Any]], n: int, key: tuple[int, int]) -> In
 
 
 def window_of(seed: int, replica: int, sample: Index, windows: int) -> Index:
-    """Which of its windows a replica reads as its sample number i: a pure function of (seed, replica, i).
+    """Return the window that a replica reads as its sample number i: a pure function of (seed, replica, i).
 
     Epoch e = i // windows reads every window once, in the order of the permutation of key (seed, replica, e).
 
@@ -86,7 +86,7 @@ def window_of(seed: int, replica: int, sample: Index, windows: int) -> Index:
 
 @lru_cache(maxsize=64)
 def _order(seed: int, replica: int, epoch: int, block: int, windows: int) -> Index:
-    """A block of an epoch's order; remembered, because the next batches read it as well."""
+    """Return a block of an epoch's order; cached, because the next batches read it as well."""
     places = np.arange(block * _BLOCK, min((block + 1) * _BLOCK, windows))
     return permute(places, windows, (seed, (replica << 40) + epoch))
 
@@ -97,7 +97,7 @@ def _round_keys(low: int, high: int) -> NDArray[np.uint64]:
 
 
 def _feistel(words: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Words of 2 half bits through all rounds; one-dimensional, because NumPy warns of overflow in scalars alone."""
+    """Mix words of 2 half bits; one-dimensional, because NumPy warns of overflow in scalars alone."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     high, low = words >> shift, words & mask
     for key in keys:

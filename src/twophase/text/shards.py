@@ -52,7 +52,7 @@ class TokenFile:
     offset: int = 0
 
     def array(self) -> NDArray[np.unsignedinteger[Any]]:
-        """Its ids, (tokens,), read from the disk when they are looked at."""
+        """Return its ids, (tokens,), read from the disk when they are used."""
         if not self.tokens:
             return np.empty(0, self.dtype)  # nothing cannot be mapped
         dtype = np.dtype(self.dtype).newbyteorder("<")
@@ -88,7 +88,7 @@ class Windows:
         return int(self._first[-1])
 
     def read(self, numbers: NDArray[np.integer[Any]]) -> NDArray[np.unsignedinteger[Any]]:
-        """Some windows.
+        """Return some windows.
 
         Args:
             numbers: (n,), in [0, len(self)).
@@ -144,16 +144,16 @@ class Shards:
     token_bytes: NDArray[np.int64] | None = None
 
     def tokens(self, split: str) -> int:
-        """Number of token ids of a split."""
+        """Return number of token ids of a split."""
         return sum(file.tokens for file in self.splits[split])
 
     def windows(self, split: str, length: int) -> Windows:
-        """The windows of a split, `length` tokens each."""
+        """Return the windows of a split, `length` tokens each."""
         return Windows(self.splits[split], length, self.vocabulary_size)
 
 
 def open_shards(folder: Path, *, verify: bool = True) -> Shards:
-    """The shards of a finished folder of `twophase data prepare`.
+    """Return the shards of a finished folder of `twophase data prepare`.
 
     Args:
         folder: holds `meta.json`.
@@ -193,7 +193,7 @@ def open_shards(folder: Path, *, verify: bool = True) -> Shards:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder is one of `twophase data prepare`, finished or not, or at least none of bare `.bin` files."""
+    """Return whether a folder is one of `twophase data prepare`, finished or not, or holds no bare `.bin` files."""
     if (folder / META).exists():
         return True
     names = [file.name for file in folder.glob("*.bin") if not file.name.startswith(".")]
@@ -201,7 +201,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def open_bin(path: Path, vocabulary_size: int) -> Shards:
-    """Token files that say nothing of their vocabulary: nanoGPT's (bare uint16) or modded-nanogpt's (with a header).
+    """Open token files that do not name their vocabulary: nanoGPT's (bare uint16) or modded-nanogpt's (with header).
 
     Args:
         path: a folder; its files with the word `train` in their name (`train.bin`, `fineweb_train_000001.bin`) are
@@ -241,7 +241,7 @@ def open_bin(path: Path, vocabulary_size: int) -> Shards:
 
 
 def digests(folder: Path, names: Sequence[str], expected: Mapping[str, str] | None = None) -> dict[str, str]:
-    """SHA-256 of some files of a folder, remembered there as long as size and time of change stay.
+    """Return the SHA-256 of some files of a folder, remembered there as long as size and time of change stay.
 
     Args:
         folder: may be one that cannot be written; then nothing is remembered.
@@ -312,7 +312,7 @@ def _remember(folder: Path, name: str, entry: dict[str, Any]) -> None:
 
 
 def _cut(array: NDArray[Any], length: int) -> NDArray[Any]:
-    """The windows of an array as rows that share their memory with it, (windows, length + 1)."""
+    """Return the windows of an array as rows that share their memory with it, (windows, length + 1)."""
     windows, size = max(len(array) - 1, 0) // length, array.itemsize
     return np.lib.stride_tricks.as_strided(array, (windows, length + 1), (length * size, size), writeable=False)
 
@@ -350,7 +350,7 @@ def _word_in(path: Path, *words: str) -> bool:
 
 
 def _bin_file(path: Path) -> TokenFile:
-    """A `.bin` file by what it is: its header if it has one, else bare uint16."""
+    """Return a `.bin` file by what it is: its header if it has one, else bare uint16."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -91,7 +91,7 @@ class Batch:
 
 
 def find(words: Sequence[str], kind: str = "auto") -> tuple[list[File], list[File]]:
-    """The files that some words name, and those of C4's own validation split among them.
+    """Return the files that some words name, and those of C4's validation split among them.
 
     Args:
         words: each `c4` (on the hub), a file, a folder, or a glob pattern; the order of words is kept, and files of one
@@ -169,7 +169,7 @@ def _endings() -> str:
 def batches(
     files: Sequence[File], column: str = "text", *, file: int = 0, record: int = 0
 ) -> Generator[Batch, None, None]:
-    """The documents of some files from a place on, read ahead in a thread.
+    """Return the documents of some files from a place on, read ahead in a thread.
 
     Args:
         files: from `find`.
@@ -206,7 +206,7 @@ def _batches(files: Sequence[File], column: str, first: int, record: int) -> Ite
 
 
 def _cut(text: str | None) -> Iterator[str]:
-    """The parts of a record that become documents: none if it is blank, several if it is huge."""
+    """Yield the parts of a record that become documents: none if it is blank, several if it is huge."""
     if text is None or not text.strip():
         return
     start, half = 0, MAX_DOCUMENT // 2
@@ -223,7 +223,7 @@ def _cut(text: str | None) -> Iterator[str]:
 
 
 def _clean(text: str) -> tuple[str, int]:
-    """A text that is Unicode, and its bytes; JSON can spell halves of surrogate pairs, which are not."""
+    """Return a text that is Unicode, and its bytes; JSON can spell halves of surrogate pairs, which are not."""
     try:
         return text, len(text.encode())
     except UnicodeEncodeError:
@@ -263,7 +263,7 @@ def _text_records(file: File, _column: str, start: int) -> Iterator[str]:
 
 
 def _json_records(file: File, column: str, start: int) -> Iterator[str | None]:
-    """The text of each line that is not blank; records are counted by lines."""
+    """Yield the text of each line that is not blank; records are counted by lines."""
     for number, row in enumerate(_rows(file, "text", "text", start), start=start + 1):
         line = row.lstrip("\ufeff") if number == 1 else row
         yield _text_of(line, column, f"{file.name}: line {number:,}") if line.strip() else None
@@ -292,7 +292,7 @@ def _parquet_records(file: File, column: str, start: int) -> Iterator[str | None
 
 
 def _rows(file: File, builder: str, column: str, start: int) -> Iterator[Any]:
-    """The values of a column by `datasets` in streaming: of a table, or of lines for the builder `text`."""
+    """Yield the values of a column by `datasets` in streaming: of a table, or of lines for the builder `text`."""
     datasets = _datasets(file)
     if builder == "text" and not file.remote:
         _refuse_lists(file)
@@ -318,14 +318,14 @@ def _rows(file: File, builder: str, column: str, start: int) -> Iterator[Any]:
 
 
 def _plain_name(file: File, folder: Path) -> str:
-    """A link to a file; `datasets` takes names for patterns, and finds nothing where they hold brackets or stars."""
+    """Link to a file by a plain name: `datasets` takes names for patterns, and fails on brackets and stars."""
     link = folder / f"rows.{file.kind}{'.gz' if file.path.lower().endswith('.gz') else ''}"
     link.symlink_to(file.path)
     return str(link)
 
 
 def _refuse_lists(file: File) -> None:
-    """A file that is one JSON list would be read into memory as one line."""
+    """Refuse a JSON list, which would be read into memory as one line."""
     opened = gzip.open if file.path.lower().endswith(".gz") else open
     with opened(file.path, "rb") as stream:
         if stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
@@ -347,7 +347,7 @@ def _datasets(file: File) -> Any:
 
 
 def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
-    """The same items, produced in a thread while earlier ones are used; at most `depth` wait."""
+    """Yield the same items, produced in a thread while earlier ones are used; at most `depth` wait."""
     waiting: queue.Queue[tuple[bool, Any]] = queue.Queue(depth)
     stop = threading.Event()
 

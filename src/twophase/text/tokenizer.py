@@ -64,7 +64,7 @@ class Tokenizer:
         return "uint16" if self.vocabulary_size <= 1 << 16 else "uint32"
 
     def encode_batch(self, texts: list[str]) -> list[Ids]:
-        """The ids of each text: no beginning or end of text is added, and the names of special tokens are plain text.
+        """Encode each text: no beginning or end of text is added, and the names of special tokens are plain text.
 
         Args:
             texts: without lone surrogates.
@@ -82,7 +82,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
-    """A tokenizer by its name on the command line.
+    """Return a tokenizer by its name on the command line.
 
     Args:
         name: `mistral` (from the installed mistral-common), `bytes`, a folder with a `tokenizer.json`, or a Hugging
@@ -116,7 +116,7 @@ def load_tokenizer(name: str, *, end_of_text: str | None = None) -> Tokenizer:
 
 
 def _bytes() -> Tokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8, 256 ends a text."""
+    """Return the tokenizer of bytes: ids 0 to 255 are those of UTF-8, and 256 ends a text."""
     alphabet = _byte_characters()
     content = {
         "version": "1.0",
@@ -150,7 +150,7 @@ def _bytes() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """Return the printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -163,7 +163,7 @@ def _added(number: int, content: str) -> dict[str, Any]:
 
 
 def _config(tokens: Mapping[str, str]) -> str:
-    """A `tokenizer_config.json`: special tokens, and that their names in a text are text."""
+    """Return a `tokenizer_config.json`: special tokens, and that their names in a text are text."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
     return json.dumps(settings | {"clean_up_tokenization_spaces": False} | dict(tokens), indent=1) + "\n"
 
@@ -172,7 +172,7 @@ def _config(tokens: Mapping[str, str]) -> str:
 
 
 def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
-    """A byte-level BPE of `size` ids, learnt from some texts.
+    """Return a byte-level BPE of `size` ids, learnt from some texts.
 
     Args:
         texts: documents; only their words are held, not the documents.
@@ -204,7 +204,7 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def _mistral() -> Tokenizer:
-    """Mistral-7B-v0.1's 32,000 pieces, with ids identical to SentencePiece's own."""
+    """Return Mistral-7B-v0.1's 32,000 pieces, with ids identical to SentencePiece's own."""
     hf = _tokenizers("--tokenizer mistral")
     vocabulary = sp.pieces(_mistral_model())
     ids = {piece.text: i for i, piece in enumerate(vocabulary)}
@@ -223,7 +223,7 @@ def _mistral() -> Tokenizer:
 
 
 def _mistral_model() -> bytes:
-    """The model file inside mistral-common, which is found but not run: its dependencies need not be there."""
+    """Return the model file inside mistral-common, which is found but not run: its dependencies need not be there."""
     package = importlib.util.find_spec("mistral_common")
     paths = [Path(place, "data", MISTRAL_MODEL) for place in (package and package.submodule_search_locations) or ()]
     path = next((path for path in paths if path.is_file()), None)
@@ -312,7 +312,7 @@ def _from_hub(name: str, end_of_text: str | None) -> Tokenizer:
 
 
 def _tokenizers(named: str) -> Any:
-    """The package `tokenizers`, with its parts loaded."""
+    """Return the package `tokenizers`, with its parts loaded."""
     try:
         import tokenizers  # noqa: PLC0415 - an optional package
         import tokenizers.decoders  # noqa: PLC0415 - the same
@@ -328,7 +328,7 @@ def _tokenizers(named: str) -> Any:
 
 
 def _wrap(made: Any, name: str, end: str, files: Mapping[str, str]) -> Tokenizer:
-    """A `tokenizers.Tokenizer` as one of ours."""
+    """Turn a `tokenizers.Tokenizer` into a `Tokenizer`."""
     made.no_padding()
     made.no_truncation()
     made.encode_special_tokens = True  # documents may write about </s>: that is text
@@ -344,7 +344,7 @@ def _wrap(made: Any, name: str, end: str, files: Mapping[str, str]) -> Tokenizer
 
 
 def _encoder(made: Any, content: Mapping[str, Any], dtype: type[np.unsignedinteger]) -> Encode:
-    """What encodes texts with a `tokenizers.Tokenizer`, word by word where that gives the same ids."""
+    """Return what encodes texts with a `tokenizers.Tokenizer`, word by word where that gives the same ids."""
 
     def lists(texts: list[str]) -> list[list[int]]:
         return [each.ids for each in made.encode_batch_fast(texts, add_special_tokens=False)]
@@ -357,13 +357,13 @@ def _encoder(made: Any, content: Mapping[str, Any], dtype: type[np.unsignedinteg
 
 
 def _identity(content: Mapping[str, Any]) -> str:
-    """SHA-256 of the parts of a `tokenizer.json` that decide ids; not of how they are decoded or padded."""
+    """Return SHA-256 of the parts of a `tokenizer.json` that decide ids; not of how they are decoded or padded."""
     parts = {key: content.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _token_bytes(content: Mapping[str, Any], vocabulary: Mapping[str, int], size: int) -> NDArray[np.int64]:
-    """UTF-8 bytes that each id stands for."""
+    """Return UTF-8 bytes that each id stands for."""
     kinds = set(_kinds(content.get("pre_tokenizer"))) | set(_kinds(content.get("decoder")))
     byte_level, fallback = "ByteLevel" in kinds, bool(content["model"].get("byte_fallback"))
     prefix = content["model"].get("continuing_subword_prefix") or ""
@@ -383,7 +383,7 @@ def _token_bytes(content: Mapping[str, Any], vocabulary: Mapping[str, int], size
 
 
 def _kinds(part: Any) -> Iterable[str]:
-    """The types in a component of a `tokenizer.json`, sequences opened."""
+    """Yield the types in a component of a `tokenizer.json`, sequences opened."""
     if isinstance(part, dict):
         yield part.get("type", "")
         for inner in [*(part.get("pretokenizers") or ()), *(part.get("decoders") or ())]:

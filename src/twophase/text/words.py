@@ -63,7 +63,7 @@ class Words:
         self._memory: dict[str, bytes] = {}  # a word's ids as bytes, so that a text's are one join
 
     def __call__(self, texts: list[str]) -> list[Ids]:
-        """The ids of each text."""
+        """Return the ids of each text."""
         memory = self._memory
         cut = [self._cut(self._prepare(text)) for text in texts]
         new = list(set(chain.from_iterable(cut)) - memory.keys())
@@ -79,7 +79,7 @@ class Words:
 
 
 def wordwise(content: Mapping[str, Any]) -> tuple[str, Callable[[str], str]] | None:
-    """Pattern and preparation with which a tokenizer may be applied word by word, or None.
+    """Return pattern and preparation with which a tokenizer may be applied word by word, or None.
 
     Args:
         content: of a `tokenizer.json`.
@@ -100,14 +100,14 @@ def wordwise(content: Mapping[str, Any]) -> tuple[str, Callable[[str], str]] | N
 
 
 def byte_level() -> dict[str, Any]:
-    """The part `pre_tokenizer` of a `tokenizer.json` that cuts by `BYTE_LEVEL`."""
+    """Return the part `pre_tokenizer` of a `tokenizer.json` that cuts by `BYTE_LEVEL`."""
     split = {"type": "Split", "pattern": {"Regex": BYTE_LEVEL}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {"type": "Sequence", "pretokenizers": [split, level]}
 
 
 def mistral_normalizer() -> dict[str, Any]:
-    """The part `normalizer` that marks spaces, and the beginning of a text, as SentencePiece does."""
+    """Return the part `normalizer` that marks spaces, and the beginning of a text, as SentencePiece does."""
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     return {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replaced]}
 

@@ -41,7 +41,7 @@ class Splits:
     _files: dict[str, BinaryIO] = field(default_factory=dict)
 
     def tokens(self, split: str) -> int:
-        """Ids of a split so far."""
+        """Return ids of a split so far."""
         shards = [*self.closed.get(split, ()), *([self.parts[split]] if split in self.parts else [])]
         return sum(shard.tokens for shard in shards)
 
@@ -95,7 +95,7 @@ class Splits:
         self._files.clear()
 
     def state(self) -> dict[str, Any]:
-        """What `resume` needs, as plain values; call `flush` before."""
+        """Return what `resume` needs, as plain values; call `flush` before."""
         return {
             "closed": {split: [asdict(shard) for shard in shards] for split, shards in self.closed.items()},
             "parts": {split: asdict(part) for split, part in self.parts.items()},

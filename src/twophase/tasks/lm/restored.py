@@ -45,7 +45,7 @@ class Restored:
     corpus: AnyCorpus
 
     def batches(self, count: int) -> list[Tensor]:
-        """Tokens of some of the run's own training batches, evenly spread over the steps taken and its replicas.
+        """Return tokens of some of the run's training batches, evenly spread over the steps taken and its replicas.
 
         Args:
             count: of batches, each of the run's own batch size.
@@ -108,7 +108,7 @@ def _anchor(saved: checkpoint.Checkpoint) -> dict[str, Tensor]:
 
 
 def _scales(saved: checkpoint.Checkpoint, config: TrainConfig, names: list[str]) -> list[dict[str, Tensor]]:
-    """D^-1 of each replica that the checkpoint holds, by parameter name."""
+    """Return D^-1 of each replica that the checkpoint holds, by parameter name."""
     scales = []
     for number in range(config.replicas):
         if not saved.holds(checkpoint.replica_file(number)):
@@ -131,7 +131,7 @@ def _scales(saved: checkpoint.Checkpoint, config: TrainConfig, names: list[str])
 
 
 def inverse_scale(group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-    """What AdamW multiplies each coordinate's gradient with besides its learning rate: `1 / (sqrt(v) + eps)`.
+    """Return what AdamW multiplies each coordinate's gradient with besides its learning rate: `1 / (sqrt(v) + eps)`.
 
     Exactly 0 where v = 0: such a coordinate (of a token that the replica has never seen) has had no gradient, and takes
     no step. With 1 / eps it would count as the most mobile of all.
