@@ -68,7 +68,7 @@ DAMAGE: dict[str, Callable[[Lines], Lines]] = {
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_rounds_are_refused(tmp_path: Path, damage: Callable[[Lines], Lines]) -> None:
     """What no trainer writes is refused with the file, the line and a remedy."""
-    with pytest.raises(UsageError, match=r"rounds\.jsonl: line 6 is no round as twophase writes it .*take the line out"):
+    with pytest.raises(UsageError, match=r"rounds\.jsonl: line 6 is no round as twophase writes it .*take the line"):
         changed(tmp_path, damage)
 
 
