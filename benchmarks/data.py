@@ -70,9 +70,9 @@ def main() -> int:
                 write(base / name / f"c4-train.{number:05d}-of-00008.json.gz", share, number)
         print(f"{'tokenizer':12}{'MB/s a core':>12}{'bytes a token':>15}{'peak MB':>9}{'at an eighth':>14}")
         for tokenizer in TOKENIZERS:
-            found = {name: run(base / name, base / f"{name}-{tokenizer}", tokenizer) for name in sizes}
-            (slow, peak, text, tokens), (start, _, little, _) = found["large"], found["tiny"]
-            speed, eighth = (text - little) / (slow - start) / 1e6, found["small"][1]
+            measured = {name: run(base / name, base / f"{name}-{tokenizer}", tokenizer) for name in sizes}
+            (slow, peak, text, tokens), (start, _, little, _) = measured["large"], measured["tiny"]
+            speed, eighth = (text - little) / (slow - start) / 1e6, measured["small"][1]
             print(f"{tokenizer:12}{speed:12.1f}{text / tokens:15.2f}{peak / 1e3:9.0f}{eighth / 1e3:14.0f}", flush=True)
             name = tokenizer.partition(":")[0]
             figures[f"{name}_mb_per_second_per_core"] = round(speed, 2)

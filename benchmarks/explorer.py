@@ -47,9 +47,9 @@ def drag(page: Any, target: str, way: tuple[float, float]) -> dict[str, list[flo
         share = way[0] + (way[1] - way[0]) * (1 - abs(2 * move / MOVES - 1))
         page.mouse.move(box["x"] + share * box["width"], y)
         page.wait_for_timeout(4)  # a hand moves on between two frames
-    found = page.evaluate("() => ({ frames: [...seen.frames], work: [...seen.work] })")
+    seen = page.evaluate("() => ({ frames: [...seen.frames], work: [...seen.work] })")
     page.mouse.up()
-    return found
+    return seen
 
 
 def main() -> int:

@@ -111,7 +111,7 @@ def batch(config: TrainConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     return windows[:, :-1].contiguous().to(device), windows[:, 1:].contiguous().to(device)
 
 
-def ours(config: TrainConfig, device: torch.device, facts: Facts) -> Call:
+def twophase_step(config: TrainConfig, device: torch.device, facts: Facts) -> Call:
     """Our step, as `twophase train` takes it."""
     vocabulary = config.model.vocabulary_size
     compute = Step(config, vocabulary, device, 1)
@@ -133,11 +133,11 @@ def theirs(config: TrainConfig, device: torch.device, facts: Facts, *, compiled:
     import transformers  # noqa: PLC0415 - the other contestants run without it
 
     warnings.filterwarnings("ignore", module="transformers")
-    own = model_of(config, config.model.vocabulary_size, torch.device("cpu"))
-    options = own.hf_config(config.data.sequence_length) | {"attn_implementation": "sdpa", "use_cache": False}
+    llama = model_of(config, config.model.vocabulary_size, torch.device("cpu"))
+    options = llama.hf_config(config.data.sequence_length) | {"attn_implementation": "sdpa", "use_cache": False}
     with torch.device(device):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
-    model.load_state_dict(own.to_hf(), strict=not config.model.tie_embeddings)
+    model.load_state_dict(llama.to_hf(), strict=not config.model.tie_embeddings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     dtype = DTYPES[config.compute.precision]
     tokens, targets = batch(config, device)
@@ -181,7 +181,7 @@ def theirs_compiled(config: TrainConfig, device: torch.device, facts: Facts) -> 
 
 KINDS: Mapping[str, Callable[[TrainConfig, torch.device, Facts], Call]] = {
     "product": product,
-    "ours": ours,
+    "ours": twophase_step,
     "eager": theirs,
     "compiled": theirs_compiled,
 }

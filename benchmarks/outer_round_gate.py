@@ -43,9 +43,9 @@ def counting_mode() -> Any:
             is_view = any(result.alias_info and not result.alias_info.is_write for result in results)
             if is_view or "empty" in name or func.namespace == "prim":
                 return out  # no element is read or written
-            given = list(zip(schema.arguments, args, strict=False))
-            given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
-            for argument, value in given:
+            values = list(zip(schema.arguments, args, strict=False))
+            values += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
+            for argument, value in values:
                 size = sum(leaf.nbytes for leaf in on_gpu(value))
                 is_written = argument.alias_info is not None and argument.alias_info.is_write
                 is_out = argument.name == "out"

@@ -210,14 +210,14 @@ def compare_flat(rank: int, parameters: int, rounds: int) -> dict[str, Any]:
 
 def compare_times(rank: int, parameters: int, rounds: int) -> dict[str, Any]:
     """Seconds of each sync of both engines in turn, the phases of ours, and whether both end with the same bits."""
-    ours, theirs = build(parameters), build(parameters)
-    engine = DiLoCo(ours, RULE, inner_steps=1, communicator=ProcessGroup())
-    torchft = Torchft(theirs, rank)
+    model, other = build(parameters), build(parameters)
+    engine = DiLoCo(model, RULE, inner_steps=1, communicator=ProcessGroup())
+    torchft = Torchft(other, rank)
     seconds: dict[str, list[float]] = {"ours": [], "theirs": [], "agreement": []}
     phases: list[dict[str, float]] = []
     for number in range(WARM_UP + rounds):
         for name in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
-            progress(ours if name == "ours" else theirs, rank)
+            progress(model if name == "ours" else other, rank)
             dist.barrier()
             begin = time.perf_counter()
             if name == "ours":
@@ -230,10 +230,10 @@ def compare_times(rank: int, parameters: int, rounds: int) -> dict[str, Any]:
                 seconds[name].append(time.perf_counter() - begin - torchft.agreement)
                 seconds["agreement"].append(torchft.agreement)
     torchft.close()
-    equal = all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
-    kept = {name: values[WARM_UP:] for name, values in seconds.items()}
+    equal = all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    timed = {name: values[WARM_UP:] for name, values in seconds.items()}
     medians = {name: statistics.median(phase[name] for phase in phases[WARM_UP:]) for name in phases[0]}
-    return {"seconds": kept, "phases": medians, "equal": equal}
+    return {"seconds": timed, "phases": medians, "equal": equal}
 
 
 def peak(rank: int, parameters: int, kind: str) -> dict[str, Any]:
@@ -365,8 +365,8 @@ def enter_namespace() -> None:
     """Start this program again in a network namespace of its own, where that is allowed; else return."""
     inside = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     for command in (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"]):
-        found = shutil.which("unshare") and shutil.which("ip")
-        if found and subprocess.run([*command, *inside, "true"], check=False, capture_output=True).returncode == 0:
+        tools = shutil.which("unshare") and shutil.which("ip")
+        if tools and subprocess.run([*command, *inside, "true"], check=False, capture_output=True).returncode == 0:
             program = [sys.executable, *sys.argv, "--inside"]
             os.execvp(command[0], [*command, *inside, *program])  # noqa: S606 - this program again
 
@@ -416,12 +416,12 @@ def times_and_memory(options: argparse.Namespace) -> Figures:
             f"sync: both engines in two processes take about {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free; "
             f"pass --parameters {free // 125:.1e} or less"
         )
-    told = run(options, "times")
-    if not all(result["equal"] for result in told):
+    results = run(options, "times")
+    if not all(result["equal"] for result in results):
         raise SystemExit("sync: the two engines ended with different parameters, so they did not do the same work")
     syncs = {
-        name: statistics.median(map(max, zip(*(result["seconds"][name] for result in told), strict=True)))
-        for name in told[0]["seconds"]
+        name: statistics.median(map(max, zip(*(result["seconds"][name] for result in results), strict=True)))
+        for name in results[0]["seconds"]
     }
     memory = {name: run(options, name) for name in ("ours", "theirs")}
     peaks = {name: max(result["peak"] for result in results) for name, results in memory.items()}
@@ -432,7 +432,7 @@ def times_and_memory(options: argparse.Namespace) -> Figures:
     print(f"{'quorum and vote, s':22}{'':10}{syncs['agreement']:16.3f}   (not in the line above)")
     print(f"{'peak memory, MB':22}{peaks['ours'] / 1e6:10.0f}{peaks['theirs'] / 1e6:16.0f}{memory_ratio:8.2f}")
     print(f"{'before the model, MB':22}{before['ours'] / 1e6:10.0f}{before['theirs'] / 1e6:16.0f}")
-    phases = told[0]["phases"]
+    phases = results[0]["phases"]
     print("our phases, s: " + ", ".join(f"{name} {value:.3f}" for name, value in phases.items()))
     ratios: dict[str, float | None] = {"torchft_time_ratio": time_ratio, "torchft_memory_ratio": memory_ratio}
     details: dict[str, float | None] = {"sync_seconds": syncs["ours"], "torchft_sync_seconds": syncs["theirs"]}
@@ -446,11 +446,11 @@ def flat_times(options: argparse.Namespace) -> Figures:
     ratios: dict[str, float | None] = {}
     details: dict[str, float | None] = {}
     for name, parameters in FLAT.items():
-        told = run(argparse.Namespace(**vars(options) | {"parameters": parameters}), "flat")
-        if not all(result["equal"] for result in told):
+        results = run(argparse.Namespace(**vars(options) | {"parameters": parameters}), "flat")
+        if not all(result["equal"] for result in results):
             raise SystemExit("sync: ours and the flat loop ended with different parameters: not the same work")
         syncs = {
-            kind: statistics.median(map(max, zip(*(result["seconds"][kind] for result in told), strict=True)))
+            kind: statistics.median(map(max, zip(*(result["seconds"][kind] for result in results), strict=True)))
             for kind in ("ours", "flat")
         }
         ratio = syncs["ours"] / syncs["flat"]
@@ -480,12 +480,12 @@ def bytes_sent(options: argparse.Namespace) -> Figures:
     if "wire" not in inspect.signature(DiLoCo).parameters:
         print("\nwires: this engine knows float32 only")
         options.wires = ["float32"]
-    told = run(options, "traffic")
-    dense = told[0].get("float32")
+    results = run(options, "traffic")
+    dense = results[0].get("float32")
     print(f"\n{'bytes a round':22}{'reported':>14}{'ratio':>8}{'interface':>14}{'ratio':>8}")
     ratios: dict[str, float | None] = {}
     details: dict[str, float | None] = {}
-    for wire, sent in told[0].items():
+    for wire, sent in results[0].items():
         counted = sent["loopback"] / 2 if options.inside else None  # both processes send through the one interface
         ratio = sent["reported"] / dense["reported"] if dense else None
         real = counted / (dense["loopback"] / 2) if dense and counted else None
@@ -501,7 +501,7 @@ def bytes_sent(options: argparse.Namespace) -> Figures:
 
 
 def _ignore(state: object) -> None:
-    del state  # nobody joins late here, so nothing is ever loaded
+    del state  # no replica joins late here, so nothing is ever loaded
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

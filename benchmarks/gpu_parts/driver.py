@@ -96,17 +96,17 @@ def run(options: argparse.Namespace) -> int:
         print(f"--out {options.out}: cannot be written ({error.strerror}); choose another --out")
         return 2
     figures: dict[str, float | None] = {}
-    status, left = 0, 0
+    status, pending = 0, 0
     for part in PARTS:
         try:
             if part in options.parts:
                 failed, unfinished = run_part(part, options)
-                status, left = max(status, int(failed > 0)), left + failed + unfinished
+                status, pending = max(status, int(failed > 0)), pending + failed + unfinished
             figures |= figures_of(part, options)
         except UsageError as error:  # a damaged file; the other parts go on
             print(f"{part}: {error}", flush=True)
-            status, left = 1, left + 1
-    figures["units_left"] = left
+            status, pending = 1, pending + 1
+    figures["units_left"] = pending
     with suppress(OSError):  # it holds what another call goes on from
         settings_of(options).work.rmdir()
     write_atomic(options.out / "figures.json", json.dumps(figures, indent=1) + "\n")
@@ -134,22 +134,22 @@ def run_part(part: str, options: argparse.Namespace) -> tuple[int, int]:
     later = 0
     if part == "nano":
         options, units, later = of_one_seed(options, units)
-    failed, left = 0, 0
+    failed, pending = 0, 0
     for unit in units:
         if unit in Record(options.out, part, tiny=options.tiny).units:
             continue
-        if left or end - time.time() < min(LEAST_SECONDS, 30 * options.minutes):
-            left += 1
+        if pending or end - time.time() < min(LEAST_SECONDS, 30 * options.minutes):
+            pending += 1
             continue
         print(f"== {part} {unit}", flush=True)
         begin = time.time()
         status = launch(part, unit, options, end)
         print(f"== {part} {unit}: {time.time() - begin:.0f} s", flush=True)
         failed += status in (FAILED, REFUSED)
-        left += status == UNFINISHED
-    if left:
-        print(f"{part}: {left} of {len(units)} units are left to another call", flush=True)
-    return failed, left + later
+        pending += status == UNFINISHED
+    if pending:
+        print(f"{part}: {pending} of {len(units)} units are left to another call", flush=True)
+    return failed, pending + later
 
 
 def of_one_seed(options: argparse.Namespace, units: list[str]) -> tuple[argparse.Namespace, list[str], int]:

@@ -36,7 +36,7 @@ def overhead(settings: Settings, record: Record) -> None:
     """Tokens a second with the engine over those without, at S = 1 and 16, and the seconds of its phases."""
     seconds, least = (1.0, 1) if settings.tiny else (40.0, 4)
     overheads = engine_overhead.measure(settings.config("paper_150m"), [1, 16], seconds, least)
-    rows = [{"inner_steps": count, **one.phases} for count, one in overheads.items()]
+    rows = [{"inner_steps": count, **measured.phases} for count, measured in overheads.items()]
     write_csv(settings.out / "engine-phases.csv", rows)
     record.done("overhead", engine_overhead.figures_of(overheads), phases=rows)
 

@@ -89,8 +89,8 @@ def products(config: TrainConfig, device: torch.device, rows: int, seconds: floa
         x, g, w = (
             torch.randn(*shape, device=device, dtype=dtype) for shape in ((m, width), (m, outputs), (outputs, width))
         )
-        for kind, (left, right) in {"forward": (x, w.t()), "input": (g, w), "weight": (g.t(), x)}.items():
-            taken = _product_seconds(left, right, seconds, device)
+        for kind, (first, second) in {"forward": (x, w.t()), "input": (g, w), "weight": (g.t(), x)}.items():
+            taken = _product_seconds(first, second, seconds, device)
             line = {"product": name, "kind": kind, "rows": m, "in": width, "out": outputs, "ms": 1e3 * taken}
             step = 1e3 * taken * count * config.step_tokens / m
             lines.append(line | {"tflops": 2e-12 * m * width * outputs / taken, "step_ms": step})
@@ -98,9 +98,9 @@ def products(config: TrainConfig, device: torch.device, rows: int, seconds: floa
     return lines
 
 
-def _product_seconds(left: Tensor, right: Tensor, seconds: float, device: torch.device) -> float:
-    out = left.new_empty(left.shape[0], right.shape[1])
-    return seconds_of(lambda: torch.mm(left, right, out=out), seconds, device)
+def _product_seconds(first: Tensor, second: Tensor, seconds: float, device: torch.device) -> float:
+    out = first.new_empty(first.shape[0], second.shape[1])
+    return seconds_of(lambda: torch.mm(first, second, out=out), seconds, device)
 
 
 def attentions(config: TrainConfig, device: torch.device, batch: int, seconds: float) -> list[dict[str, Any]]:

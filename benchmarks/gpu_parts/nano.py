@@ -70,7 +70,7 @@ def grid(settings: Settings, record: Record, *, seed: int) -> None:
     for cell in CELLS:
         if any(row["cell"] == cell.name and row["seed"] == seed for row in record.rows):
             continue
-        if settings.left() < 1.5 * longest:
+        if settings.remaining() < 1.5 * longest:
             raise Unfinished(f"{sum(row['seed'] == seed for row in record.rows)} of {len(CELLS)} cells are done")
         begin = time.perf_counter()
         config, path = cell.config(settings), settings.work / f"nano-{seed}-{cell.name}"

@@ -68,7 +68,7 @@ def step_kernels(settings: Settings, record: Record) -> None:
     device = torch.device(config.device)
     facts: dict[str, Any] = {}
     torch.set_num_threads(1)
-    call = lm_throughput.ours(config, device, facts)
+    call = lm_throughput.twophase_step(config, device, facts)
     step_ms = 1e3 * kernels.seconds_of(call, 0.05 if settings.tiny else 5.0, device)
     top, classes, profiled_ms = kernels.profiled(call, device, 3)
     write_csv(settings.out / "probe-kernels.csv", top)
@@ -136,7 +136,7 @@ def variant(settings: Settings, record: Record, *, name: str) -> None:
         figures = lm_throughput.figures_of(changed, outcomes, device_name(changed))
         record.done(name, {f"{name}_{key}": figures[key] for key in COMPARED}, facts=outcomes["ours"].facts)
     rows = [{"variant": "none", **_row(record, "contest", "")}]
-    rows += [{"variant": one, **_row(record, one, f"{one}_")} for one in VARIANTS if one in record.units]
+    rows += [{"variant": name, **_row(record, name, f"{name}_")} for name in VARIANTS if name in record.units]
     write_csv(settings.out / "probe-variants.csv", rows)
     print(table(rows), flush=True)
 
@@ -152,12 +152,12 @@ def with_sum(function: Callable[[Settings, Record], None]) -> Callable[[Settings
 
     def unit(settings: Settings, record: Record) -> None:
         function(settings, record)
-        known = record.figures
+        values = record.figures
         if "kernels" not in record.units:
             return
         names = {"matrix products": "products", "attention": "attention", "optimizer": "optimizer"}
-        alone = {name: known[f"{key}_alone_ms"] for name, key in names.items() if f"{key}_alone_ms" in known}
-        rows = kernels.closing_sum(known["step_ms"], record.units["kernels"]["classes"], alone)
+        alone = {name: values[f"{key}_alone_ms"] for name, key in names.items() if f"{key}_alone_ms" in values}
+        rows = kernels.closing_sum(values["step_ms"], record.units["kernels"]["classes"], alone)
         write_csv(settings.out / "probe-sum.csv", rows)
         print("the sum that closes", table(rows), sep="\n", flush=True)
 
@@ -175,8 +175,8 @@ UNITS: dict[str, Callable[[Settings, Record], None]] = {
 
 def figures(record: Record) -> Figures:
     """Those of the last line: all units', and the remainder of the sum that closes."""
-    known = record.figures
+    values = record.figures
     if "kernels" in record.units:
         classes = record.units["kernels"]["classes"]
-        known["sum_remainder_share"] = round(1 - sum(classes.values()) / known["step_ms"], 4)
-    return known
+        values["sum_remainder_share"] = round(1 - sum(classes.values()) / values["step_ms"], 4)
+    return values

@@ -50,7 +50,7 @@ class Settings:
     attention: str = "auto"
     seed: int = 0
 
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.time()
 

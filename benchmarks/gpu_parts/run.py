@@ -42,7 +42,7 @@ def curve(settings: Settings, record: Record) -> None:
     config = shortened(settings)
     path = settings.work / f"run-{fingerprint(config)}"
     target = settings.out / "run.csv"
-    stop_at = settings.deadline - RESERVE * settings.left()
+    stop_at = settings.deadline - RESERVE * settings.remaining()
 
     def on_step(line: Mapping[str, Any]) -> None:
         write_csv(target, rows_of(path))
@@ -50,7 +50,7 @@ def curve(settings: Settings, record: Record) -> None:
         print(f"step {line['step']} of {config.steps}: loss {line['train_loss']:.4f}, {rate}", flush=True)
 
     def should_stop() -> bool:
-        return replace(settings, deadline=stop_at).left() < 0
+        return replace(settings, deadline=stop_at).remaining() < 0
 
     with RunFolder.claim(path, config) as folder:
         summary = train(config, folder, on_step=on_step, should_stop=should_stop)
