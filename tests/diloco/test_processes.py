@@ -171,13 +171,13 @@ def refusals(rank: int, pair: Communicator) -> list[str]:
 @contextmanager
 def forced(communicator: Communicator) -> Iterator[None]:
     """The default communicator is this one."""
-    from twophase.diloco import engine
+    from twophase.diloco import comm
 
-    usual, engine.default_communicator = engine.default_communicator, lambda: communicator
+    usual, comm.default_communicator = comm.default_communicator, lambda: communicator
     try:
         yield
     finally:
-        engine.default_communicator = usual
+        comm.default_communicator = usual
 
 
 def at_the_threshold(rank: int, pair: Communicator) -> list[list[bool]]:

@@ -24,9 +24,10 @@ from torch import Tensor
 from forked import in_processes
 from twophase.diloco import transfer as transfer_module
 from twophase.diloco import wire
+from twophase.diloco.build import open_channel
 from twophase.diloco.codec import BLOCK, Packet, packet, packet_bytes
 from twophase.diloco.comm import Pending, ProcessGroup, SingleProcess
-from twophase.diloco.transfer import WIRES, Channel, Transfer, check_wire, open_channel
+from twophase.diloco.transfer import WIRES, Channel, Transfer, check_wire
 
 SIZE = 3
 ROUNDS = 3

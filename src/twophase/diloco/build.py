@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib import import_module
 from numbers import Real
 from typing import Any
 
@@ -15,7 +16,7 @@ from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import Layout, plan
 from twophase.diloco.fragment import Fragment, Slot, check_placement, local, slots_of
 from twophase.diloco.sweep import goes_on_device
-from twophase.diloco.transfer import open_channel
+from twophase.diloco.transfer import Channel, check_wire
 from twophase.optim.groups import check_signals
 from twophase.optim.outer import OuterSGD
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
@@ -87,6 +88,29 @@ def cut(
         fragments.append(fragment)
         start += layout.numel
     return fragments, anchor, whole
+
+
+def open_communicator(communicator: Communicator | None) -> Communicator:
+    """Return the communicator, or the default; the code of process groups is loaded by name, for it is a backend."""
+    return communicator or import_module("twophase.diloco.comm").default_communicator()
+
+
+def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Channel:
+    """Return the channel of a wire.
+
+    Args:
+        name: one of `WIRES`; "float32" means the tensor's own type.
+        numel: elements of the fragment, >= 1.
+        dtype: float32 or float64, of the tensors that are summed.
+        device: of the tensors.
+        options: of `wire.LossyChannel`; an exact channel needs none.
+
+    Raises:
+        ValueError: an unknown wire.
+    """
+    if check_wire(name) == "float32":
+        return Channel(name, numel, dtype=dtype, device=device)
+    return import_module("twophase.diloco.wire").LossyChannel(name, numel, dtype=dtype, device=device, **options)
 
 
 def replicas_alike(replicas: list[nn.Module], communicator: Communicator) -> list[list[Slot]]:

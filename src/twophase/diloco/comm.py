@@ -24,7 +24,6 @@ from twophase.diloco.communicator import (  # callers import all communicators f
     Interrupted,
     Pending,
     SingleProcess,
-    default_communicator,
 )
 
 __all__ = [
@@ -260,3 +259,10 @@ def _all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None)
     # Newer releases warn about the older name, older ones do not know the newer one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(received, sent, group=group, async_op=True)
+
+
+def default_communicator() -> Communicator:
+    """Return the default process group where torch.distributed is initialised, otherwise a single process."""
+    if torch.distributed.is_available() and dist.is_initialized():
+        return ProcessGroup()
+    return SingleProcess()

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -192,10 +190,3 @@ class SingleProcess:
     def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
         """The one list."""
         return [list(numbers)]
-
-
-def default_communicator() -> Communicator:
-    """Return the default process group where torch.distributed is initialised, otherwise a single process."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return import_module("twophase.diloco.comm").ProcessGroup()  # only processes that have a group need its code
-    return SingleProcess()

@@ -42,12 +42,13 @@ from twophase.diloco.build import (
     cut,
     describe,
     frozen,
+    open_communicator,
     replicas_alike,
     restarts,
     values_for,
 )
 from twophase.diloco.candidates import Probe
-from twophase.diloco.communicator import Communicator, default_communicator
+from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment, partition
 from twophase.diloco.membership import Elastic, Members, Position, membership
@@ -123,7 +124,7 @@ class DiLoCo:
         self.inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
         self.stagger, self.delay, self.mixing, self.wire = stagger, delay, mixing, check_wire(wire)
         check_schedule(stagger, delay, mixing, self.inner_steps)
-        self.communicator = communicator or default_communicator()
+        self.communicator = open_communicator(communicator)
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
         slots = replicas_alike(self.replicas, self.communicator)
         parts = partition({slot.name: slot.parameter.numel() for slot in slots[0]}, fragments)

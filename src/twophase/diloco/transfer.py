@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -206,21 +205,3 @@ class Channel:
 
     def clear(self) -> None:
         """Forget all residuals, and give up a transfer under way: as after construction."""
-
-
-def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Channel:
-    """Return the channel of a wire.
-
-    Args:
-        name: one of `WIRES`; "float32" means the tensor's own type.
-        numel: elements of the fragment, >= 1.
-        dtype: float32 or float64, of the tensors that are summed.
-        device: of the tensors.
-        options: of `wire.LossyChannel`; an exact channel needs none.
-
-    Raises:
-        ValueError: an unknown wire.
-    """
-    if check_wire(name) == "float32":
-        return Channel(name, numel, dtype=dtype, device=device)
-    return import_module("twophase.diloco.wire").LossyChannel(name, numel, dtype=dtype, device=device, **options)
