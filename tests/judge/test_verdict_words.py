@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from twophase.base.config import UsageError
+<<<<<<< HEAD
 from twophase.judge.verdict import describe, report, verdict, write
 from twophase.sweep.arms import pairs, pairs_summary
 from twophase.sweep.table import Row, read_rows, write_rows
+=======
+from twophase.judge.verdict import report, verdict
+from twophase.judge.verdict_text import describe, write
+from twophase.sweep.table import Row, pairs, pairs_summary, read_rows, write_rows
+>>>>>>> a7d58d4 (Judge: cells as a pandas table, and arms paired by it)
 from verdict_tables import (
     LR,
     finished,

@@ -15,8 +15,8 @@ from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.base.progress import meter
-from twophase.judge.verdict import WITHIN, verdict, write
-from twophase.judge.verdict_text import describe
+from twophase.judge.verdict import WITHIN, verdict
+from twophase.judge.verdict_text import describe, write
 from twophase.report.labels import REPORT
 from twophase.report.page import counted, relative
 from twophase.report.run import run_report

@@ -9,8 +9,6 @@ are named, and those without momentum (`outer.momentum` 0 throughout). Every oth
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.comparison import Comparison, best_setting, compare, held_out_perplexity, ordered
-from twophase.judge.difference import Difference
-from twophase.judge.verdict_text import describe, to_csv
 from twophase.sweep.run import SPEC, TABLE
 from twophase.sweep.table import Row, Setting, geometric_mean, read_rows, settings
 
@@ -202,34 +197,6 @@ def _as_number(value: Any) -> float | str:
         return f"no number: {value}"
 
 
-def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None) -> list[Path]:
-    """Write `verdict.md`, `verdict.csv` (one line a figure) and `verdict.json` (everything) into a sweep's folder.
-
-    Args:
-        judged: what `report` returned.
-        folder: the sweep's folder.
-        where: as for `report`; the files of a part are named after it, such as `verdict-inner_steps=20.md`.
-
-    Returns:
-        The paths, each written in one step. What is not known is empty in the table and null in JSON.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
-    stem = "-".join(["verdict", *(f"{path}={text}".replace("/", "_") for path, text in (where or {}).items())])
-    contents = {
-        f"{stem}.md": describe(judged, markdown=True) + "\n",
-        f"{stem}.csv": to_csv(judged),
-        f"{stem}.json": json.dumps(_plain(judged), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
-    }
-    try:
-        for name, content in contents.items():
-            write_atomic(folder / name, content)
-    except OSError as error:
-        raise UsageError(f"{folder}: the verdict cannot be written ({error.strerror}); check the folder") from None
-    return [folder / name for name in contents]
-
-
 def _judge(
     arm: str, group: Sequence[Setting], control: str, best: Setting | None, within: Iterable[float]
 ) -> ArmVerdict:
@@ -319,22 +286,3 @@ def _notes(arms: Sequence[ArmVerdict]) -> tuple[str, ...]:
 
 def _count(number: int) -> str:
     return f"{number} setting" if number == 1 else f"{number} settings"
-
-
-def _plain(item: Any) -> Any:
-    """Nested results as plain JSON values; a number that JSON has no word for becomes None."""
-    if isinstance(item, Difference):
-        return {**_fields(item), "ratio": item.ratio, "seeds": item.seeds}
-    if dataclasses.is_dataclass(item):
-        return _fields(item)
-    if hasattr(item, "_asdict"):  # an Interval
-        return _plain(item._asdict())
-    if isinstance(item, Mapping):
-        return {str(key): _plain(value) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return [_plain(value) for value in item]
-    return None if isinstance(item, float) and not math.isfinite(item) else item
-
-
-def _fields(item: Any) -> dict[str, Any]:
-    return {field.name: _plain(getattr(item, field.name)) for field in dataclasses.fields(item)}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from twophase.base.files import table_text
-from twophase.judge.bootstrap import largest_coverage
+from twophase.base.config import UsageError
+from twophase.base.files import table_text, write_atomic
+from twophase.judge.bootstrap import Interval, largest_coverage
 from twophase.judge.comparison import Comparison
 from twophase.judge.difference import Difference, ratio_of
+from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.sweep.table import Setting, format_table, readable
-
-if TYPE_CHECKING:
-    from twophase.judge.bootstrap import Interval
-    from twophase.judge.verdict import ArmVerdict, Verdict
 
 _WIDTH = 100
 
@@ -99,6 +100,53 @@ def _comparison_rows(judged: Verdict) -> Iterator[dict[str, Any]]:
                 "t_high": difference.t.high if difference.t else None,
                 "note": difference.note,
             }
+
+
+def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None) -> list[Path]:
+    """Write `verdict.md`, `verdict.csv` (one line a figure) and `verdict.json` (everything) into a sweep's folder.
+
+    Args:
+        judged: what `report` returned.
+        folder: the sweep's folder.
+        where: as for `report`; the files of a part are named after it, such as `verdict-inner_steps=20.md`.
+
+    Returns:
+        The paths, each written in one step. What is not known is empty in the table and null in JSON.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    stem = "-".join(["verdict", *(f"{path}={text}".replace("/", "_") for path, text in (where or {}).items())])
+    contents = {
+        f"{stem}.md": describe(judged, markdown=True) + "\n",
+        f"{stem}.csv": to_csv(judged),
+        f"{stem}.json": json.dumps(_plain(judged), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
+    }
+    try:
+        for name, content in contents.items():
+            write_atomic(folder / name, content)
+    except OSError as error:
+        raise UsageError(f"{folder}: the verdict cannot be written ({error.strerror}); check the folder") from None
+    return [folder / name for name in contents]
+
+
+def _plain(item: Any) -> Any:
+    """Nested results as plain JSON values; a number that JSON has no word for becomes None."""
+    if isinstance(item, Difference):
+        return {**_fields(item), "ratio": item.ratio, "seeds": item.seeds}
+    if dataclasses.is_dataclass(item):
+        return _fields(item)
+    if hasattr(item, "_asdict"):  # an Interval
+        return _plain(item._asdict())
+    if isinstance(item, Mapping):
+        return {str(key): _plain(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return [_plain(value) for value in item]
+    return None if isinstance(item, float) and not math.isfinite(item) else item
+
+
+def _fields(item: Any) -> dict[str, Any]:
+    return {field.name: _plain(getattr(item, field.name)) for field in dataclasses.fields(item)}
 
 
 Section = tuple[str, str, Sequence[str], list[list[Any]], Sequence[str]]

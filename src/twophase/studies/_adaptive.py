@@ -1,7 +1,7 @@
 """What the two studies on adaptive policies share: arms over a grid in numbers, seed by seed, and words for them.
 
 Everything is compared on log perplexity, seed by seed: a seed shares initial weights and data order between arms. An
-interval is the percentile bootstrap's at 95 % (`experiment.bootstrap` says what that is worth for few seeds).
+interval is the percentile bootstrap's at 95 % (`judge.bootstrap` says what that is worth for few seeds).
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from twophase.figures.style import INK, MUTED, look, new_page
-from twophase.judge.bootstrap import LEVEL, largest_coverage, percentile_interval
+from twophase.judge.bootstrap import LEVEL, largest_coverage
+from twophase.judge.cells import alike, cells_of, finished, logs, means, paired
 from twophase.recipes.adaptive import CORPUS, FIXED, WIDTH, inner_steps_of, momenta_of
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE
 from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, seeds_words, tally
-from twophase.studies._lm_figures import note
 from twophase.studies.study import Result
 from twophase.sweep.table import SEED, Row, format_table, readable
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from pandas import DataFrame, Series
 
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best of all, relatively."""
@@ -32,176 +31,147 @@ AVERAGING = "plain averaging"
 TUNED_FREE = "momentum-free, tuned"
 BEST_OTHER = "best other, tuned"
 BEST_K = "best fixed K"
-_LR, _MOMENTUM = "outer.lr", "outer.momentum"
-
+_LR = "outer.lr"
+_GRID = ("outer.momentum", _LR)
 CHOSEN = "auto"
 """The arm that both studies are about."""
 
-Runs = dict[tuple[Any, ...], dict[Any, float | None]]
-"""From setting, in an arm (momentum, learning rate), to seed to log perplexity; None for a run that has diverged."""
+
+def places_of(cells: DataFrame) -> dict[str, DataFrame]:
+    """Split cells by what they may be compared within: width and text as they come, then communication period."""
+    kinds = cells[[WIDTH, CORPUS]].drop_duplicates()
+    widths, texts = kinds.nunique()
+    places = {}
+    for width, corpus in kinds.itertuples(index=False):
+        kind = cells[(cells[WIDTH] == width) & (cells[CORPUS] == corpus)]
+        for inner_steps, place in kind.groupby("inner_steps"):
+            words = [f"S={inner_steps}", *([f"width {width}"] if widths > 1 else []), *([corpus] if texts > 1 else [])]
+            places[", ".join(words)] = place
+    return places
 
 
-def places_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows by what they may be compared within: width and text as they come, then communication period."""
-    kinds = list(dict.fromkeys((row.values[WIDTH], row.values[CORPUS]) for row in rows))
-    several = [len({kind[index] for kind in kinds}) > 1 for index in (0, 1)]
-    found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: (kinds.index(_place(row)[:2]), _place(row)[2])):
-        width, corpus, inner_steps = _place(row)
-        words = [f"S={inner_steps}", *([f"width {width}"] * several[0]), *([str(corpus)] * several[1])]
-        found.setdefault(", ".join(words), []).append(row)
-    return found
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    return row.values[WIDTH], row.values[CORPUS], row.values["inner_steps"]
-
-
-def runs_of(rows: Sequence[Row], arm: str) -> Runs:
-    """An arm's runs; those that are missing are left out."""
-    found: Runs = {}
-    for row in rows:
-        if row.arm == arm and row.state in {"finished", "diverged"}:
-            log = None if row.perplexity is None or row.state == "diverged" else math.log(row.perplexity)
-            found.setdefault((row.values[_MOMENTUM], row.values[_LR]), {})[row.values[SEED]] = log
-    return found
-
-
-def facts_of(rows: Sequence[Row], arms: Sequence[str], chosen: str) -> dict[str, Any]:
-    """One place: every arm of every form and rule in numbers, and the chosen one against each.
+def facts_of(cells: DataFrame, arms: Sequence[str], chosen: str) -> dict[str, Any]:
+    """Put one place in numbers: every arm of every form and rule, and the chosen one against each.
 
     Args:
-        rows: of the place.
+        cells: of the place.
         arms: names of the arms, without form and rule.
-        chosen: the one that is held against the others.
+        chosen: the one that is compared with the others.
 
     Returns:
         `best`: the lowest mean perplexity of a setting of any arm; `averaging` and `momentum_free`: those of plain
         averaging and of momentum-free SGD at its best; `best_other`: the best setting of the other arms by name;
         `rules`: by short name of form and rule the arms; `single`: the three of these settings over the chosen arm.
     """
-    free = runs_of(rows, MOMENTUM_FREE)
-    every = {arm: runs_of(rows, arm) for arm in dict.fromkeys(row.arm for row in rows)}
-    top = min((mean for runs in every.values() for mean in _means(runs).values()), default=None)
-    ours = {arm_name(form, kind, chosen) for form in BOTH_FORMS for kind in RULES}
-    best_other, name = _best_setting({arm: runs for arm, runs in every.items() if arm not in ours})
-    averaging = {seed: log for (_, lr), by_seed in free.items() if lr == AVERAGING_LR for seed, log in by_seed.items()}
-    tuned_free, _ = _best_setting({MOMENTUM_FREE: free})
+    import pandas as pd  # noqa: PLC0415 - an extra, and slow to import
+
+    every = logs(cells, ["arm", *_GRID])
+    names = every.index.get_level_values("arm")
+
+    def grid_of(arm: str) -> DataFrame:
+        return every[names == arm].droplevel("arm")
+
+    top = finished(every).min()
+    free = grid_of(MOMENTUM_FREE)
+    of_chosen = {arm_name(form, kind, chosen) for form in BOTH_FORMS for kind in RULES}
+    averaging = free[free.index.get_level_values(_LR) == AVERAGING_LR].max()
+    tuned_free, _ = _best_setting(every[names == MOMENTUM_FREE])
+    best_other, name = _best_setting(every[~names.isin(of_chosen)])
     facts: dict[str, Any] = {
-        "best": None if top is None else math.exp(top),
+        "best": _exp(top),
         "averaging": _exp_mean(averaging),
         "momentum_free": _exp_mean(tuned_free),
         "best_other": name,
         "rules": {},
     }
-    grids: Runs = {}
+    grids = {}
     for form in BOTH_FORMS:
         for kind in RULES:
-            found = {arm: runs for arm in arms if (runs := runs_of(rows, arm_name(form, kind, arm)))}
-            if chosen not in found:
+            grid_by_arm = {arm: grid for arm in arms if len(grid := grid_of(arm_name(form, kind, arm)))}
+            if chosen not in grid_by_arm:
                 continue
-            fixed = [arm for arm in FIXED if arm in found and arm != "never"]
-            ranked = [(mean, arm) for arm in fixed if (mean := _grid_mean(found[arm])) is not None]
-            found[BEST_K] = found[min(ranked)[1]] if ranked else {}
-            grid = found[chosen]
-            grids |= {(*place, form, kind): by_seed for place, by_seed in grid.items()}
-            found[AVERAGING] = dict.fromkeys(grid, averaging)
-            found[TUNED_FREE] = dict.fromkeys(grid, tuned_free)
-            lines = {arm: _summary(runs, top) for arm, runs in found.items()}
-            lines[BEST_K]["period"] = min(ranked)[1] if ranked else ""
-            for arm, runs in found.items():
-                lines[arm]["over_chosen"] = _ratio(runs, grid)
-            lines[chosen]["against_never"] = _cell_by_cell(grid, found["never"]) if "never" in found else None
+            grid = grids[form, kind] = grid_by_arm[chosen]
+            fixed = [arm for arm in FIXED if arm in grid_by_arm and arm != "never"]
+            ranked = [(mean, arm) for arm in fixed if (mean := _grid_mean(grid_by_arm[arm])) is not None]
+            period = min(ranked)[1] if ranked else ""
+            grid_by_arm[BEST_K] = grid_by_arm[period] if period else grid[:0]
+            grid_by_arm[AVERAGING] = alike(grid, averaging)
+            grid_by_arm[TUNED_FREE] = alike(grid, tuned_free)
+            lines = {arm: _summary(runs, top) for arm, runs in grid_by_arm.items()}
+            lines[BEST_K]["period"] = period
+            for arm, line in lines.items():
+                line["over_chosen"] = _ratio(grid_by_arm[arm], grid)
+            never = grid_by_arm.get("never")
+            lines[chosen]["against_never"] = None if never is None else _cell_by_cell(grid, never)
             facts["rules"][f"{form} {SHORT_KINDS[kind]}"] = lines
+    whole = pd.concat(grids, names=["form", "kind"]) if grids else None
     single = {AVERAGING: averaging, TUNED_FREE: tuned_free, BEST_OTHER: best_other}
     facts["single"] = {
-        what: _ratio(dict.fromkeys(grids, by_seed), grids) if grids else None for what, by_seed in single.items()
+        what: None if whole is None else _ratio(alike(whole, by_seed), whole) for what, by_seed in single.items()
     }
     return facts
 
 
-def _means(runs: Runs) -> dict[tuple[Any, ...], float]:
-    """Mean log perplexity of the settings that have finished on every seed."""
-    found = {}
-    for place, by_seed in runs.items():
-        known = [log for log in by_seed.values() if log is not None]
-        if known and len(known) == len(by_seed):
-            found[place] = math.fsum(known) / len(known)
-    return found
-
-
-def _best_setting(arms: Mapping[str, Runs]) -> tuple[dict[Any, float | None], str]:
-    """From seed to log perplexity of the setting with the lowest mean in any of the arms, and its name.
+def _best_setting(table: DataFrame) -> tuple[Series, str]:
+    """Find the setting with the lowest mean in any of the arms: its logs by seed, and its name.
 
     Like the best of the periods it is chosen on the runs that judge it, which flatters it.
     """
-    ranked = [(mean, arm, place) for arm, runs in arms.items() for place, mean in _means(runs).items()]
+    ranked = [(mean, place) for place, mean in finished(table).items()]
     if not ranked:
-        return {}, ""
-    _, arm, (momentum, lr) = min(ranked)
-    return arms[arm][momentum, lr], f"{arm}, momentum {momentum:g}, lr {lr:g}"
+        return table[:0].max(), ""
+    arm, momentum, lr = place = min(ranked)[1]
+    return table.loc[place], f"{arm}, momentum {momentum:g}, lr {lr:g}"
 
 
-def _grid_mean(runs: Runs) -> float | None:
-    """Mean log perplexity over the grid; None when a run has diverged, which no mean can hold."""
-    means = _means(runs)
-    return math.fsum(means.values()) / len(means) if means and len(means) == len(runs) else None
+def _grid_mean(grid: DataFrame) -> float | None:
+    """Average log perplexity over the grid; None when a run has diverged, which no mean can hold."""
+    each = means(grid)
+    mean = math.fsum(each) / len(each) if len(each) else math.inf
+    return mean if mean < math.inf else None
 
 
-def _exp_mean(by_seed: Mapping[Any, float | None]) -> float | None:
-    known = [log for log in by_seed.values() if log is not None]
-    return math.exp(math.fsum(known) / len(known)) if known and len(known) == len(by_seed) else None
+def _exp(log: float) -> float | None:
+    return math.exp(log) if math.isfinite(log) else None
 
 
-def _summary(runs: Runs, top: float | None) -> dict[str, Any]:
-    """An arm over its grid."""
-    means, mean = _means(runs), _grid_mean(runs)
-    bound = None if top is None else top + math.log1p(WITHIN)
+def _exp_mean(by_seed: Series) -> float | None:
+    ended = by_seed.dropna()
+    return _exp(math.fsum(ended) / len(ended)) if len(ended) else None
+
+
+def _summary(grid: DataFrame, top: float) -> dict[str, Any]:
+    """Put an arm over its grid in numbers."""
+    each, mean = finished(grid), _grid_mean(grid)
     return {
-        "settings": len(runs),
-        "diverged": len(runs) - len(means),
+        "settings": len(grid),
+        "diverged": len(grid) - len(each),
         "geometric_mean": None if mean is None else math.exp(mean),
-        "best": math.exp(min(means.values())) if means else None,
-        "worst": math.exp(max(means.values())) if means and len(means) == len(runs) else None,
-        "within": 0 if bound is None else sum(value <= bound for value in means.values()),
+        "best": _exp(each.min()),
+        "worst": None if mean is None else math.exp(each.max()),
+        "within": int((each <= top + math.log1p(WITHIN)).sum()),
     }
 
 
-def _ratio(runs: Runs, grid: Runs) -> dict[str, Any] | None:
-    """Geometric mean of an arm over that of the chosen one: the mean over the seeds, and its interval."""
-    seeds = [seed for seed in next(iter(grid.values())) if all(seed in by_seed for by_seed in runs.values())]
-    gaps = []
-    for seed in seeds:
-        pairs = [(runs[place][seed], grid[place].get(seed)) for place in grid if place in runs]
-        if not pairs or any(ours is None or theirs is None for ours, theirs in pairs):
-            return None
-        gaps.append(math.fsum(ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None))
-        gaps[-1] /= len(pairs)
-    if not gaps:
+def _ratio(arm: DataFrame, grid: DataFrame) -> dict[str, Any] | None:
+    """Divide the geometric mean of an arm by that of the chosen one: the mean over the seeds, and its interval."""
+    pairs = paired(arm, grid)
+    if pairs is None:
         return None
-    interval = percentile_interval(gaps)
-    ends = (math.exp(interval.low), math.exp(interval.high)) if interval else (None, None)
-    return {"mean": math.exp(math.fsum(gaps) / len(gaps)), "low": ends[0], "high": ends[1], "seeds": len(gaps)}
+    low, high = map(math.exp, pairs.interval) if pairs.interval else (None, None)
+    return {"mean": pairs.ratio, "low": low, "high": high, "seeds": pairs.seeds}
 
 
-def _cell_by_cell(grid: Runs, never: Runs) -> dict[str, Any]:
+def _cell_by_cell(grid: DataFrame, never: DataFrame) -> dict[str, Any]:
     """Where no restart already works: settings in which the chosen one is worse for every seed, and by how much."""
-    means = _means(never)
-    good = [place for place, mean in means.items() if mean <= min(means.values()) + math.log1p(WITHIN)]
-    worse, ratios, singles = 0, [], []
-    for place in good:
-        gaps = [
-            (math.inf if ours is None else ours) - theirs
-            for seed, theirs in never[place].items()
-            if theirs is not None and seed in grid.get(place, {})
-            for ours in [grid[place][seed]]
-        ]
-        worse += bool(gaps) and min(gaps) > 0
-        ratios += [math.exp(math.fsum(gaps) / len(gaps))] if gaps else []
-        singles += map(math.exp, gaps)
+    each = finished(never)
+    good = each.index[each <= each.min() + math.log1p(WITHIN)]
+    gaps = (grid.reindex(good) - never.loc[good]).dropna(how="all")
+    ratios = [math.exp(mean) for mean in means(gaps)] if len(gaps) else []
+    singles = [math.exp(gap) for gap in gaps.stack().dropna()] if len(gaps) else []
     return {
         "settings": len(good),
-        "worse_for_every_seed": worse,
+        "worse_for_every_seed": int((gaps.min(axis=1) > 0).sum()),
         "largest_ratio": max(ratios, default=None),
         "largest_of_a_seed": max(singles, default=None),
     }
@@ -248,12 +218,12 @@ def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
         for form in BOTH_FORMS:
             rules = [rule for rule in facts["rules"] if rule.startswith(form)]
             if rules:
-                arms = _arms(facts["rules"][rule] for rule in rules)
+                arms = arms_of(facts["rules"][rule] for rule in rules)
                 header = ["", *(word for rule in rules for word in (rule, "best", "worst", "within"))]
                 body = [[arm, *_line_words(facts, rules, arm)] for arm in arms]
                 blocks.append(format_table(header, body))
         if facts["rules"]:
-            others = [arm for arm in _arms(facts["rules"].values()) if arm != chosen]
+            others = [arm for arm in arms_of(facts["rules"].values()) if arm != chosen]
             body = [[arm, *_over_words(facts, arm)] for arm in (*others, BEST_K)]
             blocks.append(format_table([f"over {chosen}", *facts["rules"]], body))
         worst = {rule: _worst_words(lines[chosen]) for rule, lines in facts["rules"].items()}
@@ -308,6 +278,13 @@ def _ratio_words(found: Mapping[str, Any] | None) -> str:
     return f"{found['mean']:.3f}{ends}"
 
 
+def arms_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The arms that have runs, in the order of where there are most of them."""
+    derived = {BEST_K, AVERAGING, TUNED_FREE}
+    longest_first = sorted(lines, key=len, reverse=True)
+    return [arm for arm in dict.fromkeys(arm for one in longest_first for arm in one) if arm not in derived]
+
+
 def aims(places: Mapping[str, Mapping[str, Any]], chosen: str) -> dict[str, dict[str, bool | None]]:
     """What a policy without hyperparameters is for, and where it is reached."""
     found: dict[str, dict[str, bool | None]] = {}
@@ -343,94 +320,12 @@ def aims(places: Mapping[str, Mapping[str, Any]], chosen: str) -> dict[str, dict
     return found
 
 
-# --------------------------------------------------------------------------------------------------------------- figure
-
-
-def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> Figure:
-    """Of every arm the geometric mean over its grid, from its best setting to its worst.
-
-    Rows: form and rule; columns: places. The vertical line is plain averaging.
-    """
-    names = list(places)
-    rules = list(dict.fromkeys(rule for facts in places.values() for rule in facts["rules"]))
-    drawn = {rule: _arms(facts["rules"].get(rule, {}) for facts in places.values()) for rule in rules}
-    heights = [0.3 + 0.125 * len(drawn[rule]) for rule in rules]
-    figure = new_page(0.8 + sum(heights))
-    shape: dict[str, Any] = {"sharey": "row", "sharex": "col", "gridspec_kw": {"height_ratios": heights}}
-    panels = figure.subplots(len(rules), len(names), squeeze=False, **shape)
-    for row, rule in zip(panels, rules, strict=True):
-        for panel, name in zip(row, names, strict=True):
-            lines = places[name]["rules"].get(rule, {})
-            for height, arm in enumerate(reversed(drawn[rule])):
-                if arm in lines:
-                    _draw_range(
-                        panel, height, lines[arm], look(2 if arm == chosen else 1 if arm in FIXED else 0)["color"]
-                    )
-            if places[name]["averaging"] is not None:
-                panel.axvline(places[name]["averaging"], color=INK, linewidth=0.6, linestyle=(0, (2, 2)), zorder=0)
-            panel.set_xscale("log")
-            panel.set_yticks(range(len(drawn[rule])), list(reversed(drawn[rule])), fontsize=6)
-            panel.set_ylim(-0.7, len(drawn[rule]) - 0.3)
-            panel.tick_params(axis="x", labelsize=6)
-        row[0].set_ylabel(rule, fontsize=7.5)
-    for column in panels.T:
-        _plain_ticks(column)
-    for panel, name in zip(panels[0], names, strict=True):
-        panel.set_title(name.replace(", ", "\n", 1), fontsize=7)
-    panels[-1][len(names) // 2].set_xlabel("validation perplexity a token", fontsize=6.5)
-    note(
-        figure,
-        f"Dot: geometric mean over the grid; line: from its best setting to its worst. Dashed: averaging. {words}",
-    )
-    return figure
-
-
-def _arms(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The arms that have runs, in the order of where there are most of them."""
-    derived = {BEST_K, AVERAGING, TUNED_FREE}
-    longest_first = sorted(lines, key=len, reverse=True)
-    return [arm for arm in dict.fromkeys(arm for one in longest_first for arm in one) if arm not in derived]
-
-
-def _draw_range(panel: Any, height: int, line: Mapping[str, Any], colour: Any) -> None:
-    if line["best"] is None:
-        panel.annotate(f"{line['diverged']} div.", (0.02, height), xycoords=("axes fraction", "data"), **_SMALL)
-        return
-    right = line["worst"] if line["worst"] is not None else line["best"]
-    panel.plot([line["best"], right], [height, height], color=colour, linewidth=1.1)
-    if line["geometric_mean"] is not None:
-        panel.plot(line["geometric_mean"], height, marker="o", color=colour, markersize=3.2)
-    if line["diverged"]:
-        panel.annotate(f" {line['diverged']} div.", (right, height), **_SMALL)
-
-
-_SMALL: dict[str, Any] = {"fontsize": 5.5, "color": MUTED, "va": "center"}
-
-
-def _plain_ticks(column: Sequence[Any]) -> None:
-    """A few plain numbers instead of powers of ten on the shared logarithmic axis of a column."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator  # noqa: PLC0415 - an extra
-
-    low, high = column[0].get_xlim()
-    for subs in ((1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        ticks = [sub * 10.0**power for power in range(-1, 12) for sub in subs if low <= sub * 10.0**power <= high]
-        if len(ticks) <= _TICKS:
-            break
-    for panel in column:
-        panel.xaxis.set_major_locator(FixedLocator(ticks))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        panel.xaxis.set_minor_locator(NullLocator())
-
-
-_TICKS = 6
-
-
 # -------------------------------------------------------------------------------------------------------- both studies
 
 
 def result_of(rows: Sequence[Row], scale: Scale, arms: Sequence[str]) -> Result:
     """Every arm by place, form and rule."""
-    places = {name: facts_of(found, arms, CHOSEN) for name, found in places_of(rows).items()}
+    places = {name: facts_of(found, arms, CHOSEN) for name, found in places_of(cells_of(rows)).items()}
     seeds = sorted({row.values[SEED] for row in rows})
     alone = seeds_words(replace(scale, seeds=tuple(seeds)))
     settings = {
@@ -465,9 +360,3 @@ def _coverage(places: Mapping[str, Mapping[str, Any]]) -> str:
         f" In brackets: the bootstrap's {LEVEL:.0%} over the seeds, which can hold the true mean in at most {shares}."
     )
     return words if counts else ""
-
-
-def draw_of(result: Result) -> Figure:
-    """The arms' ranges."""
-    count = len(result.settings["seeds"])
-    return ranges(result.numbers["places"], CHOSEN, f"Means over up to {count} seeds." if count > 1 else "One seed.")

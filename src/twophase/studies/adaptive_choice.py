@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from twophase.recipes.adaptive import ADAPTIVE, FIXED, RIVALS, choice
 from twophase.recipes.paper import Scale
-from twophase.studies._adaptive import answer_of, draw_of, result_of
+from twophase.studies._adaptive import answer_of, result_of
+from twophase.studies._adaptive_figure import draw_of
 from twophase.studies.policies import share_with_workers
 from twophase.studies.study import Result
 from twophase.sweep.grid import Sweep
