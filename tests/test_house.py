@@ -49,7 +49,6 @@ NEVER = {("optim", "theory"), ("diloco", "theory"), ("training", "theory"), ("ta
 """Rooms that may not import one below them: theory and torch meet in tests and studies alone."""
 STILL_UP = {
     ("training", "tasks"),  # until the loop knows a task by its protocol only
-    ("recipes", "figures"),  # until the demo's drawing has left its recipe
 }
 """Imports that break the law and are still to go."""
 DOWN = "imports go down only: " + " > ".join(", ".join(sorted(level)) for level in reversed(LEVELS))

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from twophase.base.config import UsageError
-<<<<<<< HEAD
-from twophase.judge.verdict import describe, report, verdict, write
-from twophase.sweep.arms import pairs, pairs_summary
-from twophase.sweep.table import Row, read_rows, write_rows
-=======
-from twophase.judge.verdict import report, verdict
+from twophase.judge.verdict import select, verdict
 from twophase.judge.verdict_text import describe, write
-from twophase.sweep.table import Row, pairs, pairs_summary, read_rows, write_rows
->>>>>>> a7d58d4 (Judge: cells as a pandas table, and arms paired by it)
+from twophase.sweep.table import Row, geometric_mean, read_rows
 from verdict_tables import (
     LR,
     finished,
@@ -129,10 +122,13 @@ def test_pairs_agree_with_the_sweeps_own_table() -> None:
     """On a real table with 3 seeds, the paired cells have the geometric mean that the pairs of runs have."""
     rows = read_rows(Path(__file__).parents[2] / "docs" / "demo-cells.csv")
     judged = verdict(rows)
-    for summary in pairs_summary(pairs(rows)):
-        arm = summary.arm.replace("never, gain of ", "")
-        difference = measured(only(judged, arm, summary.arm), "cells")
-        assert difference.ratio == pytest.approx(summary.geometric_mean)
+    by_run = {row.run: row for row in rows}
+    for kind in ("heavy ball", "Nesterov"):
+        matched = f"{kind}, never, gain of K=3"
+        pairs = [(row, by_run[row.control_of or ""]) for row in rows if row.arm == matched]
+        ratios = [control.perplexity / of.perplexity for control, of in pairs if control.perplexity and of.perplexity]
+        difference = measured(only(judged, f"{kind}, K=3", matched), "cells")
+        assert difference.ratio == pytest.approx(geometric_mean(ratios))
         assert difference.seeds == 3
     text = describe(judged)
     assert max(map(len, text.splitlines())) <= 110
@@ -190,13 +186,10 @@ def test_impossible_distances(within: tuple[float, ...]) -> None:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
-def test_report(tmp_path: Path) -> None:
-    """The verdict on a sweep's folder is that of its table; what is written is complete and readable."""
+def test_what_is_written_is_complete(tmp_path: Path) -> None:
+    """The files hold the tables, and every number by its name."""
     rows = finished("a", (8.0, 8.2, 8.1)) + finished("free", (9.0, 9.1, 9.4), momentum=0.0)
-    write_rows(tmp_path / "cells.csv", rows)
-    (tmp_path / "sweep.json").write_text("{}")
-    judged = report(tmp_path, within=[0.05], controls=["free"])
-    assert judged == verdict(rows, [0.05], ["free"])
+    judged = verdict(rows, [0.05], ["free"])
     markdown, _, data = write(judged, tmp_path)
     assert "| a   | tuned best |" in markdown.read_text()
     tree = json.loads(data.read_text())
@@ -213,26 +206,7 @@ def test_json_of_an_infinite_axis_value(tmp_path: Path) -> None:
     assert tree["best"]["values"][LR] is None
 
 
-def no_folder(folder: Path) -> Path:
-    return folder / "nowhere"
-
-
-def no_sweep(folder: Path) -> Path:
-    write_rows(folder / "cells.csv", [row("a", 8.0)])
-    return folder
-
-
-def no_table(folder: Path) -> Path:
-    (folder / "sweep.json").write_text("{}")
-    return folder
-
-
-def damaged_table(folder: Path) -> Path:
-    (folder / "cells.csv").write_text("arm,run,per")
-    return no_table(folder)
-
-
-def test_report_of_a_part(tmp_path: Path) -> None:
+def test_verdict_on_a_part(tmp_path: Path) -> None:
     """`where` judges the cells with some values as if they were all, and names its files after it."""
     rows = [
         row(arm, 8.0 + lr + m, lr, m, seed)
@@ -241,12 +215,10 @@ def test_report_of_a_part(tmp_path: Path) -> None:
         for m in (0.0, 0.5)
         for seed in (0, 1)
     ]
-    write_rows(tmp_path / "cells.csv", rows)
-    (tmp_path / "sweep.json").write_text("{}")
     part = verdict([one for one in rows if one.values["outer.lr"] == 1.0])
     for text in ("1.0", "1", "1e0"):
-        assert report(tmp_path, where={"outer.lr": text}) == part
-    assert report(tmp_path, where={"outer.lr": "1", "outer.momentum": "0"}).arms[0].settings == 1
+        assert verdict(select(rows, {"outer.lr": text})) == part
+    assert verdict(select(rows, {"outer.lr": "1", "outer.momentum": "0"})).arms[0].settings == 1
     names = {path.name for path in write(part, tmp_path, {"outer.lr": "1"})}
     assert names == {"verdict-outer.lr=1.md", "verdict-outer.lr=1.csv", "verdict-outer.lr=1.json"}
     for where, words in (
@@ -254,24 +226,7 @@ def test_report_of_a_part(tmp_path: Path) -> None:
         ({"outer.lr": "2"}, "no cell has that value; there are 0.3, 1.0"),
     ):
         with pytest.raises(UsageError, match=words):
-            report(tmp_path, where=where)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (no_folder, "is no folder; name the one that a sweep wrote"),
-        (no_sweep, r"is no sweep's folder.*sweep\.json"),
-        (no_table, r"has no cells\.csv yet; repeat the sweep's command"),
-        (damaged_table, "repeat the sweep's command"),
-    ],
-)
-def test_report_refuses(tmp_path: Path, make: Callable[[Path], Path], words: str) -> None:
-    """What is no sweep's folder, or has no sound table, is a usage error with the folder's name and the remedy."""
-    folder = make(tmp_path)
-    with pytest.raises(UsageError, match=words) as caught:
-        report(folder)
-    assert str(folder) in str(caught.value)
+            select(rows, where)
 
 
 def test_write_refuses(tmp_path: Path) -> None:

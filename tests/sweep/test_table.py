@@ -12,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.base.config import UsageError
-from twophase.sweep.arms import arms_summary, pairs, pairs_summary
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.table import (
     STATES,
     Row,
     State,
-    best_of,
     format_table,
     geometric_mean,
     read_rows,
@@ -218,72 +216,6 @@ def test_a_finished_run_without_a_perplexity_is_missing(perplexity: float | None
     rows = [row("a", 8.0, lr=0.3, seed=0), row("a", perplexity, lr=0.3, seed=1, control_of="a,lr=0.3,seed=0")]
     (setting,) = settings(rows)
     assert (setting.state, setting.perplexity, setting.perplexities) == ("missing", None, (8.0, None))
-    assert arms_summary(rows)[0].geometric_mean is None
-    assert pairs(rows)[0].ratio is None
-
-
-def test_arms_summary() -> None:
-    """Best, geometric mean, worst and share near the best of ALL arms; diverged and missing are outside and apart."""
-    rows = [
-        row("a", 8.0, lr=0.3),
-        row("a", 10.0, lr=0.7),
-        row("a", 20.0, lr=1.1),
-        row("a", None, "diverged", lr=1.5),
-        row("b", 12.0, lr=0.3),
-        row("b", 12.0, lr=0.7),
-        row("b", None, "missing", lr=1.1),
-        row("c", None, "missing", lr=0.3),
-    ]
-    a, b, c = arms_summary(rows)
-    assert (a.arm, a.settings, a.diverged, a.missing, a.within, a.share, a.worst) == ("a", 4, 1, 0, 2, 0.5, 20.0)
-    assert a.best is not None
-    assert a.best.values == {"lr": 0.3}
-    assert a.geometric_mean == pytest.approx(1600 ** (1 / 3), rel=1e-14)
-    assert (b.settings, b.diverged, b.missing, b.within, b.share) == (3, 0, 1, 0, 0.0)  # 12 is beyond 8 x 1.25
-    assert (c.best, c.geometric_mean, c.worst, c.within) == (None, None, None, 0)
-    assert best_of(rows) == 8.0
-    assert arms_summary(rows, within=0.5)[1].within == 2
-
-
-def test_arms_are_compared_by_their_means_over_seeds() -> None:
-    """With several seeds one lucky run does not move the bound: the best of all is the best mean."""
-    rows = [row("a", value, lr=0.3, seed=seed) for seed, value in enumerate((4.0, 12.0))]
-    rows += [row("b", value, lr=0.3, seed=seed) for seed, value in enumerate((9.0, 9.5))]
-    a, b = arms_summary(rows)
-    assert (a.settings, a.within, b.within) == (1, 1, 1)
-    assert best_of(rows) == 8.0
-
-
-def test_nothing_finished() -> None:
-    """A sweep without results has a summary, with nothing in it."""
-    (arm,) = arms_summary([row("a", None, "missing", lr=0.3)])
-    assert (arm.best, arm.share, arm.missing) == (None, 0.0, 1)
-    assert best_of([]) is None
-    assert geometric_mean([]) is None
-
-
-def test_pairs_and_their_summary() -> None:
-    """Each control meets its run; ratios are control over controlled; diverged and missing pairs are counted apart."""
-    rows = [
-        row("K=3", 10.0, lr=0.3),
-        row("K=3", 10.0, lr=0.7),
-        row("K=3", 10.0, lr=1.1),
-        row("K=3", None, "diverged", lr=1.5),
-        row("match", 20.0, lr=0.1, control_of="K=3,lr=0.3"),
-        row("match", 5.0, lr=0.2, control_of="K=3,lr=0.7"),
-        row("match", 10.4, lr=0.3, control_of="K=3,lr=1.1"),
-        row("match", 9.0, lr=0.4, control_of="K=3,lr=1.5"),
-        row("other", None, "missing", lr=0.4, control_of="K=3,lr=0.3"),
-        row("lost", 9.0, lr=0.4, control_of="not in the table"),
-    ]
-    paired = pairs(rows)
-    assert [pair.ratio for pair in paired] == [2.0, 0.5, 1.04, None, None]
-    assert [pair.of.values["lr"] for pair in paired] == [0.3, 0.7, 1.1, 1.5, 0.3]
-    match, other = pairs_summary(paired)
-    assert (match.arm, match.pairs, match.unpaired, match.better, match.worse) == ("match", 3, 1, 1, 1)
-    assert match.geometric_mean == pytest.approx(1.04 ** (1 / 3), rel=1e-14)
-    assert (other.pairs, other.unpaired, other.geometric_mean) == (0, 1, None)
-    assert pairs_summary(paired, margin=0.03)[0].worse == 2
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1), st.floats(1e-2, 1e2))

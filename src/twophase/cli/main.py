@@ -388,7 +388,7 @@ def _sweep_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
 
 
 def _demo_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
-    from twophase.recipes.demo import draw, verdict
+    from twophase.studies._demo import draw, verdict
 
     return f"\n{verdict(rows, sweep)}\n\n{_figures(draw(rows, sweep, out / 'figures'), out)}"
 

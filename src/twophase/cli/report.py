@@ -40,7 +40,8 @@ class Wish:
         out: the file to write; None means `report.html` in the folder.
         watch: seconds between two writings while the run goes on; None means once.
         runs: also write the report of every run of a sweep.
-        within, controls, where: as `twophase.judge.verdict.report` takes them.
+        within, controls: as `twophase.judge.verdict.verdict` takes them.
+        where: as `twophase.judge.verdict.select` takes it.
         known: dotted paths that a configuration of this version has; empty where nobody knows.
     """
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.comparison import Comparison, best_setting, compare, held_out_perplexity, ordered
-from twophase.sweep.run import SPEC, TABLE
-from twophase.sweep.table import Row, Setting, geometric_mean, read_rows, settings
+from twophase.sweep.table import Row, Setting, geometric_mean, settings
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
 """Distances from the best of all, relative, that robustness areas are given for."""
@@ -136,36 +134,6 @@ def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Col
     )
     judged = tuple(_judge(arm, group, why[arm], best, distances) for arm, group in arms.items())
     return Verdict(distances, LEVEL, best, judged, comparisons, _notes(judged))
-
-
-def report(
-    folder: Path,
-    within: Sequence[float] = WITHIN,
-    controls: Collection[str] = (),
-    where: Mapping[str, str] | None = None,
-) -> Verdict:
-    """The verdict on a sweep's folder, from its `cells.csv`.
-
-    Args:
-        folder: the sweep's folder, its `--out`.
-        within: distances x for the areas, relative.
-        controls: further arms that the others are compared with, by name.
-        where: only the cells with these values, from dotted path to the value as text: a part of the sweep that is
-            judged by itself, such as one communication period.
-
-    Raises:
-        UsageError: no sweep's folder, a table that is missing or damaged, a path or value that no cell has, or
-            arguments that `verdict` refuses.
-    """
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: is no folder; name the one that a sweep wrote, its --out")
-    if not (folder / SPEC).is_file():
-        raise UsageError(
-            f"{folder}: is no sweep's folder, it has no {SPEC}; name the one that a sweep wrote, its --out"
-        )
-    if not (folder / TABLE).exists():
-        raise UsageError(f"{folder}: has no {TABLE} yet; repeat the sweep's command to write it")
-    return verdict(select(read_rows(folder / TABLE), where or {}), within, controls)
 
 
 def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:

@@ -106,9 +106,9 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
     """Write `verdict.md`, `verdict.csv` (one line a figure) and `verdict.json` (everything) into a sweep's folder.
 
     Args:
-        judged: what `report` returned.
+        judged: the verdict.
         folder: the sweep's folder.
-        where: as for `report`; the files of a part are named after it, such as `verdict-inner_steps=20.md`.
+        where: as for `verdict.select`; the files of a part are named after it, such as `verdict-inner_steps=20.md`.
 
     Returns:
         The paths, each written in one step. What is not known is empty in the table and null in JSON.

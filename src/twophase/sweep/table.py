@@ -193,11 +193,6 @@ def settings(rows: Iterable[Row]) -> list[Setting]:
     return [_setting(arm, dict(key), group) for (arm, key), group in groups.items()]
 
 
-def best_of(rows: Iterable[Row]) -> float | None:
-    """The lowest perplexity of a finished setting (mean over its seeds), or None when nothing has finished."""
-    return min((s.perplexity for s in settings(rows) if s.perplexity is not None), default=None)
-
-
 def geometric_mean(values: Sequence[float]) -> float | None:
     """The geometric mean of positive numbers, None when there are none.
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from twophase.base.config import UsageError, with_values
-from twophase.recipes.demo import demo, draw, verdict
+from twophase.recipes.demo import demo
 from twophase.restart import mean_outer_gain
+from twophase.studies._demo import draw, verdict
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.table import Row, rows_of
 from twophase.training.config import TrainConfig, check
@@ -189,7 +190,7 @@ def test_title_names_the_form_and_the_seeds(
     """Both figures name the form in their title, and how many seeds they average; they share one scale."""
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "twophase.recipes.demo.heatmaps", lambda panels, **rest: [seen.append({"panels": panels, **rest})]
+        "twophase.studies._demo.heatmaps", lambda panels, **rest: [seen.append({"panels": panels, **rest})]
     )
     sweep = demo(quick=True, seeds=seeds, base=with_values(TrainConfig(), {"outer.form": form}))
     draw(results(sweep, made_up), sweep, tmp_path)
@@ -289,5 +290,6 @@ def test_nothing_run_yet(tmp_path: Path) -> None:
 
 def test_recipe_needs_no_torch() -> None:
     """Planning, judging and drawing the demo load no torch."""
-    script = "import sys, twophase.recipes.demo as d; d.demo(); assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    imports = "import sys, twophase.studies._demo, twophase.recipes.demo as d; d.demo()"
+    script = f"{imports}; assert not {{'torch', 'matplotlib', 'pandas'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
