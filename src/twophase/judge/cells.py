@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -21,9 +21,9 @@ from twophase.judge.bootstrap import Interval, percentile_interval
 from twophase.sweep.table import SEED, Row, State
 from twophase.sweep.table import result as result_of
 
-if TYPE_CHECKING:
-    from pandas import DataFrame, Series
-
+DataFrame: TypeAlias = Any
+Series: TypeAlias = Any
+"""Those of pandas, whose stubs do not say what indexing or NumPy's functions make of them."""
 LOG = "log"
 """Column of the natural logarithm of a cell's perplexity."""
 Remark = Literal["", "same run", "arm diverged", "control diverged", "both diverged", "missing"]
@@ -84,6 +84,12 @@ def finished(table: DataFrame) -> Series:
     return each[each < math.inf]
 
 
+def states(table: DataFrame) -> list[State]:
+    """Say of each setting whether all its seeds have finished, one has diverged, or one is missing."""
+    lines = table.to_numpy()
+    return ["diverged" if np.inf in line else "missing" if np.isnan(line).any() else "finished" for line in lines]
+
+
 def fate(arm: State, control: State) -> Remark:
     """Say what keeps a setting or run of an arm from being compared with a control; empty when nothing does.
 
@@ -110,7 +116,7 @@ class Paired:
     @classmethod
     def over(cls, gaps: DataFrame) -> Paired:
         """Average differences of settings (lines) for each seed (column)."""
-        return cls(tuple(statistics.fmean(gaps[seed]) for seed in gaps))
+        return cls(tuple(statistics.fmean(gaps[seed].dropna()) for seed in gaps))
 
     @property
     def seeds(self) -> int:
@@ -172,8 +178,3 @@ def alike(places: DataFrame, by_seed: Series) -> DataFrame:
     import pandas as pd  # noqa: PLC0415 - as above
 
     return pd.DataFrame([by_seed.to_dict()] * len(places), index=places.index)
-
-
-def spread(values: Sequence[Any]) -> float | None:
-    """The sample standard deviation; None for fewer than two values."""
-    return statistics.stdev(values) if len(values) > 1 else None

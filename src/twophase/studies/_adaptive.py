@@ -9,19 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from twophase.judge.bootstrap import LEVEL, largest_coverage
-from twophase.judge.cells import alike, cells_of, finished, logs, means, paired
+from twophase.judge.cells import (
+    DataFrame,
+    Series,
+    alike,
+    cells_of,
+    finished,
+    logs,
+    means,
+    paired,
+)
 from twophase.recipes.adaptive import CORPUS, FIXED, WIDTH, inner_steps_of, momenta_of
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE
 from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, seeds_words, tally
 from twophase.studies.study import Result
 from twophase.sweep.table import SEED, Row, format_table, readable
-
-if TYPE_CHECKING:
-    from pandas import DataFrame, Series
 
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best of all, relatively."""

@@ -12,10 +12,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, means
 from twophase.policies.text import parse
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
 from twophase.recipes.paper import RULES, Scale
-from twophase.sweep.table import SEED, Row, geometric_mean, readable, settings
+from twophase.sweep.table import SEED, Row, geometric_mean, readable, result_of, settings
 
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best, relatively."""
@@ -24,7 +27,7 @@ MARGIN = 0.05
 SHORT_KINDS = {"heavy ball": "HB", "Nesterov": "NAG"}
 
 Line = dict[str, Any]
-"""One setting: its place, its state, its perplexity over the seeds, and its rows by seed under `by_seed`."""
+"""One setting: its place, its state, its perplexity over the seeds, and under `by_seed` that of each seed."""
 
 
 def lines_of(rows: Sequence[Row], scale: Scale) -> list[Line]:
@@ -49,7 +52,7 @@ def _line(group: Sequence[Row], scale: Scale, of_lr: float | None, of_restart: s
     (setting,) = settings(group)
     values, free = setting.values, setting.arm == MOMENTUM_FREE
     rounds = scale.rounds(values["inner_steps"])
-    found = [row.perplexity for row in group if row.state == "finished" and row.perplexity is not None]
+    ended = [perplexity for perplexity in setting.perplexities if perplexity is not None]
     states = [row.state for row in group]
     return {
         "arm": setting.arm,
@@ -65,13 +68,28 @@ def _line(group: Sequence[Row], scale: Scale, of_lr: float | None, of_restart: s
         "of_restart": of_restart,
         "state": setting.state,
         "perplexity": setting.perplexity,
-        "sd": statistics.stdev(found) if setting.perplexity is not None and len(found) > 1 else None,
-        "min": min(found, default=None),
-        "max": max(found, default=None),
+        "sd": setting.spread,
+        "min": min(ended, default=None),
+        "max": max(ended, default=None),
         "seeds": len(group),
         **{state: states.count(state) for state in ("finished", "diverged", "missing", "failed")},
-        "by_seed": {row.values[SEED]: row for row in group},
+        "by_seed": {row.values[SEED]: _value(row) for row in group},
     }
+
+
+def _value(row: Row) -> float:
+    """Its perplexity; infinite for a run that has diverged, NaN for one that is missing."""
+    perplexity = result_of(row)
+    return perplexity if perplexity is not None else math.inf if row.state == "diverged" else math.nan
+
+
+def by_seed(lines: Iterable[Line], *names: str) -> DataFrame:
+    """Arrange the perplexities of lines by setting, under these values of it, and seed."""
+    import pandas as pd  # noqa: PLC0415 - an extra, and slow to import
+
+    by_place = {tuple(line[name] for name in names): line["by_seed"] for line in lines}
+    index = pd.MultiIndex.from_tuples(by_place, names=names)
+    return pd.DataFrame(list(by_place.values()), index=index, dtype=float)
 
 
 def public(lines: Iterable[Line]) -> list[dict[str, Any]]:
@@ -135,7 +153,10 @@ def difference(mine: Line | None, other: Line | None) -> dict[str, Any] | None:
 
     None when there is no seed for which both have finished; negative means that `mine` is better.
     """
-    gaps = [a - b for a, b in _paired(mine, other)]
+    if mine is None or other is None:
+        return None
+    pairs = [(value, other["by_seed"].get(seed, math.nan)) for seed, value in mine["by_seed"].items()]
+    gaps = [a - b for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
     if not gaps:
         return None
     return {"mean": statistics.fmean(gaps), "min": min(gaps), "max": max(gaps), "seeds": len(gaps)}
@@ -150,42 +171,30 @@ def contrast(pairs: Sequence[tuple[Line, Line | None]]) -> dict[str, Any]:
         is `better` when the restarted one is better by more than the margin, or the other alone has diverged
         (`diverged_without`), and `worse` the other way round; `diverged_both` and `missing` pairs are neither.
     """
-    per_seed: dict[Any, list[float]] = {}
-    names = ("compared", "better", "worse", "diverged_without", "diverged_with", "diverged_both", "missing")
-    counts: dict[str, int] = dict.fromkeys(names, 0)
-    for mine, other in pairs:
-        states = (mine["state"], other["state"] if other else "missing")
-        if "missing" in states:
-            counts["missing"] += 1
-        elif "diverged" in states:
-            which = "both" if states[0] == states[1] else "with" if states[0] == "diverged" else "without"
-            counts[f"diverged_{which}"] += 1
-            counts["better"] += which == "without"
-            counts["worse"] += which == "with"
-        else:
-            assert other is not None
-            ratios = {seed: b / a for seed, (a, b) in _by_seed(mine, other).items()}
-            for seed, ratio in ratios.items():
-                per_seed.setdefault(seed, []).append(ratio)
-            middle = geometric_mean(list(ratios.values())) or 1.0
-            counts["compared"] += 1
-            counts["better"] += middle > 1 + MARGIN
-            counts["worse"] += middle < 1 / (1 + MARGIN)
-    means = [math.exp(statistics.fmean(map(math.log, ratios))) for ratios in per_seed.values()]
-    mean = {"mean": statistics.fmean(means), "min": min(means), "max": max(means)} if means else None
-    return {"pairs": len(pairs), "seeds": len(means), "ratio": mean} | counts
-
-
-def _by_seed(mine: Line, other: Line) -> dict[Any, tuple[float, float]]:
+    remarks = [fate(mine["state"], other["state"] if other else "missing") for mine, other in pairs]
+    ended = [(mine, other) for (mine, other), remark in zip(pairs, remarks, strict=True) if other and not remark]
+    each, over_pairs = [], None
+    if ended:
+        restarted, others = (_numbered(side) for side in zip(*ended, strict=True))
+        gaps = np.log(others / restarted)
+        each, over_pairs = means(gaps).tolist(), Paired.over(gaps)
+    ratios = over_pairs.ratios if over_pairs else []
     return {
-        seed: (row.perplexity, other["by_seed"][seed].perplexity)
-        for seed, row in mine["by_seed"].items()
-        if row.state == "finished" and seed in other["by_seed"] and other["by_seed"][seed].state == "finished"
+        "pairs": len(pairs),
+        "seeds": len(ratios),
+        "ratio": {"mean": statistics.fmean(ratios), "min": min(ratios), "max": max(ratios)} if ratios else None,
+        "compared": len(ended),
+        "better": sum(gap > math.log(1 + MARGIN) for gap in each) + remarks.count(CONTROL),
+        "worse": sum(gap < -math.log(1 + MARGIN) for gap in each) + remarks.count(ARM),
+        "diverged_without": remarks.count(CONTROL),
+        "diverged_with": remarks.count(ARM),
+        "diverged_both": remarks.count(BOTH),
+        "missing": remarks.count(MISSING),
     }
 
 
-def _paired(mine: Line | None, other: Line | None) -> list[tuple[float, float]]:
-    return [] if mine is None or other is None else list(_by_seed(mine, other).values())
+def _numbered(lines: Sequence[Line]) -> DataFrame:
+    return by_seed([{"number": number, "by_seed": line["by_seed"]} for number, line in enumerate(lines)], "number")
 
 
 # --------------------------------------------------------------------------------------------------------------- words
@@ -229,6 +238,14 @@ def ratio_above(found: Mapping[str, Any]) -> bool | None:
     if found["ratio"] is None:
         return True if found["diverged_without"] else None
     return found["ratio"]["mean"] > 1 + MARGIN
+
+
+def change_words(found: Mapping[str, Any]) -> str:
+    """`+0.3% ± 0.2%`: a geometric mean ratio as a change, with its standard error."""
+    if found["ratio"] is None:
+        return ""
+    error = "" if found["error"] is None else f" \N{PLUS-MINUS SIGN} {found['error']:.1%}"
+    return f"{found['ratio'] - 1:+.1%}{error}"
 
 
 def perplexity_words(found: Mapping[str, Any] | None) -> str:

@@ -23,11 +23,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from twophase.judge.cells import Paired, cells_of, logs
 from twophase.recipes.paper import Scale
 from twophase.studies import _blockwise_cells as cells
 from twophase.studies._blockwise_cells import ALL, FREE, MEAN, NEVER, ONE, ORACLE, ROUNDS, SHUFFLED, Place
 from twophase.studies._blockwise_figure import draw
-from twophase.studies._lm import tally
+from twophase.studies._lm import change_words, tally
 from twophase.studies.study import Result
 from twophase.sweep.grid import Sweep
 from twophase.sweep.table import SEED, Row, format_table, readable
@@ -129,16 +132,15 @@ def _periods(row: Row) -> tuple[str, ...]:
 def _arm(rows: Sequence[Row]) -> dict[str, Any]:
     """The rows of an arm: its periods, and by seed the mean log perplexity over its draws."""
     periods = list(dict.fromkeys(_periods(row) for row in rows))
-    logs: dict[Any, list[float]] = {}
-    for row in rows:
-        if row.state == "finished" and row.perplexity is not None:
-            logs.setdefault(row.values[SEED], []).append(math.log(row.perplexity))
-    whole = {seed: statistics.fmean(found) for seed, found in logs.items() if len(found) == len(periods)}
+    whole = logs(cells_of(rows), ["sync.restart"]) if rows else None
     states = {row.state for row in rows} - {"finished"}
-    seeds = {row.values[SEED] for row in rows}
-    perplexity = math.exp(statistics.fmean(whole.values())) if whole and len(whole) == len(seeds) else None
+    by_seed = {}
+    if whole is not None and len(whole) == len(periods):
+        by_seed = {seed: statistics.fmean(whole[seed]) for seed in whole if np.isfinite(whole[seed]).all()}
+    every = {row.values[SEED] for row in rows}
+    perplexity = math.exp(statistics.fmean(by_seed.values())) if by_seed and len(by_seed) == len(every) else None
     state = next(iter(sorted(states)), "finished" if rows else "missing")
-    return {"periods": periods, "state": state, "perplexity": perplexity, "logs": whole}
+    return {"periods": periods, "state": state, "perplexity": perplexity, "logs": by_seed}
 
 
 def _change(mine: Mapping[str, Any], other: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -146,16 +148,9 @@ def _change(mine: Mapping[str, Any], other: Mapping[str, Any] | None) -> dict[st
     both = mine["logs"].keys() & other["logs"].keys() if other is not None else set()
     if other is None or mine["perplexity"] is None or other["perplexity"] is None or not both:
         return dict.fromkeys(("ratio", "error", "low", "high")) | {"ratios": []}
-    gaps = [mine["logs"][seed] - other["logs"][seed] for seed in sorted(both)]
-    log = statistics.fmean(gaps)
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None
-    return {
-        "ratio": math.exp(log),
-        "error": error,
-        "low": None if error is None else math.exp(log - CLEAR * error),
-        "high": None if error is None else math.exp(log + CLEAR * error),
-        "ratios": [math.exp(gap) for gap in gaps],
-    }
+    pairs = Paired(tuple(mine["logs"][seed] - other["logs"][seed] for seed in sorted(both)))
+    low, high = (None if end is None else math.exp(end) for end in pairs.ends(CLEAR))
+    return {"ratio": pairs.ratio, "error": pairs.error, "low": low, "high": high, "ratios": pairs.ratios}
 
 
 def _order(alike: Mapping[str, Mapping[str, Any]], found: Mapping[str, Any] | None) -> float | None:
@@ -227,8 +222,8 @@ def _body(found: Mapping[str, Any]) -> list[list[Any]]:
         for number, (arm, one) in enumerate(facts["arms"].items()):
             chosen = " (chosen)" if arm == f"{ONE}: {facts['chosen']}" else ""
             each = " / ".join(",".join("-" if p == NEVER else p for p in periods) for periods in one["periods"])
-            word = readable(one["perplexity"]) or one["state"]
-            body.append([name if number == 0 else "", arm + chosen, "" if arm == FREE else each, word, _percent(one)])
+            words = [readable(one["perplexity"]) or one["state"], change_words(one)]
+            body.append([name if number == 0 else "", arm + chosen, "" if arm == FREE else each, *words])
     return body
 
 
@@ -244,13 +239,6 @@ def _sigma_body(found: Mapping[str, Any], blocks: Sequence[str]) -> list[list[An
     return body
 
 
-def _percent(found: Mapping[str, Any]) -> str:
-    if found["ratio"] is None:
-        return ""
-    error = "" if found["error"] is None else f" \N{PLUS-MINUS SIGN} {found['error']:.1%}"
-    return f"{found['ratio'] - 1:+.1%}{error}"
-
-
 def _claim(claim: str, found: Mapping[str, Mapping[str, Any] | None]) -> str:
     held = {name: None if one is None else better(one) for name, one in found.items()}
-    return tally(claim, held, {name: "" if one is None else _percent(one) for name, one in found.items()})
+    return tally(claim, held, {name: "" if one is None else change_words(one) for name, one in found.items()})

@@ -21,14 +21,28 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import combinations
+from itertools import product as product_of
 from typing import Any
 
+import numpy as np
 from scipy.special import stdtr
 
 from twophase.diloco.codec import BLOCK, packet_bytes
 from twophase.diloco.transfer import WIRES
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, states
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
-from twophase.studies._lm import SHORT_KINDS, Line, lines_of, one, perplexity_words, pick, public, tally
+from twophase.studies._lm import (
+    SHORT_KINDS,
+    Line,
+    by_seed,
+    change_words,
+    lines_of,
+    perplexity_words,
+    pick,
+    public,
+    tally,
+)
 from twophase.studies._wires_figure import draw
 from twophase.studies.study import Result
 from twophase.sweep.grid import Axis, Cell, Sweep, product
@@ -44,6 +58,7 @@ FORM, LR = "sum", 0.7
 MOMENTA = (0.5, 0.9)
 """One at which the demo works, and DiLoCo's usual one, at which it needs restarts."""
 RESTARTS = ("never", str(PERIOD))
+_PLACE = ("rule", "momentum", "restart")
 PROCESSES = 2
 """What is sent is counted for one replica a process."""
 CLEAR = 2.0
@@ -89,33 +104,28 @@ def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
 
 def table(rows: Sequence[Row], scale: Scale) -> Result:
     """Every setting with its change against float32 by seed, and by place, restart and wire what that comes to."""
-    lines = lines_of(rows, scale)
+    lines, wire_of = lines_of(rows, scale), {row.arm: row.values["sync.wire"] for row in rows}
     for line in lines:
-        line["wire"] = next(iter(line["by_seed"].values())).values["sync.wire"]
+        line["wire"] = wire_of[line["arm"]]
     kinds, momenta = list(RULES), sorted({line["momentum"] for line in lines})
-    at = {
-        _place(kind, momentum, restart): (kind, momentum, restart)
-        for kind in kinds
-        for momentum in momenta
-        for restart in RESTARTS
-    }
-    places = {name: _facts(lines, *place) for name, place in at.items()}
-    gains = {
-        f"{SHORT_KINDS[kind]} {momentum:g}": _gain_facts(lines, kind, momentum)
-        for kind in kinds
-        for momentum in momenta
-    }
+    at = list(product_of(kinds, momenta, RESTARTS))
+    every = np.log(by_seed(lines, "wire", *_PLACE))
+    logs = {wire: every[every.index.get_level_values("wire") == wire].droplevel("wire").reindex(at) for wire in WIRES}
+    exact = {tuple(line[name] for name in _PLACE): line for line in pick(lines, wire=EXACT)}
     sent = {wire: sent_bytes(wire, _parameters(scale.base)) for wire in WIRES}
     numbers = {
-        "places": places,
-        "all_places": _all_facts(lines, list(at.values())),
-        "restart_gain": gains,
-        "typical": _typical(lines, list(at.values())),
+        "places": {_place(*place): _facts(logs, place, exact.get(place)) for place in at},
+        "all_places": _all_facts(logs),
+        "restart_gain": {
+            f"{SHORT_KINDS[kind]} {momentum:g}": _gain_facts(logs, kind, momentum)
+            for kind, momentum in product_of(kinds, momenta)
+        },
+        "typical": _typical(logs),
         "bytes_a_round": sent,
         "bytes_over_float32": {wire: sent[wire] / sent[EXACT] for wire in WIRES},
     }
     for line in lines:
-        _add_changes(line, _alike(lines, line), sent)
+        _add_changes(line, logs, sent)
     settings = {
         "form": FORM, "lr": LR, "momenta": momenta, "restarts": RESTARTS, "inner_steps": scale.short,
         "rounds": scale.rounds(scale.short), "seeds": scale.seeds, "clear": CLEAR,
@@ -139,115 +149,93 @@ def _place(kind: str, momentum: float, restart: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------- comparisons
 
-Pairs = dict[Any, float] | str
-"""Difference of log perplexities by seed; or the word for why there is none: `diverged`, `missing`, ..."""
+_REASONS = {ARM: "diverged", CONTROL: "the other diverged", BOTH: BOTH, MISSING: MISSING}
 
 
-def _logs(line: Line | None) -> dict[Any, float] | str:
-    """Log perplexity by seed, or a setting's state when not all its seeds have finished."""
-    if line is None or line["state"] != "finished":
-        return "missing" if line is None else line["state"]
-    return {seed: math.log(row.perplexity) for seed, row in line["by_seed"].items()}
-
-
-def _minus(mine: Pairs, other: Pairs) -> Pairs:
-    if isinstance(mine, str) or isinstance(other, str):
-        words = {word for word in (mine, other) if isinstance(word, str)}
-        if "missing" in words:
-            return "missing"
-        both = isinstance(mine, str) and isinstance(other, str)
-        return "both diverged" if both else "diverged" if isinstance(mine, str) else "the other diverged"
-    return {seed: mine[seed] - other[seed] for seed in mine}
-
-
-def _pairs(lines: Sequence[Line], wire: str, kind: str, momentum: float, restart: str) -> Pairs:
-    """A wire against float32 in one place."""
-    here = pick(lines, rule=kind, momentum=momentum, restart=restart)
-    return _minus(_logs(one(here, wire=wire)), _logs(one(here, wire=EXACT)))
-
-
-def _alike(lines: Sequence[Line], line: Line) -> Pairs:
-    return _pairs(lines, line["wire"], line["rule"], line["momentum"], line["restart"])
-
-
-def _change(several: Sequence[Pairs]) -> dict[str, Any]:
-    """What paired differences of log perplexities come to: for each seed the mean over the places, then over the seeds.
+def _change(arm: DataFrame, control: DataFrame) -> dict[str, Any]:
+    """Summarize paired differences of log perplexities: for each seed the mean over the places, then over the seeds.
 
     Returns:
         `ratio` the geometric mean ratio of perplexities, `log` its logarithm, `error` the standard error of that over
         the seeds, `low` and `high` the ends of `CLEAR` of these either way, `rms` the root mean square of single pairs.
         Places that cannot be compared are in `without`, by reason, and in no number.
     """
-    known = [pairs for pairs in several if not isinstance(pairs, str)]
-    reasons = [pairs for pairs in several if isinstance(pairs, str)]
-    found: dict[str, Any] = {"places": len(known), "without": {reason: reasons.count(reason) for reason in reasons}}
-    if not known:
+    remarks = [fate(mine, other) for mine, other in zip(states(arm), states(control), strict=True)]
+    reasons = [_REASONS[remark] for remark in remarks if remark]
+    found: dict[str, Any] = {"places": remarks.count("")}
+    found["without"] = {reason: reasons.count(reason) for reason in reasons}
+    if not found["places"]:
         return found | dict.fromkeys(("ratio", "log", "error", "low", "high", "rms"))
-    means = [statistics.fmean(pairs[seed] for pairs in known) for seed in known[0]]
-    log = statistics.fmean(means)
-    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    gaps = (arm - control)[[not remark for remark in remarks]]
+    pairs = Paired.over(gaps)
+    low, high = pairs.ends(CLEAR)
+    rms = math.sqrt(statistics.fmean((gaps**2).to_numpy().ravel()))
     return found | {
-        "ratio": math.exp(log),
-        "log": log,
-        "error": error,
-        "low": None if error is None else log - CLEAR * error,
-        "high": None if error is None else log + CLEAR * error,
-        "rms": math.sqrt(statistics.fmean(gap**2 for pairs in known for gap in pairs.values())),
-    }
+        "ratio": pairs.ratio, "log": pairs.mean, "error": pairs.error, "low": low, "high": high, "rms": rms,
+    }  # fmt: skip
 
 
-def _facts(lines: Sequence[Line], kind: str, momentum: float, restart: str) -> dict[str, Any]:
+def _judged(arm: DataFrame, control: DataFrame, spread: float | None) -> dict[str, Any]:
+    change = _change(arm, control)
+    return change | {"verdict": verdict(change, spread)}
+
+
+def _facts(logs: Mapping[str, DataFrame], place: tuple[str, float, str], line: Line | None) -> dict[str, Any]:
     """One place: float32, what its seeds alone change, and each lossy wire against it."""
-    exact = one(lines, rule=kind, momentum=momentum, restart=restart, wire=EXACT)
-    logs = _logs(exact)
-    spread = None if isinstance(logs, str) or len(logs) < 2 else statistics.stdev(logs.values())
-    changes = {wire: _change([_pairs(lines, wire, kind, momentum, restart)]) for wire in LOSSY}
+    here = {wire: every.loc[[place]] for wire, every in logs.items()}
+    spread = _spread(here[EXACT])
     return {
-        "rule": kind,
-        "momentum": momentum,
-        "restart": restart,
-        "perplexity": None if exact is None else exact["perplexity"],
-        "state": "missing" if exact is None else exact["state"],
+        **dict(zip(("rule", "momentum", "restart"), place, strict=True)),
+        "perplexity": None if line is None else line["perplexity"],
+        "state": "missing" if line is None else line["state"],
         "spread": spread,
-        "change": {wire: found | {"verdict": verdict(found, spread)} for wire, found in changes.items()},
+        "change": {wire: _judged(here[wire], here[EXACT], spread) for wire in LOSSY},
     }
 
 
-def _all_facts(lines: Sequence[Line], at: Sequence[tuple[str, float, str]]) -> dict[str, Any]:
+def _spread(logs: DataFrame) -> float | None:
+    """The seeds' own spread: standard deviation of the mean over the places that have finished on every seed."""
+    ended = logs[[state == "finished" for state in states(logs)]]
+    error = Paired.over(ended).error if len(ended) else None
+    return None if error is None else error * math.sqrt(len(logs.columns))
+
+
+def _all_facts(logs: Mapping[str, DataFrame]) -> dict[str, Any]:
     """The same for the mean over the places, where the noise of single runs is smallest."""
-    exact = [_logs(one(pick(lines, wire=EXACT), rule=kind, momentum=m, restart=restart)) for kind, m, restart in at]
-    error = _change(exact)["error"]
-    spread = None if error is None else error * math.sqrt(len(lines[0]["by_seed"]))
-    changes = {wire: _change([_pairs(lines, wire, *place) for place in at]) for wire in LOSSY}
-    judged = {wire: found | {"verdict": verdict(found, spread)} for wire, found in changes.items()}
-    return {"spread": spread, "change": judged}
+    spread = _spread(logs[EXACT])
+    return {"spread": spread, "change": {wire: _judged(logs[wire], logs[EXACT], spread) for wire in LOSSY}}
 
 
-def _gain_facts(lines: Sequence[Line], kind: str, momentum: float) -> dict[str, Any]:
+def _gain_facts(logs: Mapping[str, DataFrame], kind: str, momentum: float) -> dict[str, Any]:
     """What a restart gains on each wire (never over K), and how that differs from float32's, seed by seed."""
-    gains: dict[str, Pairs] = {}
-    for wire in WIRES:
-        never, restarted = (
-            _logs(one(lines, rule=kind, momentum=momentum, restart=restart, wire=wire)) for restart in RESTARTS
-        )
-        gains[wire] = _minus(never, restarted)
-    exact = gains[EXACT]
-    spread = None if isinstance(exact, str) or len(exact) < 2 else statistics.stdev(exact.values())
-    shifts = {wire: _change([_minus(gains[wire], exact)]) for wire in LOSSY}
+    sides = {
+        wire: [every.xs((kind, momentum, restart), drop_level=False).droplevel("restart") for restart in RESTARTS]
+        for wire, every in logs.items()
+    }
+    gains = {wire: _minus(*both) for wire, both in sides.items()}
+    spread = _spread(gains[EXACT])
     return {
-        "gain": {wire: _change([pairs]) for wire, pairs in gains.items()},
+        "gain": {wire: _change(*both) for wire, both in sides.items()},
         "spread": spread,
-        "shift": {wire: found | {"verdict": verdict(found, spread)} for wire, found in shifts.items()},
+        "shift": {wire: _judged(gains[wire], gains[EXACT], spread) for wire in LOSSY},
     }
 
 
-def _typical(lines: Sequence[Line], at: Sequence[tuple[str, float, str]]) -> dict[str, float | None]:
+def _minus(arm: DataFrame, control: DataFrame) -> DataFrame:
+    """Subtract settings, as a table of logarithms: inf where one has diverged, NaN where one is missing."""
+    gaps = arm - control
+    for place, mine, other in zip(gaps.index, states(arm), states(control), strict=True):
+        remark = fate(mine, other)
+        if remark:
+            gaps.loc[place] = math.nan if remark == MISSING else math.inf
+    return gaps
+
+
+def _typical(logs: Mapping[str, DataFrame]) -> dict[str, float | None]:
     """Root mean square change of log perplexity: another wire and the same seed; another seed and float32."""
-    found: dict[str, float | None] = {
-        wire: _change([_pairs(lines, wire, *place) for place in at])["rms"] for wire in LOSSY
-    }
-    several = [list(logs.values()) for line in pick(lines, wire=EXACT) if not isinstance(logs := _logs(line), str)]
-    squares = [(a - b) ** 2 for logs in several for number, a in enumerate(logs) for b in logs[:number]]
+    found = {wire: _change(logs[wire], logs[EXACT])["rms"] for wire in LOSSY}
+    ended = [line for line in logs[EXACT].to_numpy().tolist() if all(map(math.isfinite, line))]
+    squares = [(a - b) ** 2 for line in ended for a, b in combinations(line, 2)]
     return found | {"another seed": math.sqrt(statistics.fmean(squares)) if squares else None}
 
 
@@ -269,15 +257,17 @@ def verdict(change: Mapping[str, Any], spread: float | None) -> str:
     return ("higher" if change["log"] > 0 else "lower") + ("" if large else ", by less than a seed")
 
 
-def _add_changes(line: Line, pairs: Pairs, sent: Mapping[str, int]) -> None:
-    """What the figure shows of a setting, as columns."""
-    found = _change([pairs])
+def _add_changes(line: Line, logs: Mapping[str, DataFrame], sent: Mapping[str, int]) -> None:
+    """Add what the figure shows of a setting, as columns."""
+    place = tuple(line[name] for name in _PLACE)
+    mine, exact = logs[line["wire"]].loc[[place]], logs[EXACT].loc[[place]]
+    found, lossy = _change(mine, exact), line["wire"] != EXACT
     line["bytes_a_round"] = sent[line["wire"]]
-    lossy = line["wire"] != EXACT
     for name in ("ratio", "error", "low", "high"):
         line[f"float32_{name}"] = found[name] if lossy else None
+    gaps = (mine - exact).iloc[0]
     for seed in line["by_seed"]:
-        line[f"float32_log_seed{seed}"] = None if isinstance(pairs, str) or not lossy else pairs[seed]
+        line[f"float32_log_seed{seed}"] = gaps[seed] if lossy and found["places"] else None
 
 
 # ------------------------------------------------------------------------------------------------------------- answer
@@ -330,16 +320,8 @@ def _seeds_words(seeds: int) -> str:
 
 def _table_line(name: str, facts: Mapping[str, Any]) -> list[Any]:
     spread = "" if facts["spread"] is None else f"{facts['spread']:.1%}"
-    changes = [word for found in facts["change"].values() for word in (_percent(found), found["verdict"])]
+    changes = [word for found in facts["change"].values() for word in (change_words(found), found["verdict"])]
     return [name, perplexity_words(facts), spread, *changes]
-
-
-def _percent(found: Mapping[str, Any]) -> str:
-    """`+0.3% ± 0.2%`: a geometric mean ratio as a change, with its standard error."""
-    if found["ratio"] is None:
-        return ""
-    error = "" if found["error"] is None else f" \N{PLUS-MINUS SIGN} {found['error']:.1%}"
-    return f"{found['ratio'] - 1:+.1%}{error}"
 
 
 def _claim(claim: str, found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -347,7 +329,7 @@ def _claim(claim: str, found: Mapping[str, Mapping[str, Any]]) -> str:
     unknown = ("open", "missing", "both diverged", "the other diverged", ONE_SEED)
     held = {name: None if facts["verdict"] in unknown else facts["verdict"] == NOISE for name, facts in found.items()}
     detail = {
-        name: " ".join(word for word in (_percent(facts), "" if held[name] else facts["verdict"]) if word)
+        name: " ".join(word for word in (change_words(facts), "" if held[name] else facts["verdict"]) if word)
         for name, facts in found.items()
     }
     return tally(claim, held, detail)
