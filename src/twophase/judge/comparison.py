@@ -26,18 +26,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from twophase.judge.difference import (
-    ARM,
-    BOTH,
-    CONTROL,
-    MISSING,
-    SAME,
-    Difference,
-    Remark,
-    SeedDifference,
-    summary,
-)
-from twophase.sweep.table import Setting
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, SAME, Remark, fate
+from twophase.judge.difference import Difference, SeedDifference, summary
+from twophase.sweep.table import Setting, State
 
 Matching = Literal["paired", "same place", ""]
 HELD_OUT_SEEDS = 3
@@ -93,7 +84,7 @@ class Comparison:
 class _Run(NamedTuple):
     """One seed of a setting."""
 
-    state: str
+    state: State
     perplexity: float | None
     canonical: str
 
@@ -175,16 +166,18 @@ def _between(ours: _Run, theirs: _Run, seed: Any) -> SeedDifference:
         if ours.canonical == theirs.canonical:
             return SeedDifference(seed, 0.0, SAME)
         return SeedDifference(seed, math.log(theirs.perplexity) - math.log(ours.perplexity))
-    return SeedDifference(seed, None, _fate([ours], [theirs]))
+    return SeedDifference(seed, None, fate(ours.state, theirs.state))
 
 
 def _fate(ours: Sequence[_Run], theirs: Sequence[_Run]) -> Remark:
-    """What keeps some runs of an arm and of a control from being compared; empty when nothing does."""
-    states = [{run.state for run in runs} for runs in (ours, theirs)]
-    if MISSING in states[0] | states[1]:
-        return MISSING
-    diverged = ["diverged" in side for side in states]
-    return BOTH if all(diverged) else ARM if diverged[0] else CONTROL if diverged[1] else ""
+    """Say what keeps some runs of an arm and of a control from being compared; empty when nothing does."""
+    return fate(_worst(ours), _worst(theirs))
+
+
+def _worst(runs: Sequence[_Run]) -> State:
+    """A missing run makes a setting incomparable even where another one has diverged."""
+    states = {run.state for run in runs}
+    return "missing" if "missing" in states else "diverged" if "diverged" in states else "finished"
 
 
 def _tuned(arm: Sequence[Setting], control: Sequence[Setting], seeds: Sequence[Any]) -> Difference:

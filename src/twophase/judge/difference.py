@@ -13,14 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from twophase.judge.bootstrap import Interval, percentile_interval, t_interval
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, SAME, Remark
 
 Measure = Literal["tuned best", "held out", "cells", "area"]
-Remark = Literal["", "same run", "arm diverged", "control diverged", "both diverged", "missing"]
-SAME: Remark = "same run"
-ARM: Remark = "arm diverged"
-CONTROL: Remark = "control diverged"
-BOTH: Remark = "both diverged"
-MISSING: Remark = "missing"
 
 
 @dataclass(frozen=True, slots=True)
