@@ -23,7 +23,7 @@ from twophase.sweep.table import result as result_of
 
 DataFrame: TypeAlias = Any
 Series: TypeAlias = Any
-"""Those of pandas, whose stubs do not say what indexing or NumPy's functions make of them."""
+"""The types of pandas as Any: its stubs do not say what indexing or NumPy's functions return."""
 LOG = "log"
 """Column of the natural logarithm of a cell's perplexity."""
 Remark = Literal["", "same run", "arm diverged", "control diverged", "both diverged", "missing"]

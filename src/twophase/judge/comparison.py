@@ -109,13 +109,17 @@ def compare(
         bests: for each seed, the lowest perplexity of all arms.
         within: the relative distances x of the areas.
     """
-    seeds = ordered({seed for one in arm for seed in one.seeds} & {seed for one in control for seed in one.seeds})
+    seeds = ordered(
+        {seed for setting in arm for seed in setting.seeds} & {seed for setting in control for seed in setting.seeds}
+    )
     differences = [_tuned(arm, control, seeds), _held_out(arm, control, seeds)]
     matching, pairs = _matched(arm, control, controlled, seeds)
     alone = [len(side) - len({id(pair[i]) for pair in pairs}) for i, side in enumerate((arm, control))]
     # Pairs of the same runs in several places are one comparison.
     pairs = list(
-        {tuple(_run(one, s).canonical or one.runs for one in pair for s in seeds): pair for pair in pairs}.values()
+        {
+            tuple(_run(setting, s).canonical or setting.runs for setting in pair for s in seeds): pair for pair in pairs
+        }.values()
     )
     kinds = [_kind(pair, seeds) for pair in pairs]
     counts = [kinds.count(kind) for kind in (SAME, ARM, CONTROL, BOTH, MISSING)]
@@ -123,27 +127,31 @@ def compare(
     if pairs:
         # When all are the same runs, they stay: that the difference is exactly 0 is then what there is to say.
         wanted = {SAME} if set(kinds) == {SAME} else {"", ARM, CONTROL, BOTH}
-        known = [pair for pair, kind in zip(pairs, kinds, strict=True) if kind in wanted]
+        present = [pair for pair, kind in zip(pairs, kinds, strict=True) if kind in wanted]
         finished = [pair for pair, kind in zip(pairs, kinds, strict=True) if kind in wanted & {"", SAME}]
         differences.append(_over_cells(finished, seeds, _cells_note(cells)))
-        differences += [_area(known, seeds, bests, x) for x in within]
+        differences += [_area(present, seeds, bests, x) for x in within]
     return Comparison(arm[0].arm, control[0].arm, tuple(seeds), cells, tuple(differences))
 
 
-def best_setting(found: Sequence[Setting]) -> Setting | None:
+def best_setting(settings: Sequence[Setting]) -> Setting | None:
     """The finished setting with the lowest mean perplexity; the first of equals; None when nothing has finished."""
-    return min((one for one in found if one.perplexity is not None), key=lambda one: one.perplexity or 0, default=None)
+    return min(
+        (setting for setting in settings if setting.perplexity is not None),
+        key=lambda setting: setting.perplexity or 0,
+        default=None,
+    )
 
 
-def held_out_perplexity(found: Sequence[Setting], seeds: Sequence[Any]) -> float | None:
+def held_out_perplexity(settings: Sequence[Setting], seeds: Sequence[Any]) -> float | None:
     """The mean over seeds of the perplexity on a seed at the setting that is best on the other ones.
 
     Unlike the perplexity of the best setting it is not flattered by having chosen it. None for fewer than
     `HELD_OUT_SEEDS` seeds, and when a run that it needs has diverged or is missing.
     """
-    values = [_judged(found, seed, seeds)[1].perplexity for seed in seeds]
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if len(known) == len(seeds) >= HELD_OUT_SEEDS else None
+    values = [_judged(settings, seed, seeds)[1].perplexity for seed in seeds]
+    ended = [value for value in values if value is not None]
+    return math.fsum(ended) / len(ended) if len(ended) == len(seeds) >= HELD_OUT_SEEDS else None
 
 
 def ordered(seeds: Collection[Any]) -> list[Any]:
@@ -160,18 +168,18 @@ def _run(setting: Setting, seed: Any) -> _Run:
     return _Run(setting.states[index], setting.perplexities[index], setting.canonical[index])
 
 
-def _between(ours: _Run, theirs: _Run, seed: Any) -> SeedDifference:
+def _between(mine: _Run, other: _Run, seed: Any) -> SeedDifference:
     """The log ratio log p_control - log p_arm on one seed."""
-    if ours.perplexity is not None and theirs.perplexity is not None:
-        if ours.canonical == theirs.canonical:
+    if mine.perplexity is not None and other.perplexity is not None:
+        if mine.canonical == other.canonical:
             return SeedDifference(seed, 0.0, SAME)
-        return SeedDifference(seed, math.log(theirs.perplexity) - math.log(ours.perplexity))
-    return SeedDifference(seed, None, fate(ours.state, theirs.state))
+        return SeedDifference(seed, math.log(other.perplexity) - math.log(mine.perplexity))
+    return SeedDifference(seed, None, fate(mine.state, other.state))
 
 
-def _fate(ours: Sequence[_Run], theirs: Sequence[_Run]) -> Remark:
+def _fate(mine: Sequence[_Run], other: Sequence[_Run]) -> Remark:
     """Say what keeps some runs of an arm and of a control from being compared; empty when nothing does."""
-    return fate(_worst(ours), _worst(theirs))
+    return fate(_worst(mine), _worst(other))
 
 
 def _worst(runs: Sequence[_Run]) -> State:
@@ -183,7 +191,7 @@ def _worst(runs: Sequence[_Run]) -> State:
 def _tuned(arm: Sequence[Setting], control: Sequence[Setting], seeds: Sequence[Any]) -> Difference:
     best, other = best_setting(arm), best_setting(control)
     if best is None or other is None:
-        empty = [name for name, one in (("the arm", best), ("the control", other)) if one is None]
+        empty = [name for name, chosen in (("the arm", best), ("the control", other)) if chosen is None]
         return summary("tuned best", [], f"nothing finished in {' and '.join(empty)}")
     if not seeds:
         return summary("tuned best", [], "no seed in common")
@@ -195,28 +203,28 @@ def _held_out(arm: Sequence[Setting], control: Sequence[Setting], seeds: Sequenc
         have = f"{len(seeds)} in common" if seeds else "none in common"
         return summary("held out", [], f"needs {HELD_OUT_SEEDS} seeds, {have}")
     sides = ((arm, best_setting(arm)), (control, best_setting(control)))
-    found, others = [], 0
+    differences, others = [], 0
     for seed in seeds:
-        (ours, our_run), (theirs, their_run) = (_judged(side, seed, seeds) for side, _ in sides)
-        found.append(_between(our_run, their_run, seed))
-        others += ours is not sides[0][1] or theirs is not sides[1][1]
+        (mine, our_run), (other, their_run) = (_judged(side, seed, seeds) for side, _ in sides)
+        differences.append(_between(our_run, their_run, seed))
+        others += mine is not sides[0][1] or other is not sides[1][1]
     note = (
         f"other settings than tuned best in {others} of {len(seeds)} seeds" if others else "the settings of tuned best"
     )
-    return summary("held out", found, note if all(best for _, best in sides) else "")
+    return summary("held out", differences, note if all(best for _, best in sides) else "")
 
 
-def _judged(found: Sequence[Setting], held_out: Any, seeds: Sequence[Any]) -> tuple[Setting | None, _Run]:
+def _judged(settings: Sequence[Setting], held_out: Any, seeds: Sequence[Any]) -> tuple[Setting | None, _Run]:
     """The setting that is best on the other seeds, among those that finished on all of them, and its held-out run.
 
     When every setting diverged on the other seeds there is nothing to choose, and the arm counts as diverged.
     """
     best, lowest, fate = None, math.inf, _DIVERGED
-    for setting in found:
+    for setting in settings:
         runs = [_run(setting, seed) for seed in seeds if seed != held_out]
-        known = [run.perplexity for run in runs if run.perplexity is not None]
-        if len(known) == len(runs) and math.fsum(known) < lowest:
-            best, lowest = setting, math.fsum(known)
+        ended = [run.perplexity for run in runs if run.perplexity is not None]
+        if len(ended) == len(runs) and math.fsum(ended) < lowest:
+            best, lowest = setting, math.fsum(ended)
         elif all(run.state != "diverged" for run in runs):
             fate = _NO_RUN
     return best, fate if best is None else _run(best, held_out)
@@ -230,53 +238,54 @@ def _matched(
         return "", []
     if controlled:
         matching: Matching = "paired"
-        targets = [{of for run in one.runs for of in controlled.get(run, ())} for one in control]
+        targets = [{of for run in setting.runs for of in controlled.get(run, ())} for setting in control]
         pairs = [(a, c) for c, of in zip(control, targets, strict=True) for a in arm if of.intersection(a.runs)]
     else:
         matching = "same place"
         axes = [path for path in arm[0].values if any(_varies(path, side) for side in (arm, control))]
-        there = {tuple(one.values.get(path) for path in axes): one for one in control}
-        places = [tuple(one.values.get(path) for path in axes) for one in arm]
-        pairs = [(one, there[place]) for one, place in zip(arm, places, strict=True) if place in there]
+        there = {tuple(setting.values.get(path) for path in axes): setting for setting in control}
+        places = [tuple(setting.values.get(path) for path in axes) for setting in arm]
+        pairs = [(setting, there[place]) for setting, place in zip(arm, places, strict=True) if place in there]
     return (matching if pairs else ""), pairs
 
 
 def _varies(path: str, side: Sequence[Setting]) -> bool:
-    return any(one.values.get(path) != side[0].values.get(path) for one in side)
+    return any(setting.values.get(path) != side[0].values.get(path) for setting in side)
 
 
 def _kind(pair: _Pair, seeds: Sequence[Any]) -> Remark:
     """Whether a pair of cells can be compared on all seeds, and if not why."""
-    ours, theirs = ([_run(one, seed) for seed in seeds] for one in pair)
-    if all(a.canonical == c.canonical != "" for a, c in zip(ours, theirs, strict=True)):
+    mine, other = ([_run(setting, seed) for seed in seeds] for setting in pair)
+    if all(a.canonical == c.canonical != "" for a, c in zip(mine, other, strict=True)):
         return SAME
-    return _fate(ours, theirs)
+    return _fate(mine, other)
 
 
 def _over_cells(pairs: Sequence[_Pair], seeds: Sequence[Any], note: str) -> Difference:
-    found = []
+    differences = []
     for seed in seeds if pairs else ():
-        each = [_between(_run(a, seed), _run(c, seed), seed) for a, c in pairs]
-        values = [one.value for one in each if one.value is not None]
+        pair_differences = [_between(_run(a, seed), _run(c, seed), seed) for a, c in pairs]
+        values = [each_pair.value for each_pair in pair_differences if each_pair.value is not None]
         mean = math.fsum(values) / len(values) if values else None
-        remarks = {one.remark for one in each}
-        found.append(SeedDifference(seed, mean, each[0].remark if len(remarks) == 1 else ""))
-    return summary("cells", found, note)
+        remarks = {each_pair.remark for each_pair in pair_differences}
+        differences.append(SeedDifference(seed, mean, pair_differences[0].remark if len(remarks) == 1 else ""))
+    return summary("cells", differences, note)
 
 
 def _area(pairs: Sequence[_Pair], seeds: Sequence[Any], bests: Mapping[Any, float], within: float) -> Difference:
-    found = []
+    differences = []
     for seed in seeds if pairs else ():
         if seed not in bests:
-            found.append(SeedDifference(seed, None, BOTH))  # nothing has finished, so that nothing is near the best
+            # Nothing has finished, so that nothing is near the best.
+            differences.append(SeedDifference(seed, None, BOTH))
             continue
         bound = bests[seed] * (1 + within)
         runs = [(_run(a, seed), _run(c, seed)) for a, c in pairs]
-        ours, theirs = (sum((run[side].perplexity or math.inf) <= bound for run in runs) for side in (0, 1))
+        mine, other = (sum((run[side].perplexity or math.inf) <= bound for run in runs) for side in (0, 1))
         same = all(a.canonical == c.canonical for a, c in runs)
-        found.append(SeedDifference(seed, (ours - theirs) / len(pairs), SAME if same else ""))
+        differences.append(SeedDifference(seed, (mine - other) / len(pairs), SAME if same else ""))
     many = "1 cell" if len(pairs) == 1 else f"{len(pairs)} cells"
-    return summary("area", found, many if pairs else "no cell is there in both", within)
+    return summary("area", differences, many if pairs else "no cell is there in both", within)
 
 
 def _cells_note(cells: Cells) -> str:

@@ -73,18 +73,18 @@ class Difference:
 
 
 def summary(
-    measure: Measure, found: Sequence[SeedDifference], note: str = "", within: float | None = None
+    measure: Measure, differences: Sequence[SeedDifference], note: str = "", within: float | None = None
 ) -> Difference:
     """What some differences, one a seed, come to.
 
     Args:
         measure: what is compared.
-        found: one a seed, in any order; empty when nothing can be compared.
+        differences: one a seed, in any order; empty when nothing can be compared.
         note: words that stand before those on the seeds.
         within: x of an area.
     """
-    remarks: list[Remark] = [one.remark for one in found]
-    values = [one.value for one in found if one.value is not None]
+    remarks: list[Remark] = [difference.remark for difference in differences]
+    values = [difference.value for difference in differences if difference.value is not None]
     better = sum(value > 0 for value in values) + remarks.count(CONTROL)
     worse = sum(value < 0 for value in values) + remarks.count(ARM)
     whole = bool(values) and ARM not in remarks and CONTROL not in remarks
@@ -95,7 +95,7 @@ def summary(
     return Difference(
         measure,
         within,
-        tuple(found),
+        tuple(differences),
         better,
         worse,
         sum(value == 0 for value in values),

@@ -114,9 +114,9 @@ def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Col
     distances = tuple(dict.fromkeys(float(x) for x in within))
     if not distances or not all(0 <= x < math.inf for x in distances):
         raise UsageError(f"--within {list(within)}: give distances >= 0, relative, such as 0.05 for 5 %")
-    found = settings(rows)
+    every = settings(rows)
     arms: dict[str, list[Setting]] = {}
-    for setting in found:
+    for setting in every:
         arms.setdefault(setting.arm, []).append(setting)
     unknown = [name for name in controls if name not in arms]
     if unknown:
@@ -124,8 +124,8 @@ def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Col
         raise UsageError(f"--controls {unknown[0]!r}: there is no such arm; the arms are: {names}")
     links = _links(rows)
     why = {arm: _why_control(arm, group, links, controls) for arm, group in arms.items()}
-    best = best_setting(found)
-    bests = _bests(found)
+    best = best_setting(every)
+    bests = _bests(every)
     comparisons = tuple(
         compare(arms[arm], arms[control], links.get(control, {}), bests, distances)
         for control in arms
@@ -140,13 +140,13 @@ def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
     """The rows with some values; a number is equal however it is written."""
     chosen = list(rows)
     for path, text in where.items():
-        known = list(dict.fromkeys(row.values[path] for row in rows if path in row.values))
-        if not known:
+        there = list(dict.fromkeys(row.values[path] for row in rows if path in row.values))
+        if not there:
             paths = ", ".join(rows[0].values) if rows else "none"
             raise UsageError(f"--where {path}={text}: the sweep does not vary {path}; it varies {paths}")
-        wanted = {value for value in known if _as_text(value) == text or _as_number(value) == _as_number(text)}
+        wanted = {value for value in there if _as_text(value) == text or _as_number(value) == _as_number(text)}
         if not wanted:
-            values = ", ".join(map(_as_text, known))
+            values = ", ".join(map(_as_text, there))
             raise UsageError(f"--where {path}={text}: no cell has that value; there are {values}")
         chosen = [row for row in chosen if row.values.get(path) in wanted]
     if not chosen:
@@ -168,15 +168,15 @@ def _as_number(value: Any) -> float | str:
 def _judge(
     arm: str, group: Sequence[Setting], control: str, best: Setting | None, within: Iterable[float]
 ) -> ArmVerdict:
-    finished = [one for one in group if one.perplexity is not None]
-    values = [one.perplexity for one in finished if one.perplexity is not None]
+    finished = [setting for setting in group if setting.perplexity is not None]
+    values = [setting.perplexity for setting in finished if setting.perplexity is not None]
     areas = []
     for x in within:
         bound = -math.inf if best is None or best.perplexity is None else best.perplexity * (1 + x)
         near = sum(value <= bound for value in values)
         areas.append(Area(x, near, None if best is None else near / len(group)))
-    states = [one.state for one in group]
-    seeds = ordered({seed for one in group for seed in one.seeds})
+    states = [setting.state for setting in group]
+    seeds = ordered({seed for setting in group for seed in setting.seeds})
     return ArmVerdict(
         arm,
         control,
@@ -190,7 +190,9 @@ def _judge(
         tuple(areas),
         geometric_mean(values),
         finished[values.index(max(values))] if values else None,
-        tuple(path for path in group[0].values if any(one.values[path] != group[0].values[path] for one in group)),
+        tuple(
+            path for path in group[0].values if any(setting.values[path] != group[0].values[path] for setting in group)
+        ),
     )
 
 
@@ -207,15 +209,15 @@ def _why_control(arm: str, group: Sequence[Setting], links: Mapping[str, Any], n
     reasons = {
         "paired": arm in links,
         "named": arm in named,
-        "momentum-free": all(one.values.get(_MOMENTUM) == 0 for one in group),
+        "momentum-free": all(setting.values.get(_MOMENTUM) == 0 for setting in group),
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds)
 
 
-def _bests(found: Iterable[Setting]) -> dict[Any, float]:
+def _bests(every: Iterable[Setting]) -> dict[Any, float]:
     """For each seed, the lowest perplexity of all settings of all arms."""
     bests: dict[Any, float] = {}
-    for setting in found:
+    for setting in every:
         for seed, value in zip(setting.seeds, setting.perplexities, strict=True):
             if value is not None:
                 bests[seed] = min(value, bests.get(seed, math.inf))

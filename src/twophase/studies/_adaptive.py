@@ -233,10 +233,10 @@ def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
             body = [[arm, *_over_words(facts, arm)] for arm in (*others, BEST_K)]
             blocks.append(format_table([f"over {chosen}", *facts["rules"]], body))
         worst = {rule: _worst_words(lines[chosen]) for rule, lines in facts["rules"].items()}
-        told = [f"{rule} {words}" for rule, words in worst.items() if words]
-        if told:
+        parts = [f"{rule} {words}" for rule, words in worst.items() if words]
+        if parts:
             blocks.append(
-                f"{chosen} over never in its worst setting of those that work without restarts: {'; '.join(told)}."
+                f"{chosen} over never in its worst setting of those that work without restarts: {'; '.join(parts)}."
             )
     singles = (AVERAGING, TUNED_FREE, BEST_OTHER)
     body = [[place, *(_ratio_words(facts["single"][what]) for what in singles)] for place, facts in places.items()]
@@ -248,10 +248,10 @@ def tables(places: Mapping[str, Mapping[str, Any]], chosen: str) -> list[str]:
 
 def _worst_words(line: Mapping[str, Any]) -> str:
     """In the mean over the seeds, and of a single seed."""
-    found = line.get("against_never")
-    if not found or found["largest_ratio"] is None:
+    worst = line.get("against_never")
+    if not worst or worst["largest_ratio"] is None:
         return ""
-    return f"{found['largest_ratio']:.3f}, of a seed {found['largest_of_a_seed']:.3f}"
+    return f"{worst['largest_ratio']:.3f}, of a seed {worst['largest_of_a_seed']:.3f}"
 
 
 def _line_words(facts: Mapping[str, Any], rules: Sequence[str], arm: str) -> list[str]:
@@ -272,16 +272,16 @@ def _over_words(facts: Mapping[str, Any], arm: str) -> list[str]:
     words: list[str] = []
     for lines in facts["rules"].values():
         line = lines.get(arm)
-        told = "" if line is None else line["period"] if arm == BEST_K else _ratio_words(line["over_chosen"])
-        words.append(told)
+        cell = "" if line is None else line["period"] if arm == BEST_K else _ratio_words(line["over_chosen"])
+        words.append(cell)
     return words
 
 
-def _ratio_words(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def _ratio_words(ratio: Mapping[str, Any] | None) -> str:
+    if ratio is None:
         return "no pair"
-    ends = "" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]"
-    return f"{found['mean']:.3f}{ends}"
+    ends = "" if ratio["low"] is None else f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+    return f"{ratio['mean']:.3f}{ends}"
 
 
 def arms_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -293,7 +293,7 @@ def arms_of(lines: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def aims(places: Mapping[str, Mapping[str, Any]], chosen: str) -> dict[str, dict[str, bool | None]]:
     """What a policy without hyperparameters is for, and where it is reached."""
-    found: dict[str, dict[str, bool | None]] = {}
+    reached: dict[str, dict[str, bool | None]] = {}
     for place, facts in places.items():
         for rule, arms in facts["rules"].items():
             name, mine = f"{rule} {place}", arms[chosen]
@@ -322,8 +322,8 @@ def aims(places: Mapping[str, Mapping[str, Any]], chosen: str) -> dict[str, dict
                     None if never is None or not never["settings"] else never["worse_for_every_seed"] == 0,
                 ),
             ):
-                found.setdefault(claim, {})[name] = held
-    return found
+                reached.setdefault(claim, {})[name] = held
+    return reached
 
 
 # -------------------------------------------------------------------------------------------------------- both studies
@@ -331,7 +331,7 @@ def aims(places: Mapping[str, Mapping[str, Any]], chosen: str) -> dict[str, dict
 
 def result_of(rows: Sequence[Row], scale: Scale, arms: Sequence[str]) -> Result:
     """Every arm by place, form and rule."""
-    places = {name: facts_of(found, arms, CHOSEN) for name, found in places_of(cells_of(rows)).items()}
+    places = {name: facts_of(cells, arms, CHOSEN) for name, cells in places_of(cells_of(rows)).items()}
     seeds = sorted({row.values[SEED] for row in rows})
     alone = seeds_words(replace(scale, seeds=tuple(seeds)))
     settings = {
@@ -360,7 +360,7 @@ def _coverage(places: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
         line["over_chosen"] for facts in places.values() for arms in facts["rules"].values() for line in arms.values()
     ]
-    counts = sorted({found["seeds"] for found in lines if found is not None and found["low"] is not None}, reverse=True)
+    counts = sorted({ratio["seeds"] for ratio in lines if ratio is not None and ratio["low"] is not None}, reverse=True)
     shares = ", ".join(f"{min(LEVEL, largest_coverage(count)):.0%} ({count} seeds)" for count in counts)
     words = (
         f" In brackets: the bootstrap's {LEVEL:.0%} over the seeds, which can hold the true mean in at most {shares}."

@@ -40,7 +40,7 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
     Returns:
         The paths written.
     """
-    found = _by_place(rows)
+    by_place = _by_place(rows)
     judged = judge(rows, (WITHIN,))
     scale = scale_of([setting.perplexity for setting in settings(rows) if setting.perplexity is not None], WITHIN)
     form, seeds = _form(sweep), _seeds(sweep)
@@ -56,19 +56,21 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
     never, restarted = "no restart", f"restart every {PERIOD} rounds"
     main = [
         [
-            _panel(f"{_capital(kind)}, {never}", found[arm_name(kind, "never")]),
-            _panel(f"{_capital(kind)}, {restarted}", found[arm_name(kind, str(PERIOD))]),
+            _panel(f"{_capital(kind)}, {never}", by_place[arm_name(kind, "never")]),
+            _panel(f"{_capital(kind)}, {restarted}", by_place[arm_name(kind, str(PERIOD))]),
         ]
         for kind in KINDS
     ]
     title = f"Outer momentum with and without restarts ({form}{many})"
     notes = [f"{_capital(run)}. {outlined}", _momentum_free(rows)]
     paths = heatmaps(main, title=title, note=_lines(notes), path_stem=folder / "demo", **labels)
-    if all(matched_arm(kind) in found for kind in KINDS):
+    if all(matched_arm(kind) in by_place for kind in KINDS):
         beside = [
             [
-                _panel(f"{_capital(kind)}, {never}, mean gain of K={PERIOD}", found[matched_arm(kind)]),
-                _panel(f"{_capital(kind)}, {restarted}", found[arm_name(kind, str(PERIOD))], found[matched_arm(kind)]),
+                _panel(f"{_capital(kind)}, {never}, mean gain of K={PERIOD}", by_place[matched_arm(kind)]),
+                _panel(
+                    f"{_capital(kind)}, {restarted}", by_place[arm_name(kind, str(PERIOD))], by_place[matched_arm(kind)]
+                ),
             ]
             for kind in KINDS
         ]
@@ -136,19 +138,19 @@ Places = dict[tuple[float, float], Setting]
 def _by_place(rows: Sequence[Row]) -> dict[str, Places]:
     """Each arm's settings by their place in the main grid; a control takes the place of what it controls."""
     by_run = {row.run: row for row in rows}
-    found: dict[str, Places] = {}
+    by_place: dict[str, Places] = {}
     for setting in settings(rows):
         row = by_run[setting.runs[0]]
         place = by_run[row.control_of] if row.control_of else row
-        found.setdefault(setting.arm, {})[place.values[_MOMENTUM], place.values[_LR]] = setting
-    return found
+        by_place.setdefault(setting.arm, {})[place.values[_MOMENTUM], place.values[_LR]] = setting
+    return by_place
 
 
-def _panel(title: str, found: Places, where: Places | None = None) -> Panel:
+def _panel(title: str, by_place: Places, where: Places | None = None) -> Panel:
     """One arm as a heatmap, at the places where it, or another arm, has runs."""
-    places = found if where is None else where
+    places = by_place if where is None else where
     momenta, lrs = (sorted({place[axis] for place in places}) for axis in (0, 1))
-    grid = [[found.get((momentum, lr)) for lr in lrs] for momentum in momenta]
+    grid = [[by_place.get((momentum, lr)) for lr in lrs] for momentum in momenta]
     values = [[setting.perplexity if setting else None for setting in line] for line in grid]
     states: list[list[State]] = [[setting.state if setting else "missing" for setting in line] for line in grid]
     return Panel(title, lrs, momenta, values, states)
@@ -156,10 +158,10 @@ def _panel(title: str, found: Places, where: Places | None = None) -> Panel:
 
 def _momentum_free(rows: Sequence[Row]) -> str:
     """One sentence on the momentum-free control, empty when the sweep has none."""
-    known = [setting for setting in settings(rows) if setting.arm == MOMENTUM_FREE]
-    finished = {setting.values[_LR]: setting.perplexity for setting in known if setting.perplexity is not None}
+    free = [setting for setting in settings(rows) if setting.arm == MOMENTUM_FREE]
+    finished = {setting.values[_LR]: setting.perplexity for setting in free if setting.perplexity is not None}
     if not finished:
-        return "Momentum-free control: nothing finished yet." if known else ""
+        return "Momentum-free control: nothing finished yet." if free else ""
     lr = min(finished, key=lambda lr: finished[lr])
     averaging = readable(finished[AVERAGING_LR]) if AVERAGING_LR in finished else "missing"
     return (

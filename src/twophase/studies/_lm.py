@@ -109,8 +109,8 @@ def one(lines: Iterable[Mapping[str, Any]], **values: Any) -> Any:
 
 def best(lines: Iterable[Line]) -> Line | None:
     """The line of the lowest perplexity, of equal ones that of the smaller momentum, then of the smaller lr."""
-    known = [line for line in lines if line["perplexity"] is not None]
-    return min(known, key=lambda line: (line["perplexity"], line["momentum"], line["lr"]), default=None)
+    ended = [line for line in lines if line["perplexity"] is not None]
+    return min(ended, key=lambda line: (line["perplexity"], line["momentum"], line["lr"]), default=None)
 
 
 def free_and_averaging(lines: Sequence[Line], inner_steps: int) -> tuple[Line | None, Line | None]:
@@ -136,15 +136,15 @@ def summary(lines: Sequence[Line], bound: float | None) -> dict[str, Any]:
 
     Diverged and missing settings are counted, are in no mean, and lie outside the bound.
     """
-    known = [line["perplexity"] for line in lines if line["perplexity"] is not None]
+    ended = [line["perplexity"] for line in lines if line["perplexity"] is not None]
     return {
         "settings": len(lines),
-        "within": sum(value <= bound for value in known) if bound is not None else 0,
+        "within": sum(value <= bound for value in ended) if bound is not None else 0,
         "diverged": sum(line["state"] == "diverged" for line in lines),
         "missing": sum(line["state"] == "missing" for line in lines),
         "best": shown(best(lines)),
-        "worst": max(known, default=None),
-        "geometric_mean": geometric_mean(known),
+        "worst": max(ended, default=None),
+        "geometric_mean": geometric_mean(ended),
     }
 
 
@@ -205,59 +205,59 @@ def place_name(form: str, kind: str, inner_steps: int | None = None) -> str:
     return f"{form} {SHORT_KINDS[kind]}" + ("" if inner_steps is None else f" S={inner_steps}")
 
 
-def difference_words(found: Mapping[str, Any] | None) -> str:
+def difference_words(facts: Mapping[str, Any] | None) -> str:
     """`-0.12 [-0.20, -0.03]`: the mean over the seeds and their range."""
-    if found is None:
+    if facts is None:
         return "not known"
-    ends = f" [{found['min']:+.2f}, {found['max']:+.2f}]" if found["seeds"] > 1 else ""
-    return f"{found['mean']:+.2f}{ends}"
+    ends = f" [{facts['min']:+.2f}, {facts['max']:+.2f}]" if facts["seeds"] > 1 else ""
+    return f"{facts['mean']:+.2f}{ends}"
 
 
-def ratio_words(found: Mapping[str, Any]) -> str:
+def ratio_words(facts: Mapping[str, Any]) -> str:
     """`1.08 [1.05, 1.11], 2 div. without`: the mean over the seeds, their range, and what is in no ratio."""
-    ratio, words = found["ratio"], []
+    ratio, words = facts["ratio"], []
     if ratio is not None:
-        ends = f" [{ratio['min']:.2f}, {ratio['max']:.2f}]" if found["seeds"] > 1 else ""
+        ends = f" [{ratio['min']:.2f}, {ratio['max']:.2f}]" if facts["seeds"] > 1 else ""
         words = [f"{ratio['mean']:.2f}{ends}"]
-    words += [f"{found[f'diverged_{which}']} div. {which}" for which in _WHICH if found[f"diverged_{which}"]]
-    words += [f"{found['missing']} missing"] if found["missing"] else []
+    words += [f"{facts[f'diverged_{which}']} div. {which}" for which in _WHICH if facts[f"diverged_{which}"]]
+    words += [f"{facts['missing']} missing"] if facts["missing"] else []
     return ", ".join(words) or "no pair"
 
 
 _WHICH = ("without", "with", "both")
 
 
-def ratio_above(found: Mapping[str, Any]) -> bool | None:
+def ratio_above(facts: Mapping[str, Any]) -> bool | None:
     """Whether restarts are better by more than the margin, as the mean over the seeds.
 
     Runs that have diverged on one side only are in no ratio; they decide where nothing else can be compared, and a
     restarted one that diverges alone refutes.
     """
-    if found["diverged_with"]:
+    if facts["diverged_with"]:
         return False
-    if found["ratio"] is None:
-        return True if found["diverged_without"] else None
-    return found["ratio"]["mean"] > 1 + MARGIN
+    if facts["ratio"] is None:
+        return True if facts["diverged_without"] else None
+    return facts["ratio"]["mean"] > 1 + MARGIN
 
 
-def change_words(found: Mapping[str, Any]) -> str:
+def change_words(facts: Mapping[str, Any]) -> str:
     """`+0.3% ± 0.2%`: a geometric mean ratio as a change, with its standard error."""
-    if found["ratio"] is None:
+    if facts["ratio"] is None:
         return ""
-    error = "" if found["error"] is None else f" \N{PLUS-MINUS SIGN} {found['error']:.1%}"
-    return f"{found['ratio'] - 1:+.1%}{error}"
+    error = "" if facts["error"] is None else f" \N{PLUS-MINUS SIGN} {facts['error']:.1%}"
+    return f"{facts['ratio'] - 1:+.1%}{error}"
 
 
-def perplexity_words(found: Mapping[str, Any] | None) -> str:
+def perplexity_words(facts: Mapping[str, Any] | None) -> str:
     """A setting's perplexity, or why there is none."""
-    if found is None:
+    if facts is None:
         return "none"
-    return readable(found["perplexity"]) or ("div." if found["state"] == "diverged" else str(found["state"]))
+    return readable(facts["perplexity"]) or ("div." if facts["state"] == "diverged" else str(facts["state"]))
 
 
-def lower(found: Mapping[str, Any] | None) -> bool | None:
+def lower(facts: Mapping[str, Any] | None) -> bool | None:
     """Whether a difference is negative for every seed; None when it is not known."""
-    return None if found is None else found["max"] < 0
+    return None if facts is None else facts["max"] < 0
 
 
 def tally(claim: str, held: Mapping[str, bool | None], detail: Mapping[str, str] | None = None) -> str:
@@ -268,19 +268,19 @@ def tally(claim: str, held: Mapping[str, bool | None], detail: Mapping[str, str]
         held: from place to whether it holds there, None where that is not known.
         detail: from place to the numbers.
     """
-    known = [answer for answer in held.values() if answer is not None]
-    if not known:
+    answers = [answer for answer in held.values() if answer is not None]
+    if not answers:
         head = "Not known"
-    elif all(known):
-        head = "Holds" if len(known) > 1 or len(held) == 1 else "Holds in the one place that is known"
-    elif any(known):
-        head = f"Holds in {sum(known)} of {len(known)}"
+    elif all(answers):
+        head = "Holds" if len(answers) > 1 or len(held) == 1 else "Holds in the one place that is known"
+    elif any(answers):
+        head = f"Holds in {sum(answers)} of {len(answers)}"
     else:
         head = "Does not hold"
-    if known and len(known) < len(held):
-        head += f" ({len(held) - len(known)} not known)"
+    if answers and len(answers) < len(held):
+        head += f" ({len(held) - len(answers)} not known)"
     words = {True: "yes", False: "no", None: "not known"}
-    mixed = any(known) and not all(known)
+    mixed = any(answers) and not all(answers)
     parts = [
         " ".join(part for part in (place, words[answer] if mixed else "", (detail or {}).get(place, "")) if part)
         for place, answer in held.items()
@@ -289,22 +289,22 @@ def tally(claim: str, held: Mapping[str, bool | None], detail: Mapping[str, str]
     return f"{head}: '{claim}'{listed}."
 
 
-def tally_by_group(claim: str, found: Mapping[str, Sequence[tuple[bool | None, float | None]]], form: str) -> str:
+def tally_by_group(claim: str, groups: Mapping[str, Sequence[tuple[bool | None, float | None]]], form: str) -> str:
     """A claim over several places a group: `Holds in 3 of 10: 'claim' (sum HB 2 of 5, -0.20 to +0.10; ...)`.
 
     Args:
         claim: in words.
-        found: from group to, for each place, whether the claim holds there and the number it rests on (None: unknown).
+        groups: from group to, for each place, whether the claim holds there and the number it rests on (None: unknown).
         form: format of the numbers.
     """
-    places = {f"{group} {number}": held for group, all_ in found.items() for number, (held, _) in enumerate(all_)}
+    places = {f"{group} {number}": held for group, all_ in groups.items() for number, (held, _) in enumerate(all_)}
     head = tally("", places).partition(":")[0]
     parts = []
-    for group, all_ in found.items():
-        known = [held for held, _ in all_ if held is not None]
+    for group, all_ in groups.items():
+        answers = [held for held, _ in all_ if held is not None]
         numbers = [number for _, number in all_ if number is not None]
         ends = f", {min(numbers):{form}} to {max(numbers):{form}}" if numbers else ""
-        parts.append(f"{group} {sum(known)} of {len(known)}{ends}")
+        parts.append(f"{group} {sum(answers)} of {len(answers)}{ends}")
     return f"{head}: '{claim}' ({'; '.join(parts)})."
 
 

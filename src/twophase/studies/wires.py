@@ -162,15 +162,15 @@ def _change(arm: DataFrame, control: DataFrame) -> dict[str, Any]:
     """
     remarks = [fate(mine, other) for mine, other in zip(states(arm), states(control), strict=True)]
     reasons = [_REASONS[remark] for remark in remarks if remark]
-    found: dict[str, Any] = {"places": remarks.count("")}
-    found["without"] = {reason: reasons.count(reason) for reason in reasons}
-    if not found["places"]:
-        return found | dict.fromkeys(("ratio", "log", "error", "low", "high", "rms"))
+    change: dict[str, Any] = {"places": remarks.count("")}
+    change["without"] = {reason: reasons.count(reason) for reason in reasons}
+    if not change["places"]:
+        return change | dict.fromkeys(("ratio", "log", "error", "low", "high", "rms"))
     gaps = (arm - control)[[not remark for remark in remarks]]
     pairs = Paired.over(gaps)
     low, high = pairs.ends(CLEAR)
     rms = math.sqrt(statistics.fmean((gaps**2).to_numpy().ravel()))
-    return found | {
+    return change | {
         "ratio": pairs.ratio, "log": pairs.mean, "error": pairs.error, "low": low, "high": high, "rms": rms,
     }  # fmt: skip
 
@@ -233,10 +233,10 @@ def _minus(arm: DataFrame, control: DataFrame) -> DataFrame:
 
 def _typical(logs: Mapping[str, DataFrame]) -> dict[str, float | None]:
     """Root mean square change of log perplexity: another wire and the same seed; another seed and float32."""
-    found = {wire: _change(logs[wire], logs[EXACT])["rms"] for wire in LOSSY}
+    facts = {wire: _change(logs[wire], logs[EXACT])["rms"] for wire in LOSSY}
     ended = [line for line in logs[EXACT].to_numpy().tolist() if all(map(math.isfinite, line))]
     squares = [(a - b) ** 2 for line in ended for a, b in combinations(line, 2)]
-    return found | {"another seed": math.sqrt(statistics.fmean(squares)) if squares else None}
+    return facts | {"another seed": math.sqrt(statistics.fmean(squares)) if squares else None}
 
 
 def verdict(change: Mapping[str, Any], spread: float | None) -> str:
@@ -261,13 +261,13 @@ def _add_changes(line: Line, logs: Mapping[str, DataFrame], sent: Mapping[str, i
     """Add what the figure shows of a setting, as columns."""
     place = tuple(line[name] for name in _PLACE)
     mine, exact = logs[line["wire"]].loc[[place]], logs[EXACT].loc[[place]]
-    found, lossy = _change(mine, exact), line["wire"] != EXACT
+    change, lossy = _change(mine, exact), line["wire"] != EXACT
     line["bytes_a_round"] = sent[line["wire"]]
     for name in ("ratio", "error", "low", "high"):
-        line[f"float32_{name}"] = found[name] if lossy else None
+        line[f"float32_{name}"] = change[name] if lossy else None
     gaps = (mine - exact).iloc[0]
     for seed in line["by_seed"]:
-        line[f"float32_log_seed{seed}"] = gaps[seed] if lossy and found["places"] else None
+        line[f"float32_log_seed{seed}"] = gaps[seed] if lossy and change["places"] else None
 
 
 # ------------------------------------------------------------------------------------------------------------- answer
@@ -294,13 +294,15 @@ def answer(result: Result) -> str:
         format_table(header, body),
     ]
     for wire in LOSSY:
-        found = {name: facts["change"][wire] for name, facts in places.items()}
-        lines.append(_claim(f"sent as {wire}, the model reaches what it reaches in float32, within seed noise", found))
+        changes = {name: facts["change"][wire] for name, facts in places.items()}
+        lines.append(
+            _claim(f"sent as {wire}, the model reaches what it reaches in float32, within seed noise", changes)
+        )
     for wire in LOSSY:
-        found = {name: facts["shift"][wire] for name, facts in numbers["restart_gain"].items()}
+        shifts = {name: facts["shift"][wire] for name, facts in numbers["restart_gain"].items()}
         lines.append(
             _claim(
-                f"sent as {wire}, K={PERIOD} gains over no restart what it gains in float32, within seed noise", found
+                f"sent as {wire}, K={PERIOD} gains over no restart what it gains in float32, within seed noise", shifts
             )
         )
     lines += [_gains_words(numbers["restart_gain"]), _typical_words(numbers["typical"])]
@@ -320,17 +322,19 @@ def _seeds_words(seeds: int) -> str:
 
 def _table_line(name: str, facts: Mapping[str, Any]) -> list[Any]:
     spread = "" if facts["spread"] is None else f"{facts['spread']:.1%}"
-    changes = [word for found in facts["change"].values() for word in (change_words(found), found["verdict"])]
+    changes = [word for change in facts["change"].values() for word in (change_words(change), change["verdict"])]
     return [name, perplexity_words(facts), spread, *changes]
 
 
-def _claim(claim: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+def _claim(claim: str, by_place: Mapping[str, Mapping[str, Any]]) -> str:
     """Where the verdict is seed noise. Divergence where float32 has none refutes; open is not known."""
     unknown = ("open", "missing", "both diverged", "the other diverged", ONE_SEED)
-    held = {name: None if facts["verdict"] in unknown else facts["verdict"] == NOISE for name, facts in found.items()}
+    held = {
+        name: None if facts["verdict"] in unknown else facts["verdict"] == NOISE for name, facts in by_place.items()
+    }
     detail = {
         name: " ".join(word for word in (change_words(facts), "" if held[name] else facts["verdict"]) if word)
-        for name, facts in found.items()
+        for name, facts in by_place.items()
     }
     return tally(claim, held, detail)
 
@@ -343,6 +347,6 @@ def _gains_words(gains: Mapping[str, Any]) -> str:
     return f"Perplexity without restarts over that with K={PERIOD}, {' / '.join(WIRES)}: {'; '.join(parts)}."
 
 
-def _typical_words(found: Mapping[str, float | None]) -> str:
-    words = [f"{what} {value:.1%}" for what, value in found.items() if value is not None]
+def _typical_words(facts: Mapping[str, float | None]) -> str:
+    words = [f"{what} {value:.1%}" for what, value in facts.items() if value is not None]
     return f"A single run's change of log perplexity, root mean square: {', '.join(words) or 'not known'}."

@@ -1,0 +1,81 @@
+"""The table of cells: settings by seeds, and arms paired by it."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+
+from twophase.judge.bootstrap import percentile_interval
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, alike, cells_of, fate, logs, means, paired, states
+from twophase.sweep.table import Row, State, settings
+from verdict_tables import LR, MOMENTUM, TABLES, finished, row
+
+PLACE = (LR, MOMENTUM)
+
+
+def table(rows: list[Row], arm: str = "a"):
+    cells = cells_of(rows)
+    return logs(cells[cells["arm"] == arm], PLACE)
+
+
+@given(TABLES)
+def test_the_table_has_the_states_and_results_of_the_settings(rows: list[Row]) -> None:
+    """Settings of which some run has ended are in it: logarithms, inf for a diverged run, NaN for a missing one."""
+    for arm in {one.arm for one in rows}:
+        every = table(rows, arm)
+        by_place = {tuple(one.values[path] for path in PLACE): one for one in settings(rows) if one.arm == arm}
+        ended = {place for place, one in by_place.items() if one.finished or one.diverged}
+        assert set(every.index) == ended
+        for place, state, mean in zip(every.index, states(every), means(every), strict=True):
+            setting = by_place[place]
+            if len(every.columns) == len(setting.seeds):
+                assert state == setting.state
+            values = [math.log(value) for value in setting.perplexities if value is not None]
+            assert mean == (math.inf if setting.diverged else pytest.approx(fmean(values)))
+
+
+def test_pairs_are_over_equal_settings_and_seeds() -> None:
+    """Log ratios are averaged over equal settings for each seed that both have, then over the seeds."""
+    arm = finished("a", (8.0, 9.0, 7.0)) + finished("a", (6.0, 6.0, 6.0), lr=0.7)
+    control = finished("b", (4.0, 3.0)) + finished("b", (3.0, 12.0), lr=0.7) + finished("b", (1.0, 1.0), lr=1.1)
+    pairs = paired(table(arm), table(control, "b"))
+    assert pairs is not None
+    assert pairs.ratios == pytest.approx([2.0, math.sqrt(1.5)])
+    assert pairs.ratio == pytest.approx(math.sqrt(2 * math.sqrt(1.5)))
+    assert pairs.interval == percentile_interval(pairs.by_seed)
+    assert pairs.error == pytest.approx(abs(pairs.by_seed[0] - pairs.by_seed[1]) / 2)
+    assert pairs.ends(2.0) == pytest.approx((pairs.mean - 2 * pairs.error, pairs.mean + 2 * pairs.error))
+    same = paired(alike(table(arm), table(arm).iloc[1]), table(arm))
+    assert same is not None
+    assert same.ratio == pytest.approx(fmean([1, 1]) * (6**3 / (8 * 9 * 7)) ** (1 / 6))
+
+
+def test_what_cannot_be_paired() -> None:
+    """A diverged run takes the comparison away, a missing one its seed; nothing in common is nothing."""
+    whole = finished("b", (4.0, 3.0))
+    assert paired(table([row("a", 8.0), row("a", None, seed=1, state="diverged")]), table(whole, "b")) is None
+    missing = paired(table([row("a", 8.0), row("a", None, seed=1, state="missing")]), table(whole, "b"))
+    assert missing is not None
+    assert (missing.seeds, missing.ratio) == (1, pytest.approx(2.0))
+    assert (missing.error, missing.interval, missing.ends(2.0)) == (None, None, (None, None))
+    assert paired(table([row("a", 8.0, lr=0.7)]), table(whole, "b")) is None
+    assert Paired((0.0, 0.0)).error == 0
+
+
+@pytest.mark.parametrize(
+    ("arm", "control", "remark"),
+    [
+        ("finished", "finished", ""),
+        ("diverged", "finished", ARM),
+        ("finished", "diverged", CONTROL),
+        ("diverged", "diverged", BOTH),
+        ("diverged", "missing", MISSING),
+        ("failed", "finished", MISSING),
+    ],
+)
+def test_fates(arm: State, control: State, remark: str) -> None:
+    """A missing or failed run says nothing, whatever the other did; otherwise the diverged side is named."""
+    assert fate(arm, control) == remark
