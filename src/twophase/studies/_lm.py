@@ -18,7 +18,8 @@ from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired,
 from twophase.policies.text import parse
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
 from twophase.recipes.paper import RULES, Scale
-from twophase.sweep.table import SEED, Row, geometric_mean, readable, result_of, settings
+from twophase.sweep.table import SEED, Row, geometric_mean, readable, settings
+from twophase.sweep.table import result as result_of
 
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best, relatively."""
