@@ -22,6 +22,7 @@ import torch
 from bounds import finish
 from twophase.diloco.comm import SingleProcess
 from twophase.recipes.pretraining import RECIPES
+from twophase.tasks.build import build_task
 from twophase.training.checkpoint import ENGINE, Writer, replica_file
 from twophase.training.trainer import Trainer
 
@@ -39,7 +40,8 @@ def main() -> int:
     if not cuda:
         data = replace(data, batch_size=2, sequence_length=128)
     compute = replace(config.compute, compile=cuda, precision=config.compute.precision if cuda else "float32")
-    run = Trainer(replace(config, data=data, compute=compute, device=options.device, inner_steps=1), SingleProcess())
+    config = replace(config, data=data, compute=compute, device=options.device, inner_steps=1)
+    run = Trainer(build_task(config), config, SingleProcess())
 
     def step() -> float:
         begin = time.perf_counter()

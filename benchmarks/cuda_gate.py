@@ -93,7 +93,7 @@ class Text:
 
     def __init__(self, config: TrainConfig) -> None:
         self.shape = (config.data.batch_size, config.data.sequence_length)
-        self.vocabulary = type("Vocabulary", (), {"token_bytes": None})
+        self.vocabulary = type("Vocabulary", (), {"token_bytes": None, "size": VOCABULARY})
 
     def batch(self, *_: int) -> tuple[Any, Any]:
         """The tokens and targets of an inner step."""
@@ -110,8 +110,11 @@ def run_figures(config: TrainConfig) -> dict[str, float]:
     from torch._dynamo.utils import counters
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from twophase.tasks.lm.step import Step, compiled_loss
-    from twophase.training import trainer
+    from twophase.diloco.comm import SingleProcess
+    from twophase.tasks.lm import task as language
+    from twophase.tasks.lm.model import Llama
+    from twophase.tasks.lm.step import compiled_loss
+    from twophase.training.inner import Replica
 
     torch._dynamo.reset()
     compiled_loss.cache_clear()
@@ -124,10 +127,14 @@ def run_figures(config: TrainConfig) -> dict[str, float]:
         graphs[kind] += counters["stats"]["unique_graphs"] - before
 
     with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda.Emitted().recording():
-        compute = Step(config, VOCABULARY, torch.device("cuda"), 1)
+        with mock.patch.object(language, "corpus_of", return_value=Text(config)):
+            task = language.LanguageTask(config)
+            assert task.corpus  # read here, and kept
+        compute = task.step(torch.device("cuda"), 1, SingleProcess())
         compute.chosen = {"micro_batch": config.data.batch_size, "attention": "cudnn"}
-        with mock.patch.object(trainer, "model_of", return_value=model_on_gpu(config)):
-            replica = trainer.Replica(config, 0, Text(config), compute)  # pyright: ignore[reportArgumentType]
+        drawn = mock.patch.object(language, "drawn", return_value=model_on_gpu(config))
+        with drawn, mock.patch.object(Llama, "to", lambda self, _: self):
+            replica = Replica(config, 0, task, compute)
         syncs = 0
         for number in range(ROUNDS * STEPS):
             with memory:

@@ -22,13 +22,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from bounds import finish
+from twophase.diloco.comm import SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.recipes.pretraining import RECIPES
 from twophase.restart import Periodic
-from twophase.tasks.lm.step import Step
+from twophase.tasks.build import build_task
 from twophase.training.config import TrainConfig
-from twophase.training.trainer import Replica, preflight
+from twophase.training.inner import Replica
+from twophase.training.preflight import preflight
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ class Loop:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        corpus, self.device = preflight(config)
-        vocabulary = config.model.vocabulary_size or corpus.vocabulary.size
-        compute = Step(config, vocabulary, self.device, config.replicas)
-        self.replicas = [Replica(config, number, corpus, compute) for number in range(config.replicas)]
+        task, self.device = build_task(config), torch.device(config.device)
+        preflight(config, task)
+        compute = task.step(self.device, config.replicas, SingleProcess())
+        self.replicas = [Replica(config, number, task, compute) for number in range(config.replicas)]
         self.step = 0
 
     def clock(self) -> float:

@@ -31,6 +31,7 @@ from twophase.runs.folder import RunFolder, read_summary
 from twophase.sweep.forest import Grower
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.plan import Plan, plan
+from twophase.tasks.build import build_task
 from twophase.training.config import TrainConfig
 from twophase.training.trainer import Trainer
 
@@ -107,7 +108,8 @@ def main() -> int:
         Axis("outer.restart", ("3", "7", "never")),
     ]
     made = plan(Sweep("small", base, product(base, axes)))
-    Trainer(base, SingleProcess()).inner_step()  # what happens once a process: reading the text, loading libraries
+    # What happens once a process: reading the text, loading libraries.
+    Trainer(build_task(base), base, SingleProcess()).inner_step()
     grower, seconds = walk(made)
     tally = grower.tally
     middle = statistics.median(tally.step_seconds)

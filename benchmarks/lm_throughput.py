@@ -120,7 +120,7 @@ def twophase_step(config: TrainConfig, device: torch.device, facts: Facts) -> Ca
     tokens, targets = batch(config, device)
 
     def call() -> None:
-        compute.gradients(model, tokens, targets)
+        compute.gradients(model, (tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
         facts.update(compute.chosen)  # memory that runs out later makes the pieces smaller

@@ -42,6 +42,7 @@ from twophase.base.config import dump_yaml, with_values
 from twophase.cli.main import main
 from twophase.elastic import parts as torchft_parts
 from twophase.runs.folder import RunFolder, read_lines, read_summary
+from twophase.tasks.build import build_task
 from twophase.training.checkpoint import latest_step
 from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
@@ -97,7 +98,7 @@ def undisturbed(base: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> 
             path = tmp_path_factory.mktemp("undisturbed")
             config = with_values(base, {**KINDS[kind], "seed": seed})
             with RunFolder.claim(path, config) as folder:
-                train(config, folder)
+                train(build_task(config), config, folder)
             made[kind, seed] = path
         return made[kind, seed]
 

@@ -47,10 +47,6 @@ LEVELS: tuple[frozenset[str], ...] = tuple(
 """The rooms from the cellar up: each may import those below its own level, and no neighbour."""
 NEVER = {("optim", "theory"), ("diloco", "theory"), ("training", "theory"), ("tasks", "theory"), ("runs", "diloco")}
 """Rooms that may not import one below them: theory and torch meet in tests and studies alone."""
-STILL_UP = {
-    ("training", "tasks"),  # until the loop knows a task by its protocol only
-}
-"""Imports that break the law and are still to go."""
 DOWN = "imports go down only: " + " > ".join(", ".join(sorted(level)) for level in reversed(LEVELS))
 TORCH_FREE = {
     "rule",
@@ -192,8 +188,6 @@ RANKS = {room: rank for rank, level in enumerate(LEVELS) for room in level}
 
 def may_import(here: str, there: str) -> bool:
     """Whether a room may import another one."""
-    if (here, there) in STILL_UP:
-        return True
     return RANKS.get(there, len(LEVELS)) < RANKS[here] and (here, there) not in NEVER
 
 

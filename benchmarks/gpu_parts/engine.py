@@ -24,6 +24,7 @@ from gpu_parts.records import Figures, Record, Settings, toy, write_csv
 from twophase.base.config import RunError, from_tree, to_tree
 from twophase.recipes.pretraining import RECIPES
 from twophase.runs.folder import RunFolder, read_summary
+from twophase.tasks.build import build_task
 from twophase.training import checkpoint
 from twophase.training.config import TrainConfig
 from twophase.training.train import train
@@ -95,7 +96,7 @@ def child(folder: Path, config: TrainConfig, kill_after: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with RunFolder.claim(folder, config) as run:
-        train(config, run, on_round=on_round)
+        train(build_task(config), config, run, on_round=on_round)
 
 
 def tests(settings: Settings, record: Record) -> None:

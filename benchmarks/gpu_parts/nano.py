@@ -12,6 +12,7 @@ from typing import Any
 
 from gpu_parts.records import Figures, Record, Settings, Unfinished, write_csv
 from twophase.runs.folder import RunFolder
+from twophase.tasks.build import build_task
 from twophase.training.config import TrainConfig
 from twophase.training.train import train
 
@@ -76,7 +77,7 @@ def grid(settings: Settings, record: Record, *, seed: int) -> None:
         config, path = cell.config(settings), settings.work / f"nano-{seed}-{cell.name}"
         shutil.rmtree(path, ignore_errors=True)  # of a call that was cut off
         with RunFolder.claim(path, config) as folder:
-            summary = train(config, folder)
+            summary = train(build_task(config), config, folder)
         shutil.rmtree(path)
         seconds = time.perf_counter() - begin
         longest = max(longest, seconds)

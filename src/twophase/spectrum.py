@@ -40,7 +40,7 @@ from twophase.theory.modes import scheduled_progress
 from twophase.theory.observed import Observed, observe
 from twophase.theory.periods import best_period, log_final_loss, rounded_period
 from twophase.training.config import TrainConfig
-from twophase.training.trainer import inner_lr
+from twophase.training.inner import inner_lr
 
 BLOCKS = {
     "embeddings": "^embedding$",

@@ -27,6 +27,7 @@ from twophase.cli.main import main
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
+from twophase.tasks.build import build_task
 from twophase.training.config import DataConfig, ModelConfig, OuterConfig, TrainConfig
 
 
@@ -212,7 +213,7 @@ def test_a_language_models_run(tmp_path: Path) -> None:
         inner_steps=2,
     )  # fmt: skip
     with RunFolder.claim(tmp_path / "run", config) as folder:
-        train(config, folder)
+        train(build_task(config), config, folder)
     found = judged(tmp_path / "run")
     assert found.rounds == found.planned == 30
     finding = found.findings[0]

@@ -19,6 +19,7 @@ from twophase.base.config import UsageError, to_tree, with_values
 from twophase.runs import trackers as tracking
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.runs.trackers import Tracked, Tracker, check, identity, numbers, tracked
+from twophase.tasks.build import build_task
 from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
 
@@ -106,7 +107,7 @@ def run(config: TrainConfig, path: Path, *names: str, **options: Any) -> dict[st
         RunFolder.claim(path, config) as folder,
         tracked(folder, names, run_name=path.name, config=to_tree(config)) as recorder,
     ):
-        return train(config, recorder, **options)
+        return train(build_task(config), config, recorder, **options)
 
 
 def logs(path: Path) -> list[list[dict[str, Any]]]:

@@ -34,14 +34,16 @@ from twophase.spectrum import (
     seen,
     setting_of,
 )
+from twophase.tasks.build import build_task
 from twophase.tasks.lm.export import run_config
 from twophase.tasks.lm.restored import inverse_scale, restore
+from twophase.tasks.lm.task import corpus_of
 from twophase.theory.modes import effective_progress
 from twophase.theory.periods import best_period, rounded_period
-from twophase.training import checkpoint, trainer
+from twophase.training import checkpoint
 from twophase.training.config import DataConfig, InnerConfig, ModelConfig, TrainConfig
+from twophase.training.inner import inner_lr
 from twophase.training.train import train
-from twophase.training.trainer import inner_lr
 
 FRAGMENTS = ("ends=embedding|head", "rest=.")
 
@@ -72,7 +74,7 @@ def config_of(text: Path, **values: Any) -> TrainConfig:
 
 def trained(folder: Path, config: TrainConfig) -> Path:
     with RunFolder.claim(folder, config) as claimed:
-        train(config, claimed)
+        train(build_task(config), config, claimed)
     return folder
 
 
@@ -198,7 +200,7 @@ def test_text_that_has_changed_is_refused(tmp_path: Path, capsys: pytest.Capture
     text = textmaker.write(tmp_path / "text.txt")
     folder = trained(tmp_path / "run", config_of(text))
     textmaker.write(text, seed=1)
-    trainer._corpus.cache_clear()
+    corpus_of.cache_clear()
     status, _, err = told([str(folder), "--quiet"], capsys)
     assert status == 2
     assert "the text is not the one" in err

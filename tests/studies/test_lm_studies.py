@@ -417,7 +417,7 @@ def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch:
 def test_scales_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Laptop by default, in NAME; quick and paper by their names, each in a folder of its own."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("twophase.training.trainer.preflight_all", lambda _: {})
+    monkeypatch.setattr("twophase.tasks.build.preflight_all", lambda _: {})
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})  # no need for pages here
     asked: list[tuple[dict[str, Any], str, str]] = [
         ({}, "soft_restart", "laptop"),

@@ -184,7 +184,7 @@ def test_a_damaged_table_is_told_and_written_again(tmp_path: Path, monkeypatch: 
         raise RuntimeError("as far as this")
 
     monkeypatch.setattr(study, "run_sweep", stopped)
-    monkeypatch.setattr("twophase.training.trainer.preflight_all", lambda _: {})
+    monkeypatch.setattr("twophase.tasks.build.preflight_all", lambda _: {})
     with pytest.raises(RuntimeError, match="as far as this"):
         study.run("robustness_heatmaps", tmp_path, scale=SCALE)
     assert swept[0][1] == table.parent

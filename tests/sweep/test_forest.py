@@ -28,9 +28,11 @@ from twophase.sweep.forest import Grower, Stopped
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.plan import Plan, plan
 from twophase.sweep.states import States
+from twophase.tasks.build import build_task
+from twophase.tasks.lm.task import corpus_of
 from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
-from twophase.training.trainer import Trainer, _corpus
+from twophase.training.trainer import Trainer
 
 TIMES = ("seconds", "engine_share")
 
@@ -110,7 +112,7 @@ def alone(made: Plan, path: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for run, config in made.runs.items():
         with RunFolder.claim(path / run, config) as folder:
-            train(config, folder)
+            train(build_task(config), config, folder)
         found[run] = outcome(path / run)
     return found
 
@@ -534,7 +536,7 @@ def test_other_text_is_refused(base: TrainConfig, tmp_path: Path) -> None:
         grower(made, tmp_path, should_stop=lambda: next(calls) > 10).grow(made.forest.roots[0].id)
     path = Path(base.data.corpus.removeprefix("file:"))
     path.write_text(path.read_text()[::-1])
-    _corpus.cache_clear()
+    corpus_of.cache_clear()
     with pytest.raises(ValueError, match="text is not the one"):
         grow(made, tmp_path)
 

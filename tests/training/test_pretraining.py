@@ -28,6 +28,7 @@ from twophase.base.config import from_tree, load_yaml
 from twophase.cli.main import main
 from twophase.runs.folder import RunFolder, read_lines, read_summary
 from twophase.sweep.table import read_rows
+from twophase.tasks.build import build_task
 from twophase.tasks.lm import step
 from twophase.tasks.lm.shard_corpus import ShardCorpus, build_shards
 from twophase.tasks.lm.speed import flops_per_token
@@ -158,7 +159,9 @@ def test_processes_come_and_go(tmp_path: Path, small: list[str], whole: Path) ->
     folder, words = tmp_path / "run", [*small, *LONG, "--out", tmp_path / "run"]
     calls = iter(range(1, STEPS))
     with RunFolder.claim(folder, configuration(whole)) as claimed:
-        assert train(configuration(whole), claimed, should_stop=lambda: next(calls) >= 15)["steps"] == 15
+        config = configuration(whole)
+        summary = train(build_task(config), config, claimed, should_stop=lambda: next(calls) >= 15)
+        assert summary["steps"] == 15
     process = torchrun("train", *words)
     try:
         while process.poll() is None and (checkpoint.latest_step(folder / "checkpoint") or 0) < 18:
@@ -387,7 +390,7 @@ def test_decisions_are_kept(tmp_path: Path, whole: Path, monkeypatch: pytest.Mon
     def run(name: str, memory: int, should_stop: Callable[[], bool] = lambda: False) -> list[dict[str, Any]]:
         monkeypatch.setattr(step, "memory_bytes", lambda _: memory)
         with RunFolder.claim(tmp_path / name, config) as folder:
-            train(config, folder, should_stop=should_stop)
+            train(build_task(config), config, folder, should_stop=should_stop)
         newest = checkpoint.latest(tmp_path / name / "checkpoint")
         assert newest is not None
         return json.loads((newest / "progress.json").read_text())["execution"]

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from twophase.base.config import dump_yaml, with_values
 from twophase.cli import main as cli
 from twophase.runs.folder import RunFolder, read_lines
+from twophase.tasks.build import build_task
 from twophase.tasks.lm.model import Llama
+from twophase.tasks.lm.task import corpus_of as build
 from twophase.training.config import TrainConfig, check
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
-from twophase.training.trainer import _corpus as build
 
 GAINS = "probe:0.5,0.6,0.7,0.8,0.9,1,1.1,1.2,1.3"
 """Candidates so close to one another that, at a large inner learning rate, other sequences choose other ones."""
@@ -33,7 +34,7 @@ def config(short_run: TrainConfig) -> TrainConfig:
 
 def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
     with RunFolder.claim(path, config) as folder:
-        return train(config, folder, **options)
+        return train(build_task(config), config, folder, **options)
 
 
 def left(path: Path) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:

@@ -23,10 +23,11 @@ from twophase.cli.main import _describe_run
 from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.runs.record import read_record
+from twophase.tasks.build import build_task, preflight_all
 from twophase.training import checkpoint
 from twophase.training.config import TrainConfig, check
+from twophase.training.preflight import preflight
 from twophase.training.train import train
-from twophase.training.trainer import preflight, preflight_all
 
 SYNCS: dict[str, dict[str, Any]] = {
     "fragments": {"sync.fragments": ("3",), "sync.restart": ("0=1", "1=2", "2=never")},
@@ -44,7 +45,7 @@ def config(short_run: TrainConfig) -> TrainConfig:
 
 def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
     with RunFolder.claim(path, config) as folder:
-        return train(config, folder, **options)
+        return train(build_task(config), config, folder, **options)
 
 
 def lines(path: Path, log: str) -> list[dict[str, Any]]:
@@ -124,9 +125,9 @@ def test_mistakes_name_the_option(config: TrainConfig, values: dict[str, Any], m
     """An impossible way of synchronising is refused in one message before a folder is made, alone or among others."""
     wrong = with_values(config, values)
     with pytest.raises(UsageError, match=message):
-        preflight(wrong)
+        preflight(check(wrong), build_task(wrong))
     with pytest.raises(UsageError, match=message):
-        preflight_all([config, wrong, replace(config, steps=config.steps + 1)])
+        preflight_all(map(check, [config, wrong, replace(config, steps=config.steps + 1)]))
 
 
 def test_the_words_on_a_run_have_its_fragments_policies(config: TrainConfig, tmp_path: Path) -> None:

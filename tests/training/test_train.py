@@ -24,11 +24,14 @@ import textmaker
 from twophase.base.config import UsageError, dump_yaml, fingerprint, from_tree, load_yaml, to_tree, with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
+from twophase.tasks.build import build_task
+from twophase.tasks.lm.task import corpus_of as build
 from twophase.training import checkpoint, parts
 from twophase.training.config import TrainConfig, check
+from twophase.training.inner import inner_lr
+from twophase.training.preflight import preflight
 from twophase.training.train import _restore, train
-from twophase.training.trainer import Trainer, inner_lr, preflight
-from twophase.training.trainer import _corpus as build
+from twophase.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -39,7 +42,11 @@ def config(short_run: TrainConfig) -> TrainConfig:
 
 def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
     with RunFolder.claim(path, config) as folder:
-        return train(config, folder, **options)
+        return train(build_task(config), config, folder, **options)
+
+
+def admit(config: TrainConfig) -> None:
+    preflight(check(config), build_task(config))
 
 
 def timeless(record: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +83,7 @@ def test_weights_are_the_anchor(config: TrainConfig, tmp_path: Path) -> None:
     """The weights file holds the final anchor, which after a round is what every replica holds."""
     run(config, tmp_path / "run")
     weights = load_file(tmp_path / "run" / "weights.safetensors")
-    trainer = Trainer(config, SingleProcess())
+    trainer = Trainer(build_task(config), config, SingleProcess())
     with RunFolder.claim(tmp_path / "run", config) as folder:
         _restore(trainer, folder)
     for state in (trainer.engine.anchor, *(replica.model.state_dict() for replica in trainer.replicas)):
@@ -114,7 +121,7 @@ def test_what_a_checkpoint_holds(config: TrainConfig, tmp_path: Path, stop: int)
     found = {path.name for path in newest.iterdir()}
     replicas = [checkpoint.replica_file(number) for number in (0, 1)]
     assert found == {checkpoint.ENGINE, *replicas, "manifest.json", "progress.json"}
-    parameters = dict(Trainer(config, SingleProcess()).replicas[0].model.named_parameters())
+    parameters = dict(Trainer(build_task(config), config, SingleProcess()).replicas[0].model.named_parameters())
     for name in replicas:
         tensors = load_file(newest / name)
         weights = {key.removeprefix("model.") for key in tensors if key.startswith("model.")}
@@ -131,7 +138,7 @@ def test_execution_is_restored(config: TrainConfig, tmp_path: Path) -> None:
     assert newest is not None
     (saved,) = checkpoint.Checkpoint(newest, fingerprint(config)).progress()["execution"]
     assert saved
-    trainer = Trainer(config, SingleProcess())
+    trainer = Trainer(build_task(config), config, SingleProcess())
     assert trainer.execution != saved
     with RunFolder.claim(tmp_path / "run", config) as folder:
         _restore(trainer, folder)
@@ -362,7 +369,10 @@ def test_a_round_begun_by_one_process_is_ended_by_several(config: TrainConfig, t
     calls = iter(range(1, 1000))
     run(config, tmp_path / "run", should_stop=lambda: next(calls) >= 3)
     with RunFolder.claim(tmp_path / "run", config) as folder:
-        alone, other = Trainer(config, SingleProcess()), Trainer(config, Second())
+        alone, other = (
+            Trainer(build_task(config), config, SingleProcess()),
+            Trainer(build_task(config), config, Second()),
+        )
         del other.replicas[0]
         other.replicas[0].number = 1
         for trainer in (alone, other):
@@ -370,7 +380,7 @@ def test_a_round_begun_by_one_process_is_ended_by_several(config: TrainConfig, t
     assert alone.done.round_steps == other.done.round_steps == 3
     first, second = (replica.round_losses for replica in alone.replicas)
     assert first != second == other.replicas[0].round_losses
-    assert sum(first) / 3 == pytest.approx(math.log(alone.vocabulary_size), rel=0.1)
+    assert sum(first) / 3 == pytest.approx(math.log(build_task(config).vocabulary_size), rel=0.1)
 
 
 def test_seeds_differ(config: TrainConfig, tmp_path: Path) -> None:
@@ -473,7 +483,7 @@ BAD_VALUES = [
 def test_impossible_values(config: TrainConfig, values: dict[str, Any], message: str) -> None:
     """Each impossible value is refused before anything is made, by option, value, range and remedy."""
     with pytest.raises(UsageError, match=message):
-        preflight(with_values(config, values))
+        admit(with_values(config, values))
 
 
 def test_defaults_are_possible() -> None:
@@ -484,7 +494,7 @@ def test_defaults_are_possible() -> None:
 def test_replicas_and_processes(config: TrainConfig) -> None:
     """Replicas that the processes cannot share evenly are refused with both numbers."""
     with pytest.raises(UsageError, match=r"--replicas is 2 and there are 3 processes.*--replicas 3"):
-        preflight(config, processes=3)
+        preflight(config, build_task(config), processes=3)
 
 
 # --- restart policies that have a memory, or need what the trainer measures ------------------------------------------

@@ -255,13 +255,15 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
     from twophase.base.config import to_tree
     from twophase.base.progress import meter, round_text, step_text
     from twophase.runs.trackers import check, tracked
+    from twophase.tasks.build import build_task
+    from twophase.training.preflight import preflight
     from twophase.training.session import claimed, communication, signals, take_device, world_size
     from twophase.training.train import train
-    from twophase.training.trainer import preflight
 
     check(options.track)
     take_device(config)
-    preflight(config, world_size())  # before a folder is made for what cannot be run
+    task = build_task(config)
+    preflight(config, task, world_size())  # before a folder is made for what cannot be run
     with (
         communication(config, options) as communicator,
         signals() as stopped,
@@ -272,6 +274,7 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
     ):
         with meter("train", config.steps, quiet=options.quiet or communicator.rank > 0) as show:
             summary = train(
+                task,
                 config,
                 recorder,
                 communicator=communicator,

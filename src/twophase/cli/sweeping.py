@@ -217,7 +217,7 @@ def check(sweep: Sweep, *, yes: bool) -> None:
 
 def _texts(sweep: Sweep) -> dict[str, str]:
     """Refuse texts and devices that cannot be used here; the fingerprints of the texts."""
-    from twophase.training.trainer import preflight_all  # noqa: PLC0415 - torch, which a finished sweep does without
+    from twophase.tasks.build import preflight_all  # noqa: PLC0415 - torch, which a finished sweep does without
 
     return preflight_all(sweep.runs.values())
 
@@ -269,9 +269,10 @@ def _timed(config: TrainConfig) -> tuple[float, float]:
     import torch  # noqa: PLC0415
 
     from twophase.diloco.comm import SingleProcess  # noqa: PLC0415 - torch
+    from twophase.tasks.build import build_task  # noqa: PLC0415
     from twophase.training.trainer import Trainer  # noqa: PLC0415
 
-    trainer = Trainer(config, SingleProcess())
+    trainer = Trainer(build_task(config), config, SingleProcess())
     times = []
     for _ in range(min(_TIMED_STEPS, config.steps)):
         clock = time.perf_counter()

@@ -118,9 +118,10 @@ def _crew(workers: int) -> Iterator[Callable[[Sequence[tuple[Path, TrainConfig]]
 
 
 def _one(job: tuple[Path, TrainConfig]) -> tuple[str, dict[str, Any]]:
-    from twophase.training.train import train  # noqa: PLC0415 - torch, which a list of studies does without
+    from twophase.tasks.build import build_task  # noqa: PLC0415 - torch, which a list of studies does without
+    from twophase.training.train import train  # noqa: PLC0415
 
     path, config = job
     with RunFolder.claim(path, config) as folder:
         known = folder.summary()
-        return path.name, known if known is not None else train(config, folder)
+        return path.name, known if known is not None else train(build_task(config), config, folder)

@@ -342,7 +342,7 @@ def _train(study: SweepStudy, scale: Scale, folder: Path, options: dict[str, Any
 
     The rows that are there already come first: a folder that has reached a later stage belongs to the larger sweep.
     """
-    from twophase.training.trainer import preflight_all  # noqa: PLC0415 - torch, which the theory's studies do without
+    from twophase.tasks.build import preflight_all  # noqa: PLC0415 - torch, which the theory's studies do without
 
     rows = _rows_there(study, scale, folder)
     sweep = study.sweep(scale, rows)

@@ -34,9 +34,11 @@ from twophase.sweep.outers import Outers
 from twophase.sweep.plan import Forest, Node
 from twophase.sweep.states import FORMAT, Branch, State, States, Tally, free_memory
 from twophase.sweep.work import Stopped
+from twophase.runs.folder import RunFolder
+from twophase.tasks.build import build_task
 from twophase.training import checkpoint
 from twophase.training.config import TrainConfig
-from twophase.training.train import Recorder, train
+from twophase.training.train import train
 from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
 
 
@@ -47,7 +49,7 @@ class Place(Protocol):
         """Whether the run is finished and need not be done again."""
         ...
 
-    def claim(self, run: str) -> AbstractContextManager[Recorder]:
+    def claim(self, run: str) -> AbstractContextManager[RunFolder]:
         """The run's folder, for this process alone."""
         ...
 
@@ -139,7 +141,7 @@ class Grower:
             waiting.append((node, branch))
             waiting += [(child, branch) for child in reversed(children)]
             # For the children that come after the first one.
-            if len(children) > 1 and not self._states.hold(branch, self._state(), self._run.replicas[0].device):
+            if len(children) > 1 and not self._states.hold(branch, self._state(), self._run.compute.device):
                 self._keep_end(node)
         if failed is not None:
             raise failed
@@ -166,7 +168,7 @@ class Grower:
         self._clear()
         with self.place.claim(run) as folder:
             before, clock = checkpoint.latest_step(folder.checkpoint_dir) or 0, time.perf_counter()
-            summary = train(self.configs[run], folder, should_stop=self.should_stop)
+            summary = train(build_task(self.configs[run]), self.configs[run], folder, should_stop=self.should_stop)
         steps = summary["steps"] - before
         self.tally.steps += steps
         self.tally.step_seconds += steps * [(time.perf_counter() - clock) / max(steps, 1)]
@@ -280,7 +282,7 @@ class Grower:
             self.tally.step_seconds += count * [(time.perf_counter() - clock) / count]
             self._launched = None
 
-    def _synchronize(self, runs: list[str], logs: Mapping[str, Recorder]) -> None:
+    def _synchronize(self, runs: list[str], logs: Mapping[str, RunFolder]) -> None:
         """Count an inner step; at the end of a round take the outer step of every class of runs, and log it."""
         run, engine = self._run, self._run.engine
         if engine.inner_step + 1 < engine.inner_steps and run.done.step < run.config.steps:
@@ -311,7 +313,7 @@ class Grower:
 
     # --------------------------------------------------------------------------------------------------------- runs
 
-    def _log(self, claims: ExitStack, run: str) -> Recorder:
+    def _log(self, claims: ExitStack, run: str) -> RunFolder:
         """Claim a run's folder and write what has happened so far."""
         log = claims.enter_context(self.place.claim(run))
         log.write_env(self._run.environment())
@@ -320,7 +322,7 @@ class Grower:
             _write_line(log, entry, run)
         return log
 
-    def _finish(self, logs: Mapping[str, Recorder]) -> None:
+    def _finish(self, logs: Mapping[str, RunFolder]) -> None:
         """Write the outcome of runs that have ended here."""
         outcome = self._run.outcome()
         for run, log in logs.items():
@@ -344,7 +346,8 @@ class Grower:
 
     def _begin(self, node: Node) -> None:
         """A new tree: fresh replicas."""
-        self._trainer = Trainer(self.configs[node.runs[0]], SingleProcess())
+        first = self.configs[node.runs[0]]
+        self._trainer = Trainer(build_task(first), first, SingleProcess())
         self._clear()
         self._outers.begin(node.runs)
 
@@ -370,7 +373,7 @@ class Grower:
         """Continue from a state, at the end of a node or inside it; the state's tensors are used, not copied."""
         first = self.configs[node.runs[0]]
         if self._trainer is None or _trunk(self._trainer.config) != _trunk(first):
-            self._trainer, self._outers = Trainer(first, SingleProcess()), Outers(self.configs)
+            self._trainer, self._outers = Trainer(build_task(first), first, SingleProcess()), Outers(self.configs)
         run = self._trainer
         if state["text"] != run.text:
             raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")
@@ -381,7 +384,7 @@ class Grower:
             replica.load_state_dict(saved)
         run.done, run.validation = Progress(**state["done"]), None
         run.restore_execution(state["execution"])
-        self._outers.restore(state, run.replicas[0].device)
+        self._outers.restore(state, run.compute.device)
         self._lines = state["lines"]
         self._at = node.id if run.done.step == node.stop else None
         self.tally.restored += 1
@@ -413,7 +416,7 @@ class Grower:
         )
 
 
-def _write_line(log: Recorder, entry: Mapping[str, Any], run: str) -> None:
+def _write_line(log: RunFolder, entry: Mapping[str, Any], run: str) -> None:
     """A round's lines in a run's logs."""
     line = next(line for runs, line in entry["rounds"] if runs is None or run in runs)
     log.log_round(line)

@@ -16,9 +16,9 @@ from twophase.runs.folder import RunFolder
 from twophase.sweep import forest
 from twophase.sweep.plan import Job
 from twophase.sweep.work import STATES, Stopped, Work, report, work
+from twophase.tasks.build import preflight_all
 from twophase.training.config import TrainConfig
 from twophase.training.session import Stop, signals
-from twophase.training.trainer import preflight_all
 
 
 def serve(folder: Path, *, in_memory: int, leash: bool) -> int:

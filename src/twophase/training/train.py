@@ -7,67 +7,27 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
 from twophase.base.files import write_atomic
 from twophase.diloco.comm import Communicator, SingleProcess
 from twophase.diloco.report import RoundReport
+from twophase.runs.folder import RunFolder
 from twophase.training import checkpoint
-from twophase.training.config import TrainConfig
-from twophase.training.trainer import RUNNING, STOPPED, Progress, Replica, Trainer, round_line
+from twophase.training.config import TrainConfig, check
+from twophase.training.inner import Replica
+from twophase.training.preflight import preflight
+from twophase.training.task import Task
+from twophase.training.trainer import RUNNING, STOPPED, Progress, Trainer, round_line
 
 _log = logging.getLogger("twophase")
 
 
-class Recorder(Protocol):
-    """Where a run is written: a folder in the file system, or nowhere (processes other than the first)."""
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        """The folder of the checkpoints, seen by all processes."""
-        ...
-
-    @property
-    def weights(self) -> Path:
-        """The file of the final weights."""
-        ...
-
-    def write_env(self, env: dict[str, Any], /) -> None:
-        """Record machine, versions and corpus."""
-
-    def log_metrics(self, line: dict[str, Any], /) -> None:
-        """Append a line of losses."""
-
-    def log_round(self, line: dict[str, Any], /) -> None:
-        """Append a line about the outer step."""
-
-    def log_step(self, line: dict[str, Any], /) -> None:
-        """Append a line about a stretch of inner steps."""
-
-    def position(self) -> dict[str, int]:
-        """How far the logs go."""
-        ...
-
-    def rewind(self, position: dict[str, int], /) -> None:
-        """Cut the logs back to a position."""
-
-    def last_round(self) -> dict[str, Any] | None:
-        """The newest line about an outer step."""
-        ...
-
-    def set_aside(self, name: str, /) -> Path:
-        """Move the logs and checkpoints into a folder of that name (or the next that is free), and begin anew."""
-        ...
-
-    def finish(self, summary: dict[str, Any], /) -> None:
-        """Declare the run finished."""
-
-
 def train(
+    task: Task,
     config: TrainConfig,
-    folder: Recorder,
+    folder: RunFolder,
     *,
     communicator: Communicator | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -77,6 +37,7 @@ def train(
     """Train, resuming from the folder's newest checkpoint, and write the run.
 
     Args:
+        task: what is trained.
         config: the run.
         folder: where it is written; process 0's counts.
         communicator: the processes that share the replicas; None means this one alone.
@@ -94,7 +55,9 @@ def train(
         OSError: the folder cannot be written, or the disk is full; says where, and what to do. Nothing is lost then
             but the time since the newest checkpoint.
     """
-    run = Trainer(config, communicator or SingleProcess())
+    communicator = communicator or SingleProcess()
+    preflight(check(config), task, 1 if communicator.elastic else communicator.size)
+    run = Trainer(task, config, communicator)
     if run.lead:
         with _disk(folder):
             folder.write_env(run.environment())
@@ -151,7 +114,7 @@ def train(
 class _StepLog:
     """Writes a line about the inner steps since the last one, every `log_every` of them."""
 
-    def __init__(self, run: Trainer, folder: Recorder, on_step: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, run: Trainer, folder: RunFolder, on_step: Callable[[dict[str, Any]], None]) -> None:
         self.run = run
         self.folder = folder
         self.on_step = on_step
@@ -172,14 +135,14 @@ class _StepLog:
         self.on_step(line)
 
 
-def _writer(run: Trainer, folder: Recorder) -> checkpoint.Writer:
+def _writer(run: Trainer, folder: RunFolder) -> checkpoint.Writer:
     config = run.config
     return checkpoint.Writer(
         folder.checkpoint_dir, fingerprint=fingerprint(config), keep=config.keep_checkpoints, communicator=run.files
     )
 
 
-def _begin(run: Trainer, folder: Recorder) -> RoundReport | None:
+def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
     """Take up where the run stands: on disk, or with the other replicas where they come and go."""
     if not run.comm.elastic:
         _restore(run, folder)
@@ -207,7 +170,7 @@ def _begin(run: Trainer, folder: Recorder) -> RoundReport | None:
     return report
 
 
-def _restore(run: Trainer, folder: Recorder) -> None:
+def _restore(run: Trainer, folder: RunFolder) -> None:
     """Continue from the newest checkpoint, where there is one; process 0 says which that is."""
     newest = run.files.gather(checkpoint.latest(folder.checkpoint_dir))[0]
     logs: dict[str, int] = {}
@@ -218,7 +181,7 @@ def _restore(run: Trainer, folder: Recorder) -> None:
         processes = numbers.pop("processes")
         if text != run.text:
             raise UsageError(
-                f"--data.corpus {run.config.data.corpus}: the text is not the one that this run began with "
+                f"{run.compute.data_name}: the text is not the one that this run began with "
                 f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old text back, or choose "
                 "another --out"
             )
@@ -238,7 +201,7 @@ def _restore(run: Trainer, folder: Recorder) -> None:
             folder.rewind(logs)  # lines written after the checkpoint will be written again
 
 
-def _save(run: Trainer, folder: Recorder, writer: checkpoint.Writer) -> None:
+def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
     """Have a checkpoint written of everything as it is now."""
     run.settle()
     parts = {checkpoint.replica_file(replica.number): _replica_part(run, replica) for replica in run.replicas}
@@ -265,7 +228,7 @@ def _replica_part(run: Trainer, replica: Replica) -> dict[str, Any]:
 
 
 @contextmanager
-def _disk(folder: Recorder) -> Iterator[None]:
+def _disk(folder: RunFolder) -> Iterator[None]:
     """Say which folder it is that cannot be written, and what to do."""
     try:
         yield

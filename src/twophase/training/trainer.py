@@ -11,11 +11,10 @@ import itertools
 import math
 import os
 import platform
-import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,17 +27,12 @@ from twophase.base.config import RunError, UsageError, fingerprint, values_of
 from twophase.base.source import source_digest
 from twophase.diloco.comm import Communicator, Elastic, SingleProcess
 from twophase.diloco.engine import DiLoCo, Signals
-from twophase.diloco.fragment import partition
 from twophase.diloco.report import RoundReport, merged
-from twophase.tasks.lm.corpus import AnyCorpus, build
-from twophase.tasks.lm.evaluate import Evaluation, evaluate, evaluation
-from twophase.tasks.lm.model import Llama
-from twophase.tasks.lm.shard_corpus import ShardCorpus
-from twophase.tasks.lm.speed import flops_per_token, rates
-from twophase.tasks.lm.step import Step, make_repeatable, model_of, room_for
-from twophase.training.config import TrainConfig, check, text_name
+from twophase.training.config import TrainConfig
+from twophase.training.device import device_name, make_repeatable, peak_bytes, room_for
+from twophase.training.inner import Replica, inner_lr
+from twophase.training.task import Task, step_of
 
-_EVALUATED_LOGITS = 1 << 28
 _REMEMBERED = 1000
 LOSS, STOP = "train_loss", "stop"
 """What the processes tell one another at the end of a round."""
@@ -55,35 +49,36 @@ class Trainer:
     """Replicas, engine and text of one configuration, and how far they are.
 
     Args:
-        config: the run.
+        task: what is trained.
+        config: the run, checked.
         communicator: the processes that share its replicas.
 
     Raises:
         UsageError: an impossible configuration, corpus or device.
     """
 
-    def __init__(self, config: TrainConfig, communicator: Communicator) -> None:
+    def __init__(self, task: Task, config: TrainConfig, communicator: Communicator) -> None:
         self.config = config
+        self.task = task
         self.comm = communicator
         self.files: Communicator = SingleProcess() if communicator.elastic else communicator
         """The processes that write one folder: where replicas come and go, each has its own."""
         self.lead = self.files.rank == 0
         self.done = Progress()
-        self.validation: Evaluation | None = None
-        """Of the present anchor, if it has been evaluated."""
-        self.corpus, device = preflight(config, self.files.size)
-        self.vocabulary_size: int = config.model.vocabulary_size or self.corpus.vocabulary.size
-        self.loss_bound: float = config.divergence_loss or 3 * math.log(self.vocabulary_size)
-        self.text: str = self.corpus.description["fingerprint"]
+        self.validation: Mapping[str, float] | None = None
+        """Held-out numbers of the present anchor, if it has been evaluated."""
+        device = torch.device(config.device)
         torch.set_num_threads(config.threads)
-        make_repeatable(config, device)
+        make_repeatable(device, strictly=config.deterministic)
         share = 1 if communicator.elastic else config.replicas // communicator.size
         first = cast("Elastic", communicator).replica if communicator.elastic else communicator.rank * share
-        numbers = range(first, first + share)
-        self.compute = Step(config, self.vocabulary_size, device, share, communicator)
+        self.compute = step_of(task, device, share, communicator)
+        self.data = task.describe()
+        self.text: str = self.data["fingerprint"]
+        self.loss_bound: float = config.divergence_loss or self.compute.loss_bound
         self._losses: list[Tensor] = []
-        with room_for(f"the weights of {share} replicas and the outer optimizer's", config):
-            self.replicas = [Replica(config, number, self.corpus, self.compute) for number in numbers]
+        with room_for(f"the weights of {share} replicas and the outer optimizer's", config.device):
+            self.replicas = [Replica(config, number, task, self.compute) for number in range(first, first + share)]
             self.engine = self._engine()
 
     def _engine(self) -> DiLoCo:
@@ -115,14 +110,14 @@ class Trainer:
 
     def _source(self) -> str:
         """Digits of the code that decides what a replica learns, beside the engine's: this room's and the task's."""
-        theirs = (type(self.replicas[0].model), type(self.corpus))
-        return source_digest({Path(__file__).parent, *(Path(inspect.getfile(kind)).parent for kind in theirs)})
+        parts = (type(self.replicas[0].model), type(self.task))
+        return source_digest({Path(__file__).parent, *(Path(inspect.getfile(kind)).parent for kind in parts)})
 
     def _probe(self, model: nn.Module, number: int, round: int) -> float:  # noqa: A002 - the engine's word
         """The loss of a candidate on what a replica will train on next, or the first sequences of that."""
         del round
         # Of this configuration and not the replica's, which in a forest is that of the run which came first.
-        return self.replicas[number].probe(cast("Llama", model), self.done.step, self.config.probed)
+        return self.replicas[number].probe(model, self.done.step, self.config.probed)
 
     def _replica_state(self) -> dict[str, Any]:
         """What a replica that comes late needs beside the engine's state: it goes on as this one."""
@@ -194,10 +189,9 @@ class Trainer:
         done, config = self.done, self.config
         loss = done.recent_loss / max(done.recent_losses, 1)
         done.recent_loss, done.recent_losses = 0.0, 0
-        flops = flops_per_token(config.model, self.vocabulary_size, config.data.sequence_length)
         line = {"step": done.step, "train_loss": loss, "inner_lr": inner_lr(config, done.step - 1)}
-        line |= rates(flops, steps * len(self.replicas) * config.step_tokens, seconds)
-        return line | {"peak_memory_bytes": _peak_bytes(self.compute.device)}
+        line |= self.compute.rates(steps * len(self.replicas), seconds)
+        return line | {"peak_memory_bytes": peak_bytes(self.compute.device)}
 
     def synchronize(self, should_stop: Callable[[], bool] = lambda: False) -> RoundReport | None:
         """Tell the engine that every replica has taken an inner step; the last round may be a shorter one.
@@ -212,7 +206,7 @@ class Trainer:
             # Where replicas come and go, one that is asked to stop goes alone.
             signals = partial(self._signals, 0.0 if self.comm.elastic else float(should_stop()))
         clock = time.perf_counter()
-        with room_for("the outer step", self.config):
+        with room_for("the outer step", self.config.device):
             report = self._last(self.engine.step(signals), signals)
         self.done.engine_seconds += time.perf_counter() - clock
         return report
@@ -273,11 +267,11 @@ class Trainer:
         every = self.config.evaluate_every
         due = every and report.complete and report.round % every == 0
         if self.lead and (due or self.done.exit_reason in (FINISHED, DIVERGED)):
-            line |= _fields(self.validate())
+            line |= _columns(self.validate())
         return line | {"inner_lr": inner_lr(self.config, self.done.step - 1)}
 
-    def validate(self) -> Evaluation:
-        """The anchor on the held-out text."""
+    def validate(self) -> Mapping[str, float]:
+        """Evaluate the anchor on held-out data."""
         if self.validation is None:
             with self.engine.anchored():
                 self.validation = self.replicas[0].evaluate()
@@ -296,7 +290,7 @@ class Trainer:
 
     def tokens(self) -> int:
         """Tokens trained on so far, over all replicas."""
-        return self.done.step * self.config.replicas * self.config.step_tokens
+        return self.done.step * self.config.replicas * self.compute.tokens
 
     def weights(self, config: TrainConfig) -> bytes:
         """The anchor as a safetensors file of the run of that configuration."""
@@ -306,9 +300,9 @@ class Trainer:
     def outcome(self) -> dict[str, Any]:
         """The validation's numbers, after judging the last outer step by them; for a run that is at its end."""
         validation = self.validate()
-        if not validation.loss <= self.loss_bound:  # blown up by the very last outer step
+        if not validation["loss"] <= self.loss_bound:  # blown up by the very last outer step
             self.done.exit_reason = DIVERGED
-        return _fields(validation)
+        return _columns(validation)
 
     def summary(self, restarts: int | None = None) -> dict[str, Any]:
         """The run in numbers, less its validation.
@@ -342,86 +336,10 @@ class Trainer:
             "platform": platform.platform(),
             "processor": platform.processor() or platform.machine(),
             "cpus": os.cpu_count(),
-            "device": _device_name(self.compute.device),
+            "device": device_name(self.compute.device),
             "command": sys.argv,
-            "corpus": self.corpus.description,
+            "corpus": dict(self.data),
         }
-
-
-class Replica:
-    """One replica: a model, its own inner AdamW, which persists over rounds, and its own part of the text."""
-
-    def __init__(self, config: TrainConfig, number: int, corpus: AnyCorpus, compute: Step) -> None:
-        self.config = config
-        self.number = number
-        self.corpus = corpus
-        self.compute = compute
-        self.device = compute.device
-        self.model = model_of(config, compute.vocabulary_size, compute.device)
-        self.inner = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=config.inner.lr,
-            betas=config.inner.betas,
-            weight_decay=config.inner.weight_decay,
-            fused=True,
-        )
-        self.round_losses: list[float] = []
-        """Its training losses, one an inner step, since the fragment whose round has gone on for longest began it."""
-
-    def step(self, step: int, lr: float) -> Tensor:
-        """One inner step; returns the training loss in nats a token, a scalar that is still on the device.
-
-        Nothing here waits for the device, which so always has its next work at hand.
-        """
-        tokens, targets = self.corpus.batch(self.config.seed, step, self.number)
-        loss = self.compute.gradients(self.model, self._tensor(tokens), self._tensor(targets))
-        with room_for("the inner optimizer", self.config):
-            if self.config.inner.clip_norm > 0:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
-            for group in self.inner.param_groups:
-                group["lr"] = lr
-            self.inner.step()
-        self.inner.zero_grad()
-        return loss
-
-    def probe(self, model: Llama, step: int, sequences: int = 0) -> float:
-        """Mean loss of a model, forward only, on the batch of an inner step of this replica.
-
-        Args:
-            model: any of this configuration.
-            step: the inner step.
-            sequences: how many of the batch, from its first one on; 0 means all.
-        """
-        tokens, targets = (ids[: sequences or None] for ids in self.corpus.batch(self.config.seed, step, self.number))
-        return float(self.compute.loss(model, self._tensor(tokens), self._tensor(targets)))
-
-    def evaluate(self) -> Evaluation:
-        """Loss and perplexity on the held-out documents."""
-        tokens, targets = self.corpus.validation()
-        token_bytes = self.corpus.vocabulary.token_bytes
-        if self.device.type == "cuda":  # elsewhere logits are cheap, and the digits of earlier records stay
-            return evaluation(
-                self.compute.nats(self.model, self._tensor(tokens), self._tensor(targets)), targets, token_bytes
-            )
-        logits = tokens.shape[1] * self.compute.vocabulary_size  # of a window; in float32, they should not take over
-        batch = max(1, min(64, _EVALUATED_LOGITS // logits))
-        return evaluate(self.model, self._tensor(tokens), self._tensor(targets), token_bytes, batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Model, inner optimizer, and the losses of the round."""
-        return {"model": self.model.state_dict(), "inner": self.inner.state_dict(), "round_losses": self.round_losses}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
-        self.model.load_state_dict(state["model"])
-        self.inner.load_state_dict(state["inner"])
-        self.round_losses = list(state.get("round_losses", ()))  # states of before had their sum
-
-    def _tensor(self, ids: Any) -> Tensor:
-        tensor = torch.from_numpy(ids)
-        if self.device.type == "cuda":  # from pinned memory the copy does not wait for the device
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
 
 
 @dataclasses.dataclass
@@ -460,98 +378,6 @@ def _alike(config: TrainConfig) -> dict[str, Any]:
     return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(own)}
 
 
-def inner_lr(config: TrainConfig, step: int) -> float:
-    """Inner learning rate at an inner step t, counted from 0: linear warmup over w = warmup x steps, then a schedule.
-
-    * t < w: `lr (t + 1) / w`;
-    * cosine: `lr (1 + cos(pi (t - w) / (steps - w))) / 2`;
-    * linear: `lr (steps - t) / (steps - w)`; wsd: the same with w = steps - decay x steps, and `lr` before it;
-    * constant: `lr`.
-    """
-    inner, steps = config.inner, config.steps
-    start = round(inner.warmup * steps)
-    if step < start:
-        return inner.lr * (step + 1) / start
-    if inner.schedule == "wsd":
-        start = max(start, steps - round(inner.decay * steps))
-    if inner.schedule == "constant" or step < start:
-        return inner.lr
-    if inner.schedule == "cosine":
-        return inner.lr * (1 + math.cos(math.pi * (step - start) / max(steps - start, 1))) / 2
-    return inner.lr * (steps - step) / (steps - start)
-
-
-_corpus = lru_cache(maxsize=2)(build)  # a sweep's worker trains many runs on the same text
-
-
-def preflight(config: TrainConfig, processes: int = 1) -> tuple[AnyCorpus, torch.device]:
-    """Everything about a run that can be refused before a folder is made for it.
-
-    Args:
-        config: the run.
-        processes: how many share its replicas.
-
-    Returns:
-        The corpus and the device.
-
-    Raises:
-        UsageError: an impossible value, corpus or device, replicas that the processes cannot share, fragments that the
-            model cannot be cut into, or tokens that do not last for the run.
-    """
-    check(config)
-    _check_fragments(config)
-    if config.replicas % processes:
-        raise UsageError(
-            f"--replicas is {config.replicas} and there are {processes} processes; replicas must be a multiple of the "
-            f"processes, for example --replicas {processes}"
-        )
-    try:
-        device = torch.device(config.device)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"--device {config.device} cannot be used here ({reason}); use --device cpu") from None
-    if device.type != "cuda" and config.compute.attention != "auto":
-        raise UsageError(
-            f"--compute.attention is {config.compute.attention}; --device {config.device} has no choice of kernels, so "
-            "leave it at auto"
-        )
-    corpus = _corpus(config.data, config.replicas, config.model.vocabulary_size)
-    if isinstance(corpus, ShardCorpus) and not config.repeat:
-        corpus.check_enough(config.steps)
-    return corpus, device
-
-
-def _check_fragments(config: TrainConfig) -> None:
-    """Refuse fragments that the model cannot be cut into."""
-    parts = config.sync.parts()
-    if parts == 1:
-        return
-    with torch.device("meta"):
-        model = Llama(config.model, 1)  # what is refused hangs on names and their number, not on the vocabulary
-    try:
-        partition({name: p.numel() for name, p in model.named_parameters()}, parts)
-    except ValueError as error:
-        raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None
-
-
-def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
-    """Everything about several runs that can be refused before a folder is made for them; each text is read once.
-
-    Returns:
-        The fingerprint of each text, by `twophase.training.config.text_name`.
-
-    Raises:
-        UsageError: as `preflight`.
-    """
-    # Of several runs on the same text, the longest one takes most tokens.
-    longest = sorted(configs, key=lambda config: config.steps)
-    different = {(text_name(check(one)), one.device, one.model.vocabulary_size, one.repeat): one for one in longest}
-    for one in {(one.model, one.sync.fragments): one for one in longest}.values():
-        _check_fragments(one)
-    return {name: preflight(config)[0].description["fingerprint"] for (name, *_), config in different.items()}
-
-
 def round_line(report: RoundReport, step: int) -> dict[str, Any]:
     """A round's line in `rounds.jsonl`."""
     totals = {"buffer_norm": report.buffer_norm, "cosine": report.cosine, "gain": report.gain}
@@ -560,21 +386,6 @@ def round_line(report: RoundReport, step: int) -> dict[str, Any]:
     return {"step": step} | fields | totals
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """The largest memory so far: allocated on a GPU, else held by this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def _fields(validation: Evaluation) -> dict[str, float]:
-    return {
-        "validation_loss": validation.loss,
-        "perplexity": validation.perplexity,
-        "perplexity_per_byte": validation.perplexity_per_byte,
-    }
+def _columns(validation: Mapping[str, float]) -> dict[str, float]:
+    """Name the numbers of an evaluation as the logs and the summary do."""
+    return {"validation_loss" if name == "loss" else name: value for name, value in validation.items()}

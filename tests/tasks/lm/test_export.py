@@ -21,6 +21,7 @@ import textmaker
 from twophase.base.config import UsageError, with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder
+from twophase.tasks.build import build_task
 from twophase.tasks.lm import export as module
 from twophase.tasks.lm.export import RECORD, describe, export, main
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
@@ -45,7 +46,7 @@ def make_config(corpus: Path, **values: Any) -> TrainConfig:
 
 def trained(config: TrainConfig, path: Path, **options: Any) -> Path:
     with RunFolder.claim(path, config) as folder:
-        train(config, folder, **options)
+        train(build_task(config), config, folder, **options)
     return path
 
 
@@ -87,7 +88,7 @@ def test_same_loss(corpus: Path, tmp_path: Path, tied: bool, kv_heads: int) -> N
     config = make_config(corpus, **values)
     run = trained(config, tmp_path / "run")
     out = export(run, tmp_path / "hf")
-    ours = Trainer(config, SingleProcess()).replicas[0].model
+    ours = build_task(config).model(config.seed)
     ours.load_state_dict(load_file(run / "weights.safetensors"))
     windows = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 17)))
     tokens, targets = windows[:, :-1], windows[:, 1:]
@@ -143,7 +144,7 @@ def test_unfinished(corpus: Path, tmp_path: Path) -> None:
     run = trained(config, tmp_path / "run", should_stop=lambda: next(calls) >= 1)
     assert not (run / "weights.safetensors").exists()
     out = export(run, tmp_path / "hf")
-    trainer = Trainer(config, SingleProcess())
+    trainer = Trainer(build_task(config), config, SingleProcess())
     for _ in range(2):
         trainer.inner_step()
         trainer.synchronize()

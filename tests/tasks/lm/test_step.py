@@ -14,11 +14,13 @@ from torch import Tensor
 
 from twophase.base.config import UsageError, with_values
 from twophase.diloco.comm import SingleProcess
+from twophase.tasks.build import build_task
 from twophase.tasks.lm import step as step_module
 from twophase.tasks.lm.evaluate import evaluate
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.step import Step, activation_bytes, compiled_loss, divisors, model_of
 from twophase.training.config import ComputeConfig, TrainConfig, check
+from twophase.training.device import room_for
 from twophase.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -37,7 +39,7 @@ def batch(config: TrainConfig, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def gradients(config: TrainConfig, compute: Step | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     model = model_of(config, VOCABULARY, CPU)
-    value = (compute or Step(config, VOCABULARY, CPU, 1)).gradients(model, *batch(config))
+    value = (compute or Step(config, VOCABULARY, CPU, 1)).gradients(model, batch(config))
     return value, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -97,7 +99,7 @@ def test_mixed_precision_keeps_float32_where_it_counts():
     seen: set[torch.dtype] = set()
     for block in model.blocks:
         block.register_forward_hook(lambda *args: seen.add(args[2].dtype))
-    value = Step(config, VOCABULARY, CPU, 1).gradients(model, *batch(config))
+    value = Step(config, VOCABULARY, CPU, 1).gradients(model, batch(config))
     assert seen == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32} == {value.dtype}
     exact, grads = gradients(TrainConfig())
@@ -114,7 +116,7 @@ def test_a_step_never_waits_for_the_device():
     config = config_of(precision="bf16-mixed", micro_batch=4)
     model = model_of(config, VOCABULARY, meta)
     tokens, targets = (part.to(meta) for part in batch(config))
-    value = Step(config, VOCABULARY, meta, 2).gradients(model, tokens, targets)
+    value = Step(config, VOCABULARY, meta, 2).gradients(model, (tokens, targets))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters(), foreach=True).step()
     with pytest.raises(RuntimeError, match="meta"):
@@ -210,7 +212,7 @@ def test_the_first_guess_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     for gigabytes in (64.0, 0.03, 0.01, 0.005, 0.0):
         monkeypatch.setattr(step_module, "memory_bytes", lambda _, g=gigabytes: int(g * 1e9))
         compute = Step(config, VOCABULARY, CPU, 2)
-        compute.gradients(model_of(config, VOCABULARY, CPU), *batch(config))
+        compute.gradients(model_of(config, VOCABULARY, CPU), batch(config))
         sizes.append(compute.chosen["micro_batch"])
     assert sizes[0] == 12
     assert sizes[-1] == 1
@@ -218,7 +220,7 @@ def test_the_first_guess_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     assert set(sizes) <= set(divisors(12))
     given = replace(config, compute=ComputeConfig(micro_batch=6))
     compute = Step(given, VOCABULARY, CPU, 2)
-    compute.gradients(model_of(given, VOCABULARY, CPU), *batch(given))
+    compute.gradients(model_of(given, VOCABULARY, CPU), batch(given))
     assert compute.chosen["micro_batch"] == 6
 
 
@@ -226,7 +228,7 @@ def test_who_evaluates_first_chooses_for_the_batch():
     """A replica that comes late may probe 3 sequences before its first step: pieces are chosen for batches of 8."""
     config = TrainConfig()
     compute, (tokens, targets) = Step(config, VOCABULARY, CPU, 1), batch(config)
-    compute.loss(model_of(config, VOCABULARY, CPU), tokens[:3], targets[:3])
+    compute.loss(model_of(config, VOCABULARY, CPU), (tokens[:3], targets[:3]))
     assert compute.chosen["micro_batch"] == config.data.batch_size == 8
     value, grads = gradients(config, compute)
     plain, expected = gradients(config)
@@ -299,7 +301,7 @@ def test_compiled_code_takes_the_kernel_that_was_chosen():
     for name in ("flash", "math"):
         compute.chosen = {"micro_batch": 8, "attention": name}
         with profile(activities=[ProfilerActivity.CPU]) as trace:
-            compute.gradients(model, *batch(config))
+            compute.gradients(model, batch(config))
         ran[name] = any("flash_attention" in event.key for event in trace.key_averages())
     assert ran == {"flash": True, "math": False}
 
@@ -315,7 +317,7 @@ def test_many_shapes_in_one_process():
     assert torch._dynamo.config.recompile_limit < 10
     for length in range(4, 14):
         tokens = torch.zeros(1, length, dtype=torch.int64)
-        compute.gradients(model, tokens, tokens)
+        compute.gradients(model, (tokens, tokens))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 10
 
 
@@ -328,7 +330,7 @@ def test_compiled_training_is_the_same_training():
     plain = with_values(TrainConfig(), {"steps": 50, "inner_steps": 10})
     losses = []
     for config in (plain, with_values(plain, {"compute.compile": True})):
-        trainer = Trainer(config, SingleProcess())
+        trainer = Trainer(build_task(config), config, SingleProcess())
         losses.append([])
         for _ in range(50):
             trainer.inner_step()
@@ -385,7 +387,7 @@ def test_a_kernel_that_does_not_compile_is_followed_by_the_next(
     monkeypatch.setattr(compute, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     with pytest.raises(UsageError, match=r"--compute.compile: the compiler failed \(.*no such layout"):
-        compute.gradients(model, *batch(config))
+        compute.gradients(model, batch(config))
     assert [name for name in asked if name != "default"] == tried
 
 
@@ -435,7 +437,7 @@ def test_an_evaluation_that_does_not_fit_takes_smaller_pieces():
 def test_weights_that_do_not_fit_are_told_in_one_message():
     """A device too small for weights or optimizers: a message with the remedy; other faults pass."""
     message = r"--device cpu: out of memory for the weights.*smaller model"
-    with pytest.raises(UsageError, match=message), step_module.room_for("the weights", TrainConfig()):
+    with pytest.raises(UsageError, match=message), room_for("the weights", "cpu"):
         torch.empty(1 << 60, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="shapes"), step_module.room_for("the weights", TrainConfig()):
+    with pytest.raises(RuntimeError, match="shapes"), room_for("the weights", "cpu"):
         raise RuntimeError("shapes do not match")

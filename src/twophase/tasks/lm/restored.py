@@ -15,9 +15,11 @@ from twophase.diloco.flat import plan
 from twophase.tasks.lm.corpus import AnyCorpus
 from twophase.tasks.lm.export import run_config
 from twophase.tasks.lm.model import Llama
+from twophase.tasks.lm.task import LanguageTask
 from twophase.training import checkpoint
-from twophase.training.config import TrainConfig
-from twophase.training.trainer import DIVERGED, preflight
+from twophase.training.config import TrainConfig, check
+from twophase.training.preflight import preflight
+from twophase.training.trainer import DIVERGED
 
 _CHECKPOINTS = "checkpoint"
 
@@ -90,14 +92,16 @@ def restore(run: Path) -> Restored:
     model.requires_grad_(False)
     scales = _scales(saved, config, [name for name, _ in model.named_parameters()])
     # Wherever the run was trained, it is looked at on the CPU.
-    corpus, _ = preflight(with_values(config, {"device": "cpu", "compute.attention": "auto"}))
-    if corpus.description["fingerprint"] != progress["text"]:
+    here = with_values(config, {"device": "cpu", "compute.attention": "auto"})
+    task = LanguageTask(here)
+    preflight(check(here), task)
+    if task.corpus.description["fingerprint"] != progress["text"]:
         raise UsageError(
             f"--data.corpus {config.data.corpus} of {run}: the text is not the one that the run was trained on; put "
             "the old text back (of `python`: use the Python that trained it)"
         )
     mean = {name: torch.stack([scale[name] for scale in scales]).mean(0).sqrt() for name in scales[0]}
-    return Restored(config, saved.step, model, mean, len(scales), corpus)
+    return Restored(config, saved.step, model, mean, len(scales), task.corpus)
 
 
 def _anchor(saved: checkpoint.Checkpoint) -> dict[str, Tensor]:

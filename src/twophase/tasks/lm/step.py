@@ -11,14 +11,12 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic
 
 from twophase.base.config import UsageError
 from twophase.diloco.comm import Communicator, SingleProcess
@@ -27,12 +25,14 @@ from twophase.tasks.lm.loss import pieces_bytes
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.speed import matrix_count, parameter_count
 from twophase.training.config import TrainConfig
+from twophase.training.device import first_line, is_out_of_memory
 
 T = TypeVar("T")
+Batch = tuple[Tensor, Tensor]
+"""Tokens and targets."""
 _log = logging.getLogger("twophase")
 _COMPILER = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame", "triton.compiler")
 """Modules that run while code is compiled, and not while compiled code runs."""
-_CPU_IS_FULL = "can't allocate memory"
 _USABLE_SHARE = 0.85
 """Of the memory at hand; the rest is for what the estimate does not know."""
 
@@ -66,15 +66,14 @@ class Step:
         self._loss = compiled_loss(autotune=config.compute.autotune) if config.compute.compile else loss
         self._refused: frozenset[str] = frozenset()
 
-    def gradients(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+    def gradients(self, model: Llama, batch: Batch) -> Tensor:
         """Add the gradient of the mean loss to `.grad`, piece by piece, without waiting for the device.
 
         A device that runs out of memory makes the pieces smaller, for good, unless their size was given.
 
         Args:
             model: with gradients that are None.
-            tokens: (batch, length) int64 on the device.
-            targets: likewise.
+            batch: tokens and targets, each (batch, length) int64 on the device.
 
         Returns:
             The mean loss in nats a token, a scalar on the device.
@@ -82,21 +81,21 @@ class Step:
         Raises:
             UsageError: out of memory with pieces that cannot be made smaller, or code that cannot be compiled.
         """
-        self._choose(tokens.shape)
-        return self._until_it_fits(lambda: self._pass(model, tokens, targets), model)
+        self._choose(batch[0].shape)
+        return self._until_it_fits(lambda: self._pass(model, *batch), model)
 
     @torch.no_grad()
-    def loss(self, model: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, model: Llama, batch: Batch) -> Tensor:
         """The mean loss of some sequences, forward only and piece by piece; a scalar on the device."""
         # For a training step's batch, whatever is evaluated here: a replica that comes late may probe before it trains,
         # and pieces of 3 that were chosen for a probe of 3 would be kept for batches of 8, which they do not divide.
+        tokens, targets = batch
         self._choose(torch.Size((self.config.data.batch_size, tokens.shape[1])))
-        batch = len(tokens)
 
         def mean() -> Tensor:
             micro, total = self.chosen["micro_batch"], torch.zeros((), device=self.device)
             for inputs, wanted in zip(tokens.split(micro), targets.split(micro), strict=True):
-                total += self._loss(model, inputs, wanted, self.chosen["attention"]) * (len(inputs) / batch)
+                total += self._loss(model, inputs, wanted, self.chosen["attention"]) * (len(inputs) / len(tokens))
             return total
 
         return self._until_it_fits(mean, model)
@@ -253,32 +252,6 @@ def compiled_loss(*, autotune: bool = False) -> Callable[[Llama, Tensor, Tensor,
     return torch.compile(loss, **options)
 
 
-@contextmanager
-def room_for(what: str, config: TrainConfig) -> Iterator[None]:
-    """Say what does not fit on the device, and what to do, where memory runs out within."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"--device {config.device}: out of memory for {what} ({first_line(error)}); use a device with more memory, "
-            "a smaller model, more processes with fewer replicas each, or --device cpu. What the run has saved is "
-            "intact"
-        ) from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says first, or its type where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or a CPU, for which torch has no exception of its own, is out of memory."""
-    return isinstance(error, torch.OutOfMemoryError) or _CPU_IS_FULL in str(error)
-
-
 def _while_compiling(error: BaseException) -> bool:
     """Whether an exception, of whatever type, comes from a compiler: its own, or raised while it ran."""
     if type(error).__module__.startswith(("torch._inductor", "torch._dynamo", "triton.")):
@@ -347,18 +320,13 @@ def memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def make_repeatable(config: TrainConfig, device: torch.device) -> None:
-    """On a GPU, let torch use any kernel or, under `--deterministic`, those that give the same bits every time only."""
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
-        torch.use_deterministic_algorithms(config.deterministic)
-        # What this fills is for finding faults, and costs time.
-        deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def model_of(config: TrainConfig, vocabulary_size: int, device: torch.device) -> Llama:
-    """A model of a configuration, freshly drawn, on a device."""
+    """Draw a fresh model by the run's seed and move it to a device."""
+    return drawn(config, vocabulary_size, config.seed).to(device)
+
+
+def drawn(config: TrainConfig, vocabulary_size: int, seed: int) -> Llama:
+    """Draw a fresh model of a configuration, on the CPU."""
     compute = config.compute
     dtype = DTYPES[compute.precision]
-    model = Llama(config.model, vocabulary_size, seed=config.seed, compute_dtype=dtype, recompute=compute.recompute)
-    return model.to(device)
+    return Llama(config.model, vocabulary_size, seed=seed, compute_dtype=dtype, recompute=compute.recompute)

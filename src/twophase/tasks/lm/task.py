@@ -1,0 +1,130 @@
+"""The language model as a task: a Llama, windows of text or tokens, cross-entropy and perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from twophase.base.config import UsageError
+from twophase.diloco.comm import Communicator
+from twophase.tasks.lm.corpus import AnyCorpus, build
+from twophase.tasks.lm.evaluate import Evaluation, evaluate, evaluation
+from twophase.tasks.lm.model import Llama
+from twophase.tasks.lm.shard_corpus import ShardCorpus
+from twophase.tasks.lm.speed import flops_per_token, rates
+from twophase.tasks.lm.step import Step, drawn
+from twophase.training.config import TrainConfig
+from twophase.training.device import moved
+
+_EVALUATED_LOGITS = 1 << 28
+
+corpus_of = lru_cache(maxsize=2)(build)  # a sweep's worker trains many runs on the same text
+
+
+@dataclass(frozen=True)
+class LanguageTask:
+    """The task of a configuration; its corpus is read when it is first needed.
+
+    Args:
+        config: the run, of which it takes model, data, precision and recomputation.
+    """
+
+    config: TrainConfig
+
+    @cached_property
+    def corpus(self) -> AnyCorpus:
+        """Text or tokens."""
+        config = self.config
+        return corpus_of(config.data, config.replicas, config.model.vocabulary_size)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of embedding and head."""
+        return self.config.model.vocabulary_size or self.corpus.vocabulary.size
+
+    def model(self, seed: int) -> Llama:
+        """Draw a fresh Llama."""
+        return drawn(self.config, self.vocabulary_size, seed)
+
+    def batch(self, seed: int, step: int, replica: int) -> Any:
+        """Read tokens and targets of a replica's inner step, each (batch, length) int64."""
+        return self.corpus.batch(seed, step, replica)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Compute the mean cross-entropy in nats a token."""
+        return cast("Llama", model).loss(*batch)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Evaluate a model on the held-out text; as `LanguageStep.evaluate` on a CPU."""
+        device = next(model.parameters()).device
+        tokens, targets = moved(self.corpus.validation(), device)
+        logits = tokens.shape[1] * self.vocabulary_size  # of a window; in float32, they should not take over
+        batch = max(1, min(64, _EVALUATED_LOGITS // logits))
+        return numbers_of(evaluate(model, tokens, targets, self.corpus.vocabulary.token_bytes, batch))
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the corpus."""
+        return self.corpus.description
+
+    def step(self, device: torch.device, replicas: int, communicator: Communicator) -> LanguageStep:
+        """Make what computes in pieces, with compiled code and chosen attention kernels."""
+        return LanguageStep(self, device, replicas, communicator)
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a text that cannot be read or does not last, and a choice of kernels that the device lacks.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        config = self.config
+        if device.type != "cuda" and config.compute.attention != "auto":
+            raise UsageError(
+                f"--compute.attention is {config.compute.attention}; --device {config.device} has no choice of "
+                "kernels, so leave it at auto"
+            )
+        if isinstance(self.corpus, ShardCorpus) and not config.repeat:
+            self.corpus.check_enough(config.steps)
+
+
+class LanguageStep(Step):
+    """`Step` with what the training loop asks of it besides: evaluation and speed.
+
+    Args:
+        task: the task.
+        device: where it trains.
+        replicas: number of replicas in this process.
+        communicator: the processes of the run.
+    """
+
+    def __init__(self, task: LanguageTask, device: torch.device, replicas: int, communicator: Communicator) -> None:
+        config = task.config
+        super().__init__(config, task.vocabulary_size, device, replicas, communicator)
+        self.task = task
+        self.tokens = config.step_tokens
+        self.loss_bound = 3 * math.log(task.vocabulary_size)
+        self.data_name = f"--data.corpus {config.data.corpus}"
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """Compute loss and perplexity on the held-out text; on a GPU in the pieces of a training step."""
+        if self.device.type != "cuda":  # logits are cheap there, and the digits of earlier records stay
+            return self.task.evaluate(model)
+        corpus = self.task.corpus
+        tokens, targets = corpus.validation()
+        nats = self.nats(cast("Llama", model), *moved((tokens, targets), self.device))
+        return numbers_of(evaluation(nats, targets, corpus.vocabulary.token_bytes))
+
+    def rates(self, batches: int, seconds: float) -> dict[str, float]:
+        """Compute tokens and floating-point operations a second."""
+        flops = flops_per_token(self.config.model, self.vocabulary_size, self.config.data.sequence_length)
+        return rates(flops, batches * self.tokens, seconds)
+
+
+def numbers_of(result: Evaluation) -> dict[str, float]:
+    """Return the numbers of an evaluation under the names that the loop records."""
+    return {"loss": result.loss, "perplexity": result.perplexity, "perplexity_per_byte": result.perplexity_per_byte}

@@ -1,0 +1,110 @@
+"""The device of a run: whether it can be used, moving batches to it, and what to say when its memory is full."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import deterministic
+
+from twophase.base.config import UsageError
+
+_CPU_IS_FULL = "can't allocate memory"
+
+
+def usable_device(name: str) -> torch.device:
+    """Return a torch device after a first tensor on it.
+
+    Raises:
+        UsageError: this machine or this torch has no such device.
+    """
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"--device {name} cannot be used here ({first_line(error)}); use --device cpu") from None
+    return device
+
+
+def make_repeatable(device: torch.device, *, strictly: bool) -> None:
+    """On a GPU, let torch use any kernel, or strictly those that give the same bits every time."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        torch.use_deterministic_algorithms(strictly)
+        # What this fills is for finding faults, and costs time.
+        deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return a batch with every array and tensor on the device, without waiting for the copies."""
+
+    def move(leaf: Any) -> Tensor:
+        tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        if device.type == "cuda":  # from pinned memory the copy does not wait for the device
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return _mapped(move, batch)
+
+
+def first_examples(batch: Any, count: int) -> Any:
+    """Return the first `count` examples of a batch; 0 means all of them."""
+    return _mapped(lambda leaf: leaf[:count], batch) if count else batch
+
+
+def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: _mapped(function, part) for key, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)([_mapped(function, part) for part in batch])
+    return function(batch)
+
+
+@contextmanager
+def room_for(what: str, device: torch.device | str) -> Iterator[None]:
+    """Name what does not fit on the device, and the remedy, where memory runs out within.
+
+    Raises:
+        UsageError: in place of the device's exception.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"--device {device}: out of memory for {what} ({first_line(error)}); use a device with more memory, "
+            "a smaller model, more processes with fewer replicas each, or --device cpu. What the run has saved is "
+            "intact"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether a device is out of memory, or a CPU, for which torch has no exception of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or _CPU_IS_FULL in str(error)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's product name, or the device's type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the largest memory so far: allocated on a GPU, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,126 @@
+"""The protocol by which the training loop knows what it trains, and the plain way to compute with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from twophase.diloco.comm import Communicator
+from twophase.training.device import room_for
+
+
+class Task(Protocol):
+    """What is trained: a model, its batches, its loss and its evaluation.
+
+    A task may also have `step(device, replicas, communicator) -> Step`, its own way to compute in place of `PlainStep`,
+    and `check(device)`, which raises a UsageError about data or a device that cannot be used.
+    """
+
+    def model(self, seed: int) -> nn.Module:
+        """Return a model with fresh weights on the CPU, the same for the same seed."""
+        ...
+
+    def batch(self, seed: int, step: int, replica: int) -> Any:
+        """Return the batch of a replica's inner step, a pure function of its arguments.
+
+        Returns:
+            NumPy arrays, tensors, or tuples, lists and dictionaries of them; examples lie along the first dimension.
+        """
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss of a batch on the model's device, a scalar to be minimized."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """Return held-out numbers; `loss` must be among them, the others become columns of the record."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return plain values for `env.json`; `fingerprint` must be among them and change whenever the data does."""
+        ...
+
+
+class Step(Protocol):
+    """How one process computes for a task: one object for all its replicas and runs."""
+
+    device: torch.device
+    chosen: dict[str, Any]
+    """Decisions about how to compute, as plain values; a checkpoint keeps them and a resumed run computes alike."""
+    tokens: int
+    """Tokens of a batch; 0 where the data has none."""
+    loss_bound: float
+    """Loss above which a run counts as diverged, unless the configuration names another."""
+    data_name: str
+    """The data's name in messages."""
+
+    def gradients(self, model: Any, batch: Any) -> Tensor:
+        """Add the gradient of the mean loss to `.grad`; return the loss, a scalar that may still be on its way."""
+        ...
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        """Return the mean loss of some examples, forward only."""
+        ...
+
+    def evaluate(self, model: Any) -> Mapping[str, float]:
+        """Evaluate as `Task.evaluate` does."""
+        ...
+
+    def rates(self, batches: int, seconds: float) -> dict[str, float]:
+        """Return the speed of so many inner steps of one replica, for `steps.jsonl`."""
+        ...
+
+
+class PlainStep:
+    """A whole batch at once, with autograd and nothing else.
+
+    Args:
+        task: what is trained.
+        device: where.
+    """
+
+    tokens = 0
+    loss_bound = math.inf
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.task = task
+        self.device = device
+        self.chosen: dict[str, Any] = {}
+        self.data_name = type(task).__name__
+
+    def gradients(self, model: nn.Module, batch: Any) -> Tensor:
+        """Differentiate the task's loss."""
+        with room_for("a batch", self.device):
+            loss = self.task.loss(model, batch)
+            loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Compute the task's loss."""
+        return self.task.loss(model, batch)
+
+    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
+        """Evaluate as the task does."""
+        return self.task.evaluate(model)
+
+    def rates(self, batches: int, seconds: float) -> dict[str, float]:
+        """Return batches a second."""
+        return {"batches_per_second": batches / seconds if seconds > 0 else 0.0}
+
+
+def step_of(task: Task, device: torch.device, replicas: int, communicator: Communicator) -> Step:
+    """Return the task's own `Step` if it has one, else a plain one.
+
+    Args:
+        task: what is trained.
+        device: where.
+        replicas: number of replicas in this process.
+        communicator: the processes of the run.
+    """
+    make = getattr(task, "step", None)
+    return PlainStep(task, device) if make is None else make(device, replicas, communicator)

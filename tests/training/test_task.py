@@ -1,0 +1,102 @@
+"""The loop trains whatever keeps the protocol of a task: here a linear regression, without a word of language."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from twophase.base.config import UsageError, with_values
+from twophase.diloco.comm import SingleProcess
+from twophase.runs.folder import RunFolder, read_lines
+from twophase.training.config import TrainConfig
+from twophase.training.task import PlainStep, step_of
+from twophase.training.train import train
+from twophase.training.trainer import Trainer
+
+TRUTH = torch.tensor([[1.0, -2.0, 3.0]])
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Fit a line to points that lie on it."""
+
+    points: int = 16
+
+    def model(self, seed: int) -> nn.Module:
+        """Three weights."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return nn.Linear(3, 1, bias=False)
+
+    def batch(self, seed: int, step: int, replica: int) -> Any:
+        """An array and a tensor in a dictionary."""
+        generator = torch.Generator().manual_seed(1000 * seed + 10 * step + replica)
+        inputs = torch.randn(self.points, 3, generator=generator)
+        return {"inputs": inputs.numpy(), "targets": inputs @ TRUTH.T}
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean squared error."""
+        return (model(batch["inputs"]) - batch["targets"]).square().mean()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Error of the weights, and a number that no other task has."""
+        error = float((next(model.parameters()).detach() - TRUTH).square().mean())
+        return {"loss": error, "perplexity": 1.0, "largest": float(TRUTH.max())}
+
+    def describe(self) -> dict[str, Any]:
+        """The number of points."""
+        return {"fingerprint": f"regression-{self.points}"}
+
+
+@pytest.fixture
+def config() -> TrainConfig:
+    """A run that converges, with a policy that probes part of a batch."""
+    values = {"inner.lr": 0.1, "outer.restart": "probe:keep,drop", "outer.probe_sequences": 3, "log_every": 7}
+    return with_values(TrainConfig(steps=60, inner_steps=6, checkpoint_every=2), values)
+
+
+def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
+    with RunFolder.claim(path, config) as folder:
+        return train(Regression(), config, folder, **options)
+
+
+def test_another_task_is_trained(config: TrainConfig, tmp_path: Path) -> None:
+    """It learns; its own numbers are columns; the log has its speed; a stopped run goes on to the same bits."""
+    whole = run(config, tmp_path / "whole")
+    assert whole["validation_loss"] < 0.1 < Regression().evaluate(Regression().model(0))["loss"]
+    assert (whole["largest"], whole["tokens"], whole["rounds"]) == (3.0, 0, 10)
+    assert "batches_per_second" in read_lines(tmp_path / "whole" / "steps.jsonl")[0]
+    calls = iter(range(100))
+    assert run(config, tmp_path / "parts", should_stop=lambda: next(calls) == 20)["exit_reason"] == "stopped"
+    assert run(config, tmp_path / "parts")["checksum"] == whole["checksum"]
+
+
+def test_other_data_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    """A run goes on only with the data that it began with; the message names the task."""
+    calls = iter(range(100))
+    run(config, tmp_path, should_stop=lambda: next(calls) == 20)
+    with (
+        RunFolder.claim(tmp_path, config) as folder,
+        pytest.raises(UsageError, match="Regression: the text is not the one that this run began with"),
+    ):
+        train(Regression(points=8), config, folder)
+
+
+def test_the_plain_step_is_autograd(config: TrainConfig) -> None:
+    """Without a step of its own a task is differentiated as a whole, and its loss has no bound but a finite number."""
+    task, device = Regression(), torch.device("cpu")
+    compute = step_of(task, device, 1, SingleProcess())
+    assert isinstance(compute, PlainStep)
+    trainer = Trainer(task, replace(config, replicas=1), SingleProcess())
+    assert trainer.loss_bound == float("inf")
+    model, batch = trainer.replicas[0].model, {"inputs": torch.ones(2, 3), "targets": torch.zeros(2, 1)}
+    (weight,) = model.parameters()
+    expected = 2 * weight.detach().sum() * torch.ones(1, 3)
+    assert compute.gradients(model, batch) == compute.loss(model, batch)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, expected)
