@@ -21,6 +21,7 @@ from amount import amount
 from commands import SMALL, snapshot
 from forked import Forked, call
 from twophase.cli import main as cli
+from twophase.cli.commands import COMMANDS
 
 
 @pytest.fixture
@@ -36,8 +37,7 @@ def test_help_without_torch() -> None:
         "with contextlib.suppress(SystemExit): main(sys.argv[1:])\n"
         "assert not {'torch', 'matplotlib', 'transformers'} & set(sys.modules), 'heavy imports'"
     )
-    commands = ("train", "sweep", "demo", "study")
-    for words in (["--help"], ["--version"], ["study", "--list"], *([command, "--help"] for command in commands)):
+    for words in (["--help"], ["--version"], ["study", "--list"], *([command, "--help"] for command in COMMANDS)):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout
@@ -128,7 +128,7 @@ def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def full(_: object) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
 
-    monkeypatch.setattr(cli, "_train", full)
+    monkeypatch.setattr("twophase.cli.train.main", full)
     assert cli.main(["train"]) == 1
     told = capsys.readouterr().err
     assert told.count("\n") == 1
@@ -137,7 +137,7 @@ def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def broken(_: object) -> int:
         raise RuntimeError("shapes")
 
-    monkeypatch.setattr(cli, "_train", broken)
+    monkeypatch.setattr("twophase.cli.train.main", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         cli.main(["train"])
 

@@ -19,7 +19,7 @@ import pytest
 from elastic import lighthouse, side_by_side, until
 from forked import Program
 from twophase.base.config import RunError, UsageError, dump_yaml, with_values
-from twophase.cli.main import _describe_run
+from twophase.cli.train import describe_run
 from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.runs.record import read_record
@@ -135,8 +135,8 @@ def test_the_words_on_a_run_have_its_fragments_policies(config: TrainConfig, tmp
     values = {"sync.fragments": ("2",), "sync.restart": ("0=3", "1=never"), "outer.restart": "7"}
     config = check(with_values(config, values))
     end = {"diverged": True, "steps": 6}
-    assert ", restart 0=3, 1=never, S = " in _describe_run(tmp_path, config, end)
-    assert ", restart 7, S = " in _describe_run(tmp_path, with_values(config, {"sync.restart": ()}), end)
+    assert ", restart 0=3, 1=never, S = " in describe_run(tmp_path, config, end)
+    assert ", restart 7, S = " in describe_run(tmp_path, with_values(config, {"sync.restart": ()}), end)
     run(config, tmp_path / "run")
     assert read_record(tmp_path / "run").restart == "0=3, 1=never"
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from twophase.cli.commands import plain_parser
+
 State = Literal["ok", "missing", "broken"]
 _NAME = "twophase"
 _ROOM_BYTES = 1 << 30  # below it a checkpoint of a small model may not fit
@@ -254,3 +256,12 @@ def _fits(version: str, spec: str) -> bool:
         if word.startswith("==") and numbers(version) != numbers(word[2:]):
             return False
     return bool(version)
+
+
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status."""
+    parser = plain_parser("doctor")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    text, status = answer(as_object=parser.parse_args(words).json)
+    print(text)
+    return status

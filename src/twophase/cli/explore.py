@@ -9,6 +9,7 @@ from typing import Any
 
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
+from twophase.cli.commands import parse_known, plain_parser
 from twophase.explorer.from_run import FromRun
 from twophase.explorer.page import MARK, State, build
 from twophase.policies.base import Never
@@ -175,3 +176,37 @@ def write(out: Path, state: State, run: FromRun | None = None) -> int:
     except OSError as error:
         raise UsageError(f"--out {out}: cannot be written ({error.strerror or error}); choose another place") from None
     return len(page.encode())
+
+
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status."""
+    from twophase.base.config import parse_arguments
+    from twophase.explorer.from_run import read_run
+
+    parser = plain_parser("explore", add_help=False)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("explore.html"),
+        help="the page (%(default)s); nothing else is needed",
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN", help="begin with this run's rule, length and estimated effective progress"
+    )
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    options, rest = parse_known(parser, words, "and where it begins; everything can be moved on the page:")
+    run = read_run(options.run) if options.run else None
+    asked = parse_arguments(of_run(run) if run else Question(), rest, prog=parser.prog)
+    state = state_of(asked, run)
+    size = write(options.out, state, run)
+    print(f"page {options.out} ({size / 1000:.0f} kB): open it in a browser; it needs no network")
+    if run and state.spectrum == "run":
+        print(f"spectrum of {run.spectrum.name}: {run.spectrum.note}")
+    elif run and run.problems:
+        print(f"{run.spectrum.name}: {run.problems}")
+    if options.open:
+        import webbrowser
+
+        webbrowser.open(options.out.resolve().as_uri())
+    return 0

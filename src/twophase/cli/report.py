@@ -15,6 +15,7 @@ from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.base.progress import meter
+from twophase.cli.commands import config_paths, plain_parser
 from twophase.judge.verdict import WITHIN, verdict
 from twophase.judge.verdict_text import describe, write
 from twophase.report.labels import REPORT
@@ -201,3 +202,53 @@ def _state(folder: Path) -> _State:
         except OSError:
             state.append(None)
     return tuple(state)
+
+
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status."""
+    from twophase.judge.verdict import WITHIN
+
+    parser = plain_parser("report")
+    parser.add_argument("folder", type=Path, metavar="RUN|SWEEP", help="folder of the run or sweep, its --out")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page to write (report.html in the folder)")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=WATCH_SECONDS,
+        metavar="SECONDS",
+        help=f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g}); it then shows the "
+        "newest by itself, until that is switched off on it",
+    )
+    parser.add_argument("--runs", action="store_true", help="of a sweep: also write the report of each of its runs")
+    parser.add_argument(
+        "--within",
+        type=float,
+        nargs="+",
+        default=WITHIN,
+        metavar="X",
+        help="of a sweep: distances from the best of all that robustness areas are given for, relative "
+        f"(default {' '.join(map(str, WITHIN))})",
+    )
+    parser.add_argument(
+        "--controls",
+        nargs="+",
+        default=(),
+        metavar="ARM",
+        help="of a sweep: further arms to compare the others with, besides linked and momentum-free ones",
+    )
+    parser.add_argument(
+        "--where",
+        nargs="+",
+        default=(),
+        metavar="PATH=VALUE",
+        help="of a sweep: judge only the cells with these values, such as inner_steps=20",
+    )
+    options = parser.parse_args(words)
+    for word in options.where:
+        if "=" not in word:
+            raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
+    where = tuple(dict(word.split("=", 1) for word in options.where).items())
+    within, controls = tuple(options.within), tuple(options.controls)
+    known = config_paths()
+    return report(Wish(options.folder, options.out, options.watch, options.runs, within, controls, where, known))

@@ -151,7 +151,7 @@ def run(
     launched: list[str] = []
 
     def launch(command: Sequence[str]) -> None:
-        from twophase.sweep.slurm import submit  # noqa: PLC0415 - needs an extra
+        from twophase.sweep.slurm import submit
 
         launched.extend(submit(out, command, workers, slurm or {}))
 
@@ -204,7 +204,7 @@ def check(sweep: Sweep, *, yes: bool) -> None:
     Raises:
         UsageError: too many cells, or a configuration that cannot be run.
     """
-    from twophase.training.config import check as check_config  # noqa: PLC0415 - pulls no torch, but is not needed for help
+    from twophase.training.config import check as check_config
 
     if len(sweep.cells) > MOST_CELLS and not yes:
         raise UsageError(
@@ -217,7 +217,7 @@ def check(sweep: Sweep, *, yes: bool) -> None:
 
 def _texts(sweep: Sweep) -> dict[str, str]:
     """Refuse texts and devices that cannot be used here; the fingerprints of the texts."""
-    from twophase.tasks.build import preflight_all  # noqa: PLC0415 - torch, which a finished sweep does without
+    from twophase.tasks.build import preflight_all
 
     return preflight_all(sweep.runs.values())
 
@@ -266,11 +266,11 @@ def _steps_pending(made: Plan, pending: set[str]) -> int:
 
 def _timed(config: TrainConfig) -> tuple[float, float]:
     """Seconds of an inner step of all replicas, and of a run's validation."""
-    import torch  # noqa: PLC0415
+    import torch
 
-    from twophase.diloco.comm import SingleProcess  # noqa: PLC0415 - torch
-    from twophase.tasks.build import build_task  # noqa: PLC0415
-    from twophase.training.trainer import Trainer  # noqa: PLC0415
+    from twophase.diloco.comm import SingleProcess
+    from twophase.tasks.build import build_task
+    from twophase.training.trainer import Trainer
 
     trainer = Trainer(build_task(config), config, SingleProcess())
     times = []
@@ -294,7 +294,7 @@ def _workers(sweep: Sweep, options: argparse.Namespace) -> tuple[int, list[str]]
     """How many workers, and the GPU of each."""
     devices: list[str] = []
     if options.launcher == "local" and any(config.device == "cuda" for config in sweep.runs.values()):
-        import torch  # noqa: PLC0415
+        import torch
 
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]

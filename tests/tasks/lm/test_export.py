@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 
 import textmaker
 from twophase.base.config import UsageError, with_values
+from twophase.cli.export import main
 from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import export as module
-from twophase.tasks.lm.export import RECORD, describe, export, main
+from twophase.tasks.lm.export import RECORD, describe, export
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
 from twophase.tasks.lm.tokens import vocabulary
 from twophase.text.meta import Meta, Shard, write_meta

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -87,33 +86,6 @@ def export(run: Path, out: Path, *, dtype: str = "float32", data: Path | None = 
         }
         write_atomic(folder / RECORD, json.dumps(record, indent=1) + "\n")
     return out
-
-
-def main(words: list[str]) -> int:
-    """The command `twophase export`; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="twophase export",
-        description="write a run's anchor as a Hugging Face folder, tokenizer included",
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, or of a sweep's cell")
-    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; an earlier export is replaced")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (%(default)s)")
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="the run's token shards, if they are no longer where it read them"
-    )
-    parser.add_argument("--no-tokenizer", action="store_true", help="write the model only")
-    options = parser.parse_args(words)
-    tokenizer = not options.no_tokenizer
-    try:
-        out = export(options.run, options.out, dtype=options.dtype, data=options.data, tokenizer=tokenizer)
-    except OSError as error:
-        raise OSError(
-            f"{options.out} cannot be written ({error.strerror or error}); free space or choose another DIR; what was "
-            "there before is as it was"
-        ) from error
-    print(describe(out))
-    return 0
 
 
 def describe(out: Path) -> str:

@@ -1,0 +1,448 @@
+"""`twophase spectrum RUN`: measures the blocks of a run, says what follows, and writes the figure and the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from twophase.base.config import UsageError
+from twophase.base.files import table_text
+from twophase.base.progress import meter
+from twophase.figures.style import INK, MUTED, look, name_panels, new_page, rendered, styled, write_files
+from twophase.runs.folder import standard
+from twophase.runs.record import WHOLE, RunRecord, read_record
+from twophase.spectrum import (
+    PLACES,
+    PROBES,
+    STEPS,
+    Forecast,
+    Seen,
+    Setting,
+    forecast,
+    loss_curve,
+    measure,
+    patterns_of,
+    seen,
+    setting_of,
+    within,
+)
+from twophase.sweep.table import format_table
+from twophase.tasks.lm.restored import Restored, restore
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Rows = list[dict[str, Any]]
+
+NAME = "spectrum"
+LIMITS = (
+    "Linear modes of each block by itself: blocks that act on one another, replicas with different data, curvature and "
+    "second moments that change, and the delay by AdamW's first moment are outside of it.",
+    "The curvature is that of the checkpoint; early, mid and late differ in the inner learning rate alone.",
+    "Directions are weighted by their curvature, as if the displacement were alike in all of them.",
+)
+"""What a reader must know before acting."""
+_MOST_EIGENVALUES = 100  # of a block, that can be asked for
+_MOST_PERIODS = 400  # that are drawn
+_LEAST_SHARE = 1e-3  # of a block's loss, at which the axis of eigenvalues begins
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for.
+
+    Args:
+        run: the run's folder.
+        blocks: `NAME=PATTERN` each; none means the run's named fragments, or the usual five.
+        batches: of text that the curvature is a mean over.
+        top: eigenvalues of each block, besides its density.
+        out: folder of the files; None means the run's folder.
+        as_json: print the numbers instead of words.
+        quiet: show no progress.
+        paths: dotted paths that a configuration of this version has.
+    """
+
+    run: Path
+    blocks: tuple[str, ...] = ()
+    batches: int = 4
+    top: int = 5
+    out: Path | None = None
+    as_json: bool = False
+    quiet: bool = False
+    paths: frozenset[str] = frozenset()
+
+
+def spectrum(wish: Wish, say: Callable[[str], None] = print) -> int:
+    """Measure the blocks of a run, say what follows and write the files; return the exit status.
+
+    Raises:
+        UsageError: no run, one that cannot be measured, options that do not fit, or files that cannot be written.
+    """
+    asked = _patterns(wish.blocks)
+    for option, value in (("--batches", wish.batches), ("--top", wish.top)):
+        if value < 1:
+            raise UsageError(f"{option} is {value}; it must be a whole number >= 1")
+    if wish.top > _MOST_EIGENVALUES:
+        raise UsageError(
+            f"--top is {wish.top}; it must be at most {_MOST_EIGENVALUES}: each eigenvalue is found by itself"
+        )
+    record = read_record(wish.run, wish.paths)
+    out = wish.out or wish.run
+    with styled():  # and the folder, before the computation, so that a mistake is refused at once
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
+        restored = restore(wish.run)
+        patterns, setting = patterns_of(restored, asked), setting_of(restored.config)
+        tokens = restored.batches(wish.batches)
+        with meter("spectrum", len(patterns), quiet=wish.quiet) as show:
+            blocks = measure(restored, patterns, tokens, top=wish.top, show=show)
+        forecasts = [forecast(block, setting) for block in blocks]
+        rounds = _paired(seen(record, setting), restored, patterns)
+        title = (
+            f"{setting.rule.describe()}, S = {restored.config.inner_steps}, {setting.rounds} rounds; "
+            f"curvature after {restored.step:,} inner steps"
+        )
+        figure, rows = draw(title, setting, forecasts, rounds)
+        pictures = rendered(figure)
+    count = sum(batch.numel() for batch in tokens)
+    facts = {
+        "run": str(record.path),
+        "state": record.state,
+        "step": restored.step,
+        "rule": dataclasses.asdict(setting.rule),
+        "inner_steps": restored.config.inner_steps,
+        "rounds": setting.rounds,
+        "inner_lrs": dict(setting.inner_lrs),
+        "weight_decay": setting.weight_decay,
+        "tokens": count,
+        "replicas": restored.replicas,
+        "lanczos": {"steps": STEPS, "probes": PROBES},
+        "blocks": [_block_json(block, patterns) for block in forecasts],
+        "from_rounds": {name: _seen_json(shown) for name, shown in rounds.items()},
+    }
+    text = json.dumps(standard(facts), indent=2, allow_nan=False) + "\n"
+    paths = write_files(out / NAME, pictures | {".csv": table_text(rows), ".json": text})
+    if wish.as_json:
+        say(text.rstrip())
+        return 0
+    say(describe(_heading(record, restored, setting, count), setting, forecasts, rounds))
+    say("\n" + "\n".join(map(str, paths)))
+    return 0
+
+
+def _patterns(words: Sequence[str]) -> dict[str, str] | None:
+    patterns: dict[str, str] = {}
+    for word in words:
+        name, equals, pattern = word.partition("=")
+        if not (name and equals and pattern) or name in patterns:
+            what = "a name twice" if name in patterns else "no block"
+            raise UsageError(
+                f"--blocks {word}: {what}; write NAME=PATTERN for each block, such as ends='embedding|head' rest=."
+            )
+        patterns[name] = pattern
+    return patterns or None
+
+
+def _paired(rounds: dict[str, Seen], restored: Restored, patterns: Mapping[str, str]) -> dict[str, Seen]:
+    """Name what the rounds show by a block only where that block is a fragment of the run."""
+    fragments = restored.config.sync.parts()
+    if isinstance(fragments, dict) and list(fragments.items()) == list(patterns.items()):
+        return rounds
+    return {name if name == WHOLE else f"fragment {name}": shown for name, shown in rounds.items()}
+
+
+def _block_json(block: Forecast, patterns: Mapping[str, str]) -> dict[str, Any]:
+    curvature = block.curvature
+    return {
+        "name": curvature.name,
+        "pattern": patterns[curvature.name],
+        "parameters": curvature.parameters,
+        "largest": curvature.raw.tolist(),
+        "largest_preconditioned": curvature.top.tolist(),
+        "mean_preconditioned": float(curvature.nodes @ curvature.weights),
+        "quantiles": {f"{share:g}": curvature.quantile(share) for share in (0.1, 0.5, 0.9, 0.99, 0.999)},
+        "density": {
+            "eigenvalue": curvature.nodes.tolist(),
+            "share": curvature.weights.tolist(),
+            "sigma_mid": block.sigma.tolist(),
+        },
+        "progress": {place: dataclasses.asdict(progress) for place, progress in block.progress.items()},
+        "spread_mid": {f"{share:g}": block.spread(share) for share in (0.05, 0.25, 0.5, 0.75, 0.95)},
+        "period": block.chosen.period,
+        "log_gain": block.chosen.log_gain,
+        "period_at_mean": block.at_mean,
+    }
+
+
+def _seen_json(shown: Seen) -> dict[str, Any]:
+    return {
+        "sigma": shown.whole.sigma,
+        "standard_error": shown.whole.standard_error,
+        "noise_share": shown.whole.noise_share,
+        "shown": shown.interval is not None,
+        "why_not": shown.whole.why_not,
+        "interval": shown.interval,
+        "periods": shown.periods,
+        "thirds": {
+            place: {"sigma": third.sigma, "standard_error": third.standard_error, "why_not": third.why_not}
+            for place, third in shown.thirds.items()
+        },
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+
+
+def _heading(record: RunRecord, restored: Restored, setting: Setting, tokens: int) -> list[str]:
+    config = restored.config
+    lrs = [f"{max(rates):.2g}" for rates in setting.inner_lrs.values()]
+    restart = config.sync.policies() or config.outer.policy()
+    policies = list(restart.values()) if isinstance(restart, Mapping) else [restart]
+    stepping = sorted({str(policy) for policy in policies if policy.takes_steps or policy.by_coordinate})
+    return [
+        f"run      {record.path}: {record.state}, checkpoint of step {restored.step:,} of {config.steps:,}",
+        f"rule     {setting.rule.describe()}, {config.rounds} rounds of {config.inner_steps} inner steps",
+        *(
+            f"restart  {policy} takes steps of its own: K and the rounds' sigma below are of the rule without it"
+            for policy in stepping
+        ),
+        f"inner    AdamW, learning rate {', '.join(lrs)} (early, mid, late), weight decay "
+        f"{config.inner.weight_decay:g}; second moments of {restored.replicas} replicas",
+        f"text     {tokens:,} tokens of {config.data.corpus}, as trained on",
+    ]
+
+
+def describe(
+    heading: Sequence[str], setting: Setting, forecasts: Sequence[Forecast], rounds: Mapping[str, Seen]
+) -> str:
+    """Return the heading, the table of the blocks, and what stands out in each; `rounds` is by fragment."""
+    head = ["block", "parameters", "largest", "precond.", "median", "99 %", *PLACES, "K", "K at mean"]
+    remarks = [*_remarks(forecasts, setting), *_round_remarks(forecasts, rounds, setting)]
+    lines = [
+        *heading,
+        "",
+        "largest, precond.: largest eigenvalue of the Gauss-Newton matrix, and of the preconditioned one, with its",
+        "quantiles. early, mid, late: effective progress of a round, mean by loss. K: best period of all modes of the",
+        "block together, with what it leaves of the loss. K at mean, and K of the rounds: first cancellation of a mode",
+        "of that sigma.",
+        "",
+        format_table(
+            [*head, "rounds: sigma", "K"], [_row(block, rounds.get(block.curvature.name)) for block in forecasts]
+        ),
+        "",
+        *map(_item, remarks),
+        "limits",
+        *map(_item, LIMITS),
+    ]
+    return "\n".join(lines)
+
+
+def _row(block: Forecast, shown: Seen | None) -> list[str]:
+    curvature = block.curvature
+    period = "never"
+    if block.chosen.period is not None:  # with the share of the loss that it is predicted to leave: `12 (0.31x)`
+        share = math.exp(block.chosen.log_gain)
+        period = f"{block.chosen.period} ({share:.2f}x)" if share >= 0.005 else f"{block.chosen.period} ({share:.0e}x)"
+    sigma, periods = "none recorded" if shown is None else "not shown", ""
+    if shown is not None and (interval := shown.interval) is not None:
+        sigma = f"{interval[0]:.2g} to {interval[2]:.2g}"
+        words = ["never" if each is None else str(each) for each in shown.periods]
+        periods = words[1] if len(set(words)) == 1 else ", ".join(words)
+    return [
+        curvature.name,
+        f"{curvature.parameters:,}",
+        f"{curvature.raw[0]:.3g}",
+        f"{curvature.top[0]:.3g}",
+        f"{curvature.quantile(0.5):.2g}",
+        f"{curvature.quantile(0.99):.2g}",
+        *(f"{block.progress[place].mean:.2g}" for place in PLACES),
+        period,
+        "never" if block.at_mean is None else str(block.at_mean),
+        sigma,
+        periods,
+    ]
+
+
+def _remarks(forecasts: Sequence[Forecast], setting: Setting) -> Iterator[str]:
+    for block in forecasts:
+        name = block.curvature.name
+        if not block.curvature.loss_weights.any():
+            yield f"{name}: no curvature was found; the text at hand does not use these parameters."
+            continue
+        place = max(PLACES, key=lambda place: block.progress[place].step)
+        worst = block.progress[place]
+        if worst.step > 1:
+            words = (
+                f"{name}: the inner step passes the minimum of the steepest mode ({place}: lr times eigenvalue "
+                f"{worst.step:.3g}; {_percent(worst.passing)} of the loss in such modes, which count as removed)"
+            )
+            if worst.step > 2:
+                words += f"; beyond 2, where gradient descent would diverge, {_percent(worst.unstable)}"
+            yield f"{words}. There the linear model is not to be trusted."
+    # No restart is best where a single mode would want one: the slow modes of the same block are the reason.
+    never = [block for block in forecasts if block.chosen.period is None and block.at_mean is not None]
+    if never:
+        low, high = min(block.spread(0.05) for block in never), max(block.spread(0.95) for block in never)
+        yield (
+            f"{', '.join(block.curvature.name for block in never)}: over {setting.rounds} rounds no restart is best "
+            "although a single mode at the mean would want one. Sigma is spread within a block (90 % of the loss lies "
+            f"within {low:.2g} to {high:.2g}), and what is left at the end is in the slow modes, which every restart "
+            "slows down."
+        )
+
+
+def _round_remarks(forecasts: Sequence[Forecast], rounds: Mapping[str, Seen], setting: Setting) -> Iterator[str]:
+    if setting.rule.momentum == 0:
+        yield "The rule has no momentum: there is nothing to restart, and rounds show no progress along a buffer."
+        return
+    names = [block.curvature.name for block in forecasts]
+    for name, shown in rounds.items():
+        if shown.interval is None:
+            yield f"{name}, from the rounds: sigma is not shown, because {shown.whole.why_not}."
+        elif name not in names:
+            low, _, high = shown.interval
+            yield f"{name}, from the rounds: sigma {low:.2g} to {high:.2g} (95 %)."
+    if not rounds:
+        yield "The rounds hold no norms and cosines, so they say nothing of sigma."
+    elif not any(name in rounds for name in names):
+        recorded = "the whole model as one" if list(rounds) == [WHOLE] else ", ".join(rounds)
+        yield (
+            f"The rounds were recorded of {recorded}; for each of these blocks train with --sync.fragments "
+            "NAME=PATTERN ... --sync.no-stagger."
+        )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"  # which .2g would write as 1e+02
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent="  - ", subsequent_indent="    ")
+
+
+# ------------------------------------------------------------------------------------------------------------- figure
+
+
+def draw(
+    title: str, setting: Setting, forecasts: Sequence[Forecast], rounds: Mapping[str, Seen]
+) -> tuple[Figure, Rows]:
+    """Return the figure, and the rows of what it shows; `rounds` is by fragment."""
+    figure = new_page(5.4)
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1))
+    panels = [figure.add_subplot(grid[place]) for place in ((0, 0), (0, 1), (1, slice(None)))]
+    rows = [
+        *_draw_spectrum(panels[0], setting, forecasts),
+        *_draw_progress(panels[1], forecasts, rounds),
+        *_draw_losses(panels[2], setting, forecasts),
+    ]
+    titles = "Preconditioned curvature", "Effective progress of a round", "What each period leaves of a block's loss"
+    name_panels(panels, titles)
+    figure.legend(*panels[2].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle(title, fontsize=9)
+    return figure, rows
+
+
+def _draw_spectrum(axes: Axes, setting: Setting, forecasts: Sequence[Forecast]) -> Rows:
+    """Draw the share of each block's directions with an eigenvalue above x, and where a step ends at the minimum."""
+    rows: Rows = []
+    blocks = [block.curvature for block in forecasts]
+    curved = [block for block in blocks if block.loss_weights.any()]
+    ends = [block.nodes[np.searchsorted(np.cumsum(block.loss_weights), _LEAST_SHARE)] for block in curved]
+    least = max(min(ends, default=1e-3) / 3, 1e-12)
+    for number, block in enumerate(blocks):
+        share = np.cumsum(block.weights[::-1])[::-1] / block.weights.sum()
+        shown = block.nodes >= least
+        x, y = block.nodes[shown], share[shown]
+        axes.step(x, y, where="pre", **{**look(number), "linewidth": 1.1})
+        rows += [{"panel": "spectrum", "block": block.name, "x": a, "y": b} for a, b in zip(x, y, strict=True)]
+    end = 1 / max(setting.inner_lrs["mid"])
+    axes.axvline(end, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
+    axes.annotate(
+        "1 / inner lr", (end, 1.0), xytext=(-3, -3), textcoords="offset points", ha="right", va="top",
+        rotation=90, fontsize=6.5, color=MUTED,
+    )  # fmt: skip
+    axes.set(xscale="log", yscale="log", ylim=(None, 1.6), xlabel="eigenvalue", ylabel="share of directions above it")
+    axes.set_xlim(left=least)
+    return [*rows, {"panel": "spectrum", "block": "1 / inner lr", "x": end}]
+
+
+def _draw_progress(axes: Axes, forecasts: Sequence[Forecast], rounds: Mapping[str, Seen]) -> Rows:
+    """Draw a row for each block: the mean of each third of the run, and the interval from the rounds below it."""
+    rows: Rows = []
+    markers, shifts = ("<", "o", ">"), (-0.16, 0.0, 0.16)
+    for row, block in enumerate(forecasts):
+        name, colour = block.curvature.name, look(row)["color"]
+        means = [block.progress[place].mean for place in PLACES]
+        ends = [block.spread(0.05), block.spread(0.95)]
+        axes.plot(ends, [row - 0.12] * 2, color=colour, linewidth=5, alpha=0.2, solid_capstyle="butt")
+        rows.append({"panel": "spread", "block": name, "place": "mid", "low": ends[0], "high": ends[1]})
+        axes.plot(means, [row - 0.12] * len(means), color=colour, linewidth=0.8, alpha=0.6)
+        for place, marker, mean in zip(PLACES, markers, means, strict=True):
+            axes.plot([mean], [row - 0.12], marker=marker, color=colour, markersize=4.5, linestyle="none")
+            rows.append({"panel": "progress", "block": name, "place": place, "y": mean})
+        for place, shift in zip(PLACES, shifts, strict=True):
+            shown = within(rounds[name].thirds[place]) if name in rounds else None
+            if shown is None:
+                continue
+            height = row + 0.24 + shift / 3
+            axes.plot(shown[::2], [height] * 2, color=INK, linewidth=1.0)
+            axes.plot(shown[1:2], [height], marker="|", color=INK, markersize=4)
+            low, middle, high = shown
+            rows.append({"panel": "rounds", "block": name, "place": place, "y": middle, "low": low, "high": high})
+    for place, marker in zip(PLACES, markers, strict=True):
+        axes.plot([], [], marker=marker, color=MUTED, linestyle="none", markersize=4.5, label=place)
+    axes.plot([], [], color=MUTED, linewidth=5, alpha=0.3, label="modes, mid: 90 % of the loss")
+    if any(row["panel"] == "rounds" for row in rows):
+        axes.plot([], [], color=INK, linewidth=1.0, label="from the rounds, 95 %")
+    axes.set_yticks(range(len(forecasts)), [block.curvature.name for block in forecasts])
+    axes.set(xlim=(-0.03, 1.03), ylim=(len(forecasts) - 0.5, -0.5), xlabel="share of a mode that a round removes")
+    axes.grid(axis="x", color="#e4e4e4", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2 if len(axes.lines) else 1, fontsize=6.5)
+    return rows
+
+
+def _draw_losses(axes: Axes, setting: Setting, forecasts: Sequence[Forecast]) -> Rows:
+    """Draw the loss at the end over that without restarts, against the period, by block; the best period is ringed."""
+    rows: Rows = []
+    last = min(setting.rounds, _MOST_PERIODS)
+    periods = list(range(1, last + 1))
+    for number, block in enumerate(forecasts):
+        name, style = block.curvature.name, look(number)
+        if not np.any(block.sigma * block.curvature.loss_weights > 0):
+            axes.plot([], [], **style, label=f"{name}: no curvature")
+            continue
+        curve = loss_curve(setting, block, periods) / np.log(10)
+        period = block.chosen.period
+        axes.plot(periods, curve, **style, label=f"{name}: {'never' if period is None else f'K = {period}'}")
+        if block.at_mean is not None and block.at_mean <= last:
+            place = block.at_mean, float(curve[block.at_mean - 1])
+            axes.plot(*place, marker=look(number, every=1)["marker"], color=style["color"], markersize=4.5)
+            rows.append({"panel": "at mean", "block": name, "x": place[0], "y": place[1]})
+        if period is not None and period <= last:
+            axes.plot(
+                [period], [curve[period - 1]], marker="o", markersize=6, markerfacecolor="none",
+                markeredgecolor=style["color"], linestyle="none",
+            )  # fmt: skip
+        rows += [{"panel": "loss", "block": name, "x": k, "y": y} for k, y in zip(periods, curve, strict=True)]
+    axes.axhline(0, color=MUTED, linewidth=0.8)
+    axes.plot([], [], marker="o", color=MUTED, markersize=4.5, linestyle="none", label="a single mode's period")
+    axes.annotate("no restart", (1, 0), xytext=(2, 2), textcoords="offset points", fontsize=6.5, color=MUTED)
+    axes.set(xlabel="restart period K in rounds", ylabel="log10 loss against no restart")
+    if last > 30:
+        axes.set_xscale("log")
+        ticks = [k for k in (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 400) if k <= last]
+        axes.set_xticks(ticks, [str(k) for k in ticks])
+        axes.minorticks_off()
+    return rows

@@ -1,0 +1,119 @@
+"""The table of commands, and what their parsers share."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from twophase.training.config import TrainConfig
+
+PROGRAM = "twophase"
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("demo", "train a small language model over a grid, with and without restarts, and draw it"),
+    "train": ("train", "one run; repeat the command to resume it"),
+    "data": ("data", "turn text into token shards once, for all runs that train on it"),
+    "export": ("export", "write a run's model as a Hugging Face folder, with its tokenizer"),
+    "sweep": ("sweep", "a grid of runs; repeat the command to resume it"),
+    "report": ("report", "a run or a sweep as one HTML page; of a sweep also the verdict, each arm against controls"),
+    "diagnose": ("diagnose", "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests"),
+    "spectrum": ("spectrum", "curvature of a trained run by block, what a round removes of it, and a period for each"),
+    "period": ("period", "when to restart a rule on a spectrum, what it gains, and where it cannot help"),
+    "explore": (
+        "explore",
+        "write an interactive page (one file): what restarts do while you move the hyperparameters",
+    ),
+    "study": ("study", "check a claim of the theory: compute it, draw it, say what holds and what does not"),
+    "doctor": ("doctor", "the machine, the versions, the devices, what is missing and how to get it"),
+    "sweep-worker": ("sweep_worker", "one more worker for a sweep that was started elsewhere, here or on any machine"),
+}
+"""From a command to its module in this package and what it does."""
+
+
+def plain_parser(command: str, **options: Any) -> argparse.ArgumentParser:
+    """Make the parser of a command, without options."""
+    return argparse.ArgumentParser(
+        prog=f"{PROGRAM} {command}", description=COMMANDS[command][1], allow_abbrev=False, **options
+    )
+
+
+def run_parser(command: str) -> argparse.ArgumentParser:
+    """Make the parser of a command that trains: `--out` and `--quiet`."""
+    parser = plain_parser(command)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results; an unfinished one is resumed")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    return parser
+
+
+def config_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that a configuration is read from."""
+    parser.add_argument(
+        "--recipe", metavar="NAME", help="start from a recipe's values: paper_150m, small, nano; files and options win"
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file with values; several are laid over each other, options win",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+
+
+def train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
+    """Parse the parser's own options and, from YAML files and all other options, the checked configuration."""
+    from twophase.base.config import check_tree, load_yaml, parse_arguments, to_arguments
+    from twophase.recipes.pretraining import at_pace, recipe
+    from twophase.training.config import TrainConfig, check
+
+    if "-h" in words or "--help" in words:
+        parser.print_help()
+        print("\nand the values of the configuration:\n")
+        parse_arguments(TrainConfig(), ["--help"], prog=parser.prog)
+    options, rest = parser.parse_known_args(words)
+    config = recipe(options.recipe) if options.recipe else TrainConfig()
+    given = list(rest)
+    for path in options.config:
+        tree = load_yaml(path)
+        check_tree(tree, config, f"--config {path}")
+        config = parse_arguments(config, to_arguments(tree), prog=f"{parser.prog} --config {path}")
+        given += to_arguments(tree)
+    config = parse_arguments(config, rest, prog=parser.prog)
+    if options.recipe:
+        named = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in given}
+        config = at_pace(config, keep=named)
+    return options, check(config)
+
+
+def parse_known(parser: argparse.ArgumentParser, words: list[str], then: str) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the parser's own options; return the other words, values of a dataclass whose help follows."""
+    if "-h" in words or "--help" in words:
+        parser.print_help()
+        print(f"\n{then}\n")
+    return parser.parse_known_args(words)
+
+
+def config_paths() -> frozenset[str]:
+    """Return the dotted paths of all values that a run's configuration has in this version."""
+    from twophase.base.config import values_of
+    from twophase.training.config import TrainConfig
+
+    return frozenset(values_of(TrainConfig()))
+
+
+def interrupted(words: Sequence[str]) -> int:
+    """Print the command that resumes; return the exit status."""
+    print(f"stopped; resume with: {command_line(words)}", file=sys.stderr)
+    return 130
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Return the command line as it can be repeated from here."""
+    script = Path(sys.argv[0])
+    start = ["python", "-m", PROGRAM] if script.name == "__main__.py" else [sys.argv[0]]
+    return shlex.join([*start, *words])

@@ -1,0 +1,25 @@
+"""`twophase diagnose`: what the theory says of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import twophase.studies.policies  # noqa: F401 - the run of a study may name a policy of it
+from twophase.advice.text import describe
+from twophase.advice.verdict import as_json, check_run, diagnose
+from twophase.cli.commands import config_paths, plain_parser
+from twophase.runs.record import read_record
+
+
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status."""
+    parser = plain_parser("diagnose")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, its --out")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    options = parser.parse_args(words)
+    record = read_record(options.run, config_paths())
+    check_run(record)
+    found = diagnose(record)
+    print(json.dumps(as_json(found), indent=2, allow_nan=False) if options.json else describe(found, str(options.run)))
+    return 0

@@ -1,0 +1,34 @@
+"""`twophase export`: a run as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from twophase.cli.commands import plain_parser
+
+
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status."""
+    parser = plain_parser("export")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, or of a sweep's cell")
+    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; an earlier export is replaced")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="the run's token shards, if they are no longer where it read them"
+    )
+    parser.add_argument("--no-tokenizer", action="store_true", help="write the model only")
+    options = parser.parse_args(words)
+    from twophase.tasks.lm.export import describe, export
+
+    tokenizer = not options.no_tokenizer
+    try:
+        out = export(options.run, options.out, dtype=options.dtype, data=options.data, tokenizer=tokenizer)
+    except OSError as error:
+        raise OSError(
+            f"{options.out} cannot be written ({error.strerror or error}); free space or choose another DIR; what was "
+            "there before is as it was"
+        ) from error
+    print(describe(out))
+    return 0

@@ -1,0 +1,33 @@
+"""`twophase period`: when to restart a rule on a spectrum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from twophase.cli.commands import parse_known, plain_parser
+
+
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status."""
+    from twophase.advice.period import Question, answer, describe, to_json
+    from twophase.base.config import parse_arguments
+    from twophase.figures.period import check_ending, draw
+
+    parser = plain_parser("period", add_help=False)
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the oscillation, and rate and loss against the period, into FILE (.png or .pdf; numbers as .csv)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    options, rest = parse_known(parser, words, "and the question:")
+    if options.plot:
+        check_ending(options.plot)
+    advice = answer(parse_arguments(Question(), rest, prog=parser.prog))
+    print(to_json(advice) if options.json else describe(advice), flush=True)
+    if options.plot:
+        paths = draw(advice, options.plot)
+        if not options.json:
+            print("figure " + ", numbers ".join(map(str, paths)))
+    return 0

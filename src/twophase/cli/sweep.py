@@ -1,0 +1,74 @@
+"""`twophase sweep`: a grid of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from twophase.base.config import UsageError, dump_yaml
+from twophase.cli.commands import PROGRAM, command_line, config_options, run_parser, train_config
+
+if TYPE_CHECKING:
+    from twophase.sweep.grid import Sweep
+    from twophase.sweep.table import Row
+
+
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status."""
+    from twophase.cli.sweeping import add_options, run, take_slurm_options
+    from twophase.recipes.arms import controls, in_arms
+    from twophase.sweep.grid import Sweep, parse_axes
+    from twophase.training.config import check
+
+    parser = run_parser("sweep")
+    config_options(parser)
+    add_options(parser)
+    parser.add_argument(
+        "--axis",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("PATH VALUE", "VALUE"),
+        help="an axis of the grid and its values, such as --axis outer.lr 0.3 0.7 or --axis outer.restart never 3; a "
+        "set of words is one value, with commas between them: --axis sync.restart none a=3,b=loss",
+    )
+    parser.add_argument(
+        "--controls",
+        action="store_true",
+        help="add what restarts should be judged against: momentum-free runs, plain averaging, and for each run "
+        "with scheduled restarts one without at the same mean outer gain",
+    )
+    rest, slurm = take_slurm_options(words)
+    options, config = train_config(parser, rest)
+    if options.print_config:
+        print(dump_yaml(config, every=True), end="")
+        return 0
+    if not options.axis:
+        raise UsageError(
+            "no --axis; name at least one, for example --axis outer.lr 0.3 0.7 --axis outer.restart never 3"
+        )
+    axes = parse_axes(options.axis, config)
+    cells = in_arms(config, axes)
+    if options.controls:  # which are derived from checked cells; `run` checks all runs
+        for cell in cells:
+            check(cell.config)
+        cells += controls(config, axes, cells)
+    sweep = Sweep("sweep", config, cells)
+    out = options.out or Path("runs") / "sweep"
+    return run(sweep, out, options, repeat=command_line(["sweep", *words]), results=_sweep_results, slurm=slurm)
+
+
+def _sweep_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
+    from twophase.figures.overview import describe, draw
+    from twophase.rule import FORM_WORDS
+
+    forms = sorted({config.outer.form for config in sweep.runs.values()})
+    form = " and ".join(FORM_WORDS[form] for form in forms)
+    more = f"what each arm is worth, and against the controls: {PROGRAM} report {out}"
+    return f"{describe(rows)}\n{list_figures(draw(rows, form, out / 'figures'), out)}\n{more}"
+
+
+def list_figures(paths: list[Path], out: Path) -> str:
+    """List the table and the pictures of a sweep, a line each."""
+    pictures = [str(path) for path in paths if path.suffix == ".png"]
+    return f"table {out / 'cells.csv'}" + "".join(f"\nfigure {picture}" for picture in pictures)

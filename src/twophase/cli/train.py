@@ -1,0 +1,131 @@
+"""`twophase train`: one run."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from twophase.base.config import UsageError, dump_yaml, fingerprint, to_tree
+from twophase.base.progress import meter, round_text, step_text
+from twophase.cli.commands import config_options, interrupted, run_parser, train_config
+from twophase.runs.folder import read_summary
+from twophase.training.config import TrainConfig
+
+
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status."""
+    parser = run_parser("train")
+    config_options(parser)
+    parser.add_argument(
+        "--track",
+        nargs="+",
+        default=[],
+        metavar="TRACKER",
+        help="send the metrics to tensorboard, trackio or wandb as well; the run does not depend on them",
+    )
+    _elastic_options(parser)
+    options, config = train_config(parser, words)
+    if options.print_config:
+        print(dump_yaml(config, every=True), end="")
+        return 0
+    out = options.out or Path("runs") / fingerprint(config)
+    _check_elastic(options)
+    if options.lighthouse is not None:
+        out = out / f"replica-{options.replica}"  # each is a run of its own, wherever its machine is
+    summary = read_summary(out, fingerprint(config)) or _train_run(out, config, options)
+    lead = os.environ.get("RANK", "0") == "0"
+    if summary["exit_reason"] == "stopped":
+        if lead:
+            interrupted(["train", *words])
+        return summary["status"]
+    if lead:
+        print(describe_run(out, config, summary))
+    return 1 if summary["diverged"] else 0
+
+
+def _elastic_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("replicas that come and go (extra twophase[ft])")
+    group.add_argument("--lighthouse", metavar="URL", help="of torchft_lighthouse, such as http://10.0.0.1:29510")
+    group.add_argument("--replica", type=int, metavar="N", help="the number of this replica, from 0")
+    group.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        help="of the interface to listen on; a private one (127.0.0.1)",
+    )
+    group.add_argument("--min-replicas", type=int, metavar="N", help="replicas that a run needs to begin (all of them)")
+    group.add_argument(
+        "--sync-timeout",
+        type=float,
+        metavar="S",
+        help="seconds for a heal or a reduction (120); also under torchrun (600 on GPUs, 1800 without)",
+    )
+    group.add_argument("--quorum-timeout", type=float, metavar="S", help="seconds for the slowest's inner steps (3600)")
+    group.add_argument(
+        "--start-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds to wait for the others to begin, also under torchrun (600)",
+    )
+
+
+def _check_elastic(options: argparse.Namespace) -> None:
+    names = ("replica", "host", "min_replicas", "quorum_timeout")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if options.lighthouse is None and given:
+        raise UsageError(
+            f"{given[0]} is for replicas that come and go, and --lighthouse is missing; give the URL of "
+            "torchft_lighthouse, such as --lighthouse http://127.0.0.1:29510"
+        )
+    if options.lighthouse is not None and options.replica is None:
+        raise UsageError("--replica is missing; with --lighthouse each replica has a number of its own, from 0")
+
+
+def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Train what is not finished yet."""
+    from twophase.runs.trackers import check, tracked
+    from twophase.tasks.build import build_task
+    from twophase.training.preflight import preflight
+    from twophase.training.session import claimed, communication, signals, take_device, world_size
+    from twophase.training.train import train
+
+    check(options.track)
+    take_device(config)
+    task = build_task(config)
+    preflight(config, task, world_size())  # before a folder is made for what cannot be run
+    with (
+        communication(config, options) as communicator,
+        signals() as stopped,
+        claimed(out, config, communicator) as folder,
+        tracked(
+            folder, options.track, run_name=out.name, config=to_tree(config), lead=communicator.rank == 0
+        ) as recorder,
+    ):
+        with meter("train", config.steps, quiet=options.quiet or communicator.rank > 0) as show:
+            summary = train(
+                task,
+                config,
+                recorder,
+                communicator=communicator,
+                on_round=lambda line: show(line["step"], round_text(line)),
+                on_step=lambda line: show(line["step"], step_text(line)),
+                should_stop=stopped.is_set,
+            )
+        return summary | {"status": 128 + stopped.number}
+
+
+def describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> str:
+    """Describe a finished run in one line."""
+    restart = ", ".join(config.sync.restart) or config.outer.policy()  # each fragment's own, or one for all
+    head = f"{out}: {config.outer.rule().describe()}, restart {restart}, S = {config.inner_steps}"
+    if summary["diverged"]:
+        return f"{head}: diverged at step {summary['steps']} of {config.steps}"
+    per_byte = summary["perplexity_per_byte"]
+    per_byte_text = "" if per_byte is None or math.isnan(per_byte) else f" ({per_byte:.3f} a byte)"
+    return (
+        f"{head}: validation perplexity {summary['perplexity']:.3f} a token{per_byte_text}, "
+        f"{summary['rounds']} rounds, {summary['restarts']} restarts, {summary['seconds']:.1f} s"
+    )
