@@ -1,8 +1,8 @@
 """The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | spectrum | ...`.
 
-Each command is a module of this package with a `main` of its words; `commands` has the table. Commands import torch when
-they run, so that `--help` answers without it. Exit status: 0 done; 1 a failure while running (a single run that
-diverged included); 2 a mistake in what was asked, told in one message; 130 or 143 stopped by Ctrl-C or SIGTERM,
+Each command is a module of this package with a `main` of its words; `commands` has the table. A command imports torch
+only when it runs, so that `--help` answers without it. Exit status: 0 done; 1 a failure while running (a single run
+that diverged included); 2 a mistake in what was asked, told in one message; 130 or 143 stopped by Ctrl-C or SIGTERM,
 resumable by the same command.
 """
 
