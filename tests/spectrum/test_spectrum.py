@@ -18,7 +18,7 @@ import runmaker
 import textmaker
 from twophase.base.config import with_values
 from twophase.cli.main import main
-from twophase.cli.spectrum import describe
+from twophase.cli.block_report import describe
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record

@@ -46,13 +46,13 @@ def _plain(value: Any, default: Any) -> Any:
 
 def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
     """Every value by its dotted path, also those that `to_tree` leaves out."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value, path = getattr(config, field.name), f"{prefix}{field.name}"
-        found |= (
+        values |= (
             values_of(value, f"{path}.") if dataclasses.is_dataclass(value) else {path: _plain(value, field.default)}
         )
-    return found
+    return values
 
 
 def from_tree(cls: type[C], tree: Mapping[str, Any]) -> C:
@@ -172,8 +172,8 @@ def load_yaml(path: Path) -> Tree:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path}: is not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
-        held = "nothing" if tree is None else type(tree).__name__
-        raise UsageError(f"--config {path}: holds {held}, not a mapping such as 'outer: {{lr: 0.7}}'")
+        kind = "nothing" if tree is None else type(tree).__name__
+        raise UsageError(f"--config {path}: holds {kind}, not a mapping such as 'outer: {{lr: 0.7}}'")
     return tree
 
 
@@ -182,13 +182,13 @@ def check_tree(tree: Mapping[str, Any], default: Any, where: str) -> None:
 
     Text that reads as a number is left to the command line's parser, which also knows ranges.
     """
-    known = values_of(default)
+    defaults = values_of(default)
     for path, value in flatten(tree).items():
-        if path not in known:
-            near = difflib.get_close_matches(path, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        if path not in defaults:
+            near = difflib.get_close_matches(path, defaults, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(defaults)}"
             raise UsageError(f"{where}: {path} is no value of the configuration; {hint}")
-        like = known[path]
+        like = defaults[path]
         kind = "true or false" if isinstance(like, bool) else "a list" if isinstance(like, list) else "one value"
         fits = {"true or false": isinstance(value, bool), "a list": isinstance(value, list)}.get(
             kind, isinstance(value, (int, float, str)) and not isinstance(value, bool)

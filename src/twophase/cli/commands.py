@@ -77,15 +77,15 @@ def train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[arg
         parse_arguments(TrainConfig(), ["--help"], prog=parser.prog)
     options, rest = parser.parse_known_args(words)
     config = recipe(options.recipe) if options.recipe else TrainConfig()
-    given = list(rest)
+    all_words = list(rest)
     for path in options.config:
         tree = load_yaml(path)
         check_tree(tree, config, f"--config {path}")
         config = parse_arguments(config, to_arguments(tree), prog=f"{parser.prog} --config {path}")
-        given += to_arguments(tree)
+        all_words += to_arguments(tree)
     config = parse_arguments(config, rest, prog=parser.prog)
     if options.recipe:
-        named = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in given}
+        named = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in all_words}
         config = at_pace(config, keep=named)
     return options, check(config)
 

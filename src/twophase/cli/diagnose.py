@@ -20,6 +20,10 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     record = read_record(options.run, config_paths())
     check_run(record)
-    found = diagnose(record)
-    print(json.dumps(as_json(found), indent=2, allow_nan=False) if options.json else describe(found, str(options.run)))
+    diagnosis = diagnose(record)
+    print(
+        json.dumps(as_json(diagnosis), indent=2, allow_nan=False)
+        if options.json
+        else describe(diagnosis, str(options.run))
+    )
     return 0

@@ -43,7 +43,7 @@ class Wish:
         runs: also write the report of every run of a sweep.
         within, controls: as `twophase.judge.verdict.verdict` takes them.
         where: as `twophase.judge.verdict.select` takes it.
-        known: dotted paths that a configuration of this version has; empty where nobody knows.
+        known: dotted paths that a configuration of this version has; empty where they are not known.
     """
 
     folder: Path

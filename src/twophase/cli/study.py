@@ -49,9 +49,9 @@ def main(words: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     options = parser.parse_args(words)
     if options.list:
-        found = questions()
-        width = max(map(len, found))
-        print("\n".join(f"{name:{width}}  {question}" for name, question in found.items()))
+        questions_by_name = questions()
+        width = max(map(len, questions_by_name))
+        print("\n".join(f"{name:{width}}  {question}" for name, question in questions_by_name.items()))
         return 0
     if options.name is None:
         raise UsageError(f"name a study: {', '.join(questions())}")

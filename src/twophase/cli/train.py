@@ -74,10 +74,10 @@ def _elastic_options(parser: argparse.ArgumentParser) -> None:
 
 def _check_elastic(options: argparse.Namespace) -> None:
     names = ("replica", "host", "min_replicas", "quorum_timeout")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
-    if options.lighthouse is None and given:
+    options_set = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if options.lighthouse is None and options_set:
         raise UsageError(
-            f"{given[0]} is for replicas that come and go, and --lighthouse is missing; give the URL of "
+            f"{options_set[0]} is for replicas that come and go, and --lighthouse is missing; give the URL of "
             "torchft_lighthouse, such as --lighthouse http://127.0.0.1:29510"
         )
     if options.lighthouse is not None and options.replica is None:

@@ -63,7 +63,7 @@ class Writer:
 
     At most one checkpoint is on its way: the next `save` waits for it. What goes wrong in the thread is raised by the
     next `save`, `poll` or `close`. When an error ends the `with` block, a checkpoint on its way is completed if that
-    takes nobody else's doing, and dropped when the user is in a hurry (a second Ctrl-C).
+    needs no other process, and dropped when the user is in a hurry (a second Ctrl-C).
 
     Args:
         folder: the run's `checkpoint/`, seen by all processes.
@@ -87,7 +87,7 @@ class Writer:
         self._forsaken = threading.Event()
         """The other processes' parts will not come."""
         self._dropped = threading.Event()
-        """Nobody wants this checkpoint any more."""
+        """This checkpoint is no longer wanted."""
 
     def __enter__(self) -> Writer:
         return self
@@ -126,7 +126,7 @@ class Writer:
                 job.writing.mkdir(parents=True)
             except OSError as error:
                 failure = unwritable(self.folder, f"the checkpoint of step {step}", error)
-        self._agree(failure)  # and nobody writes before the folder is there
+        self._agree(failure)  # and no process writes before the folder exists
         # A daemon: a second Ctrl-C need not wait for a slow disk. It leaves nothing that looks like a checkpoint.
         self._thread = threading.Thread(target=self._work, args=(job,), name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
@@ -159,17 +159,17 @@ class Writer:
         try:
             self._agree(failure, others)
         except BaseException:
-            if self.comm.rank == 0:  # half a checkpoint helps nobody, and the disk may be full
+            if self.comm.rank == 0:  # half a checkpoint is useless, and the disk may be full
                 for path in self.folder.glob(f"{_WRITING}*"):
                     shutil.rmtree(path, ignore_errors=True)
             raise
 
-    def _agree(self, failure: BaseException | None, known: list[str | None] | None = None) -> None:
-        """Raise on all processes what one has met; the first who met it himself is believed before those who waited."""
+    def _agree(self, failure: BaseException | None, gathered: list[str | None] | None = None) -> None:
+        """Raise one process's failure on all; a cause goes before the failures of processes that only waited for it."""
         texts = self.comm.gather(None if failure is None else str(failure))
         if failure is not None and not isinstance(failure, _ForsakenError):
             raise failure
-        text = next((text for text in [*(known or []), *texts] if text is not None), None)
+        text = next((text for text in [*(gathered or []), *texts] if text is not None), None)
         if text is not None:
             raise OSError(text)
 
@@ -207,7 +207,7 @@ class Writer:
         job.writing.rename(job.final)
         sync_folder(self.folder)
         for old in _complete(self.folder)[: -self.keep]:
-            half = old.rename(old.with_name(f"{_WRITING}{old.name}"))  # whoever kills us now leaves no torn checkpoint
+            half = old.rename(old.with_name(f"{_WRITING}{old.name}"))  # a kill from here on leaves no torn checkpoint
             shutil.rmtree(half)
 
     def _wait_for(self, job: _Job, rank: int) -> dict[str, Any]:
@@ -276,8 +276,8 @@ def unwritable(where: Path, what: str, error: OSError) -> OSError:
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint of a run, or None."""
-    found = _complete(folder)
-    return found[-1] if found else None
+    checkpoints = _complete(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def latest_step(folder: Path) -> int | None:
@@ -360,8 +360,8 @@ def _step(path: Path) -> int:
 
 def _complete(folder: Path) -> list[Path]:
     """The complete checkpoints, oldest first."""
-    found = [path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_step)
+    paths = [path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=_step)
 
 
 def _entry(path: Path) -> dict[str, Any]:

@@ -147,13 +147,13 @@ class SyncConfig:
 
 
 def _pairs(path: str, words: tuple[str, ...], example: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         _require(bool(name and equals and value), path, word, f"NAME=VALUE, such as {example}")
-        _require(name not in found, path, word, "a name that has not been given yet")
-        found[name] = value
-    return found
+        _require(name not in pairs, path, word, "a name that has not been given yet")
+        pairs[name] = value
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -232,8 +232,8 @@ class TrainConfig:
     @property
     def probed(self) -> int:
         """Sequences of a probe batch where they are fewer than a step's; 0 where they are all of them."""
-        given = self.outer.probe_sequences
-        return given if given < self.data.batch_size else 0
+        count = self.outer.probe_sequences
+        return count if count < self.data.batch_size else 0
 
 
 def text_name(config: TrainConfig) -> str:

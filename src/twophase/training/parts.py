@@ -138,7 +138,7 @@ def _described(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = _storable(value, path)
         return {"tensor": name}
     if isinstance(value, Mapping):
-        # Pairs: JSON's own keys are text, and would be ordered by nobody knows whom.
+        # Pairs: JSON's own keys are text, and lose their types and their order.
         return {"dict": [[_key(k, path), _described(v, _join(path, k), tensors)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
         items = [_described(item, _join(path, index), tensors) for index, item in enumerate(value)]

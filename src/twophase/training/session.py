@@ -193,7 +193,7 @@ def _await_first(patience: float) -> None:
             socket.create_connection((host, int(port)), timeout=max(0.1, end - time.monotonic())).close()
         except OSError as error:
             if time.monotonic() >= end:
-                raise RuntimeError(f"nobody has answered there for {patience:g} s: {error}") from None
+                raise RuntimeError(f"no answer there for {patience:g} s: {error}") from None
             time.sleep(0.1)
         else:
             return

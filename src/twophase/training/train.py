@@ -158,7 +158,7 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
             f"all together (then all go on from the furthest checkpoint), or move {folder.checkpoint_dir} away"
         )
     last = folder.last_round()
-    if last is not None and run.done.knows_not(last["step"], last["checksum"]):
+    if last is not None and run.done.is_foreign_sync(last["step"], last["checksum"]):
         # It went on without the others for a while, and they without it: two histories do not go into one folder.
         with _disk(folder):
             place = folder.set_aside(f"parted-{last['step']:08d}")
@@ -187,7 +187,9 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
             )
         run.engine.load_state_dict(saved.part(checkpoint.ENGINE))  # at a round's end it also sets the models
         owed = checkpoint.wire_file(run.files.rank)
-        if processes == run.files.size and saved.holds(owed):  # with other processes, nobody owes anything any more
+        if processes == run.files.size and saved.holds(
+            owed
+        ):  # with other processes, the residuals belong to no process
             run.engine.load_wire_state_dict(saved.part(owed))
         for replica in run.replicas:
             part = saved.part(checkpoint.replica_file(replica.number))

@@ -220,7 +220,7 @@ class Trainer:
 
         def mean(steps: int, part: slice) -> float:
             # Each replica's mean first, as where each has a process of its own: the same bits.
-            rounds = [one.round_losses[-steps:][part] for one in self.replicas] if steps else []
+            rounds = [replica.round_losses[-steps:][part] for replica in self.replicas] if steps else []
             means = [sum(losses) / len(losses) for losses in rounds if losses]
             return sum(means) / len(means) if means else 0.0
 
@@ -246,7 +246,7 @@ class Trainer:
         if self.done.step < self.config.steps:
             return report
         final = self.engine.finish(signals or _NOTHING)
-        reports = [one for one in (report, final) if one is not None]
+        reports = [part for part in (report, final) if part is not None]
         return merged(reports) if reports else None
 
     def end_round(self, report: RoundReport) -> dict[str, Any]:
@@ -258,9 +258,9 @@ class Trainer:
         loss = report.signals[LOSS]
         line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
         self.done.round_steps = 0
-        kept = self._steps_of([fragment.name for fragment in self.engine.fragments])
+        steps = self._steps_of([fragment.name for fragment in self.engine.fragments])
         for replica in self.replicas:
-            replica.round_losses = replica.round_losses[-kept:] if kept else []
+            replica.round_losses = replica.round_losses[-steps:] if steps else []
         self.done.exit_reason = self._exit_reason(report)
         if self.comm.elastic:
             self.done.remember(self.done.step, report.checksum)
@@ -366,16 +366,16 @@ class Progress:
         """A sync has been completed."""
         self.history = [*self.history[1 - _REMEMBERED :], (step, checksum)]
 
-    def knows_not(self, step: int, checksum: str) -> bool:
-        """Whether a sync is none of this run's, as far as is remembered: None has been at that step, or another."""
-        found = dict(self.history)
-        return bool(found) and step >= min(found) and found.get(step) != checksum
+    def is_foreign_sync(self, step: int, checksum: str) -> bool:
+        """Tell whether (step, checksum) is not in this run's recent sync history."""
+        history = dict(self.history)
+        return bool(history) and step >= min(history) and history.get(step) != checksum
 
 
 def _alike(config: TrainConfig) -> dict[str, Any]:
-    """The values that must be the same in all processes; how one computes and what it writes is its own matter."""
-    own = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
-    return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(own)}
+    """List the values that must be the same in all processes; how a process computes and what it writes may differ."""
+    free = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
+    return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(free)}
 
 
 def round_line(report: RoundReport, step: int) -> dict[str, Any]:
