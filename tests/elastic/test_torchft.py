@@ -681,10 +681,10 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
     def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
         reduce = engine._reduce
 
-        def dies(sync: Any) -> Any:
+        def dies(members: Any) -> Any:
             if place != newcomer and group._healing._offer is not None:
                 raise Died
-            return reduce(sync)
+            return reduce(members)
 
         engine._reduce = dies
         if place == newcomer:

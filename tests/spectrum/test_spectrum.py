@@ -17,8 +17,8 @@ import torch
 import runmaker
 import textmaker
 from twophase.base.config import with_values
-from twophase.cli.main import main
 from twophase.cli.block_report import describe
+from twophase.cli.main import main
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record

@@ -142,7 +142,7 @@ def _machine() -> Iterator[Check]:
 
 
 def _package() -> Iterator[Check]:
-    from twophase import __version__  # noqa: PLC0415 - a broken package is for `examine` to report
+    from twophase import __version__
 
     home = Path(__file__).resolve().parents[1]
     yield Check("twophase", "version", __version__)

@@ -30,11 +30,11 @@ from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.diloco.comm import SingleProcess
 from twophase.optim.outer import OuterSGD
+from twophase.runs.folder import RunFolder
 from twophase.sweep.outers import Outers
 from twophase.sweep.plan import Forest, Node
 from twophase.sweep.states import FORMAT, Branch, State, States, Tally, free_memory
 from twophase.sweep.work import Stopped
-from twophase.runs.folder import RunFolder
 from twophase.tasks.build import build_task
 from twophase.training import checkpoint
 from twophase.training.config import TrainConfig
