@@ -47,6 +47,7 @@ def test_pairs_are_over_equal_settings_and_seeds() -> None:
     assert pairs.ratio == pytest.approx(math.sqrt(2 * math.sqrt(1.5)))
     assert pairs.interval == percentile_interval(pairs.by_seed)
     assert pairs.error == pytest.approx(abs(pairs.by_seed[0] - pairs.by_seed[1]) / 2)
+    assert pairs.error is not None
     assert pairs.ends(2.0) == pytest.approx((pairs.mean - 2 * pairs.error, pairs.mean + 2 * pairs.error))
     same = paired(alike(table(arm), table(arm).iloc[1]), table(arm))
     assert same is not None

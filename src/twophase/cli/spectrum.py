@@ -9,8 +9,6 @@ from twophase.cli.commands import config_paths, plain_parser
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
-    from twophase.cli.block_report import Wish, spectrum
-
     parser = plain_parser("spectrum")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, its --out")
     parser.add_argument(
@@ -37,6 +35,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     options = parser.parse_args(words)
+    from twophase.cli.block_report import Wish, spectrum
+
     blocks, known_paths = tuple(options.blocks), config_paths()
     wish = Wish(
         options.run, blocks, options.batches, options.top, options.out, options.json, options.quiet, known_paths
