@@ -235,7 +235,7 @@ def test_snapshot_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     assert torch.equal(part["x"], whole)
     assert torch.equal(part["t"], whole.view(1 << 12, 1 << 12).t())
     assert (part["step"].item(), part["cpu"].tolist()) == (3.0, [1.0, 1.0])
-    kept = saving._snapshots._kept[ENGINE, "x"]
+    kept = saving._snapshots._copies[ENGINE, "x"]
     assert kept.is_cuda == (reserve == 0.0)
     assert kept.is_pinned() == (reserve == 2.0)
 

@@ -132,9 +132,9 @@ def fingerprint(config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+def differences(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
     """What differs between two trees, one phrase a value: `outer.lr is 0.7 there, 0.9 here`."""
-    here, there = flatten(ours), flatten(theirs)
+    here, there = flatten(values), flatten(others)
     return [
         f"{path} is {there.get(path, 'not set')} there, {here.get(path, 'not set')} here"
         for path in sorted(here.keys() | there.keys())

@@ -28,7 +28,7 @@ _TORCH_SECONDS = 180
 _PURPOSES = {
     "plot": "figures of sweeps, studies and `twophase period --plot`",
     "data": "`twophase data prepare`: token shards from text, Parquet or C4",
-    "sweep": "`twophase sweep` and `demo`: the queue that workers share",
+    "sweep": "`twophase sweep` and `demo`: runs as trials, and the comparison of arms",
     "slurm": "`--launcher slurm`",
     "studies": "all of `twophase study`",
     "hf": "`twophase export`",

@@ -92,8 +92,8 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
 
 def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
     """The state's values that say which spectrum it shows."""
-    given = {"--sigma": question.sigma, "--sigma-range": question.sigma_range, "--eigenvalues": question.eigenvalues}
-    named = [name for name, value in given.items() if value]
+    spectra = {"--sigma": question.sigma, "--sigma-range": question.sigma_range, "--eigenvalues": question.eigenvalues}
+    named = [name for name, value in spectra.items() if value]
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} given; give one of them")
     if not question.eigenvalues and (question.inner_lr, question.inner_steps) != (None, None):

@@ -53,7 +53,7 @@ class Wish:
     within: tuple[float, ...] = WITHIN
     controls: tuple[str, ...] = ()
     where: tuple[tuple[str, str], ...] = ()
-    known: frozenset[str] = frozenset()
+    known_paths: frozenset[str] = frozenset()
 
     @property
     def page(self) -> Path:
@@ -109,8 +109,8 @@ def _check(wish: Wish) -> None:
             f"{folder}: is the folder of neither a run (it has no config.yaml, rounds.jsonl, metrics.jsonl or "
             "summary.json) nor a sweep (no sweep.json or cells.csv); give the --out of twophase train or sweep"
         )
-    for option, given in (("--runs", wish.runs), ("--where", wish.where), ("--controls", wish.controls)):
-        if given:
+    for option, value in (("--runs", wish.runs), ("--where", wish.where), ("--controls", wish.controls)):
+        if value:
             raise UsageError(f"{option} is for sweeps, and {folder} is the folder of a run; leave it out")
 
 
@@ -125,10 +125,10 @@ def _write(path: Path, text: str) -> None:
 
 def _run(wish: Wish, say: Callable[[str], None], refresh: float | None) -> bool:
     """Write a run's page; whether the run goes on."""
-    record = read_record(wish.folder, wish.known)
-    found = diagnose(record)
-    _write(wish.page, run_report(record, found, refresh=refresh, back=_back(record, wish.page)))
-    say(describe_diagnosis(found, str(wish.folder)))
+    record = read_record(wish.folder, wish.known_paths)
+    diagnosis = diagnose(record)
+    _write(wish.page, run_report(record, diagnosis, refresh=refresh, back=_back(record, wish.page)))
+    say(describe_diagnosis(diagnosis, str(wish.folder)))
     say(f"\nreport {wish.page}")
     return record.state == "unfinished"
 
@@ -176,18 +176,18 @@ class _Sweep:
         faults: list[str] = []
         runs = self.wish.folder / RUNS
         folders = sorted(runs.iterdir()) if runs.is_dir() else []
-        found = {folder: _state(folder) for folder in folders if is_run(folder)}
-        changed = [folder for folder, state in found.items() if self.written.get(folder) != state]
+        states = {folder: _state(folder) for folder in folders if is_run(folder)}
+        changed = [folder for folder, state in states.items() if self.written.get(folder) != state]
         # The later turns of a watch have a page or two to write.
         with meter("pages", len(changed), quiet=bool(self.written) or not changed) as show:
             for count, folder in enumerate(changed, start=1):
                 try:
-                    record = read_record(folder, self.wish.known)
+                    record = read_record(folder, self.wish.known_paths)
                 except UsageError as error:  # the other runs still get their pages
                     faults.append(str(error))
                     continue
                 _write(folder / REPORT, run_report(record, back=relative(self.wish.page, folder)))
-                self.written[folder] = found[folder]
+                self.written[folder] = states[folder]
                 show(count, folder.name)
         return faults
 
@@ -197,8 +197,8 @@ def _state(folder: Path) -> _State:
     state: list[tuple[int, int] | None] = []
     for name in _FILES:
         try:
-            found = (folder / name).stat()
-            state.append((found.st_size, found.st_mtime_ns))
+            status = (folder / name).stat()
+            state.append((status.st_size, status.st_mtime_ns))
         except OSError:
             state.append(None)
     return tuple(state)
@@ -250,5 +250,5 @@ def main(words: list[str]) -> int:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
     where = tuple(dict(word.split("=", 1) for word in options.where).items())
     within, controls = tuple(options.within), tuple(options.controls)
-    known = config_paths()
-    return report(Wish(options.folder, options.out, options.watch, options.runs, within, controls, where, known))
+    known_paths = config_paths()
+    return report(Wish(options.folder, options.out, options.watch, options.runs, within, controls, where, known_paths))

@@ -26,37 +26,37 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
     Returns:
         The paths written; none when the other axes would make more panels than a page holds (`cells.csv` has all).
     """
-    found = settings(_grid(rows))
-    axes = {path: list(dict.fromkeys(setting.values[path] for setting in found)) for path in found[0].values}
+    by_setting = settings(_grid(rows))
+    axes = {path: list(dict.fromkeys(setting.values[path] for setting in by_setting)) for path in by_setting[0].values}
     across, up, *others = [*axes, "", ""][: max(2, len(axes))]
     frames = list(itertools.product(*(axes[path] for path in others)))
     if len(frames) > _MOST_PANELS:
         return []
     width = len(axes[others[-1]]) if others else 1
-    panels = [_panel(found, axes, across, up, dict(zip(others, frame, strict=True))) for frame in frames]
+    panels = [_panel(by_setting, axes, across, up, dict(zip(others, frame, strict=True))) for frame in frames]
     return heatmaps(
         [panels[start : start + width] for start in range(0, len(panels), width)],
         x_label=across or "seed",
         y_label=up,
         colour_label="validation perplexity a token",
         title=f"Sweep over {', '.join(axes) or 'seeds'} ({form})",
-        note=_seeds_note(found),
+        note=_seeds_note(by_setting),
         path_stem=folder / "sweep",
     )
 
 
 def describe(rows: Sequence[Row]) -> str:
     """The best settings of a sweep, best first, and how many diverged or are missing, as plain text."""
-    found = settings(rows)
-    finished = sorted((s for s in found if s.perplexity is not None), key=lambda s: s.perplexity or 0.0)
-    arms = len({s.arm for s in found}) > 1
+    by_setting = settings(rows)
+    finished = sorted((s for s in by_setting if s.perplexity is not None), key=lambda s: s.perplexity or 0.0)
+    arms = len({s.arm for s in by_setting}) > 1
     table = [[*([s.arm] if arms else []), *s.values.values(), readable(s.perplexity)] for s in finished[:_TOP]]
-    counts = {state: sum(s.state == state for s in found) for state in ("diverged", "missing")}
-    shown = f"best {len(table)} of {len(found)} settings" + "".join(
+    counts = {state: sum(s.state == state for s in by_setting) for state in ("diverged", "missing")}
+    shown = f"best {len(table)} of {len(by_setting)} settings" + "".join(
         f", {n} {state}" for state, n in counts.items() if n
     )
-    return f"{shown}. {_seeds_note(found)}\n" + format_table(
-        [*(["arm"] if arms else []), *found[0].values, "perplexity"], table
+    return f"{shown}. {_seeds_note(by_setting)}\n" + format_table(
+        [*(["arm"] if arms else []), *by_setting[0].values, "perplexity"], table
     )
 
 
@@ -65,10 +65,12 @@ def _grid(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.control_of is None and row.arm != MOMENTUM_FREE] or list(rows)
 
 
-def _panel(found: Sequence[Setting], axes: Mapping[str, Sequence[Any]], x: str, y: str, fixed: dict[str, Any]) -> Panel:
+def _panel(
+    by_setting: Sequence[Setting], axes: Mapping[str, Sequence[Any]], x: str, y: str, fixed: dict[str, Any]
+) -> Panel:
     at = {
         (setting.values.get(x), setting.values.get(y)): setting
-        for setting in found
+        for setting in by_setting
         if all(setting.values[path] == value for path, value in fixed.items())
     }
     acrosses, ups = axes.get(x, [None]), axes.get(y, [None])
@@ -80,6 +82,6 @@ def _panel(found: Sequence[Setting], axes: Mapping[str, Sequence[Any]], x: str, 
     return Panel(title, x_values, y_values, values, states)
 
 
-def _seeds_note(found: Sequence[Setting]) -> str:
-    seeds = max(len(setting.runs) for setting in found)
+def _seeds_note(by_setting: Sequence[Setting]) -> str:
+    seeds = max(len(setting.runs) for setting in by_setting)
     return f"Mean over {seeds} seeds." if seeds > 1 else "One seed."

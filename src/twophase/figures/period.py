@@ -152,8 +152,8 @@ def _rates(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
         *_points("rate", periods, "slowest mode", slowest),
         {"panel": "rate", "series": "no restart", "y": without},
     ]
-    known = np.append(slowest, without)
-    shown = known[np.isfinite(known)] if np.isfinite(known).any() else np.zeros(1)  # a mode may vanish altogether
+    finite = np.append(slowest, without)
+    shown = finite[np.isfinite(finite)] if np.isfinite(finite).any() else np.zeros(1)  # a mode may vanish altogether
     top = max(1.25 * float(shown.max()), 2 * abs(without) if np.isfinite(without) else 0.0, 1e-3)
     axes.set(
         xlabel="restart period K",

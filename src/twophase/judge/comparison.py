@@ -297,7 +297,7 @@ def _cells_note(cells: Cells) -> str:
         "diverged in both": cells.both_diverged,
         "missing": cells.missing,
     }
-    left = ", ".join(f"{count} {text}" for text, count in out.items() if count)
+    remarks_left = ", ".join(f"{count} {text}" for text, count in out.items() if count)
     used = cells.matched - sum(out.values())
     how = "paired cells" if cells.matching == "paired" else "cells"
     alone = [
@@ -307,6 +307,6 @@ def _cells_note(cells: Cells) -> str:
     ]
     return "; ".join(
         [f"{used} of {cells.matched} {how}"]
-        + ([f"left out: {left}"] if left else [])
+        + ([f"left out: {remarks_left}"] if remarks_left else [])
         + ([f"without a partner: {', '.join(alone)}"] if alone else [])
     )

@@ -59,16 +59,16 @@ def to_rows(judged: Verdict) -> list[dict[str, Any]]:
 def _arm_rows(judged: Verdict) -> Iterator[dict[str, Any]]:
     for arm in judged.arms:
         start = {"arm": arm.arm, "control": None}
-        for measure, one in (("best", arm.best), ("worst", arm.worst)):
+        for measure, extreme in (("best", arm.best), ("worst", arm.worst)):
             yield start | {
                 "measure": measure,
                 "within": None,
-                "value": one.perplexity if one else None,
-                "spread": one.spread if one else None,
-                "seeds": one.finished if one else None,
+                "value": extreme.perplexity if extreme else None,
+                "spread": extreme.spread if extreme else None,
+                "seeds": extreme.finished if extreme else None,
                 "count": arm.finished,
                 "of": arm.settings,
-                "note": _place(one, arm.varied),
+                "note": _place(extreme, arm.varied),
             }
         yield start | {"measure": "best held out", "value": arm.held_out, "seeds": len(arm.seeds)}
         for measure, value, count in (
@@ -83,11 +83,11 @@ def _arm_rows(judged: Verdict) -> Iterator[dict[str, Any]]:
 
 
 def _comparison_rows(judged: Verdict) -> Iterator[dict[str, Any]]:
-    for one in judged.comparisons:
-        for difference in one.differences:
+    for pair in judged.comparisons:
+        for difference in pair.differences:
             yield {
-                "arm": one.arm,
-                "control": one.control,
+                "arm": pair.arm,
+                "control": pair.control,
                 "measure": difference.measure,
                 "within": difference.within,
                 "value": difference.mean,
@@ -154,7 +154,7 @@ Section = tuple[str, str, Sequence[str], list[list[Any]], Sequence[str]]
 
 
 def sections(judged: Verdict) -> Iterator[Section]:
-    """The verdict in parts, for whoever sets them: in text, in Markdown, or in a report.
+    """The verdict in parts, to be set in text, in Markdown, or in a report.
 
     Args:
         judged: the verdict.
@@ -187,8 +187,8 @@ def sections(judged: Verdict) -> Iterator[Section]:
         ],
         (),
     )
-    for index, control in enumerate(dict.fromkeys(one.control for one in judged.comparisons)):
-        beside = [one for one in judged.comparisons if one.control == control]
+    for index, control in enumerate(dict.fromkeys(pair.control for pair in judged.comparisons)):
+        beside = [pair for pair in judged.comparisons if pair.control == control]
         yield from _against(control, beside, _how_to_read(judged) if index == 0 else "")
 
 
@@ -216,7 +216,7 @@ def _over_settings(arm: ArmVerdict) -> list[Any]:
 
 
 def _how_to_read(judged: Verdict) -> str:
-    counts = [d.seeds for one in judged.comparisons for d in one.differences if d.bootstrap]
+    counts = [d.seeds for pair in judged.comparisons for d in pair.differences if d.bootstrap]
     few = min(counts, default=0)
     limit = (
         f" Over {few} seeds the bootstrap's holds the true mean in at most {_percent(largest_coverage(few))} of cases."
@@ -240,9 +240,9 @@ def _against(control: str, beside: Sequence[Comparison], words: str) -> Iterator
     ):
         notes: dict[str, int] = {}
         lines = [
-            _difference_line(one, difference, unit, notes)
-            for one in beside
-            for difference in one.differences
+            _difference_line(pair, difference, unit, notes)
+            for pair in beside
+            for difference in pair.differences
             if wanted(difference)
         ]
         if not lines:
@@ -254,13 +254,13 @@ def _against(control: str, beside: Sequence[Comparison], words: str) -> Iterator
 
 
 def _difference_line(
-    one: Comparison, difference: Difference, unit: Callable[[float], str], notes: dict[str, int]
+    pair: Comparison, difference: Difference, unit: Callable[[float], str], notes: dict[str, int]
 ) -> list[Any]:
     note = difference.note
     number = notes.setdefault(note, len(notes) + 1) if note else None
     measure = difference.measure if difference.within is None else f"within {_percent(difference.within)}"
     return [
-        _name(one.arm),
+        _name(pair.arm),
         measure,
         None if difference.mean is None else unit(difference.mean),
         _better(difference),

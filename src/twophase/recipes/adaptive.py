@@ -141,7 +141,7 @@ def momenta_of(scale: Scale) -> tuple[float, ...]:
 
 
 def _cells(scale: Scale, trials: Sequence[Trial]) -> list[Cell]:
-    found: list[Cell] = []
+    cells: list[Cell] = []
     for trial in trials:
         config = trial.base
         place = {
@@ -157,7 +157,7 @@ def _cells(scale: Scale, trials: Sequence[Trial]) -> list[Cell]:
                     for name, policy in trial.arms.items():
                         fixed = here | {_FORM: form, _NESTEROV: nesterov, _RESTART: policy}
                         grid = [Axis(_MOMENTUM, momenta_of(scale)), Axis(_LR, scale.lrs)]
-                        found += product(scale.base, [seeds, *grid], arm_name(form, kind, name), fixed)
+                        cells += product(scale.base, [seeds, *grid], arm_name(form, kind, name), fixed)
             if trial.free:
-                found += momentum_free(scale.base, [seeds], with_averaging(scale.lrs), here | {_FORM: "sum"})
-    return found
+                cells += momentum_free(scale.base, [seeds], with_averaging(scale.lrs), here | {_FORM: "sum"})
+    return cells

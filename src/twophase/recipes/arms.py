@@ -50,17 +50,17 @@ def controls(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[Cel
     lrs = next((axis.values for axis in axes if axis.path == _LR), (base.outer.lr,))
     others = [axis for axis in axes if not axis.path.startswith(_OUTER) and axis.path != _BLOCKS]
     by_block = any(cell.config.sync.restart for cell in cells)
-    found = momentum_free(base, others, with_averaging(lrs), {_BLOCKS: ()} if by_block else None)
+    controls = momentum_free(base, others, with_averaging(lrs), {_BLOCKS: ()} if by_block else None)
     for cell in cells:
         policy = cell.config.outer.policy()
-        known = not (policy.needs or policy.by_coordinate)  # what its updates are
-        if policy == Never() or not known or cell.config.outer.momentum == 0 or cell.config.sync.restart:
+        is_scheduled = not (policy.needs or policy.by_coordinate)  # what its updates are
+        if policy == Never() or not is_scheduled or cell.config.outer.momentum == 0 or cell.config.sync.restart:
             continue
         never = _arm({**cell.values, _RESTART: "never"}, cell.config)
         control = gain_matched(cell, f"{never}, gain of {_restart(str(policy))}")
         if control is not None:
-            found.append(control)
-    return found
+            controls.append(control)
+    return controls
 
 
 def _arm(values: Any, config: Any) -> str:

@@ -114,10 +114,10 @@ def recipe(name: str) -> TrainConfig:
     Raises:
         UsageError: no such recipe.
     """
-    found = RECIPES.get(name.replace("-", "_"))
-    if found is None:
+    recipe = RECIPES.get(name.replace("-", "_"))
+    if recipe is None:
         raise UsageError(f"--recipe is {name!r}; it must be one of {', '.join(RECIPES)}")
-    return found()
+    return recipe()
 
 
 def at_pace(config: TrainConfig, keep: Collection[str] = ()) -> TrainConfig:

@@ -50,7 +50,7 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[_Key, Tensor] = {}
+        self._copies: dict[_Key, Tensor] = {}
 
     @torch.no_grad()
     def take(self, trees: Mapping[str, Any]) -> Snapshot:
@@ -65,24 +65,24 @@ class Snapshots:
         parts = {name: take_apart(tree) for name, tree in trees.items()}
         live = {(part, name): tensor for part, taken in parts.items() for name, tensor in taken.tensors.items()}
         # Keys that are gone go first, so that their memory is there for the new ones.
-        self._kept = {key: kept for key, kept in self._kept.items() if key in live and _fits(kept, live[key])}
-        self._kept |= _buffers({key: tensor for key, tensor in live.items() if key not in self._kept})
+        self._copies = {key: copied for key, copied in self._copies.items() if key in live and _fits(copied, live[key])}
+        self._copies |= _buffers({key: tensor for key, tensor in live.items() if key not in self._copies})
         for key, tensor in live.items():
-            self._kept[key].copy_(tensor, non_blocking=tensor.device.type == "cuda")
-            parts[key[0]].tensors[key[1]] = self._kept[key]
+            self._copies[key].copy_(tensor, non_blocking=tensor.device.type == "cuda")
+            parts[key[0]].tensors[key[1]] = self._copies[key]
         devices = {tensor.device for tensor in live.values() if tensor.device.type == "cuda"}
         events = {device: torch.cuda.Event() for device in devices}
         for device, event in events.items():
             event.record(torch.cuda.current_stream(device))
-        for device in {live[key].device for key, kept in self._kept.items() if kept.device != live[key].device}:
+        for device in {live[key].device for key, copied in self._copies.items() if copied.device != live[key].device}:
             if device in events:
                 events[device].synchronize()  # else a later step might change what is still being copied
         return Snapshot(parts, events)
 
 
-def _fits(buffer: Tensor, tensor: Tensor) -> bool:
+def _fits(copied: Tensor, tensor: Tensor) -> bool:
     places = (tensor.device, torch.device("cpu"))
-    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype and buffer.device in places
+    return copied.shape == tensor.shape and copied.dtype == tensor.dtype and copied.device in places
 
 
 def _buffers(live: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:

@@ -134,11 +134,11 @@ def build(data: DataConfig, replicas: int, vocabulary_size: int = 0) -> AnyCorpu
     """
     if data.corpus.startswith(TOKENS):
         return build_shards(data, replicas, vocabulary_size)
-    own = vocabulary(data.vocabulary).size
-    if 0 < vocabulary_size < own:
+    size = vocabulary(data.vocabulary).size
+    if 0 < vocabulary_size < size:
         raise UsageError(
-            f"--model.vocabulary-size is {vocabulary_size}; --data.vocabulary {data.vocabulary} has {own} tokens; give "
-            "at least that, or 0"
+            f"--model.vocabulary-size is {vocabulary_size}; --data.vocabulary {data.vocabulary} has {size} tokens; "
+            "give at least that, or 0"
         )
     if data.tokenizer:
         raise UsageError(
@@ -164,9 +164,9 @@ def build_text(data: DataConfig, replicas: int) -> Corpus:
     documents = load_documents(data.corpus)
     count = len(documents.texts)
     order = np.argsort(np.random.Philox(key=0).random_raw(count), kind="stable")
-    held = min(max(round(data.held_out * count), 1), count - 1)
-    held_out_text = SEPARATOR.join(documents.texts[i] for i in order[:held])
-    training_text = SEPARATOR.join(documents.texts[i] for i in order[held:])
+    held_out = min(max(round(data.held_out * count), 1), count - 1)
+    held_out_text = SEPARATOR.join(documents.texts[i] for i in order[:held_out])
+    training_text = SEPARATOR.join(documents.texts[i] for i in order[held_out:])
 
     vocab = vocabulary(data.vocabulary)
     characters = len(training_text) + len(held_out_text)
@@ -185,7 +185,7 @@ def build_text(data: DataConfig, replicas: int) -> Corpus:
         )
     if len(held_out) < needed:
         raise UsageError(
-            f"--data.corpus {data.corpus}: {held} of {count} documents are held out, which are {len(held_out):,} "
+            f"--data.corpus {data.corpus}: {held_out} of {count} documents are held out, which are {len(held_out):,} "
             f"tokens, and a window takes {needed:,}; lower --data.sequence-length, raise --data.held-out, or "
             f"use a larger file"
         )
@@ -201,7 +201,7 @@ def build_text(data: DataConfig, replicas: int) -> Corpus:
             "text": documents.description,
             "fingerprint": documents.fingerprint,
             "documents": count,
-            "held_out_documents": held,
+            "held_out_documents": held_out,
             "training_characters": len(training_text),
             "validation_characters": len(held_out_text),
             "replaced_share": replaced,
@@ -403,10 +403,11 @@ def _code(files: Iterable[Path]) -> Iterator[str]:
             for node in tree.body:
                 if not isinstance(node, documented):
                     continue
-                told = [one.body[0] for one in ast.walk(node) if isinstance(one, documented) and ast.get_docstring(one)]
-                gone = {line for one in told for line in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
-                kept = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                text = "\n".join(lines[line - 1] for line in kept if line not in gone).strip()
+                parts = [part for part in ast.walk(node) if isinstance(part, documented) and ast.get_docstring(part)]
+                docstrings = [part.body[0] for part in parts]
+                gone = {n for text in docstrings for n in range(text.lineno, (text.end_lineno or text.lineno) + 1)}
+                numbers = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                text = "\n".join(lines[number - 1] for number in numbers if number not in gone).strip()
                 if len(text) >= MIN_CODE:
                     yield text
 
@@ -432,7 +433,7 @@ def _read_cache(path: Path, key: str) -> list[str] | None:
 
 
 def _write_cache(path: Path, key: str, texts: list[str]) -> None:
-    """Keep the texts for the next time, if that can be done; whoever else is writing writes the same."""
+    """Keep the texts for the next time, if that can be done; another process that is writing writes the same."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps({"key": key, "fingerprint": fingerprint(texts), "texts": texts}))

@@ -140,7 +140,7 @@ def run_config(run: Path) -> tuple[TrainConfig, str]:
 def _anchor(run: Path, config: TrainConfig, identity: str) -> _Anchor:
     path = run / _WEIGHTS
     if path.is_file():
-        found = _final(path, config, identity)
+        weights = _final(path, config, identity)
     else:
         newest = checkpoint.latest(run / _CHECKPOINTS)
         ended = _json(run / _SUMMARY).get("config") == identity
@@ -154,13 +154,13 @@ def _anchor(run: Path, config: TrainConfig, identity: str) -> _Anchor:
                 f"{run}: the run is not finished and has no checkpoint yet; repeat its `twophase train` command first"
             )
         state = f"has ended and has no {_WEIGHTS} any more" if ended else "is not finished"
-        found = _checkpointed(newest, identity, f"checkpoint {newest.name} of a run that {state}")
-    if not all(bool(weight.isfinite().all()) for weight in found.weights.values()):
+        weights = _checkpointed(newest, identity, f"checkpoint {newest.name} of a run that {state}")
+    if not all(bool(weight.isfinite().all()) for weight in weights.weights.values()):
         raise UsageError(
             f"{run}: its weights hold numbers that are not finite (the run has diverged); nothing was written; export "
             "another run"
         )
-    return found
+    return weights
 
 
 def _final(path: Path, config: TrainConfig, identity: str) -> _Anchor:
@@ -174,8 +174,8 @@ def _final(path: Path, config: TrainConfig, identity: str) -> _Anchor:
     if owner != identity:
         raise UsageError(f"{path} belongs to another run ({owner}, here {identity}); put the run's own file back")
     summary = _json(path.with_name(_SUMMARY))
-    known, steps = summary.get("checksum"), summary.get("steps", 0)
-    if isinstance(known, str) and _checksum(path, weights, config) != known:
+    recorded, steps = summary.get("checksum"), summary.get("steps", 0)
+    if isinstance(recorded, str) and _checksum(path, weights, config) != recorded:
         raise _damaged(path, f"its content differs from the checksum in {_SUMMARY}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise UsageError(

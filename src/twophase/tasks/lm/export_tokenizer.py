@@ -80,21 +80,21 @@ def tokenizer_source(config: TrainConfig, env: Mapping[str, Any], data: Path | N
         return None
     recorded = env.get("corpus")
     recorded = recorded if isinstance(recorded, dict) else {}
-    known = recorded.get("tokenizer_sha256")
+    expected = recorded.get("tokenizer_sha256")
     folder = data or Path(os.path.expanduser(corpus.removeprefix(TOKENS)))  # noqa: PTH111 - Path's raises
     if not (folder / META).is_file() and data is None:
-        if known is None and (recorded or folder.exists()):
+        if expected is None and (recorded or folder.exists()):
             return None  # .bin files, which do not name their tokenizer
         raise UsageError(
             f"{folder}: the token shards that the run was trained on are not there any more, and the tokenizer is with "
             "them; name their folder with --data DIR, or write the model only with --no-tokenizer"
         )
     meta = read_meta(folder)
-    if known is not None and meta.tokenizer_sha256 != known:
+    if expected is not None and meta.tokenizer_sha256 != expected:
         raise UsageError(
             f"{folder}: was made with the tokenizer {meta.tokenizer} ({meta.tokenizer_sha256[:12]}), and the run was "
-            f"trained with {recorded.get('tokenizer', 'another')} ({str(known)[:12]}); name the run's own token shards "
-            "with --data DIR, or write the model only with --no-tokenizer"
+            f"trained with {recorded.get('tokenizer', 'another')} ({str(expected)[:12]}); name the run's own token "
+            "shards with --data DIR, or write the model only with --no-tokenizer"
         )
     if not (folder / TOKENIZER).is_dir():
         raise UsageError(

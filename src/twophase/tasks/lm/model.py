@@ -170,21 +170,21 @@ class Llama(nn.Module):
         """
         parts = self._hf_parts()
         ignored = {"lm_head.weight"} if self.head is None else set()
-        given = {name: value for name, value in state_dict.items() if not name.endswith("rotary_emb.inv_freq")}
-        missing, unknown = sorted(parts.keys() - given.keys()), sorted(given.keys() - parts.keys() - ignored)
+        weights = {name: value for name, value in state_dict.items() if not name.endswith("rotary_emb.inv_freq")}
+        missing, unknown = sorted(parts.keys() - weights.keys()), sorted(weights.keys() - parts.keys() - ignored)
         if missing or unknown:
             raise ValueError(
                 f"load_hf: the state dict lacks {_some(missing)} and holds unknown {_some(unknown)}; "
                 f"it must be that of a LlamaForCausalLM without biases and with {self.config.layers} layers"
             )
         for name, part in parts.items():
-            if given[name].shape != part.shape:
+            if weights[name].shape != part.shape:
                 raise ValueError(
-                    f"load_hf: {name} has shape {tuple(given[name].shape)}, this model needs {tuple(part.shape)}; "
+                    f"load_hf: {name} has shape {tuple(weights[name].shape)}, this model needs {tuple(part.shape)}; "
                     f"build it with the sizes in the checkpoint's config.json"
                 )
         for name, part in parts.items():
-            part.copy_(given[name])
+            part.copy_(weights[name])
 
     def hf_config(self, max_position_embeddings: int = 2048) -> dict[str, Any]:
         """Keyword arguments with which `transformers.LlamaConfig` describes this model.

@@ -30,7 +30,7 @@ class ShardVocabulary:
     Args:
         name: of the tokenizer; `unknown` of `.bin` files, which do not name theirs.
         size: number of ids.
-        token_bytes: (size,) int64, UTF-8 bytes of each id; None where nobody knows.
+        token_bytes: (size,) int64, UTF-8 bytes of each id; None where they are not known.
     """
 
     name: str
@@ -91,9 +91,9 @@ class ShardCorpus:
         Raises:
             UsageError: an id outside the vocabulary.
         """
-        own = self.windows_per_replica
+        available = self.windows_per_replica
         sample = step * self.batch_size + np.arange(self.batch_size)
-        return _split(self.training.read(replica * own + window_of(seed, replica, sample, own)))
+        return _split(self.training.read(replica * available + window_of(seed, replica, sample, available)))
 
     def validation(self) -> tuple[Ids, Ids]:
         """Windows spread evenly over the validation split, from its first to its last, the same for every seed.
@@ -115,15 +115,15 @@ class ShardCorpus:
             UsageError: steps x batch_size windows are more than a replica has; says how many tokens there are and how
                 many it takes.
         """
-        own, wanted = self.windows_per_replica, steps * self.batch_size
-        if wanted <= own:
+        available, wanted = self.windows_per_replica, steps * self.batch_size
+        if wanted <= available:
             return
-        length, possible = self.sequence_length, own // self.batch_size
-        fewer = f"--steps {possible}" if possible else f"--data.batch-size {own} or less"
+        length, possible = self.sequence_length, available // self.batch_size
+        fewer = f"--steps {possible}" if possible else f"--data.batch-size {available} or less"
         raise UsageError(
             f"--data.corpus {self.description['corpus']}: the run takes {wanted * self.replicas * length:,} training "
             f"tokens (--steps {steps} x --data.batch-size {self.batch_size} x --data.sequence-length {length} x "
-            f"--replicas {self.replicas}) and there are {own * self.replicas * length:,} in whole windows; "
+            f"--replicas {self.replicas}) and there are {available * self.replicas * length:,} in whole windows; "
             f"{self._more(wanted * self.replicas)}, use {fewer}, or allow reading them again with --repeat"
         )
 
@@ -224,10 +224,10 @@ def _check_tokenizer(shards: Shards, wanted: str, named: str) -> None:
 
 def _describe(data: DataConfig, shards: Shards, training: Windows, replicas: int) -> dict[str, Any]:
     tokens, meta = shards.tokens(TRAIN), shards.meta
-    known = f"tokenizer {meta.tokenizer}" if meta else "tokenizer unknown"
+    tokenizer = f"tokenizer {meta.tokenizer}" if meta else "tokenizer unknown"
     facts = {
         "corpus": data.corpus,
-        "text": f"token shards: {tokens:,} training tokens, {shards.tokens(VALIDATION):,} for validation, {known}",
+        "text": f"token shards: {tokens:,} training tokens, {shards.tokens(VALIDATION):,} for validation, {tokenizer}",
         "fingerprint": shards.fingerprint,
         "vocabulary": meta.tokenizer if meta else "unknown",
         "vocabulary_size": shards.vocabulary_size,
