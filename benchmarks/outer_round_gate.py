@@ -65,7 +65,7 @@ def figures() -> dict[str, float]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    from twophase.diloco import device_sweep, sweep
+    from twophase.diloco import device_sweep
     from twophase.diloco.engine import DiLoCo
     from twophase.recipes.pretraining import paper_150m
     from twophase.restart import Periodic
@@ -91,7 +91,6 @@ def figures() -> dict[str, float]:
         mock.patch.object(device_sweep, "_launch", launch),
         mock.patch.object(FakeTensor, "tolist", to_host),
         mock.patch.object(device_sweep, "kernels", return_value=names),
-        mock.patch.object(sweep, "kernels", return_value=names),
     ]
     config = paper_150m()
     with FakeTensorMode(), torch.device("cuda"):

@@ -276,11 +276,11 @@ UNREACHED = """async () => {
 @pytest.mark.slow
 @pytest.mark.browser
 def test_search_works_from_disk(site: Path, watched: Watched) -> None:
-    """The search of a site that was opened from disk finds a function by its name, and asks nobody."""
+    """The search of a site that was opened from disk finds a function by its name, and asks no server."""
     watched.open(site / "index.html")
     watched.page.locator(".md-search__button").click()
     watched.page.wait_for_function("document.activeElement.shadowRoot?.querySelector('input')")
     watched.page.keyboard.type("restart_stable_limit")
-    found = "document.activeElement.shadowRoot.textContent.includes('The sigma above which a')"  # its docstring
-    watched.page.wait_for_function(found)
+    has_result = "document.activeElement.shadowRoot.textContent.includes('Return the smallest sigma')"  # its docstring
+    watched.page.wait_for_function(has_result)
     assert watched.troubles == []

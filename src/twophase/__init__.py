@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twophase.diloco.comm import Communicator, ProcessGroup
+    from twophase.diloco.comm import ProcessGroup
+    from twophase.diloco.communicator import Communicator
     from twophase.diloco.engine import DiLoCo
     from twophase.diloco.report import RoundReport
     from twophase.elastic.torchft import TorchFT
@@ -24,7 +25,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AtRounds": "twophase.policies.scheduled",
     "Auto": "twophase.policies.auto",
-    "Communicator": "twophase.diloco.comm",
+    "Communicator": "twophase.diloco.communicator",
     "Cycle": "twophase.policies.scheduled",
     "DiLoCo": "twophase.diloco.engine",
     "Never": "twophase.policies.base",

@@ -542,7 +542,7 @@ def test_policy_that_needs_a_value_of_the_caller(register_policy):
     param = torch.nn.Parameter(torch.ones(2))
     param.grad = torch.ones(2)
     told = r"test-loss:2\.0 needs loss; pass them to step\(signals=\.\.\.\)"
-    with pytest.raises(ValueError, match=told + r".* promise it here with signals=\['loss'\]"):
+    with pytest.raises(ValueError, match=told + r".* promise it at construction with signals=\['loss'\]"):
         OuterSGD([param], 0.1, 0.9, restart=AboveLoss(2.0), signals=["other"])
     outer = OuterSGD([param], 0.1, 0.9, restart=AboveLoss(2.0), signals=["loss"])
     with pytest.raises(ValueError, match=told):
