@@ -164,9 +164,9 @@ def build_text(data: DataConfig, replicas: int) -> Corpus:
     documents = load_documents(data.corpus)
     count = len(documents.texts)
     order = np.argsort(np.random.Philox(key=0).random_raw(count), kind="stable")
-    held_out = min(max(round(data.held_out * count), 1), count - 1)
-    held_out_text = SEPARATOR.join(documents.texts[i] for i in order[:held_out])
-    training_text = SEPARATOR.join(documents.texts[i] for i in order[held_out:])
+    apart = min(max(round(data.held_out * count), 1), count - 1)
+    held_out_text = SEPARATOR.join(documents.texts[i] for i in order[:apart])
+    training_text = SEPARATOR.join(documents.texts[i] for i in order[apart:])
 
     vocab = vocabulary(data.vocabulary)
     characters = len(training_text) + len(held_out_text)
@@ -185,7 +185,7 @@ def build_text(data: DataConfig, replicas: int) -> Corpus:
         )
     if len(held_out) < needed:
         raise UsageError(
-            f"--data.corpus {data.corpus}: {held_out} of {count} documents are held out, which are {len(held_out):,} "
+            f"--data.corpus {data.corpus}: {apart} of {count} documents are held out, which are {len(held_out):,} "
             f"tokens, and a window takes {needed:,}; lower --data.sequence-length, raise --data.held-out, or "
             f"use a larger file"
         )
@@ -201,7 +201,7 @@ def build_text(data: DataConfig, replicas: int) -> Corpus:
             "text": documents.description,
             "fingerprint": documents.fingerprint,
             "documents": count,
-            "held_out_documents": held_out,
+            "held_out_documents": apart,
             "training_characters": len(training_text),
             "validation_characters": len(held_out_text),
             "replaced_share": replaced,
