@@ -10,11 +10,12 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test check bench gate docs clean
+.PHONY: help setup setup-dev demo test coverage check bench gate docs clean
 
 help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
 	@echo "make test    set up and run the tests"
+	@echo "make coverage  the same, and the branch coverage of each module"
 	@echo "make check   set up and run ruff and pyright"
 	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync loader\": some of them)"
 	@echo "make gate    set up and hold the CUDA code of a training step to its bounds, without a GPU"
@@ -70,6 +71,9 @@ demo: setup
 
 test: setup-dev
 	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+coverage: setup-dev
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov=twophase --cov-branch $(ARGS)
 
 check: setup-dev
 	@$(BIN)/ruff check .

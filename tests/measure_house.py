@@ -124,7 +124,7 @@ def empty_words(text: str) -> list[tuple[str, int]]:
 def measure() -> dict[str, float]:
     """Return every figure of the house."""
     trees = modules()
-    paths = {module: _path(module) for module in trees}
+    paths = {module: path_of(module) for module in trees}
     lines = {module: _length(path) for module, path in paths.items()}
     tests = sorted((ROOT / "tests").rglob("*.py"))
     graph = imports(trees)
@@ -143,7 +143,8 @@ def measure() -> dict[str, float]:
     return figures
 
 
-def _path(module: str) -> Path:
+def path_of(module: str) -> Path:
+    """Return the file of a module."""
     base = SOURCE.joinpath(*module.split(".")) if module else SOURCE
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
@@ -156,7 +157,7 @@ def main(arguments: list[str]) -> int:
     """Print the figures; with `--list`, every empty name and word with its place."""
     if "--list" in arguments:
         for module, tree in modules().items():
-            path = _path(module)
+            path = path_of(module)
             for name, line in sorted(
                 empty_names(tree) + empty_words(path.read_text(encoding="utf-8")), key=lambda h: h[1]
             ):
