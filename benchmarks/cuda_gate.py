@@ -32,7 +32,7 @@ import fake_cuda
 from bounds import finish
 
 if TYPE_CHECKING:
-    from twophase.training.config import TrainConfig
+    from twophase.tasks.lm.config import TrainConfig
 
 VOCABULARY = 32000
 ROUNDS, STEPS = 3, 2

@@ -28,7 +28,7 @@ from twophase.diloco.report import RoundReport
 from twophase.recipes.pretraining import RECIPES
 from twophase.restart import Periodic
 from twophase.tasks.build import build_task
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.inner import Replica
 from twophase.training.preflight import preflight
 

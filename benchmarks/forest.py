@@ -32,7 +32,7 @@ from twophase.sweep.forest import Grower
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.plan import Plan, plan
 from twophase.tasks.build import build_task
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.trainer import Trainer
 
 LRS, MOMENTA = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9)

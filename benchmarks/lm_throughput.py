@@ -42,9 +42,9 @@ from torch import Tensor
 from bounds import finish
 from twophase.base.config import RunError, UsageError, from_tree, to_tree
 from twophase.recipes.pretraining import RECIPES
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.speed import flops_per_token
 from twophase.tasks.lm.step import DTYPES, Step, divisors, model_of
-from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 operations a second by datasheet, the usual denominator of MFU."""

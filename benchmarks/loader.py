@@ -23,9 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from bounds import finish
+from twophase.tasks.lm.config import DataConfig
 from twophase.tasks.lm.shard_corpus import build_shards
 from twophase.text.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
-from twophase.training.config import DataConfig
 
 VOCABULARY = 32768
 BATCH = 64

@@ -21,7 +21,7 @@ import textmaker
 from twophase.policies import text
 from twophase.policies.base import Restart, RestartPolicy, RoundSignal, State
 from twophase.sweep import crew as launch
-from twophase.training.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 
 torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from twophase.base.config import dump_yaml, fingerprint
 from twophase.rule import OuterRule
+from twophase.tasks.lm.config import TrainConfig
 from twophase.theory.rollout import rollout
-from twophase.training.config import OuterConfig, TrainConfig
+from twophase.training.config import OuterConfig
 
 EMA = OuterRule(1.0, 0.9, form="ema")
 SUM = OuterRule(0.7, 0.9)

@@ -43,8 +43,8 @@ from twophase.cli.main import main
 from twophase.elastic import parts as torchft_parts
 from twophase.runs.folder import RunFolder, read_lines, read_summary
 from twophase.tasks.build import build_task
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.checkpoint import latest_step
-from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
 
 pytestmark = [

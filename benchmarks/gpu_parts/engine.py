@@ -25,8 +25,8 @@ from twophase.base.config import RunError, from_tree, to_tree
 from twophase.recipes.pretraining import RECIPES
 from twophase.runs.folder import RunFolder, read_summary
 from twophase.tasks.build import build_task
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training import checkpoint
-from twophase.training.config import TrainConfig
 from twophase.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from lm_throughput import Call, burst, wait_for
 from twophase.base.config import RunError
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.step import DTYPES, model_of
-from twophase.training.config import TrainConfig
 
 CLASSES = (
     # Inductor names an elementwise kernel after all operations near it, attention and products included; only its

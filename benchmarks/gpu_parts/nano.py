@@ -13,7 +13,7 @@ from typing import Any
 from gpu_parts.records import Figures, Record, Settings, Unfinished, write_csv
 from twophase.runs.folder import RunFolder
 from twophase.tasks.build import build_task
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.train import train
 
 SEEDS = (0, 1)

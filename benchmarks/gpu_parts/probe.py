@@ -14,7 +14,7 @@ from gpu_parts import kernels
 from gpu_parts.records import Figures, Record, Settings, table, write_csv
 from lm_throughput import BURST, PRODUCT_SIZE, Contestant, Outcome
 from twophase.base.config import RunError, UsageError, values_of, with_values
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "micro_batch_32": {"compute.micro_batch": 32},

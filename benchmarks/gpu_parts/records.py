@@ -19,7 +19,7 @@ import twophase
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.recipes.pretraining import RECIPES
-from twophase.training.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 
 Figures = dict[str, float]
 

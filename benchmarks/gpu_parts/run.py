@@ -15,7 +15,7 @@ from gpu_parts.records import Figures, Record, Settings, Unfinished, write_csv
 from twophase.base.config import fingerprint
 from twophase.runs.folder import METRICS, STEPS, RunFolder, read_lines
 from twophase.tasks.build import build_task
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.train import train
 
 RESERVE = 0.1

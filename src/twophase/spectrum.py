@@ -33,13 +33,13 @@ from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
 from twophase.rule import OuterRule
 from twophase.runs.record import Block, RunRecord
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.restored import Restored
 from twophase.theory.eigenvalues import Product, density, largest_eigenpairs
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import scheduled_progress
 from twophase.theory.observed import Observed, observe
 from twophase.theory.periods import best_period, log_final_loss, rounded_period
-from twophase.training.config import TrainConfig
 from twophase.training.inner import inner_lr
 
 BLOCKS = {

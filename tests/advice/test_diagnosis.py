@@ -28,7 +28,8 @@ from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
 from twophase.tasks.build import build_task
-from twophase.training.config import DataConfig, ModelConfig, OuterConfig, TrainConfig
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.training.config import OuterConfig
 
 
 def judged(folder: Path) -> Diagnosis:

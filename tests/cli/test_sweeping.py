@@ -30,8 +30,8 @@ from twophase.sweep.plan import Plan, plan
 from twophase.sweep.slurm import submit
 from twophase.sweep.table import Row, read_rows
 from twophase.sweep.work import Work, executed
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.checkpoint import latest_step
-from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

@@ -12,7 +12,8 @@ from twophase.recipes.arms import controls, in_arms
 from twophase.recipes.controls import restarts_that_count
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State
 from twophase.sweep.grid import Axis
-from twophase.training.config import SyncConfig, TrainConfig, check
+from twophase.tasks.lm.config import TrainConfig, check
+from twophase.training.config import SyncConfig
 
 BASE = TrainConfig(sync=SyncConfig(fragments=("a=embedding", "b=.")))
 BY_BLOCK = ("a=3", "b=auto")

@@ -10,7 +10,7 @@ from twophase.base.config import with_values
 from twophase.recipes.controls import gain_matched, gain_matched_all, momentum_free, restarts_that_count, with_averaging
 from twophase.restart import AtRounds, Never, Periodic, RoundSignal, Soft, ask
 from twophase.sweep.grid import Axis, Cell, product
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 
 POLICIES = ("2", "3", "7", "cycle:2,5", "at:4,9", "soft:3:0.25:0.5", "soft:5:0.75:1.0", "soft:2:-0.3:0.1")
 

@@ -28,7 +28,7 @@ from twophase.recipes.paper import (
 from twophase.restart import Soft, mean_outer_gain
 from twophase.sweep.grid import Cell, Sweep, extends
 from twophase.sweep.table import Row, rows_of
-from twophase.training.config import check
+from twophase.tasks.lm.config import check
 
 FORMS, KINDS = ("sum", "ema"), ("heavy ball", "Nesterov")
 RULES = [f"{form}, {kind}" for form in FORMS for kind in KINDS]

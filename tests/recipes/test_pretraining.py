@@ -11,8 +11,8 @@ from twophase.recipes.paper import INNER_STEPS, LRS, MOMENTA, PAPER, PERIODS, RU
 from twophase.recipes.pretraining import RECIPES, at_pace, nano, paper_150m, recipe, small
 from twophase.restart import Soft
 from twophase.rule import OuterRule
+from twophase.tasks.lm.config import check
 from twophase.tasks.lm.speed import parameter_count
-from twophase.training.config import check
 from twophase.training.inner import inner_lr
 
 

@@ -20,7 +20,7 @@ from twophase.runs import trackers as tracking
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.runs.trackers import Tracked, Tracker, check, identity, numbers, tracked
 from twophase.tasks.build import build_task
-from twophase.training.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
 
 

@@ -15,9 +15,9 @@ from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twophase.spectrum import GaussNewton
+from twophase.tasks.lm.config import ModelConfig
 from twophase.tasks.lm.model import Llama
 from twophase.theory.eigenvalues import density, lanczos, largest_eigenpairs
-from twophase.training.config import ModelConfig
 
 Matrix = NDArray[np.float64]
 BLOCKS = {

@@ -35,13 +35,14 @@ from twophase.spectrum import (
     setting_of,
 )
 from twophase.tasks.build import build_task
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.export import run_config
 from twophase.tasks.lm.restored import inverse_scale, restore
 from twophase.tasks.lm.task import corpus_of
 from twophase.theory.modes import effective_progress
 from twophase.theory.periods import best_period, rounded_period
 from twophase.training import checkpoint
-from twophase.training.config import DataConfig, InnerConfig, ModelConfig, TrainConfig
+from twophase.training.config import InnerConfig
 from twophase.training.inner import inner_lr
 from twophase.training.train import train
 

@@ -18,7 +18,7 @@ from twophase.restart import mean_outer_gain
 from twophase.studies._demo import draw, verdict
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.table import Row, rows_of
-from twophase.training.config import TrainConfig, check
+from twophase.tasks.lm.config import TrainConfig, check
 
 MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]
 MATCHED = ["heavy ball, never, gain of K=3", "Nesterov, never, gain of K=3"]

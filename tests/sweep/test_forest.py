@@ -29,8 +29,8 @@ from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.plan import Plan, plan
 from twophase.sweep.states import States
 from twophase.tasks.build import build_task
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.task import corpus_of
-from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
 

@@ -25,7 +25,8 @@ from twophase.rule import FORMS, Form, OuterRule
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.history import algebra, bits, is_scheduled
 from twophase.sweep.plan import Forest, Node, Plan, from_json, plan, to_json
-from twophase.training.config import OuterConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
+from twophase.training.config import OuterConfig
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -620,7 +621,7 @@ PRINT_PLAN = """
 import json
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.plan import plan, to_json
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 
 axes = [Axis("outer.momentum", (0.0, 0.5, 0.9)), Axis("outer.restart", ("1", "2", "soft:3:0.5:0.1", "never"))]
 cells = product(TrainConfig(steps=26), [*axes, Axis("inner_steps", (4, 6)), Axis("seed", (0, 1))])

@@ -30,12 +30,13 @@ from twophase.runs.folder import RunFolder, read_lines, read_summary
 from twophase.sweep.table import read_rows
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import step
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.shard_corpus import ShardCorpus, build_shards
 from twophase.tasks.lm.speed import flops_per_token
 from twophase.text.meta import TRAIN, VALIDATION, read_meta
 from twophase.text.shards import Windows
 from twophase.training import checkpoint
-from twophase.training.config import ComputeConfig, TrainConfig
+from twophase.training.config import ComputeConfig
 from twophase.training.train import train
 
 pytest.importorskip("datasets", reason="the extra 'data' is not installed")

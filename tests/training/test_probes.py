@@ -16,9 +16,9 @@ from twophase.base.config import dump_yaml, with_values
 from twophase.cli import main as cli
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.tasks.build import build_task
+from twophase.tasks.lm.config import TrainConfig, check
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.task import corpus_of as build
-from twophase.training.config import TrainConfig, check
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
 

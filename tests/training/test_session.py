@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from twophase.base.config import RunError, UsageError
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training import session
-from twophase.training.config import TrainConfig
 from twophase.training.session import process_group, take_device
 
 

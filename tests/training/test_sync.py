@@ -24,8 +24,8 @@ from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.runs.record import read_record
 from twophase.tasks.build import build_task, preflight_all
+from twophase.tasks.lm.config import TrainConfig, check
 from twophase.training import checkpoint
-from twophase.training.config import TrainConfig, check
 from twophase.training.preflight import preflight
 from twophase.training.train import train
 

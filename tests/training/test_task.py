@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from twophase.base.config import UsageError, with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.task import PlainStep, step_of
 from twophase.training.train import train
 from twophase.training.trainer import Trainer

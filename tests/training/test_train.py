@@ -25,9 +25,9 @@ from twophase.base.config import UsageError, dump_yaml, fingerprint, from_tree, 
 from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.tasks.build import build_task
+from twophase.tasks.lm.config import TrainConfig, check
 from twophase.tasks.lm.task import corpus_of as build
 from twophase.training import checkpoint, parts
-from twophase.training.config import TrainConfig, check
 from twophase.training.inner import inner_lr
 from twophase.training.preflight import preflight
 from twophase.training.train import _restore, train

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from twophase.training.config import TrainConfig
+    from twophase.tasks.lm.config import TrainConfig
 
 PROGRAM = "twophase"
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -69,7 +69,7 @@ def train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[arg
     """Parse the parser's own options and, from YAML files and all other options, the checked configuration."""
     from twophase.base.config import check_tree, load_yaml, parse_arguments, to_arguments
     from twophase.recipes.pretraining import at_pace, recipe
-    from twophase.training.config import TrainConfig, check
+    from twophase.tasks.lm.config import TrainConfig, check
 
     if "-h" in words or "--help" in words:
         parser.print_help()
@@ -101,7 +101,7 @@ def parse_known(parser: argparse.ArgumentParser, words: list[str], then: str) ->
 def config_paths() -> frozenset[str]:
     """Return the dotted paths of all values that a run's configuration has in this version."""
     from twophase.base.config import values_of
-    from twophase.training.config import TrainConfig
+    from twophase.tasks.lm.config import TrainConfig
 
     return frozenset(values_of(TrainConfig()))
 

@@ -18,7 +18,7 @@ def main(words: list[str]) -> int:
     from twophase.cli.sweeping import add_options, run, take_slurm_options
     from twophase.recipes.arms import controls, in_arms
     from twophase.sweep.grid import Sweep, parse_axes
-    from twophase.training.config import check
+    from twophase.tasks.lm.config import check
 
     parser = run_parser("sweep")
     config_options(parser)

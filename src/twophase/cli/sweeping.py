@@ -23,7 +23,7 @@ from twophase.sweep.table import Row, format_table, read_rows
 from twophase.sweep.trials import TRIALS
 
 if TYPE_CHECKING:
-    from twophase.training.config import TrainConfig
+    from twophase.tasks.lm.config import TrainConfig
 
 MOST_CELLS = 1000
 """Cells that are run without `--yes`."""
@@ -204,7 +204,7 @@ def check(sweep: Sweep, *, yes: bool) -> None:
     Raises:
         UsageError: too many cells, or a configuration that cannot be run.
     """
-    from twophase.training.config import check as check_config
+    from twophase.tasks.lm.config import check as check_config
 
     if len(sweep.cells) > MOST_CELLS and not yes:
         raise UsageError(

@@ -12,7 +12,7 @@ from twophase.base.config import UsageError, dump_yaml, fingerprint, to_tree
 from twophase.base.progress import meter, round_text, step_text
 from twophase.cli.commands import config_options, interrupted, run_parser, train_config
 from twophase.runs.folder import read_summary
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 
 
 def main(words: list[str]) -> int:

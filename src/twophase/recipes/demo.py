@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from twophase.base.config import with_values
 from twophase.recipes.controls import gain_matched_all, momentum_free, with_averaging
 from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 
 PERIOD = 3
 """Rounds between restarts."""

@@ -26,7 +26,8 @@ from twophase.recipes.pretraining import paper_150m
 from twophase.rule import Form
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.table import Row, settings
-from twophase.training.config import DataConfig, InnerConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.training.config import InnerConfig
 
 LRS = (0.1, 0.3, 0.5, 0.7, 0.9, 1.1)
 """Outer learning rates nu of the paper's table 1."""

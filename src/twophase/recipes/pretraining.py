@@ -16,7 +16,8 @@ from twophase.base.config import UsageError
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.training.config import ComputeConfig, DataConfig, InnerConfig, ModelConfig, OuterConfig, TrainConfig
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.training.config import ComputeConfig, InnerConfig, OuterConfig
 
 C4 = "tokens:data/c4"
 """Where the recipes look for their tokens unless `data.corpus` says otherwise."""

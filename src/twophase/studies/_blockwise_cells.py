@@ -24,8 +24,8 @@ from twophase.runs.folder import standard
 from twophase.runs.record import read_record
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.table import Row
+from twophase.tasks.lm.config import TrainConfig
 from twophase.theory.periods import log_final_loss
-from twophase.training.config import TrainConfig
 
 if TYPE_CHECKING:
     from twophase.spectrum import Forecast, Setting

@@ -23,7 +23,7 @@ from twophase.runs.folder import RunFolder, read_summary
 from twophase.sweep.grid import Sweep
 from twophase.sweep.run import TABLE, Happening, Status
 from twophase.sweep.table import Row, rows_of, write_rows
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 
 Progress = Callable[[Status], None]
 Measured = dict[str, Any]

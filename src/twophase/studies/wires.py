@@ -47,8 +47,8 @@ from twophase.studies._wires_figure import draw
 from twophase.studies.study import Result
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.table import SEED, Row, format_table
+from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
 from twophase.tasks.lm.speed import parameter_count
-from twophase.training.config import VOCABULARY_SIZES, TrainConfig
 
 __all__ = ["QUESTION", "answer", "draw", "sent_bytes", "sweep", "table", "verdict"]
 QUESTION = "Does sending pseudo-gradients in fewer bytes change what a language model reaches?"

@@ -36,8 +36,8 @@ from twophase.sweep.plan import Forest, Node
 from twophase.sweep.states import FORMAT, Branch, State, States, Tally, free_memory
 from twophase.sweep.work import Stopped
 from twophase.tasks.build import build_task
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training import checkpoint
-from twophase.training.config import TrainConfig
 from twophase.training.train import train
 from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
 

@@ -14,7 +14,7 @@ from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
 from twophase.sweep.history import ABSENT, ZERO, bits
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 
 
 class Outers:

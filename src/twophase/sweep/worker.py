@@ -17,7 +17,7 @@ from twophase.sweep import forest
 from twophase.sweep.plan import Job
 from twophase.sweep.work import STATES, Stopped, Work, report, work
 from twophase.tasks.build import preflight_all
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.session import Stop, signals
 
 

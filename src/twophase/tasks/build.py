@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from twophase.tasks.lm.config import TrainConfig, check, text_name
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training.config import TrainConfig, text_name
 from twophase.training.preflight import check_fragments, preflight
 
 
 def build_task(config: TrainConfig) -> LanguageTask:
-    """Return the task that a configuration names; so far there is the language model only."""
-    return LanguageTask(config)
+    """Return the task of a configuration; so far there is the language model only.
+
+    Raises:
+        UsageError: an impossible configuration.
+    """
+    return LanguageTask(check(config))
 
 
 def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
@@ -21,7 +25,7 @@ def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
         configs: the runs, checked.
 
     Returns:
-        The fingerprint of each text, by `twophase.training.config.text_name`.
+        The fingerprint of each text, by `twophase.tasks.lm.config.text_name`.
 
     Raises:
         UsageError: as `preflight`.

@@ -1,68 +1,19 @@
-"""The configuration of a language-model run (no torch here, so that the command line and the sweeps stay quick)."""
+"""The configuration of a run, whatever its task (no torch here, so that the command line and the sweeps stay quick)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from twophase.base.config import LATER, UsageError, fingerprint, to_tree
+from twophase.base.config import LATER, UsageError, get
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
-VOCABULARY_SIZES = {"char": 96, "bytes": 256}
-
-
 LARGEST_LR = 1e30
 """What a float32 holds with room to spare; a larger factor fails inside of torch."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A Llama-like decoder."""
-
-    layers: int = 2
-    """Number of decoder blocks."""
-    hidden_size: int = 32
-    """Width of the residual stream."""
-    intermediate_size: int = 88
-    """Width of the SwiGLU."""
-    heads: int = 2
-    """Query heads; head size = hidden_size / heads, which must be even."""
-    kv_heads: int = 0
-    """Key and value heads (grouped-query attention); 0 means as many as heads."""
-    tie_embeddings: bool = False
-    """Use the embedding matrix as the output head."""
-    rope_theta: float = 10000.0
-    """Base of the rotary position embedding."""
-    norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
-    vocabulary_size: int = 0
-    """Rows of embedding and head; 0 means as many as the data's vocabulary has, and it may not have fewer."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Text, tokens and batches."""
-
-    corpus: str = "python"
-    """`python` (documentation and docstrings of the running Python), `python-code` (functions and classes of its
-    library), `file:PATH` (text, or JSON lines, gzip too), or `tokens:PATH` (a folder of `twophase data prepare`, or
-    nanoGPT-style .bin files)."""
-    vocabulary: Literal["char", "bytes"] = "char"
-    """`char` (95 printable ASCII characters and newline) or `bytes` (256); tokens: brings its own."""
-    tokenizer: str = ""
-    """The tokenizer that tokens: must have been made with: its name, such as mistral, or 8 or more digits of its
-    SHA-256; empty takes any."""
-    sequence_length: int = 64
-    """Tokens of a training sequence."""
-    batch_size: int = 8
-    """Sequences a replica and inner step."""
-    held_out: float = 0.08
-    """Share of the documents that is held out for validation; tokens: brings its own validation split."""
-    validation_windows: int = 256
-    """Sequences of a validation, spread evenly over the held-out text."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +101,10 @@ def _pairs(path: str, words: tuple[str, ...], example: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
-        _require(bool(name and equals and value), path, word, f"NAME=VALUE, such as {example}")
-        _require(name not in pairs, path, word, "a name that has not been given yet")
+        if not (name and equals and value):
+            raise _refusal(path, word, f"NAME=VALUE, such as {example}")
+        if name in pairs:
+            raise _refusal(path, word, "a name that has not been given yet")
         pairs[name] = value
     return pairs
 
@@ -176,11 +129,9 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """One DiLoCo run of a small language model."""
+class RunConfig:
+    """One DiLoCo run, whatever is trained; a task adds its own options (`twophase.tasks.lm.config.TrainConfig`)."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
     inner: InnerConfig = field(default_factory=InnerConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -220,165 +171,105 @@ class TrainConfig:
 
     @property
     def shares_steps(self) -> bool:
-        """Whether the whole model is combined at a round's end, as it is: runs of a sweep share steps only then."""
+        """Whether the whole model is synchronized at once, at the end of a round: a sweep can then share its steps."""
         sync = self.sync
         return sync.parts() == 1 and sync.delay == 0 and sync.mixing == 0 and not sync.restart
 
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of an inner step of one replica."""
-        return self.data.batch_size * self.data.sequence_length
 
-    @property
-    def probed(self) -> int:
-        """Sequences of a probe batch where they are fewer than a step's; 0 where they are all of them."""
-        count = self.outer.probe_sequences
-        return count if count < self.data.batch_size else 0
+Range = tuple[str, Callable[[Any], bool], str]
+"""A value's dotted path, what it must fulfil, and the same in words."""
 
 
-def text_name(config: TrainConfig) -> str:
-    """A name for the text that a run trains on, equal for runs that share it."""
-    return fingerprint({"data": to_tree(config.data), "replicas": config.replicas})
+def whole_numbers(smallest: int, *paths: str) -> list[Range]:
+    """Ranges of whole numbers that have a smallest one."""
+    return [(path, lambda value: value >= smallest, f"a whole number >= {smallest}") for path in paths]
 
 
-def check(config: TrainConfig) -> TrainConfig:
-    """Return the configuration if it can be run.
+def require(config: Any, ranges: Iterable[Range]) -> None:
+    """Refuse a configuration with a value out of its range.
+
+    Raises:
+        UsageError: naming the option, its value and the range.
+    """
+    for path, holds, wanted in ranges:
+        if not holds(get(config, path)):
+            raise _refusal(path, get(config, path), wanted)
+
+
+def _refusal(path: str, value: object, wanted: str) -> UsageError:
+    return UsageError(f"--{path.replace('_', '-')} is {value}; it must be {wanted}")
+
+
+def check(config: RunConfig) -> None:
+    """Refuse a configuration that cannot be run; what only a task knows is left to the task.
 
     Raises:
         UsageError: naming the option, its value, the range and the remedy.
     """
-    positive = {
-        "model.layers": config.model.layers,
-        "model.hidden_size": config.model.hidden_size,
-        "model.intermediate_size": config.model.intermediate_size,
-        "model.heads": config.model.heads,
-        "data.sequence_length": config.data.sequence_length,
-        "data.batch_size": config.data.batch_size,
-        "data.validation_windows": config.data.validation_windows,
-        "replicas": config.replicas,
-        "steps": config.steps,
-        "inner_steps": config.inner_steps,
-        "threads": config.threads,
-        "checkpoint_every": config.checkpoint_every,
-        "keep_checkpoints": config.keep_checkpoints,
-    }
-    for path, value in positive.items():
-        _require(value >= 1, path, value, "a whole number >= 1")
-    _check_model(config.model)
-    _check_numbers(config)
-    _require(
-        config.inner_steps <= config.steps,
-        "inner_steps",
-        config.inner_steps,
-        f"at most steps ({config.steps}); lower --inner-steps or raise --steps",
+    inner, sync, steps = config.inner, config.sync, config.steps
+    wsd = inner.schedule == "wsd"
+    require(
+        config,
+        [
+            *whole_numbers(1, "replicas", "steps", "inner_steps", "threads", "checkpoint_every", "keep_checkpoints"),
+            ("inner.lr", lambda lr: math.isfinite(lr) and lr > 0, "a finite number above 0"),
+            ("inner.weight_decay", lambda decay: math.isfinite(decay) and decay >= 0, "a finite number >= 0"),
+            ("inner.betas", lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
+            ("inner.warmup", lambda share: 0 <= share <= 1, "a share of the steps, in [0, 1]"),
+            (
+                "inner.decay",
+                lambda share: wsd or share == InnerConfig().decay,
+                f"left alone with --inner.schedule {inner.schedule}; it is for wsd",
+            ),
+            (
+                "inner.decay",
+                lambda share: not wsd or 0 <= share <= 1 - inner.warmup,
+                f"a share of the steps, in [0, 1 - inner.warmup] = [0, {1 - inner.warmup:g}]",
+            ),
+            ("inner.clip_norm", lambda norm: norm >= 0, ">= 0 (0 means no clipping)"),
+            (
+                "compute.autotune",
+                lambda autotune: config.compute.compile or not autotune,
+                "used together with --compute.compile",
+            ),
+            ("log_every", lambda steps: steps >= 0, ">= 0 (0 means no lines inside a round)"),
+            ("evaluate_every", lambda rounds: rounds >= 0, ">= 0 (0 means at the end only)"),
+            ("divergence_loss", lambda loss: loss >= 0, ">= 0 (0 means 3 ln(vocabulary))"),
+            ("seed", lambda seed: 0 <= seed < 2**63, "a whole number >= 0 and below 2^63"),
+            (
+                "inner_steps",
+                lambda count: count <= steps,
+                f"at most steps ({steps}); lower --inner-steps or raise --steps",
+            ),
+            ("outer.lr", lambda lr: not lr > LARGEST_LR, f"at most {LARGEST_LR:g}, far beyond any use"),
+            (
+                "sync.delay",
+                lambda delay: 0 <= delay < config.inner_steps,
+                f"at least 0 and below inner_steps ({config.inner_steps}), so that a reduction ends before the next "
+                "begins",
+            ),
+            ("sync.mixing", lambda share: 0 <= share < 1, "at least 0 and below 1"),
+        ],
     )
     try:
         check_rule("--outer", config.outer.lr, config.outer.momentum, config.outer.form)
     except ValueError as error:
         raise UsageError(str(error).replace("--outer: ", "--outer.", 1)) from None
-    _require(config.outer.lr <= LARGEST_LR, "outer.lr", config.outer.lr, f"at most {LARGEST_LR:g}, far beyond any use")
+    parts = sync.parts()
+    names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
+    if not names:
+        raise _refusal("sync.fragments", parts or "empty", "a whole number >= 1")
+    path = "outer.restart"
     try:
         config.outer.policy()
-    except ValueError as error:
-        raise UsageError(f"--outer.restart: {error}") from None
-    _require(
-        0 <= config.outer.probe_sequences <= config.data.batch_size,
-        "outer.probe_sequences",
-        config.outer.probe_sequences,
-        f"a whole number from 1 to --data.batch-size {config.data.batch_size}, or 0 (all of the next batch)",
-    )
-    _check_sync(config)
-    return config
-
-
-def _check_sync(config: TrainConfig) -> None:
-    sync = config.sync
-    _require(
-        0 <= sync.delay < config.inner_steps,
-        "sync.delay",
-        sync.delay,
-        f"at least 0 and below inner_steps ({config.inner_steps}), so that a reduction ends before the next begins",
-    )
-    _require(0 <= sync.mixing < 1, "sync.mixing", sync.mixing, "at least 0 and below 1")
-    parts = sync.parts()
-    count, shown = (parts, parts) if isinstance(parts, int) else (len(parts), "empty")
-    _require(count >= 1, "sync.fragments", shown, "a whole number >= 1")
-    names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
-    try:
+        path = "sync.restart"
         policies = sync.policies()
     except UsageError:
         raise
     except ValueError as error:  # a policy's
-        raise UsageError(f"--sync.restart: {error}") from None
+        raise UsageError(f"--{path}: {error}") from None
     if policies is not None and set(policies) != names:
         raise UsageError(
             f"--sync.restart names {', '.join(sorted(policies))}, and the fragments are {', '.join(sorted(names))}; "
             "give each fragment its policy, on an axis of a sweep with commas between them"
         )
-
-
-def _check_model(model: ModelConfig) -> None:
-    size, heads, kv_heads = model.hidden_size, model.heads, model.kv_heads
-    _require(
-        size % (2 * heads) == 0, "model.hidden_size", size, f"a multiple of 2 x heads = {2 * heads} (rotary pairs)"
-    )
-    _require(
-        kv_heads >= 0 and (kv_heads == 0 or heads % kv_heads == 0),
-        "model.kv_heads",
-        kv_heads,
-        f"0 (as many as heads) or a divisor of --model.heads {heads}",
-    )
-    _require(model.rope_theta > 0, "model.rope_theta", model.rope_theta, "above 0")
-    _require(model.norm_eps > 0, "model.norm_eps", model.norm_eps, "above 0")
-
-
-def _check_numbers(config: TrainConfig) -> None:
-    inner = config.inner
-    _require(0 < config.data.held_out < 1, "data.held_out", config.data.held_out, "between 0 and 1, for example 0.08")
-    _require(math.isfinite(inner.lr) and inner.lr > 0, "inner.lr", inner.lr, "a finite number above 0")
-    _require(
-        math.isfinite(inner.weight_decay) and inner.weight_decay >= 0,
-        "inner.weight_decay",
-        inner.weight_decay,
-        "a finite number >= 0",
-    )
-    _require(all(0 <= b < 1 for b in inner.betas), "inner.betas", inner.betas, "two numbers in [0, 1)")
-    _require(0 <= inner.warmup <= 1, "inner.warmup", inner.warmup, "a share of the steps, in [0, 1]")
-    _require(
-        inner.schedule == "wsd" or inner.decay == InnerConfig().decay,
-        "inner.decay",
-        inner.decay,
-        f"left alone with --inner.schedule {inner.schedule}; it is for wsd",
-    )
-    _require(
-        0 <= inner.decay <= 1 - inner.warmup or inner.schedule != "wsd",
-        "inner.decay",
-        inner.decay,
-        f"a share of the steps, in [0, 1 - inner.warmup] = [0, {1 - inner.warmup:g}]",
-    )
-    _require(inner.clip_norm >= 0, "inner.clip_norm", inner.clip_norm, ">= 0 (0 means no clipping)")
-    _require(
-        config.model.vocabulary_size >= 0,
-        "model.vocabulary_size",
-        config.model.vocabulary_size,
-        ">= 0 (0 means as many as the data's vocabulary has)",
-    )
-    micro, batch = config.compute.micro_batch, config.data.batch_size
-    _require(
-        micro >= 0 and (micro == 0 or batch % micro == 0),
-        "compute.micro_batch",
-        micro,
-        f"0 (as many as the memory holds) or a divisor of --data.batch-size {batch}",
-    )
-    compute = config.compute
-    _require(compute.compile or not compute.autotune, "compute.autotune", True, "used together with --compute.compile")
-    _require(config.log_every >= 0, "log_every", config.log_every, ">= 0 (0 means no lines inside a round)")
-    _require(config.evaluate_every >= 0, "evaluate_every", config.evaluate_every, ">= 0 (0 means at the end only)")
-    _require(config.divergence_loss >= 0, "divergence_loss", config.divergence_loss, ">= 0 (0 means 3 ln(vocabulary))")
-    _require(0 <= config.seed < 2**63, "seed", config.seed, "a whole number >= 0 and below 2^63")
-
-
-def _require(holds: bool, path: str, value: object, wanted: str) -> None:
-    if not holds:
-        option = path.replace("_", "-")
-        raise UsageError(f"--{option} is {value}; it must be {wanted}")

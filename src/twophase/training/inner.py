@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twophase.training.config import TrainConfig
+from twophase.training.config import RunConfig
 from twophase.training.device import first_examples, moved, room_for
 from twophase.training.task import Step, Task
 
@@ -24,7 +24,7 @@ class Replica:
         compute: how this process computes.
     """
 
-    def __init__(self, config: TrainConfig, number: int, task: Task, compute: Step) -> None:
+    def __init__(self, config: RunConfig, number: int, task: Task, compute: Step) -> None:
         self.config = config
         self.number = number
         self.task = task
@@ -83,7 +83,7 @@ class Replica:
         self.round_losses = list(state.get("round_losses", ()))  # older states have their sum
 
 
-def inner_lr(config: TrainConfig, step: int) -> float:
+def inner_lr(config: RunConfig, step: int) -> float:
     """Compute the inner learning rate at step t, counted from 0: linear warmup over w = warmup x steps, a schedule.
 
     * t < w: `lr (t + 1) / w`;

@@ -6,12 +6,12 @@ import torch
 
 from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
-from twophase.training.config import TrainConfig
+from twophase.training.config import RunConfig
 from twophase.training.device import usable_device
 from twophase.training.task import Task
 
 
-def preflight(config: TrainConfig, task: Task, processes: int = 1) -> None:
+def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     """Refuse a run that this machine cannot train.
 
     Args:
@@ -33,7 +33,7 @@ def preflight(config: TrainConfig, task: Task, processes: int = 1) -> None:
     check_fragments(config, task)
 
 
-def check_fragments(config: TrainConfig, task: Task) -> None:
+def check_fragments(config: RunConfig, task: Task) -> None:
     """Refuse fragments that the model cannot be cut into.
 
     Raises:

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from twophase.base.config import RunError, UsageError
 from twophase.diloco.comm import Communicator, ProcessGroup, SingleProcess
 from twophase.runs.folder import RunFolder
-from twophase.training.config import TrainConfig
+from twophase.training.config import RunConfig
 
 
 class Stop(threading.Event):
@@ -64,7 +64,7 @@ def world_size() -> int:
     return int(text)
 
 
-def take_device(config: TrainConfig) -> None:
+def take_device(config: RunConfig) -> None:
     """Under torchrun, make the GPU of this process's local rank the one that `cuda` means.
 
     Raises:
@@ -87,7 +87,7 @@ def take_device(config: TrainConfig) -> None:
 
 
 @contextmanager
-def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[Communicator]:
+def communication(config: RunConfig, options: argparse.Namespace) -> Iterator[Communicator]:
     """The replicas that meet at a lighthouse, the processes that torchrun started, or this one alone.
 
     Args:
@@ -124,7 +124,7 @@ def communication(config: TrainConfig, options: argparse.Namespace) -> Iterator[
 
 
 @contextmanager
-def process_group(config: TrainConfig, patience: float = 600.0, timeout: float | None = None) -> Iterator[Communicator]:
+def process_group(config: RunConfig, patience: float = 600.0, timeout: float | None = None) -> Iterator[Communicator]:
     """The processes that torchrun started, or this one alone.
 
     Args:
@@ -200,7 +200,7 @@ def _await_first(patience: float) -> None:
 
 
 @contextmanager
-def claimed(out: Path, config: TrainConfig, communicator: Communicator) -> Iterator[RunFolder]:
+def claimed(out: Path, config: RunConfig, communicator: Communicator) -> Iterator[RunFolder]:
     """The run's folder, claimed by process 0 on behalf of all.
 
     Raises:

@@ -15,7 +15,7 @@ from twophase.diloco.comm import Communicator, SingleProcess
 from twophase.diloco.report import RoundReport
 from twophase.runs.folder import RunFolder
 from twophase.training import checkpoint
-from twophase.training.config import TrainConfig, check
+from twophase.training.config import RunConfig, check
 from twophase.training.inner import Replica
 from twophase.training.preflight import preflight
 from twophase.training.task import Task
@@ -26,7 +26,7 @@ _log = logging.getLogger("twophase")
 
 def train(
     task: Task,
-    config: TrainConfig,
+    config: RunConfig,
     folder: RunFolder,
     *,
     communicator: Communicator | None = None,
@@ -56,7 +56,8 @@ def train(
             but the time since the newest checkpoint.
     """
     communicator = communicator or SingleProcess()
-    preflight(check(config), task, 1 if communicator.elastic else communicator.size)
+    check(config)
+    preflight(config, task, 1 if communicator.elastic else communicator.size)
     run = Trainer(task, config, communicator)
     if run.lead:
         with _disk(folder):

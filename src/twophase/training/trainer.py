@@ -28,7 +28,7 @@ from twophase.base.source import source_digest
 from twophase.diloco.comm import Communicator, Elastic, SingleProcess
 from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.report import RoundReport, merged
-from twophase.training.config import TrainConfig
+from twophase.training.config import RunConfig
 from twophase.training.device import device_name, make_repeatable, peak_bytes, room_for
 from twophase.training.inner import Replica, inner_lr
 from twophase.training.task import Task, step_of
@@ -57,7 +57,7 @@ class Trainer:
         UsageError: an impossible configuration, corpus or device.
     """
 
-    def __init__(self, task: Task, config: TrainConfig, communicator: Communicator) -> None:
+    def __init__(self, task: Task, config: RunConfig, communicator: Communicator) -> None:
         self.config = config
         self.task = task
         self.comm = communicator
@@ -117,7 +117,7 @@ class Trainer:
         """The loss of a candidate on what a replica will train on next, or the first sequences of that."""
         del round
         # Of this configuration and not the replica's, which in a forest is that of the run which came first.
-        return self.replicas[number].probe(model, self.done.step, self.config.probed)
+        return self.replicas[number].probe(model, self.done.step, self.config.outer.probe_sequences)
 
     def _replica_state(self) -> dict[str, Any]:
         """What a replica that comes late needs beside the engine's state: it goes on as this one."""
@@ -292,7 +292,7 @@ class Trainer:
         """Tokens trained on so far, over all replicas."""
         return self.done.step * self.config.replicas * self.compute.tokens
 
-    def weights(self, config: TrainConfig) -> bytes:
+    def weights(self, config: RunConfig) -> bytes:
         """The anchor as a safetensors file of the run of that configuration."""
         tensors = {name: view.contiguous().clone() for name, view in self.engine.anchor.items()}
         return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
@@ -372,7 +372,7 @@ class Progress:
         return bool(history) and step >= min(history) and history.get(step) != checksum
 
 
-def _alike(config: TrainConfig) -> dict[str, Any]:
+def _alike(config: RunConfig) -> dict[str, Any]:
     """List the values that must be the same in all processes; how a process computes and what it writes may differ."""
     free = ("compute.", "device", "threads", "log_every", "checkpoint_every", "keep_checkpoints")
     return {f"--{path}": value for path, value in values_of(config).items() if not path.startswith(free)}

@@ -14,7 +14,7 @@ from twophase.base.config import UsageError, with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.tasks.lm import attention
 from twophase.tasks.lm.attention import activate, choose, fastest_attention
-from twophase.training.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 
 GPU, SHAPE = torch.device("cuda", 1), torch.Size((8, 64))
 Tried = list[tuple[tuple[str, ...], bool]]

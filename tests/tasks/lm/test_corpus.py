@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from twophase.base.config import UsageError
 from twophase.tasks.lm import corpus
+from twophase.tasks.lm.config import DataConfig
 from twophase.tasks.lm.corpus import Corpus, build_text, fingerprint, load_documents
 from twophase.tasks.lm.tokens import vocabulary
-from twophase.training.config import DataConfig
 
 
 def paragraph(number: int, words: int = 200) -> str:

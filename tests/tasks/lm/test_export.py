@@ -24,11 +24,11 @@ from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import export as module
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.export import RECORD, describe, export
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
 from twophase.tasks.lm.tokens import vocabulary
 from twophase.text.meta import Meta, Shard, write_meta
-from twophase.training.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
 

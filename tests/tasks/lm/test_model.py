@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from twophase.tasks.lm.config import ModelConfig
 from twophase.tasks.lm.model import Llama, rms_norm, rotary_tables
-from twophase.training.config import ModelConfig
 
 VOCABULARY = 37
 DEMO = ModelConfig()

@@ -18,8 +18,8 @@ import pytest
 import shardmaker
 from shardmaker import SHA256
 from twophase.base.config import UsageError
+from twophase.tasks.lm.config import DataConfig
 from twophase.tasks.lm.shard_corpus import ShardCorpus, build_shards
-from twophase.training.config import DataConfig
 
 VOCABULARY = 60_000
 T = 5
@@ -105,7 +105,7 @@ def test_a_batch_is_a_pure_function(folder: Path):
         again = build_shards(data(folder), 2, 0).batch(11, step, replica)
         assert np.array_equal(again, whole[step, replica])
     program = f"""
-from twophase.training.config import DataConfig
+from twophase.tasks.lm.config import DataConfig
 from twophase.tasks.lm.shard_corpus import build_shards
 corpus = build_shards(DataConfig("tokens:{folder}", sequence_length=5, batch_size=3, validation_windows=4), 2, 0)
 print(corpus.batch(11, 9, 1)[0].tolist())

@@ -7,9 +7,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from twophase.tasks.lm.config import ModelConfig
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.speed import flops_per_token, parameter_count, rates
-from twophase.training.config import ModelConfig
 
 SHAPES = [
     ModelConfig(),

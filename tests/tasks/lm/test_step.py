@@ -16,10 +16,11 @@ from twophase.base.config import UsageError, with_values
 from twophase.diloco.comm import SingleProcess
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import step as step_module
+from twophase.tasks.lm.config import TrainConfig, check
 from twophase.tasks.lm.evaluate import evaluate
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.step import Step, activation_bytes, compiled_loss, divisors, model_of
-from twophase.training.config import ComputeConfig, TrainConfig, check
+from twophase.training.config import ComputeConfig
 from twophase.training.device import room_for
 from twophase.training.trainer import Trainer
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.base.config import UsageError
+from twophase.tasks.lm.config import VOCABULARY_SIZES
 from twophase.tasks.lm.tokens import Vocabulary, vocabulary
-from twophase.training.config import VOCABULARY_SIZES
 
 PRINTABLE = "".join(map(chr, range(0x20, 0x7F)))
 ANY_TEXT = st.text(st.characters(), max_size=60)

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twophase.base.config import UsageError
 from twophase.diloco.comm import Communicator
-from twophase.training.config import ModelConfig, TrainConfig
+from twophase.tasks.lm.config import ModelConfig, TrainConfig
 
 _log = logging.getLogger("twophase")
 DTYPES = {"float32": None, "bf16-mixed": torch.bfloat16}

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
+from twophase.tasks.lm.config import DataConfig
 from twophase.tasks.lm.shard_corpus import ShardCorpus, build_shards
 from twophase.tasks.lm.tokens import Ids, Vocabulary, vocabulary
-from twophase.training.config import DataConfig
 
 SEPARATOR = "\n\n"
 TOKENS = "tokens:"

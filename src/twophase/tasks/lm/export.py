@@ -28,10 +28,10 @@ from torch import Tensor
 from twophase.base.config import UsageError, fingerprint, from_tree, load_yaml
 from twophase.base.files import TEMPORARY, sync_folder, write_atomic
 from twophase.diloco.flat import checksum, plan
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
 from twophase.tasks.lm.model import Llama
 from twophase.training import checkpoint
-from twophase.training.config import TrainConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECORD = "twophase.json"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError
+from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
 from twophase.tasks.lm.corpus import TOKENS
 from twophase.tasks.lm.tokens import vocabulary
 from twophase.text.meta import META, TOKENIZER, read_meta
-from twophase.training.config import VOCABULARY_SIZES, TrainConfig
 
 
 def text_tokenizer(name: str, max_length: int) -> Any:

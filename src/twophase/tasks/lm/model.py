@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from twophase.tasks.lm.config import ModelConfig
 from twophase.tasks.lm.loss import cross_entropy
-from twophase.training.config import ModelConfig
 
 EMBEDDING_STD = 0.02
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from twophase.base.config import UsageError, with_values
 from twophase.diloco.flat import plan
+from twophase.tasks.lm.config import TrainConfig, check
 from twophase.tasks.lm.corpus import AnyCorpus
 from twophase.tasks.lm.export import run_config
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training import checkpoint
-from twophase.training.config import TrainConfig, check
 from twophase.training.preflight import preflight
 from twophase.training.trainer import DIVERGED
 

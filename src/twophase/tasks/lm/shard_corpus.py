@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.base.config import UsageError
+from twophase.tasks.lm.config import DataConfig
 from twophase.text.meta import TRAIN, VALIDATION
 from twophase.text.sampling import window_of
 from twophase.text.shards import Shards, Windows, is_prepared, open_bin, open_shards
-from twophase.training.config import DataConfig
 
 PREFIX = "tokens:"
 MIN_HASH_DIGITS = 8

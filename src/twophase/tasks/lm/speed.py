@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from twophase.training.config import ModelConfig
+from twophase.tasks.lm.config import ModelConfig
 
 
 class Flops(NamedTuple):

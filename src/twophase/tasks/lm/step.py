@@ -21,10 +21,10 @@ from torch import Tensor
 from twophase.base.config import UsageError
 from twophase.diloco.comm import Communicator, SingleProcess
 from twophase.tasks.lm.attention import DTYPES, activate, attention_kernel, choose
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.loss import pieces_bytes
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.speed import matrix_count, parameter_count
-from twophase.training.config import TrainConfig
 from twophase.training.device import first_line, is_out_of_memory
 
 T = TypeVar("T")

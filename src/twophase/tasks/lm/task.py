@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from twophase.base.config import UsageError
 from twophase.diloco.comm import Communicator
+from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.corpus import AnyCorpus, build
 from twophase.tasks.lm.evaluate import Evaluation, evaluate, evaluation
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.shard_corpus import ShardCorpus
 from twophase.tasks.lm.speed import flops_per_token, rates
 from twophase.tasks.lm.step import Step, drawn
-from twophase.training.config import TrainConfig
 from twophase.training.device import moved
 
 _EVALUATED_LOGITS = 1 << 28

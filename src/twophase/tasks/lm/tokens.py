@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.base.config import UsageError
-from twophase.training.config import VOCABULARY_SIZES
+from twophase.tasks.lm.config import VOCABULARY_SIZES
 
 Ids = NDArray[np.uint8]
 

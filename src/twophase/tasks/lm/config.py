@@ -1,0 +1,136 @@
+"""The configuration of a language-model run: model, data, and what every run has (no torch here)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from twophase.base.config import fingerprint, to_tree
+from twophase.training.config import RunConfig, require, whole_numbers
+from twophase.training.config import check as check_run
+
+VOCABULARY_SIZES = {"char": 96, "bytes": 256}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-like decoder."""
+
+    layers: int = 2
+    """Number of decoder blocks."""
+    hidden_size: int = 32
+    """Width of the residual stream."""
+    intermediate_size: int = 88
+    """Width of the SwiGLU."""
+    heads: int = 2
+    """Query heads; head size = hidden_size / heads, which must be even."""
+    kv_heads: int = 0
+    """Key and value heads (grouped-query attention); 0 means as many as heads."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the output head."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position embedding."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
+    vocabulary_size: int = 0
+    """Rows of embedding and head; 0 means as many as the data's vocabulary has, and it may not have fewer."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text, tokens and batches."""
+
+    corpus: str = "python"
+    """`python` (documentation and docstrings of the running Python), `python-code` (functions and classes of its
+    library), `file:PATH` (text, or JSON lines, gzip too), or `tokens:PATH` (a folder of `twophase data prepare`, or
+    nanoGPT-style .bin files)."""
+    vocabulary: Literal["char", "bytes"] = "char"
+    """`char` (95 printable ASCII characters and newline) or `bytes` (256); tokens: brings its own."""
+    tokenizer: str = ""
+    """The tokenizer that tokens: must have been made with: its name, such as mistral, or 8 or more digits of its
+    SHA-256; empty takes any."""
+    sequence_length: int = 64
+    """Tokens of a training sequence."""
+    batch_size: int = 8
+    """Sequences a replica and inner step."""
+    held_out: float = 0.08
+    """Share of the documents that is held out for validation; tokens: brings its own validation split."""
+    validation_windows: int = 256
+    """Sequences of a validation, spread evenly over the held-out text."""
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """What is trained: a model on data."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+@dataclass(frozen=True)
+class TrainConfig(RunConfig, LanguageConfig):
+    """One DiLoCo run of a small language model."""
+
+    # Fields come in reverse order of the bases: model and data first, as config.yaml files have them.
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of an inner step of one replica."""
+        return self.data.batch_size * self.data.sequence_length
+
+    @property
+    def probed(self) -> int:
+        """Sequences of a probe batch where they are fewer than a step's; 0 where they are all of them."""
+        count = self.outer.probe_sequences
+        return count if count < self.data.batch_size else 0
+
+
+def text_name(config: TrainConfig) -> str:
+    """Return a name for the text that a run trains on, equal for runs that share it."""
+    return fingerprint({"data": to_tree(config.data), "replicas": config.replicas})
+
+
+def check(config: TrainConfig) -> TrainConfig:
+    """Return the configuration if it can be run.
+
+    Raises:
+        UsageError: naming the option, its value, the range and the remedy.
+    """
+    model, batch = config.model, config.data.batch_size
+    counts = ("model.layers", "model.hidden_size", "model.intermediate_size", "model.heads")
+    require(
+        config,
+        [
+            *whole_numbers(1, *counts, "data.sequence_length", "data.batch_size", "data.validation_windows"),
+            (
+                "model.hidden_size",
+                lambda size: size % (2 * model.heads) == 0,
+                f"a multiple of 2 x heads = {2 * model.heads} (rotary pairs)",
+            ),
+            (
+                "model.kv_heads",
+                lambda heads: heads == 0 or (heads > 0 and model.heads % heads == 0),
+                f"0 (as many as heads) or a divisor of --model.heads {model.heads}",
+            ),
+            ("model.rope_theta", lambda theta: theta > 0, "above 0"),
+            ("model.norm_eps", lambda eps: eps > 0, "above 0"),
+            (
+                "model.vocabulary_size",
+                lambda size: size >= 0,
+                ">= 0 (0 means as many as the data's vocabulary has)",
+            ),
+            ("data.held_out", lambda share: 0 < share < 1, "between 0 and 1, for example 0.08"),
+            (
+                "compute.micro_batch",
+                lambda size: size == 0 or (size > 0 and batch % size == 0),
+                f"0 (as many as the memory holds) or a divisor of --data.batch-size {batch}",
+            ),
+            (
+                "outer.probe_sequences",
+                lambda count: 0 <= count <= batch,
+                f"a whole number from 1 to --data.batch-size {batch}, or 0 (all of the next batch)",
+            ),
+        ],
+    )
+    check_run(config)
+    return config
