@@ -29,7 +29,7 @@ def chromium_path() -> str | None:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """A headless Chromium, started once; a page of it is `browser.new_page()`, to be closed by whoever opened it."""
+    """A headless Chromium, started once; a page of it is `browser.new_page()`, closed by the test that opened it."""
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: make setup-dev installs it")
     path = chromium_path()
     if path is None:
@@ -46,10 +46,10 @@ def axe_violations(page: Page) -> list[str]:
     package = pytest.importorskip("axe_playwright_python", reason="no axe-playwright-python: make setup-dev brings it")
     page.evaluate((Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
     options = {"runOnly": {"type": "tag", "values": LEVELS}, "resultTypes": ["violations"]}
-    found: list[dict[str, Any]] = page.evaluate(
+    faults: list[dict[str, Any]] = page.evaluate(
         "options => axe.run(document, options).then(r => r.violations)", options
     )
     return [
         f"{fault['id']} ({fault['impact']}): {fault['help']}: {[node['html'][:120] for node in fault['nodes'][:5]]}"
-        for fault in found
+        for fault in faults
     ]

@@ -25,7 +25,7 @@ from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 
 torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits
 
-# Derandomized, so that a newcomer's `make test` never meets an example that nobody has seen. To look for such examples:
+# Derandomized, so that a newcomer's `make test` never meets a new example. To look for such examples:
 # HYPOTHESIS_PROFILE=explore pytest ... (see amount.py)
 settings.register_profile("twophase", deadline=None, max_examples=40, derandomize=True, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)

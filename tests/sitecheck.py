@@ -79,22 +79,22 @@ def faults(site: Path) -> list[str]:
     """Everything that is wrong with a site, a line each."""
     site = site.resolve()
     pages = {path: read(path) for path in sorted(site.rglob("*.html"))}
-    found = [] if pages else [f"{site}: no pages"]
+    lines = [] if pages else [f"{site}: no pages"]
     for path, page in pages.items():
         here = path.relative_to(site)
-        found += [
+        lines += [
             f"{here}: two elements are called {name!r}" for name in sorted(set(page.ids)) if page.ids.count(name) > 1
         ]
         if here.name == "404.html":  # is shown for any missing address, so its links begin at the root of the server
             continue
-        found += [f"{here}: {fault}" for link in page.links if (fault := bad_link(link, path, pages, site))]
-        found += [f"{here}: {fault}" for address in page.loaded if (fault := bad_load(address, path, site))]
+        lines += [f"{here}: {fault}" for link in page.links if (fault := bad_link(link, path, pages, site))]
+        lines += [f"{here}: {fault}" for address in page.loaded if (fault := bad_load(address, path, site))]
     for path in sorted(site.rglob("*.css")):
         wanted = wanted_by_style(path.read_text(encoding="utf-8"))
-        found += [
+        lines += [
             f"{path.relative_to(site)}: {fault}" for address in wanted if (fault := bad_load(address, path, site))
         ]
-    return found
+    return lines
 
 
 def bad_link(link: str, path: Path, pages: dict[Path, Page], site: Path) -> str | None:

@@ -59,22 +59,22 @@ def test_python_blocks(tmp_path: Path) -> None:
 
     All in one interpreter, which is started once. A block that cannot run here says why in its first line.
     """
-    found = [(page, code) for page, code in blocks("python") if not code.startswith(NOT_RUN)]
+    runnable = [(page, code) for page, code in blocks("python") if not code.startswith(NOT_RUN)]
     done = subprocess.run(
         [sys.executable, "-c", RUN_BLOCKS],
-        input=json.dumps(found),
+        input=json.dumps(runnable),
         capture_output=True,
         text=True,
         check=True,
         cwd=tmp_path,
     )
     wrong = []
-    for (page, code), (printed, failed) in zip(found, json.loads(done.stdout), strict=True):
+    for (page, code), (printed, failed) in zip(runnable, json.loads(done.stdout), strict=True):
         claimed = re.findall(r"^# prints: (.*)$", code, re.MULTILINE)
         if failed or (claimed and printed.splitlines() != claimed):
             wrong.append(f"{page}:\n{code}\n--- printed:\n{printed}\n{failed}")
     assert wrong == []
-    assert len(found) > 20
+    assert len(runnable) > 20
 
 
 def test_blocks_that_are_not_run_say_why() -> None:
@@ -93,8 +93,8 @@ def test_blocks_are_found() -> None:
         fences = re.findall(r"^([ \t]*)(?:`{3,}|~{3,})(\S*)", text, re.MULTILINE)
         opening = fences[::2]
         assert all(indent == "" and language for indent, language in opening), page
-        known = {"python", "console", "text", "yaml"}
-        assert {language for _, language in opening} <= known, page
+        languages = {"python", "console", "text", "yaml"}
+        assert {language for _, language in opening} <= languages, page
 
 
 EXAMPLES = sorted(
@@ -230,8 +230,9 @@ def test_links() -> None:
     for page in PAGES:
         text = BLOCK.sub("", page.read_text(encoding="utf-8"))
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
-            found = re.match(r"https?://", target) or (page.parent / target).exists()
-            assert found, f"{page.name}: {target} is missing"
+            assert re.match(r"https?://", target) or (page.parent / target).exists(), (
+                f"{page.name}: {target} is missing"
+            )
 
 
 def test_quotes_are_what_was_printed() -> None:

@@ -151,7 +151,7 @@ def test_plain_loop_in_two_processes(torchrun: list[dict[str, str]]):
         values = losses(printed)
         assert values[-1] < 0.5 * values[0]
         assert "2 replica(s)" in printed
-    checksums = [re.findall(r"checksum (\w{16})", told["plain"]) for told in torchrun]
+    checksums = [re.findall(r"checksum (\w{16})", outputs["plain"]) for outputs in torchrun]
     assert len(checksums[0]) == 1
     assert checksums[0] == checksums[1]
 

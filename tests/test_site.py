@@ -38,10 +38,10 @@ def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """The built site. Workers of pytest-xdist wait for the one that builds."""
     for package, name in (("zensical", "zensical"), ("mkdocstrings_handlers.python", "mkdocstrings-python")):
         try:
-            found = importlib.util.find_spec(package)
+            spec = importlib.util.find_spec(package)
         except ModuleNotFoundError:
-            found = None
-        if found is None:
+            spec = None
+        if spec is None:
             pytest.skip(f"{name} is not installed; the extra docs brings it")
     base = tmp_path_factory.getbasetemp()
     project = (base if worker_id == "master" else base.parent) / "documentation"
@@ -126,15 +126,15 @@ def test_site_is_sound(site: Path) -> None:
 
 def modules_shown() -> dict[str, list[str] | None]:
     """The modules that the pages of the reference name, with the members that are chosen, if any are."""
-    found = {}
+    members_by_module = {}
     for path in (DOCS / "api").glob("*.md"):
         for module, members in re.findall(
             r"^::: (\S+)\n    options: \{[^}\n]*?(?:members: \[([^\]]*)\])?\}",
             path.read_text(encoding="utf-8"),
             re.MULTILINE,
         ):
-            found[module] = members.split(", ") if members else None
-    return found
+            members_by_module[module] = members.split(", ") if members else None
+    return members_by_module
 
 
 @pytest.mark.slow
@@ -144,12 +144,12 @@ def test_reference_has_every_public_name(site: Path) -> None:
     wanted |= {f"{getattr(theory, name).__module__}.{name}" for name in theory.__all__}
     for module, members in modules_shown().items():
         home = import_module(module)
-        own = [
+        public = [
             name
             for name, value in vars(home).items()
             if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == module and name[0] != "_"
         ]
-        wanted |= {f"{module}.{name}" for name in (own if members is None else members)}
+        wanted |= {f"{module}.{name}" for name in (public if members is None else members)}
     pages = [sitecheck.read(path) for path in (site / "api").glob("*.html")]
     entries = {name for page in pages for name in page.ids}
     assert wanted <= entries, sorted(wanted - entries)
@@ -176,10 +176,10 @@ def test_markdown_became_html(site: Path) -> None:
     """No list, table, fence or doctest was left as text: their marks begin no line of a paragraph."""
     for path in sorted(site.rglob("*.html")):
         for paragraph in re.findall(r"<p>(.*?)</p>", path.read_text(encoding="utf-8"), re.DOTALL):
-            left = re.findall(
+            marks = re.findall(
                 r"^(?:\* |- |\| |```|&gt;&gt;&gt; |\d+\. ).*", re.sub(r"<[^>]+>", "", paragraph), re.MULTILINE
             )
-            assert left == [], f"{path.name}: {left}"
+            assert marks == [], f"{path.name}: {marks}"
 
 
 # --- in a browser -------------------------------------------------------------------------------------------------
