@@ -49,7 +49,7 @@ def write(path: Path, megabytes: float, seed: int) -> None:
 
 def run(folder: Path, out: Path, tokenizer: str) -> tuple[float, ...]:
     """CPU seconds, peak kB, bytes of text and tokens of a process that prepares a folder."""
-    quiet = {"USE_TORCH": "0", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     words = [sys.executable, "-c", CODE, str(folder), str(out), tokenizer]
     done = subprocess.run(words, env=os.environ | quiet, capture_output=True, text=True, check=True)
     return tuple(float(word) for word in done.stdout.split())

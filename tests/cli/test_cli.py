@@ -103,7 +103,6 @@ def test_mistakes(
 ) -> None:
     """A mistake ends with status 2 and one message that names the thing; nothing is made on disk."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("USE_TORCH", "1")  # a command's own setting must not reach other tests
     try:
         status = cli.main(words.split())
     except SystemExit as end:

@@ -16,13 +16,13 @@ from twophase.cli import data as command
 from twophase.cli.data import main
 from twophase.text.meta import TRAIN, VALIDATION, read_meta
 
-pytest.importorskip("datasets", reason="the extra 'data' is not installed")
+pytest.importorskip("pyarrow", reason="the extra 'data' is not installed")
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch):
     """What the command sets in the environment is forgotten."""
-    for name in ("RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM", "USE_TORCH"):
+    for name in ("RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, os.environ.get(name, "1"))
 
 
@@ -129,7 +129,6 @@ def test_sigterm_ends_it_like_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyP
         time.sleep(5)
 
     monkeypatch.setattr("twophase.cli.data.prepare", killed)
-    monkeypatch.setenv("USE_TORCH", "1")
     with pytest.raises(KeyboardInterrupt):
         main(["prepare", "text.txt", "--out", str(tmp_path / "out")])
     assert signal.getsignal(signal.SIGTERM) is before

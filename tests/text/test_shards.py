@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 
 import shardmaker
 from twophase.base.config import UsageError
+from twophase.text import shards as module
 from twophase.text.meta import META, TOKEN_BYTES, TRAIN, VALIDATION, read_meta, write_meta
 from twophase.text.shards import VERIFIED, open_bin, open_shards
 
@@ -29,7 +30,9 @@ def prepared(folder: Path, train: Sequence[np.ndarray], validation: Sequence[np.
     return shardmaker.prepared(folder, train, validation, VOCABULARY)
 
 
-def folder_of_two(tmp_path: Path) -> Path:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A prepared folder of two training shards and one for validation."""
     return prepared(tmp_path / "toy", [ids(0, 101), ids(1, 50)], [ids(2, 60)])
 
 
@@ -50,6 +53,13 @@ def slow_windows(arrays: Sequence[np.ndarray], length: int) -> list[list[int]]:
     return windows
 
 
+def damage_meta(folder: Path, **changes: object) -> None:
+    """Change what `meta.json` says of the training shards."""
+    meta = read_meta(folder)
+    train = tuple(dataclasses.replace(shard, **changes) for shard in meta.splits[TRAIN])  # type: ignore[arg-type]
+    write_meta(folder, dataclasses.replace(meta, splits={**meta.splits, TRAIN: train}))
+
+
 # Windows
 
 
@@ -68,17 +78,8 @@ def test_windows_are_those_of_a_plain_loop(tmp_path: Path, length: int, dtype: s
     assert shards.windows(VALIDATION, length).length == length
 
 
-@pytest.mark.parametrize("number", [-1, 16])
-def test_window_numbers_out_of_range_are_refused(tmp_path: Path, number: int):
-    """A negative number would silently read from the end."""
-    windows = open_shards(folder_of_two(tmp_path)).windows(TRAIN, 9)  # 11 + 5
-    with pytest.raises(ValueError, match=rf"numbers are in \[.*{number}.*\]; they must be in \[0, 15\]"):
-        windows.read(np.array([3, number]))
-
-
-def test_what_is_read_is_a_copy(tmp_path: Path):
+def test_what_is_read_is_a_copy(folder: Path):
     """Changing a batch changes neither the file nor the next batch."""
-    folder = folder_of_two(tmp_path)
     before = (folder / "train-00000.bin").read_bytes()
     windows = open_shards(folder).windows(TRAIN, 10)
     first = windows.read(np.arange(2))
@@ -91,12 +92,8 @@ def test_ids_outside_the_vocabulary_are_refused_when_read(tmp_path: Path):
     """The message names file, token, id and vocabulary; windows without such an id are read."""
     bad = ids(1, 50)
     bad[37] = VOCABULARY
-    folder = prepared(tmp_path / "toy", [ids(0, 101), bad], [ids(2, 60)])
-    meta = read_meta(folder)
-    shards = tuple(dataclasses.replace(shard, largest=0) for shard in meta.splits[TRAIN])  # a meta that does not know
-    write_meta(folder, dataclasses.replace(meta, splits={**meta.splits, TRAIN: shards}))
-    windows = open_shards(folder).windows(TRAIN, 10)  # token 37 of the second shard is in its window 3, number 13
-    assert windows.read(np.array([0, 12, 11])).max() < VOCABULARY
+    windows = open_shards(prepared(tmp_path / "toy", [ids(0, 101), bad], [ids(2, 60)])).windows(TRAIN, 10)
+    assert windows.read(np.array([0, 12, 11])).max() < VOCABULARY  # token 37 of the second shard is in its window 3
     with pytest.raises(UsageError, match=r"train-00001.bin: token 37 is the id 500, and the vocabulary has 500 ids"):
         windows.read(np.array([0, 12, 13]))
 
@@ -104,56 +101,70 @@ def test_ids_outside_the_vocabulary_are_refused_when_read(tmp_path: Path):
 # What a folder says of itself
 
 
-def test_a_folder_is_opened_as_it_was_declared(tmp_path: Path):
+def test_a_folder_is_opened_as_it_was_declared(folder: Path, tmp_path: Path):
     """Tokens, vocabulary, bytes of tokens and fingerprint are the folder's, wherever it lies."""
-    shards = open_shards(folder_of_two(tmp_path))
-    assert (shards.tokens(TRAIN), shards.tokens(VALIDATION)) == (151, 60)
-    assert shards.vocabulary_size == VOCABULARY
+    shards = open_shards(folder)
+    assert (shards.tokens(TRAIN), shards.tokens(VALIDATION), shards.vocabulary_size) == (151, 60, VOCABULARY)
     assert shards.token_bytes is not None
     assert shards.token_bytes.tolist() == list(range(VOCABULARY))
-    shutil.copytree(tmp_path / "toy", tmp_path / "moved")
-    assert open_shards(tmp_path / "moved").fingerprint == shards.fingerprint == read_meta(tmp_path / "toy").fingerprint
+    shutil.copytree(folder, tmp_path / "moved")
+    assert open_shards(tmp_path / "moved").fingerprint == shards.fingerprint == read_meta(folder).fingerprint
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda p: p.write_bytes(p.read_bytes()[:-2]), "is truncated: 200 bytes, where 202 are expected"),
-        (lambda p: p.write_bytes(p.read_bytes() + b"\0\0"), "is too long: 204 bytes, where 202 are expected"),
-        (lambda p: p.unlink(), r"is not there, and meta\.json names it"),
-    ],
-)
-@pytest.mark.parametrize("verify", [True, False])
-def test_files_of_another_size_are_refused(tmp_path: Path, change, message: str, verify: bool):
-    """The message names the file and its bytes and says what to do, also where hashes are not compared."""
-    folder = folder_of_two(tmp_path)
-    change(folder / "train-00000.bin")
-    with pytest.raises(UsageError, match=rf"train-00000\.bin {message}.*(copy|prepare)"):
-        open_shards(folder, verify=verify)
+def change(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(edit((folder / name).read_bytes()))
 
 
-def test_a_flipped_bit_is_found(tmp_path: Path):
-    """One bit in one shard: the hash says so; without comparing hashes the folder opens."""
-    folder = folder_of_two(tmp_path)
-    path = folder / "validation-00000.bin"
-    data = bytearray(path.read_bytes())
-    data[17] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(
-        UsageError, match=r"validation-00000\.bin: its SHA-256 is .* and meta\.json says .* copy it again"
-    ):
+def no_split(split: str) -> Callable[[Path], object]:
+    arrays = {TRAIN: [ids(0, 101)], VALIDATION: [ids(2, 60)]} | {split: []}
+    return lambda folder: prepared(folder, arrays[TRAIN], arrays[VALIDATION])
+
+
+def flip_a_bit(data: bytes) -> bytes:
+    return data[:17] + bytes([data[17] ^ 1]) + data[18:]
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (change("train-00000.bin", lambda d: d[:-2]), "is truncated: 200 bytes, where 202 are expected"),
+    "too long": (change("train-00000.bin", lambda d: d + b"\0\0"), "is too long: 204 bytes, where 202 are expected"),
+    "absent": (lambda f: (f / "train-00000.bin").unlink(), r"train-00000\.bin cannot be read .*copy it again"),
+    "flipped": (change("validation-00000.bin", flip_a_bit), r"validation-00000\.bin: its SHA-256 is .* copy it again"),
+    "other hash": (lambda f: damage_meta(f, sha256="cd" * 32), r"and meta\.json says cdcdcdcdcdcdcdcd"),
+    "no meta": (lambda f: (f / META).unlink(), r"holds no meta\.json; .*twophase data prepare"),
+    "no object": (lambda f: (f / META).write_text("[]"), r"meta\.json is damaged"),
+    "no dtype": (change(META, lambda d: d.replace(b"uint16", b"int8")), r"meta\.json is damaged \(dtype 'int8'\)"),
+    "newer": (change(META, lambda d: d.replace(b'"format": 1', b'"format": 2')), "install a newer twophase"),
+    "no training": (no_split(TRAIN), r"holds no train tokens; prepare it again"),
+    "no validation": (no_split(VALIDATION), r"holds no validation tokens; prepare it again"),
+    "no token bytes": (lambda f: (f / TOKEN_BYTES).unlink(), r"token_bytes\.npy cannot be used"),
+    "fewer token bytes": (lambda f: np.save(f / TOKEN_BYTES, np.arange(VOCABULARY - 1)), r"shape is \(499,\), not"),
+    "fractions": (lambda f: np.save(f / TOKEN_BYTES, np.ones(VOCABULARY)), r"token_bytes\.npy cannot be used"),
+    "no array": (lambda f: (f / TOKEN_BYTES).write_bytes(b"no array"), r"token_bytes\.npy cannot be used"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_folders_are_refused(folder: Path, case: str):
+    """The message names the file and what it is and should be, and says what to do."""
+    open_shards(folder)  # what is remembered of the whole folder does not hide the damage
+    damage, message = DAMAGED[case]
+    damage(folder)
+    with pytest.raises(UsageError, match=message):
         open_shards(folder)
-    assert open_shards(folder, verify=False).tokens(VALIDATION) == 60
 
 
-def test_hashes_are_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What was found right is not read again until its size or time of change is another; equal content then passes."""
-    folder = folder_of_two(tmp_path)
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path):
+    """A file has no `meta.json` below it."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="is a file; name the folder"):
+        read_meta(tmp_path / "file")
+
+
+def test_hashes_are_taken_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was right is not read again until its size or time of change is another; equal content then passes."""
     read: list[str] = []
-    from twophase.text import shards
-
-    whole = shards._sha256
-    monkeypatch.setattr(shards, "_sha256", lambda path, show: (read.append(path.name), whole(path, show))[1])
+    whole = module._sha256
+    monkeypatch.setattr(module, "_sha256", lambda path: (read.append(path.name), whole(path))[1])
     open_shards(folder)
     assert read == ["train-00000.bin", "train-00001.bin", "validation-00000.bin"]
     open_shards(folder)
@@ -168,9 +179,8 @@ def test_hashes_are_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert len(read) == 7
 
 
-def test_changed_content_with_another_time_is_found_after_all(tmp_path: Path):
-    """A folder that was found right, changed since: refused; put back: accepted; and the mistake is not remembered."""
-    folder = folder_of_two(tmp_path)
+def test_changed_content_with_another_time_is_refused(folder: Path):
+    """A folder that was right, changed since: refused; put back: accepted; and the mistake is not remembered."""
     open_shards(folder)
     path = folder / "train-00000.bin"
     right, status = path.read_bytes(), path.stat()
@@ -189,29 +199,16 @@ def test_changed_content_with_another_time_is_found_after_all(tmp_path: Path):
 @pytest.mark.parametrize(
     "damage", ["", "[1, 2]", '{"train-00000.bin": 3}', '{"train-00000.bin": {"sha256": 5}}', "\xff"]
 )
-def test_a_damaged_memory_means_reading_again(tmp_path: Path, damage: str):
+def test_a_damaged_memory_means_reading_again(folder: Path, damage: str):
     """`.verified.json` is a convenience: whatever stands in it, the folder opens and the file is made anew."""
-    folder = folder_of_two(tmp_path)
     (folder / VERIFIED).write_bytes(damage.encode("latin-1"))
     open_shards(folder)
     record = json.loads((folder / VERIFIED).read_text())
     assert record["train-00000.bin"]["sha256"] == read_meta(folder).splits[TRAIN][0].sha256
 
 
-def test_a_memory_of_other_content_proves_nothing(tmp_path: Path):
-    """Files that were found right are refused once meta.json asks for others of the same size."""
-    folder = folder_of_two(tmp_path)
-    open_shards(folder)
-    meta = read_meta(folder)
-    other = tuple(dataclasses.replace(shard, sha256="cd" * 32) for shard in meta.splits[TRAIN])
-    write_meta(folder, dataclasses.replace(meta, splits={**meta.splits, TRAIN: other}))
-    with pytest.raises(UsageError, match=r"train-00000\.bin: its SHA-256 is .* and meta\.json says cdcdcdcdcdcdcdcd"):
-        open_shards(folder)
-
-
-def test_a_folder_that_cannot_be_written_is_read_each_time(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_read_each_time(folder: Path):
     """Nothing is remembered and nothing is said; checks are made all the same."""
-    folder = folder_of_two(tmp_path)
     (folder / VERIFIED).mkdir()  # refuses the name even to root
     before = sorted(path.name for path in folder.iterdir())
     for _ in range(2):
@@ -219,49 +216,6 @@ def test_a_folder_that_cannot_be_written_is_read_each_time(tmp_path: Path):
     assert sorted(path.name for path in folder.iterdir()) == before
     (folder / "train-00000.bin").write_bytes(bytes(202))
     with pytest.raises(UsageError, match="SHA-256"):
-        open_shards(folder)
-
-
-def test_an_unfinished_folder_is_refused(tmp_path: Path):
-    """Without meta.json a folder is no folder of shards, and its shards are not mistaken for nanoGPT's."""
-    folder = folder_of_two(tmp_path)
-    (folder / META).unlink()
-    for call in (lambda: open_shards(folder), lambda: open_bin(folder, VOCABULARY)):
-        with pytest.raises(UsageError, match=r"holds no meta\.json; .*twophase data prepare"):
-            call()
-
-
-def test_ids_above_the_vocabulary_are_refused_at_once(tmp_path: Path):
-    """meta.json knows each shard's largest id: nothing needs to be read to refuse it."""
-    bad = ids(0, 101)
-    bad[5] = VOCABULARY
-    folder = prepared(tmp_path / "toy", [bad], [ids(2, 60)])
-    with pytest.raises(
-        UsageError, match=r"train-00000\.bin: its largest id is 500 and the vocabulary of toy has 500 ids"
-    ):
-        open_shards(folder)
-
-
-@pytest.mark.parametrize("split", [TRAIN, VALIDATION])
-def test_a_folder_needs_both_splits(tmp_path: Path, split: str):
-    """Without tokens to train on, or to validate on, the message says which and how to make them."""
-    arrays = {TRAIN: [ids(0, 101)], VALIDATION: [ids(2, 60)]} | {split: []}
-    with pytest.raises(UsageError, match=rf"holds no {split} tokens; prepare it again"):
-        open_shards(prepared(tmp_path / "toy", arrays[TRAIN], arrays[VALIDATION]))
-
-
-@pytest.mark.parametrize("make", [None, np.arange(VOCABULARY - 1), np.ones(VOCABULARY), b"no array"])
-def test_token_bytes_must_fit(tmp_path: Path, make):
-    """Absent, of another length, not whole numbers, or not an array at all: the message names the file."""
-    folder = folder_of_two(tmp_path)
-    path = folder / TOKEN_BYTES
-    if make is None:
-        path.unlink()
-    elif isinstance(make, bytes):
-        path.write_bytes(make)
-    else:
-        np.save(path, make)
-    with pytest.raises(UsageError, match=r"token_bytes\.npy cannot be used \(.*copy it again, or prepare"):
         open_shards(folder)
 
 
@@ -280,12 +234,17 @@ def test_nanogpt_files(tmp_path: Path):
     for split, array in ((TRAIN, train), (VALIDATION, val)):
         windows = by_folder.windows(split, 8)
         assert windows.read(np.arange(len(windows))).tolist() == slow_windows([array], 8)
-    assert by_folder.windows(TRAIN, 89).read(np.array([0])).tolist() == [train.tolist()]
+    largest = int(train.max())
+    with pytest.raises(
+        UsageError, match=rf"train\.bin: token \d+ is the id {largest}, and the vocabulary has {largest}"
+    ):
+        open_bin(tmp_path, largest).windows(TRAIN, 89).read(np.array([0]))
+    assert open_bin(tmp_path, largest + 1).windows(TRAIN, 89).read(np.array([0])).tolist() == [train.tolist()]
 
 
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
 def test_headed_files(tmp_path: Path, magic: int, version: int, dtype: str):
-    """Several training files in the order of their names, without their headers; other files in the folder are left."""
+    """Several training files in the order of their names, without their headers; other files of the folder stay out."""
     arrays = [ids(i, tokens, dtype) for i, tokens in enumerate([70, 40])]
     for number, array in enumerate(arrays, 1):
         (tmp_path / f"fineweb_train_{number:06}.bin").write_bytes(headed(array, magic=magic, version=version))
@@ -295,9 +254,9 @@ def test_headed_files(tmp_path: Path, magic: int, version: int, dtype: str):
     windows = shards.windows(TRAIN, 8)
     assert (shards.tokens(TRAIN), shards.tokens(VALIDATION)) == (110, 30)
     assert windows.read(np.arange(len(windows))).tolist() == slow_windows(arrays, 8)
-    one = open_bin(tmp_path / "fineweb_train_000002.bin", VOCABULARY)
-    assert (one.tokens(TRAIN), one.tokens(VALIDATION)) == (40, 30)
-    assert one.fingerprint != shards.fingerprint
+    second = open_bin(tmp_path / "fineweb_train_000002.bin", VOCABULARY)
+    assert (second.tokens(TRAIN), second.tokens(VALIDATION)) == (40, 30)
+    assert second.fingerprint != shards.fingerprint
 
 
 def test_fingerprint_is_of_the_content(tmp_path: Path):
@@ -316,51 +275,28 @@ def test_fingerprint_is_of_the_content(tmp_path: Path):
     assert open_bin(tmp_path / "a", VOCABULARY).fingerprint != prints[0]
 
 
-def test_a_bare_file_is_checked_when_read(tmp_path: Path):
-    """The caller's vocabulary is the bound."""
-    np.full(20, 50_256, np.uint16).tofile(tmp_path / "train.bin")
-    ids(1, 33).tofile(tmp_path / "val.bin")
-    with pytest.raises(UsageError, match=r"train\.bin: token 0 is the id 50256, and the vocabulary has 50,256 ids"):
-        open_bin(tmp_path, 50_256).windows(TRAIN, 4).read(np.array([0]))
-    assert open_bin(tmp_path, 50_257).windows(TRAIN, 4).read(np.array([0])).min() == 50_256
+GOOD = headed(ids(0, 90))
+BAD_FILES: list[tuple[dict[str, bytes], str, str]] = [
+    ({"train.bin": headed(ids(0, 90), count=91)}, "", r"is truncated: 1,204 bytes, where 1,206 are .*says 91 uint16"),
+    ({"train.bin": headed(ids(0, 90), count=89)}, "", r"train\.bin is too long: 1,204 bytes, where 1,202 are expected"),
+    ({"train.bin": GOOD[:600]}, "", r"train\.bin is truncated: 600 bytes"),
+    ({"train.bin": headed(ids(0, 90), version=2)}, "", r"header is of version 2; .*20240520 version 1 is read"),
+    ({"train.bin": b"abc"}, "", r"train\.bin is 3 bytes, which is no whole number of uint16 ids"),
+    ({"train.bin": b""}, "", r"train\.bin is 0 bytes"),
+    ({}, "", r"holds no train\.bin"),
+    ({"train.bin": GOOD, "val.bin": b""}, "val.bin", r"val\.bin is for validation, by its name"),
+    ({"train.txt": b"text"}, "train.txt", r"train\.txt is no \.bin file"),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            headed(ids(0, 90), count=91),
-            r"train\.bin is truncated: 1,204 bytes, where 1,206 are expected .*says 91 uint16",
-        ),
-        (headed(ids(0, 90), count=89), r"train\.bin is too long: 1,204 bytes, where 1,202 are expected"),
-        (headed(ids(0, 90))[:600], r"train\.bin is truncated: 600 bytes"),
-        (headed(ids(0, 90), version=2), r"train\.bin: its header is of version 2; .*20240520 version 1 is read"),
-        (b"abc", r"train\.bin is 3 bytes, which is no whole number of uint16 ids"),
-        (b"", r"train\.bin is 0 bytes"),
-    ],
-)
-def test_damaged_bin_files_are_refused(tmp_path: Path, content: bytes, message: str):
-    """The message names the file and what it is and should be."""
-    (tmp_path / "train.bin").write_bytes(content)
-    ids(1, 33).tofile(tmp_path / "val.bin")
+@pytest.mark.parametrize(("files", "opened", "message"), BAD_FILES, ids=[message for *_, message in BAD_FILES])
+def test_bad_bin_files_are_refused(tmp_path: Path, files: dict[str, bytes], opened: str, message: str):
+    """Damaged, missing and mistaken files: the message names the file, what it is and what it should be."""
+    for name, content in ({"val.bin": ids(1, 33).tobytes()} | files).items():
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
-        open_bin(tmp_path, VOCABULARY)
-
-
-def test_what_is_absent_or_mistaken_is_named(tmp_path: Path):
-    """No file for training or validation, the wrong one of two, a shard of a prepared folder, no .bin file."""
-    with pytest.raises(UsageError, match=r"holds no train\.bin"):
-        open_bin(tmp_path, VOCABULARY)
-    ids(0, 90).tofile(tmp_path / "train.bin")
+        open_bin(tmp_path / opened, VOCABULARY)
+    (tmp_path / "val.bin").unlink()
+    (tmp_path / "train.bin").write_bytes(GOOD)
     with pytest.raises(UsageError, match=r"holds no val\.bin"):
         open_bin(tmp_path, VOCABULARY)
-    ids(0, 90).tofile(tmp_path / "val.bin")
-    with pytest.raises(UsageError, match=r"val\.bin is for validation, by its name"):
-        open_bin(tmp_path / "val.bin", VOCABULARY)
-    with pytest.raises(UsageError, match="there is no such file or folder"):
-        open_bin(tmp_path / "test.bin", VOCABULARY)
-    (tmp_path / "train.txt").write_text("text")
-    with pytest.raises(UsageError, match=r"train\.txt is no \.bin file"):
-        open_bin(tmp_path / "train.txt", VOCABULARY)
-    with pytest.raises(UsageError, match=r"train-00000\.bin is a shard of a prepared folder; name the folder: tokens:"):
-        open_bin(folder_of_two(tmp_path) / "train-00000.bin", VOCABULARY)

@@ -7,7 +7,9 @@ import importlib.util
 import json
 import pydoc_data.topics
 import random
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twophase.base.config import UsageError
-from twophase.text import sentencepiece as sp
-from twophase.text import tokenizer as module
-from twophase.text import words
-from twophase.text.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_bpe
+from twophase.text import mistral, words
+from twophase.text.tokenizer import CONFIG_JSON, END_OF_TEXT, TOKENIZER_JSON, Tokenizer, load_tokenizer, train_bpe
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra 'data' is not installed")
 
+MISTRAL = pytest.param("mistral", marks=pytest.mark.slow)
+TOPICS = list(pydoc_data.topics.topics.values())
 ODD = [
     "",
     " ",
@@ -36,228 +38,183 @@ ODD = [
     "\x00\x01 tab\tnewline\r\nend",
     "1234 5.67 snake_case don't a-b (c)",
 ]
-
-
-def mistral() -> Tokenizer:
-    if importlib.util.find_spec("mistral_common") is None:
-        pytest.skip(f"mistral-common is not installed ({module.MISTRAL_INSTALL})")
-    return _mistral()
+GAPS = [*[" "] * 12, "  ", "   ", " " * 7, " " * 20, *"\t|\n|\n\n| \n |\u00a0|\u3000|\r\n|".split("|")]
+STRANGE = "</s> <s> <0x0A> \u2581 \u6f22\u5b57\u304b \U0001f642 na\u00efve \x00 \ufeff 0x1F".split(" ")
 
 
 @functools.cache
-def _mistral() -> Tokenizer:
-    return load_tokenizer("mistral")
-
-
-def small_bpe() -> Tokenizer:
-    return train_bpe(list(pydoc_data.topics.topics.values())[:20], 600)
+def tokenizer_of(name: str) -> Tokenizer:
+    if name == "mistral" and importlib.util.find_spec("mistral_common") is None:
+        pytest.skip(f"mistral-common is not installed ({mistral.INSTALL})")
+    return train_bpe(TOPICS[:20], 600) if name == "bpe" else load_tokenizer(name)
 
 
 def oddly_spaced(count: int, seed: int = 0) -> list[str]:
     """Documents of about 1 kB: words of Python's documentation with runs of blanks, odd characters, special tokens."""
     source = random.Random(seed)
-    known = " ".join(pydoc_data.topics.topics.values()).split(" ")
-    gaps = [" "] * 12 + ["  ", "   ", " " * 7, " " * 20, "\t", "\n", "\n\n", " \n ", "\u00a0", "\u3000", "\r\n", ""]
-    strange = [
-        "</s>",
-        "<s>",
-        "<0x0A>",
-        "\u2581",
-        "\u6f22\u5b57\u304b",
-        "\U0001f642",
-        "na\u00efve",
-        "\x00",
-        "\ufeff",
-        "0x1F",
+    plain = " ".join(TOPICS).split(" ")
+    return [
+        "".join(source.choice(STRANGE if source.random() < 0.05 else plain) + source.choice(GAPS) for _ in range(120))
+        for _ in range(count)
     ]
-    documents = []
-    for _ in range(count):
-        picked = [source.choice(strange) if source.random() < 0.05 else source.choice(known) for _ in range(120)]
-        documents.append("".join(word + source.choice(gaps) for word in picked))
-    return documents
 
 
+@pytest.mark.slow
 def test_mistral_ids_are_sentencepieces_own():
-    """On 4,000 oddly spaced documents and the odd strings, every id is the one that SentencePiece itself gives."""
+    """On 1,500 oddly spaced documents and the odd strings, every id is the one that SentencePiece itself gives."""
     spm = pytest.importorskip("sentencepiece", reason="sentencepiece, the oracle, is not installed")
-    tokenizer = mistral()
-    oracle = spm.SentencePieceProcessor(model_proto=module._mistral_model())
-    documents = [*ODD, *oddly_spaced(4000)]
-    for start in range(0, len(documents), 500):
-        batch = documents[start : start + 500]
-        for text, ids, expected in zip(batch, tokenizer.encode_batch(batch), oracle.encode(batch), strict=True):
-            assert ids.tolist() == expected, repr(text[:200])
+    documents = [*ODD, *oddly_spaced(1500)]
+    encoded = tokenizer_of("mistral").encode(documents)
+    oracle = spm.SentencePieceProcessor(model_proto=mistral.model_file())
+    for text, ids, expected in zip(documents, encoded, oracle.encode(documents), strict=True):
+        assert ids.tolist() == expected, repr(text[:200])
 
 
+@pytest.mark.slow
 def test_the_model_file_is_read_as_sentencepiece_reads_it():
     """Pieces, scores and kinds of the model file are what SentencePiece reports."""
     spm = pytest.importorskip("sentencepiece", reason="sentencepiece, the oracle, is not installed")
-    mistral()
-    found = sp.pieces(module._mistral_model())
-    oracle = spm.SentencePieceProcessor(model_proto=module._mistral_model())
-    assert [piece.text for piece in found] == [oracle.id_to_piece(i) for i in range(oracle.get_piece_size())]
-    assert [piece.score for piece in found] == [oracle.get_score(i) for i in range(oracle.get_piece_size())]
-    for kind, asked in ((sp.CONTROL, oracle.is_control), (sp.BYTE, oracle.is_byte), (sp.UNKNOWN, oracle.is_unknown)):
-        assert [piece.kind == kind for piece in found] == [asked(i) for i in range(len(found))]
+    tokenizer_of("mistral")
+    pieces = mistral.pieces(mistral.model_file())
+    oracle = spm.SentencePieceProcessor(model_proto=mistral.model_file())
+    assert len(pieces) == oracle.get_piece_size()
+    for i, piece in enumerate(pieces):
+        assert (piece.text, piece.score) == (oracle.id_to_piece(i), oracle.get_score(i))
+        kinds = {mistral.CONTROL: oracle.is_control, mistral.BYTE: oracle.is_byte, mistral.UNKNOWN: oracle.is_unknown}
+        assert {kind for kind, is_kind in kinds.items() if is_kind(i)} == {piece.kind} - {mistral.NORMAL}
 
 
-@pytest.mark.parametrize("damaged", [b"", b"\x0a", b"\x0a\x7fabc", b"\x0b\x01", b"\x80" * 11, b"\x12\x01a"])
-def test_a_file_that_is_no_model_is_a_value_error(damaged: bytes):
-    """Bytes that are cut off, of an unknown wire type, or without pieces are refused and never loop."""
-    with pytest.raises(ValueError, match="no SentencePiece model"):
-        sp.pieces(damaged)
-
-
-def plain(tokenizer: Tokenizer):
-    """The same tokenizer by the library alone, without our words."""
-    made = tokenizers.Tokenizer.from_str(tokenizer.files[module.TOKENIZER_JSON])
-    made.encode_special_tokens = True
-    return lambda text: made.encode(text, add_special_tokens=False).ids
-
-
-@pytest.mark.parametrize("make", [mistral, small_bpe])
-def test_word_by_word_gives_the_ids_of_the_whole(make):
+@pytest.mark.parametrize("name", [MISTRAL, "bpe"])
+def test_word_by_word_gives_the_ids_of_the_whole(name: str):
     """Encoding by remembered words equals the library's encoding of whole texts, also when the memory is emptied."""
-    tokenizer = make()
+    tokenizer = tokenizer_of(name)
     assert isinstance(tokenizer.encode, words.Words)
-    whole = plain(tokenizer)
+    library = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER_JSON])
+    library.encode_special_tokens = True
 
-    @settings(max_examples=150)
-    @given(st.text(st.sampled_from(" \n\t\u2581ab.1_-'\u00e9\u6f22\x00<>/s\u2028\x85")), st.text())
-    def holds(near: str, any_text: str) -> None:
-        for text in (near, any_text):
-            assert tokenizer.encode_batch([text])[0].tolist() == whole(text)
+    def check(texts: list[str]) -> None:
+        expected = library.encode_batch_fast(texts, add_special_tokens=False)
+        assert [ids.tolist() for ids in tokenizer.encode(texts)] == [each.ids for each in expected]
 
-    holds()
+    near = st.text(st.sampled_from(" \n\t\u2581ab.1_-'\u00e9\u6f22\x00<>/s\u2028\x85"))
+    settings(max_examples=100)(given(st.lists(near | st.text(), max_size=6))(check))()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words, "REMEMBERED", 50)
-        documents = [*ODD, *oddly_spaced(30, seed=1)]
         for _ in range(2):
-            assert [ids.tolist() for ids in tokenizer.encode_batch(documents)] == [whole(text) for text in documents]
+            check([*ODD, *oddly_spaced(20, seed=1)])
         assert len(tokenizer.encode._memory) <= 50
 
 
-@pytest.mark.parametrize("pattern", [words.BYTE_LEVEL])
-def test_the_pattern_covers_every_text(pattern: str):
-    """What the pattern finds, joined, is the text: nothing is lost between words."""
-    import re
-
-    @given(st.text())
-    def holds(text: str) -> None:
-        assert "".join(re.findall(pattern, text)) == text
-
-    holds()
+@given(st.text())
+def test_the_pattern_covers_every_text(text: str):
+    """What the byte-level pattern finds, joined, is the text: nothing is lost between words."""
+    assert "".join(re.findall(words.BYTE_LEVEL, text)) == text
 
 
-@pytest.mark.parametrize("make", [mistral, small_bpe, lambda: load_tokenizer("bytes")])
-def test_a_saved_folder_opens_in_transformers_with_the_same_ids(make, tmp_path: Path):
-    """AutoTokenizer gives the saved tokenizer's ids, special names in the text included, knows its end, and decodes."""
+@pytest.mark.parametrize("name", [MISTRAL, "bpe", "bytes"])
+def test_a_saved_folder_is_the_same_tokenizer_here_and_in_transformers(name: str, tmp_path: Path):
+    """Hash, sizes, end and ids come back; AutoTokenizer gives the ids, special names in the text included."""
     auto = pytest.importorskip("transformers", reason="the extra 'hf' is not installed").AutoTokenizer
-    tokenizer = make()
+    tokenizer = tokenizer_of(name)
     tokenizer.save(tmp_path / "saved")
-    theirs = auto.from_pretrained(str(tmp_path / "saved"))
-    documents = [*ODD, *oddly_spaced(60, seed=2)]
-    for text, ids in zip(documents, tokenizer.encode_batch(documents), strict=True):
-        assert theirs(text)["input_ids"] == ids.tolist(), repr(text[:100])
-    assert theirs.eos_token_id == tokenizer.end_of_text
-    assert len(theirs) == tokenizer.vocabulary_size
-    assert theirs.decode(tokenizer.encode_batch(["two  blanks"])[0]) == "two  blanks"
-
-
-@pytest.mark.parametrize("make", [mistral, small_bpe, lambda: load_tokenizer("bytes")])
-def test_a_saved_folder_is_the_same_tokenizer_here(make, tmp_path: Path):
-    """Loaded from its folder a tokenizer has the same hash, sizes, end and ids."""
-    tokenizer = make()
-    tokenizer.save(tmp_path)
-    again = load_tokenizer(str(tmp_path))
+    again = load_tokenizer(str(tmp_path / "saved"))
     assert (again.sha256, again.end_of_text, again.dtype) == (tokenizer.sha256, tokenizer.end_of_text, tokenizer.dtype)
     assert again.token_bytes.tolist() == tokenizer.token_bytes.tolist()
-    assert [i.tolist() for i in again.encode_batch(ODD)] == [i.tolist() for i in tokenizer.encode_batch(ODD)]
+    theirs = auto.from_pretrained(str(tmp_path / "saved"))
+    documents = [*ODD, *oddly_spaced(20, seed=2)]
+    for text, ids, ours in zip(documents, tokenizer.encode(documents), again.encode(documents), strict=True):
+        assert theirs(text)["input_ids"] == ids.tolist() == ours.tolist(), repr(text[:100])
+    assert theirs.eos_token_id == tokenizer.end_of_text
+    assert len(theirs) == tokenizer.vocabulary_size
+    assert theirs.decode(tokenizer.encode(["two  blanks"])[0]) == "two  blanks"
 
 
-@pytest.mark.parametrize(("make", "marks"), [(mistral, 1), (small_bpe, 0), (lambda: load_tokenizer("bytes"), 0)])
-def test_token_bytes_add_up_to_the_text(make, marks: int):
+@pytest.mark.parametrize("name", [MISTRAL, "bpe", "bytes"])
+def test_token_bytes_add_up_to_the_text(name: str):
     """The bytes of a text's ids sum to its UTF-8 length; an end has none.
 
     Mistral's puts a space before a text, and its mark of a space is a space in a text, too.
     """
-    tokenizer = make()
-    for text, ids in zip(ODD, tokenizer.encode_batch(ODD), strict=True):
-        assert tokenizer.token_bytes[ids].sum() == len(
-            text.replace(sp.SPACE, " ").encode() if marks else text.encode()
-        ) + (marks if text else 0)
+    tokenizer = tokenizer_of(name)
+    for text, ids in zip(ODD, tokenizer.encode(ODD), strict=True):
+        marked = f" {text}".replace(words.SPACE, " ") if name == "mistral" and text else text
+        assert tokenizer.token_bytes[ids].sum() == len(marked.encode())
     assert tokenizer.token_bytes[tokenizer.end_of_text] == 0
     assert tokenizer.token_bytes.dtype == np.int64
     assert tokenizer.token_bytes.shape == (tokenizer.vocabulary_size,)
 
 
 def test_bytes_are_bytes():
-    """The ids of `bytes` are the bytes of UTF-8; 256 ends a text."""
+    """The ids of `bytes` are the bytes of UTF-8, also of the end's name; 256 ends a text."""
     tokenizer = load_tokenizer("bytes")
-    assert [ids.tolist() for ids in tokenizer.encode_batch(ODD)] == [list(text.encode()) for text in ODD]
+    texts = [*ODD, END_OF_TEXT]
+    assert [ids.tolist() for ids in tokenizer.encode(texts)] == [list(text.encode()) for text in texts]
     assert (tokenizer.end_of_text, tokenizer.vocabulary_size, tokenizer.dtype) == (256, 257, "uint16")
 
 
 def test_hashes_tell_tokenizers_apart():
     """Tokenizers with other ids have other hashes; the same training gives the same one."""
-    texts = list(pydoc_data.topics.topics.values())[:5]
-    hashes = [load_tokenizer("bytes").sha256, train_bpe(texts, 300).sha256, train_bpe(texts, 301).sha256]
+    hashes = [load_tokenizer("bytes").sha256, *(train_bpe(TOPICS[:5], size).sha256 for size in (300, 301, 300))]
     assert len(set(hashes)) == 3
-    assert train_bpe(texts, 300).sha256 == hashes[1]
+    assert hashes[1] == hashes[3]
 
 
-def general(folder: Path, size: int = 400, config: dict | None = None) -> Path:
+@pytest.fixture(scope="module")
+def general(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer folder as others save it: GPT-2's cutting, a special and a post-processor that adds tokens."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<start>", "<stop>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=400, special_tokens=["<start>", "<stop>"], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(list(pydoc_data.topics.topics.values())[:5], trainer)
+    made.train_from_iterator(TOPICS[:5], trainer)
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 0)])
     made.enable_truncation(5)
     made.enable_padding()
-    folder.mkdir(exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(config or {}))
+    folder = tmp_path_factory.mktemp("gpt")
+    made.save(str(folder / TOKENIZER_JSON))
     return folder
 
 
-@pytest.mark.parametrize("end", ["<stop>", {"content": "<stop>", "special": True}])
-def test_others_folders_are_used_as_they_are(tmp_path: Path, end: object):
-    """A folder's tokenizer gives its ids without what it adds, pads or cuts; special names in a text are text."""
-    tokenizer = load_tokenizer(str(general(tmp_path / "gpt", config={"eos_token": end})))
+@pytest.mark.parametrize("end", ["<stop>", {"content": "<stop>", "special": True}, None])
+@pytest.mark.parametrize("largest", [399, 70_000])
+def test_others_folders_are_used_as_they_are(general: Path, tmp_path: Path, end: object, largest: int):
+    """A folder's tokenizer gives its ids without what it adds, pads or cuts, whatever their number; names are text."""
+    content = json.loads((general / TOKENIZER_JSON).read_text())
+    content["model"]["vocab"] |= {"far": largest} if largest > 399 else {}
+    (tmp_path / TOKENIZER_JSON).write_text(json.dumps(content))
+    (tmp_path / CONFIG_JSON).write_text(json.dumps({"eos_token": end} if end else {}))
+    tokenizer = load_tokenizer(str(tmp_path / TOKENIZER_JSON), end_of_text=None if end else "<stop>")
     assert not isinstance(tokenizer.encode, words.Words)
-    assert tokenizer.end_of_text == 1
-    ids = tokenizer.encode_batch(["some words, more than five of them", "a <stop> b"])
+    assert (tokenizer.end_of_text, tokenizer.vocabulary_size) == (1, largest + 1)
+    ids = tokenizer.encode(["some words, more than five of them", "a <stop> b"])
     assert 1 not in ids[1]
     assert [tokenizer.token_bytes[each].sum() for each in ids] == [34, 10]
-
-
-def test_the_end_of_a_text_can_be_named(tmp_path: Path):
-    """Where a folder names no end of text, the message asks for one, and --end-of-text gives it."""
-    folder = str(general(tmp_path / "gpt"))
-    with pytest.raises(UsageError, match=r"no token </s>, .* name one of its tokens with --end-of-text TOKEN"):
-        load_tokenizer(folder)
-    assert load_tokenizer(folder, end_of_text="<stop>").end_of_text == 1
-    with pytest.raises(UsageError, match="has no token <none>"):
-        load_tokenizer(folder, end_of_text="<none>")
-
-
-def test_more_than_65536_ids_take_four_bytes(tmp_path: Path):
-    """The type of the ids follows from their number."""
-    folder = general(tmp_path / "gpt", config={"eos_token": "<stop>"})
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["vocab"]["far"] = 70_000
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    tokenizer = load_tokenizer(str(folder))
-    assert (tokenizer.vocabulary_size, tokenizer.dtype) == (70_001, "uint32")
-    assert tokenizer.encode_batch(["a b"])[0].dtype == np.uint32
+    assert ids[0].dtype == tokenizer.dtype == ("uint16" if largest == 399 else "uint32")
 
 
 # What goes wrong
+
+
+def test_what_is_no_tokenizer_is_refused(general: Path, tmp_path: Path):
+    """A wrong name, folder, size or end of text is told with what to do."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / TOKENIZER_JSON).write_text("{")
+    refused: dict[str, Callable[[], object]] = {
+        "--tokenizer nonsense: there is no such folder": lambda: load_tokenizer("nonsense"),
+        r"holds no tokenizer.json; save it from transformers": lambda: load_tokenizer(str(tmp_path / "empty")),
+        "cannot be read": lambda: load_tokenizer(str(tmp_path / "damaged")),
+        "is learnt by `twophase data prepare`": lambda: load_tokenizer("bpe:300"),
+        "the size must be 257": lambda: train_bpe([], 100),
+        r"no token </s>, .* with --end-of-text TOKEN": lambda: load_tokenizer(str(general)),
+        "has no token <none>": lambda: load_tokenizer(str(general), end_of_text="<none>"),
+    }
+    for message, call in refused.items():
+        with pytest.raises(UsageError, match=message):
+            call()
 
 
 def test_mistral_missing_or_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -266,37 +223,26 @@ def test_mistral_missing_or_another_file(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UsageError, match=r"--tokenizer mistral: .*not installed; run `pip install --no-deps mistral"):
         load_tokenizer("mistral")
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / module.MISTRAL_MODEL).write_bytes(b"other")
+    (tmp_path / "data" / mistral.MODEL).write_bytes(b"other")
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: spec)
     with pytest.raises(UsageError, match="SHA-256 differs"):
         load_tokenizer("mistral")
 
 
-def test_folders_that_are_none(tmp_path: Path):
-    """An unknown name, a folder without tokenizer.json and a damaged one are told apart, each with a remedy."""
-    with pytest.raises(UsageError, match="--tokenizer nonsense: there is no such folder"):
-        load_tokenizer("nonsense")
-    with pytest.raises(UsageError, match=r"holds no tokenizer.json; save it from transformers"):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(UsageError, match="cannot be read"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(UsageError, match="is learnt by `twophase data prepare`"):
-        load_tokenizer("bpe:300")
-    with pytest.raises(UsageError, match="the size must be 257"):
-        train_bpe([], 100)
+def test_a_hub_id_is_fetched_or_told(general: Path, monkeypatch: pytest.MonkeyPatch):
+    """A hub id is the folder that the hub gives; without a network one message names the alternatives."""
+    import huggingface_hub
 
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda _, **__: str(general))
+    fetched = load_tokenizer("owner/name", end_of_text="<stop>")
+    assert (fetched.name, fetched.vocabulary_size) == ("owner/name", 400)
 
-def test_a_hub_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch):
-    """A hub id without a network gives one message with the alternatives; nothing else asks the hub."""
-    hub = pytest.importorskip("huggingface_hub", reason="the extra 'data' is not installed")
-
-    def unreachable(*_: object) -> str:
+    def unreachable(*_: object, **__: object) -> str:
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(hub, "hf_hub_download", unreachable)
-    with pytest.raises(UsageError, match=r"cannot be reached .*no route; download it elsewhere and give"):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(UsageError, match=r"cannot be reached, .*no route; download it elsewhere and give"):
         load_tokenizer("owner/name")
 
 
@@ -306,8 +252,3 @@ def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
     assert load_tokenizer("bytes").vocabulary_size == 257
     with pytest.raises(UsageError, match=r"pip install 'twophase\[data\]'"):
         train_bpe([], 300)
-
-
-def test_the_end_is_a_token_of_the_bytes_folder():
-    """The name of the end of text, in a text, is thirteen bytes and not the end."""
-    assert load_tokenizer("bytes").encode_batch([END_OF_TEXT])[0].tolist() == list(END_OF_TEXT.encode())

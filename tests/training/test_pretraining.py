@@ -39,7 +39,7 @@ from twophase.training import checkpoint
 from twophase.training.config import ComputeConfig
 from twophase.training.train import train
 
-pytest.importorskip("datasets", reason="the extra 'data' is not installed")
+pytest.importorskip("pyarrow", reason="the extra 'data' is not installed")
 
 T, BATCH, END = 16, 4, 256
 STEPS, LOG_EVERY = 84, 4

@@ -47,7 +47,6 @@ def _prepare(words: Sequence[str]) -> int:
             raise UsageError(f"--threads {options.threads}: must be at least 1")
         os.environ["RAYON_NUM_THREADS"] = str(options.threads)  # tokenizers reads it when it first encodes
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if options.threads > 1 else "false"
-    os.environ.setdefault("USE_TORCH", "0")  # or datasets imports torch, which takes seconds and is not used
     request = Request(
         sources=tuple(options.source),
         out=options.out,

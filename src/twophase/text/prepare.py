@@ -13,14 +13,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from twophase.base.files import TEMPORARY, write_atomic
 from twophase.base.progress import meter
 from twophase.text.meta import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta, write_meta
 from twophase.text.sources import BATCH_BYTES, Batch, File, batches, find
-from twophase.text.tokenizer import OURS, SMALLEST_BPE, Ids, Tokenizer, load_tokenizer, train_bpe
+from twophase.text.tokenizer import BUILT_IN, SMALLEST_BPE, Ids, Tokenizer, load_tokenizer, train_bpe
 from twophase.text.writer import Splits
 
 STATE = ".preparing.json"
@@ -105,13 +104,6 @@ class _Plan:
         }
 
 
-@dataclass(frozen=True)
-class _Place:
-    stage: int = 0
-    file: int = 0
-    record: int = 0
-
-
 def prepare(request: Request, *, quiet: bool = True) -> Meta:
     """Make a folder of token shards, or go on with an interrupted one, or return a finished one.
 
@@ -141,8 +133,17 @@ def prepare(request: Request, *, quiet: bool = True) -> Meta:
     plan = _Plan(request, train, validation)
     try:
         with _claimed(request.out) as folder:
-            finished = _finished(folder, plan)
-            return finished or _Preparation(folder, plan, quiet).run()
+            if not (folder / META).exists():
+                return _Preparation(folder, plan).run(quiet=quiet)
+            meta = read_meta(folder)
+            changed = differences(plan.record(), meta.source)
+            if changed:
+                raise UsageError(
+                    f"--out {folder}: is finished, and of another request ({_few(changed)}); name another folder"
+                )
+            with suppress(OSError):  # a folder that became read-only is finished all the same
+                (folder / STATE).unlink(missing_ok=True)
+            return meta
     except OSError as error:
         advice = "what was complete stays there; repeat the command to go on from it"
         fault = f"--out {request.out}: cannot be written ({error.strerror or error})"
@@ -164,7 +165,7 @@ def _check(request: Request) -> None:
         size = request.tokenizer.removeprefix(_BPE)
         if not size.isdecimal() or int(size) < SMALLEST_BPE:
             raise UsageError(f"--tokenizer {request.tokenizer}: write bpe:SIZE, {SMALLEST_BPE} or more, as bpe:8000")
-    if request.end_of_text is not None and (request.tokenizer in OURS or request.tokenizer.startswith(_BPE)):
+    if request.end_of_text is not None and (request.tokenizer in BUILT_IN or request.tokenizer.startswith(_BPE)):
         raise UsageError(
             f"--end-of-text {request.end_of_text}: --tokenizer {request.tokenizer} has its own end of a text; leave "
             f"--end-of-text out"
@@ -196,86 +197,88 @@ def _claimed(out: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _finished(folder: Path, plan: _Plan) -> Meta | None:
-    if not (folder / META).exists():
-        return None
-    meta = read_meta(folder)
-    changed = differences(plan.record(), meta.source)
-    if changed:
-        raise UsageError(f"--out {folder}: is finished, and of another request ({_few(changed)}); name another folder")
-    with suppress(OSError):  # a folder that became read-only is finished all the same
-        (folder / STATE).unlink(missing_ok=True)
-    return meta
-
-
 def _few(phrases: Sequence[str]) -> str:
     more = f", and {len(phrases) - 3} more" if len(phrases) > 3 else ""
     return ", ".join(phrases[:3]) + more
 
 
 class _Preparation:
-    """One call of `prepare` on a folder that is not finished."""
+    """One call of `prepare` on a folder that is not finished.
 
-    def __init__(self, folder: Path, plan: _Plan, quiet: bool):
-        self.folder, self.plan, self.quiet = folder, plan, quiet
-        self._sweep()
+    The place in the source is a stage of the plan, a file of the stage, and a record of the file.
+    """
+
+    def __init__(self, folder: Path, plan: _Plan) -> None:
+        self.folder, self.plan = folder, plan
+        for parent in (folder, folder / TOKENIZER):
+            for path in parent.glob(f"{TEMPORARY}*"):
+                if path.suffix != ".bin":  # a kill left it half written; the state tells what of open shards counts
+                    path.unlink()
         state = self._begun()
         self.tokenizer = self._tokenizer(state)
         self.splits = Splits(folder, self.tokenizer.dtype, plan.request.shard_tokens)
-        self.place = _Place(**state.get("place", {}))
         self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
+        self.place: dict[str, int] = state.get("place", {"stage": 0, "file": 0, "record": 0})
         self.saved = time.monotonic()
 
-    def run(self) -> Meta:
-        """Read, encode and write what is left, then declare the folder whole."""
+    def run(self, *, quiet: bool) -> Meta:
+        """Read, encode and write what is missing, then declare the folder whole."""
         self._save()
+        wanted = self.plan.request.tokens
+        total = wanted or sum(len(files) for _, files in self.plan.stages)  # progress counts tokens, else files
+        began, text_bytes = time.monotonic(), 0
         try:
-            with meter("prepare", self.total(), quiet=self.quiet) as show:
-                progress = _Progress(show, self)
-                for stage in range(self.place.stage, len(self.plan.stages)):
-                    if stage > self.place.stage:
-                        self.place = _Place(stage)
-                        self._save()
-                    self._stage(*self.plan.stages[stage], progress)
-                for split in (TRAIN, VALIDATION):
-                    self.splits.close(split)
-                progress.end()
+            with meter("prepare", total, quiet=quiet) as show:
+                for size in self._stages():
+                    text_bytes += size
+                    tokens = {split: self.splits.tokens(split) for split in (TRAIN, VALIDATION)}
+                    files = sum(len(files) for _, files in self.plan.stages[: self.place["stage"]])
+                    done = min(tokens[TRAIN], total) if wanted else files + self.place["file"]
+                    speed = text_bytes / max(time.monotonic() - began, 1e-9)
+                    show(done, f"{sum(tokens.values()) / 1e6:,.1f} M tokens, {speed / 1e6:.1f} MB/s of text")
+            for split in (TRAIN, VALIDATION):
+                self.splits.close(split)
         finally:
             self.splits.abandon()
         return self._declare()
 
-    def _stage(self, split: str, files: list[File], progress: _Progress) -> None:
-        stream = batches(files, self.plan.request.column, file=self.place.file, record=self.place.record)
-        try:
-            while not self._full(split):
-                batch = next(stream, None)
-                if batch is None:
-                    return
-                closed = self._batch(split, batch)
-                self.place = replace(self.place, file=batch.file, record=batch.record)
-                if closed or time.monotonic() - self.saved > SAVE_SECONDS:
-                    self._save()
-                progress.add(sum(batch.sizes))
-        finally:
-            stream.close()
+    def _stages(self) -> Iterator[int]:
+        """Write the rest of all stages; yields the bytes of text of each batch."""
+        for stage in range(self.place["stage"], len(self.plan.stages)):
+            if stage > self.place["stage"]:
+                self.place = {"stage": stage, "file": 0, "record": 0}
+                self._save()
+            split, files = self.plan.stages[stage]
+            if self._is_full(split):
+                continue
+            place = {"file": self.place["file"], "record": self.place["record"]}
+            with closing(batches(files, self.plan.request.column, **place)) as stream:
+                for batch in stream:
+                    has_closed = self._batch(split, batch)
+                    self.place = {"stage": stage, "file": batch.file, "record": batch.record}
+                    if has_closed or time.monotonic() - self.saved > SAVE_SECONDS:
+                        self._save()
+                    yield sum(batch.sizes)
+                    if self._is_full(split):
+                        break
 
-    def _full(self, split: str) -> bool:
+    def _is_full(self, split: str) -> bool:
         """Return whether a split has as many tokens as were asked for."""
         limit = self.plan.request.tokens if split == TRAIN else self.plan.request.validation_tokens
         return limit is not None and self.splits.tokens(split) >= limit
 
     def _batch(self, stage: str, batch: Batch) -> bool:
         """Encode and write some documents; True if that closed a shard."""
-        closed = False
+        has_closed = False
         end = np.array([self.tokenizer.end_of_text], self.tokenizer.dtype)
         for text, size, ids in self._encoded(batch):
             split = VALIDATION if stage == VALIDATION or is_held_out(text, self.plan.held_out) else TRAIN
-            if self._full(split):
+            if self._is_full(split):
                 continue
-            closed |= self.splits.add(split, np.concatenate([ids, end]), size)
-            if self._full(stage):
+            has_closed |= self.splits.add(split, np.concatenate([ids, end]), size)
+            if self._is_full(stage):
                 break  # here and not at the end of the batch, which may be elsewhere in a resumed run
-        return closed
+        return has_closed
 
     def _encoded(self, batch: Batch) -> Iterator[tuple[str, int, Ids]]:
         """Yield each document of a batch, its bytes and ids; a few at a time, because a huge record is one batch."""
@@ -284,91 +287,77 @@ class _Preparation:
             pending += size
             if pending >= BATCH_BYTES or end == len(batch.sizes):
                 texts = batch.texts[start:end]
-                yield from zip(texts, batch.sizes[start:end], self.tokenizer.encode_batch(texts), strict=True)
+                yield from zip(texts, batch.sizes[start:end], self.tokenizer.encode(texts), strict=True)
                 start, pending = end, 0
 
     def _save(self) -> None:
         self.splits.flush()
-        state = self._facts() | {"place": asdict(self.place), "splits": self.splits.state()}
+        facts = {"request": self.plan.record(), "tokenizer_sha256": self.tokenizer.sha256}
+        state = facts | {"place": self.place, "splits": self.splits.state()}
         write_atomic(self.folder / STATE, json.dumps(state))
         self.saved = time.monotonic()
 
-    def _sweep(self) -> None:
-        """Remove what a kill left half written; open shards stay, the state tells what of them counts."""
-        for folder in (self.folder, self.folder / TOKENIZER):
-            for path in folder.glob(f"{TEMPORARY}*"):
-                if path.suffix != ".bin":
-                    path.unlink()
-
-    def _facts(self) -> dict[str, Any]:
-        return {"request": self.plan.record(), "tokenizer_sha256": self.tokenizer.sha256}
-
     def _begun(self) -> dict[str, Any]:
         """Return the state of an interrupted folder, or that of a new one."""
-        path = self.folder / STATE
-        if not path.exists():
-            write_atomic(path, json.dumps({"request": self.plan.record()}))
-            return {}
+        path, record = self.folder / STATE, self.plan.record()
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            changed = differences(self.plan.record(), state["request"])
+            state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"request": {}}
+            changed = differences(record, state["request"])
+            tokens = any(state.get("splits", {}).values())
         except (ValueError, KeyError, AttributeError):
             raise UsageError(f"{path} is damaged; delete {self.folder} and prepare it again") from None
-        if changed and not any(state.get("splits", {}).values()):
-            # Nothing of the other request is here yet: it may have been a slip, such as a misspelt tokenizer.
-            shutil.rmtree(self.folder / TOKENIZER, ignore_errors=True)
-            write_atomic(path, json.dumps({"request": self.plan.record()}))
-            return {}
-        if changed:
+        if changed and tokens:
             raise UsageError(
                 f"--out {self.folder}: was begun with another request ({_few(changed)}); repeat that one, name another "
                 f"folder, or delete this one"
             )
-        return state
+        if not changed:
+            return state
+        # The folder is new, or holds no token of the other request: it may have been a slip, as a misspelt tokenizer.
+        shutil.rmtree(self.folder / TOKENIZER, ignore_errors=True)
+        write_atomic(path, json.dumps({"request": record}))
+        return {}
 
     def _tokenizer(self, state: dict[str, Any]) -> Tokenizer:
-        """Return the tokenizer, saved in the folder; the one that an interrupted folder was begun with."""
+        """Return the tokenizer, saved in the folder; the same one that an interrupted folder was begun with."""
         request, folder = self.plan.request, self.folder / TOKENIZER
-        trained = request.tokenizer.startswith(_BPE)
-        if trained and "tokenizer_sha256" in state:
-            tokenizer = replace(load_tokenizer(str(folder)), name=request.tokenizer)
-        elif trained:
+        expected = state.get("tokenizer_sha256")
+        if not request.tokenizer.startswith(_BPE):
+            tokenizer = load_tokenizer(request.tokenizer, end_of_text=request.end_of_text)
+        elif expected is None:
             tokenizer = train_bpe(self._sample(), int(request.tokenizer.removeprefix(_BPE)))
         else:
-            tokenizer = load_tokenizer(request.tokenizer, end_of_text=request.end_of_text)
-        expected = state.get("tokenizer_sha256", tokenizer.sha256)
-        if tokenizer.sha256 != expected:
+            tokenizer = replace(load_tokenizer(str(folder)), name=request.tokenizer)
+        if expected is None:
+            tokenizer.save(folder)
+            np.save(self.folder / f"{TEMPORARY}{TOKEN_BYTES}", tokenizer.token_bytes)
+            (self.folder / f"{TEMPORARY}{TOKEN_BYTES}").rename(self.folder / TOKEN_BYTES)
+        elif tokenizer.sha256 != expected:
             raise UsageError(
                 f"--tokenizer {request.tokenizer}: is not the one that {self.folder} was begun with (SHA-256 "
                 f"{tokenizer.sha256[:12]} instead of {expected[:12]}); the folder's own is in {folder}; restore it, or "
                 f"prepare into another folder"
             )
-        if "tokenizer_sha256" not in state:
-            tokenizer.save(folder)
-            np.save(self.folder / f"{TEMPORARY}{TOKEN_BYTES}", tokenizer.token_bytes)
-            (self.folder / f"{TEMPORARY}{TOKEN_BYTES}").rename(self.folder / TOKEN_BYTES)
         return tokenizer
 
     def _sample(self) -> Iterator[str]:
         """Yield the first documents of the training text, without those held out, for a tokenizer to learn from."""
         remaining = self.plan.request.train_bytes
-        stream = batches(self.plan.train, self.plan.request.column)
-        try:
-            for text, size in itertools.chain.from_iterable(zip(b.texts, b.sizes, strict=True) for b in stream):
-                if remaining <= 0:
-                    return
-                if not is_held_out(text, self.plan.held_out):
-                    remaining -= size
-                    yield text
-        finally:
-            stream.close()
+        with closing(batches(self.plan.train, self.plan.request.column)) as stream:
+            for batch in stream:
+                for text, size in zip(batch.texts, batch.sizes, strict=True):
+                    if remaining <= 0:
+                        return
+                    if not is_held_out(text, self.plan.held_out):
+                        remaining -= size
+                        yield text
 
     def _declare(self) -> Meta:
         """Write `meta.json`, last; the state goes when it is there."""
-        sources = " ".join(self.plan.request.sources)
         if not self.splits.closed.get(TRAIN):
             raise UsageError(
-                f"{sources}: holds no text to train on; name files that do, and lower --held-out if it is high"
+                f"{' '.join(self.plan.request.sources)}: holds no text to train on; name files that do, and lower "
+                f"--held-out if it is high"
             )
         if self.plan.held_out and not self.splits.closed.get(VALIDATION):
             raise UsageError(
@@ -387,39 +376,6 @@ class _Preparation:
         write_meta(self.folder, meta)
         (self.folder / STATE).unlink()
         return meta
-
-    def total(self) -> int:
-        """Return what progress counts up to: tokens, where a number is asked for, else files."""
-        return self.plan.request.tokens or sum(len(files) for _, files in self.plan.stages)
-
-    def done(self) -> int:
-        """Return how much of `total` is done."""
-        if self.plan.request.tokens:
-            return min(self.splits.tokens(TRAIN), self.plan.request.tokens)
-        before = sum(len(files) for _, files in self.plan.stages[: self.place.stage])
-        return before + self.place.file
-
-
-class _Progress:
-    """How fast it goes, for people."""
-
-    def __init__(self, show: Callable[[int, str], None], preparation: _Preparation):
-        self.show, self.preparation = show, preparation
-        self.began, self.bytes = time.monotonic(), 0
-
-    def add(self, text_bytes: int) -> None:
-        self.bytes += text_bytes
-        done = self.preparation.done()
-        if done < self.preparation.total():  # the last line is `end`'s
-            self.show(done, self._text())
-
-    def end(self) -> None:
-        self.show(self.preparation.total(), self._text())
-
-    def _text(self) -> str:
-        tokens = sum(self.preparation.splits.tokens(split) for split in (TRAIN, VALIDATION))
-        speed = self.bytes / max(time.monotonic() - self.began, 1e-9)
-        return f"{tokens / 1e6:,.1f} M tokens, {speed / 1e6:.1f} MB/s of text"
 
 
 def is_held_out(text: str, share: float) -> bool:

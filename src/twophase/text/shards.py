@@ -29,8 +29,6 @@ HEADER_BYTES = 1024
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 """Magic number and version of the headed `.bin` files of llm.c and modded-nanogpt, and the type of their ids."""
 
-_HEADER_WORDS = 3  # magic, version, number of tokens; 253 unused int32 follow
-_CHUNK = 1 << 23
 _QUIET_BYTES = 1 << 30  # below this, hashing is over before one wonders
 _PREPARED = re.compile(r"(train|validation)-\d+\.bin")
 
@@ -55,15 +53,8 @@ class TokenFile:
         """Return its ids, (tokens,), read from the disk when they are used."""
         if not self.tokens:
             return np.empty(0, self.dtype)  # nothing cannot be mapped
-        dtype = np.dtype(self.dtype).newbyteorder("<")
-        try:
-            # A plain array over the map: what is cut out of a np.memmap would be one as well, to no use.
-            return np.asarray(np.memmap(self.path, dtype, "r", self.offset, self.tokens))
-        except OSError as error:
-            raise UsageError(
-                f"{self.path} cannot be mapped into memory ({error.strerror}); check its permissions and, where "
-                f"shards are many, `ulimit -n`"
-            ) from None
+        # A plain array over the map: what is cut out of a np.memmap would be one as well, to no use.
+        return np.asarray(np.memmap(self.path, np.dtype(self.dtype).newbyteorder("<"), "r", self.offset, self.tokens))
 
 
 class Windows:
@@ -97,30 +88,28 @@ class Windows:
             (n, length + 1) uint16 or uint32: the tokens of each window and the target of its last one.
 
         Raises:
-            ValueError: a number out of range.
             UsageError: an id outside the vocabulary.
         """
-        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
-            raise ValueError(
-                f"Windows.read: numbers are in [{numbers.min()}, {numbers.max()}]; they must be in [0, {len(self) - 1}]"
-            )
         files = np.searchsorted(self._first, numbers, side="right") - 1
         places = numbers - self._first[files]
-        read = np.empty((len(numbers), self.length + 1), self._dtype)
+        windows = np.empty((len(numbers), self.length + 1), self._dtype)
         for file in np.unique(files).tolist():
             here = files == file
-            read[here] = self._cut[file][places[here]]
-        if read.size and read.max() >= self.vocabulary_size:
-            self._refuse(read, files, places * self.length)
-        return read
+            windows[here] = self._cut[file][places[here]]
+        if windows.size and windows.max() >= self.vocabulary_size:
+            row, column = np.argwhere(windows >= self.vocabulary_size)[0]
+            raise UsageError(
+                f"{self._files[files[row]].path}: token {places[row] * self.length + column:,} is the id "
+                f"{windows[row, column]}, and the vocabulary has {self.vocabulary_size:,} ids; name the vocabulary "
+                f"that the file was made with, or make the file again"
+            )
+        return windows
 
-    def _refuse(self, read: NDArray[Any], files: NDArray[Any], starts: NDArray[Any]) -> None:
-        row, column = np.argwhere(read >= self.vocabulary_size)[0]
-        raise UsageError(
-            f"{self._files[files[row]].path}: token {starts[row] + column:,} is the id {read[row, column]}, and the "
-            f"vocabulary has {self.vocabulary_size:,} ids; name the vocabulary that the file was made with, or "
-            f"make the file again"
-        )
+
+def _cut(array: NDArray[Any], length: int) -> NDArray[Any]:
+    """Return the windows of an array as rows that share their memory with it, (windows, length + 1)."""
+    windows, size = max(len(array) - 1, 0) // length, array.itemsize
+    return np.lib.stride_tricks.as_strided(array, (windows, length + 1), (length * size, size), writeable=False)
 
 
 @dataclass(frozen=True)
@@ -152,148 +141,97 @@ class Shards:
         return Windows(self.splits[split], length, self.vocabulary_size)
 
 
-def open_shards(folder: Path, *, verify: bool = True) -> Shards:
+# ------------------------------------------------------------------------------------------- folders with a meta.json
+
+
+def is_prepared(folder: Path) -> bool:
+    """Return whether a folder is one of `twophase data prepare`, finished or not, or holds no bare `.bin` files."""
+    names = [file.name for file in _bin_files(folder)]
+    return (folder / META).exists() or not names or any(map(_PREPARED.fullmatch, names))
+
+
+def open_shards(folder: Path) -> Shards:
     """Return the shards of a finished folder of `twophase data prepare`.
+
+    Each shard's SHA-256 is compared with that of `meta.json`. Files of the size and time of change that they had at an
+    earlier comparison are not read again; `.verified.json` in the folder remembers, if it can be written.
 
     Args:
         folder: holds `meta.json`.
-        verify: compare each shard's SHA-256 with that of `meta.json`. Files of the size and time of change that they
-            had when they were found right are not read again; `.verified.json` in the folder remembers, if it can
-            be written.
 
     Raises:
-        UsageError: no finished folder, a shard that is absent, of another size or of other content, ids outside the
-            vocabulary, or no split to train on or to validate on.
+        UsageError: no finished folder, a shard that is absent, of another size or of other content, or no split to
+            train on or to validate on.
     """
     meta = read_meta(folder)
-    if meta.vocabulary_size < 1:
-        raise UsageError(f"{folder / META} is damaged (vocabulary_size {meta.vocabulary_size}); prepare it again")
     splits: dict[str, tuple[TokenFile, ...]] = {}
-    expected: dict[str, str] = {}
     for split in (TRAIN, VALIDATION):
         if not meta.tokens(split):
             raise UsageError(
                 f"{folder} holds no {split} tokens; prepare it again with more text, or with --validation SOURCE"
             )
-        files = []
-        for shard in meta.splits[split]:
-            path = folder / shard.file
-            _check_size(path, shard.tokens * DTYPES[meta.dtype], f"{META} says {shard.tokens:,} {meta.dtype} ids")
-            if shard.largest >= meta.vocabulary_size:
-                raise UsageError(
-                    f"{path}: its largest id is {shard.largest} and the vocabulary of {meta.tokenizer} has "
-                    f"{meta.vocabulary_size:,} ids; prepare the folder again"
-                )
-            files.append(TokenFile(path, shard.tokens, meta.dtype))
-            expected[shard.file] = shard.sha256
-        splits[split] = tuple(files)
-    if verify:
-        digests(folder, list(expected), expected)
-    return Shards(folder, splits, meta.vocabulary_size, meta.fingerprint, meta, _token_bytes(folder, meta))
+        splits[split] = tuple(TokenFile(folder / shard.file, shard.tokens, meta.dtype) for shard in meta.splits[split])
+        for file in splits[split]:
+            _check_size(file, f"{META} says {file.tokens:,} {meta.dtype} ids")
+    digests(folder, {shard.file: shard.sha256 for split in splits for shard in meta.splits[split]})
+    path = folder / TOKEN_BYTES
+    try:
+        token_bytes = np.load(path, allow_pickle=False).astype(np.int64, casting="safe")
+        if token_bytes.shape != (meta.vocabulary_size,):
+            raise ValueError(f"its shape is {token_bytes.shape}, not ({meta.vocabulary_size},)")
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        raise UsageError(f"{path} cannot be used ({error}); copy it again, or prepare the folder again") from None
+    return Shards(folder, splits, meta.vocabulary_size, meta.fingerprint, meta, token_bytes)
 
 
-def is_prepared(folder: Path) -> bool:
-    """Return whether a folder is one of `twophase data prepare`, finished or not, or holds no bare `.bin` files."""
-    if (folder / META).exists():
-        return True
-    names = [file.name for file in folder.glob("*.bin") if not file.name.startswith(".")]
-    return not names or any(map(_PREPARED.fullmatch, names))
-
-
-def open_bin(path: Path, vocabulary_size: int) -> Shards:
-    """Open token files that do not name their vocabulary: nanoGPT's (bare uint16) or modded-nanogpt's (with header).
-
-    Args:
-        path: a folder; its files with the word `train` in their name (`train.bin`, `fineweb_train_000001.bin`) are
-            trained on and those with `val` validated on; or one file to train on, with the `val` files beside it.
-        vocabulary_size: of the tokenizer that made them, >= 1.
-
-    Raises:
-        UsageError: no such files, or ones that are not what their size or their header says.
-    """
-    folder = path if path.is_dir() else path.parent
-    if not path.exists():
-        raise UsageError(f"{path}: there is no such file or folder; check the path (it is relative to {Path.cwd()})")
-    if path != folder and path.suffix != ".bin":
-        raise UsageError(f"{path} is no .bin file; name a .bin file of token ids, or a folder that holds some")
-    if path != folder and (folder / META).exists():
-        raise UsageError(f"{path} is a shard of a prepared folder; name the folder: tokens:{folder}")
-    listed = sorted(file for file in folder.glob("*.bin") if not file.name.startswith("."))
-    validation = [file for file in listed if _word_in(file, "val", "valid", "validation")]
-    training = (
-        [file for file in listed if file not in validation and _word_in(file, "train")] if path == folder else [path]
-    )
-    if path == folder and any(_PREPARED.fullmatch(file.name) for file in listed):
-        read_meta(folder)  # says what to do about a folder that is not finished
-    if path in validation:
-        raise UsageError(f"{path} is for validation, by its name; name the file to train on, or the folder {folder}")
-    if not training or not validation:
-        wanted = "val.bin" if training else "train.bin"
-        raise UsageError(
-            f"{folder} holds no {wanted}; nanoGPT-style token files are train.bin and val.bin in one folder (or "
-            f"names with the words train and val); a folder that is to be made takes `twophase data prepare`"
-        )
-    splits = {TRAIN: tuple(map(_bin_file, training)), VALIDATION: tuple(map(_bin_file, validation))}
-    hashes = digests(folder, [file.name for file in (*training, *validation)])
-    seen = {split: [(hashes[f.path.name], f.dtype, f.offset) for f in files] for split, files in splits.items()}
-    fingerprint = hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
-    return Shards(path, splits, vocabulary_size, fingerprint)
-
-
-def digests(folder: Path, names: Sequence[str], expected: Mapping[str, str] | None = None) -> dict[str, str]:
+def digests(folder: Path, expected: Mapping[str, str | None]) -> dict[str, str]:
     """Return the SHA-256 of some files of a folder, remembered there as long as size and time of change stay.
 
     Args:
         folder: may be one that cannot be written; then nothing is remembered.
-        names: of the files in it.
-        expected: hashes that they must have; a file of another hash is neither accepted nor remembered.
+        expected: from the names of files to the hashes that they must have, None for any.
 
     Raises:
-        UsageError: a file that cannot be read, or that has another hash than expected.
+        UsageError: a file that cannot be read, or that has another hash than expected; that one is not remembered.
     """
     remembered = _remembered(folder)
-    result: dict[str, str] = {}
-    todo: list[tuple[str, dict[str, Any]]] = []
-    for name in names:
+    facts = {}
+    for name in expected:
         status = (folder / name).stat()
-        facts = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+        facts[name] = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    result: dict[str, str] = {}
+    for name, wanted in expected.items():
         entry = remembered.get(name)
-        saved = (
-            entry.get("sha256")
-            if isinstance(entry, dict) and entry == facts | {"sha256": entry.get("sha256")}
-            else None
-        )
+        digest = entry.get("sha256") if isinstance(entry, dict) else None
         # A remembered hash that is not the expected one proves nothing: both files may have been put back since.
-        if isinstance(saved, str) and (expected is None or saved == expected[name]):
-            result[name] = saved
-        else:
-            todo.append((name, facts))
-    total = sum(facts["size"] for _, facts in todo)
-    done = 0
+        if isinstance(digest, str) and entry == facts[name] | {"sha256": digest} and wanted in (None, digest):
+            result[name] = digest
+    sizes = {name: facts[name]["size"] for name in expected if name not in result}
+    total, done = sum(sizes.values()), 0
     with meter("checking token files (MB)", total // 10**6, quiet=total < _QUIET_BYTES) as show:
-        for name, facts in todo:
-            result[name] = _sha256(folder / name, lambda size, done=done, name=name: show((done + size) // 10**6, name))
-            done += facts["size"]
-            if expected is not None and result[name] != expected[name]:
+        for name, size in sizes.items():
+            show(done // 10**6, name)
+            result[name], wanted = _sha256(folder / name), expected[name]
+            done += size
+            if wanted not in (None, result[name]):
                 raise UsageError(
-                    f"{folder / name}: its SHA-256 is {result[name][:16]}… and {META} says {expected[name][:16]}…; the "
+                    f"{folder / name}: its SHA-256 is {result[name][:16]}… and {META} says {str(wanted)[:16]}…; the "
                     f"file was changed or damaged since it was prepared; copy it again, or prepare the folder again"
                 )
-            _remember(folder, name, facts | {"sha256": result[name]})
+            # Several processes may write at once; an entry that one of them overwrites is merely made once more.
+            entries = _remembered(folder) | {name: facts[name] | {"sha256": result[name]}}
+            with contextlib.suppress(OSError):  # a folder that cannot be written is checked each time
+                write_atomic(folder / VERIFIED, json.dumps(entries, indent=1) + "\n", durable=False)
+        show(done // 10**6, "")
     return result
 
 
-def _sha256(path: Path, show: Any) -> str:
-    digest, size = hashlib.sha256(), 0
+def _sha256(path: Path) -> str:
     try:
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
-                show(size)
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); check its permissions and the disk") from None
-    return digest.hexdigest()
+        raise _unreadable(path, error) from None
 
 
 def _remembered(folder: Path) -> dict[str, Any]:
@@ -304,45 +242,65 @@ def _remembered(folder: Path) -> dict[str, Any]:
     return entries if isinstance(entries, dict) else {}
 
 
-def _remember(folder: Path, name: str, entry: dict[str, Any]) -> None:
-    # Several processes may write at once; what one of them loses of another's is merely read once more.
-    text = json.dumps(_remembered(folder) | {name: entry}, indent=1) + "\n"
-    with contextlib.suppress(OSError):  # a folder that cannot be written is checked each time
-        write_atomic(folder / VERIFIED, text, durable=False)
-
-
-def _cut(array: NDArray[Any], length: int) -> NDArray[Any]:
-    """Return the windows of an array as rows that share their memory with it, (windows, length + 1)."""
-    windows, size = max(len(array) - 1, 0) // length, array.itemsize
-    return np.lib.stride_tricks.as_strided(array, (windows, length + 1), (length * size, size), writeable=False)
-
-
-def _check_size(path: Path, expected: int, because: str) -> None:
+def _check_size(file: TokenFile, because: str) -> None:
+    expected = file.offset + file.tokens * DTYPES[file.dtype]
     try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise UsageError(
-            f"{path} is not there, and {META} names it; copy it again, or prepare the folder again"
-        ) from None
+        size = file.path.stat().st_size
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+        raise _unreadable(file.path, error) from None
     if size != expected:
         state = "is truncated" if size < expected else "is too long"
         raise UsageError(
-            f"{path} {state}: {size:,} bytes, where {expected:,} are expected ({because}); copy it again, or "
+            f"{file.path} {state}: {size:,} bytes, where {expected:,} are expected ({because}); copy it again, or "
             f"make it again"
         )
 
 
-def _token_bytes(folder: Path, meta: Meta) -> NDArray[np.int64]:
-    path = folder / TOKEN_BYTES
-    try:
-        token_bytes = np.load(path, allow_pickle=False)
-        if token_bytes.shape != (meta.vocabulary_size,) or not np.issubdtype(token_bytes.dtype, np.integer):
-            raise ValueError(f"it is {token_bytes.dtype} {token_bytes.shape}, not integer ({meta.vocabulary_size},)")
-    except (OSError, ValueError, EOFError) as error:
-        raise UsageError(f"{path} cannot be used ({error}); copy it again, or prepare the folder again") from None
-    return token_bytes.astype(np.int64)
+def _unreadable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"{path} cannot be read ({error.strerror}); check its permissions and the disk, copy it again, or prepare the "
+        f"folder again"
+    )
+
+
+# ------------------------------------------------------------------------ files that do not name their vocabulary
+
+
+def open_bin(path: Path, vocabulary_size: int) -> Shards:
+    """Open token files that do not name their vocabulary: nanoGPT's (bare uint16) or modded-nanogpt's (with header).
+
+    Args:
+        path: exists, and is no part of a prepared folder (`is_prepared`). In a folder, files with the word `train` in
+            their name (`train.bin`, `fineweb_train_000001.bin`) are trained on and those with `val` validated on; or
+            one file to train on, with the `val` files beside it.
+        vocabulary_size: of the tokenizer that made them, >= 1.
+
+    Raises:
+        UsageError: no such files, or ones that are not what their size or their header says.
+    """
+    folder = path if path.is_dir() else path.parent
+    if path != folder and path.suffix != ".bin":
+        raise UsageError(f"{path} is no .bin file; name a .bin file of token ids, or a folder that holds some")
+    validation = [file for file in _bin_files(folder) if _word_in(file, "val", "valid", "validation")]
+    if path in validation:
+        raise UsageError(f"{path} is for validation, by its name; name the file to train on, or the folder {folder}")
+    others = [file for file in _bin_files(folder) if file not in validation]
+    training = [file for file in others if file == path or (path == folder and _word_in(file, "train"))]
+    if not training or not validation:
+        raise UsageError(
+            f"{folder} holds no {'val.bin' if training else 'train.bin'}; nanoGPT-style token files are train.bin and "
+            f"val.bin in one folder (or names with the words train and val); a folder that is to be made takes "
+            f"`twophase data prepare`"
+        )
+    splits = {TRAIN: tuple(map(_bin_file, training)), VALIDATION: tuple(map(_bin_file, validation))}
+    hashes = digests(folder, dict.fromkeys(file.name for file in (*training, *validation)))
+    seen = {split: [(hashes[f.path.name], f.dtype, f.offset) for f in files] for split, files in splits.items()}
+    fingerprint = hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+    return Shards(path, splits, vocabulary_size, fingerprint)
+
+
+def _bin_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*.bin") if not file.name.startswith("."))
 
 
 def _word_in(path: Path, *words: str) -> bool:
@@ -353,21 +311,20 @@ def _bin_file(path: Path) -> TokenFile:
     """Return a `.bin` file by what it is: its header if it has one, else bare uint16."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            header = np.frombuffer(file.read(HEADER_BYTES), np.uint8)
+        header = np.fromfile(path, "<i4", 3)  # magic, version, number of tokens; 253 unused int32 follow
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
-    if len(header) >= 4 * _HEADER_WORDS:
-        magic, version, tokens = header[: 4 * _HEADER_WORDS].view("<i4").tolist()
-        if magic in {magic for magic, _ in HEADERS}:
-            dtype = HEADERS.get((magic, version))
-            if dtype is None:
-                raise UsageError(
-                    f"{path}: its header is of version {version}; of files with the magic number {magic} version "
-                    f"{', '.join(str(v) for m, v in HEADERS if m == magic)} is read; make it again in that version"
-                )
-            _check_size(path, HEADER_BYTES + tokens * DTYPES[dtype], f"its header says {tokens:,} {dtype} ids")
-            return TokenFile(path, tokens, dtype, HEADER_BYTES)
+        raise _unreadable(path, error) from None
+    if len(header) == 3 and header[0] in {magic for magic, _ in HEADERS}:
+        magic, version, tokens = header.tolist()
+        dtype = HEADERS.get((magic, version))
+        if dtype is None:
+            raise UsageError(
+                f"{path}: its header is of version {version}; of files with the magic number {magic} version "
+                f"{', '.join(str(v) for m, v in HEADERS if m == magic)} is read; make it again in that version"
+            )
+        file = TokenFile(path, tokens, dtype, HEADER_BYTES)
+        _check_size(file, f"its header says {tokens:,} {dtype} ids")
+        return file
     if size == 0 or size % DTYPES["uint16"]:
         raise UsageError(
             f"{path} is {size:,} bytes, which is no whole number of uint16 ids above 0; it is no nanoGPT-style token "

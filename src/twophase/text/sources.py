@@ -1,31 +1,28 @@
-"""Where text comes from: files named by words of the command line, read as a stream of documents from any place on.
+"""Where text comes from: files named on the command line, read as a stream of documents from any place on.
 
-A place in a source is a file and a number of records in it, so it can be written down, means the same in every version,
-and needs nothing but reading again up to there. JSON lines and Parquet are read by `datasets` in streaming, one file at
-a time, so a local copy of C4 and C4 on the hub go through the same lines. JSON is parsed here, line by line, and not by
-`datasets`: its reader guesses a type for every column, and reads a file again as a whole when a guess turns out wrong.
+A place in a source is a file and a number of records in it. It can be written down, means the same in every version,
+and needs nothing but reading again up to there. C4 on the hub is read like a local copy: gzip streams of JSON lines.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import glob
 import gzip
+import io
 import itertools
 import json
+import logging
 import os
-import queue
-import tempfile
-import threading
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 from twophase.base.config import UsageError
-from twophase.text.paragraphs import documents as gather
 
 T = TypeVar("T")
 
@@ -40,7 +37,13 @@ KINDS = {
 BATCH_BYTES, BATCH_DOCUMENTS = 2_000_000, 1000
 MAX_DOCUMENT = 1_000_000
 """Characters of a document at most; longer ones are cut, so that one text cannot fill the memory."""
+MIN_DOCUMENT = 1000
+"""Characters that a document of plain text has at least, where the text lasts."""
+MAX_PARAGRAPH = 10_000
+"""Characters after which a paragraph ends at the next end of a line, or within the line if that is as long."""
+_SEPARATOR = "\n\n"
 _OFFICIAL_VALIDATION = "c4-validation."
+_ENDINGS = ", ".join(itertools.chain.from_iterable(KINDS.values())) + " (.gz too)"
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,7 @@ def find(words: Sequence[str], kind: str = "auto") -> tuple[list[File], list[Fil
     Raises:
         UsageError: a word that names nothing, or nothing that can be read; a file named twice.
     """
-    files: list[File] = []
-    for word in words:
-        files += _files(word, kind)
+    files = [file for word in words for file in _files(word, kind)]
     seen: set[str] = set()
     for file in files:
         if file.place in seen:
@@ -120,24 +121,20 @@ def _files(word: str, kind: str) -> list[File]:
     if word == C4 and not path.exists():
         return _c4()
     if path.is_dir():
-        inside = sorted(inner for inner in path.rglob("*") if inner.is_file() and not inner.name.startswith("."))
-        files = [file for inner in inside if (file := _file(inner, kind))]
-        if not files:
-            raise UsageError(f"{word}: the folder holds no file that ends in {_endings()}; name files, or give --kind")
-        return files
-    if path.exists():
-        file = _file(path, kind)
-        if file is None:
-            raise UsageError(f"{word}: ends in none of {_endings()}; say what it is with --kind json, parquet or text")
-        return [file]
-    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute patterns
-    files = [file for match in matches if match.is_file() and (file := _file(match, kind))]
-    if files:
-        return files
-    what = "matches no file of a kind that is read here" if glob.has_magic(word) else "there is no such file"
-    raise UsageError(
-        f"{word}: {what}; name files, folders or patterns of {_endings()} (relative to {Path.cwd()}), or c4"
-    )
+        paths = sorted(inner for inner in path.rglob("*") if inner.is_file() and not inner.name.startswith("."))
+        fault = f"the folder holds no file that ends in {_ENDINGS}; name files, or give --kind"
+    elif path.exists():
+        paths = [path]
+        fault = f"ends in none of {_ENDINGS}; say what it is with --kind json, parquet or text"
+    else:
+        matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - patterns may be absolute
+        paths = sorted(Path(match) for match in matches if Path(match).is_file())
+        what = "matches no file of a kind that is read here" if glob.has_magic(word) else "there is no such file"
+        fault = f"{what}; name files, folders or patterns of {_ENDINGS} (relative to {Path.cwd()}), or c4"
+    files = [file for path in paths if (file := _file(path, kind))]
+    if not files:
+        raise UsageError(f"{word}: {fault}")
+    return files
 
 
 def _c4() -> list[File]:
@@ -147,20 +144,11 @@ def _c4() -> list[File]:
 
 
 def _file(path: Path, kind: str) -> File | None:
+    """Return a file with its kind; None if its name does not tell."""
     name = path.name.lower().removesuffix(".gz")
-    guess = next((each for each, endings in KINDS.items() if name.endswith(endings)), None)
-    chosen = guess if kind == "auto" else kind
-    if chosen is None:
-        return None
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
-    return File(str(path.absolute()), path.name, chosen, size)
-
-
-def _endings() -> str:
-    return ", ".join(itertools.chain.from_iterable(KINDS.values())) + " (.gz too)"
+    if kind == "auto":
+        kind = next((each for each, endings in KINDS.items() if name.endswith(endings)), "")
+    return File(str(path.absolute()), path.name, kind, path.stat().st_size) if kind else None
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -207,19 +195,15 @@ def _batches(files: Sequence[File], column: str, first: int, record: int) -> Ite
 
 def _cut(text: str | None) -> Iterator[str]:
     """Yield the parts of a record that become documents: none if it is blank, several if it is huge."""
-    if text is None or not text.strip():
-        return
-    start, half = 0, MAX_DOCUMENT // 2
-    while len(text) - start > MAX_DOCUMENT:  # by places, because cutting the rest off each time would copy it
-        low, high = start + half, start + MAX_DOCUMENT
-        end = max(text.rfind("\n", low, high), text.rfind(" ", low, high)) + 1 or high
+    start, text = 0, text or ""
+    while start < len(text):  # by places, because cutting the rest off each time would copy it
+        low, high = start + MAX_DOCUMENT // 2, start + MAX_DOCUMENT
+        blank = max(text.rfind("\n", low, high), text.rfind(" ", low, high)) + 1
+        end = len(text) if len(text) <= high else blank or high
         part = text[start:end]
         if part.strip():
             yield part
         start = end
-    rest = text[start:]
-    if rest.strip():
-        yield rest
 
 
 def _clean(text: str) -> tuple[str, int]:
@@ -232,11 +216,22 @@ def _clean(text: str) -> tuple[str, int]:
 
 
 def _records(file: File, column: str, start: int) -> Iterator[str | None]:
-    reader = {"json": _json_records, "parquet": _parquet_records, "text": _text_records}[file.kind]
+    """Yield the texts of a file from a record on, and turn whatever goes wrong into one message."""
     try:
-        yield from reader(file, column, start)
+        if file.kind == "parquet":
+            yield from _parquet_records(file, column, start)
+            return
+        with _opened(file) as lines:
+            if file.kind == "text":
+                yield from itertools.islice(paragraphs(lines), start, None)
+            else:
+                yield from _json_records(file, lines, column, start)
     except UsageError:
         raise
+    except ImportError as error:
+        raise UsageError(
+            f"{file.name}: is read with the package {error.name}; run `pip install 'twophase[data]'`"
+        ) from None
     except UnicodeDecodeError:
         raise UsageError(f"{file.name}: is not UTF-8; convert it, for example with iconv -t utf-8") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -244,7 +239,7 @@ def _records(file: File, column: str, start: int) -> Iterator[str | None]:
             f"{file.name}: is not a whole gzip file ({error}); fetch it again under the same name and repeat the "
             f"command, which goes on from where it stopped"
         ) from None
-    except Exception as error:  # datasets, pyarrow, fsspec and the hub's client each have errors of their own
+    except Exception as error:  # pyarrow, fsspec and the hub's client each have errors of their own
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if file.remote:
             raise UsageError(
@@ -256,16 +251,32 @@ def _records(file: File, column: str, start: int) -> Iterator[str | None]:
         ) from None
 
 
-def _text_records(file: File, _column: str, start: int) -> Iterator[str]:
-    opened = gzip.open if file.path.lower().endswith(".gz") else open
-    with opened(file.path, "rt", encoding="utf-8-sig") as lines:
-        yield from itertools.islice(gather(lines), start, None)
+@contextmanager
+def _opened(file: File) -> Iterator[io.TextIOWrapper]:
+    """Open a file of lines, packed or not, here or on the hub."""
+    with _hub_file(file) if file.remote else Path(file.path).open("rb") as source:
+        stream: Any = gzip.GzipFile(fileobj=source) if file.path.lower().endswith(".gz") else source
+        with io.TextIOWrapper(stream, encoding="utf-8-sig") as lines:
+            yield lines
 
 
-def _json_records(file: File, column: str, start: int) -> Iterator[str | None]:
-    """Yield the text of each line that is not blank; records are counted by lines."""
-    for number, row in enumerate(_rows(file, "text", "text", start), start=start + 1):
-        line = row.lstrip("\ufeff") if number == 1 else row
+def _hub_file(file: File) -> BinaryIO:
+    from huggingface_hub import HfFileSystem  # noqa: PLC0415 - an optional package
+
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # our messages say what its warnings would
+    return HfFileSystem().open(file.path, "rb")
+
+
+def _json_records(file: File, lines: io.TextIOWrapper, column: str, start: int) -> Iterator[str | None]:
+    """Yield the text of each line, None for a blank one; records are counted by lines."""
+    stream: Any = lines.buffer
+    if (
+        stream.peek(64)[:64].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    ):  # one line that may fill the memory
+        raise UsageError(
+            f"{file.name}: is one JSON list, not JSON lines; write one object a line, for example with jq -c '.[]'"
+        )
+    for number, line in enumerate(itertools.islice(lines, start, None), start + 1):
         yield _text_of(line, column, f"{file.name}: line {number:,}") if line.strip() else None
 
 
@@ -288,100 +299,72 @@ def _text_of(line: str, column: str, where: str) -> str | None:
 
 
 def _parquet_records(file: File, column: str, start: int) -> Iterator[str | None]:
-    return _rows(file, "parquet", column, start)
+    from pyarrow.parquet import ParquetFile  # noqa: PLC0415 - an optional package
 
-
-def _rows(file: File, builder: str, column: str, start: int) -> Iterator[Any]:
-    """Yield the values of a column by `datasets` in streaming: of a table, or of lines for the builder `text`."""
-    datasets = _datasets(file)
-    if builder == "text" and not file.remote:
-        _refuse_lists(file)
-    options = {"chunksize": 1 << 20} if builder == "text" else {"batch_size": BATCH_DOCUMENTS}
-    with tempfile.TemporaryDirectory(prefix="twophase-") as cache:  # it leaves a lock file for every file it opens
-        path = file.path if file.remote else _plain_name(file, Path(cache))
-        data = {"data_files": {"train": [path]}, "split": "train", "streaming": True, "cache_dir": cache}
-        stream = datasets.load_dataset(builder, **data, **options)
-        if builder == "parquet":
-            columns = list(stream.column_names or ())
-            if column not in columns:
-                raise UsageError(
-                    f"{file.name}: has no column {column!r}, but {', '.join(columns)}; choose with --column"
-                )
-            dtype = getattr(stream.features[column], "dtype", "no text")
-            if dtype not in ("string", "large_string"):
-                raise UsageError(f"{file.name}: the column {column!r} is {dtype}, not text; choose with --column")
-            stream = datasets.load_dataset(builder, columns=[column], **data, **options)
-        for table in stream.with_format("arrow").iter(batch_size=BATCH_DOCUMENTS):
-            skipped = min(start, len(table))
+    with ParquetFile(file.path) as table:
+        types = {field.name: str(field.type) for field in table.schema_arrow}
+        if column not in types:
+            raise UsageError(f"{file.name}: has no column {column!r}, but {', '.join(types)}; choose with --column")
+        if types[column] not in ("string", "large_string"):
+            raise UsageError(f"{file.name}: the column {column!r} is {types[column]}, not text; choose with --column")
+        for rows in table.iter_batches(BATCH_DOCUMENTS, columns=[column]):
+            skipped = min(start, len(rows))
             start -= skipped
-            yield from table.column(column).slice(skipped).to_pylist()
+            yield from rows.column(0).slice(skipped).to_pylist()
 
 
-def _plain_name(file: File, folder: Path) -> str:
-    """Link to a file by a plain name: `datasets` takes names for patterns, and fails on brackets and stars."""
-    link = folder / f"rows.{file.kind}{'.gz' if file.path.lower().endswith('.gz') else ''}"
-    link.symlink_to(file.path)
-    return str(link)
+def ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
+    """Yield the same items, each produced in a thread while the one before is used."""
+    with closing(items), ThreadPoolExecutor(1) as thread:
+        future = thread.submit(next, items, None)
+        while (item := future.result()) is not None:
+            future = thread.submit(next, items, None)
+            yield item
 
 
-def _refuse_lists(file: File) -> None:
-    """Refuse a JSON list, which would be read into memory as one line."""
-    opened = gzip.open if file.path.lower().endswith(".gz") else open
-    with opened(file.path, "rb") as stream:
-        if stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-            raise UsageError(
-                f"{file.name}: is one JSON list, not JSON lines; write one object a line, for example with jq -c '.[]'"
-            )
+# --------------------------------------------------------------------------------------------------------- plain text
 
 
-def _datasets(file: File) -> Any:
-    try:
-        import datasets  # noqa: PLC0415 - an optional package of two seconds
-    except ImportError:
-        raise UsageError(
-            f"{file.name}: is read with the package datasets; run `pip install 'twophase[data]'`"
-        ) from None
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what it would say, our messages say
-    datasets.disable_progress_bars()
-    return datasets
+def paragraphs(text: TextIO) -> Iterator[str]:
+    """Yield paragraphs gathered until they have 1,000 characters; a shorter rest at the end joins the last document.
+
+    Args:
+        text: open for reading, with ends of lines made uniform.
+    """
+    ready: str | None = None  # waits, because the rest may have to join it
+    pieces: list[str] = []
+    size = 0
+    for paragraph in _paragraphs(text):
+        pieces.append(paragraph)
+        size += len(paragraph)
+        if size >= MIN_DOCUMENT:
+            if ready is not None:
+                yield ready
+            ready, pieces, size = _SEPARATOR.join(pieces), [], 0
+    if ready is not None:
+        pieces.insert(0, ready)
+    if pieces:
+        yield _SEPARATOR.join(pieces)
 
 
-def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
-    """Yield the same items, produced in a thread while earlier ones are used; at most `depth` wait."""
-    waiting: queue.Queue[tuple[bool, Any]] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(entry: tuple[bool, Any]) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                waiting.put(entry, timeout=0.2)
-                return
-
-    def produce() -> None:
-        try:
-            for item in items:
-                put((True, item))
-                if stop.is_set():
-                    return
-            put((False, None))
-        except BaseException as error:  # told to the user's thread, which raises it
-            put((False, error))
-        finally:
-            close = getattr(items, "close", None)
-            if close:
-                close()
-
-    thread = threading.Thread(target=produce, name="twophase-read", daemon=True)
-    thread.start()
-    try:
-        while True:
-            more, value = waiting.get()
-            if more:
-                yield value
-            elif value is None:
-                return
-            else:
-                raise value
-    finally:
-        stop.set()
-        thread.join(timeout=5)  # not for ever: it may wait for a network
+def _paragraphs(text: TextIO) -> Iterator[str]:
+    """Yield what is between blank lines, in parts of at most about twice `MAX_PARAGRAPH` characters."""
+    lines: list[str] = []
+    size, rest = 0, ""  # the rest is that of an endless line, which is cut at spaces
+    while line := text.readline(MAX_PARAGRAPH):
+        line, rest = rest + line, ""
+        if not line.endswith("\n") and len(line) >= MAX_PARAGRAPH:
+            cut = line.rfind(" ") + 1 or len(line)
+            line, rest = line[:cut], line[cut:]
+            is_blank = False
+        else:
+            line = line.removesuffix("\n")
+            is_blank = not line.strip()
+        if not is_blank:
+            lines.append(line)
+            size += len(line)
+        if lines and (is_blank or size >= MAX_PARAGRAPH):
+            yield "\n".join(lines)
+            lines, size = [], 0
+    if lines or rest:
+        yield "\n".join([*lines, *([rest] if rest else [])])

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from twophase.text.sentencepiece import SPACE
-
+SPACE = "\u2581"
+"""The mark that stands for a space in pieces of SentencePiece."""
 REMEMBERED = 100_000
 """Words in memory at most; then it forgets them all and begins anew."""
 LONGEST = 40
@@ -84,13 +84,13 @@ def wordwise(content: Mapping[str, Any]) -> tuple[str, Callable[[str], str]] | N
     Args:
         content: of a `tokenizer.json`.
     """
-    model = content["model"]
+    model, parts = content["model"], (content.get("normalizer"), content.get("pre_tokenizer"))
     plain = model["type"] == "BPE" and not model.get("dropout") and not model.get("ignore_merges")
     if not plain or not all(token["special"] for token in content.get("added_tokens") or ()):
         return None
-    if content.get("normalizer") is None and content.get("pre_tokenizer") == byte_level():
-        return BYTE_LEVEL, _as_it_is
-    if content.get("normalizer") == mistral_normalizer() and content.get("pre_tokenizer") is None:
+    if parts == (None, _BYTE_LEVEL_PARTS):
+        return BYTE_LEVEL, str
+    if parts == (_MARKED, None):
         ordinary = [token for token in model["vocab"] if not re.fullmatch("<.*>", token)]
         whole = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
         if whole and not any(re.search(f"[^{SPACE}]{SPACE}|\n", token) for token in ordinary):
@@ -99,21 +99,22 @@ def wordwise(content: Mapping[str, Any]) -> tuple[str, Callable[[str], str]] | N
     return None
 
 
-def byte_level() -> dict[str, Any]:
-    """Return the part `pre_tokenizer` of a `tokenizer.json` that cuts by `BYTE_LEVEL`."""
-    split = {"type": "Split", "pattern": {"Regex": BYTE_LEVEL}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {"type": "Sequence", "pretokenizers": [split, level]}
-
-
-def mistral_normalizer() -> dict[str, Any]:
-    """Return the part `normalizer` that marks spaces, and the beginning of a text, as SentencePiece does."""
-    replaced = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    return {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, replaced]}
-
-
-def _as_it_is(text: str) -> str:
-    return text
+_BYTE_LEVEL_PARTS = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": BYTE_LEVEL}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ],
+}
+"""The part `pre_tokenizer` of a `tokenizer.json` that cuts by `BYTE_LEVEL`."""
+_MARKED = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": SPACE},
+        {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+    ],
+}
+"""The part `normalizer` that marks spaces, and the beginning of a text, as SentencePiece does."""
 
 
 def _marked(text: str) -> str:

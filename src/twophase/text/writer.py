@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -42,12 +43,13 @@ class Splits:
 
     def tokens(self, split: str) -> int:
         """Return ids of a split so far."""
-        shards = [*self.closed.get(split, ()), *([self.parts[split]] if split in self.parts else [])]
-        return sum(shard.tokens for shard in shards)
+        part = self.parts.get(split)
+        return sum(shard.tokens for shard in self.closed.get(split, ())) + (part.tokens if part else 0)
 
     def add(self, split: str, ids: Ids, text_bytes: int) -> bool:
         """Append a document, with its end of text; True if that closed a shard."""
-        part = self.parts.get(split) or Shard(self._name(split), 0, 0, 0, 0, "")
+        name = f"{split}-{len(self.closed.get(split, ())):05d}.bin"
+        part = self.parts.get(split) or Shard(name, 0, 0, 0, 0, "")
         if split not in self._files:
             self._files[split] = self._path(part).open("ab")
         self._files[split].write(ids.astype(np.dtype(self.dtype).newbyteorder("<"), copy=False).tobytes())
@@ -58,14 +60,14 @@ class Splits:
             text_bytes=part.text_bytes + text_bytes,
             largest=max(part.largest, int(ids.max())),
         )
-        if self.parts[split].tokens < self.shard_tokens:
-            return False
-        self.close(split)
-        return True
+        is_whole = self.parts[split].tokens >= self.shard_tokens
+        if is_whole:
+            self.close(split)
+        return is_whole
 
     def close(self, split: str) -> None:
         """Give the open shard of a split, if there is one, its final name."""
-        self.flush(split)
+        self.flush()
         part = self.parts.pop(split, None)
         if part is None:
             return
@@ -78,20 +80,17 @@ class Splits:
         sync_folder(self.folder)
         self.closed.setdefault(split, []).append(replace(part, sha256=digest))
 
-    def flush(self, *splits: str) -> None:
+    def flush(self) -> None:
         """Bring what is open to the disk."""
-        for split in splits or tuple(self._files):
-            if split in self._files:
-                self._files[split].flush()
-                os.fsync(self._files[split].fileno())
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
 
     def abandon(self) -> None:
         """Let go of open files as they are."""
         for file in self._files.values():
-            try:
+            with suppress(OSError):  # a full disk: what was not written does not count
                 file.close()
-            except OSError:  # a full disk: what was not written does not count
-                continue
         self._files.clear()
 
     def state(self) -> dict[str, Any]:
@@ -105,37 +104,28 @@ class Splits:
         """Go back to a saved state: cut open parts to what counts, remove what came after.
 
         Raises:
-            UsageError: a file that the state tells of is missing or too short.
+            UsageError: a file of the state is missing or too short.
         """
         self.closed = {split: [Shard(**shard) for shard in shards] for split, shards in state["closed"].items()}
         self.parts = {split: Shard(**part) for split, part in state["parts"].items()}
-        size = DTYPES[self.dtype]
-        for shard in (shard for shards in self.closed.values() for shard in shards):
-            self._check(self.folder / shard.file, shard.tokens * size, exactly=True)
+        current = {self.folder / shard.file: shard for shards in self.closed.values() for shard in shards}
         for part in self.parts.values():
-            path, final = self._path(part), self.folder / part.file
-            if not path.exists() and final.exists():
-                final.rename(path)  # it was closed after the state was saved
-            self._check(path, part.tokens * size, exactly=False)
-            os.truncate(path, part.tokens * size)
-        current = {shard.file for shards in self.closed.values() for shard in shards}
-        current |= {self._path(part).name for part in self.parts.values()}
-        for path in self.folder.iterdir():
-            mine = path.suffix == ".bin" and path.name.removeprefix(TEMPORARY).startswith(("train-", "validation-"))
-            if mine and path.name not in current:
+            path = self._path(part)
+            current[path] = part
+            if not path.exists() and (self.folder / part.file).exists():
+                (self.folder / part.file).rename(path)  # it was closed after the state was saved
+        for path, shard in current.items():
+            size, actual = shard.tokens * DTYPES[self.dtype], path.stat().st_size if path.exists() else -1
+            if actual < size or (shard.sha256 and actual != size):
+                what = "is missing" if actual < 0 else f"has {actual:,} bytes instead of {size:,}"
+                raise UsageError(
+                    f"--out {self.folder}: cannot be resumed, because {path.name} {what}; delete the folder and "
+                    f"prepare it again, or give another --out"
+                )
+            os.truncate(path, size)
+        for path in self.folder.glob("*.bin"):  # hidden ones too
+            if path.name.removeprefix(TEMPORARY).startswith(("train-", "validation-")) and path not in current:
                 path.unlink()
-
-    def _check(self, path: Path, size: int, *, exactly: bool) -> None:
-        actual = path.stat().st_size if path.exists() else -1
-        if actual < size or (exactly and actual != size):
-            what = "is missing" if actual < 0 else f"has {actual:,} bytes instead of {size:,}"
-            raise UsageError(
-                f"--out {self.folder}: cannot be resumed, because {path.name} {what}; delete the folder and prepare it "
-                f"again, or give another --out"
-            )
-
-    def _name(self, split: str) -> str:
-        return f"{split}-{len(self.closed.get(split, ())):05d}.bin"
 
     def _path(self, part: Shard) -> Path:
         return self.folder / f"{TEMPORARY}{part.file}"

@@ -14,6 +14,7 @@ from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
 from twophase.tasks.lm.corpus import TOKENS
 from twophase.tasks.lm.tokens import vocabulary
 from twophase.text.meta import META, TOKENIZER, read_meta
+from twophase.text.tokenizer import byte_characters
 
 
 def text_tokenizer(name: str, max_length: int) -> Any:
@@ -31,7 +32,7 @@ def text_tokenizer(name: str, max_length: int) -> Any:
     if name == "bytes":
         # One token a byte and nothing to merge; the model sees each byte as a character that can be printed.
         made = Tokenizer(
-            models.BPE(vocab={character: byte for byte, character in enumerate(_byte_characters())}, merges=[])
+            models.BPE(vocab={character: byte for byte, character in enumerate(byte_characters())}, merges=[])
         )
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.decoder = decoders.ByteLevel()
@@ -46,16 +47,6 @@ def text_tokenizer(name: str, max_length: int) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=made, clean_up_tokenization_spaces=False, model_max_length=max_length
     )
-
-
-def _byte_characters() -> list[str]:
-    """The character by which byte-level tokenizers write each byte.
-
-    Source: Radford et al., "Language models are unsupervised multitask learners" (2019), the released code's table.
-    """
-    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
 
 
 @dataclass(frozen=True)
