@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from twophase.base.config import UsageError
 
@@ -174,7 +174,7 @@ def batches(
     return ahead(_batches(files, column, file, record))
 
 
-def _batches(files: Sequence[File], column: str, first: int, record: int) -> Iterator[Batch]:
+def _batches(files: Sequence[File], column: str, first: int, record: int) -> Generator[Batch, None, None]:
     for number in range(first, len(files)):
         texts: list[str] = []
         sizes: list[int] = []
@@ -260,7 +260,7 @@ def _opened(file: File) -> Iterator[io.TextIOWrapper]:
             yield lines
 
 
-def _hub_file(file: File) -> BinaryIO:
+def _hub_file(file: File) -> Any:
     from huggingface_hub import HfFileSystem  # noqa: PLC0415 - an optional package
 
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # our messages say what its warnings would
