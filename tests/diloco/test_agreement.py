@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,23 +19,31 @@ import twophase
 from twophase.base import source
 from twophase.diloco import agreement
 from twophase.diloco.agreement import (
-    Attendance,
     Disagreement,
     Shared,
     agree,
-    attend,
     averaged,
     same_start,
     versions,
 )
 from twophase.diloco.comm import Communicator, SingleProcess
+from twophase.diloco.membership import Elastic, Position
 
 
 class Two(SingleProcess):
     """This process, and another one that says something else."""
 
+    size = 2
+
     def __init__(self, theirs: dict[str, Any]) -> None:
         self.theirs = theirs
+
+    def enter(self, syncs: int, *, running: bool = False) -> None:
+        """How far this process is."""
+
+    def enough(self, count: int) -> bool:
+        """Both are."""
+        return count == 2
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """The other has done an inner step more."""
@@ -49,15 +58,14 @@ class Two(SingleProcess):
 def test_places_in_a_run_are_compared():
     """Replicas that hold the same but synchronise at unlike places are stopped; before a run begins there is none."""
 
-    def call(*, running: bool) -> Attendance:
-        place = (1, 2, 16)
-        return attend(Two({}), [], {}, replicas=1, weight=1, running=running, ready=True, position=place)
-
+    setting: Any = SimpleNamespace(communicator=Two({}), fragments=[], modules=[None])
+    members = Elastic(setting, {})
+    place = Position([1, 2], at_once=True, inner_step=16)
     with pytest.raises(
         Disagreement, match=r"between process 0 \(2 from number 1, after inner step 16\) and process 1 \(2"
     ):
-        call(running=True)
-    assert call(running=False).present == 2
+        members.attend(place, 1)
+    assert members.arrive(place, ready=True).begun
 
 
 def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -90,7 +98,7 @@ class Threads(SingleProcess):
     """One of several processes, as far as the exchange of numbers is concerned, in threads of this one."""
 
     def __init__(self, number: int, said: list[Any], barrier: threading.Barrier) -> None:
-        self.number, self.said, self.barrier = number, said, barrier
+        self.number, self.said, self.barrier, self.size = number, said, barrier, len(said)
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """What each has said."""
@@ -118,15 +126,12 @@ def test_who_has_no_weight_decides_nothing():
 
     The others weigh by their replicas.
     """
-    squared = f"{agreement._SQUARE}0"
-    first = {"loss": 1.0, squared: 4.0}
     found = together(
-        lambda group: agree(group, [], 1, first),
-        lambda group: agree(group, [], 0, {"loss": math.nan}),
-        lambda group: agree(group, [], 3, {"loss": 5.0, squared: 8.0}),
+        lambda group: agree(group, [], 1, {"loss": 1.0}, [4.0]),
+        lambda group: agree(group, [], 0, {}, [0.0]),
+        lambda group: agree(group, [], 3, {"loss": 5.0}, [8.0]),
     )
-    assert [dict(shared.signals) for shared in found] == 3 * [{"loss": 4.0, squared: 7.0}]
-    assert [shared.reported for shared in found] == 3 * [{"loss": 4.0}]
+    assert [(shared.signals, shared.squares) for shared in found] == 3 * [({"loss": 4.0}, [7.0])]
     probed = together(
         lambda group: averaged(group, 0, [[math.nan], []]),
         lambda group: averaged(group, 1, [[1.0], []]),
@@ -143,22 +148,22 @@ def test_what_all_have_alike_is_not_rounded(value: float, weights: list[int]):
     """The progress of a run stands at a policy's threshold; it is the same for any number of processes."""
 
     class Same(SingleProcess):
+        size = 2
+
         def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
             return [[float(weight), *numbers[1:]] for weight in weights]
 
         def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
             return [list(numbers) for _ in weights]
 
-    assert agree(Same(), [], 1, {"progress": value}).signals == {"progress": value}
+    assert agree(Same(), [], 1, {"progress": value}, []).signals == {"progress": value}
     assert averaged(Same(), 1, [[value]]) == [[value]]
 
 
 def test_agreement_is_of_the_whole_gradient():
     """`|g|^2` over all groups of a fragment by the replicas' mean square; 1 where none has moved, NaN stays one."""
     dots = [[(3.0, 0.0, 0.0), (1.0, 5.0, 2.0)], [(0.0, 1.0, 0.0)], [(2.0, 1.0, 0.0)]]
-    signals = {f"{agreement._SQUARE}{index}": value for index, value in enumerate((8.0, 0.0, math.nan))}
-    shared = Shared(signals, dots)
+    shared = Shared({}, dots, (8.0, 0.0, math.nan))
     assert (shared.shown(0)["agreement"], shared.shown(1)["agreement"]) == (0.5, 1.0)
     assert math.isnan(shared.shown(2)["agreement"])
     assert "agreement" not in Shared({"loss": 1.0}, dots).shown(0)
-    assert shared.reported == {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -213,7 +213,7 @@ def test_equals_a_plain_loop_at_every_step(schedule: Schedule, rule: OuterRule):
     periods = (2, 0, 3, 1, 2, 0)[:count]
     policies = {str(number): Periodic(period) if period else "never" for number, period in enumerate(periods)}
     run, plain = schedule.engine(rule, restart=policies), schedule.plain(rule, periods)
-    assert [run.engine.offset(fragment) for fragment in run.engine.fragments] == list(schedule.offsets)
+    assert [fragment.offset for fragment in run.engine.fragments] == list(schedule.offsets)
     told = []
     for step in range(3 * schedule.inner_steps + 2):
         expected = len(plain.ended)
@@ -409,7 +409,17 @@ def test_bytes_of_a_sum_are_told_once():
     """What was sent before a run was set down, in the middle of a delay, is in the report of whoever ends the sync."""
 
     class Sending(SingleProcess):
-        """As if there were others."""
+        """Two processes that hold the same."""
+
+        size = 2
+
+        def gather(self, value: Any) -> list[Any]:
+            """The value twice."""
+            return [value, value]
+
+        def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+            """The numbers twice."""
+            return [list(numbers)] * 2
 
         def launch_sum(self, tensor: Tensor) -> Done:
             """Leave it as it is."""
@@ -615,14 +625,14 @@ def test_signals_of_the_step_that_reports(register_policy: Callable[[str], Any])
 def test_offsets_are_spread_evenly(inner_steps: int, count: int):
     """Within a round, in order, the last at its end, and never farther apart than the even distance, rounded up."""
     engine = start(HEAVY_BALL, inner_steps=inner_steps, fragments=count).engine
-    offsets = [engine.offset(fragment) for fragment in engine.fragments]
+    offsets = [fragment.offset for fragment in engine.fragments]
     gaps = [b - a for a, b in zip([0, *offsets], offsets, strict=False)]
     assert offsets[-1] == inner_steps
     assert sum(gaps) == inner_steps
     assert all(inner_steps // count <= gap <= -(-inner_steps // count) for gap in gaps)
     assert offsets[0] >= 1
     together = start(HEAVY_BALL, inner_steps=inner_steps, fragments=count, stagger=False).engine
-    assert {together.offset(fragment) for fragment in together.fragments} == {inner_steps}
+    assert {fragment.offset for fragment in together.fragments} == {inner_steps}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

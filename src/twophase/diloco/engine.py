@@ -33,28 +33,24 @@ from twophase.diloco.build import (
     OuterFactory,
     Restarts,
     Signals,
-    build_outer,
+    build_outers,
     check_needs,
-    check_overlap,
     check_schedule,
     check_signals_kind,
+    collect_slots,
     constants,
     cut,
     describe,
-    frozen,
     open_communicator,
-    replicas_alike,
-    restarts,
     values_for,
 )
-from twophase.diloco.candidates import Probe
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import checksum
-from twophase.diloco.fragment import Fragment, partition
+from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Elastic, Members, Position, membership
-from twophase.diloco.replicas import Replicas
 from twophase.diloco.report import RoundReport, merged
-from twophase.diloco.sync import Setting, Sync
+from twophase.diloco.setting import Probe, Setting
+from twophase.diloco.sync import Sync
 from twophase.diloco.transfer import check_wire
 from twophase.optim.outer import OuterSGD
 from twophase.policies.checks import check_count
@@ -124,34 +120,31 @@ class DiLoCo:
         self.inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
         self.stagger, self.delay, self.mixing, self.wire = stagger, delay, mixing, check_wire(wire)
         check_schedule(stagger, delay, mixing, self.inner_steps)
-        self.communicator = open_communicator(communicator)
+        self.communicator = communicator = open_communicator(communicator)
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
-        slots = replicas_alike(self.replicas, self.communicator)
-        parts = partition({slot.name: slot.parameter.numel() for slot in slots[0]}, fragments)
-        gap = self.inner_steps // len(parts) if stagger else self.inner_steps
-        # Fragments that are never reduced at the same time share the room for their pseudo-gradients.
-        shared = check_overlap(delay, gap, self.communicator) and stagger
-        self.fragments, anchor, self.layout = cut(slots, parts, self.wire, self.communicator, shared=shared)
-        self._replicas = Replicas(self.replicas, self.fragments, anchor, self.layout)
-        self._setting = Setting.of(self._replicas, self.communicator, mixing, probe)
+        self._schedule = {"inner_steps": self.inner_steps, "stagger": stagger, "delay": delay}
+        slots = collect_slots(self.replicas, communicator)
+        self.fragments, anchor, self.layout = cut(slots, fragments, communicator, wire=wire, **self._schedule)
+        build_outers(self.fragments, outer, restart)
+        self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
+        self._setting = Setting(
+            self.replicas, self.fragments, anchor, self.layout, communicator=communicator, mixing=mixing, probe=probe
+        )
+        self._constants = constants(
+            self._setting, alike or {}, self.inner_steps, {"stagger": stagger, "delay": delay, "mixing": mixing}, wire
+        )
+        self._membership = membership(self._setting, self._constants)
+        self.replica_count = self._membership.replica_count or len(self.replicas)
         self._position = Position([fragment.number for fragment in self.fragments], at_once=delay == 0)
         self._under_way: list[Sync] = []
-        for fragment, policy in zip(self.fragments, restarts(restart, self.fragments), strict=True):
-            fragment.outer = build_outer(fragment, outer, policy)
-        self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
-        alike = dict(alike or {}) | frozen(self.replicas[0], sharded=self.communicator.sharded)
-        schedules = {"stagger": stagger, "delay": delay, "mixing": mixing}
-        self._constants = constants(self.fragments, alike, self.inner_steps, schedules, self.wire)
-        self._membership = membership(self.communicator, self._replicas, self._constants)
-        self.replica_count = self._membership.replica_count or len(self.replicas)
         self._signals = frozenset(signals)
         outers = [fragment.outer for fragment in self.fragments if isinstance(fragment.outer, OuterSGD)]
         supplied = self._check_needs(group for optimizer in outers for group in optimizer.param_groups)
         for optimizer in outers:
             optimizer.promised |= supplied  # a state may bring another policy
         if not self._membership.absent:  # else a peer's state comes, by `join`
-            self.communicator.broadcast(anchor)
-        self._replicas.restore(self.fragments)
+            communicator.broadcast(anchor)
+        self._setting.restore(self.fragments)
 
     def _check_needs(self, groups: Iterable[Mapping[str, Any]]) -> frozenset[str]:
         probes, count = self._setting.probe is not None, self._membership.replica_count
@@ -212,7 +205,7 @@ class DiLoCo:
         position.inner_step += 1
         for fragment in self.fragments:
             fragment.steps += 1
-        due = [f for f in self.fragments if self.offset(f) == position.inner_step]
+        due = self._due(position.inner_step)
         if position.inner_step >= self.inner_steps:
             position.inner_step = 0
         report = None
@@ -222,18 +215,10 @@ class DiLoCo:
                 report = self._complete(sync, values)
             elif sync.age == (self.delay + 1) // 2:
                 sync.advance()
-        if due and self.delay > 0:
-            self._launch(due)
-        elif due:
-            # FSDP2's come and go with its forward passes, and a peer's state may replace any.
-            stay = () if self._replicas.are_sharded or self._membership.replaces_state else due
-            try:
-                for fragment in stay:
-                    fragment.hold_params()
-                report = self._complete(self._launch(due), values)
-            finally:
-                for fragment in stay:
-                    fragment.release_params()
+        if due:
+            sync = self._launch(due)
+            if self.delay == 0:
+                report = self._complete(sync, values)
         return report
 
     def finish(self, signals: Signals = None) -> RoundReport | None:
@@ -254,7 +239,7 @@ class DiLoCo:
             values = values_for(rest[:1], signals)
             reports.append(self._complete(self._launch(rest[:1], at_once=True), values))
         if self.mixing:
-            self._replicas.restore(self.fragments)
+            self._setting.restore(self.fragments)
         self._position.inner_step = 0
         if not reports:
             return None
@@ -267,42 +252,40 @@ class DiLoCo:
         self._position.at_once = at_once or self.delay == 0
         return self._reduce(self._membership.attend(self._position, attempts))
 
-    @torch.no_grad()
     def _reduce(self, members: Members) -> Sync:
         fragments = [self.fragments[number] for number in self._position.launching]
-        sync = Sync.launch(self._setting, fragments, members, at_once=self._position.at_once)
+        with torch.no_grad():
+            sync = Sync.launch(self._setting, fragments, members, at_once=self._position.at_once)
         self._under_way.append(sync)
         return sync
 
-    @torch.no_grad()
     def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport:
         """Wait for the sums, take the outer steps, and give the replicas the new anchor."""
-        self._under_way.remove(sync)
-        while (shared := sync.receive(signals)) is None:  # processes went away: once more without them
-            failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
-            sync.add(failed)
+        with torch.no_grad():
             self._under_way.remove(sync)
-        self._membership.borrowed.difference_update(fragment.number for fragment in sync.fragments)
-        steps = sync.apply(shared)
-        complete = sync.fragments[-1] is self.fragments[-1]
-        self._position.round += complete
-        self._position.syncs += 1
-        full = self.inner_steps - (self.delay if self.mixing == 0 else 0)  # a delay without mixing is given up
-        return sync.report(shared, steps, self.round + (not complete), complete=complete, full=full)
+            while not sync.receive(signals):  # processes went away: once more without them
+                failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
+                sync.add(failed)
+                self._under_way.remove(sync)
+            self._membership.borrowed.difference_update([fragment.number for fragment in sync.fragments])
+            sync.apply()
+            complete = sync.fragments[-1] is self.fragments[-1]
+            self._position.round += complete
+            self._position.syncs += 1
+            full = self.inner_steps - (self.delay if self.mixing == 0 else 0)  # a delay without mixing is given up
+            return sync.report(self.round + (not complete), complete=complete, full=full)
 
     # -------------------------------------------------------------------------------------------------- the schedule
 
-    def offset(self, fragment: Fragment) -> int:
-        """The inner step of a round, from 1, after which a fragment's pseudo-gradient is taken."""
-        if not self.stagger:
-            return self.inner_steps
-        return -(-(fragment.number + 1) * self.inner_steps // len(self.fragments))
+    def _due(self, inner_step: int) -> list[Fragment]:
+        """Return the fragments whose pseudo-gradient is taken after an inner step of a round, from 1."""
+        return [fragment for fragment in self.fragments if fragment.offset == inner_step]
 
     def _ending(self) -> list[Fragment]:
         """Return the fragments that end their round in the next `step()`."""
         if self.delay:
             return [f for sync in self._under_way if sync.age + 1 == self.delay for f in sync.fragments]
-        return [f for f in self.fragments if self.offset(f) == self.inner_step + 1]
+        return self._due(self._position.inner_step + 1)
 
     @property
     def reports_next(self) -> bool:
@@ -331,13 +314,13 @@ class DiLoCo:
         if self.at_anchor:
             yield self.replicas[number]
             return
-        with self._replicas.lend(number) as replica:
-            self._replicas.write(number, [fragment.anchor_views for fragment in self.fragments])
+        with self._setting.lend(number) as replica:
+            self._setting.write(number, [fragment.anchor_views for fragment in self.fragments])
             yield replica
 
     def checksum(self) -> str:
         """Sixteen hexadecimal digits that depend on every bit of the anchor; equal on all processes after a round."""
-        return checksum(self._replicas.anchor)
+        return checksum(self._setting.anchor)
 
     # ----------------------------------------------------------------------------------- processes that come and go
 
@@ -393,18 +376,7 @@ class DiLoCo:
         Raises:
             ValueError: a reduction is `under_way` where processes come and go: its result may never be.
         """
-        states.check_saving(self._setting, self._under_way)
-        self._settle()
-        return states.save(self._setting, self._position, self._under_way, self._membership, self._schedule())
-
-    def _schedule(self) -> dict[str, Any]:
-        """When which fragments are reduced."""
-        return {"inner_steps": self.inner_steps, "stagger": self.stagger, "delay": self.delay}
-
-    def _settle(self) -> None:
-        """Wait for the sums under way: they must not end later, in what is saved or loaded meanwhile."""
-        for sync in self._under_way:
-            sync.settle()
+        return states.save(self._setting, self._position, self._under_way, self._membership, self._schedule)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
@@ -416,12 +388,13 @@ class DiLoCo:
             ValueError: no engine's state, the state of another model, a position that this engine's rounds do not
                 have, or a restart policy that needs what this one was not promised; nothing has been changed.
         """
-        states.check(state, self._setting, self._schedule())
+        states.check(state, self._setting, self._schedule)
         self._check_needs(states.policy_groups(state, self._setting))
-        self._settle()
+        for sync in self._under_way:  # it must not end later, in what is loaded meanwhile
+            sync.settle()
         self._under_way = states.load(state, self._setting, self._position, self._membership, delay=self.delay)
         if self.at_anchor:
-            self._replicas.restore(self.fragments)
+            self._setting.restore(self.fragments)
 
     def wire_state_dict(self) -> dict[str, Any]:
         """What this process still owes the others on a lossy wire, by fragment; empty on float32.
@@ -429,7 +402,8 @@ class DiLoCo:
         It differs between processes, so each saves its own. With a reduction under way, which is waited for because its
         second stage owes digits too, it must be called on all processes.
         """
-        self._settle()
+        for sync in self._under_way:
+            sync.settle()
         return {f.name: state for f in self.fragments if (state := f.channel.state_dict())}
 
     def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import json
 import operator
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco.flat import Layout, checksum
+from twophase.diloco.flat import Digest, Layout, checksum
 from twophase.diloco.transfer import Channel
 from twophase.optim.outer import BUFFER, OuterSGD
 
@@ -50,30 +50,30 @@ def partition(sizes: Mapping[str, int], fragments: int | Mapping[str, str]) -> d
     >>> partition({"embedding": 5, "blocks.0": 1, "head": 5}, {"ends": "embedding|head", "blocks": "blocks"})
     {'ends': ['embedding', 'head'], 'blocks': ['blocks.0']}
     """
+    names = list(sizes)
     if isinstance(fragments, Mapping):
-        return _by_pattern(list(sizes), fragments)
+        return _by_pattern(names, fragments)
     if isinstance(fragments, bool) or not isinstance(fragments, int) or not 1 <= fragments <= len(sizes):
         raise ValueError(
             f"partition: fragments is {fragments!r}; it must be a whole number between 1 and the number of parameters, "
             f"{len(sizes)}, or patterns by name"
         )
-    parts = _balanced(list(sizes.values()), fragments)
-    names = list(sizes)
-    return {str(number): names[start:stop] for number, (start, stop) in enumerate(parts)}
+    starts = _balanced(list(sizes.values()), fragments)
+    stops = [*starts[1:], len(names)]
+    return {str(number): names[start:stop] for number, (start, stop) in enumerate(zip(starts, stops, strict=True))}
 
 
 def _by_pattern(names: list[str], patterns: Mapping[str, str]) -> dict[str, list[str]]:
-    names_by_fragment: dict[str, list[str]] = {name: [] for name in patterns}
-    compiled = {}
+    names_by_fragment: dict[str, list[str]] = {fragment: [] for fragment in patterns}
     for fragment, pattern in patterns.items():
         try:
-            compiled[fragment] = re.compile(pattern)
+            re.compile(pattern)
         except re.error as error:
             raise ValueError(
                 f"partition: the pattern {pattern!r} of fragment {fragment!r} is no regular expression ({error})"
             ) from None
     for name in names:
-        taker = next((fragment for fragment, pattern in compiled.items() if pattern.search(name)), None)
+        taker = next((fragment for fragment, pattern in patterns.items() if re.search(pattern, name)), None)
         if taker is None:
             raise ValueError(
                 f"partition: no fragment's pattern is found in the parameter name {name!r}; every parameter must "
@@ -89,30 +89,25 @@ def _by_pattern(names: list[str], patterns: Mapping[str, str]) -> dict[str, list
     return names_by_fragment
 
 
-def _balanced(sizes: list[int], count: int) -> list[tuple[int, int]]:
-    """Return start and stop of contiguous, non-empty parts with the least possible largest sum."""
+def _balanced(sizes: list[int], count: int) -> list[int]:
+    """Return the starts of contiguous, non-empty parts with the least possible largest sum."""
+
+    def starts(capacity: int) -> list[int]:
+        """Return the starts of parts that are filled up to a capacity, but leave an element for each later part."""
+        result, filled = [0], 0
+        for index, size in enumerate(sizes):
+            must_end = len(sizes) - index < count - len(result) + 1
+            if index > result[-1] and (filled + size > capacity or must_end):
+                result.append(index)
+                filled = 0
+            filled += size
+        return result
+
     low, high = max(sizes), sum(sizes)
     while low < high:  # the least capacity into which `count` parts fit
         middle = (low + high) // 2
-        low, high = (low, middle) if _parts_needed(sizes, middle) <= count else (middle + 1, high)
-    parts: list[tuple[int, int]] = []
-    start, filled = 0, 0
-    for index, size in enumerate(sizes):
-        remaining = count - len(parts)  # parts still to be closed, this one included
-        if index > start and (filled + size > low or len(sizes) - index < remaining):
-            parts.append((start, index))
-            start, filled = index, 0
-        filled += size
-    return [*parts, (start, len(sizes))]
-
-
-def _parts_needed(sizes: list[int], capacity: int) -> int:
-    parts, filled = 1, 0
-    for size in sizes:
-        if filled + size > capacity:
-            parts, filled = parts + 1, 0
-        filled += size
-    return parts
+        low, high = (low, middle) if len(starts(middle)) <= count else (middle + 1, high)
+    return starts(low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +121,9 @@ class Slot:
     dtype: torch.dtype
     device: torch.device
 
-    def tensor(self) -> Tensor:
-        """Its present values, of a sharded parameter this process's shard.
-
-        Training on after a silent replacement would synchronise nothing.
-        """
-        p = self.parameter
-        if self.module._parameters.get(self.leaf) is not p or p.dtype is not self.dtype or p.device != self.device:
-            raise ValueError(
-                f"DiLoCo: parameter {self.name!r} was replaced, moved or cast after the engine was built; call "
-                ".to(), .double() or load_state_dict(assign=True) first and build the engine last"
-            )
-        return p.detach() if type(p) is nn.Parameter else local(p)
-
 
 def slots_of(replica: nn.Module) -> list[Slot]:
-    """The trainable parameters of a module, in its order."""
+    """Return the trainable parameters of a module, in its order."""
     reshard(fsdp_modules(replica))  # after an evaluation FSDP2 names whole parameters, which are not those that train
     slots = []
     for name, p in replica.named_parameters():
@@ -151,10 +133,25 @@ def slots_of(replica: nn.Module) -> list[Slot]:
     return slots
 
 
+def tensors_of(slots: Sequence[Slot]) -> list[Tensor]:
+    """Return the parameters as they are now, of a sharded parameter this process's shard.
+
+    Raises:
+        ValueError: a parameter was replaced; training on silently would synchronise nothing.
+    """
+    for slot in slots:
+        p = slot.parameter
+        if slot.module._parameters.get(slot.leaf) is not p or p.dtype is not slot.dtype or p.device != slot.device:
+            raise ValueError(
+                f"DiLoCo: parameter {slot.name!r} was replaced, moved or cast after the engine was built; call "
+                ".to(), .double() or load_state_dict(assign=True) first and build the engine last"
+            )
+    return [slot.parameter if type(slot.parameter) is nn.Parameter else local(slot.parameter) for slot in slots]
+
+
 def local(p: Tensor) -> Tensor:
-    """What this process holds of a parameter: its shard of a DTensor, and all of an ordinary one."""
-    sharded = type(p) is not nn.Parameter and hasattr(p, "to_local")  # a parameter that is a DTensor has its type
-    return p.detach().to_local() if sharded else p.detach()  # type: ignore[operator]
+    """Return what this process holds of a parameter: its shard of a DTensor, and all of an ordinary parameter."""
+    return p.detach().to_local() if hasattr(p, "to_local") else p.detach()  # type: ignore[operator]
 
 
 def check_placement(name: str, p: Tensor, sharded: bool) -> None:
@@ -173,7 +170,7 @@ def check_placement(name: str, p: Tensor, sharded: bool) -> None:
 
 
 def fsdp_modules(replica: nn.Module) -> list[Any]:
-    """The modules of a replica that FSDP2 shards."""
+    """Return the modules of a replica that FSDP2 shards."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # not imported means not used; importing it costs 50 MB
         return []
@@ -187,7 +184,7 @@ def reshard(modules: Sequence[Any]) -> None:
 
 
 class Fragment:
-    """One fragment in this process: its part of the flat anchor, its outer optimizer, what it sends, and its rounds.
+    """A fragment in this process: its part of the flat anchor, its outer optimizer, what it sends, and its rounds.
 
     Args:
         name: its name.
@@ -197,6 +194,7 @@ class Fragment:
         anchor: (layout.numel,) its part of the anchor.
         gradient: (layout.numel,) room for the pseudo-gradient.
         channel: how the pseudo-gradient travels.
+        offset: the inner step of a round, from 1, after which its pseudo-gradient is taken.
     """
 
     def __init__(
@@ -209,50 +207,61 @@ class Fragment:
         anchor: Tensor,
         gradient: Tensor,
         channel: Channel,
+        offset: int,
     ) -> None:
-        self.name, self.number = name, number
+        self.name, self.number, self.offset = name, number, offset
         self.slots, self.layout, self.channel = slots, layout, channel
         self.flat, self.gradient = anchor, gradient
         self.anchor_views = layout.views(anchor)
         self.gradient_views = layout.views(gradient)
         self.gaps = layout.gaps(gradient)
-        self.ends = [slot.offset + slot.numel for slot in layout.slots]
+        self.ends = [slot.end for slot in layout.slots]
+        self.anchor_digest = Digest(anchor) if anchor.is_cpu else None
         kinds = {(slot.dtype, slot.device) for slots_of_replica in slots for slot in slots_of_replica}
-        self._alike = kinds == {(anchor.dtype, anchor.device)}  # `Slot.tensor` sees that they stay so
-        self._checked: Sequence[list[Tensor]] = []
+        self._is_plain = kinds == {(anchor.dtype, anchor.device)} and layout.numel <= SMALL
         self._momentum: Tensor | None = None
         self.momentum_views: list[Tensor] = []
         self.outer: Optimizer
+        self.params: list[list[Tensor]] = []
+        """The parameters of each replica, as `look_up` has returned them last."""
         self.round = 0
         """Rounds that it has ended."""
+        self.steps = 0
+        """Inner steps that its next pseudo-gradient will be made of."""
         self.divisor = 1
         """Number that its gradient, a sum over replicas, is still to be divided by."""
         self.on_device = False
         """Whether kernels of an accelerator take its round that is under way."""
         self.torn = False
         """Whether an outer step has changed a part of it only: it was interrupted."""
-        self.steps = 0
-        """Inner steps that its next pseudo-gradient will be made of."""
 
     @property
     def named(self) -> list[tuple[str, Tensor]]:
         """The anchor's parameters by name."""
         return list(zip((slot.name for slot in self.layout.slots), self.anchor_views, strict=True))
 
-    def params(self) -> Sequence[list[Tensor]]:
-        """The parameters of each replica as they are now, checked to be those that the engine was built for."""
-        return self._checked or [[slot.tensor() for slot in slots] for slots in self.slots]
+    @property
+    def outer_sgd(self) -> OuterSGD:
+        """The outer optimizer of a fragment that has an `OuterSGD`."""
+        assert isinstance(self.outer, OuterSGD)
+        return self.outer
 
-    def hold_params(self) -> None:
-        """Look the parameters up once for all until `release_params()`; no inner step may be taken."""
-        self._checked = self.params()
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its restart policies need; nothing where the outer optimizer is no `OuterSGD`."""
+        return self.outer.needs if isinstance(self.outer, OuterSGD) else frozenset()
 
-    def release_params(self) -> None:
-        """Look the parameters up anew from now on."""
-        self._checked = []
+    def look_up(self) -> list[list[Tensor]]:
+        """Return the parameters of each replica as they are now, and keep them in `params` until the next inner step.
+
+        Raises:
+            ValueError: a parameter was replaced after the engine was built.
+        """
+        self.params = [tensors_of(slots) for slots in self.slots]
+        return self.params
 
     def write_pseudo_gradient(self, *, alone: bool, measure: bool = False) -> Tensor | None:
-        """Write g <- sum over this process's replicas of (a - theta_r).
+        """Write g <- sum over this process's replicas of (a - theta_r), from `params`.
 
         Differences are summed, not parameters: a sum of parameters would round away the low bits of a small
         difference, and the order (difference first, then sum) is the one that a reduction over processes has, which
@@ -268,15 +277,20 @@ class Fragment:
         Returns:
             That sum, a scalar in float64, or None.
         """
-        square = torch.zeros((), dtype=torch.float64, device=self.gradient.device) if measure else None
         self.close_gaps()
         simulated = alone and self.channel.lossy
-        if not (simulated or measure) and self.layout.numel <= SMALL and self._write_in_few_calls():
+        if self._is_plain and not (simulated or measure):  # in few calls, which here cost more than elements
+            self.gradient.copy_(self.flat)
+            torch._foreach_sub_(self.gradient_views, self.params[0])
+            for params in self.params[1:]:
+                torch._foreach_add_(self.gradient_views, torch._foreach_sub(self.anchor_views, params))
             return None
+        square = torch.zeros((), dtype=torch.float64, device=self.gradient.device) if measure else None
         scratch = torch.zeros_like(self.gradient) if simulated and len(self.slots) > 1 else None
-        for number, params in enumerate(self.params()):
-            target = scratch if scratch is not None and number else self.gradient
-            views = self.layout.views(target) if target is scratch else self.gradient_views
+        for number, params in enumerate(self.params):
+            target, views = self.gradient, self.gradient_views
+            if scratch is not None and number:
+                target, views = scratch, self.layout.views(scratch)
             for anchor, out, theta in zip(self.anchor_views, views, params, strict=True):
                 start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
                 theta = theta.to(anchor.device)  # noqa: PLW2901 - a replica may live on another device
@@ -298,33 +312,20 @@ class Fragment:
         if self.gaps:  # another fragment may have been here: its rest would be measured, and coarsen int8's scales
             torch._foreach_zero_(self.gaps)
 
-    def _write_in_few_calls(self) -> bool:
-        """Write g for replicas of the anchor's type and device, where calls cost more than elements; else False."""
-        if not self._alike:
-            return False
-        replicas = self.params()
-        self.gradient.copy_(self.flat)
-        torch._foreach_sub_(self.gradient_views, replicas[0])
-        for params in replicas[1:]:
-            torch._foreach_add_(self.gradient_views, torch._foreach_sub(self.anchor_views, params))
-        return True
-
-    @property
-    def outer_sgd(self) -> OuterSGD:
-        """The outer optimizer of a fragment that has an `OuterSGD`."""
-        assert isinstance(self.outer, OuterSGD)
-        return self.outer
-
     def momentum(self) -> Tensor | None:
-        """The momentum buffers of all parameters as one flat vector that they are views of; None if any is missing.
+        """Return the momentum buffers of all parameters as one flat vector that they are views of; None if any lacks.
 
         Buffers that lie elsewhere, such as loaded ones, are copied into a new vector and become its views.
         """
         if type(self.outer) is not OuterSGD:  # another optimizer's state may hold more
             return None
-        state, nothing = self.outer.state, {}
-        buffers = [state.get(p, nothing).get(BUFFER) for p in self.anchor_views]
-        if self._momentum is not None and all(map(operator.is_, buffers, self.momentum_views)):
+        # In the order of the parameters, as a round makes them: to look each up by its parameter takes far longer.
+        buffers = [state.get(BUFFER) for state in self.outer.state.values()]
+        if self._momentum is not None and self._are_views(buffers):
+            return self._momentum
+        states = [self.outer.state.get(p, {}) for p in self.anchor_views]
+        buffers = [state.get(BUFFER) for state in states]
+        if self._momentum is not None and self._are_views(buffers):
             return self._momentum
         kinds = [(type(b), b.dtype, b.shape) for b in buffers if b is not None]
         if kinds != [(Tensor, self.flat.dtype, view.shape) for view in self.anchor_views]:
@@ -332,12 +333,15 @@ class Fragment:
         self._momentum, self.momentum_views = None, []  # not two of them at a time, beside the buffers
         momentum = self.new_momentum()
         torch._foreach_copy_(self.momentum_views, [buffer for buffer in buffers if buffer is not None])
-        for p, view in zip(self.anchor_views, self.momentum_views, strict=True):
-            self.outer.state[p][BUFFER] = view
+        for state, view in zip(states, self.momentum_views, strict=True):
+            state[BUFFER] = view
         return momentum
 
+    def _are_views(self, buffers: Sequence[Tensor | None]) -> bool:
+        return len(buffers) == len(self.momentum_views) and all(map(operator.is_, buffers, self.momentum_views))
+
     def new_momentum(self) -> Tensor:
-        """A flat vector for momentum buffers that are still to be written, with `momentum_views`."""
+        """Return a flat vector for momentum buffers that are still to be written, with `momentum_views`."""
         # Never the vector of before: views of that may be held elsewhere, by a sweep's forest for example.
         self._momentum = torch.zeros_like(self.flat)
         self.momentum_views = self.layout.views(self._momentum)
@@ -355,8 +359,8 @@ class Fragment:
             anchor.grad = gradient  # anew in every round: a user's zero_grad() may have taken it away
 
     def restore(self, mixing: float = 0.0) -> None:
-        """theta_r <- mixing theta_r + (1 - mixing) a."""
-        for params in self.params():
+        """Set theta_r <- mixing theta_r + (1 - mixing) a, for the tensors in `params`."""
+        for params in self.params:
             if mixing == 0:
                 torch._foreach_copy_(params, self.anchor_views)
                 continue
@@ -364,40 +368,34 @@ class Fragment:
                 theta.lerp_(anchor.to(device=theta.device, dtype=theta.dtype), 1 - mixing)
 
     def counters(self) -> list[Any]:
-        """Plain numbers and text that decide what its next outer step does, of the groups and of each parameter."""
+        """Return what decides its next outer step, of the groups and of each parameter, as plain numbers and text."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.outer.param_groups]
-        states = [self.outer.state.get(p, {}) for group in self.outer.param_groups for p in group["params"]]
-        plain = [{k: v for k, v in state.items() if not isinstance(v, Tensor)} for state in states]
+        plain = [{k: v for k, v in state.items() if not isinstance(v, Tensor)} for state in self._states()]
         return [self.round, groups, plain]
 
     def digest(self, taken: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Sixteen hexadecimal digits each of the anchor, of the outer optimizer's tensors, and of its counters.
+        """Return sixteen hexadecimal digits each of the anchor, the outer optimizer's tensors, and its counters.
 
         Args:
             taken: those of them that a sweep has taken on its way.
         """
-        digits = dict(taken or {})
-        if "anchor" not in digits:
-            digits["anchor"] = checksum(self.flat)
-        if "momentum buffer" not in digits:
+        taken = taken or {}
+        anchor = taken.get("anchor") or checksum(self.flat)
+        buffer = taken.get("momentum buffer")
+        if buffer is None:
             momentum = self.momentum()
-            if momentum is None:
-                digits["momentum buffer"] = _digits([checksum_of(tensor) for tensor in self._buffers()])
-            else:
-                digits["momentum buffer"] = checksum(momentum)
+            tensors = [s[key] for s in self._states() for key in sorted(s) if isinstance(s[key], Tensor)]
+            buffer = _digits(map(checksum_of, tensors)) if momentum is None else checksum(momentum)
         counters = json.dumps(self.counters(), sort_keys=True, default=_exactly)
-        return {name: digits[name] for name in ("anchor", "momentum buffer")} | {"counters": _digits([counters])}
+        return {"anchor": anchor, "momentum buffer": buffer, "counters": _digits([counters])}
 
-    def _buffers(self) -> Iterator[Tensor]:
-        """The tensors of the outer optimizer's state, in the order of the parameters and their keys."""
-        for group in self.outer.param_groups:
-            for p in group["params"]:
-                state = self.outer.state.get(p, {})
-                yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor))
+    def _states(self) -> list[Mapping[str, Any]]:
+        """Return the outer optimizer's state of each parameter, in their order."""
+        return [self.outer.state.get(p, {}) for group in self.outer.param_groups for p in group["params"]]
 
 
 def checksum_of(tensor: Tensor) -> str:
-    """The checksum of a tensor of any dtype and shape."""
+    """Return the checksum of a tensor of any dtype and shape."""
     flat = tensor.detach().reshape(-1).contiguous()
     if flat.dtype not in (torch.float32, torch.float64):
         flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.nbytes % 8)).view(torch.float32)
@@ -409,5 +407,5 @@ def _exactly(value: Any) -> Any:
     return [str(value.dtype), list(value.shape), checksum_of(value)] if isinstance(value, Tensor) else str(value)
 
 
-def _digits(parts: Sequence[str]) -> str:
+def _digits(parts: Any) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

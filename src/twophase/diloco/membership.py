@@ -1,25 +1,35 @@
-"""Membership: the replicas that take part in a sync, always the same (`Fixed`) or found anew each time (`Elastic`).
+"""Membership: the replicas that take part in a sync, always the same (`Fixed`) or listed anew each time (`Elastic`).
 
 Both return values. The state of a replica that comes late is replaced by a peer's inside `Communicator.begin`.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from twophase.diloco import communicator as protocols
-from twophase.diloco.agreement import Attendance, attend, same_start
+from twophase.diloco.agreement import (
+    REMEDY,
+    Disagreement,
+    all_halves,
+    first_difference,
+    halves,
+    same_start,
+    short_hash,
+    versions,
+)
 from twophase.diloco.build import describe
-from twophase.diloco.communicator import Communicator, Interrupted
-from twophase.diloco.replicas import Replicas
+from twophase.diloco.communicator import Interrupted
+from twophase.diloco.setting import Setting
 
 
 @dataclass(slots=True)
 class Position:
-    """The engine's place in a run: what a step or a sync changes, and what all processes have alike.
+    """The engine's place in a run: what a step or a sync changes, the same on all processes.
 
     Args:
         launching: numbers of the fragments of the newest sync. A late joiner receives them with the state, and goes
@@ -46,7 +56,7 @@ class Members:
         replicas: replicas of all processes that count in it.
         newcomers: replicas that are there without weight.
         attempts: how often the sync has been tried, this time included.
-        seconds: time spent on finding them, by phase.
+        seconds: time spent on listing them, by phase.
     """
 
     weight: int
@@ -58,7 +68,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The outcome of one attempt to join.
+    """The outcome of an attempt to join.
 
     Args:
         members: members of the sync of a run under way, which this process has come into; else None.
@@ -74,18 +84,17 @@ class Arrival:
 class Fixed:
     """The same processes from the first round to the last."""
 
-    replaces_state = False
-    """Whether a sync may begin with a peer's state."""
     absent = False
     """Whether this process has still to join the others."""
 
-    def __init__(self, communicator: Communicator, replicas: Replicas, constants: Mapping[str, Any]) -> None:
-        counts = same_start(communicator, describe(replicas.fragments, constants), len(replicas))
+    def __init__(self, setting: Setting, constants: Mapping[str, Any]) -> None:
+        count = len(setting.modules)
+        counts = same_start(setting.communicator, describe(setting.fragments, constants), count)
         self.replica_count: int | None = sum(counts)
         """Replicas of the whole run; None where that changes."""
         self.borrowed: set[int] = set()
         """Fragments in which this process holds a peer's progress, each until a sync of it has succeeded."""
-        self._members = Members(len(replicas), sum(counts))
+        self._members = Members(count, sum(counts))
 
     def attend(self, position: Position, attempts: int) -> Members:
         """Return the members of the next sync."""
@@ -96,14 +105,12 @@ class Fixed:
 class Elastic:
     """Processes that come and go: every sync begins with a roll call of those that are there."""
 
-    replaces_state = True
-
-    def __init__(self, communicator: Communicator, replicas: Replicas, constants: Mapping[str, Any]) -> None:
+    def __init__(self, setting: Setting, constants: Mapping[str, Any]) -> None:
         self.replica_count: int | None = None
         self.borrowed: set[int] = set()
         self.absent = True
-        self._communicator = cast("protocols.Elastic", communicator)
-        self._replicas, self._constants = replicas, constants
+        self._communicator = cast("protocols.Elastic", setting.communicator)
+        self._fragments, self._replicas, self._constants = setting.fragments, len(setting.modules), constants
 
     def attend(self, position: Position, attempts: int) -> Members:
         """Begin a sync with the processes that are there; a failed roll call is another attempt.
@@ -115,14 +122,14 @@ class Elastic:
         start = time.perf_counter()
         while True:
             self._begin()
-            weight = 0 if self.borrowed.intersection(position.launching) else len(self._replicas)
+            weight = 0 if self.borrowed.intersection(position.launching) else self._replicas
             try:
-                attendance = self._call_roll(position, weight, running=True, ready=True)
+                members, _, _ = self._call_roll(position, weight, running=True, ready=True)
             except Interrupted:
                 self._communicator.commit()  # ends the failed attempt, so that the next `begin` starts another
                 attempts += 1
             else:
-                return self._members(weight, attendance, attempts, {"quorum": time.perf_counter() - start})
+                return replace(members, attempts=attempts, seconds={"quorum": time.perf_counter() - start})
 
     def arrive(self, position: Position, *, ready: bool) -> Arrival:
         """Try once to join the others.
@@ -135,14 +142,14 @@ class Elastic:
         communicator.enter(1 + position.syncs if ready else 0)
         self._begin()
         try:
-            attendance = self._call_roll(position, 0, running=False, ready=ready)
-            if attendance.running:
+            members, running, all_ready = self._call_roll(position, 0, running=False, ready=ready)
+            if running:
                 self.absent = False
-                return Arrival(self._members(0, attendance, 1, {}))
+                return Arrival(members)
             # Each rank judges by its own minimum; no collective follows before the vote, so none waits for another.
-            enough = communicator.enough(attendance.present)
+            enough = communicator.enough(members.replicas + members.newcomers)
             # Only together: a vote while one replica still restores would fail by its timeout.
-            return Arrival(enough=enough, begun=enough and attendance.ready and communicator.commit())
+            return Arrival(enough=enough, begun=enough and all_ready and communicator.commit())
         except Interrupted:
             communicator.commit()  # ends the failed attempt, so that the next `begin` starts another
             return Arrival()
@@ -157,37 +164,64 @@ class Elastic:
     def _begin(self) -> None:
         """Begin a sync; adopt a state healed from a peer, and drop local error-feedback residuals then."""
         if self._communicator.begin():
-            self.borrowed = {fragment.number for fragment in self._replicas.fragments}
-            for fragment in self._replicas.fragments:
+            self.borrowed = {fragment.number for fragment in self._fragments}
+            for fragment in self._fragments:
                 fragment.channel.clear()
 
-    def _members(self, weight: int, attendance: Attendance, attempts: int, seconds: Mapping[str, float]) -> Members:
-        if attendance.replicas:
-            replicas = attendance.replicas
-        else:  # only newcomers are there: they count, or the progress of the replicas that have gone would be lost
-            weight, replicas = len(self._replicas), attendance.present
-        return Members(weight, replicas, attendance.present - replicas, attempts, seconds)
+    def _call_roll(self, position: Position, weight: int, *, running: bool, ready: bool) -> tuple[Members, bool, bool]:
+        """Tell the others what this process brings to a sync, and see that all stand at the same place.
 
-    def _call_roll(self, position: Position, weight: int, *, running: bool, ready: bool) -> Attendance:
-        launching = position.launching
-        return attend(
-            self._communicator,
-            self._replicas.fragments,
-            describe(self._replicas.fragments, self._constants),
-            replicas=len(self._replicas),
-            weight=weight,
-            running=running,
-            ready=ready,
-            position=(launching[0] if launching else 0, len(launching), position.inner_step),
-        )
+        Args:
+            position: of this process; compared in a run under way.
+            weight: replicas of this process that count in the mean.
+            running: whether this process has joined before.
+            ready: whether it has restored what it has on disk.
+
+        Returns:
+            The members, whether any of them is in the middle of a run, and whether all are ready.
+
+        Raises:
+            ValueError: at the start of a run, the processes were not started alike.
+            Disagreement: anchor, buffers, counters or positions differ.
+        """
+        communicator, fragments = self._communicator, self._fragments
+        description = describe(fragments, self._constants)
+        # First a few words that are as many on all processes, whatever they were started with: unlike lengths would
+        # fail without a reason. A joiner of a run under way has compared itself before it took the state over.
+        text = json.dumps([versions(), description], sort_keys=True)
+        kinds = communicator.exchange([running, *halves(short_hash(text))])
+        if not any(row[0] for row in kinds) and any(row != kinds[0] for row in kinds):
+            same_start(communicator, description, self._replicas)
+        place = [(position.launching or [0])[0], len(position.launching), position.inner_step]
+        digests = [fragment.digest() for fragment in fragments]
+        everyone = communicator.exchange([running, self._replicas, weight, ready, *place, *all_halves(digests)])
+        fault = first_difference([row[7:] for row in everyone], fragments, digests)
+        under_way = any(row[0] for row in everyone)
+        if under_way and fault is None:
+            fault = _unlike_positions([row[4:7] for row in everyone])
+        if fault is not None:
+            remedy = REMEDY if under_way else "start all replicas from the same seed, checkpoint and options"
+            raise Disagreement(f"DiLoCo: before a sync {fault}. {remedy}")
+        present, counted = (int(sum(row[column] for row in everyone)) for column in (1, 2))
+        if not counted:  # only newcomers are there: they count, or the progress of the replicas that have gone is lost
+            weight, counted = self._replicas, present
+        return Members(weight, counted, present - counted), under_way, all(row[3] for row in everyone)
 
 
-def membership(communicator: Communicator, replicas: Replicas, constants: Mapping[str, Any]) -> Fixed | Elastic:
-    """Return the membership that a communicator has.
+def _unlike_positions(everyone: list[list[float]]) -> str | None:
+    """Say which process synchronises other fragments than the first, or after another inner step."""
+    places = [f"{int(count)} from number {int(first)}, after inner step {int(step)}" for first, count, step in everyone]
+    for other, place in enumerate(places):
+        if place != places[0]:
+            return f"the fragments of the sync differ between process 0 ({places[0]}) and process {other} ({place})"
+    return None
+
+
+def membership(setting: Setting, constants: Mapping[str, Any]) -> Fixed | Elastic:
+    """Return the membership that the processes have.
 
     Args:
-        communicator: the processes.
-        replicas: the replicas of this process.
+        setting: the processes and the replicas.
         constants: values that all processes must have been started with; see `build.constants`.
     """
-    return (Elastic if communicator.elastic else Fixed)(communicator, replicas, constants)
+    return (Elastic if setting.communicator.elastic else Fixed)(setting, constants)

@@ -1,4 +1,4 @@
-"""What the engine tells about a round: plain numbers."""
+"""Report a round in plain numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twophase.optim.groups import GroupRound
 
 @dataclass(frozen=True, slots=True)
 class FragmentRound:
-    """One fragment's part in a round.
+    """A fragment's part in a round.
 
     Args:
         name: of the fragment.
@@ -101,29 +101,31 @@ class RoundReport:
 
 
 def merged(reports: Sequence[RoundReport]) -> RoundReport:
-    """Several syncs that end a run together, as one report."""
-    first, last = reports[0], reports[-1]
+    """Return several syncs that end a run together as one report."""
     if len(reports) == 1:
-        return first
+        return reports[0]
+    fragments = tuple(fragment for report in reports for fragment in report.fragments)
     phases = {phase for report in reports for phase in report.seconds}
     return replace(
-        last,
+        reports[-1],
         inner_steps=max(report.inner_steps for report in reports),
         partial=any(report.partial for report in reports),
         newcomers=max(report.newcomers for report in reports),
         attempts=max(report.attempts for report in reports),
         restarted=any(report.restarted for report in reports),
-        fragments=tuple(fragment for report in reports for fragment in report.fragments),
+        fragments=fragments,
         groups=tuple(group for report in reports for group in report.groups),
         pseudo_gradient_norm=sum(report.pseudo_gradient_norm**2 for report in reports) ** 0.5,
         bytes_sent=sum(report.bytes_sent for report in reports),
         seconds={phase: sum(report.seconds.get(phase, 0.0) for report in reports) for phase in sorted(phases)},
-        checksum=joined([fragment.checksum for report in reports for fragment in report.fragments]),
+        checksum=joined([fragment.checksum for fragment in fragments]),
     )
 
 
 def joined(checksums: Sequence[str]) -> str:
-    """One checksum of several: the only one itself, or sixteen digits that depend on all and on their order."""
+    """Join checksums: the only checksum itself, or sixteen digits that depend on all and on their order."""
+    if len(checksums) == 1:
+        return checksums[0]
     value = int(checksums[0], 16)
     for other in checksums[1:]:
         value = (value * 0x100000001B3 + int(other, 16)) % (1 << 64)

@@ -1,4 +1,4 @@
-"""The engine's state: saved as tensors, numbers and text, checked before anything changes, and loaded."""
+"""Save the engine's state as tensors, numbers and text; check it before anything changes, and load it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,17 @@ from typing import Any
 import torch
 
 from twophase.diloco.membership import Elastic, Fixed, Members, Position
+from twophase.diloco.setting import Setting
 from twophase.diloco.sweep import goes_on_device
-from twophase.diloco.sync import Setting, Sync
+from twophase.diloco.sync import Part, Sync
 from twophase.optim.outer import OuterSGD
 
 _KEYS = ("anchor", "layout", "fragments", "under_way", "schedule", "launching", "round", "inner_step", "syncs")
 
 
-def check_saving(setting: Setting, under_way: Sequence[Sync]) -> None:
-    """Refuse to save what another process may still undo, or what is half done."""
-    check_whole(setting)
-    if under_way and setting.communicator.elastic:
-        raise ValueError(
-            "DiLoCo.state_dict: a reduction is under way, and a process that leaves may still undo it; take inner "
-            "steps until engine.under_way is False, and save then"
-        )
-
-
 def check_whole(setting: Setting) -> None:
     """Refuse to go on from an outer step that was interrupted."""
-    if any(fragment.torn for fragment in setting.replicas.fragments):
+    if True in [fragment.torn for fragment in setting.fragments]:
         raise ValueError(
             "DiLoCo: the last outer step was interrupted, and a part of the anchor is ahead of the others; go back "
             "to the newest checkpoint with load_state_dict()"
@@ -41,19 +32,30 @@ def save(
     membership: Fixed | Elastic,
     schedule: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the state, with live tensors; the sums under way have arrived."""
-    replicas = setting.replicas
+    """Return the state, with live tensors; the sums under way are waited for.
+
+    Raises:
+        ValueError: an outer step was interrupted, or another process may still undo what is under way.
+    """
+    check_whole(setting)
+    if under_way and setting.communicator.elastic:
+        raise ValueError(
+            "DiLoCo.state_dict: a reduction is under way, and a process that leaves may still undo it; take inner "
+            "steps until engine.under_way is False, and save then"
+        )
+    for sync in under_way:
+        sync.settle()
     return {
-        "anchor": replicas.anchor,
-        "layout": replicas.layout.describe(),
+        "anchor": setting.anchor,
+        "layout": setting.layout.describe(),
         "fragments": [
             {"name": f.name, "round": f.round, "steps": f.steps, "outer": f.outer.state_dict()}
-            for f in replicas.fragments
+            for f in setting.fragments
         ],
         "under_way": [
             {
                 "fragments": [fragment.number for fragment in sync.fragments],
-                "steps": sync.steps,
+                "steps": [part.steps for part in sync.parts],
                 "sums": [fragment.gradient for fragment in sync.fragments],
                 "age": sync.age,
                 "replicas": sync.members.replicas,
@@ -89,38 +91,40 @@ def load(
     Returns:
         The syncs that were under way.
     """
-    replicas = setting.replicas
     membership.borrowed = set(state.get("borrowed", ()))
-    pairs = list(zip(replicas.fragments, state["fragments"], strict=True))
-    for fragment, saved in pairs:
+    for fragment, saved in zip(setting.fragments, state["fragments"], strict=True):
         fragment.outer.load_state_dict(saved["outer"])  # first: it may refuse
-    replicas.anchor.copy_(state["anchor"])
-    for fragment, saved in pairs:
+    setting.anchor.copy_(state["anchor"])
+    for fragment, saved in zip(setting.fragments, state["fragments"], strict=True):
         fragment.round, fragment.steps, fragment.torn = saved["round"], saved["steps"], False
     position.round, position.inner_step, position.syncs = state["round"], state["inner_step"], state["syncs"]
     position.launching = list(state["launching"])
     position.at_once = state.get("at_once", delay == 0)
-    replicas.reshard()
+    setting.look_up(setting.fragments)
     return [_load_sync(saved, setting) for saved in state["under_way"]]
 
 
 def _load_sync(saved: Mapping[str, Any], setting: Setting) -> Sync:
-    replicas = setting.replicas
-    fragments = [replicas.fragments[number] for number in saved["fragments"]]
-    divisors = saved.get("divisors") or [saved["replicas"]] * len(fragments)
-    for fragment, total, divisor in zip(fragments, saved["sums"], divisors, strict=True):
+    count, replicas = len(setting.modules), saved["replicas"]
+    fragments = [setting.fragments[number] for number in saved["fragments"]]
+    divisors = saved.get("divisors") or [replicas] * len(fragments)
+    means = saved.get("squares") or [None] * len(fragments)
+    parts = []
+    for fragment, steps, total, divisor, mean in zip(
+        fragments, saved["steps"], saved["sums"], divisors, means, strict=True
+    ):
         fragment.gradient.copy_(total)
         fragment.on_device, fragment.divisor = goes_on_device(fragment), divisor
-    sync = Sync(setting, fragments, Members(len(replicas), saved["replicas"]), list(saved["steps"]))
+        square = None if mean is None else torch.tensor(mean * count, dtype=torch.float64)
+        parts.append(Part(fragment, steps, square))
+    sync = Sync(setting, Members(count, replicas), parts, at_once=False)
     sync.age, sync.bytes_before = saved["age"], saved["bytes_sent"]
-    for mean in saved.get("squares", ()):
-        sync.squares.append(None if mean is None else torch.tensor(mean * len(replicas), dtype=torch.float64))
     return sync
 
 
 def policy_groups(state: Mapping[str, Any], setting: Setting) -> list[Mapping[str, Any]]:
     """Return the saved param groups that bring a restart policy."""
-    pairs = zip(setting.replicas.fragments, state["fragments"], strict=True)
+    pairs = zip(setting.fragments, state["fragments"], strict=True)
     groups = [saved["outer"]["param_groups"] for fragment, saved in pairs if isinstance(fragment.outer, OuterSGD)]
     return [group for of_fragment in groups for group in of_fragment if "restart" in group]
 
@@ -133,25 +137,24 @@ def check(state: Mapping[str, Any], setting: Setting, schedule: Mapping[str, Any
 
 
 def _misfit(state: Mapping[str, Any], setting: Setting, schedule: Mapping[str, Any]) -> str | None:
-    replicas = setting.replicas
     missing = set(_KEYS) - set(state)
     if missing:
         return f"the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
-    names = [fragment.name for fragment in replicas.fragments]
+    names = [fragment.name for fragment in setting.fragments]
     saved_names = [fragment["name"] for fragment in state["fragments"]]
     if saved_names != names:
         return (
             f"the state has the fragments {', '.join(saved_names)} and this engine {', '.join(names)}; build the "
             "engine with the checkpoint's fragments"
         )
-    if state["layout"] != replicas.layout.describe():
+    if state["layout"] != setting.layout.describe():
         return "the state belongs to a model of other parameters; build the model of the checkpoint, or start a new run"
-    if state["anchor"].shape != replicas.anchor.shape:
+    if state["anchor"].shape != setting.anchor.shape:
         return (
-            f"the anchor has {state['anchor'].numel()} elements instead of {replicas.anchor.numel()}; the state is "
+            f"the anchor has {state['anchor'].numel()} elements instead of {setting.anchor.numel()}; the state is "
             "damaged"
         )
-    for fragment, saved in zip(replicas.fragments, state["fragments"], strict=True):
+    for fragment, saved in zip(setting.fragments, state["fragments"], strict=True):
         sizes = [len(group["params"]) for group in fragment.outer.param_groups]
         saved_sizes = [len(group["params"]) for group in saved["outer"]["param_groups"]]
         if sizes != saved_sizes:

@@ -19,7 +19,7 @@ _PART_BYTES = 32 << 20
 
 
 def check_wire(name: str) -> str:
-    """`name` if it is one of `WIRES`.
+    """Return `name` if it is one of `WIRES`.
 
     Raises:
         ValueError: it is not.
@@ -33,6 +33,11 @@ class Transfer:
     """A sum under way; `wait()` returns when the tensor holds it.
 
     All processes call `advance()`, where they call it, at the same place among their collectives.
+
+    Args:
+        pending: the collectives of the first stage.
+        second: launches the second stage, if there are two.
+        finish: called once when all stages are over.
     """
 
     def __init__(
@@ -42,19 +47,17 @@ class Transfer:
         finish: Callable[[], None] | None = None,
     ) -> None:
         self._pending = list(pending)
-        self._second = second
-        self._finish = finish
+        self._second, self._finish = second, finish
         self.bytes_sent = sum(work.bytes_sent for work in self._pending)
         """Bytes that this process has handed to others so far; all of them after `wait()`."""
 
     def advance(self) -> None:
         """Wait for the first of two stages and launch the second; nothing where there is one stage, or when done."""
-        if self._second is None:
-            return
-        second, self._second = self._second, None
-        self._drain()
-        self._pending = [second()]
-        self.bytes_sent += self._pending[0].bytes_sent
+        if self._second is not None:
+            second, self._second = self._second, None
+            self._drain()
+            self._pending = [second()]
+            self.bytes_sent += self._pending[0].bytes_sent
 
     def wait(self) -> None:
         """Return when the tensor holds the sum."""
@@ -89,7 +92,7 @@ class PartTransfer(Transfer):
         """Spent on filling, and on launching and waiting."""
 
     def parts(self) -> Iterator[tuple[int, int]]:
-        """Start and stop of each part, in order, as soon as the tensor holds its sum."""
+        """Yield start and stop of each part, in order, as soon as the tensor holds its sum."""
         numel = self._tensor.numel()
         size = max(1, _PART_BYTES // self._tensor.element_size() // DIGEST_ELEMENTS) * DIGEST_ELEMENTS
         bounds = [(start, min(start + size, numel)) for start in range(0, numel, size)]
@@ -111,10 +114,10 @@ class PartTransfer(Transfer):
 
 
 class Channel:
-    """The way of one fragment's pseudo-gradient; one a fragment and process, the same on every process.
+    """The way of a fragment's pseudo-gradient; the same on every process.
 
-    This one is exact: a sum is one all-reduce in the tensor's own type, and nothing is remembered. `wire.LossyChannel`
-    has residuals (error feedback), which the methods below `launch` are about.
+    This channel is exact: a sum is an all-reduce in the tensor's own type, and nothing is remembered.
+    `wire.LossyChannel` has residuals (error feedback), which the methods below `launch` are about.
 
     Args:
         name: one of `WIRES`.
@@ -142,8 +145,7 @@ class Channel:
             tensor: 1-D, contiguous, of the channel's length, dtype and device; changed in place.
             sender: number of a replica of this process, from 0.
         """
-        del sender
-        self._check(tensor)
+        del tensor, sender
 
     def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
         """Begin to replace `tensor` by its sum over the processes, in place, with the same bits on all of them.
@@ -156,15 +158,9 @@ class Channel:
             quantized: the tensor is a sum of what `quantize` made, in one process.
         """
         del quantized
-        self._check(tensor)
         # In pieces of about 64 MiB: a large sum is quicker in pieces than whole, a small one is not.
         count = max(1, round(tensor.nbytes / _SUM_PIECE_BYTES))
         return Transfer([communicator.launch_sum(piece) for piece in tensor.split(-(-tensor.numel() // count))])
-
-    def _check(self, tensor: Tensor) -> None:
-        assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
-        assert tensor.dtype == self._dtype
-        assert tensor.is_contiguous()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals, live: of each sender, and of the part that this process owns once there was a sum.

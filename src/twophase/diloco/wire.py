@@ -223,6 +223,11 @@ class LossyChannel(Channel):
             decode(codes, values)
             torch.sub(work, values, out=residual.new[place])
 
+    def _check(self, tensor: Tensor) -> None:
+        assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
+        assert tensor.dtype == self._dtype
+        assert tensor.is_contiguous()
+
     # --- memory
 
     def _residual(self, start: int, stop: int) -> _Residual:
