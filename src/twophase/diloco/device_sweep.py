@@ -53,7 +53,7 @@ def kernels(device: torch.device) -> ModuleType | None:
 
 def is_usable(fragment: Fragment) -> bool:
     """Whether the kernels know a fragment: float32 on an accelerator, replicas that are few and contiguous."""
-    flat, replicas = fragment.flat, fragment.params()
+    flat, replicas = fragment.flat, fragment.params
     return (
         flat.device.type in _DEVICES
         and flat.dtype == torch.float32

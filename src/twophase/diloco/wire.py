@@ -1,14 +1,14 @@
-"""What travels when a pseudo-gradient is summed over processes: float32, bfloat16, or int8 with error feedback.
+"""Lossy wires for the sum of a pseudo-gradient over processes: bfloat16, or int8 with error feedback.
 
-A float32 sum is one all-reduce. The others lose digits, so they travel in two stages, with M processes:
+A float32 sum is an all-reduce. The others lose digits, so they travel in two stages, with M processes:
 
     stage 1   process s sends c_s = encode(x_s + e_s); e_s <- x_s + e_s - decode(c_s)
               to the owner of each M-th part, which adds decode(c_0) + decode(c_1) + ... in the order of the ranks
     stage 2   the owner sends c = encode(y + e) of its sum y to all; e <- y + e - decode(c); everyone takes decode(c)
 
 Each process sends about two vectors of codes, however many processes there are; sums are made in the buffer's own type;
-and all processes hold the same bits, which several replicas in one process find as well, since both ways run the same
-functions on the same blocks. The residuals e (error feedback) carry what a round could not send into the next one, so
+and all processes hold the same bits, which several replicas in one process have as well, since both ways run the same
+functions on the same blocks. The residuals e (error feedback) carry what a round could not send into the next round, so
 that over many rounds nothing is lost.
 
 Source: error feedback, Karimireddy et al. 2019 (arXiv 1901.09847); both stages of it, Tang et al. 2019
@@ -18,7 +18,6 @@ Source: error feedback, Karimireddy et al. 2019 (arXiv 1901.09847); both stages 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,66 +32,13 @@ _PIECE_ELEMENTS = 1 << 19  # on a CPU: what an encoding goes over several times 
 _PIECE_ELEMENTS_ELSEWHERE = 1 << 22  # on an accelerator: fewer kernels to start
 
 
-# --- what is remembered ---------------------------------------------------------------------------------------------
-
-
 class _Residual:
-    """What was not sent yet. `old` is read and `new` is written; they differ in memory if updates can be undone."""
+    """What was not sent yet of elements `start` to `stop`; with `undoable`, also as it was at the last commit."""
 
-    def __init__(self, start: int, stop: int, dtype: torch.dtype, device: torch.device, *, transactional: bool) -> None:
-        self.span = (start, stop)  # of the fragment's elements
+    def __init__(self, start: int, stop: int, dtype: torch.dtype, device: torch.device, *, undoable: bool) -> None:
+        self.span = (start, stop)
         self.value = torch.zeros(stop - start, dtype=dtype, device=device)
-        self._spare = torch.zeros_like(self.value) if transactional else None
-        self._changed = False
-
-    @property
-    def old(self) -> Tensor:
-        return self._spare if self._changed and self._spare is not None else self.value
-
-    @property
-    def new(self) -> Tensor:
-        return self.value if self._spare is None else self._spare
-
-    def written(self) -> None:
-        """All of `new` is written: it is what the next update reads."""
-        self._changed = True
-
-    def commit(self) -> None:
-        if self._changed and self._spare is not None:
-            self.value, self._spare = self._spare, self.value
-        self._changed = False
-
-    def rollback(self) -> None:
-        self._changed = False
-
-    def load(self, value: Tensor) -> None:
-        self.value.copy_(value)
-        self._changed = False
-
-    def clear(self) -> None:
-        self.value.zero_()
-        self._changed = False
-
-
-# --- the channel ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """The owners of the parts: `size` equal parts of a vector of `numel` elements, padded to whole blocks."""
-
-    numel: int
-    size: int
-    rank: int
-
-    @property
-    def part(self) -> int:
-        """Elements of a part, padding included."""
-        return -(-self.numel // (self.size * BLOCK)) * BLOCK
-
-    def span(self, rank: int) -> tuple[int, int]:
-        """First element of a part and the one after its last, without padding; in a short vector some are empty."""
-        return min(rank * self.part, self.numel), min((rank + 1) * self.part, self.numel)
+        self.committed = torch.zeros_like(self.value) if undoable else None
 
 
 class LossyChannel(Channel):
@@ -132,44 +78,38 @@ class LossyChannel(Channel):
         self._payloads: tuple[Tensor, Tensor] | None = None
         self._scratch: tuple[Tensor, Packet] | None = None
 
+    # ------------------------------------------------------------------------------------------------------ a sum
+
     def quantize(self, tensor: Tensor, sender: int) -> None:
         """Take stage one alone: replace a replica's contribution by what the others would receive of it."""
-        self._check(tensor)
-        residual = self._sent[sender] if self._feedback else None
-        self._send(tensor, 0, None, residual)
-        _written(residual)
+        assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
+        self._send(tensor, 0, None, self._sent[sender] if self._feedback else None)
 
     def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
-        """Begin to replace `tensor` by its sum, in two stages; of a `quantized` one only the second is left."""
-        self._check(tensor)
+        """Begin to replace `tensor` by its sum, in two stages; of a `quantized` tensor only the second is left."""
         assert self._under_way is None, "wait for the transfer under way, or call rollback()"
-        route = _Route(self._numel, communicator.size, communicator.rank)
-        if route.size == 1:
+        size, rank = communicator.size, communicator.rank
+        if size == 1:
             if not quantized:
                 self.quantize(tensor, 0)
-            self._return(tensor, route, None)
+            self._return(tensor, (0, self._numel), None)
             return Transfer()
         assert not quantized, "several processes do both stages"
-        pending = self._first_stage(communicator, route, tensor)
-        second = partial(self._second_stage, communicator, route, tensor)
-        self._under_way = Transfer([pending], second, partial(self._finish, route, tensor))
+        sent, received = self._buffers(size)
+        for owner, share in enumerate(self._packets(sent, size)):
+            start, stop = self._span(owner, size)
+            self._send(tensor[start:stop], start, share, self._sent[0] if self._feedback else None)
+        pending = communicator.launch_scatter(received, sent)
+        second = partial(self._second_stage, communicator, size, rank, tensor)
+        self._under_way = Transfer([pending], second, partial(self._finish, size, tensor))
         return self._under_way
 
-    def _first_stage(self, communicator: Communicator, route: _Route, tensor: Tensor) -> Pending:
-        sent, received = self._buffers(route)
-        residual = self._sent[0] if self._feedback else None
-        for owner, share in enumerate(self._packets(sent, route)):
-            start, stop = route.span(owner)
-            self._send(tensor[start:stop], start, share, residual)
-        _written(residual)
-        return communicator.launch_scatter(received, sent)
-
-    def _second_stage(self, communicator: Communicator, route: _Route, tensor: Tensor) -> Pending:
-        """The owner's part: add up what came, in the order of the ranks, and send the sum to all."""
-        sent, received = self._buffers(route)
-        start, stop = route.span(route.rank)
+    def _second_stage(self, communicator: Communicator, size: int, rank: int, tensor: Tensor) -> Pending:
+        """As the owner of a part, add up what came, in the order of the ranks, and send the sum to all."""
+        sent, received = self._buffers(size)
+        start, stop = self._span(rank, size)
         total = tensor[start:stop]
-        for sender, share in enumerate(self._packets(received, route)):
+        for sender, share in enumerate(self._packets(received, size)):
             for first, last in self._pieces(total.numel()):
                 if sender == 0:
                     decode(share.piece(first, last), total[first:last])
@@ -177,24 +117,23 @@ class LossyChannel(Channel):
                     addend = self._workspace()[0][: last - first]
                     decode(share.piece(first, last), addend)
                     total[first:last].add_(addend)
-        answer = sent[: packet_bytes(self.name, route.part)]  # the first stage is over, its buffers are free
-        self._return(total, route, packet(self.name, answer, route.part))
+        part = self._part(size)
+        answer = sent[: packet_bytes(self.name, part)]  # the first stage is over, its buffers are free
+        self._return(total, (start, stop), packet(self.name, answer, part))
         return communicator.launch_gather(received, answer)
 
-    def _finish(self, route: _Route, tensor: Tensor) -> None:
-        for owner, share in enumerate(self._packets(self._buffers(route)[1], route)):
-            start, stop = route.span(owner)
+    def _finish(self, size: int, tensor: Tensor) -> None:
+        for owner, share in enumerate(self._packets(self._buffers(size)[1], size)):
+            start, stop = self._span(owner, size)
             for first, last in self._pieces(stop - start):
                 decode(share.piece(first, last), tensor[start + first : start + last])
         self._under_way = None
 
-    def _return(self, total: Tensor, route: _Route, into: Packet | None) -> None:
-        """Stage two's encoding of the part that this process owns."""
-        span = route.span(route.rank)
+    def _return(self, total: Tensor, span: tuple[int, int], into: Packet | None) -> None:
+        """Encode the part that this process owns, for stage two."""
         if self._feedback and (self._returned is None or self._returned.span != span):
             self._returned = self._residual(*span)  # another part than before: its former owner has what was left
         self._send(total, span[0], into, self._returned)
-        _written(self._returned)
 
     def _send(self, tensor: Tensor, start: int, into: Packet | None, residual: _Residual | None) -> None:
         """Encode `tensor` piece by piece, its codes in `into` and what they lack in the residual.
@@ -217,21 +156,25 @@ class LossyChannel(Channel):
                     decode(codes, values)
                 continue
             offset = start - residual.span[0]
-            place = slice(offset + first, offset + last)
-            torch.add(values, residual.old[place], out=work)
+            owed = residual.value[offset + first : offset + last]
+            torch.add(values, owed, out=work)
             encode(work, codes, values)
             decode(codes, values)
-            torch.sub(work, values, out=residual.new[place])
+            torch.sub(work, values, out=owed)
 
-    def _check(self, tensor: Tensor) -> None:
-        assert tensor.shape == (self._numel,), f"a vector of {self._numel} elements, not {tuple(tensor.shape)}"
-        assert tensor.dtype == self._dtype
-        assert tensor.is_contiguous()
+    # ------------------------------------------------------------------------------------------------------ memory
 
-    # --- memory
+    def _part(self, size: int) -> int:
+        """Return the elements of each of `size` equal parts of the padded vector: whole blocks."""
+        return -(-self._numel // (size * BLOCK)) * BLOCK
+
+    def _span(self, rank: int, size: int) -> tuple[int, int]:
+        """Return the first element of a rank's part and the next part's, without padding; some may be empty."""
+        part = self._part(size)
+        return min(rank * part, self._numel), min((rank + 1) * part, self._numel)
 
     def _residual(self, start: int, stop: int) -> _Residual:
-        return _Residual(start, stop, self._dtype, self._device, transactional=self._transactional)
+        return _Residual(start, stop, self._dtype, self._device, undoable=self._transactional)
 
     def _residuals(self) -> list[_Residual]:
         return self._sent if self._returned is None else [*self._sent, self._returned]
@@ -242,7 +185,7 @@ class LossyChannel(Channel):
             yield first, min(first + size, numel)
 
     def _workspace(self) -> tuple[Tensor, Packet]:
-        """Room for the values and the codes of a piece."""
+        """Return room for the values and the codes of a piece."""
         if self._scratch is None:
             longest = -(-max(last - first for first, last in self._pieces(self._numel)) // BLOCK) * BLOCK
             work = torch.empty(longest, dtype=self._dtype, device=self._device)
@@ -250,24 +193,26 @@ class LossyChannel(Channel):
             self._scratch = work, packet(self.name, payload, longest)
         return self._scratch
 
-    def _buffers(self, route: _Route) -> tuple[Tensor, Tensor]:
-        """What is sent and what is received: the packets of all parts, in the order of their owners."""
-        total = route.size * packet_bytes(self.name, route.part)
+    def _buffers(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return what is sent and what is received: the packets of all parts, in the order of their owners."""
+        total = size * packet_bytes(self.name, self._part(size))
         if self._payloads is None or self._payloads[0].numel() != total:
             sent = torch.zeros(total, dtype=torch.uint8, device=self._device)  # padding stays zero
             self._payloads = sent, torch.zeros_like(sent)
         return self._payloads
 
-    def _packets(self, payload: Tensor, route: _Route) -> list[Packet]:
-        return [packet(self.name, share, route.part) for share in payload.chunk(route.size)]
+    def _packets(self, payload: Tensor, size: int) -> list[Packet]:
+        return [packet(self.name, share, self._part(size)) for share in payload.chunk(size)]
+
+    # ------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals, live."""
         if not self._feedback:
             return {}
-        state: dict[str, Any] = {"wire": self.name, "sent": [residual.old for residual in self._sent]}
+        state: dict[str, Any] = {"wire": self.name, "sent": [residual.value for residual in self._sent]}
         if self._returned is not None:
-            state |= {"returned": self._returned.old, "returned_start": self._returned.span[0]}
+            state |= {"returned": self._returned.value, "returned_start": self._returned.span[0]}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,11 +221,12 @@ class LossyChannel(Channel):
         if not self._feedback:
             return
         for residual, saved in zip(self._sent, state["sent"], strict=True):
-            residual.load(saved)
+            residual.value.copy_(saved)
         if "returned" in state:
             start, saved = state["returned_start"], state["returned"]
             self._returned = self._residual(start, start + saved.numel())
-            self._returned.load(saved)
+            self._returned.value.copy_(saved)
+        self.commit()
 
     def _misfit(self, state: Mapping[str, Any]) -> str | None:
         if not self._feedback:
@@ -301,7 +247,8 @@ class LossyChannel(Channel):
     def commit(self) -> None:
         """Keep the residuals as they are now."""
         for residual in self._residuals():
-            residual.commit()
+            if residual.committed is not None:
+                residual.committed.copy_(residual.value)
 
     def rollback(self) -> None:
         """Set the residuals back to the last `commit()`, and give up a transfer under way: the sum has failed.
@@ -310,7 +257,8 @@ class LossyChannel(Channel):
         """
         assert self._transactional or not self._feedback, "only a channel built with transactional=True can undo"
         for residual in self._residuals():
-            residual.rollback()
+            if residual.committed is not None:
+                residual.value.copy_(residual.committed)
         self._give_up()
 
     def withdraw(self) -> None:
@@ -327,15 +275,11 @@ class LossyChannel(Channel):
     def clear(self) -> None:
         """Forget all residuals, and give up a transfer under way: as after construction."""
         for residual in self._sent:
-            residual.clear()
+            residual.value.zero_()
         self._returned = None
+        self.commit()
         self._give_up()
 
     def _give_up(self) -> None:
         if self._under_way is not None:
             self._under_way = self._payloads = None  # what has failed may still write into them
-
-
-def _written(residual: _Residual | None) -> None:
-    if residual is not None:
-        residual.written()
