@@ -1,14 +1,16 @@
-"""`twophase spectrum RUN`: measures the blocks of a run, says what follows, and writes the figure and the numbers."""
+"""`twophase spectrum RUN`: measures the blocks of a run, says what follows, and writes the figure and the numbers.
+
+`cli.spectrum` parses the options; this module loads torch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
 from twophase.base.progress import meter
+from twophase.cli.commands import config_paths
 from twophase.figures.style import INK, MUTED, look, name_panels, new_page, rendered, styled, write_files
 from twophase.runs.folder import standard
 from twophase.runs.record import WHOLE, RunRecord, read_record
@@ -36,6 +39,7 @@ from twophase.spectrum import (
 )
 from twophase.sweep.table import format_table
 from twophase.tasks.lm.restored import Restored, restore
+from twophase.theory.observed import Observed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,62 +55,32 @@ LIMITS = (
     "Directions are weighted by their curvature, as if the displacement were alike in all of them.",
 )
 """What a reader must know before acting."""
-_MOST_EIGENVALUES = 100  # of a block, that can be asked for
 _MOST_PERIODS = 400  # that are drawn
 _LEAST_SHARE = 1e-3  # of a block's loss, at which the axis of eigenvalues begins
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What is asked for.
-
-    Args:
-        run: the run's folder.
-        blocks: `NAME=PATTERN` each; none means the run's named fragments, or the usual five.
-        batches: of text that the curvature is a mean over.
-        top: eigenvalues of each block, besides its density.
-        out: folder of the files; None means the run's folder.
-        as_json: print the numbers instead of words.
-        quiet: show no progress.
-        paths: dotted paths that a configuration of this version has.
-    """
-
-    run: Path
-    blocks: tuple[str, ...] = ()
-    batches: int = 4
-    top: int = 5
-    out: Path | None = None
-    as_json: bool = False
-    quiet: bool = False
-    paths: frozenset[str] = frozenset()
-
-
-def spectrum(wish: Wish, say: Callable[[str], None] = print) -> int:
+def spectrum(options: argparse.Namespace, asked: Mapping[str, str] | None) -> int:
     """Measure the blocks of a run, say what follows and write the files; return the exit status.
 
+    Args:
+        options: of `twophase spectrum`.
+        asked: patterns by block; None means the run's named fragments, or the usual five.
+
     Raises:
-        UsageError: no run, one that cannot be measured, options that do not fit, or files that cannot be written.
+        UsageError: no run, one that cannot be measured, or files that cannot be written.
     """
-    asked = _patterns(wish.blocks)
-    for option, value in (("--batches", wish.batches), ("--top", wish.top)):
-        if value < 1:
-            raise UsageError(f"{option} is {value}; it must be a whole number >= 1")
-    if wish.top > _MOST_EIGENVALUES:
-        raise UsageError(
-            f"--top is {wish.top}; it must be at most {_MOST_EIGENVALUES}: each eigenvalue is found by itself"
-        )
-    record = read_record(wish.run, wish.paths)
-    out = wish.out or wish.run
+    record = read_record(options.run, config_paths())
+    out = options.out or options.run
     with styled():  # and the folder, before the computation, so that a mistake is refused at once
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
-        restored = restore(wish.run)
+        restored = restore(options.run)
         patterns, setting = patterns_of(restored, asked), setting_of(restored.config)
-        tokens = restored.batches(wish.batches)
-        with meter("spectrum", len(patterns), quiet=wish.quiet) as show:
-            blocks = measure(restored, patterns, tokens, top=wish.top, show=show)
+        tokens = restored.batches(options.batches)
+        with meter("spectrum", len(patterns), quiet=options.quiet) as show:
+            blocks = measure(restored, patterns, tokens, top=options.top, show=show)
         forecasts = [forecast(block, setting) for block in blocks]
         rounds = _paired(seen(record, setting), restored, patterns)
         title = (
@@ -133,25 +107,12 @@ def spectrum(wish: Wish, say: Callable[[str], None] = print) -> int:
     }
     text = json.dumps(standard(facts), indent=2, allow_nan=False) + "\n"
     paths = write_files(out / NAME, pictures | {".csv": table_text(rows), ".json": text})
-    if wish.as_json:
-        say(text.rstrip())
-        return 0
-    say(describe(_heading(record, restored, setting, count), setting, forecasts, rounds))
-    say("\n" + "\n".join(map(str, paths)))
+    if options.json:
+        print(text.rstrip())
+    else:
+        print(describe(_heading(record, restored, setting, count), setting, forecasts, rounds))
+        print("\n" + "\n".join(map(str, paths)))
     return 0
-
-
-def _patterns(words: Sequence[str]) -> dict[str, str] | None:
-    patterns: dict[str, str] = {}
-    for word in words:
-        name, equals, pattern = word.partition("=")
-        if not (name and equals and pattern) or name in patterns:
-            what = "a name twice" if name in patterns else "no block"
-            raise UsageError(
-                f"--blocks {word}: {what}; write NAME=PATTERN for each block, such as ends='embedding|head' rest=."
-            )
-        patterns[name] = pattern
-    return patterns or None
 
 
 def _paired(rounds: dict[str, Seen], restored: Restored, patterns: Mapping[str, str]) -> dict[str, Seen]:
@@ -186,19 +147,12 @@ def _block_json(block: Forecast, patterns: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _seen_json(shown: Seen) -> dict[str, Any]:
-    return {
-        "sigma": shown.whole.sigma,
-        "standard_error": shown.whole.standard_error,
-        "noise_share": shown.whole.noise_share,
-        "shown": shown.interval is not None,
-        "why_not": shown.whole.why_not,
-        "interval": shown.interval,
-        "periods": shown.periods,
-        "thirds": {
-            place: {"sigma": third.sigma, "standard_error": third.standard_error, "why_not": third.why_not}
-            for place, third in shown.thirds.items()
-        },
-    }
+    def part(observed: Observed, *names: str) -> dict[str, Any]:
+        return {name: getattr(observed, name) for name in ("sigma", "standard_error", *names, "why_not")}
+
+    shown_words = {"shown": shown.interval is not None, "interval": shown.interval, "periods": shown.periods}
+    thirds = {place: part(third) for place, third in shown.thirds.items()}
+    return part(shown.whole, "noise_share") | shown_words | {"thirds": thirds}
 
 
 # -------------------------------------------------------------------------------------------------------------- words
@@ -249,15 +203,14 @@ def describe(
 
 
 def _row(block: Forecast, shown: Seen | None) -> list[str]:
-    curvature = block.curvature
-    period = "never"
+    curvature, period = block.curvature, _period(block.chosen.period)
     if block.chosen.period is not None:  # with the share of the loss that it is predicted to leave: `12 (0.31x)`
         share = math.exp(block.chosen.log_gain)
-        period = f"{block.chosen.period} ({share:.2f}x)" if share >= 0.005 else f"{block.chosen.period} ({share:.0e}x)"
+        period += f" ({share:.2f}x)" if share >= 0.005 else f" ({share:.0e}x)"
     sigma, periods = "none recorded" if shown is None else "not shown", ""
     if shown is not None and (interval := shown.interval) is not None:
         sigma = f"{interval[0]:.2g} to {interval[2]:.2g}"
-        words = ["never" if each is None else str(each) for each in shown.periods]
+        words = list(map(_period, shown.periods))
         periods = words[1] if len(set(words)) == 1 else ", ".join(words)
     return [
         curvature.name,
@@ -268,10 +221,14 @@ def _row(block: Forecast, shown: Seen | None) -> list[str]:
         f"{curvature.quantile(0.99):.2g}",
         *(f"{block.progress[place].mean:.2g}" for place in PLACES),
         period,
-        "never" if block.at_mean is None else str(block.at_mean),
+        _period(block.at_mean),
         sigma,
         periods,
     ]
+
+
+def _period(period: int | None) -> str:
+    return "never" if period is None else str(period)
 
 
 def _remarks(forecasts: Sequence[Forecast], setting: Setting) -> Iterator[str]:
@@ -380,27 +337,26 @@ def _draw_spectrum(axes: Axes, setting: Setting, forecasts: Sequence[Forecast]) 
 def _draw_progress(axes: Axes, forecasts: Sequence[Forecast], rounds: Mapping[str, Seen]) -> Rows:
     """Draw a row for each block: the mean of each third of the run, and the interval from the rounds below it."""
     rows: Rows = []
-    markers, shifts = ("<", "o", ">"), (-0.16, 0.0, 0.16)
+    markers = dict(zip(PLACES, "<o>", strict=True))
     for row, block in enumerate(forecasts):
         name, colour = block.curvature.name, look(row)["color"]
-        means = [block.progress[place].mean for place in PLACES]
-        ends = [block.spread(0.05), block.spread(0.95)]
-        axes.plot(ends, [row - 0.12] * 2, color=colour, linewidth=5, alpha=0.2, solid_capstyle="butt")
-        rows.append({"panel": "spread", "block": name, "place": "mid", "low": ends[0], "high": ends[1]})
-        axes.plot(means, [row - 0.12] * len(means), color=colour, linewidth=0.8, alpha=0.6)
-        for place, marker, mean in zip(PLACES, markers, means, strict=True):
-            axes.plot([mean], [row - 0.12], marker=marker, color=colour, markersize=4.5, linestyle="none")
+        means = {place: block.progress[place].mean for place in PLACES}
+        low, high = block.spread(0.05), block.spread(0.95)
+        axes.plot([low, high], [row - 0.12] * 2, color=colour, linewidth=5, alpha=0.2, solid_capstyle="butt")
+        rows.append({"panel": "spread", "block": name, "place": "mid", "low": low, "high": high})
+        axes.plot(list(means.values()), [row - 0.12] * len(means), color=colour, linewidth=0.8, alpha=0.6)
+        for place, mean in means.items():
+            axes.plot([mean], [row - 0.12], marker=markers[place], color=colour, markersize=4.5, linestyle="none")
             rows.append({"panel": "progress", "block": name, "place": place, "y": mean})
-        for place, shift in zip(PLACES, shifts, strict=True):
-            shown = within(rounds[name].thirds[place]) if name in rounds else None
-            if shown is None:
-                continue
-            height = row + 0.24 + shift / 3
-            axes.plot(shown[::2], [height] * 2, color=INK, linewidth=1.0)
-            axes.plot(shown[1:2], [height], marker="|", color=INK, markersize=4)
-            low, middle, high = shown
-            rows.append({"panel": "rounds", "block": name, "place": place, "y": middle, "low": low, "high": high})
-    for place, marker in zip(PLACES, markers, strict=True):
+        thirds = {place: within(third) for place, third in rounds[name].thirds.items()} if name in rounds else {}
+        for place, shift in zip(PLACES, (-0.16, 0.0, 0.16), strict=True):
+            if shown := thirds.get(place):
+                low, middle, high = shown
+                height = row + 0.24 + shift / 3
+                axes.plot([low, high], [height] * 2, color=INK, linewidth=1.0)
+                axes.plot([middle], [height], marker="|", color=INK, markersize=4)
+                rows.append({"panel": "rounds", "block": name, "place": place, "y": middle, "low": low, "high": high})
+    for place, marker in markers.items():
         axes.plot([], [], marker=marker, color=MUTED, linestyle="none", markersize=4.5, label=place)
     axes.plot([], [], color=MUTED, linewidth=5, alpha=0.3, label="modes, mid: 90 % of the loss")
     if any(row["panel"] == "rounds" for row in rows):
@@ -409,7 +365,7 @@ def _draw_progress(axes: Axes, forecasts: Sequence[Forecast], rounds: Mapping[st
     axes.set(xlim=(-0.03, 1.03), ylim=(len(forecasts) - 0.5, -0.5), xlabel="share of a mode that a round removes")
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.5)
     axes.set_axisbelow(True)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2 if len(axes.lines) else 1, fontsize=6.5)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, fontsize=6.5)
     return rows
 
 

@@ -13,37 +13,34 @@ if TYPE_CHECKING:
     from twophase.tasks.lm.config import TrainConfig
 
 PROGRAM = "twophase"
-COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "train a small language model over a grid, with and without restarts, and draw it"),
-    "train": ("train", "one run; repeat the command to resume it"),
-    "data": ("data", "turn text into token shards once, for all runs that train on it"),
-    "export": ("export", "write a run's model as a Hugging Face folder, with its tokenizer"),
-    "sweep": ("sweep", "a grid of runs; repeat the command to resume it"),
-    "report": ("report", "a run or a sweep as one HTML page; of a sweep also the verdict, each arm against controls"),
-    "diagnose": ("diagnose", "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests"),
-    "spectrum": ("spectrum", "curvature of a trained run by block, what a round removes of it, and a period for each"),
-    "period": ("period", "when to restart a rule on a spectrum, what it gains, and where it cannot help"),
-    "explore": (
-        "explore",
-        "write an interactive page (one file): what restarts do while you move the hyperparameters",
-    ),
-    "study": ("study", "check a claim of the theory: compute it, draw it, say what holds and what does not"),
-    "doctor": ("doctor", "the machine, the versions, the devices, what is missing and how to get it"),
-    "sweep-worker": ("sweep_worker", "one more worker for a sweep that was started elsewhere, here or on any machine"),
+COMMANDS = {
+    "demo": "train a small language model over a grid, with and without restarts, and draw it",
+    "train": "one run; repeat the command to resume it",
+    "data": "turn text into token shards once, for all runs that train on it",
+    "export": "write a run's model as a Hugging Face folder, with its tokenizer",
+    "sweep": "a grid of runs; repeat the command to resume it",
+    "report": "a run or a sweep as one HTML page; of a sweep also the verdict, each arm against controls",
+    "diagnose": "does a run's outer loop oscillate, overshoot or lag, and what the theory suggests",
+    "spectrum": "curvature of a trained run by block, what a round removes of it, and a period for each",
+    "period": "when to restart a rule on a spectrum, what it gains, and where it cannot help",
+    "explore": "write an interactive page (one file): what restarts do while you move the hyperparameters",
+    "study": "check a claim of the theory: compute it, draw it, say what holds and what does not",
+    "doctor": "the machine, the versions, the devices, what is missing and how to get it",
+    "sweep-worker": "one more worker for a sweep that was started elsewhere, here or on any machine",
 }
-"""From a command to its module in this package and what it does."""
+"""What each command does; its module in this package has its name."""
 
 
 def plain_parser(command: str, **options: Any) -> argparse.ArgumentParser:
     """Make the parser of a command, without options."""
     return argparse.ArgumentParser(
-        prog=f"{PROGRAM} {command}", description=COMMANDS[command][1], allow_abbrev=False, **options
+        prog=f"{PROGRAM} {command}", description=COMMANDS[command], allow_abbrev=False, **options
     )
 
 
-def run_parser(command: str) -> argparse.ArgumentParser:
+def run_parser(command: str, **options: Any) -> argparse.ArgumentParser:
     """Make the parser of a command that trains: `--out` and `--quiet`."""
-    parser = plain_parser(command)
+    parser = plain_parser(command, **options)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results; an unfinished one is resumed")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     return parser
@@ -71,11 +68,7 @@ def train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[arg
     from twophase.recipes.pretraining import at_pace, recipe
     from twophase.tasks.lm.config import TrainConfig, check
 
-    if "-h" in words or "--help" in words:
-        parser.print_help()
-        print("\nand the values of the configuration:\n")
-        parse_arguments(TrainConfig(), ["--help"], prog=parser.prog)
-    options, rest = parser.parse_known_args(words)
+    options, rest = parse_known(parser, words, "and the values of the configuration:")
     config = recipe(options.recipe) if options.recipe else TrainConfig()
     all_words = list(rest)
     for path in options.config:
@@ -91,7 +84,7 @@ def train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[arg
 
 
 def parse_known(parser: argparse.ArgumentParser, words: list[str], then: str) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the parser's own options; return the other words, values of a dataclass whose help follows."""
+    """Parse the options of a parser without `--help`; return the other words, for tyro, whose help comes second."""
     if "-h" in words or "--help" in words:
         parser.print_help()
         print(f"\n{then}\n")

@@ -6,42 +6,35 @@ import argparse
 import os
 import re
 import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from twophase.base.config import UsageError
+from twophase.cli.commands import plain_parser
 from twophase.text.meta import META, TRAIN, VALIDATION, Meta, read_meta
 from twophase.text.prepare import Request, prepare
 
-_PROGRAM = "twophase data"
-_COMMANDS = {
-    "prepare": "text to token shards that every run reads through memory maps; repeat the command to resume it",
-    "info": "what a folder of token shards holds",
-}
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _LARGEST = 10**18
 
 
-def main(words: Sequence[str]) -> int:
+def main(words: list[str]) -> int:
     """Run `twophase data` with these words and return its exit status.
 
     Raises:
         UsageError: a mistake in what was asked.
     """
-    if not words or words[0] in ("-h", "--help"):
-        lines = [f"  {name:8} {text}" for name, text in _COMMANDS.items()]
-        print("\n".join([f"usage: {_PROGRAM} COMMAND [OPTIONS]", "", *lines]))
-        return 0
-    name, *rest = words
-    if name not in _COMMANDS:
-        raise UsageError(f"{name!r} is no command of {_PROGRAM}; choose from {', '.join(_COMMANDS)}")
-    return _prepare(rest) if name == "prepare" else _info(rest)
+    parser = _parser()
+    options = parser.parse_args(words)
+    if options.command is None:
+        parser.print_help()
+    elif options.command == "info":
+        print(describe(options.folder, read_meta(options.folder)))
+    else:
+        _prepare(options)
+    return 0
 
 
-def _prepare(words: Sequence[str]) -> int:
-    options = _parser().parse_args(words)
+def _prepare(options: argparse.Namespace) -> None:
     if options.threads is not None:
         if options.threads < 1:
             raise UsageError(f"--threads {options.threads}: must be at least 1")
@@ -62,28 +55,22 @@ def _prepare(words: Sequence[str]) -> int:
         train_bytes=options.train_bytes,
     )
     finished = (options.out / META).exists()
-    with _sigterm_interrupts():
-        meta = prepare(request, quiet=options.quiet)
-    print(describe(options.out, meta) + ("\nit was finished before: nothing to do" if finished else ""))
-    return 0
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does, with the words that resume it."""
-    if threading.current_thread() is not threading.main_thread():  # a caller's own arrangements
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the command as Ctrl-C does
     try:
-        yield
+        meta = prepare(request, quiet=options.quiet)
     finally:
         signal.signal(signal.SIGTERM, before)
+    print(describe(options.out, meta) + ("\nit was finished before: nothing to do" if finished else ""))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} prepare", description=_COMMANDS["prepare"], allow_abbrev=False)
-    add = parser.add_argument
+    parser = plain_parser("data")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    text = "what a folder of token shards holds"
+    info = commands.add_parser("info", help=text, description=text, allow_abbrev=False)
+    info.add_argument("folder", type=Path, metavar="DIR", help="the --out of `twophase data prepare`")
+    text = "text to token shards that every run reads through memory maps; repeat the command to resume it"
+    add = commands.add_parser("prepare", help=text, description=text, allow_abbrev=False).add_argument
     add(
         "source",
         nargs="+",
@@ -144,18 +131,9 @@ def _count(word: str) -> int:
     return int(number) * scale if number.isdecimal() else round(float(number) * scale)
 
 
-def _info(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} info", description=_COMMANDS["info"], allow_abbrev=False)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the --out of `twophase data prepare`")
-    folder = parser.parse_args(words).folder
-    print(describe(folder, read_meta(folder)))
-    return 0
-
-
 def describe(folder: Path, meta: Meta) -> str:
     """Return what a folder holds, in a few lines."""
-    source = meta.source
-    files = list(source.get("files", ()))
+    files = list(meta.source.get("files", ()))
     more = f" and {len(files) - 1:,} more files" if len(files) > 1 else ""
     lines = [
         f"{folder}: {meta.dtype} token shards",

@@ -1,21 +1,21 @@
 """`twophase doctor`: the machine, the versions, the devices, what is missing and how to get it. No torch in here.
 
-torch is asked in a process of its own: where it is broken, that process dies and this one says so.
+torch is imported in a process of its own: where it is broken, that process dies and this one says so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -59,7 +59,7 @@ print(json.dumps(answer))
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Check:
     """A line of the answer.
 
@@ -78,11 +78,38 @@ class Check:
     remedy: str = ""
 
 
+def main(words: list[str]) -> int:
+    """Run the command; return its exit status: 1 if something that every command needs is broken."""
+    parser = plain_parser("doctor")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    options = parser.parse_args(words)
+    checks = examine()
+    broken = [check.name for check in checks if check.state == "broken"]
+    if options.json:
+        keys = ("group", "name", "found", "state", "remedy")
+        rows = [dict(zip(keys, (c.group, c.name, c.text, c.state, c.remedy), strict=True)) for c in checks]
+        print(json.dumps({"usable": not broken, "checks": rows}, indent=2))
+        return 1 if broken else 0
+    width = max(len(check.name) for check in checks)
+    for group, members in groupby(checks, key=lambda check: check.group):
+        print(group)
+        for check in members:
+            mark = {"ok": "  ", "missing": "- ", "broken": "! "}[check.state]
+            print(f"  {mark}{check.name:{width}}  {check.text}")
+            if check.remedy:
+                print(f"    {'':{width}}  > {check.remedy}")
+        print()
+    missing = sum(check.state == "missing" for check in checks)
+    verb = "things are" if missing > 1 else "thing is"
+    end = f"Broken and needed: {', '.join(broken)}." if broken else "Nothing that is needed is broken."
+    print(end + (f" {missing} optional {verb} missing, marked with -." if missing else ""))
+    return 1 if broken else 0
+
+
 def examine() -> list[Check]:
     """Look at everything; a look that fails becomes a line of its own, never an error."""
     checks: list[Check] = []
-    looks: tuple[Callable[[], Iterator[Check]], ...] = (_python, _machine, _package, _torch, _needed, _extras, _places)
-    for look in looks:
+    for look in (_here, _machine, _torch, _needed, _extras, _places):
         try:
             checks += look()
         except Exception as error:
@@ -91,42 +118,20 @@ def examine() -> list[Check]:
     return checks
 
 
-def answer(*, as_object: bool) -> tuple[str, int]:
-    """Return what the command prints and its exit status: 1 if something that every command needs is broken.
+def _here() -> Iterator[Check]:
+    from twophase import __version__
 
-    Args:
-        as_object: JSON instead of text.
-    """
-    checks = examine()
-    broken = [check.name for check in checks if check.state == "broken"]
-    if as_object:
-        rows = [
-            {"group": each.group, "name": each.name, "found": each.text, "state": each.state, "remedy": each.remedy}
-            for each in checks
-        ]
-        return json.dumps({"usable": not broken, "checks": rows}, indent=2), 1 if broken else 0
-    width = max(len(check.name) for check in checks)
-    lines: list[str] = []
-    for number, check in enumerate(checks):
-        if number == 0 or check.group != checks[number - 1].group:
-            lines += ["", check.group] if lines else [check.group]
-        mark = {"ok": "  ", "missing": "- ", "broken": "! "}[check.state]
-        lines.append(f"  {mark}{check.name:{width}}  {check.text}")
-        if check.remedy:
-            lines.append(f"    {'':{width}}  > {check.remedy}")
-    end = f"Broken and needed: {', '.join(broken)}." if broken else "Nothing that is needed is broken."
-    if missing := sum(check.state == "missing" for check in checks):
-        end += f" {missing} optional thing{'s are' if missing > 1 else ' is'} missing, marked with -."
-    return "\n".join([*lines, "", end]), 1 if broken else 0
-
-
-# ------------------------------------------------------------------------------------------------------------ looking
-
-
-def _python() -> Iterator[Check]:
     yield Check("Python", "version", f"{platform.python_version()} ({platform.python_implementation()})")
     inside = "a virtual environment" if sys.prefix != sys.base_prefix else "no virtual environment"
     yield Check("Python", "program", f"{sys.executable or 'unknown'}, {inside}")
+    home = Path(__file__).resolve().parents[1]
+    yield Check("twophase", "version", __version__)
+    yield Check("twophase", "place", str(home))
+    if (git := shutil.which("git")) and any((folder / ".git").exists() for folder in home.parents[:3]):
+        words = [git, "-C", str(home), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)  # noqa: S603 - git itself
+        if done.returncode == 0:
+            yield Check("twophase", "revision", done.stdout.strip())
 
 
 def _machine() -> Iterator[Check]:
@@ -141,31 +146,17 @@ def _machine() -> Iterator[Check]:
     yield Check("Machine", "memory", f"{memory / 2**30:.1f} GiB")
 
 
-def _package() -> Iterator[Check]:
-    from twophase import __version__
-
-    home = Path(__file__).resolve().parents[1]
-    yield Check("twophase", "version", __version__)
-    yield Check("twophase", "place", str(home))
-    if (git := shutil.which("git")) and any((folder / ".git").exists() for folder in home.parents[:3]):
-        words = [git, "-C", str(home), "describe", "--always", "--dirty", "--abbrev=12"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=20)  # noqa: S603 - git itself
-        if done.returncode == 0:
-            yield Check("twophase", "revision", done.stdout.strip())
-
-
 def _torch() -> Iterator[Check]:
-    remedy = "pip install torch (on a machine without a GPU, from PyTorch's index of CPU wheels)"
+    words = [sys.executable, "-c", _TORCH]
     try:
-        words = [sys.executable, "-c", _TORCH]
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_TORCH_SECONDS)  # noqa: S603
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            yield Check("torch", "version", f"cannot be used: {last[:200]}", "broken", remedy)
-            return
-        facts = json.loads(done.stdout.splitlines()[-1])
-    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-        yield Check("torch", "version", f"could not be asked ({error})", "broken", remedy)
+        facts = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        done, facts = subprocess.CompletedProcess(words, 1, "", str(error)), None
+    if facts is None:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        remedy = "pip install torch (on a machine without a GPU, from PyTorch's index of CPU wheels)"
+        yield Check("torch", "version", f"cannot be used: {last[:200]}", "broken", remedy)
         return
     yield Check("torch", "version", facts["version"] + (f", CUDA {facts['cuda']}" if facts["cuda"] else ""))
     yield Check("torch", "devices", "; ".join(["cpu", *facts["devices"]]))
@@ -176,40 +167,42 @@ def _torch() -> Iterator[Check]:
 
 def _requirements(extra: str = "") -> dict[str, str]:
     """Return name and version range of what the package needs, or of what an extra adds, its own extras included."""
+    from packaging.requirements import Requirement
+
     ranges: dict[str, str] = {}
-    for text in importlib.metadata.requires(_NAME) or []:
-        wanted, _, marker = text.partition(";")
-        match = re.match(r"([\w.-]+)(?:\[([^\]]*)\])?(.*)", wanted.strip())
-        asked, system = (re.search(rf"{key}\s*==\s*['\"]([^'\"]+)", marker) for key in ("extra", "platform_system"))
-        if match is None or (asked[1] if asked else "") != extra or (system and system[1] != platform.system()):
+    for wanted in map(Requirement, importlib.metadata.requires(_NAME) or []):
+        always, here = (wanted.marker is None or wanted.marker.evaluate({"extra": name}) for name in ("", extra))
+        if not here or (extra and always):
             continue
-        if match[1] == _NAME:
-            for inner in match[2].split(","):
-                ranges |= _requirements(inner.strip())
+        if wanted.name == _NAME:
+            for inner in sorted(wanted.extras):
+                ranges |= _requirements(inner)
         else:
-            ranges[match[1]] = match[3].strip(" ()")
+            ranges[wanted.name] = str(wanted.specifier)
     return ranges
 
 
 def _needed() -> Iterator[Check]:
     for name, spec in _requirements().items():
-        if name != "torch":
-            version = _version(name)
-            if _fits(version, spec):
-                yield Check("Packages", name, version)
-            else:
-                words = f"{version or 'not installed'}; {spec} is needed"
-                yield Check("Packages", name, words, "broken", f"pip install '{name}{spec}'")
+        if name == "torch":
+            continue
+        version = _version(name)
+        if _fits(version, spec):
+            yield Check("Packages", name, version)
+        else:
+            words = f"{version or 'not installed'}; {spec} is needed"
+            yield Check("Packages", name, words, "broken", f"pip install '{name}{spec}'")
 
 
 def _extras() -> Iterator[Check]:
     for extra in importlib.metadata.metadata(_NAME).get_all("Provides-Extra") or []:
         ranges = _requirements(extra)
-        lacking = [name for name, spec in ranges.items() if not _fits(_version(name), spec)]
-        there = ", ".join(f"{name} {_version(name)}" for name in ranges) or "nothing to install"
-        words = f"lacks {', '.join(lacking)}" if lacking else there
-        remedy = f"pip install '{_NAME}[{extra}]'" if lacking else ""
+        versions = {name: _version(name) for name in ranges}
+        lacking = [name for name, spec in ranges.items() if not _fits(versions[name], spec)]
+        present = ", ".join(f"{name} {version}" for name, version in versions.items()) or "nothing to install"
+        words = f"lacks {', '.join(lacking)}" if lacking else present
         words += f"; for {_PURPOSES[extra]}" if extra in _PURPOSES else ""
+        remedy = f"pip install '{_NAME}[{extra}]'" if lacking else ""
         yield Check("Extras", extra, words, "missing" if lacking else "ok", remedy)
 
 
@@ -220,16 +213,16 @@ def _places() -> Iterator[Check]:
     else:
         words = "not found; needed by one machine of a run with --lighthouse"
         yield Check(group, name, words, "missing", f"pip install '{_NAME}[ft]'")
-    for name, folder in (("temporary files", tempfile.gettempdir()), ("this folder", str(Path.cwd()))):
+    states: dict[str, State] = {"temporary files": "broken", "this folder": "missing"}
+    for (name, state), folder in zip(states.items(), (tempfile.gettempdir(), str(Path.cwd())), strict=True):
         try:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-twophase-doctor-") as file:
                 file.write(b"x")
                 file.flush()
-            free = shutil.disk_usage(folder).free
         except OSError as error:
-            state: State = "broken" if name == "temporary files" else "missing"
             yield Check(group, name, f"{folder} cannot be written ({error.strerror})", state, "free it, or set TMPDIR")
             continue
+        free = shutil.disk_usage(folder).free
         low = free < _ROOM_BYTES
         remedy = "free some space: checkpoints may not fit" if low else ""
         yield Check(group, name, f"{folder}, {free / 2**30:.1f} GiB free", "missing" if low else "ok", remedy)
@@ -244,24 +237,6 @@ def _version(name: str) -> str:
 
 
 def _fits(version: str, spec: str) -> bool:
-    """Whether a version is in a range of `>=` and `==`, by its leading numbers; other ranges are not judged."""
+    from packaging.specifiers import SpecifierSet
 
-    def numbers(text: str) -> list[int]:
-        words = re.findall(r"\d+", re.match(r"[\d.]*", text)[0])  # pyright: ignore[reportOptionalSubscript]
-        return [*map(int, words), *[0] * (8 - len(words))]
-
-    for word in spec.replace(" ", "").split(","):
-        if word.startswith(">=") and numbers(version) < numbers(word[2:]):
-            return False
-        if word.startswith("==") and numbers(version) != numbers(word[2:]):
-            return False
-    return bool(version)
-
-
-def main(words: list[str]) -> int:
-    """Run the command; return its exit status."""
-    parser = plain_parser("doctor")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
-    text, status = answer(as_object=parser.parse_args(words).json)
-    print(text)
-    return status
+    return bool(version) and SpecifierSet(spec).contains(version, prereleases=True)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError
+from twophase.base.config import UsageError, parse_arguments
 from twophase.base.files import write_atomic
 from twophase.cli.commands import parse_known, plain_parser
-from twophase.explorer.from_run import FromRun
+from twophase.explorer.from_run import FromRun, read_run
 from twophase.explorer.page import MARK, State, build
 from twophase.policies.base import Never
 from twophase.policies.scheduled import Periodic
 from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule
 
-_RANGE_MODES = 16  # of --sigma-range, unless told
+_RANGE_MODES = 16
+"""Modes of --sigma-range without a COUNT."""
 
 
 @dataclass(frozen=True)
@@ -49,68 +49,77 @@ class Question:
     """Curvatures of the modes; inner learning rate and steps turn them into effective progress."""
     inner_lr: float | None = None
     """Learning rate of the inner gradient descent, for --eigenvalues."""
-    inner_steps: float | None = None
+    inner_steps: int | None = None
     """Inner steps a round (S), for --eigenvalues."""
-    rounds: float = State.rounds
+    rounds: int = State.rounds
     """Outer rounds of the run."""
 
 
 def of_run(run: FromRun) -> Question:
-    """The question with a run's own rule, period and length, on which options come on top."""
+    """Return the question with a run's own rule, period and length, on which options come on top."""
     rule = run.rule
     outer = Outer(rule.lr, rule.momentum, rule.nesterov, rule.form, str(run.restart or "never"))
     return Question(outer, rounds=run.rounds)
 
 
 def state_of(question: Question, run: FromRun | None = None) -> State:
-    """The page's first state.
+    """Return the page's first state.
 
     Raises:
         UsageError: several spectra, values that make no rule, a restart policy without a period, or a run that shows no
-            effective progress where none is given either.
+            effective progress without a spectrum beside it.
     """
     outer = question.outer
     try:
         OuterRule(outer.lr, outer.momentum, outer.nesterov, outer.form)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    try:
+        policy = parse(outer.restart)
+    except ValueError as error:
+        raise UsageError(f"--outer.restart {outer.restart}: {error}") from None
+    if not isinstance(policy, (Never, Periodic)):
+        raise UsageError(
+            f"--outer.restart {outer.restart}: the page shows one period, or none; write a whole number, or never"
+        )
     state = State(
         lr=float(outer.lr),
         momentum=float(outer.momentum),
         nesterov=outer.nesterov,
         form=outer.form,
-        restart=_period(outer.restart),
-        rounds=_whole("--rounds", question.rounds),
+        restart=policy.period if isinstance(policy, Periodic) else 0,
+        rounds=question.rounds,
         inner_steps=State.inner_steps if run is None else run.inner_steps,
     )
-    values = _spectrum(question, run)
-    state = replace(state, **values)
+    state = replace(state, **_spectrum(question, run))
     modes = {"one": 1, "list": len(state.sigmas), "range": state.count, "curvature": len(state.curvatures)}
-    modes["run"] = len(run.spectrum.sigma) if run else 0  # a spectrum that is given takes the place of the run's
+    modes["run"] = len(run.spectrum.sigma) if run else 0
     return replace(state, mode=modes[state.spectrum] - 1)  # the slowest mode, which the loss ends with
 
 
 def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
-    """The state's values that say which spectrum it shows."""
+    """Return the values of the state that say which spectrum it shows; one by option replaces the run's."""
     spectra = {"--sigma": question.sigma, "--sigma-range": question.sigma_range, "--eigenvalues": question.eigenvalues}
     named = [name for name, value in spectra.items() if value]
+    inner = {"inner_lr": question.inner_lr, "inner_steps": question.inner_steps}
     if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} given; give one of them")
-    if not question.eigenvalues and (question.inner_lr, question.inner_steps) != (None, None):
+        raise UsageError(f"{' and '.join(named)} are exclusive; give one of them")
+    if named != ["--eigenvalues"] and any(value is not None for value in inner.values()):
         raise UsageError("--inner-lr and --inner-steps go with --eigenvalues; leave them out, or give the eigenvalues")
-    if question.sigma_range:
-        return _range(question.sigma_range)
     if question.eigenvalues:
-        if question.inner_lr is None or question.inner_steps is None:
+        if None in inner.values():
             raise UsageError(
                 "--eigenvalues needs --inner-lr and --inner-steps, for example --inner-lr 0.02 --inner-steps 50"
             )
-        return {
-            "spectrum": "curvature",
-            "curvatures": question.eigenvalues,
-            "inner_lr": question.inner_lr,
-            "inner_steps": _whole("--inner-steps", question.inner_steps),
-        }
+        return {"spectrum": "curvature", "curvatures": question.eigenvalues} | inner
+    if ends := question.sigma_range:
+        count = ends[2] if len(ends) == 3 else _RANGE_MODES
+        if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or count % 1:
+            raise UsageError(
+                f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= "
+                "HIGH and a whole COUNT, for example --sigma-range 0.3 0.95 20"
+            )
+        return {"spectrum": "range", "low": ends[0], "high": ends[1], "count": int(count)}
     if len(question.sigma) == 1:
         return {"spectrum": "one", "sigma": question.sigma[0]}
     if question.sigma:
@@ -123,66 +132,8 @@ def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
     return {"spectrum": "run" if run else "list"}
 
 
-def _range(ends: tuple[float, ...]) -> dict[str, Any]:
-    if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1]:
-        raise UsageError(
-            f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= "
-            "HIGH, for example --sigma-range 0.3 0.95 20"
-        )
-    count = _whole("--sigma-range COUNT", ends[2]) if len(ends) == 3 else _RANGE_MODES
-    return {"spectrum": "range", "low": ends[0], "high": ends[1], "count": count}
-
-
-def _period(text: str) -> int:
-    try:
-        policy = parse(text)
-    except ValueError as error:
-        raise UsageError(f"--outer.restart {text}: {error}") from None
-    if isinstance(policy, Never):
-        return 0
-    if not isinstance(policy, Periodic):
-        raise UsageError(f"--outer.restart {text}: the page shows one period, or none; write a whole number, or never")
-    return policy.period
-
-
-def _whole(option: str, value: float) -> int:
-    if not math.isfinite(value) or value != int(value):
-        raise UsageError(f"{option} is {value:g}; it must be a whole number")
-    return int(value)
-
-
-def write(out: Path, state: State, run: FromRun | None = None) -> int:
-    """Write the page.
-
-    Args:
-        out: the file; one that is there is replaced if it is such a page.
-        state: what it shows first.
-        run: the run whose spectrum it holds, if the state shows that.
-
-    Returns:
-        Its size in bytes.
-
-    Raises:
-        UsageError: a place that cannot be written, a file of something else, or values that the page does not take.
-    """
-    page = build(state, run.spectrum if run and state.spectrum == "run" else None)
-    if out.is_dir():
-        raise UsageError(f"--out {out}: is a folder; name a file in it, such as {out / 'explore.html'}")
-    try:
-        if out.exists() and MARK.encode() not in out.read_bytes()[:2000]:
-            raise UsageError(f"--out {out}: holds something else than a page of twophase explore; choose another name")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, page)
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written ({error.strerror or error}); choose another place") from None
-    return len(page.encode())
-
-
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
-    from twophase.base.config import parse_arguments
-    from twophase.explorer.from_run import read_run
-
     parser = plain_parser("explore", add_help=False)
     parser.add_argument(
         "--out",
@@ -197,10 +148,10 @@ def main(words: list[str]) -> int:
     parser.add_argument("--open", action="store_true", help="open it in the browser")
     options, rest = parse_known(parser, words, "and where it begins; everything can be moved on the page:")
     run = read_run(options.run) if options.run else None
-    asked = parse_arguments(of_run(run) if run else Question(), rest, prog=parser.prog)
-    state = state_of(asked, run)
-    size = write(options.out, state, run)
-    print(f"page {options.out} ({size / 1000:.0f} kB): open it in a browser; it needs no network")
+    state = state_of(parse_arguments(of_run(run) if run else Question(), rest, prog=parser.prog), run)
+    page = build(state, run.spectrum if run and state.spectrum == "run" else None)
+    _write(options.out, page)
+    print(f"page {options.out} ({len(page.encode()) / 1000:.0f} kB): open it in a browser; it needs no network")
     if run and state.spectrum == "run":
         print(f"spectrum of {run.spectrum.name}: {run.spectrum.note}")
     elif run and run.problems:
@@ -210,3 +161,14 @@ def main(words: list[str]) -> int:
 
         webbrowser.open(options.out.resolve().as_uri())
     return 0
+
+
+def _write(out: Path, page: str) -> None:
+    """Write the page; a file that is no such page is left alone."""
+    try:
+        if out.exists() and MARK.encode() not in out.read_bytes()[:2000]:
+            raise UsageError(f"--out {out}: holds something else than a page of twophase explore; choose another name")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, page)
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written ({error.strerror or error}); choose another place") from None

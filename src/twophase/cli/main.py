@@ -1,6 +1,6 @@
 """The command line: `twophase demo | train | data | export | sweep | sweep-worker | report | spectrum | ...`.
 
-Each command is a module of this package with a `main` of its words; `commands` has the table. A command imports torch
+Each command is a module of this package with a `main` of its words; `commands` describes them. A command imports torch
 only when it runs, so that `--help` answers without it. Exit status: 0 done; 1 a failure while running (a single run
 that diverged included); 2 a mistake in what was asked, told in one message; 130 or 143 stopped by Ctrl-C or SIGTERM,
 resumable by the same command.
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         return _complain(PROGRAM, f"{name!r} is no command; choose from {', '.join(COMMANDS)}")
     try:
-        return import_module(f"twophase.cli.{COMMANDS[name][0]}").main(rest)
+        return import_module(f"twophase.cli.{name.replace('-', '_')}").main(rest)
     except UsageError as error:
         return _complain(f"{PROGRAM} {name}", str(error))
     except KeyboardInterrupt:
@@ -46,28 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which only some commands import
             raise
-        reason = str(error).splitlines()[0]
-        return _complain(
-            f"{PROGRAM} {name}",
-            f"weights and optimizers do not fit into the device's memory ({reason}); give a smaller model, fewer "
-            "--replicas, or a GPU to each by torchrun; what has been saved is intact",
-            "failed",
-            status=1,
-        )
+        advice = "give a smaller model, fewer --replicas, or a GPU to each by torchrun; what has been saved is intact"
+        reason = f"weights and optimizers do not fit into the device's memory ({str(error).splitlines()[0]})"
+        return _complain(f"{PROGRAM} {name}", f"{reason}; {advice}", "failed", status=1)
 
 
 def _overview() -> str:
-    lines = [f"  {name:12} {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"usage: {PROGRAM} COMMAND [OPTIONS]",
-            "",
-            "Two-phase training (DiLoCo, local SGD) with outer momentum that knows when to forget.",
-            "",
-            *lines,
-            "",
-            f"{PROGRAM} COMMAND --help lists a command's options.",
-        ]
+    lines = [f"  {name:12} {text}" for name, text in COMMANDS.items()]
+    return (
+        f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n"
+        "Two-phase training (DiLoCo, local SGD) with outer momentum that knows when to forget.\n\n"
+        + "\n".join(lines)
+        + f"\n\n{PROGRAM} COMMAND --help lists a command's options."
     )
 
 

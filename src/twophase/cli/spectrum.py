@@ -1,17 +1,22 @@
-"""`twophase spectrum`: its options; `block_report` measures and writes, and loads torch."""
+"""`twophase spectrum`: its options, checked; `block_report` measures and writes, and loads torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from twophase.cli.commands import config_paths, plain_parser
+from twophase.base.config import UsageError
+from twophase.cli.commands import plain_parser
+
+_MOST_EIGENVALUES = 100
 
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     parser = plain_parser("spectrum")
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, its --out")
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run, its --out")
+    add(
         "--blocks",
         nargs="+",
         default=(),
@@ -19,26 +24,35 @@ def main(words: list[str]) -> int:
         help="a parameter is in the first block whose pattern its name contains (default: the run's named fragments, "
         "else embeddings, attention, mlp, norms, head)",
     )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        default=4,
-        metavar="N",
-        help="of the run's training text, of its own batch size (%(default)s)",
-    )
-    parser.add_argument(
-        "--top", type=int, default=5, metavar="N", help="eigenvalues of each block found one by one (%(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of spectrum.png, .pdf, .csv and .json (the run's own)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    text = "of the run's training text, of its own batch size (%(default)s)"
+    add("--batches", type=int, default=4, metavar="N", help=text)
+    add("--top", type=int, default=5, metavar="N", help="eigenvalues of each block found one by one (%(default)s)")
+    add("--out", type=Path, metavar="DIR", help="folder of spectrum.png, .pdf, .csv and .json (the run's own)")
+    add("--json", action="store_true", help="print one JSON object instead of words")
+    add("--quiet", action="store_true", help="show no progress")
     options = parser.parse_args(words)
-    from twophase.cli.block_report import Wish, spectrum
+    patterns = _patterns(options.blocks)
+    for option, value in (("--batches", options.batches), ("--top", options.top)):
+        if value < 1:
+            raise UsageError(f"{option} is {value}; it must be a whole number >= 1")
+    if options.top > _MOST_EIGENVALUES:
+        raise UsageError(
+            f"--top is {options.top}; it must be at most {_MOST_EIGENVALUES}: each eigenvalue is found by itself"
+        )
+    from twophase.cli.block_report import spectrum
 
-    blocks, known_paths = tuple(options.blocks), config_paths()
-    wish = Wish(
-        options.run, blocks, options.batches, options.top, options.out, options.json, options.quiet, known_paths
-    )
-    return spectrum(wish)
+    return spectrum(options, patterns)
+
+
+def _patterns(words: Sequence[str]) -> dict[str, str] | None:
+    """Return patterns by block."""
+    patterns: dict[str, str] = {}
+    for word in words:
+        name, _, pattern = word.partition("=")
+        if not (name and pattern) or name in patterns:
+            what = "a name twice" if name in patterns else "no block"
+            raise UsageError(
+                f"--blocks {word}: {what}; write NAME=PATTERN for each block, such as ends='embedding|head' rest=."
+            )
+        patterns[name] = pattern
+    return patterns or None

@@ -20,7 +20,7 @@ def main(words: list[str]) -> int:
     from twophase.sweep.grid import Sweep, parse_axes
     from twophase.tasks.lm.config import check
 
-    parser = run_parser("sweep")
+    parser = run_parser("sweep", add_help=False)
     config_options(parser)
     add_options(parser)
     parser.add_argument(

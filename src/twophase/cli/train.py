@@ -17,7 +17,7 @@ from twophase.tasks.lm.config import TrainConfig
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
-    parser = run_parser("train")
+    parser = run_parser("train", add_help=False)
     config_options(parser)
     parser.add_argument(
         "--track",

@@ -47,46 +47,47 @@ def read_run(path: Path) -> FromRun:
     Raises:
         UsageError: no run, or no outer rule.
     """
-    try:
-        record = read_record(path)
-    except UsageError as error:
-        raise UsageError(f"--run {error}") from None
-    rule = record.rule
+    record = read_record(path)
+    rule, policy = record.rule, record.policy()
     if rule is None:
         raise UsageError(
             f"--run {path}: its config.yaml holds no outer rule; give the folder of a run, or leave --run out"
         )
-    observed = {block.name: _observed(record, block, rule) for block in record.blocks}
-    usable = {name: seen for name, (seen, why_not) in observed.items() if not why_not}
-    reasons = sorted({why_not for _, why_not in observed.values()}) or [_no_blocks(record)]
-    note = _note(usable, len(observed) - len(usable)) if usable else f"cannot be estimated: {'; '.join(reasons)}."
-    policy = record.policy()
+    seen = {block.name: _observed(record, block, rule) for block in record.blocks}
+    usable = {name: observed for name, (observed, why_not) in seen.items() if not why_not}
+    if usable:
+        note = _note(usable, len(seen) - len(usable))
+    else:
+        reasons = sorted({why_not for _, why_not in seen.values()}) or [_no_blocks(record)]
+        note = f"cannot be estimated: {'; '.join(reasons)}."
     if not isinstance(policy, (Periodic, Never)):
         note += f" The run's own restarts ({policy}) have no single period and are not shown."
     problems = " ".join(["What is missing or wrong in the folder:", *record.problems]) if record.problems else ""
-    note = f"{note} {problems}".strip()
+    values = sorted((min(1.0, observed.sigma) for observed in usable.values()), reverse=True)
+    most = min(int(LIMITS["count"][1]), len(values))  # as many as the page takes, evenly spread
+    places = np.linspace(0, len(values) - 1, most).round().astype(int)
+    sigma = tuple(values[place] for place in places)
     return FromRun(
         rule=rule,
         restart=policy.period if isinstance(policy, Periodic) else 0,
-        rounds=_within("rounds", record.planned_rounds or len(record.rounds.get("round", ())) or 1),
+        rounds=_within("rounds", record.planned_rounds or len(record.rounds["round"]) or 1),
         inner_steps=_within("inner_steps", record.count("inner_steps")),
         problems=problems,
-        spectrum=RunSpectrum(path.resolve().name, _distinct(usable), note),
+        spectrum=RunSpectrum(path.resolve().name, sigma, f"{note} {problems}".strip()),
     )
 
 
 def _observed(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Observed, str]:
     """Return a block's estimate, and why it must not be shown (as in a report; empty if it may be)."""
-    columns = block.pseudo_gradient_norm, block.buffer_norm, block.cosine, block.restarted
+    g, m, cosine = block.pseudo_gradient_norm, block.buffer_norm, block.cosine
     rates = record.inner_lr(block.index)
     follows = np.concatenate([[True], np.diff(block.number) == 1])
-    seen = observe(rule, *columns, inner_lr=rates, follows=follows, gain=block.gain)
-    g, m, cosine, _ = columns
-    finite = np.isfinite(g) & np.isfinite(m) & np.isfinite(cosine)
-    lacking = int(np.sum(~finite & (m != 0)))  # with an empty buffer there is no angle
+    seen = observe(rule, g, m, cosine, block.restarted, inner_lr=rates, follows=follows, gain=block.gain)
+    measured = np.isfinite(g) & np.isfinite(m) & np.isfinite(cosine)
+    lacking = int(np.sum(~measured & (m != 0)))  # with an empty buffer there is no angle
     if rule.momentum == 0:
         return seen, "without momentum a run does not show it"
-    if lacking and not np.any(finite & (m != 0)):
+    if lacking and not np.any(measured & (m != 0)):
         return seen, f"no round of {ROUNDS} has the norms of pseudo-gradient and buffer and the cosine between them"
     if rates is None:
         return seen, (
@@ -104,24 +105,14 @@ def _no_blocks(record: RunRecord) -> str:
     return f"{ROUNDS} records no rounds"
 
 
-def _distinct(usable: dict[str, Observed]) -> tuple[float, ...]:
-    """Return the estimates, at most 1, largest first, as many as the page takes."""
-    values = sorted((min(1.0, seen.sigma) for seen in usable.values()), reverse=True)
-    if not values:
-        return ()
-    most = int(LIMITS["count"][1])
-    places = np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
-    return tuple(values[place] for place in places)
-
-
-def _note(usable: dict[str, Observed], left_out: int) -> str:
-    def line(name: str, seen: Observed) -> str:
-        return f"{name} σ = {seen.sigma:.3g} ± {seen.interval[1] - seen.sigma:.2g} from {seen.pairs} pairs of rounds"
-
-    words = [line(*item) for item in list(usable.items())[:_MOST_NAMED]]
+def _note(usable: dict[str, Observed], unusable: int) -> str:
+    words = [
+        f"{name} σ = {seen.sigma:.3g} ± {seen.interval[1] - seen.sigma:.2g} from {seen.pairs} pairs of rounds"
+        for name, seen in list(usable.items())[:_MOST_NAMED]
+    ]
     if len(usable) > _MOST_NAMED:
         words.append(f"and {len(usable) - _MOST_NAMED} more blocks")
-    more = f" No estimate for {left_out} other block{'s' if left_out > 1 else ''}." if left_out else ""
+    more = f" No estimate for {unusable} other block{'s' if unusable > 1 else ''}." if unusable else ""
     return (
         f"{'; '.join(words)} (95 %).{more} An average over the modes in the momentum buffer; AdamW "
         "inside a round and different data on the replicas are outside the model."

@@ -13,8 +13,7 @@ import base64
 import hashlib
 import html
 import json
-import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -24,22 +23,8 @@ from twophase.rule import Form
 MARK = '<meta name="generator" content="twophase explore">'
 """What the first lines of our pages hold; a file without it is not overwritten."""
 STYLES = ("style.css", "panels.css")
-SCRIPTS = (
-    "kernel.js",
-    "state.js",
-    "draw.js",
-    "model.js",
-    "trajectories.js",
-    "rates.js",
-    "map.js",
-    "app.js",
-    "controls.js",
-    "choices.js",
-    "cross.js",
-    "forms.js",
-    "stage.js",
-    "main.js",
-)
+_SCRIPT_NAMES = "kernel state draw model trajectories rates map app controls choices cross forms stage main"
+SCRIPTS = tuple(f"{name}.js" for name in _SCRIPT_NAMES.split())
 
 LIMITS: dict[str, tuple[float, float]] = {
     "lr": (1e-6, 1e6),
@@ -113,22 +98,8 @@ _OPTIONS = {
     "lr": "--outer.lr",
     "momentum": "--outer.momentum",
     "restart": "--outer.restart",
-    "rounds": "--rounds",
-    "sigma": "--sigma",
     "count": "--sigma-range",
-    "inner_lr": "--inner-lr",
-    "inner_steps": "--inner-steps",
 }
-
-
-@dataclass(frozen=True)
-class Given:
-    """Hold all that a page is told: where it begins, the limits of its fields, and a run's spectrum if there is one."""
-
-    state: State
-    run: RunSpectrum | None = None
-    limits: dict[str, tuple[float, float]] = field(default_factory=lambda: dict(LIMITS))
-    sliders: dict[str, tuple[float, float]] = field(default_factory=lambda: dict(SLIDERS))
 
 
 def build(state: State, run: RunSpectrum | None = None) -> str:
@@ -158,7 +129,9 @@ def build(state: State, run: RunSpectrum | None = None) -> str:
         "policy": html.escape(policy, quote=False),
         "style": style,
         "script": script,
-        "given": _as_data(asdict(Given(state, run))),
+        "given": _as_data(
+            {"state": asdict(state), "run": asdict(run) if run else None, "limits": LIMITS, "sliders": SLIDERS}
+        ),
         "version": html.escape(__version__),
     }
     page = _read("page.html")
@@ -173,19 +146,21 @@ def check(state: State, run: RunSpectrum | None = None) -> None:
     most = int(LIMITS["count"][1])
     for option, values in {"--sigma": state.sigmas, "--eigenvalues": state.curvatures}.items():
         if not 1 <= len(values) <= most:
-            raise UsageError(f"{option}: {len(values)} modes given; the page shows 1 to {most}")
+            raise UsageError(f"{option} has {len(values)} modes; the page shows 1 to {most}")
+    sigmas = (state.sigma, *state.sigmas, state.low, state.high)
     for name, (low, high) in LIMITS.items():
-        values = {"sigma": (state.sigma, *state.sigmas, state.low, state.high), "curvature": state.curvatures}.get(name)
-        for value in (getattr(state, name),) if values is None else values:
-            if not (math.isfinite(value) and low <= value <= high):
-                option, most_words = _OPTIONS.get(name, f"--{name}"), f"{high:,.6f}".rstrip("0").rstrip(".")
-                raise UsageError(f"{option} is {value:.9g}; the page shows values from {low:g} to {most_words}")
+        option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        for value in {"sigma": sigmas, "curvature": state.curvatures}.get(name) or [getattr(state, name)]:
+            if not low <= value <= high:  # nan, too
+                words = f"{high:,.6f}".rstrip("0").rstrip(".")
+                raise UsageError(f"{option} is {value:.9g}; the page shows values from {low:g} to {words}")
     if (state.spectrum == "run") != (run is not None):
         raise UsageError("the spectrum of a run needs the run, and a run is shown by its spectrum")
-    if state.spectrum == "curvature" and state.inner_lr * max(state.curvatures) > 1:
+    steepest = max(state.curvatures)
+    if state.spectrum == "curvature" and state.inner_lr * steepest > 1:
         raise UsageError(
-            f"--inner-lr {state.inner_lr:g} times the largest eigenvalue {max(state.curvatures):g} exceeds 1, where "
-            f"gradient descent overshoots; lower --inner-lr to {1 / max(state.curvatures):g} or less"
+            f"--inner-lr {state.inner_lr:g} times the largest eigenvalue {steepest:g} exceeds 1, where "
+            f"gradient descent overshoots; lower --inner-lr to {1 / steepest:g} or less"
         )
 
 

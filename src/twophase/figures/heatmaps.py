@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twophase.base.files import table_text
 from twophase.figures.style import DIVERGED, HATCH, INK, PAPER, new_figure, rendered, styled, write_files
 from twophase.sweep.table import State, readable
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 WIDEST_RANGE = 3.0
 """The colour scale ends at this multiple of the best value; a blow-up beyond it must not flatten the rest."""
-_INK, _PAPER, _MISSING = INK, PAPER, "#d4d4d4"
+_MISSING = "#d4d4d4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +110,15 @@ def heatmaps(
         ValueError: no panels, or rows or panels of uneven shape.
         UsageError: matplotlib is not installed, or the files cannot be written.
     """
-    _check_shapes(panels)
-    shown = [value for row in panels for panel in row for *_, value in panel.cells() if value is not None]
+    if not panels or not panels[0] or len({len(row) for row in panels}) != 1:
+        shape = [len(row) for row in panels]
+        raise ValueError(f"heatmaps: rows of {shape} panels; give rows of one length, at least 1")
+    every = [panel for row in panels for panel in row]
+    for panel in every:
+        shape = [len(panel.x)] * len(panel.y)
+        if not sum(shape) or any([len(row) for row in grid] != shape for grid in (panel.values, panel.states)):
+            raise ValueError(f"heatmaps: panel {panel.title!r}: its values and states must be in rows of {shape}")
+    shown = [value for panel in every for *_, value in panel.cells() if value is not None]
     scale = scale or scale_of(shown)
     with styled():
         figure, colours = _draw(panels, scale, x_label, y_label)
@@ -120,22 +126,19 @@ def heatmaps(
         figure.suptitle(title, fontsize=9.5, fontweight="bold")
         figure.supxlabel(note, fontsize=7, color="#444444")
         pictures = rendered(figure)
-    return write_files(path_stem, pictures | {".csv": _csv(panels, scale, x_label, y_label)})
-
-
-def _check_shapes(panels: Sequence[Sequence[Panel]]) -> None:
-    if not panels or not panels[0] or len({len(row) for row in panels}) != 1:
-        raise ValueError(
-            f"heatmaps: rows of {[len(row) for row in panels]} panels; give rows of one length, at least 1"
-        )
-    for panel in (panel for row in panels for panel in row):
-        for name, grid in {"values": panel.values, "states": panel.states}.items():
-            shape = [len(row) for row in grid]
-            if not panel.x or not panel.y or shape != [len(panel.x)] * len(panel.y):
-                raise ValueError(
-                    f"heatmaps: panel {panel.title!r} has {name} in rows of {shape}; "
-                    f"it must be {len(panel.y)} rows of {len(panel.x)}, at least 1 of 1"
-                )
+    rows = [
+        {
+            "panel": panel.title,
+            x_label: _setting_text(panel.x[i]),
+            y_label: _setting_text(panel.y[j]),
+            "value": None if value is None else repr(value),
+            "state": state,
+            "outlined": value is not None and value <= scale.bound,
+        }
+        for panel in every
+        for i, j, state, value in panel.cells()
+    ]
+    return write_files(path_stem, pictures | {".csv": table_text(rows)})
 
 
 def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> tuple[Figure, ScalarMappable]:
@@ -146,15 +149,17 @@ def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label
     for j, row in enumerate(panels):
         for i, panel in enumerate(row):
             axes: Axes = grid[j, i]
-            _draw_panel(axes, panel, scale, colours)
+            draw_tiles(axes, list(panel.cells()), colours=colours, bound=scale.bound)
+            axes.set(title=panel.title)
+            # Neighbours with the same values share their ticks.
             below = panels[j + 1][i].x if j + 1 < len(panels) else None
-            axes.set_xticks(range(len(panel.x)), [] if below == panel.x else [_setting_text(x) for x in panel.x])
+            axes.set_xticks(range(len(panel.x)), [] if below == panel.x else map(_setting_text, panel.x))
             before = row[i - 1].y if i else None
-            axes.set_yticks(range(len(panel.y)), [] if before == panel.y else [_setting_text(y) for y in panel.y])
-            if j == len(panels) - 1:
-                axes.set_xlabel(x_label)
-            if i == 0:
-                axes.set_ylabel(y_label)
+            axes.set_yticks(range(len(panel.y)), [] if before == panel.y else map(_setting_text, panel.y))
+    for axes in grid[-1]:
+        axes.set_xlabel(x_label)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(y_label)
     return figure, colours
 
 
@@ -164,15 +169,10 @@ def colours_of(scale: Scale) -> ScalarMappable:
     Args:
         scale: their ends.
     """
-    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see figure.py
+    from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see style.py
     from matplotlib.colors import LogNorm  # noqa: PLC0415
 
     return ScalarMappable(LogNorm(scale.low, scale.high), "viridis_r")
-
-
-def _draw_panel(axes: Axes, panel: Panel, scale: Scale, colours: ScalarMappable) -> None:
-    draw_tiles(axes, list(panel.cells()), colours=colours, bound=scale.bound)
-    axes.set(title=panel.title)
 
 
 def draw_tiles(
@@ -198,15 +198,15 @@ def draw_tiles(
 
     inside: set[tuple[int, int]] = set()
     for i, j, state, value in cells:
-        face, ink, hatch, text = _MISSING, _INK, None, str(state)
+        face, ink, hatch, text = _MISSING, INK, None, str(state)
         if value is not None:
             face = colours.to_rgba(value)  # type: ignore[arg-type] - it takes a number too, which its stub does not say
-            ink, text = _readable_on(face), readable(value) + mark(i, j)
+            ink, text = readable_on(face[:3]), readable(value) + mark(i, j)
             inside |= {(i, j)} if value <= bound else set()
         elif state == "diverged":
             face, hatch, text = DIVERGED, "//////", "div."
         elif state is None:
-            face, text = _PAPER, "\N{EN DASH}"
+            face, text = PAPER, "\N{EN DASH}"
         axes.add_patch(Rectangle((i - 0.5, j - 0.5), 1, 1, facecolor=face, hatch=hatch, edgecolor=HATCH, linewidth=0))
         label = axes.text(i, j, text, color=ink, ha="center", va="center_baseline", fontsize=size)
         if hatch:
@@ -215,15 +215,15 @@ def draw_tiles(
             label.set(fontsize=size - 1, fontstyle="italic", color="#555555")
     columns, rows = 1 + max(cell[0] for cell in cells), 1 + max(cell[1] for cell in cells)
     for i in range(1, columns):
-        axes.axvline(i - 0.5, color=_PAPER, linewidth=size / 9)
+        axes.axvline(i - 0.5, color=PAPER, linewidth=size / 9)
     for j in range(1, rows):
-        axes.axhline(j - 0.5, color=_PAPER, linewidth=size / 9)
+        axes.axhline(j - 0.5, color=PAPER, linewidth=size / 9)
     for i, j in inside:
         for di, dj in ((1, 0), (-1, 0), (0, 1), (0, -1)):
             if (i + di, j + dj) not in inside:
                 x, y = i + di / 2, j + dj / 2
                 ends = ([x - abs(dj) / 2, x + abs(dj) / 2], [y - abs(di) / 2, y + abs(di) / 2])
-                axes.plot(*ends, color=_INK, linewidth=size / 4.7, solid_capstyle="projecting", clip_on=False, zorder=5)
+                axes.plot(*ends, color=INK, linewidth=size / 4.7, solid_capstyle="projecting", clip_on=False, zorder=5)
     axes.set(xlim=(-0.5, columns - 0.5), ylim=(-0.5, rows - 0.5))
     axes.tick_params(length=0, pad=3)
     axes.spines[:].set_visible(False)
@@ -245,47 +245,39 @@ def draw_colour_bar(
     clipped = worst > scale.high * (1 + 1e-9)
     where = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02} | where
     bar = figure.colorbar(colours, extend="max" if clipped else "neither", **where)
-    bar.set_ticks(_ticks(scale.low, scale.high), labels=[f"{tick:g}" for tick in _ticks(scale.low, scale.high)])
+    ticks = _ticks(scale.low, scale.high)
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.minorticks_off()
     bar.outline.set_visible(False)  # type: ignore[operator] - a spine, which the stubs take for a callable
     bar.ax.tick_params(length=2, width=0.6)
     if scale.low < scale.bound < scale.high:
-        bar.ax.axhline(scale.bound, color=_INK, linewidth=1.6)
+        bar.ax.axhline(scale.bound, color=INK, linewidth=1.6)
     end = f"; colours end at {readable(scale.high)}" if clipped else ""
     bar.set_label(f"{label}\n(log scale{end})")  # two lines: a figure of one row is lower than one line is long
 
 
-def _readable_on(face: Any) -> str:
-    """Dark or white ink, whichever has the higher contrast ratio (WCAG 2) with a background."""
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in face[:3])
-    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    return _PAPER if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else _INK
+def readable_on(colour: Sequence[float]) -> str:
+    """Dark or white ink, whichever has the higher contrast ratio (WCAG 2) with a background.
+
+    Args:
+        colour: red, green and blue of the background, in [0, 1].
+    """
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return PAPER if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else INK
 
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers for a logarithmic scale, from four to about ten; on a very short one its rounded thirds."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = ([1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 5, 7], [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9])
-    for mantissas in steps:
+    finest = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
+    for mantissas in ([1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 5, 7], finest):
         ticks = [float(f"{m * 10.0**k:.3g}") for k in decades for m in mantissas]
         inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) >= (3 if mantissas is steps[-1] else 4):
+        if len(inside) >= (3 if mantissas is finest else 4):
             return inside
     return sorted({float(f"{low * (high / low) ** (k / 3):.3g}") for k in range(4)})
 
 
 def _setting_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _csv(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> str:
-    """The numbers behind the figure: one line a cell, empty where there is none."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["panel", x_label, y_label, "value", "state", "outlined"])
-    for panel in (panel for row in panels for panel in row):
-        for i, j, state, value in panel.cells():
-            outlined = str(value is not None and value <= scale.bound).lower()
-            text = "" if value is None else repr(value)
-            writer.writerow([panel.title, _setting_text(panel.x[i]), _setting_text(panel.y[j]), text, state, outlined])
-    return buffer.getvalue()

@@ -9,21 +9,14 @@ import numpy as np
 
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
-from twophase.figures.style import (
-    INK,
-    MUTED,
-    look,
-    name_panels,
-    new_figure,
-    rendered,
-    styled,
-    write_files,
-)
+from twophase.figures.style import INK, MUTED, look, name_panels, new_figure, rendered, styled, write_files
 from twophase.rule import OuterRule
 from twophase.theory.advice import Advice
 from twophase.theory.contraction import log_restart_factor, restart_table
 from twophase.theory.modes import asymptotic_rate, envelope
 from twophase.theory.periods import cancellation_periods, log_final_loss
+
+Rows = list[dict[str, Any]]
 
 _MOST_ROUNDS = 400  # drawn of a trajectory
 _MOST_MODES = 12  # drawn one by one
@@ -44,64 +37,53 @@ def draw(advice: Advice, path: Path) -> list[Path]:
         UsageError: another ending, matplotlib missing, or files that cannot be written.
     """
     check_ending(path)
-    rows: list[dict[str, Any]] = []
+    parts = [_motion, _rates, *([_losses] if advice.rounds is not None else [])]
+    rows: Rows = []
     with styled():
-        columns = 2 if advice.rounds is None else 3
-        figure, grid = new_figure(3.3, 1, columns)
-        panels = list(grid[0])
-        titles = [_motion(panels[0], advice, rows), _rates(panels[1], advice, rows)]
-        if advice.rounds is not None:
-            titles.append(_losses(panels[2], advice, rows))
-        name_panels(panels, titles)
+        figure, grid = new_figure(3.3, 1, len(parts))
+        titles = [part(axes, advice, rows) for part, axes in zip(parts, grid[0], strict=True)]
+        for axes in grid[0]:  # below the panel: wherever it lay inside, it would cover the curve of some rule
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
+        name_panels(grid[0], titles)
         figure.suptitle(advice.rule.describe(), fontsize=9.5, fontweight="bold")
         picture = rendered(figure)[path.suffix]
     return write_files(path.with_suffix(""), {path.suffix: picture, ".csv": table_text(rows)})
 
 
-def _motion(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
-    """The largest mode that oscillates, or the slowest if none does, with and without restarts."""
-    rule = advice.rule
+def _motion(axes: Any, advice: Advice, rows: Rows) -> str:
+    """Draw the largest mode that oscillates, or the slowest if none does, with and without restarts."""
+    rule, period = advice.rule, advice.recommended.period
     first = cancellation_periods(rule, advice.sigma, 1)[:, 0]
     turning = ~np.isnan(first)
     sigma = float(advice.sigma[turning].max() if turning.any() else advice.sigma.min())
     count = _shown_rounds(advice, first[turning & (advice.sigma == sigma)])
-    times = np.arange(count + 1)
-    plain, restarted = residuals(rule, sigma, count, None), residuals(rule, sigma, count, advice.recommended.period)
     if turning.any():
-        fine = np.linspace(0, count, 400)
+        name, fine = f"sigma {sigma:.4g}", np.linspace(0, count, 400)
         bound = envelope(rule, sigma, fine)
         axes.fill_between(fine, -bound, bound, color="#f0f0f0", linewidth=0)
         for side, label in ((bound, "true envelope"), (-bound, None)):
             axes.plot(fine, side, color=MUTED, linestyle=":", linewidth=1.0, label=label)
         zeros = cancellation_periods(rule, sigma, count + 2)  # at most one a round
         zeros = zeros[zeros <= count]
-        axes.plot(
-            zeros, np.zeros_like(zeros), linestyle="none", marker="|", color=INK, markersize=7, label="cancellations"
-        )
-        rows += [
-            {"panel": "envelope", "x": t, "series": f"sigma {sigma:.4g}", "y": e}
-            for t, e in zip(fine, bound, strict=True)
-        ]
-        rows += [{"panel": "cancellation", "x": t, "series": f"sigma {sigma:.4g}", "y": 0.0} for t in zeros]
+        marks = {"linestyle": "none", "marker": "|", "color": INK, "markersize": 7}
+        axes.plot(zeros, np.zeros_like(zeros), label="cancellations", **marks)
+        rows += _points("envelope", fine, name, bound)
+        rows += _points("cancellation", zeros, name, np.zeros_like(zeros))
     axes.axhline(0, color=MUTED, linewidth=0.5)
-    axes.plot(times, plain, **look(1, every=1 if count <= 40 else max(1, count // 20)), label="no restart")
-    if advice.recommended.period is not None:
-        axes.plot(
-            times,
-            restarted,
-            **look(2, every=1 if count <= 40 else max(1, count // 20)),
-            label=f"every {advice.recommended.period} rounds",
-        )
-    for name, values in (("no restart", plain), ("recommended", restarted)):
-        rows += [{"panel": "residual", "x": int(t), "series": name, "y": x} for t, x in zip(times, values, strict=True)]
+    times = np.arange(count + 1)
+    curves = {"no restart": residuals(rule, sigma, count, None), "recommended": residuals(rule, sigma, count, period)}
+    for number, (name, values) in enumerate(curves.items(), start=1):
+        rows += _points("residual", times, name, values)
+        if number == 1 or period is not None:
+            label = name if number == 1 else f"every {period} rounds"
+            axes.plot(times, values, **look(number, every=1 if count <= 40 else max(1, count // 20)), label=label)
     axes.set(xlabel="round", ylabel="residual $x_t / x_0$", xlim=(0, count))
     axes.locator_params(axis="y", nbins=5)  # more would get longer labels, after the layout has been found
-    _legend(axes)
     return f"mode with sigma {sigma:.3g}"
 
 
 def residuals(rule: OuterRule, sigma: float, rounds: int, period: int | None) -> Any:
-    """x_t / x_0 for t = 0 ... rounds, with a restart every `period` rounds (None: none), from exact factors."""
+    """Return x_t / x_0 for t = 0 ... rounds, with a restart every `period` rounds (None: none), from exact factors."""
     times = np.arange(rounds + 1)
     length = rounds + 1 if period is None else period
     full_sign, full = log_restart_factor(rule, sigma, length)
@@ -122,13 +104,12 @@ def _shown_rounds(advice: Advice, first: Any) -> int:
     return min(reach, advice.rounds or reach, _MOST_ROUNDS)
 
 
-def _rates(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
-    """Contraction a round against the period: the slowest mode's, and each mode's if they are few."""
+def _rates(axes: Any, advice: Advice, rows: Rows) -> str:
+    """Draw contraction a round against the period: the slowest mode's, and each mode's if they are few."""
     periods = np.arange(1, min(advice.max_period, _MOST_PERIODS) + 1)
     rates = -restart_table(advice.rule, advice.sigma, int(periods[-1]))[1] / periods[:, None]
     slowest = rates.min(axis=1)
-    few = advice.sigma.size <= _MOST_MODES
-    if few and advice.sigma.size > 1:
+    if 1 < advice.sigma.size <= _MOST_MODES:
         for j, values in enumerate(rates.T):
             axes.plot(periods, values, color="#b5b5b5", linewidth=0.7, label="each mode" if j == 0 else None)
             rows += _points("rate", periods, f"sigma {advice.sigma[j]:.6g}", values)
@@ -136,64 +117,39 @@ def _rates(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
     without = float(np.min(asymptotic_rate(advice.rule, advice.sigma)))
     if np.isfinite(without):
         axes.axhline(without, **look(1), label="no restart, slowest")
-    best = advice.recommended
-    if best.period is not None:
-        axes.plot(
-            [best.period],
-            [best.rate],
-            marker="o",
-            markersize=6,
-            markerfacecolor="none",
-            color=INK,
-            linestyle="none",
-            label=f"recommended: {best.period}",
-        )
-    rows += [
-        *_points("rate", periods, "slowest mode", slowest),
-        {"panel": "rate", "series": "no restart", "y": without},
-    ]
+    _ring(axes, advice.recommended.period, advice.recommended.rate)
+    rows += _points("rate", periods, "slowest mode", slowest)
+    rows.append({"panel": "rate", "series": "no restart", "y": without})
     finite = np.append(slowest, without)
     shown = finite[np.isfinite(finite)] if np.isfinite(finite).any() else np.zeros(1)  # a mode may vanish altogether
     top = max(1.25 * float(shown.max()), 2 * abs(without) if np.isfinite(without) else 0.0, 1e-3)
-    axes.set(
-        xlabel="restart period K",
-        ylabel="rate (nats a round)",
-        ylim=(min(-0.05 * top, max(1.1 * shown.min(), -top)), top),
-    )
-    _legend(axes)
+    bottom = min(-0.05 * top, max(1.1 * shown.min(), -top))
+    axes.set(xlabel="restart period K", ylabel="rate (nats a round)", ylim=(bottom, top))
     return "rate against the period"
 
 
-def _losses(axes: Any, advice: Advice, rows: list[dict[str, Any]]) -> str:
-    """Exact loss at the horizon against the period."""
+def _losses(axes: Any, advice: Advice, rows: Rows) -> str:
+    """Draw the exact loss at the horizon against the period."""
     assert advice.rounds is not None
     periods = np.arange(1, min(advice.max_period, advice.rounds, _MOST_PERIODS) + 1)
     losses = log_final_loss(advice.rule, advice.sigma, advice.rounds, periods, advice.weights) / np.log(10)
     without = (advice.without.log_loss or 0.0) / np.log(10)
     axes.plot(periods, losses, **look(2), label="restart every K")
     axes.axhline(without, **look(1), label="no restart")
-    best = advice.recommended
-    if best.period is not None and best.log_loss is not None:
-        axes.plot(
-            [best.period],
-            [best.log_loss / np.log(10)],
-            marker="o",
-            markersize=6,
-            markerfacecolor="none",
-            color=INK,
-            linestyle="none",
-            label=f"recommended: {best.period}",
-        )
-    rows += [*_points("loss", periods, "log10 loss", losses), {"panel": "loss", "series": "no restart", "y": without}]
+    if advice.recommended.log_loss is not None:
+        _ring(axes, advice.recommended.period, advice.recommended.log_loss / np.log(10))
+    rows += _points("loss", periods, "log10 loss", losses)
+    rows.append({"panel": "loss", "series": "no restart", "y": without})
     axes.set(xlabel="restart period K", ylabel="log10 final loss")
-    _legend(axes)
     return f"loss after {advice.rounds} rounds"
 
 
-def _legend(axes: Any) -> None:
-    """Name the curves below a panel: wherever it lay inside, it would cover the envelope or a curve of some rule."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
+def _ring(axes: Any, period: int | None, height: float) -> None:
+    """Mark the recommended period."""
+    if period is not None:
+        marks = {"marker": "o", "markersize": 6, "markerfacecolor": "none", "color": INK, "linestyle": "none"}
+        axes.plot([period], [height], label=f"recommended: {period}", **marks)
 
 
-def _points(panel: str, periods: Any, series: str, values: Any) -> list[dict[str, Any]]:
-    return [{"panel": panel, "x": int(k), "series": series, "y": v} for k, v in zip(periods, values, strict=True)]
+def _points(panel: str, x: Any, series: str, y: Any) -> Rows:
+    return [{"panel": panel, "x": place, "series": series, "y": value} for place, value in zip(x, y, strict=True)]

@@ -6,19 +6,17 @@ of its own width. Colours, strokes and markers are those of all figures (`twopha
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.base.files import DIGITS
+from twophase.base.files import table_text
 from twophase.figures.style import look
-from twophase.report.page import Html, clean, counted, download, join, minus, tag
+from twophase.report.page import Html, counted, download, join, minus, tag
 from twophase.runs.record import LARGEST
 
 MOST_POINTS = 600
@@ -26,7 +24,8 @@ MOST_POINTS = 600
 _MARK_ROOM = 6
 """Units of a picture's width that a mark needs, so that marks do not run into each other."""
 _MOST_ROWS = 5_000
-_WIDE, _NARROW = 720, 340
+_SIZES = {"broad": (720, 300), "narrow": (340, 270)}
+"""Width and height of each picture, by the class that `page.css` shows on screens of some width."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 10, 10, 58
 _SHAPES = {
     "o": "M-3.2,0a3.2,3.2 0 1,0 6.4,0a3.2,3.2 0 1,0 -6.4,0z",
@@ -39,6 +38,10 @@ _SHAPES = {
     "*": "M0,-4L1.2,-1.2H4L1.8,.6L2.6,3.6L0,1.8L-2.6,3.6L-1.8,.6L-4,-1.2H-1.2z",
 }
 _DASHES = {"-": "", "--": "7 4", "-.": "8 3 2 3", ":": "2 3"}
+
+_Points = NDArray[np.float64]
+_Named = tuple[str, _Points]
+_Axes = tuple[tuple[float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,59 +85,58 @@ class Chart:
     bulk: bool = False
 
 
-_Points = NDArray[np.float64]
-
-
 def figure(chart: Chart) -> Html | None:
     """Return the chart as a figure with caption, legend and its csv; None where it has no number to show."""
-    curves = [(curve, _points(curve, log=chart.log)) for curve in chart.curves]
-    curves = [(curve, points) for curve, points in curves if np.isfinite(points[:, 1]).any()]
+    curves = [(curve.name, _points(curve, log=chart.log)) for curve in chart.curves]
+    curves = [(name, points) for name, points in curves if np.isfinite(points[:, 1]).any()]
     if not curves:
         return None
-    drawn = [(curve.name, _thinned(points)) for curve, points in curves]
     heights = np.concatenate([points[np.isfinite(points[:, 1]), 1] for _, points in curves])
     ends = _bulk(heights) if chart.bulk else None
-    thinned = [(len(points), len(fewer)) for (_, points), (_, fewer) in zip(curves, drawn, strict=True)]
-    said = [chart.note] if chart.note else []
-    if any(before > after for before, after in thinned):
-        said.append(f"Of {max(before for before, _ in thinned):,} points the extremes of each stretch are drawn.")
+    longest = max(len(points) for _, points in curves)
+    remarks = [chart.note] if chart.note else []
+    if longest > MOST_POINTS:
+        remarks.append(f"Of {longest:,} points the extremes of each stretch are drawn.")
     if ends is not None:
         beyond = int(((heights < ends[0]) | (heights > ends[1])).sum())
-        said.append(
-            f"Beyond the axis: {beyond:,} of {counted(len(heights), 'point')}, as far as "
-            f"{_tick_text(_farthest(heights))}; the csv has them."
+        farthest = heights[np.argmax(np.abs(heights - np.median(heights)))]
+        remarks.append(
+            f"Beyond the axis: {beyond:,} of {counted(len(heights), 'point')}, as far as {_tick_text(farthest)}; the "
+            "csv has them."
         )
-    if max(len(chart.syncs), len(chart.restarts)) > _marks(_WIDE):
-        said.append("Only so many marks are drawn that they do not touch.")
-    summary = _summary(chart, curves)
-    pictures = [
-        _picture(chart, drawn, summary, ends, width=width, height=height, class_=name)
-        for width, height, name in ((_WIDE, 300, "broad"), (_NARROW, 270, "narrow"))
-    ]
-    longest = max(len(points) for _, points in curves)
+    if max(len(chart.syncs), len(chart.restarts)) > _room(_SIZES["broad"][0]):
+        remarks.append("Only so many marks are drawn that they do not touch.")
     if longest > _MOST_ROWS:
-        said.append(f"The csv has one point in {math.ceil(longest / _MOST_ROWS)}.")
+        remarks.append(f"The csv has one point in {math.ceil(longest / _MOST_ROWS)}.")
+    axes = _axes(chart, curves, ends or (heights.min(), heights.max()))
+    drawn = [_thinned(points) for _, points in curves]
+    summary = _summary(chart, curves)
     caption = tag(
         "figcaption",
         tag("strong", f"{chart.title}. "),
-        " ".join(said),
-        " " if said else None,
+        *(f"{remark} " for remark in remarks),
         download("Numbers (csv)", f"{chart.name}.csv", _numbers(chart, curves)),
     )
-    return tag("figure", *pictures, _legend(chart, [curve.name for curve, _ in curves]), caption)
+    return tag(
+        "figure",
+        *(_picture(chart, drawn, axes, name, summary=summary, cut=ends is not None) for name in _SIZES),
+        _legend(chart, [name for name, _ in curves]),
+        caption,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- numbers
 
 
 def _points(curve: Curve, *, log: bool) -> _Points:
+    """Return the points of a curve as rows of x and y; nan where the picture has no place for y."""
     x, y = np.asarray(curve.x, dtype=np.float64), np.array(curve.y, dtype=np.float64)
     # No quantity of a run is beyond these; differences and powers of ten of such numbers would overflow.
-    y[np.abs(y) > LARGEST] = np.nan
+    y[~(np.abs(y) <= LARGEST)] = np.nan
     y[np.abs(y) < 1 / LARGEST] = 0
     if log:
         y[~(y > 0)] = np.nan
-    plotted = np.abs(x) <= LARGEST
-    points = np.stack([x[plotted], y[plotted]], axis=1)
-    points[~np.isfinite(points[:, 1]), 1] = np.nan
-    return points
+    return np.stack([x, y], axis=1)[np.abs(x) <= LARGEST]
 
 
 def _thinned(points: _Points) -> _Points:
@@ -142,10 +144,10 @@ def _thinned(points: _Points) -> _Points:
     if len(points) <= MOST_POINTS:
         return points
     places: list[int] = []
-    for part in np.array_split(np.arange(len(points)), MOST_POINTS // 2):
-        y = points[part, 1]
+    for stretch in np.array_split(np.arange(len(points)), MOST_POINTS // 2):
+        y = points[stretch, 1]
         if np.isfinite(y).any():
-            places += sorted({int(part[np.nanargmin(y)]), int(part[np.nanargmax(y)])})
+            places += sorted({int(stretch[np.nanargmin(y)]), int(stretch[np.nanargmax(y)])})
     return points[places]
 
 
@@ -154,245 +156,189 @@ def _bulk(heights: NDArray[np.float64]) -> tuple[float, float] | None:
     quarter, three = np.quantile(heights, (0.25, 0.75))
     reach = max(3 * (three - quarter), 0.5 * abs(float(np.median(heights))))
     inside = heights[(heights >= quarter - reach) & (heights <= three + reach)]
-    low, high = float(inside.min()), float(inside.max())
     span = three - quarter + 2 * reach
-    return (low, high) if heights.max() - heights.min() > 2 * span > 0 else None
+    return (inside.min(), inside.max()) if heights.max() - heights.min() > 2 * span > 0 else None
 
 
-def _farthest(heights: NDArray[np.float64]) -> float:
-    return float(heights[np.argmax(np.abs(heights - np.median(heights)))])
+def _axes(chart: Chart, curves: Sequence[_Named], ends: tuple[float, float]) -> _Axes:
+    """Return the ends of both axes, with some room; of a logarithmic one the exponents."""
+    levels = [value for value in chart.levels.values() if value > 0 or not chart.log]
+    low, high = min([*ends, *levels]), max([*ends, *levels])
+    if chart.log:
+        low, high = math.log10(low), math.log10(high)
+    room = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
+    if chart.counts:
+        room = max(room, 1.0)
+    x = np.concatenate([points[:, 0] for _, points in curves])
+    alone = float(x.min() == x.max())  # a single place is put in the middle
+    return (float(x.min()) - alone, float(x.max()) + alone), (low - room, high + room)
 
 
-def _summary(chart: Chart, curves: Sequence[tuple[Curve, _Points]]) -> str:
+def _summary(chart: Chart, curves: Sequence[_Named]) -> str:
     """Describe the chart in words, for readers without the picture."""
     parts = []
-    for curve, points in curves:
+    for name, points in curves:
         shown = points[np.isfinite(points[:, 1])]
+        (start, first), (end, last) = shown[[0, -1]]
         low, high = shown[:, 1].min(), shown[:, 1].max()
-        parts.append(
-            f"{curve.name}: "
-            + minus(
-                f"from {shown[0, 1]:.4g} at {shown[0, 0]:g} to {shown[-1, 1]:.4g} at {shown[-1, 0]:g}, "
-                f"lowest {low:.4g}, highest {high:.4g}"
-            )
-        )
+        words = f"from {first:.4g} at {start:g} to {last:.4g} at {end:g}, lowest {low:.4g}, highest {high:.4g}"
+        parts.append(f"{name}: {minus(words)}")
     marks = f" Marked: {counted(len(chart.restarts), 'restart')}." if len(chart.restarts) else ""
     return f"{chart.y_label} against {chart.x_label}. {'; '.join(parts)}.{marks}"
 
 
-def _numbers(chart: Chart, curves: Sequence[tuple[Curve, _Points]]) -> str:
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["series", chart.x_label, chart.y_label])
-    for curve, points in curves:
-        step = max(1, math.ceil(len(points) / _MOST_ROWS))
+def _numbers(chart: Chart, curves: Sequence[_Named]) -> str:
+    rows: list[dict[str, object]] = []
+    for name, points in curves:
         # A spreadsheet takes a text that begins like this for a formula, and the name may be from a file.
-        name = f"'{curve.name}" if curve.name.startswith(("=", "+", "-", "@", "\t")) else curve.name
-        rows.writerows((name, _digits(x), _digits(y)) for x, y in points[::step].tolist())
-    rows.writerows(("restart", _digits(float(x)), "") for x in chart.restarts[:_MOST_ROWS])
-    return text.getvalue()
+        text = f"'{name}" if name.startswith(("=", "+", "-", "@", "\t")) else name
+        step = math.ceil(len(points) / _MOST_ROWS)
+        rows += [{"series": text, chart.x_label: x, chart.y_label: y} for x, y in points[::step].tolist()]
+    rows += [{"series": "restart", chart.x_label: float(x)} for x in chart.restarts[:_MOST_ROWS]]
+    return table_text(rows)
 
 
-def _digits(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.{DIGITS}g}"
+# ----------------------------------------------------------------------------------------------------------- drawing
 
 
-# ------------------------------------------------------------------------------------------------------------ drawing
+def _picture(chart: Chart, curves: Sequence[_Points], axes: _Axes, name: str, *, summary: str, cut: bool) -> Html:
+    width, height = _SIZES[name]
+    right, bottom = width - _RIGHT, height - _BOTTOM
+    (start, stop), (low, high) = axes
 
+    def x_of(value: float) -> float:
+        return _LEFT + min(max((value - start) / (stop - start), 0.0), 1.0) * (right - _LEFT)
 
-def _picture(
-    chart: Chart,
-    curves: Sequence[tuple[str, _Points]],
-    summary: str,
-    ends: tuple[float, float] | None,
-    *,
-    width: int,
-    height: int,
-    class_: str,
-) -> Html:
-    frame = _Frame.around(chart, [points for _, points in curves], ends, width, height)
-    identity = f"{chart.name}-{class_}"
-    parts: list[Html] = [
-        tag("title", chart.title, id=f"{identity}-t"),
-        tag("desc", summary, id=f"{identity}-d"),
-        *_axes(chart, frame),
+    def y_of(value: float) -> float:
+        share = ((math.log10(value) if chart.log else value) - low) / (high - low)
+        # What is cut off needs no exact place, and a large one breaks drawings.
+        return bottom - min(max(share, -9.0), 10.0) * (bottom - _TOP)
+
+    grid = []
+    for value in _log_ticks(low, high) if chart.log else _ticks(low, high, 5, whole=chart.counts):
+        grid.append(f'<path class="g" d="M{_LEFT},{y_of(value):.1f}H{right}"/>')
+        grid.append(_text(_LEFT - 6, y_of(value) + 4, _tick_text(value), "end"))
+    for value in _ticks(start, stop, 7 if width > 500 else 4, whole=True):
+        grid.append(f'<path class="a" d="M{x_of(value):.1f},{bottom}v4"/>')
+        grid.append(_text(x_of(value), bottom + 18, _tick_text(value), "middle"))
+    middle = (_TOP + bottom) / 2
+    grid.append(f'<path class="a" d="M{_LEFT},{_TOP}V{bottom}H{right}"/>')
+    grid.append(_text((width + _LEFT) / 2, height - 18, chart.x_label, "middle"))
+    grid.append(_text(14, middle, chart.y_label, "middle", f' transform="rotate(-90 14 {middle:.0f})"'))
+    grid += [f'<path class="a" d="M{x_of(x):.1f},{bottom}v-5"/>' for x in _spread(chart.syncs, width)]
+    for place in (f"{x_of(x):.1f}" for x in _spread(chart.restarts, width)):
+        grid.append(f'<path class="r" d="M{place},{_TOP}V{bottom}"/>')
+        grid.append(f'<path class="tri" d="M{place},{bottom - 9}l4,8h-8z"/>')
+
+    identity = f"{chart.name}-{name}"
+    lines = []
+    for number, points in enumerate(curves):
+        places = [None if math.isnan(y) else (x_of(x), y_of(y)) for x, y in points.tolist()]
+        lines.append(Html(_line(number, places, markers=len(curves) > 1)))
+    if cut:
+        shape = tag("rect", x=_LEFT, y=_TOP, width=right - _LEFT, height=bottom - _TOP)
+        clip = tag("clipPath", shape, id=f"{identity}-c")
+        lines = [clip, tag("g", *lines, clip_path=f"url(#{identity}-c)")]
+    levels = [
+        f'<path {_stroke(number)} d="M{_LEFT},{y_of(value):.1f}H{right}"/>'
+        for number, value in enumerate(chart.levels.values(), start=len(curves))
+        if value > 0 or not chart.log
     ]
-    bottom = height - _BOTTOM
-    parts += [Html(f'<path class="a" d="M{frame.x(x):.1f},{bottom}v-5"/>') for x in _some(chart.syncs, width)]
-    for x in _some(chart.restarts, width):
-        parts.append(Html(f'<path class="r" d="M{frame.x(x):.1f},{_TOP}V{bottom}"/>'))
-        parts.append(Html(f'<path class="tri" d="M{frame.x(x):.1f},{bottom - 9}l4,8h-8z"/>'))
-    lines = [
-        part for number, (_, points) in enumerate(curves) for part in _line(number, points, frame, len(curves) > 1)
-    ]
-    if ends is not None:
-        shape = tag("rect", x=_LEFT, y=_TOP, width=width - _LEFT - _RIGHT, height=bottom - _TOP)
-        parts.append(tag("clipPath", shape, id=f"{identity}-c"))
-        lines = [tag("g", *lines, clip_path=f"url(#{identity}-c)")]
-    parts += lines
-    for offset, value in enumerate(chart.levels.values(), start=len(curves)):
-        if chart.log and not value > 0:
-            continue
-        style = f'stroke-dasharray="{_dash(offset)}"' if _dash(offset) else ""
-        parts.append(
-            Html(f'<path class="l k{offset % 8}" {style} d="M{_LEFT},{frame.y(value):.1f}H{width - _RIGHT}"/>')
-        )
     return tag(
         "svg",
-        *parts,
-        class_=class_,
+        tag("title", chart.title, id=f"{identity}-t"),
+        tag("desc", summary, id=f"{identity}-d"),
+        Html("".join(grid)),
+        *lines,
+        Html("".join(levels)),
+        class_=name,
         viewBox=f"0 0 {width} {height}",
         role="img",
         aria_labelledby=f"{identity}-t {identity}-d",
     )
 
 
-def _marks(width: int) -> int:
-    """Return how many marks there is room for."""
+def _room(width: int) -> int:
+    """Return how many marks a picture of this width has room for."""
     return (width - _LEFT - _RIGHT) // _MARK_ROOM
 
 
-def _some(places: Sequence[float], width: int) -> Sequence[float]:
-    return places[:: max(1, math.ceil(len(places) / _marks(width)))]
+def _spread(places: Sequence[float], width: int) -> Sequence[float]:
+    """Return as many places of marks, evenly spread, as have room."""
+    return places[:: max(1, math.ceil(len(places) / _room(width)))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """Where numbers lie on the picture."""
-
-    width: int
-    height: int
-    low: tuple[float, float]
-    high: tuple[float, float]
-    log: bool
-
-    @classmethod
-    def around(
-        cls, chart: Chart, curves: Sequence[_Points], ends: tuple[float, float] | None, width: int, height: int
-    ) -> _Frame:
-        points = np.concatenate(curves)
-        x, y = points[:, 0], points[np.isfinite(points[:, 1]), 1]
-        levels = [value for value in chart.levels.values() if math.isfinite(value) and (value > 0 or not chart.log)]
-        low, high = ends or (float(y.min()), float(y.max()))
-        low, high = min([low, *levels]), max([high, *levels])
-        if chart.log:
-            low, high = math.log10(low), math.log10(high)
-        room = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
-        if chart.counts:
-            room = max(room, 1.0)
-        start, stop = float(x.min()), float(x.max())
-        if start == stop:
-            start, stop = start - 1, stop + 1
-        return cls(width, height, (start, low - room), (stop, high + room), chart.log)
-
-    def x(self, value: float) -> float:
-        share = (value - self.low[0]) / (self.high[0] - self.low[0])
-        return _LEFT + min(max(share, 0.0), 1.0) * (self.width - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        height = math.log10(value) if self.log else value
-        share = (height - self.low[1]) / (self.high[1] - self.low[1])
-        share = min(max(share, -9.0), 10.0)  # what is cut off needs no exact place, and a large one breaks drawings
-        return self.height - _BOTTOM - share * (self.height - _BOTTOM - _TOP)
+def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
+    words = join([text])
+    return f'<text class="t" x="{x:.1f}" y="{y:.1f}" font-size="13" text-anchor="{anchor}"{more}>{words}</text>'
 
 
-def _axes(chart: Chart, frame: _Frame) -> Iterator[Html]:
-    width, height = frame.width, frame.height
-    bottom = height - _BOTTOM
-    low, high = frame.low[1], frame.high[1]
-    for value in _log_ticks(low, high) if chart.log else _ticks(low, high, 5, whole=chart.counts):
-        y = frame.y(value)
-        yield Html(f'<path class="g" d="M{_LEFT},{y:.1f}H{width - _RIGHT}"/>')
-        yield _text(_LEFT - 6, y + 4, _tick_text(value), "end")
-    for value in _ticks(frame.low[0], frame.high[0], 7 if width > 500 else 4, whole=True):
-        x = frame.x(value)
-        yield Html(f'<path class="a" d="M{x:.1f},{bottom}v4"/>')
-        yield _text(x, bottom + 18, _tick_text(value), "middle")
-    yield Html(f'<path class="a" d="M{_LEFT},{_TOP}V{bottom}H{width - _RIGHT}"/>')
-    yield _text((width + _LEFT) / 2, height - 18, chart.x_label, "middle")
-    middle = (_TOP + bottom) / 2
-    yield _text(14, middle, chart.y_label, "middle", f' transform="rotate(-90 14 {middle:.0f})"')
+def _line(number: int, places: Sequence[tuple[float, float] | None], *, markers: bool) -> str:
+    """Return a curve, interrupted where a place is None, with markers on about nine of its points."""
+    steps = [
+        f"{'L' if before else 'M'}{place[0]:.1f},{place[1]:.1f}"
+        for before, place in itertools.pairwise([None, *places])
+        if place
+    ]
+    shown = [place for place in places if place]
+    every = max(1, len(shown) // 9)
+    marked = shown[(number * every // 8) % every :: every] if markers or len(shown) == 1 else []
+    marks = [_marker(number, f"{x:.1f} {y:.1f}") for x, y in marked]
+    return "".join([f'<path {_stroke(number)} d="{"".join(steps)}"/>', *marks])
 
 
-def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> Html:
-    return Html(
-        f'<text class="t" x="{x:.1f}" y="{y:.1f}" font-size="13" text-anchor="{anchor}"{more}>{join([text])}</text>'
-    )
+def _stroke(number: int) -> str:
+    style = look(number)["linestyle"]
+    dash = _DASHES[style] if isinstance(style, str) else " ".join(f"{1.6 * part:g}" for part in style[1])
+    return f'class="l k{number % 8}"' + (f' stroke-dasharray="{dash}"' if dash else "")
 
 
-def _line(number: int, points: _Points, frame: _Frame, markers: bool) -> Iterator[Html]:
-    words, pen = [], "M"
-    places = []
-    for x, y in points.tolist():
-        if math.isnan(y):
-            pen = "M"
-            continue
-        place = (frame.x(x), frame.y(y))
-        words.append(f"{pen}{place[0]:.1f},{place[1]:.1f}")
-        places.append(place)
-        pen = "L"
-    dash = _dash(number)
-    style = f' stroke-dasharray="{dash}"' if dash else ""
-    yield Html(f'<path class="l k{number % 8}"{style} d="{"".join(words)}"/>')
-    if markers or len(places) == 1:
-        shape = _SHAPES[look(number, every=1)["marker"]]
-        every = max(1, len(places) // 9)
-        for x, y in itertools.islice(places, (number * every // 8) % every, None, every):
-            yield Html(f'<path class="f{number % 8}" transform="translate({x:.1f} {y:.1f})" d="{shape}"/>')
-
-
-def _dash(number: int) -> str:
-    stroke = look(number)["linestyle"]
-    return _DASHES[stroke] if isinstance(stroke, str) else " ".join(f"{1.6 * part:g}" for part in stroke[1])
+def _marker(number: int, place: str) -> str:
+    shape = _SHAPES[look(number, every=1)["marker"]]
+    return f'<path class="f{number % 8}" transform="translate({place})" d="{shape}"/>'
 
 
 def _legend(chart: Chart, names: Sequence[str]) -> Html:
-    entries = []
+    swatches = []
     for number, name in enumerate([*names, *chart.levels]):
-        dash = _dash(number)
-        style = f' stroke-dasharray="{dash}"' if dash else ""
-        shape = _SHAPES[look(number, every=1)["marker"]] if number < len(names) and len(names) > 1 else ""
-        picture = Html(
-            f'<svg viewBox="0 0 38 12" aria-hidden="true"><path class="l k{number % 8}"{style} d="M1,6H37"/>'
-            f'<path class="f{number % 8}" transform="translate(19 6)" d="{shape}"/></svg>'
-        )
-        entries.append(tag("li", picture, name))
+        marker = _marker(number, "19 6") if number < len(names) and len(names) > 1 else ""
+        swatches.append((f'<path {_stroke(number)} d="M1,6H37"/>{marker}', name))
     if len(chart.syncs):
-        swatch = (
-            '<svg viewBox="0 0 38 12" aria-hidden="true"><path class="a" d="M5,11v-6M19,11v-6M33,11v-6M1,11H37"/></svg>'
-        )
-        entries.append(tag("li", Html(swatch), "sync (outer step)"))
+        swatches.append(('<path class="a" d="M5,11v-6M19,11v-6M33,11v-6M1,11H37"/>', "sync (outer step)"))
     if len(chart.restarts):
-        swatch = '<svg viewBox="0 0 38 12" aria-hidden="true"><path class="tri" d="M19,1l5,10h-10z"/></svg>'
-        entries.append(tag("li", Html(swatch), "restart"))
+        swatches.append(('<path class="tri" d="M19,1l5,10h-10z"/>', "restart"))
+    entries = (
+        tag("li", Html(f'<svg viewBox="0 0 38 12" aria-hidden="true">{picture}</svg>'), name)
+        for picture, name in swatches
+    )
     return tag("ul", *entries, class_="legend")
 
 
 def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
     """Return round numbers between two ends; whole ones where things are counted."""
-    rough = max((high - low) / max(most, 1), 1.0 if whole else 0.0)
+    rough = max((high - low) / most, 1.0 if whole else 0.0)
     size = 10 ** math.floor(math.log10(rough))
-    step = next(
-        (size * factor for factor in ((1, 2, 5) if whole else (1, 2, 2.5, 5)) if size * factor >= rough), 10 * size
-    )
-    first = math.ceil(low / step - 1e-9)
-    return [round(number * step, 12) for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    factors = (1, 2, 5) if whole else (1, 2, 2.5, 5)
+    step = next((size * factor for factor in factors if size * factor >= rough), 10 * size)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(number * step, 12) for number in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
     """Return round numbers between two powers of ten, given by their exponents."""
+    exponents = range(math.floor(low), math.ceil(high) + 1)
+    inside: list[float] = []
     for mantissas in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        exponents = range(math.floor(low), math.ceil(high) + 1)
-        inside = [m * 10.0**k for k in exponents for m in mantissas if low <= math.log10(m * 10.0**k) <= high]
-        if len(inside) >= 4:
-            break
+        if len(inside) < 4:
+            numbers = [mantissa * 10.0**exponent for exponent in exponents for mantissa in mantissas]
+            inside = [number for number in numbers if low <= math.log10(number) <= high]
     if len(inside) < 2:
-        return [10**height for height in _ticks(low, high, 4)]
-    return inside[:: max(1, math.ceil(len(inside) / 7))]
+        return [10**exponent for exponent in _ticks(low, high, 4)]
+    return inside[:: math.ceil(len(inside) / 7)]
 
 
 def _tick_text(value: float) -> str:
     if value != 0 and not 1e-3 <= abs(value) < 1e5:
         mantissa, exponent = f"{value:.2e}".split("e")
-        return clean(f"{float(mantissa):g}e{int(exponent)}").replace("-", "\N{MINUS SIGN}")
-    return f"{value:.4g}".replace("-", "\N{MINUS SIGN}") if abs(value) < 1e4 else f"{value:,.0f}"
+        return minus(f"{float(mantissa):g}e{int(exponent)}")
+    return minus(f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}")

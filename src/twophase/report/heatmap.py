@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from twophase.figures.heatmaps import Scale, scale_of
+import numpy as np
+
+from twophase.figures.heatmaps import Scale, readable_on, scale_of
 from twophase.judge.verdict import ArmVerdict, Verdict
-from twophase.report.labels import Links, arm_name, perplexity_text, value_text
-from twophase.report.page import Html, join, link, scroll, tag
+from twophase.report.page import Html, join, link, minus, scroll, tag
 from twophase.report.sweep_record import SweepRecord
-from twophase.sweep.table import Row, Setting
+from twophase.sweep.table import Setting, readable
 
 _MOST_FRAMES, _LONGEST_AXIS = 24, 60
-_PAIRED = "Each number stands at the setting that it is the control of; what it differs in is below it."
 _Placed = tuple[Mapping[str, Any], Setting]
 # From good to bad, by lightness alone in order: the ends and quarters of matplotlib's viridis, reversed.
 _COLOURS = ((253, 231, 37), (94, 201, 98), (33, 145, 140), (59, 82, 139), (68, 1, 84))
 
 
-def heatmaps(record: SweepRecord, judged: Verdict, cells: Sequence[Setting], links: Links) -> Iterator[Html | None]:
+def arm_name(arm: str) -> str:
+    """Return an arm's name; that of a sweep over restarts alone would be a bare "never"."""
+    return re.sub(r"^never(?=,|$)", "no restart", arm)
+
+
+def perplexity_text(value: float | None) -> str:
+    """Return a perplexity in about three digits, written out up to a million."""
+    return f"{value:,.0f}" if value is not None and 1e4 <= value < 1e6 else minus(readable(value))
+
+
+def value_text(value: Any, spec: str = "g") -> str:
+    """Return a value of a setting."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return minus(format(value, spec)) if isinstance(value, float) else str(value)
+
+
+def heatmaps(record: SweepRecord, judged: Verdict, cells: Sequence[Setting]) -> Iterator[Html | None]:
     """Yield the maps of every arm.
 
     Args:
         record: the sweep.
         judged: its verdict, for the arms and the best setting.
         cells: its settings.
-        links: to the runs.
     """
     scale = scale_of([setting.perplexity for setting in cells if setting.perplexity is not None])
     yield tag(
@@ -40,141 +57,118 @@ def heatmaps(record: SweepRecord, judged: Verdict, cells: Sequence[Setting], lin
     )
     boxes = []
     for arm in judged.arms:
-        mine, paired = _places(arm, cells, record.rows)
-        title = tag("h3", f"{arm_name(arm.arm) or 'All settings'}{f' (control: {arm.control})' if arm.control else ''}")
-        maps = tag("div", *_arm_maps(arm, mine, scale, judged.best, links), class_="frames")
-        boxes.append(tag("div", title, tag("p", _PAIRED) if paired else None, maps))
+        title = f"{arm_name(arm.arm) or 'All settings'}{f' (control: {arm.control})' if arm.control else ''}"
+        placed, note = _paired_places(arm, cells, record), "Each number stands at the setting that it is the control of"
+        if placed is None:
+            placed, note = [(setting.values, setting) for setting in cells if setting.arm == arm.arm], ""
+        maps = tag("div", *_arm_maps(arm, placed, scale, judged.best, record), class_="frames")
+        words = tag("p", f"{note}; what it differs in is below it.") if note else None
+        boxes.append(tag("div", tag("h3", title), words, maps))
     yield tag("div", *boxes, class_="maps")
 
 
-def _places(arm: ArmVerdict, cells: Sequence[Setting], rows: Sequence[Row]) -> tuple[Sequence[_Placed], bool]:
-    """Return an arm's settings with their places on the maps, and whether these are those of the paired runs.
+def _paired_places(arm: ArmVerdict, cells: Sequence[Setting], record: SweepRecord) -> list[_Placed] | None:
+    """Return the settings of a paired control with the places of the settings that they control.
 
-    A paired control has a learning rate of its own for each setting; on these axes its map would be half empty.
+    A paired control has a learning rate of its own for each setting; on its own axes its map would be half empty.
+    None for another arm, and where two settings would have one place.
     """
-    mine = [setting for setting in cells if setting.arm == arm.arm]
-    unpaired = [(setting.values, setting) for setting in mine]
-    of = {row.run: row.control_of for row in rows if row.arm == arm.arm}
-    partners = {run: setting.values for setting in cells if setting.arm != arm.arm for run in setting.runs}
-    there = [partners.get(of.get(setting.runs[0]) or "") for setting in mine]
-    paired = [
+    if arm.control != "paired":
+        return None
+    controlled = {row.run: row.control_of for row in record.rows if row.arm == arm.arm}
+    values_by_run = {run: setting.values for setting in cells if setting.arm != arm.arm for run in setting.runs}
+    settings = [setting for setting in cells if setting.arm == arm.arm]
+    partners = [values_by_run.get(controlled.get(setting.runs[0]) or "") for setting in settings]
+    placed = [
         ({path: values.get(path) for path in arm.varied}, setting)
-        for values, setting in zip(there, mine, strict=True)
+        for values, setting in zip(partners, settings, strict=True)
         if values is not None
     ]
-    different = {tuple(str(value) for value in values.values()) for values, _ in paired}
-    if arm.control == "paired" and len(different) == len(mine):
-        return paired, True
-    return unpaired, False
+    return placed if len({_key(arm, place) for place, _ in placed}) == len(settings) else None
+
+
+def _key(arm: ArmVerdict, place: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(str(place.get(path)) for path in arm.varied)
 
 
 def _arm_maps(
-    arm: ArmVerdict, mine: Sequence[_Placed], scale: Scale, best: Setting | None, links: Links
+    arm: ArmVerdict, placed: Sequence[_Placed], scale: Scale, best: Setting | None, record: SweepRecord
 ) -> Iterator[Html]:
-    values = {path: _ordered({place.get(path) for place, _ in mine}) for path in arm.varied}
-    # The two longest axes make the map, if they are numbers or few words; the others a map for each value.
+    values = {path: _ordered({place.get(path) for place, _ in placed}) for path in arm.varied}
+    # The first two axes make the map; the others a map for each value.
     across, up, *others = [*values, "", ""][: max(2, len(values))]
-    if any(len(axis) > _LONGEST_AXIS for axis in (values.get(across, []), values.get(up, []))):
+    columns, lines = values.get(across, [None]), values.get(up, [None])
+    if max(len(columns), len(lines)) > _LONGEST_AXIS:
         yield tag("p", f"An axis has more than {_LONGEST_AXIS} values; see the table of every cell.")
         return
     frames = list(itertools.product(*(values[path] for path in others)))
     if len(frames) > _MOST_FRAMES:
         yield tag("p", f"The first {_MOST_FRAMES} of {len(frames):,} maps; the table of every cell has all.")
-    at = {
-        tuple(str(place.get(path)) for path in arm.varied): (setting, _differences(place, setting))
-        for place, setting in mine
-    }
+    by_key = {_key(arm, place): (place, setting) for place, setting in placed}
+    name = arm_name(arm.arm) or "all settings"
     for frame in frames[:_MOST_FRAMES]:
         fixed = dict(zip(others, frame, strict=True))
         rows = []
-        for y in values.get(up, [None]):
-            cells = []
-            for x in values.get(across, [None]):
-                place = {across: x, up: y} | fixed
-                cells.append(
-                    _cell(*at.get(tuple(str(place.get(path)) for path in arm.varied), (None, "")), scale, best, links)
-                )
+        for y in lines:
+            keys = (_key(arm, {across: x, up: y} | fixed) for x in columns)
+            cells = (_cell(by_key.get(key), scale, best, record) for key in keys)
             rows.append(tag("tr", tag("th", value_text(y) if up else "", scope="row"), *cells))
-        yield _map(arm, (across, up), values.get(across, [None]), rows, fixed)
+        words = [f"{path} {value_text(value)}" for path, value in fixed.items()]
+        words += [f"{way}: {path}" for way, path in (("across", across), ("down", up)) if path]
+        spans = [tag("span", word, class_="once") for word in words]
+        element = tag(
+            "table",
+            # In the corner the names of the axes would take most of a phone's width; the caption wraps.
+            tag("caption", tag("span", f"{name}; ", class_="quiet"), join(spans, "; ")),
+            tag("thead", tag("tr", tag("td"), *(tag("th", value_text(x), scope="col") for x in columns))),
+            tag("tbody", *rows),
+            class_="heat",
+        )
+        yield scroll(element, "; ".join([name, *words]))
 
 
-def _map(
-    arm: ArmVerdict, axes: tuple[str, str], columns: Sequence[Any], rows: Sequence[Html], fixed: Mapping[str, Any]
-) -> Html:
-    across, up = axes
-    # In the corner the names would take most of a phone's width; the caption wraps.
-    head = tag("tr", tag("td"), *(tag("th", value_text(x), scope="col") for x in columns))
-    words = [f"{path} {value_text(value)}" for path, value in fixed.items()]
-    words += [f"across: {across}"] if across else []
-    words += [f"down: {up}"] if up else []
-    name = arm_name(arm.arm) or "all settings"
-    caption = "; ".join([name, *words])
-    element = tag(
-        "table",
-        tag("caption", tag("span", f"{name}; ", class_="quiet"), *_unbroken(words)),
-        tag("thead", head),
-        tag("tbody", *rows),
-        class_="heat",
-    )
-    return scroll(element, caption)
-
-
-def _unbroken(words: Sequence[str]) -> Iterator[object]:
-    for place, word in enumerate(words):
-        yield "; " if place else None
-        yield tag("span", word, class_="once")
-
-
-def _differences(place: Mapping[str, Any], setting: Setting) -> str:
-    """Return the values in which a setting differs from its place."""
-    other = [(path, setting.values.get(path)) for path, value in place.items() if setting.values.get(path) != value]
-    words = (f"{value:.3g}" if isinstance(value, float) else value_text(value) for _, value in other)
-    return ", ".join(f"{path.rpartition('.')[2]} {word}" for (path, _), word in zip(other, words, strict=True))
-
-
-def _cell(setting: Setting | None, differences: str, scale: Scale, best: Setting | None, links: Links) -> Html:
-    if setting is None:
+def _cell(placed: _Placed | None, scale: Scale, best: Setting | None, record: SweepRecord) -> Html:
+    if placed is None:
         return tag("td", tag("span", "–"), class_="void", title="the design has no such setting")
-    seeds = join(
-        [
-            tag("small", differences) if differences else None,
-            tag("small", _seed_links(setting, links)) if len(setting.runs) > 1 else None,
-        ]
+    place, setting = placed
+    differences = ", ".join(
+        f"{path.rpartition('.')[2]} {value_text(setting.values.get(path), '.3g')}"
+        for path, value in place.items()
+        if setting.values.get(path) != value
     )
-    target = links.of(setting.canonical[0]) if len(setting.runs) == 1 else None
+    below, target = tag("small", differences) if differences else None, None
+    if len(setting.runs) > 1:
+        below = join([below, tag("small", _seed_links(setting, record))])
+    else:
+        target = record.page_of(setting.canonical[0])
     if setting.perplexity is None:
         word = "diverged" if setting.state == "diverged" else "missing"
-        return tag("td", tag("span", link(word, target)), seeds, class_="gone" if word == "diverged" else "void")
+        return tag("td", tag("span", link(word, target)), below, class_="gone" if word == "diverged" else "void")
     ground, ink = _colours(setting.perplexity, scale)
     return tag(
         "td",
         link(perplexity_text(setting.perplexity), target),
         tag("small", "best of all") if setting == best else None,
-        seeds,
+        below,
         style=f"background:{ground};color:{ink}",
         class_="best" if setting == best else None,
     )
 
 
-def _seed_links(setting: Setting, links: Links) -> Html:
+def _seed_links(setting: Setting, record: SweepRecord) -> Html:
     """Return how many seeds, each leading to its run; what became of those that have no result."""
     marks = {"finished": "", "diverged": " div.", "missing": " miss."}
-    parts: list[object] = [f"{len(setting.runs)} seeds: "]
-    for place, (seed, run, state) in enumerate(zip(setting.seeds, setting.canonical, setting.states, strict=True)):
-        parts += [", " if place else None, link(f"{seed}{marks.get(state, '')}", links.of(run))]
-    return join(parts)
+    seeds = zip(setting.seeds, setting.canonical, setting.states, strict=True)
+    links = [link(f"{seed}{marks.get(state, '')}", record.page_of(run)) for seed, run, state in seeds]
+    return join([f"{len(links)} seeds: ", join(links, ", ")])
 
 
 def _colours(value: float, scale: Scale) -> tuple[str, str]:
-    """Return ground and ink of a cell; the ink is whichever of black and white has the higher contrast (WCAG 2)."""
+    """Return ground and ink of a cell."""
     share = math.log(value / scale.low) / math.log(scale.high / scale.low)
-    place = min(max(share, 0.0), 1.0) * (len(_COLOURS) - 1)
-    low = min(int(place), len(_COLOURS) - 2)
-    mixed = [a + (place - low) * (b - a) for a, b in zip(_COLOURS[low], _COLOURS[low + 1], strict=True)]
-    linear = [c / 255 / 12.92 if c <= 10.3 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in mixed]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    ink = "#fff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#000"
-    return f"rgb({','.join(f'{c:.0f}' for c in mixed)})", ink
+    places = np.linspace(0, 1, len(_COLOURS))
+    mixed = [float(np.interp(share, places, channel)) for channel in zip(*_COLOURS, strict=True)]
+    return f"rgb({','.join(f'{c:.0f}' for c in mixed)})", readable_on([c / 255 for c in mixed])
 
 
 def _ordered(values: Collection[Any]) -> list[Any]:

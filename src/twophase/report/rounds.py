@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from twophase.report.charts import Chart, Curve, figure
-from twophase.report.page import Html, counted, details, join, minus, table, tag
+from twophase.report.page import Html, counted, details, join, minus, table, tag, written
 from twophase.runs.record import Block, Column, RunRecord
 
 MOST_BLOCKS = 7
 """Curves of a chart; more would not be told apart."""
 _MOST_ROWS = 60
+_NORMS = {"pseudo_gradient_norm": "pseudo-gradient", "buffer_norm": "momentum buffer, before the round"}
 
 
 def finite(values: Column) -> list[float]:
@@ -21,23 +21,40 @@ def finite(values: Column) -> list[float]:
     return values[np.isfinite(values)].tolist()
 
 
+def block_name(block: str) -> str:
+    """Return a block's name, with `fragment` before a bare number."""
+    return f"fragment {block}" if block.isdecimal() else block
+
+
 def rounds(record: RunRecord) -> Iterator[Html | None]:
     """Yield the charts and tables of the rounds."""
-    if not len(record.rounds["round"]):
+    number = record.rounds["round"]
+    if not len(number):
         yield tag("p", "No round has been recorded yet.")
         return
     shown = record.blocks[:MOST_BLOCKS]
     if len(record.blocks) > len(shown):
         yield tag("p", f"The charts show the first {len(shown)} of {len(record.blocks)} blocks; the csv files as well.")
-    marks = finite(record.rounds["round"][record.rounds["restarted"] == 1])
-    yield from _norms(record, shown, marks)
+    marks = finite(number[record.rounds["restarted"] == 1])
+
+    def curves(name: str) -> list[Curve]:
+        return [Curve(block_name(block.name), number[block.index], _measured(block, name)) for block in shown]
+
+    def norms(name: str, title: str, drawn: Sequence[Curve]) -> Html | None:
+        return figure(Chart(name, title, "round", "Euclidean norm", drawn, log=True, restarts=marks))
+
+    if len(shown) < 2:
+        yield norms("norms", "Norms", [Curve(words, number, record.rounds[name]) for name, words in _NORMS.items()])
+    else:  # a chart each, since a round may be of one fragment alone
+        for name, words in _NORMS.items():
+            yield norms(name.replace("_", "-"), f"Norm of the {words}", curves(name))
     yield figure(
         Chart(
             "cosine",
             "Pseudo-gradient against buffer",
             "round",
             "cosine",
-            _by_block(record, shown, "cosine"),
+            curves("cosine"),
             restarts=marks,
             levels={"0: at a right angle": 0.0},
             note="Below 0 the pseudo-gradient points against the buffer: the last updates went too far.",
@@ -49,7 +66,7 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
             "Outer gain",
             "round",
             "gain",
-            _by_block(record, shown, "gain"),
+            curves("gain"),
             restarts=marks,
             levels={"1: plain averaging": 1.0},
             # No-break spaces, so that no line ends inside of a bracket.
@@ -58,58 +75,32 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
             bulk=True,
         )
     )
-    yield _phases(record)
+    yield _phases(record) if record.phases else None
     yield _attendance(record)
-    yield details("The rounds as a table", *_round_table(record))
+    yield details("The rounds as a table", _round_table(record))
 
 
-def _norms(record: RunRecord, shown: Sequence[Block], marks: Sequence[float]) -> Iterator[Html | None]:
-    """Draw both norms in one chart; with several blocks a chart each, since a round may be of one fragment alone."""
-    names = {"pseudo_gradient_norm": "pseudo-gradient", "buffer_norm": "momentum buffer, before the round"}
-    if len(shown) < 2:
-        curves = [Curve(words, record.rounds["round"], record.rounds[name]) for name, words in names.items()]
-        yield figure(Chart("norms", "Norms", "round", "Euclidean norm", curves, log=True, restarts=marks))
-        return
-    for name, words in names.items():
-        curves = _by_block(record, shown, name)
-        title = f"Norm of the {words}"
-        yield figure(Chart(name.replace("_", "-"), title, "round", "Euclidean norm", curves, log=True, restarts=marks))
+def _measured(block: Block, name: str) -> Column:
+    """Return what was measured of a block; no cosine in rounds without a buffer to measure it against."""
+    values = getattr(block, name)
+    return np.where(block.buffer_norm > 0, values, np.nan) if name == "cosine" else values
 
 
-def block_name(block: str) -> str:
-    """Return a block's name, with `fragment` before a bare number."""
-    return f"fragment {block}" if block.isdecimal() else block
-
-
-def _by_block(record: RunRecord, shown: Sequence[Block], name: str) -> list[Curve]:
-    """Return a curve a block, without the rounds in which there was no buffer to measure."""
-    curves = []
-    for block in shown:
-        values = getattr(block, name).copy()
-        if name == "cosine":
-            values[~(block.buffer_norm > 0)] = np.nan
-        curves.append(Curve(block_name(block.name), record.rounds["round"][block.index], values))
-    return curves
-
-
-def _phases(record: RunRecord) -> Html | None:
-    if not record.phases:
-        return None
-    total = sum(float(np.nansum(values)) for values in record.phases.values())
+def _phases(record: RunRecord) -> Html:
+    totals = {name: float(np.nansum(values)) for name, values in record.phases.items()}
     rows = [
         [
             name.replace("_", " "),
             _milliseconds(float(np.nanmedian(values))) if np.isfinite(values).any() else "",
-            _milliseconds(float(np.nansum(values))),
-            f"{100 * float(np.nansum(values)) / total:.0f} %" if total > 0 else "",
+            _milliseconds(totals[name]),
+            f"{100 * totals[name] / sum(totals.values()):.0f} %" if sum(totals.values()) > 0 else "",
         ]
         for name, values in record.phases.items()
     ]
-    sent = record.rounds["bytes_sent"]
-    measured = sent[np.isfinite(sent)]
+    sent = finite(record.rounds["bytes_sent"])
     caption = "Time of the sync by phase, in this process."
-    if len(measured):
-        caption += f" Sent by this process: {measured.sum():,.0f} bytes, {measured.mean():,.0f} a round."
+    if sent:
+        caption += f" Sent by this process: {sum(sent):,.0f} bytes, {np.mean(sent):,.0f} a round."
     return table(["phase", "median (ms)", "in all (ms)", "share"], rows, caption=caption, numbers=(1, 2, 3))
 
 
@@ -123,20 +114,11 @@ def _attendance(record: RunRecord) -> Html | None:
     replicas, late, tries = (record.rounds[name] for name in ("replicas", "newcomers", "attempts"))
     if not ((late > 0).any() or (tries > 1).any() or len(set(finite(replicas))) > 1):
         return None
+    with_late, with_more = (counted(int(rounds.sum()), "round") for rounds in (late > 0, tries > 1))
     rows = [
         ["replicas in the mean", f"{np.nanmin(replicas):.0f}", f"{np.nanmax(replicas):.0f}", ""],
-        [
-            "newcomers, without weight",
-            "",
-            f"{np.nanmax(late):.0f}",
-            f"with any: {counted(int((late > 0).sum()), 'round')}",
-        ],
-        [
-            "attempts at a sync",
-            "",
-            f"{np.nanmax(tries):.0f}",
-            f"with more than one: {counted(int((tries > 1).sum()), 'round')}",
-        ],
+        ["newcomers, without weight", "", f"{np.nanmax(late):.0f}", f"with any: {with_late}"],
+        ["attempts at a sync", "", f"{np.nanmax(tries):.0f}", f"with more than one: {with_more}"],
     ]
     header = ["in a round", "fewest", "most", "how often"]
     curve = Curve("replicas in the mean", record.rounds["round"], replicas)
@@ -144,7 +126,7 @@ def _attendance(record: RunRecord) -> Html | None:
     return join([table(header, rows, caption="Replicas that come and go.", numbers=(1, 2)), drawn])
 
 
-def _round_table(record: RunRecord) -> Iterator[Html]:
+def _round_table(record: RunRecord) -> Html:
     count = len(record.rounds["round"])
     places = np.unique(np.linspace(0, count - 1, min(count, _MOST_ROWS)).round().astype(int))
     names = ("round", "step", "inner_steps", "pseudo_gradient_norm", "buffer_norm", "cosine", "gain", "bytes_sent")
@@ -153,15 +135,10 @@ def _round_table(record: RunRecord) -> Iterator[Html]:
         [*(_cell(float(record.rounds[name][i])) for name in names), "yes" if record.rounds["restarted"][i] == 1 else ""]
         for i in places.tolist()
     ]
-    words = (
-        f"{len(places)} of {count:,} rounds, evenly spread."
-        if len(places) < count
-        else f"All of {counted(count, 'round')}."
-    )
-    yield table(header, rows, caption=f"{words} g: pseudo-gradient; m: buffer before the round.", numbers=range(8))
+    some = f"{len(places)} of {count:,} rounds, evenly spread."
+    words = some if len(places) < count else f"All of {counted(count, 'round')}."
+    return table(header, rows, caption=f"{words} g: pseudo-gradient; m: buffer before the round.", numbers=range(8))
 
 
 def _cell(value: float) -> str:
-    if not math.isfinite(value):
-        return ""
-    return minus(f"{value:.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.4g}")
+    return written(value, ".0f" if value % 1 == 0 and abs(value) < 1e15 else ".4g")

@@ -2,65 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from twophase.base.config import UsageError
 from twophase.judge.verdict import WITHIN, Verdict, verdict
 from twophase.judge.verdict_text import sections
 from twophase.report.charts import Chart, Curve, figure
-from twophase.report.heatmap import heatmaps
-from twophase.report.labels import RUN_ID, Links, arm_name, perplexity_text, value_text
-from twophase.report.page import (
-    Html,
-    clean,
-    counted,
-    details,
-    join,
-    link,
-    minus,
-    notes,
-    page,
-    section,
-    table,
-    tag,
-)
+from twophase.report.heatmap import arm_name, heatmaps, perplexity_text, value_text
+from twophase.report.page import Html, clean, counted, details, join, link, minus, notes, page, section, table, tag
 from twophase.report.sweep_record import SweepRecord
-from twophase.report.watch import SCRIPT, notice
 from twophase.runs.record import read_record
 from twophase.sweep.run import TABLE
 from twophase.sweep.table import SEED, Setting, readable, settings
-from twophase.sweep.work import RUNS
 
 _MOST_CURVES, _MOST_CELLS = 6, 500
 
 
 def sweep_report(
-    record: SweepRecord,
-    page_folder: Path,
-    *,
-    within: Sequence[float] = WITHIN,
-    controls: Collection[str] = (),
-    refresh: float | None = None,
+    record: SweepRecord, *, within: Sequence[float] = WITHIN, controls: Collection[str] = (), refresh: float = 0
 ) -> str:
     """Return the page of a sweep that has been read.
 
     Args:
         record: of `read_sweep`.
-        page_folder: where the page will lie, for its links.
         within: distances from the best that robustness areas are given for.
         controls: further arms that the others are compared with.
-        refresh: seconds after which the page shows its newest self; only while cells are missing.
+        refresh: seconds after which the page shows its newest self, while cells are missing; 0 without a watch.
     """
     judged = verdict(record.rows, within, controls)
     cells = settings(record.rows)
-    links = Links(record.path, page_folder)
-    watched = refresh if record.going else None
     counts = {state: sum(setting.state == state for setting in cells) for state in ("finished", "diverged", "missing")}
     words = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     first, *others = sections(judged)
@@ -68,17 +41,18 @@ def sweep_report(
         record.path.resolve().name,
         f"A sweep of {counted(len(cells), 'setting')} ({words}) over {counted(len(judged.arms), 'arm')}, "
         f"{record.forms}.",
-        notice("sweep", watched, record.problems),
-        section("In short", *_in_short(first, cells, links), anchor="short"),
-        section("Heatmaps", *heatmaps(record, judged, cells, links), anchor="heatmaps"),
+        section("In short", *_in_short(first, cells, record), anchor="short"),
+        section("Heatmaps", *heatmaps(record, judged, cells), anchor="heatmaps"),
         section("Curves", *_curves(record, judged), anchor="curves"),
         section("Verdict", *_verdict(others), anchor="verdict"),
-        section("Every cell", *_cells(record, links), anchor="cells"),
-        script=SCRIPT if watched else "",
+        section("Every cell", _cells(record), anchor="cells"),
+        what="sweep",
+        problems=record.problems,
+        refresh=refresh if record.going else 0,
     )
 
 
-def _in_short(first: tuple[Any, ...], cells: Sequence[Setting], links: Links) -> Iterator[Html | None]:
+def _in_short(first: tuple[Any, ...], cells: Sequence[Setting], record: SweepRecord) -> Iterator[Html | None]:
     _, words, _, _, remarks = first
     yield tag("p", tag("strong", words)) if words else None
     yield notes(remarks)
@@ -86,58 +60,49 @@ def _in_short(first: tuple[Any, ...], cells: Sequence[Setting], links: Links) ->
     ranked = sorted(finished, key=lambda setting: setting.perplexity or 0.0)
     if not ranked:
         return
-    chosen = [("best", setting) for setting in ranked[:5]] + [("worst", setting) for setting in ranked[5:][-3:]]
-    varied = _varied(cells)
-    header = ["", "arm", *varied, "perplexity", "spread", "seeds", "run"]
+    best = [f"best\N{NO-BREAK SPACE}{place}" for place in range(1, 6)][: len(ranked)]
+    worst = ranked[5:][-3:]
+    paths = dict.fromkeys(path for setting in cells for path in setting.values)
+    varied = [path for path in paths if len({str(setting.values.get(path)) for setting in cells}) > 1]
     rows = [
         [
-            f"{word}\N{NO-BREAK SPACE}{number + 1}" if word == "best" else "worst",
+            word,
             arm_name(setting.arm) or "(all)",
             *(value_text(setting.values.get(path)) for path in varied),
             perplexity_text(setting.perplexity),
             "" if setting.spread is None else minus(readable(setting.spread)),
             setting.finished,
-            _run_links(setting, links),
+            _run_links(setting, record),
         ]
-        for number, (word, setting) in enumerate(chosen)
+        for word, setting in zip([*best, *["worst"] * len(worst)], [*ranked[:5], *worst], strict=True)
     ]
-    count = len(varied)
+    header = ["", "arm", *varied, "perplexity", "spread", "seeds", "run"]
     caption = "Best and worst settings. Perplexity a token on held-out text; spread: standard deviation over seeds."
-    yield table(header, rows, caption=caption, numbers=(count + 2, count + 3, count + 4))
+    count = len(header)
+    yield table(header, rows, caption=caption, numbers=(count - 4, count - 3, count - 2))
 
 
-def _varied(cells: Sequence[Setting]) -> list[str]:
-    paths = list(dict.fromkeys(path for setting in cells for path in setting.values))
-    return [path for path in paths if len({str(setting.values.get(path)) for setting in cells}) > 1]
-
-
-def _run_links(setting: Setting, links: Links) -> Html:
-    """Return a link for each seed, or a single one."""
+def _run_links(setting: Setting, record: SweepRecord) -> Html:
+    """Return a link for each seed, or a single one; a line breaks between them, not in "seed 0"."""
     texts = [f"seed {seed}" if seed is not None else "run" for seed in setting.seeds]
-    # A line breaks between them, not in "seed 0".
-    parts = [
-        tag("span", link(text, links.of(run)), class_="once")
-        for text, run in zip(texts, setting.canonical, strict=True)
-    ]
-    return join(itertools.chain.from_iterable((", ", part) if place else (part,) for place, part in enumerate(parts)))
+    links = (link(text, record.page_of(run)) for text, run in zip(texts, setting.canonical, strict=True))
+    return join((tag("span", target, class_="once") for target in links), ", ")
 
 
 def _curves(record: SweepRecord, judged: Verdict) -> Iterator[Html | None]:
     """Yield the training loss of each arm's best setting, its first seed."""
-    arms = [arm for arm in judged.arms if arm.best is not None]
+    bests = [(arm.arm, arm.best) for arm in judged.arms if arm.best is not None]
     curves = []
-    for arm in arms[:_MOST_CURVES]:
-        assert arm.best is not None
-        run = arm.best.canonical[0]
-        folder = record.path / RUNS / run
-        if not RUN_ID.fullmatch(run) or not folder.is_dir():
+    for arm, best in bests[:_MOST_CURVES]:
+        folder = record.run_folder(best.canonical[0])
+        if folder is None:
             continue
         try:
             metrics = read_record(folder).metrics
-        except UsageError:
+        except UsageError:  # its own page says what is damaged
             continue
         if "step" in metrics and "train_loss" in metrics:
-            name = f"{clean(arm_name(arm.arm))[:80] or '(all)'}: {perplexity_text(arm.best.perplexity)}"
+            name = f"{clean(arm_name(arm))[:80] or '(all)'}: {perplexity_text(best.perplexity)}"
             curves.append(Curve(name, metrics["step"], metrics["train_loss"]))
     drawn = figure(
         Chart(
@@ -150,8 +115,8 @@ def _curves(record: SweepRecord, judged: Verdict) -> Iterator[Html | None]:
         )
     )
     yield drawn or tag("p", "No run has recorded a loss yet, or the runs' folders are not here.")
-    if len(arms) > _MOST_CURVES:
-        yield tag("p", f"The first {_MOST_CURVES} of {len(arms)} arms.")
+    if len(bests) > _MOST_CURVES:
+        yield tag("p", f"The first {_MOST_CURVES} of {len(bests)} arms.")
 
 
 def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
@@ -161,7 +126,7 @@ def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
         yield tag("h3", title)
         yield tag("p", words) if words else None
         if header:
-            right = [i for i in range(1, len(header)) if all(_reads_as_number(line[i]) for line in lines)]
+            right = [place for place in range(1, len(header)) if all(_reads_as_number(line[place]) for line in lines)]
             cells = [[arm_name(str(line[0])), *map(_with_minus, line[1:])] for line in lines]
             yield table(header, cells, caption=title, numbers=right, hide_caption=True)
         yield notes(remarks)
@@ -180,23 +145,21 @@ def _reads_as_number(cell: Any) -> bool:
     return cell is None or bool(re.fullmatch(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( \(\d+/\d+\))?", str(cell)))
 
 
-def _cells(record: SweepRecord, links: Links) -> Iterator[Html | None]:
+def _cells(record: SweepRecord) -> Html:
     rows = record.rows[:_MOST_CELLS]
-    paths = list(dict.fromkeys(path for row in rows for path in row.values))
-    header = ["run", "arm", *(path for path in paths if path != SEED), SEED, "state", "perplexity", "time (s)"]
+    paths = [path for path in dict.fromkeys(path for row in rows for path in row.values) if path != SEED]
+    header = ["run", "arm", *paths, SEED, "state", "perplexity", "time (s)"]
     lines = [
         [
-            link(row.run, links.of(row.twin_of or row.run)),
+            link(row.run, record.page_of(row.twin_of or row.run)),
             row.arm,
-            *(value_text(row.values.get(path, "")) for path in paths if path != SEED),
-            value_text(row.values.get(SEED, "")),
+            *(value_text(row.values.get(path, "")) for path in [*paths, SEED]),
             row.state,
-            perplexity_text(row.perplexity) if row.perplexity is not None and np.isfinite(row.perplexity) else "",
+            perplexity_text(row.perplexity) if row.perplexity is not None and math.isfinite(row.perplexity) else "",
             "" if row.seconds is None else f"{row.seconds:.1f}",
         ]
         for row in rows
     ]
     shown = f"The first {len(rows)} of {len(record.rows):,} cells" if len(rows) < len(record.rows) else "All cells"
-    count = len(header)
-    caption = f"{shown}; {TABLE} has them all."
-    yield details(f"{shown}, as a table", table(header, lines, caption=caption, numbers=(count - 2, count - 1)))
+    caption, count = f"{shown}; {TABLE} has them all.", len(header)
+    return details(f"{shown}, as a table", table(header, lines, caption=caption, numbers=(count - 2, count - 1)))
