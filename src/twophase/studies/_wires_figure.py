@@ -24,31 +24,31 @@ def draw(result: Result) -> Figure:
     places = result.numbers["places"] | {"all places": result.numbers["all_places"]}
     settings, several = result.settings, len(result.settings["seeds"]) > 1
     figure = new_page(1.5 + 0.33 * len(places))
-    left, right = figure.subplots(1, 2, width_ratios=(3.2, 1))
+    changes, sent = figure.subplots(1, 2, width_ratios=(3.2, 1))
     for row, facts in enumerate(places.values()):
         if facts["spread"] is not None:
             ends = (-100 * facts["spread"], 100 * facts["spread"])
-            left.fill_betweenx([row - 0.42, row + 0.42], *ends, color="#e4e4e4", linewidth=0)
+            changes.fill_betweenx([row - 0.42, row + 0.42], *ends, color="#e4e4e4", linewidth=0)
         for wire, shift in zip(_LOOKS, (-0.17, 0.17), strict=True):
             line: Mapping[str, Any] = {}  # the mean over the places has no dots of its own
             if "rule" in facts:
                 place = {name: facts[name] for name in ("rule", "momentum", "restart")}
                 line = first(result.rows, wire=wire, **place) or {}
             dots = [value for name, value in line.items() if name.startswith("float32_log_seed") and value is not None]
-            _draw_change(left, row + shift, facts["change"][wire], wire, dots)
-    left.axvline(0, color=MUTED, linewidth=0.7, zorder=1)
+            _draw_change(changes, row + shift, facts["change"][wire], wire, dots)
+    changes.axvline(0, color=MUTED, linewidth=0.7, zorder=1)
     names = [f"{name}\n{perplexity_words(facts)}" if "perplexity" in facts else name for name, facts in places.items()]
-    left.set_yticks(range(len(places)), names, fontsize=6.5)
-    left.axhline(len(places) - 1.5, color=MUTED, linewidth=0.5)
-    left.set_ylim(len(places) - 0.4, -0.6)
-    left.set_xlabel("perplexity against float32, same seed, %")
+    changes.set_yticks(range(len(places)), names, fontsize=6.5)
+    changes.axhline(len(places) - 1.5, color=MUTED, linewidth=0.5)
+    changes.set_ylim(len(places) - 0.4, -0.6)
+    changes.set_xlabel("perplexity against float32, same seed, %")
     for wire, number in _LOOKS.items():
         style = look(number, every=1)
-        left.plot([], [], color=style["color"], marker=style["marker"], linestyle="-", label=wire)
-    left.fill_between([], [], [], color="#e4e4e4", label="float32, another seed: one standard deviation")
-    _draw_bytes(right, result)
-    name_panels([left, right], ["What it changes", "What it sends"])
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+        changes.plot([], [], color=style["color"], marker=style["marker"], linestyle="-", label=wire)
+    changes.fill_between([], [], [], color="#e4e4e4", label="float32, another seed: one standard deviation")
+    _draw_bytes(sent, result)
+    name_panels([changes, sent], ["What it changes", "What it sends"])
+    figure.legend(*changes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
     bars = f"Geometric means; bars: {settings['clear']:g} standard errors; strokes: the seeds. " if several else ""
     mean = f", mean of {len(settings['seeds'])} seeds" if several else ""
     note(
