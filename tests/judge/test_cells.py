@@ -23,7 +23,7 @@ def table(rows: list[Row], arm: str = "a"):
 @given(TABLES)
 def test_the_table_has_the_states_and_results_of_the_settings(rows: list[Row]) -> None:
     """Settings of which some run has ended are in it: logarithms, inf for a diverged run, NaN for a missing one."""
-    for arm in {row.arm for row in rows}:
+    for arm in {cell.arm for cell in rows}:
         logarithms = table(rows, arm)
         by_place = {tuple(s.values[path] for path in PLACE): s for s in settings(rows) if s.arm == arm}
         assert set(logarithms.index) == {place for place, s in by_place.items() if s.finished or s.diverged}
