@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import mpmath
+import numpy as np
 
-from twophase.rule import OuterRule
+from twophase.rule import FORMS, OuterRule
 
 DIGITS = 50
 
@@ -21,21 +22,37 @@ def step(rule: OuterRule, sigma: float) -> Any:
     return mpmath.mpf(rule.lr) * weight * mpmath.mpf(sigma)
 
 
+def one_round(rule: Any, sigma: float, x: Any, m: Any, *, noise: Any = 0, number: Any = mpmath.mpf) -> tuple[Any, ...]:
+    """New x and m by the literal update of the rule's own form, and the pseudo-gradient; in numbers of any kind."""
+    b, lr, g = number(rule.momentum), number(rule.lr), number(sigma) * x + noise
+    new = b * m + (1 - b) * g if rule.form == "ema" else b * m + g
+    if not rule.nesterov:
+        move = new
+    elif rule.form == "ema":
+        move = (1 + b) * new - b * m
+    else:
+        move = g + b * new
+    return x - lr * move, new, g
+
+
+def simulated(
+    rule: OuterRule, sigma: float, rounds: int, restart: Any = None, start: tuple[Any, Any] = (1, 0)
+) -> list[tuple[Any, Any]]:
+    """The states (x, m) from `start` on; `restart(t)` gives the retain and inject after round t, or None."""
+    x, m = (mpmath.mpf(value) for value in start)
+    states = [(x, m)]
+    for t in range(1, rounds + 1):
+        x, m, g = one_round(rule, sigma, x, m)
+        if restart and (event := restart(t)):
+            m = event[0] * m + event[1] * g
+        states.append((x, m))
+    return states
+
+
 def matrix(rule: OuterRule, sigma: float) -> Any:
-    """T of one round, from the literal update of the rule's own form applied to (1, 0) and (0, 1)."""
-    columns = []
-    for start in ((1, 0), (0, 1)):
-        x, m, b, lr = (mpmath.mpf(v) for v in (*start, rule.momentum, rule.lr))
-        g = mpmath.mpf(sigma) * x
-        new = b * m + (1 - b) * g if rule.form == "ema" else b * m + g
-        if not rule.nesterov:
-            move = new
-        elif rule.form == "ema":
-            move = (1 + b) * new - b * m
-        else:
-            move = g + b * new
-        columns.append((x - lr * move, new))
-    return mpmath.matrix([[columns[0][0], columns[1][0]], [columns[0][1], columns[1][1]]])
+    """T of one round, from the literal update applied to (1, 0) and (0, 1)."""
+    (a, lower, _), (upper, corner, _) = (one_round(rule, sigma, x, m) for x, m in ((1, 0), (0, 1)))
+    return mpmath.matrix([[a, upper], [lower, corner]])
 
 
 def power(t: Any, period: int) -> Any:
@@ -104,18 +121,7 @@ def log_envelope(rule: OuterRule, sigma: float, period: int) -> Any:
 
 def exact(rule: OuterRule, sigma: float) -> tuple[Fraction, Fraction, Fraction]:
     """Trace, determinant and discriminant tr^2 - 4 D of T, without any rounding."""
-    columns = []
-    for x, m in ((1, 0), (0, 1)):
-        b, lr, g = Fraction(rule.momentum), Fraction(rule.lr), Fraction(sigma) * x
-        new = b * m + ((1 - b) * g if rule.form == "ema" else g)
-        if not rule.nesterov:
-            move = new
-        elif rule.form == "ema":
-            move = (1 + b) * new - b * m
-        else:
-            move = g + b * new
-        columns.append((x - lr * move, new))
-    (a, lower), (upper, corner) = columns
+    (a, lower, _), (upper, corner, _) = (one_round(rule, sigma, x, m, number=Fraction) for x, m in ((1, 0), (0, 1)))
     trace, determinant = a + corner, a * corner - upper * lower
     return trace, determinant, trace * trace - 4 * determinant
 
@@ -151,7 +157,21 @@ def oscillation(rule: OuterRule, sigma: float) -> tuple[Any, Any, Any, Any]:
         return angle, mpmath.atan(c), mpmath.sqrt(1 + c * c), mpmath.log(abs(first))
 
 
-# --- where numbers are delicate -----------------------------------------------------------------------------------
+# --- modes ----------------------------------------------------------------------------------------------------------
+
+HB, NAG = OuterRule(1.0, 0.9, False, "ema"), OuterRule(1.0, 0.9, True, "ema")
+SIX = [0.95, 0.85, 0.75, 0.60, 0.45, 0.30]
+"""The six modes of A2."""
+BLOCKS = [np.linspace(low, high, 9) for low, high in [(0.92, 1), (0.55, 0.65), (0.18, 0.26)]]
+"""The three blocks of A3."""
+THREE = np.concatenate(BLOCKS)
+NILPOTENT = [
+    OuterRule(2.0, 0.5, True, "ema"),
+    OuterRule(4.0, 0.75, True, "ema"),
+    OuterRule(1.0, 0.9, True),
+    OuterRule(1.0, 1e-300, True),
+]
+"""Rules with s = 1 exactly at sigma 1 (R9)."""
 
 Point = tuple[OuterRule, float]
 """A rule and a sigma: one mode."""
@@ -162,6 +182,20 @@ def at(step: Any, momentum: float, nesterov: bool, form: str, sigma: float) -> P
     with mpmath.workdps(DIGITS):
         weight = 1 - mpmath.mpf(momentum) if form == "ema" else mpmath.mpf(1)
         return OuterRule(float(step / sigma / weight), momentum, nesterov, form), sigma  # type: ignore[arg-type]
+
+
+def columns(cases: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The arrays of rules and of sigmas (and of periods)."""
+    rule = np.empty(len(cases), object)
+    rule[:] = [case[0] for case in cases]
+    return rule, *(np.array(column) for column in list(zip(*cases, strict=True))[1:])
+
+
+def random_rule(rng: random.Random, largest: float = 1.5, momenta: tuple[float, float] = (0.0, 0.98)) -> OuterRule:
+    """A rule of any kind and form, whose steps at sigma 1 go up to `largest`."""
+    momentum, form = rng.uniform(*momenta), rng.choice(FORMS)
+    step = rng.uniform(0.02, largest)
+    return OuterRule(step / (1 - momentum if form == "ema" else 1), momentum, rng.random() < 0.5, form)
 
 
 def edge(name: str, momentum: float, nesterov: bool) -> Any:

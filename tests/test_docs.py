@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from twophase.cli import main as cli
+from twophase.rule import OuterRule
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("**/*.md")), *(ROOT / "examples").glob("*.md")]
@@ -107,7 +108,7 @@ EXAMPLES = sorted(
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_docstring_examples(name: str) -> None:
     """Each example in a docstring prints what it says."""
-    outcome = doctest.testmod(import_module(name))
+    outcome = doctest.testmod(import_module(name), extraglobs={"OuterRule": OuterRule})
     assert outcome.attempted > 0
     assert outcome.failed == 0
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import mpmath
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import oracle
 from amount import amount
+from oracle import HB, NAG, columns
 from twophase.rule import OuterRule
 from twophase.theory.contraction import (
     closed_form,
@@ -37,24 +38,7 @@ REQUIRED = 1e-12
 SHARP = 1e-13  # what log_restart_factor keeps, next to zeros too
 SMALLEST = 2.3e-308  # below this doubles have fewer digits
 NEAR_ZERO = 3  # log of envelope over |chi| from which the error counts relative to the envelope
-HB = OuterRule(1.0, 0.9, False, "ema")
-NAG = OuterRule(1.0, 0.9, True, "ema")
-NILPOTENT = [  # R9: (rule, sigma) with s = 1 exactly
-    (OuterRule(2.0, 0.5, True, "ema"), 1.0),
-    (OuterRule(4.0, 0.75, True, "ema"), 1.0),
-    (OuterRule(1.0, 0.9, True), 1.0),
-    (OuterRule(1.0, 1e-300, True), 1.0),
-]
 Case = tuple[OuterRule, float, int]
-
-
-def columns(cases: list[Any]) -> tuple[Any, ...]:
-    """The arrays of rules and of sigmas (and of periods)."""
-    rule = np.empty(len(cases), object)
-    rule[:] = [case[0] for case in cases]
-    return rule, *(np.array(column) for column in list(zip(*cases, strict=True))[1:])
-
-
 factor = functools.lru_cache(maxsize=20_000)(oracle.log_factor)
 
 
@@ -81,9 +65,33 @@ class Exact:
             with mpmath.workdps(60):
                 envelope = oracle.log_envelope(*self.case)
                 if self.sign == 0 or self.log < envelope - NEAR_ZERO:
-                    ours = sign * mpmath.exp(mpmath.mpf(log) - envelope) if sign else 0
-                    return float(abs(ours - (self.sign * mpmath.exp(self.log - envelope) if self.sign else 0)))
+                    value = sign * mpmath.exp(mpmath.mpf(log) - envelope) if sign else 0
+                    return float(abs(value - (self.sign * mpmath.exp(self.log - envelope) if self.sign else 0)))
         return error
+
+
+def assert_sharp(cases: list[Case]) -> None:
+    """One period keeps 1e-13 of the logarithm."""
+    for case, sign, log in zip(cases, *log_restart_factor(*columns(cases)), strict=True):
+        assert Exact(*case).error(int(sign), float(log)) <= SHARP, case
+
+
+def assert_table(rule: OuterRule, sigma: float, rounds: int, periods: Any) -> None:
+    """A table keeps what is required in these periods."""
+    signs, logs = restart_table(rule, sigma, rounds)
+    assert signs.shape == logs.shape == (rounds,)
+    for period in {int(period) for period in periods if 1 <= period <= rounds}:
+        exact = Exact(rule, sigma, period)
+        assert exact.error_required(int(signs[period - 1]), float(logs[period - 1])) <= REQUIRED, exact.case
+
+
+class OneStep:
+    """A rule in sum form whose lr has 50 digits."""
+
+    form = "sum"
+
+    def __init__(self, lr: Any, momentum: float, nesterov: bool) -> None:
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
 
 
 def roots(momentum: float, nesterov: bool, period: int, target: int) -> list[Any]:
@@ -96,20 +104,10 @@ def roots(momentum: float, nesterov: bool, period: int, target: int) -> list[Any
     with mpmath.workdps(50):
         low, high = (oracle.edge(name, momentum, nesterov) for name in ("lower", "upper"))
         grid = [low + (high - low) * (mpmath.mpf(i) / 24) ** 2 for i in range(1, 24)]
-        found, values = [], [distance(step) for step in grid]
-        for left, right, a, b in zip(grid, grid[1:], values, values[1:], strict=False):
-            if a * b < 0:
-                found.append(mpmath.findroot(distance, (left, right), solver="anderson", tol=1e-80, verify=False))
-        return found
-
-
-class OneStep:
-    """A rule in sum form whose lr has 50 digits."""
-
-    form = "sum"
-
-    def __init__(self, lr: Any, momentum: float, nesterov: bool) -> None:
-        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        values = [distance(step) for step in grid]
+        crossings = [i for i in range(22) if values[i] * values[i + 1] < 0]
+        options: dict[str, Any] = {"solver": "anderson", "tol": 1e-80, "verify": False}
+        return [mpmath.findroot(distance, (grid[i], grid[i + 1]), **options) for i in crossings]
 
 
 @functools.cache
@@ -126,24 +124,23 @@ def meeting(target: int, count: int) -> list[Case]:
     return cases[:count]
 
 
-def lasting(name: str, low: float, high: float) -> Callable[[], list[Case]]:
+def lasting(name: str, low: float, high: float, count: int) -> Callable[[], list[Case]]:
     """Points of one kind, with periods from 10^low to 10^high."""
 
     @functools.cache
     def draw() -> list[Case]:
         rng = random.Random(f"{name} {low} {high}")
-        return [(*point, int(10 ** rng.uniform(low, high))) for point in oracle.points(name, amount(30, 100))]
+        return [(*point, int(10 ** rng.uniform(low, high))) for point in oracle.points(name, amount(count, 100))]
 
     return draw
 
 
 SETS: dict[str, Callable[[], list[Case]]] = {
-    **{name: lasting(name, 0, 2.5) for name in oracle.DRAWS},
-    **{f"{name}, to 1e4": lasting(name, 2.5, 4) for name in oracle.DRAWS},
-    "next to zeros": lambda: meeting(0, amount(30, 100)),
-    "|chi| next to 1": lambda: meeting(1, amount(20, 60)) + meeting(-1, amount(20, 60)),
+    **{name: lasting(name, 0, 2.5, 20) for name in oracle.DRAWS},
+    **{f"{name}, to 1e4": lasting(name, 2.5, 4, 6) for name in oracle.DRAWS},
+    "next to zeros": lambda: meeting(0, amount(15, 100)),
+    "|chi| next to 1": lambda: meeting(1, amount(10, 60)) + meeting(-1, amount(10, 60)),
 }
-LONG = {name: lasting(name, 4, 6) for name in oracle.DRAWS}
 
 
 def rules() -> st.SearchStrategy[OuterRule]:
@@ -170,88 +167,54 @@ PERIODS = st.one_of(st.integers(0, 100), st.floats(0, 6).map(lambda x: int(10**x
 
 @pytest.mark.parametrize("name", SETS)
 def test_restart_factors(name: str):
-    """One period keeps 1e-13 of log|chi|, a table what is required of it, in its last entry and on the way there."""
+    """One period keeps 1e-13 of log|chi|; a table what is required of it, in its last entry and on the way there."""
     cases = SETS[name]()
-    signs, logs = log_restart_factor(*columns(cases))
-    for case, sign, log in zip(cases, signs, logs, strict=True):
-        assert Exact(*case).error(int(sign), float(log)) <= SHARP, case
+    assert_sharp(cases)
+    for rule, sigma, last in cases:
+        assert_table(rule, sigma, last, {last, 1 + last // 3})
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_tables(name: str):
-    """A table keeps what is required of log|chi|, in its last entry and on the way there."""
-    for rule, sigma, last in SETS[name]():
-        signs, logs = restart_table(rule, sigma, last)
-        for period in {last, 1 + last // 3, max(1, last - 1)}:
-            exact = Exact(rule, sigma, period)
-            assert exact.error_required(int(signs[period - 1]), float(logs[period - 1])) <= REQUIRED, exact.case
-
-
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", oracle.DRAWS)
 def test_long_periods(name: str):
     """One period of up to 1e6 rounds: relative error of log|chi| at most 1e-13, also where chi underflows by far."""
-    cases = LONG[name]()
-    for case, sign, log in zip(cases, *log_restart_factor(*columns(cases)), strict=True):
-        assert Exact(*case).error(int(sign), float(log)) <= SHARP, case
+    assert_sharp(lasting(name, 4, 6, 12)())
 
 
-@pytest.mark.parametrize("period", [10**5, 10**6 - 1, 10**6])
-def test_long_periods_of_nearly_nilpotent_modes(period: int):
-    """The same where a round leaves 1e-8 of a mode: s a double or two from 1 (theory note R9)."""
-    for gap, momentum in itertools.product([-(2.0**-52), -(2.0**-53), 2.0**-52], np.linspace(0.05, 0.999, 20)):
-        rule = OuterRule(1 + gap, float(momentum), True)
-        sign, log = log_restart_factor(rule, 1.0, period)
-        assert Exact(rule, 1.0, period).error(int(sign), float(log)) <= SHARP, rule
-
-
-@pytest.mark.parametrize("momentum", [1e-12, 1e-17, 1e-20])
-def test_long_periods_of_modes_whose_zero_is_the_momentum(momentum: float):
-    """The same for Nesterov at lr sigma = 1 in EMA form with a tiny momentum, where 1 - s is the momentum itself."""
-    rule = OuterRule(1.0, momentum, True, "ema")
-    for period in (1, 2, 3, 64, 1000, 10**5, 10**6):
+def test_long_periods_of_nearly_nilpotent_modes():
+    """The same where a round leaves 1e-8 of a mode (s a double or two from 1, R9), or 1 - s is the momentum itself."""
+    gaps = itertools.product([-(2.0**-52), -(2.0**-53), 2.0**-52], np.linspace(0.05, 0.999, 8))
+    nearly = [OuterRule(1 + gap, float(momentum), True) for gap, momentum in gaps]
+    assert_sharp([(rule, 1.0, period) for rule in nearly for period in (10**5, 10**6 - 1)])
+    for momentum, period in itertools.product([1e-12, 1e-17, 1e-20], (1, 2, 3, 64, 1000, 10**6)):
+        rule = OuterRule(1.0, momentum, True, "ema")
         sign, log = log_restart_factor(rule, 1.0, period)
         assert Exact(rule, 1.0, period).error_required(int(sign), float(log)) <= REQUIRED, period
 
 
 @given(rules(), SIGMAS, PERIODS)
-@settings(max_examples=amount(100, 2000))
+@settings(max_examples=amount(60, 2000))
 def test_any_factor(rule: OuterRule, sigma: float, period: int):
-    """Sign and log|chi| of one period for any rule, sigma and period up to 1e6."""
+    """Sign and log|chi| of one period for any rule, sigma and period up to 1e6; factor and rate follow from them."""
     sign, log = log_restart_factor(rule, sigma, period)
     assert Exact(rule, sigma, period).error_required(int(sign), float(log)) <= REQUIRED
+    with np.errstate(over="ignore"):
+        assert restart_factor(rule, sigma, period) == sign * np.exp(log)
+    if period:
+        assert restart_rate(rule, sigma, period) == -log / period
 
 
 @given(rules(), SIGMAS, st.integers(1, 300))
-@settings(max_examples=amount(60, 2000))
+@settings(max_examples=amount(40, 2000))
 def test_any_table(rule: OuterRule, sigma: float, rounds: int):
     """A table of any rule and sigma, in some of its entries."""
-    signs, logs = restart_table(rule, sigma, rounds)
-    assert signs.shape == logs.shape == (rounds,)
-    for period in {1, 2, (rounds + 1) // 2, rounds}:
-        if period <= rounds:
-            exact = Exact(rule, sigma, period)
-            assert exact.error_required(int(signs[period - 1]), float(logs[period - 1])) <= REQUIRED
+    assert_table(rule, sigma, rounds, {1, 2, (rounds + 1) // 2, rounds})
 
 
 def test_tables_next_to_zeros():
     """Next to a zero of chi a table is as right as a single period: it looks there a second time."""
-    for rule, sigma, period in meeting(0, amount(30, 100)):
+    for rule, sigma, period in meeting(0, amount(15, 100)):
         signs, logs = restart_table(rule, sigma, period)
         assert Exact(rule, sigma, period).error(int(signs[-1]), float(logs[-1])) <= SHARP, rule
-
-
-@pytest.mark.parametrize(
-    ("rule", "sigma", "period"),
-    [
-        (OuterRule(8.167624084050686, 0.9778552863374037), 0.48422119367838784, 124),
-        (OuterRule(171.62764386390137, 0.961711622980471, False, "ema"), 0.5963584373750699, 49),
-        (OuterRule(4.95175499994098, 0.9954543372572179), 0.8059014421032495, 185),
-    ],
-)
-def test_entries_next_to_the_upper_edge(rule: OuterRule, sigma: float, period: int):
-    """Single entries of tables of heavy ball with s next to (1 + sqrt b)^2, where rounding adds up fastest."""
-    signs, logs = restart_table(rule, sigma, period)
-    assert Exact(rule, sigma, period).error_required(int(signs[-1]), float(logs[-1])) <= REQUIRED
 
 
 def test_tables_next_to_the_upper_edge():
@@ -259,16 +222,22 @@ def test_tables_next_to_the_upper_edge():
 
     There |chi| also comes slowly past 1, where the logarithm has few digits to lose.
     """
-    rng = random.Random(0)
-    for _ in range(amount(150, 600)):
+    for rule, sigma, period in [
+        (OuterRule(8.167624084050686, 0.9778552863374037), 0.48422119367838784, 124),
+        (OuterRule(171.62764386390137, 0.961711622980471, False, "ema"), 0.5963584373750699, 49),
+        (OuterRule(4.95175499994098, 0.9954543372572179), 0.8059014421032495, 185),
+    ]:
+        assert_table(rule, sigma, period, [period])
+    rng, points = random.Random(0), []
+    for _ in range(amount(30, 600)):
         b = 1 - 10 ** -rng.uniform(0.5, 5)
         step = float(oracle.edge("upper", b, False)) * (1 - 10 ** -rng.uniform(0.5, 5))
-        rule, sigma = oracle.at(step, b, False, rng.choice(["sum", "ema"]), rng.uniform(0.3, 1))
-        signs, logs = restart_table(rule, sigma, 200)
-        single = log_restart_factor(rule, sigma, np.arange(1, 201))[1]
-        worst = int(np.argmax(np.abs(logs - single) / np.abs(single)))
-        exact = Exact(rule, sigma, worst + 1)
-        assert exact.error_required(int(signs[worst]), float(logs[worst])) <= REQUIRED, exact.case
+        points.append(oracle.at(step, b, False, rng.choice(["sum", "ema"]), rng.uniform(0.3, 1)))
+    rule, sigma = columns(points)
+    logs = restart_table(rule, sigma, 200)[1]
+    single = log_restart_factor(rule, sigma, np.arange(1, 201)[:, None])[1]
+    for point, worst in zip(points, np.argmax(np.abs(logs - single) / np.abs(single), axis=0), strict=True):
+        assert_table(*point, 200, [worst + 1])
 
 
 @pytest.mark.parametrize(
@@ -286,24 +255,16 @@ def test_rounding_does_not_pile_up(rule: OuterRule):
     assert np.abs(logs - single)[single > -3].max() <= 2.5e-14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
-    [
-        (HB, 0.95),
-        (OuterRule(0.7, 0.9, True), 1e-3),
-        (OuterRule(1.0, 1 - 1e-9, False, "ema"), 1e-7),
-        (OuterRule(1.0, 0.999, True), 1 - 1e-9),
-        (OuterRule(0.3, 0.99, True, "ema"), 1e-30),
-    ],
+    [(HB, 0.95), (OuterRule(1.0, 1 - 1e-9, False, "ema"), 1e-7), (OuterRule(0.3, 0.99, True, "ema"), 1e-30)],
     ids=lambda point: point[0].describe(),
 )
 def test_a_table_of_a_million_rounds(point: oracle.Point):
     """A table of one mode over 1e6 rounds, at 30 entries from the first to the last, next to stretch ends too."""
-    signs, logs = restart_table(*point, 10**6)
-    assert logs.shape == (10**6,)
-    for period in {*np.geomspace(1, 10**6, 24).astype(int), 63, 64, 65, 64 * 4096, 64 * 4096 + 1, 10**6 - 1}:
-        exact = Exact(*point, int(period))
-        assert exact.error_required(int(signs[period - 1]), float(logs[period - 1])) <= REQUIRED, period
+    places = {*np.geomspace(1, 10**6, 24).astype(int), 63, 64, 65, 64 * 4096, 64 * 4096 + 1, 10**6 - 1}
+    assert_table(*point, 10**6, places)
 
 
 @pytest.mark.parametrize("name", ["slow", "slow, momentum to 1", "slow, to 1e-20", "lower edge", "generic"])
@@ -318,49 +279,29 @@ def test_rates(name: str):
 
 def test_an_underflowed_factor_keeps_its_logarithm():
     """F3's number: log chi_8000 = -421.58 (heavy ball, b .9, lr 1, sigma .95), and far beyond where chi is 0."""
-    sign, log = log_restart_factor(HB, 0.95, 8000)
-    assert (sign, log) == (1, pytest.approx(-421.58, abs=5e-3))
+    assert log_restart_factor(HB, 0.95, 8000) == (1, pytest.approx(-421.58, abs=5e-3))
     assert restart_factor(HB, 0.95, 8000) > 0
-    sign, log = log_restart_factor(HB, 0.95, 10**6)
-    assert log < -50_000
+    assert log_restart_factor(HB, 0.95, 10**6)[1] < -50_000
     assert restart_factor(HB, 0.95, 10**6) == 0
-    with np.errstate(over="raise"):
-        assert log_restart_factor(OuterRule(1e90, 0.9), 1.0, 10**6)[1] > 1e8
+    assert log_restart_factor(OuterRule(1e90, 0.9), 1.0, 10**6)[1] > 1e8
     assert restart_factor(OuterRule(1e90, 0.9), 1.0, 10) == math.inf
-
-
-@given(rules(), SIGMAS, PERIODS)
-def test_factor_and_rate_follow_from_the_logarithm(rule: OuterRule, sigma: float, period: int):
-    """`restart_factor` is sign e^log (0 or inf where doubles end), `restart_rate` is -log / K (+inf at a zero)."""
-    sign, log = log_restart_factor(rule, sigma, period)
-    with np.errstate(over="ignore"):
-        assert restart_factor(rule, sigma, period) == sign * np.exp(log)
-    if period:
-        assert restart_rate(rule, sigma, period) == -log / period
 
 
 # --- exact values -----------------------------------------------------------------------------------------------------
 
 
-@given(rules(), SIGMAS)
-def test_no_round_leaves_everything(rule: OuterRule, sigma: float):
-    """F3: K = 0 gives chi = 1 exactly: sign 1, log 0 (not -0.0)."""
-    sign, log = log_restart_factor(rule, sigma, 0)
-    assert (sign, log) == (1, 0)
-    assert math.copysign(1, log) == 1
-    assert restart_factor(rule, sigma, 0) == closed_form(rule, sigma, 0) == 1
-
-
 @pytest.mark.parametrize(
     "rule", [HB, NAG, OuterRule(0.0, 0.9), OuterRule(1.0, 0.0), OuterRule(9.0, 1 - 2.0**-53, True)]
 )
-def test_a_mode_that_stands_still(rule: OuterRule):
-    """At sigma 0 (and at lr 0) chi = 1: log and rate are 0, never -0.0, in a table too."""
+def test_what_stands_still_or_has_not_begun(rule: OuterRule):
+    """At sigma 0, at lr 0 and for K = 0 (F3), chi = 1: log and rate are 0, never -0.0, in a table too."""
     for sigma in (0.0, -0.0, 1.0 if rule.lr == 0 else 0.0):
         signs, logs = restart_table(rule, sigma, 200)
         values = [*logs, log_restart_factor(rule, sigma, 10**6)[1], restart_rate(rule, sigma, 7)]
+        values.append(log_restart_factor(rule, 0.7, 0)[1])
         assert signs.tolist() == [1] * 200
         assert {(float(value), math.copysign(1, value)) for value in values} == {(0.0, 1.0)}
+    assert restart_factor(rule, 0.7, 0) == closed_form(rule, 0.7, 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -371,7 +312,7 @@ def test_a_mode_that_stands_still(rule: OuterRule):
         (OuterRule(2.0, 0.5), 1.0, 2),
         (OuterRule(1.0, 0.0), 1.0, 5),
         (OuterRule(4.0, 0.0, True, "ema"), 0.25, 1),
-        *[(*point, period) for point in NILPOTENT for period in (2, 3, 1000, 10**6)],
+        *[(rule, 1.0, period) for rule in oracle.NILPOTENT for period in (2, 3, 1000, 10**6)],
     ],
 )
 def test_exact_zeros(rule: OuterRule, sigma: float, period: int):
@@ -399,24 +340,23 @@ def test_zeros_of_a_turn_that_divides_the_circle(momentum: float, first: int):
         assert np.all(log < periods * math.log(momentum) / 2 - 69)
 
 
-@pytest.mark.parametrize("point", NILPOTENT)
-def test_nilpotent(point: oracle.Point):
+@pytest.mark.parametrize("rule", oracle.NILPOTENT)
+def test_nilpotent(rule: OuterRule):
     """R9: T^2 = 0, so chi_1 = -b and nothing is left from the second round on."""
-    signs, logs = restart_table(*point, 70)
+    signs, logs = restart_table(rule, 1.0, 70)
     assert signs.tolist() == [-1] + [0] * 69
-    assert logs[0] == pytest.approx(math.log(point[0].momentum), rel=REQUIRED)
+    assert logs[0] == pytest.approx(math.log(rule.momentum), rel=REQUIRED)
     assert np.all(logs[1:] == -np.inf)
-    assert closed_form(*point, np.arange(1, 5)).tolist() == [-point[0].momentum, 0, 0, 0]
+    assert closed_form(rule, 1.0, np.arange(1, 5)).tolist() == [-rule.momentum, 0, 0, 0]
 
 
-def test_a_mode_that_only_changes_sign():
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_mode_that_only_changes_sign(nesterov: bool):
     """Without momentum at s = 2, chi_K = (-1)^K: the logarithm is exactly 0, not -0.0."""
-    for nesterov in (False, True):
-        signs, logs = restart_table(OuterRule(2.0, 0.0, nesterov), 1.0, 130)
-        assert signs.tolist() == [-1, 1] * 65
-        assert {math.copysign(1, log) for log in logs if log == 0} == {1}
-        assert not logs.any()
-        assert log_restart_factor(OuterRule(2.0, 0.0, nesterov), 1.0, 10**6 + 1) == (-1, 0)
+    signs, logs = restart_table(OuterRule(2.0, 0.0, nesterov), 1.0, 130)
+    assert signs.tolist() == [-1, 1] * 65
+    assert {(float(log), math.copysign(1, log)) for log in logs} == {(0.0, 1.0)}
+    assert log_restart_factor(OuterRule(2.0, 0.0, nesterov), 1.0, 10**6 + 1) == (-1, 0)
 
 
 @pytest.mark.parametrize(
@@ -450,58 +390,57 @@ def note(rule: OuterRule, sigma: float) -> tuple[Any, Any, Any, Any]:
 def formula(rule: OuterRule, sigma: float, period: int) -> Any:
     """R7, R10, R11 and R12, each as the note writes it."""
     a, trace, determinant, b = note(rule, sigma)
-    name = oracle.regime(rule, sigma)
     if determinant == 0:  # R12
         return a * trace ** (period - 1) if period else mpmath.mpf(1)
-    if name == "oscillatory":  # R7
-        rho = mpmath.sqrt(determinant)
+    rho = mpmath.sqrt(abs(determinant))
+    if oracle.regime(rule, sigma) == "oscillatory":  # R7
         angle = mpmath.acos(trace / (2 * rho))
         c = (a - b) / (2 * rho * mpmath.sin(angle))
         return rho**period * (mpmath.cos(period * angle) + c * mpmath.sin(period * angle))
     if determinant > 0:  # R10
-        rho, sign = mpmath.sqrt(determinant), mpmath.sign(trace)
-        psi = mpmath.acosh(abs(trace) / (2 * rho))
+        sign, psi = mpmath.sign(trace), mpmath.acosh(abs(trace) / (2 * rho))
         c = sign * (a - b) / (2 * rho * mpmath.sinh(psi))
         return (sign * rho) ** period * (mpmath.cosh(period * psi) + c * mpmath.sinh(period * psi))
-    rho = mpmath.sqrt(-determinant)  # R11
-    psi = mpmath.asinh(trace / (2 * rho))
+    psi = mpmath.asinh(trace / (2 * rho))  # R11
     c = (a - b) / (2 * rho * mpmath.cosh(psi))
     even, odd = mpmath.cosh(period * psi), mpmath.sinh(period * psi)
     return rho**period * ((even + c * odd) if period % 2 == 0 else (odd + c * even))
 
 
-FORMULA_CASES: dict[str, Callable[[random.Random], oracle.Point]] = {
-    "R7": lambda rng: oracle.at(rng.uniform(0.2, 0.9), rng.uniform(0.5, 0.99), rng.random() < 0.5, "sum", 1.0),
-    "R10 below": lambda rng: oracle.at(rng.uniform(0.001, 0.02), rng.uniform(0.2, 0.7), rng.random() < 0.5, "ema", 0.7),
-    "R10 above": lambda rng: oracle.at(rng.uniform(3.2, 5), rng.uniform(0.05, 0.5), False, "sum", 0.9),
-    "R11": lambda rng: oracle.at(rng.uniform(1.05, 2), rng.uniform(0.05, 0.99), True, "ema", 0.5),
-    "R12": lambda rng: oracle.at(rng.uniform(0.1, 3), 0.0, rng.random() < 0.5, "sum", 0.8),
-}
-REGIMES_OF = {
-    "R7": "oscillatory",
-    "R10 below": "real_below",
-    "R10 above": "real_above",
-    "R11": "negative_determinant",
-    "R12": "real_",
+FORMULA_CASES: dict[str, tuple[str, Callable[[random.Random], oracle.Point]]] = {
+    "R7": (
+        "oscillatory",
+        lambda rng: oracle.at(rng.uniform(0.2, 0.9), rng.uniform(0.5, 0.99), rng.random() < 0.5, "sum", 1.0),
+    ),
+    "R10 below": (
+        "real_below",
+        lambda rng: oracle.at(rng.uniform(0.001, 0.02), rng.uniform(0.2, 0.7), rng.random() < 0.5, "ema", 0.7),
+    ),
+    "R10 above": ("real_above", lambda rng: oracle.at(rng.uniform(3.2, 5), rng.uniform(0.05, 0.5), False, "sum", 0.9)),
+    "R11": (
+        "negative_determinant",
+        lambda rng: oracle.at(rng.uniform(1.05, 2), rng.uniform(0.05, 0.99), True, "ema", 0.5),
+    ),
+    "R12": ("real_", lambda rng: oracle.at(rng.uniform(0.1, 3), 0.0, rng.random() < 0.5, "sum", 0.8)),
 }
 
 
 @pytest.mark.parametrize("name", FORMULA_CASES)
 def test_the_notes_formula_of_each_regime(name: str):
     """R7, R10, R11, R12: the formula equals T^K to 40 digits, and both functions equal it, away from the edges."""
-    rng = random.Random(name)
-    for _ in range(60):
-        point, period = FORMULA_CASES[name](rng), rng.randrange(0, 60)
-        assert str(regime(*point)).startswith(REGIMES_OF[name])
+    rng, (kind, draw) = random.Random(name), FORMULA_CASES[name]
+    for _ in range(25):
+        point, period = draw(rng), rng.randrange(0, 60)
+        assert str(regime(*point)).startswith(kind)
         with mpmath.workdps(oracle.digits_for(*point)):
-            exact, ours = oracle.factor(*point, period), formula(*point, period)
+            exact, value = oracle.factor(*point, period), formula(*point, period)
             size = mpmath.exp(oracle.log_envelope(*point, period))
-            assert abs(ours - exact) <= mpmath.mpf(10) ** -40 * max(size, abs(exact))
+            assert abs(value - exact) <= mpmath.mpf(10) ** -40 * max(size, abs(exact))
             sign, log = log_restart_factor(*point, period)
-            assert sign == mpmath.sign(ours)
-            if ours != 0:
-                assert abs(mpmath.mpf(float(log)) - mpmath.log(abs(ours))) <= SHARP * max(abs(float(log)), SHARP)
-            assert abs(float(closed_form(*point, period)) - ours) <= 1e-11 * max(size, abs(ours)), (point, period)
+            assert sign == mpmath.sign(value)
+            if value != 0:
+                assert abs(mpmath.mpf(float(log)) - mpmath.log(abs(value))) <= SHARP * max(abs(float(log)), SHARP)
+            assert abs(float(closed_form(*point, period)) - value) <= 1e-11 * max(size, abs(value)), (point, period)
 
 
 @given(
@@ -510,7 +449,10 @@ def test_the_notes_formula_of_each_regime(name: str):
     st.one_of(st.integers(1, 60), st.integers(1, 10**6)),
 )
 def test_explicit_formulas_at_critical_damping(q: float, upper: bool, period: int):
-    """R8: at b = q^2 and s = (1 -+ q)^2 chi_K is q^K (1 + K(1-q)) below and (-q)^K (1 + K(1+q)) above, at any K."""
+    """R8: at b = q^2 and s = (1 -+ q)^2 chi_K is q^K (1 + K(1-q)) below and (-q)^K (1 + K(1+q)) above, at any K.
+
+    Nesterov's lower edge: (2b/(1+b))^K (1 + K(1-b)/2), to the rounding of lr that keeps it from the edge.
+    """
     rule = OuterRule((1 + q) ** 2 if upper else (1 - q) ** 2, q * q)
     assert regime(rule, 1.0) == "critical"
     sign, log = log_restart_factor(rule, 1.0, period)
@@ -520,16 +462,11 @@ def test_explicit_formulas_at_critical_damping(q: float, upper: bool, period: in
     assert sign == (-1 if upper and period % 2 else 1)
     if period <= 60:
         assert closed_form(rule, 1.0, period) == pytest.approx(float(sign * mpmath.exp(exact)), rel=1e-11, abs=1e-300)
-
-
-@pytest.mark.parametrize("momentum", [0.25, 0.5, 0.9, 0.99])
-def test_nesterov_at_its_lower_edge(momentum: float):
-    """R8: Nesterov's lower edge, (2b/(1+b))^K (1 + K(1-b)/2), to the rounding of lr that keeps it from the edge."""
-    rule, sigma = oracle.at(oracle.edge("lower", momentum, True), momentum, True, "sum", 1.0)
-    b = momentum
-    for period in (1, 2, 7, 30):
-        exact = (2 * b / (1 + b)) ** period * (1 + period * (1 - b) / 2)
-        assert restart_factor(rule, sigma, period) == pytest.approx(exact, rel=1e-11)
+    for b in (0.25, 0.9, 0.99):
+        point = oracle.at(oracle.edge("lower", b, True), b, True, "sum", 1.0)
+        for rounds in (1, 7, 30):
+            exact = (2 * b / (1 + b)) ** rounds * (1 + rounds * (1 - b) / 2)
+            assert restart_factor(*point, rounds) == pytest.approx(exact, rel=1e-11)
 
 
 @given(st.floats(0.01, 0.999), st.booleans(), st.integers(0, 200))
@@ -544,8 +481,9 @@ def test_a_pure_cosine(momentum: float, nesterov: bool, period: int):
 
 
 @given(rules(), st.floats(1e-6, 1), st.integers(2, 60))
+@settings(max_examples=amount(25, 2000))
 def test_recurrence_and_powers_of_r6(rule: OuterRule, sigma: float, period: int):
-    """R6: chi_K = tr chi_(K-1) - D chi_(K-2) = p_(K+1) - b p_K, in 120 digits and of ours to rounding."""
+    """R6: chi_K = tr chi_(K-1) - D chi_(K-2) = p_(K+1) - b p_K, in 120 digits, and the function's to rounding."""
     with mpmath.workdps(oracle.digits_for(rule, sigma)):
         a, trace, determinant, b = note(rule, sigma)
         chi, p = [mpmath.mpf(1), a], [mpmath.mpf(0), mpmath.mpf(1)]
@@ -557,10 +495,9 @@ def test_recurrence_and_powers_of_r6(rule: OuterRule, sigma: float, period: int)
         assert abs(chi[period] - exact) <= scale
         assert abs(p[period + 1] - b * p[period] - exact) <= scale
         sign, log = log_restart_factor(rule, sigma, period)
-        ours = sign * mpmath.exp(mpmath.mpf(float(log))) if sign else mpmath.mpf(0)
-        assert abs(ours - chi[period]) <= REQUIRED * (1 + abs(float(log)) if sign else 1) * max(
-            abs(exact), mpmath.exp(oracle.log_envelope(rule, sigma, period))
-        )
+        value = sign * mpmath.exp(mpmath.mpf(float(log))) if sign else mpmath.mpf(0)
+        size = max(abs(exact), mpmath.exp(oracle.log_envelope(rule, sigma, period)))
+        assert abs(value - chi[period]) <= REQUIRED * (1 + abs(float(log)) if sign else 1) * size
 
 
 @given(rules(), st.floats(0, 1))
@@ -573,7 +510,7 @@ def test_one_round_is_plain_sgd(rule: OuterRule, sigma: float):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("form", ["ema", "sum"])
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9, 0.999, 1 - 2.0**-50])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.999, 1 - 2.0**-50])
 def test_slow_modes(nesterov: bool, form: Literal["ema", "sum"], momentum: float):
     """R31: chi_K = 1 - K nu_eff sigma + O(sigma^2), nu_eff the mean over j <= K of nu (1 - b^j) (Nesterov: b^(j+1))."""
     rule = OuterRule(0.7, momentum, nesterov, form)
@@ -586,24 +523,17 @@ def test_slow_modes(nesterov: bool, form: Literal["ema", "sum"], momentum: float
                 rate = mpmath.mpf(float(restart_rate(rule, sigma, period)))
                 assert abs(rate - effective * sigma) <= max(REQUIRED * effective * sigma, 1e-323)
             for sigma in (1e-7, 1e-5):
-                left = 1 - float(restart_factor(rule, sigma, period))
-                assert left == pytest.approx(float(period * effective * sigma), rel=5e-9 + 100 * period * sigma)
+                removed = 1 - float(restart_factor(rule, sigma, period))
+                assert removed == pytest.approx(float(period * effective * sigma), rel=5e-9 + 100 * period * sigma)
 
 
 def test_numbers_of_slow_modes():
     """R31's numbers: at b .9, K 3, lr .9, nu_eff = .187 nu, and chi_3 is within .042 of plain SGD's for every sigma."""
-    rule = OuterRule(0.9, 0.9, False, "ema")
-    sigma = np.linspace(0, 1, 401)
-    effective = restart_rate(rule, 1e-12, 3) / 1e-12
-    assert effective == pytest.approx(0.187 * 0.9, abs=5e-4)
-    difference = {
-        period: np.abs(
-            restart_factor(rule, sigma, period) - (1 - restart_rate(rule, 1e-12, period) / 1e-12 * sigma) ** period
-        ).max()
-        for period in (3, 5)
-    }
-    assert difference[3] == pytest.approx(0.042, abs=1e-3)
-    assert difference[5] == pytest.approx(0.209, abs=1e-3)
+    rule, sigma = OuterRule(0.9, 0.9, False, "ema"), np.linspace(0, 1, 401)
+    assert restart_rate(rule, 1e-12, 3) / 1e-12 == pytest.approx(0.187 * 0.9, abs=5e-4)
+    for period, difference in ((3, 0.042), (5, 0.209)):
+        plain = (1 - restart_rate(rule, 1e-12, period) / 1e-12 * sigma) ** period
+        assert np.abs(restart_factor(rule, sigma, period) - plain).max() == pytest.approx(difference, abs=1e-3)
 
 
 @given(rules(), st.floats(1e-9, 1), st.integers(1, 200))
@@ -622,15 +552,14 @@ def test_the_forms_are_one_rule(rule: OuterRule, sigma: float, period: int):
 def test_restarts_never_help_a_real_mode():
     """R17 (Theorem 1): with real eigenvalues r_K <= -log(spectral radius) for every K; thousands of random modes."""
     rng = np.random.default_rng(17)
-    count = 12000
+    count = 4000
     momentum = np.where(rng.random(count) < 0.5, rng.uniform(0, 0.99, count), 10.0 ** -rng.uniform(0, 3, count) * 0.9)
     lr = 10.0 ** rng.uniform(-4, 1.5, count)
     rule, sigma = rule_grid(lr, momentum, rng.random(count) < 0.5), 10.0 ** rng.uniform(-3, 0, count)
     real = regime(rule, sigma) != "oscillatory"
     rule, sigma = rule[real], sigma[real]
-    assert len(sigma) > 5000
-    names = set(regime(rule, sigma))
-    assert {"real_below", "real_above", "negative_determinant"} <= names
+    assert len(sigma) > 1500
+    assert {"real_below", "real_above", "negative_determinant"} <= set(regime(rule, sigma))
     logs = restart_table(rule, sigma, 40)[1]
     radius = -asymptotic_rate(rule, sigma) * np.arange(1, 41)[:, None]
     assert np.all(logs - radius >= -4e-16 * np.abs(radius))
@@ -641,10 +570,10 @@ def test_restarts_never_help_a_real_mode():
 def test_restarts_strictly_hurt(name: str):
     """R17: strictly, if momentum and step are positive, to 50 digits; and in doubles wherever they can tell."""
     strict = 0
-    for rule, sigma in oracle.points(name, 120):
+    for rule, sigma in oracle.points(name, amount(40, 120)):
         if oracle.regime(rule, sigma) in ("oscillatory", "nilpotent") or rule.momentum == 0:
             continue
-        for period in (1, 2, 9):
+        for period in (1, 9):
             with mpmath.workdps(oracle.digits_for(rule, sigma)):
                 gap = oracle.log_factor(rule, sigma, period)[1] + period * oracle.rate(rule, sigma)
                 assert gap > 0
@@ -652,112 +581,84 @@ def test_restarts_strictly_hurt(name: str):
             if gap > 1e-14 * (abs(log) + abs(radius)):
                 assert log > radius
                 strict += 1
-    assert strict > 20
+    assert strict > 5
 
 
 def test_restarts_cannot_stabilise():
-    """R18 (Theorem 2): radius > 1 gives |chi_K| > 1 for every K, in thousands of unstable modes of both kinds."""
+    """R18 (Theorem 2): radius > 1 gives |chi_K| > 1 for every K, in thousands of unstable modes of both kinds.
+
+    At radius 1 exactly (heavy ball, s = 2 (1+b)) |chi_K| >= 1, and > 1 with momentum.
+    """
     rng = np.random.default_rng(18)
-    count = 6000
+    count = 3000
     momentum = np.where(rng.random(count) < 0.3, 1 - 10.0 ** -rng.uniform(1, 8, count), rng.uniform(0, 0.99, count))
     nesterov = rng.random(count) < 0.5
     limit = 2 * (1 + momentum) / np.where(nesterov, 1 + 2 * momentum, 1)
-    excess = 10.0 ** rng.uniform(-12, 3, count)
     sigma = rng.uniform(0.1, 1, count)
-    rule = rule_grid(limit * (1 + excess) / sigma, momentum, nesterov)
+    rule = rule_grid(limit * (1 + 10.0 ** rng.uniform(-12, 3, count)) / sigma, momentum, nesterov)
     assert np.all(asymptotic_rate(rule, sigma) < 0)
-    logs = restart_table(rule, sigma, 30)[1]
-    assert np.all(logs > 0)
+    assert np.all(restart_table(rule, sigma, 30)[1] > 0)
     assert np.all(log_restart_factor(rule, sigma, 1000)[1] > 0)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.25, 0.5, 0.75])
-def test_restarts_at_the_limit(momentum: float):
-    """R18 at radius 1 exactly (heavy ball, s = 2 (1+b)): |chi_K| >= 1, and > 1 with momentum."""
-    rule = OuterRule(2 * (1 + momentum), momentum)
-    assert asymptotic_rate(rule, 1.0) == 0
-    logs = restart_table(rule, 1.0, 100)[1]
-    assert np.all(logs > 0 if momentum else logs == 0)
+    for b in (0.0, 0.25, 0.5, 0.75):
+        logs = restart_table(OuterRule(2 * (1 + b), b), 1.0, 100)[1]
+        assert asymptotic_rate(OuterRule(2 * (1 + b), b), 1.0) == 0
+        assert np.all(logs > 0 if b else logs == 0)
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def mixed(count: int, seed: int, names: Iterable[str] = oracle.DRAWS) -> list[oracle.Point]:
+def mixed(count: int, seed: int) -> list[oracle.Point]:
     """Modes of both kinds and forms, and of every set that tests here draw from."""
-    each = -(-count // len(oracle.DRAWS))
-    drawn = [point for name in names for point in oracle.points(name, each)]
+    drawn = [point for name in oracle.DRAWS for point in oracle.points(name, -(-count // len(oracle.DRAWS)))]
     random.Random(seed).shuffle(drawn)
     return drawn[:count]
 
 
-def assert_table_is_singles(points: list[oracle.Point], rounds: int) -> None:
-    """Every entry of a table agrees with the single period, or else is within what is required of it."""
+def assert_table_is_singles(points: list[oracle.Point], rounds: int, pick: Any = slice(None)) -> None:
+    """Every entry of a table (of some of the points) agrees with the single period, or is within what is required."""
     rule, sigma = columns(points)
-    signs, logs = restart_table(rule, sigma, rounds)
+    signs, logs = restart_table(rule[pick], sigma[pick], rounds)
     assert signs.dtype == np.int8
-    assert signs.shape == logs.shape == (rounds, len(sigma))
-    single_signs, single_logs = log_restart_factor(rule, sigma, np.arange(1, rounds + 1)[:, None])
-    assert np.array_equal(np.isnan(logs), np.zeros(logs.shape, bool))
+    assert not np.isnan(logs).any()
+    single = log_restart_factor(rule, sigma, np.arange(1, rounds + 1)[:, None])
+    single_signs, single_logs = single[0][:, pick], single[1][:, pick]
     with np.errstate(invalid="ignore"):
         near = np.abs(logs - single_logs) <= np.maximum(5e-13 * np.abs(single_logs), 1e-323)
+    places = np.arange(len(points))[pick]
     for k, j in np.argwhere(~((logs == single_logs) | near) | (signs != single_signs)):
-        exact = Exact(rule[j], float(sigma[j]), int(k) + 1)
+        exact = Exact(*points[places[j]][:2], int(k) + 1)
         assert exact.error_required(int(signs[k, j]), float(logs[k, j])) <= REQUIRED, exact.case
 
 
-@pytest.mark.parametrize(("modes", "rounds"), [(1, 500), (7, 1000), (300, 300), (1000, 100)])
+@pytest.mark.parametrize(
+    ("modes", "rounds"),
+    [(1, 500), (7, 300), (100, 100), *itertools.product([1, 31, 33], [1, 2, 63, 64, 65, 127, 128, 129, 193])],
+)
 def test_table_of_mixed_rules(modes: int, rounds: int):
-    """Rules of both kinds, forms and all regimes in one array: each entry of the table is that of the single period."""
-    assert_table_is_singles(mixed(modes, modes), rounds)
+    """Rules of both kinds, forms and all regimes in one array: each entry of the table is that of the single period.
 
-
-@pytest.mark.parametrize("rounds", [1, 2, 63, 64, 65, 127, 128, 129, 191, 193])
-@pytest.mark.parametrize("modes", [1, 31, 33])
-def test_tables_around_the_ends_of_stretches(modes: int, rounds: int):
-    """A table begins anew every 64 rounds, several stretches at a time if modes are few: nothing is seen of it."""
+    A table begins anew every 64 rounds, several stretches at a time if modes are few: nothing is seen of it.
+    """
     assert_table_is_singles(mixed(modes, rounds), rounds)
 
 
-@pytest.mark.parametrize("modes", [4095, 4096, 4097, 8200])
+@pytest.mark.parametrize("modes", [4095, 4097, 8200])
 def test_tables_around_the_ends_of_chunks(modes: int):
     """Many modes are done 4096 at a time: nothing is seen of it, where entries are looked at twice neither."""
-    rounds = 66
-    delicate = [case[:2] for target in (1, -1, 0) for case in meeting(target, amount(20, 60))]
-    names = [name for name in oracle.DRAWS if name not in ("upper edge", "stability edge")]
-    rule, sigma = columns(delicate + mixed(260, 0, names))
-    pick = np.random.default_rng(modes).integers(0, len(sigma), modes)
-    signs, logs = restart_table(rule[pick], sigma[pick], rounds)
-    single = log_restart_factor(rule, sigma, np.arange(1, rounds + 1)[:, None])
-    with np.errstate(invalid="ignore"):
-        near = np.abs(logs - single[1][:, pick]) <= np.maximum(5e-13 * np.abs(single[1][:, pick]), 1e-323)
-    right = (signs == single[0][:, pick]) & (near | (logs == single[1][:, pick]))
-    for k, j in np.argwhere(~right):
-        exact = Exact(rule[pick[j]], float(sigma[pick[j]]), int(k) + 1)
-        assert exact.error_required(int(signs[k, j]), float(logs[k, j])) <= REQUIRED, exact.case
-    again = np.array(log_restart_factor(rule[pick], sigma[pick], rounds))
-    np.testing.assert_allclose(again, np.array(log_restart_factor(rule, sigma, rounds))[:, pick], rtol=1e-15)
+    delicate = [case[:2] for target in (1, -1, 0) for case in meeting(target, amount(10, 60))]
+    points = delicate + mixed(100, 0)
+    assert_table_is_singles(points, 66, np.random.default_rng(modes).integers(0, len(points), modes))
 
 
 def test_long_tables_of_several_modes():
-    """Tables of 2e4 rounds for few modes, where groups of stretches follow one another: 40 entries of each mode."""
-    rule, sigma = columns(mixed(26, 3))
-    signs, logs = restart_table(rule, sigma, 20_000)
-    rng = random.Random(1)
-    for j, _ in itertools.product(range(26), range(40)):
+    """Tables of 2e4 rounds for few modes, where groups of stretches follow one another: some entries of each mode."""
+    points, rng = mixed(26, 3), random.Random(1)
+    signs, logs = restart_table(*columns(points), 20_000)
+    for (j, point), _ in itertools.product(enumerate(points), range(8)):
         period = int(10 ** rng.uniform(0, math.log10(20_000)))
-        exact = Exact(rule[j], float(sigma[j]), period)
+        exact = Exact(*point, period)
         assert exact.error_required(int(signs[period - 1, j]), float(logs[period - 1, j])) <= REQUIRED, exact.case
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "log_restart_factor": log_restart_factor,
-    "restart_factor": restart_factor,
-    "restart_rate": restart_rate,
-    "closed_form": closed_form,
-    "restart_table": restart_table,
-}
-each_call = pytest.mark.parametrize("name", CALLS)
 
 
 @pytest.mark.parametrize("call", [log_restart_factor, restart_factor, restart_rate, closed_form])
@@ -766,15 +667,13 @@ def test_broadcasting(call: Callable[..., Any]):
     rule = rule_grid([[0.5], [1.0], [2.0]], 0.9, [[False], [True], [False]], "ema")
     sigma, period = np.linspace(0, 1, 8)[::-2], np.array([3, 7])[:, None, None]
     result = np.asarray(call(rule, sigma, period))
-    shape = (2, 3, 4)
-    assert result.shape[-3:] == shape
-    for k, i, j in np.ndindex(*shape):
-        one = call(rule[i, 0], float(sigma[j]), int(period[k, 0, 0]))
-        assert all(isinstance(part, np.generic) for part in (one if isinstance(one, tuple) else (one,)))
-        np.testing.assert_allclose(result[..., k, i, j], np.asarray(one), rtol=1e-14)
-    np.testing.assert_array_equal(np.asarray(call(HB, np.array(0.5), np.array(3))), np.asarray(call(HB, 0.5, 3)))
+    assert result.shape[-3:] == (2, 3, 4)
+    for k, i, j in np.ndindex(2, 3, 4):
+        single = call(rule[i, 0], float(sigma[j]), int(period[k, 0, 0]))
+        assert all(isinstance(part, np.generic) for part in (single if isinstance(single, tuple) else (single,)))
+        np.testing.assert_allclose(result[..., k, i, j], np.asarray(single), rtol=1e-14)
     assert np.asarray(call([HB, NAG], 0.5, 3)).shape[-1:] == (2,)
-    assert np.asarray(call(HB, 0.5, [[1, 2, 3]])).shape[-2:] == (1, 3)
+    assert np.asarray(call(HB, np.empty((3, 0)), [[[1]], [[2]]])).shape[-3:] == (2, 3, 0)
 
 
 def test_shapes_of_tables():
@@ -784,31 +683,12 @@ def test_shapes_of_tables():
     signs, logs = restart_table(rule, sigma, 5)
     assert signs.shape == logs.shape == (5, 2, 3, 2)
     for index in np.ndindex(2, 3, 2):
-        one = restart_table(rule[index[1], 0], float(sigma[index]), 5)
-        assert np.array_equal(signs[(slice(None), *index)], one[0])
-        np.testing.assert_allclose(logs[(slice(None), *index)], one[1], rtol=REQUIRED)
-    assert restart_table(HB, 0.5, 1)[1].shape == (1,)
+        single = restart_table(rule[index[1], 0], float(sigma[index]), 5)
+        assert np.array_equal(signs[(slice(None), *index)], single[0])
+        np.testing.assert_allclose(logs[(slice(None), *index)], single[1], rtol=REQUIRED)
     assert restart_table([HB], 0.5, 3.0)[1].shape == (3, 1)  # type: ignore[arg-type]
-
-
-@each_call
-def test_no_modes_give_no_factors(name: str):
-    """An array without entries is no error: the result has none either."""
-    head = (4,) if name == "restart_table" else ()
-    for sigma in ([], np.empty((0, 3)), np.empty((3, 0))):
-        result = CALLS[name](HB, sigma, 4)
-        for part in result if isinstance(result, tuple) else (result,):
-            assert part.shape == head + np.shape(sigma)
-
-
-# --- the ends of the domain ------------------------------------------------------------------------------------------
-
-
-def test_steps_up_to_the_largest():
-    """Up to an effective step of 1e100 nothing overflows."""
-    sign, log = log_restart_factor(OuterRule(9e99, 1 - 2.0**-53, True), 1.0, 10**6)
-    assert sign == 1
-    assert log == pytest.approx(10**6 * math.log(18e99), rel=1e-12)
+    for empty in ([], np.empty((0, 3)), np.empty((3, 0))):
+        assert restart_table(HB, empty, 4)[1].shape == (4, *np.shape(empty))
 
 
 @given(
@@ -822,23 +702,18 @@ def test_steps_up_to_the_largest():
     st.sampled_from([0.0, 5e-324, 1e-310, 1e-160, 1e-17, 0.25, 0.5, 1 - 2.0**-53, 1.0]),
     st.sampled_from([1, 2, 3, 64, 65, 1000, 10**6, 2**53 - 1]),
 )
-@settings(max_examples=amount(60, 2000))
+@settings(max_examples=amount(30, 2000))
 def test_the_whole_domain_is_quiet(rule: OuterRule, sigma: float, period: int):
     """No corner of the domain warns, or gives nan: lr 0 to 1e90, momentum to 1 - 2^-53, denormal sigma, huge K."""
     sign, log = log_restart_factor(rule, sigma, period)
     assert (sign == 0) == (log == -math.inf)
-    assert not math.isnan(log)
-    assert not math.isnan(restart_factor(rule, sigma, period))
-    assert not math.isnan(restart_rate(rule, sigma, period))
+    values = [log, restart_factor(rule, sigma, period), restart_rate(rule, sigma, period)]
     signs, logs = restart_table(rule, sigma, min(period, 130))
-    assert not np.isnan(logs).any()
     assert np.array_equal(signs == 0, np.isneginf(logs))
+    assert not np.isnan([*values, *logs, *closed_form(rule, sigma, [0, 1, 2, 10, period])]).any()
 
 
-@pytest.mark.parametrize("rule", [OuterRule(4.0, 0.9), OuterRule(1e90, 0.9), OuterRule(1e90, 0.9, True), HB, NAG])
-def test_the_closed_form_is_quiet(rule: OuterRule):
-    """It overflows to infinity and underflows to 0 without a warning, at any period."""
-    for sigma in (0.0, 1e-300, 0.5, 1.0):
-        values = closed_form(rule, sigma, [0, 1, 2, 10, 1000, 10**6, 2**53 - 1])
-        assert values[0] == 1
-        assert not np.isnan(values).any()
+def test_steps_up_to_the_largest():
+    """Up to an effective step of 1e100 nothing overflows."""
+    sign, log = log_restart_factor(OuterRule(9e99, 1 - 2.0**-53, True), 1.0, 10**6)
+    assert (sign, log) == (1, pytest.approx(10**6 * math.log(18e99), rel=1e-12))

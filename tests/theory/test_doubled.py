@@ -1,4 +1,4 @@
-"""`theory.doubled`: sums, products, quotients and roots of double-doubles against mpmath."""
+"""`theory.doubled`: sums and products of double-doubles against mpmath."""
 
 from __future__ import annotations
 
@@ -83,24 +83,13 @@ def test_a_cancelling_sum_keeps_its_digits(a: Doubled, share: float, shrink: int
 
 
 @given(doubles(150), doubles(150), sizes(150))
-def test_products_and_quotients(a: Doubled, b: Doubled, c: float):
-    """Products and quotients are right to a few units of their own, and so is the product with a double."""
+def test_products(a: Doubled, b: Doubled, c: float):
+    """Products are right to a few units of their own, with a double on either side too."""
     with mpmath.workdps(80):
         x, y = value(a), value(b)
         assert close(a * b, x * y, 8)
         assert close(a * np.array([c]), x * c, 4)
         assert close(np.array([c]) * a, x * c, 4)
-        assert close(a.over(b), x / y, 12)
-
-
-@given(doubles(300))
-def test_roots(a: Doubled):
-    """The square root is right to a few units, and that of 0 is 0 (without a warning)."""
-    positive = doubled.where(a.hi < 0, -a, a)
-    with mpmath.workdps(80):
-        assert close(positive.sqrt(), mpmath.sqrt(value(positive)), 6)
-    zero = Doubled(np.zeros(2), np.zeros(2)).sqrt()
-    assert zero.hi.tolist() == zero.lo.tolist() == [0, 0]
 
 
 @given(doubles(200), st.integers(-300, 300))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,7 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oracle
+from oracle import BLOCKS, HB, NAG, THREE
 from policies import ALL as ADAPTIVE
+from twophase.policies.base import AGREEMENT
 from twophase.restart import (
     MEASURED,
     AtRounds,
@@ -32,57 +34,46 @@ from twophase.restart import (
 )
 from twophase.rule import OuterRule
 from twophase.theory.inputs import rule_grid
-from twophase.theory.rollout import Block, Rollout, rollout, rollout_blocks
+from twophase.theory.rollout import Block, rollout, rollout_blocks
 
+SIX = np.array(oracle.SIX)
 RULES = [
     OuterRule(lr, 0.9, nesterov, form)  # type: ignore[arg-type]
     for nesterov, (form, lr) in itertools.product([False, True], [("sum", 0.1), ("ema", 1.3)])
 ]
 POLICIES = [Never(), Periodic(1), Periodic(3), Cycle((2, 5)), AtRounds((4, 9)), Soft(3, 0.2, 0.1), Soft(4, -0.4, 0.8)]
-SIX = np.array([0.95, 0.85, 0.75, 0.60, 0.45, 0.30])  # A2
-THREE = [np.linspace(low, high, 9) for low, high in [(0.92, 1), (0.55, 0.65), (0.18, 0.26)]]  # A3
-HB = OuterRule(1.0, 0.9, False, "ema")
-NAG = OuterRule(1.0, 0.9, True, "ema")
+SAMPLES = [Never(), Periodic(3), Soft(4, -0.4, 0.8), parse("gradient"), parse("speed")]
+PARTS = ("residual", "buffer", "pseudo_gradient", "restarts", "loss")
 
 each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
-each_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
 
 
 def rules(stable: bool = True) -> st.SearchStrategy[OuterRule]:
     """Rules in both forms; the stable ones keep every mode of sigma <= 1 from growing (theory note R6)."""
-    steps = st.floats(0.01, 0.6) if stable else st.floats(0.01, 50)
     return st.builds(
         lambda step, momentum, nesterov, form: OuterRule(step, momentum, nesterov).to(form),
-        steps,
+        st.floats(0.01, 0.6) if stable else st.floats(0.01, 50),
         st.floats(0, 0.98),
         st.booleans(),
         st.sampled_from(["sum", "ema"]),
     )
 
 
-def log_loss(run: Rollout | Any) -> float:
-    """log10 of the last loss."""
-    return float(np.log10(run.loss[-1]))
-
-
-# --- policies that measure ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class Told(RestartPolicy):
-    """Does what it was told for each round, and writes down what it is shown."""
+class Scripted(RestartPolicy):
+    """Answers each round by a script, and writes down what it is shown."""
 
     events: dict[int, Restart] = field(default_factory=dict)
-    seen: list[RoundSignal] = field(default_factory=list)
+    signals: list[RoundSignal] = field(default_factory=list)
     needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-        """As told."""
-        self.seen.append(signal)
+        """The script's answer."""
+        self.signals.append(signal)
         return state, self.events.get(signal.round)
 
 
-class Blind(Told):
+class Blind(Scripted):
     """The same without measuring."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -91,28 +82,15 @@ class Blind(Told):
 # --- equal to plain arithmetic ------------------------------------------------------------------------------------
 
 
-def literal(
-    rule: OuterRule,
-    sigma: float,
-    rounds: int,
-    events: dict[int, Restart],
-    disturbances: Callable[[int], float] = lambda t: 0.0,  # noqa: ARG005
-) -> tuple[list[float], list[float], list[float]]:
+def literal(rule: OuterRule, sigma: float, rounds: int, events: dict[int, Restart], noise: Any = None) -> Any:
     """One mode with plain numbers and the printed equations: x, m and g of every round."""
-    nu, beta = rule.lr, rule.momentum
     x, m, places, buffers, gradients = 1.0, 0.0, [1.0], [0.0], []
     for t in range(1, rounds + 1):
-        g = sigma * x + disturbances(t)
+        disturbance = 0.0 if noise is None else float(noise[t - 1])
         event = events.get(t)
         if event and event.before:
-            m = event.retain * m + event.inject * g
-        if rule.form == "ema":
-            new = beta * m + (1 - beta) * g
-            x -= nu * ((1 + beta) * new - beta * m if rule.nesterov else new)
-        else:
-            new = beta * m + g
-            x -= nu * (g + beta * new if rule.nesterov else new)
-        m = new
+            m = event.retain * m + event.inject * (sigma * x + disturbance)
+        x, m, g = oracle.one_round(rule, sigma, x, m, noise=disturbance, number=float)
         if event and not event.before:
             m = event.retain * m + event.inject * g
         places.append(x)
@@ -128,34 +106,29 @@ DUE: list[tuple[Any, dict[int, Restart]]] = [
     ("cycle:2,5", {t: Restart() for t in (2, 7, 9, 14, 16)}),
     (AtRounds((4, 9)), {4: Restart(), 9: Restart()}),
     ("soft:4:-0.4:0.8", {t: Restart(-0.4, 0.8) for t in (4, 8, 12, 16, 20)}),
+    *(
+        (policy, {3: Restart(before=True), 5: Restart(), 8: Restart(-0.3, 0.7, before=True), 11: Restart(0.5, -0.2)})
+        for policy in (Scripted, Blind)  # hard and soft, before the mixing and after it
+    ),
 ]
 
 
 @each_rule
 @pytest.mark.parametrize(("restart", "events"), DUE, ids=lambda value: "" if isinstance(value, dict) else str(value))
 def test_equals_a_literal_loop(rule: OuterRule, restart: Any, events: dict[int, Restart]):
-    """x, m and g of each mode equal the printed equations in plain numbers; restarts are those of the schedule."""
+    """x, m and g of each mode equal the printed equations in plain numbers, with noise too; restarts come when due."""
     sigma, start = np.array([0.0, 0.03, 0.4, 0.95, 1.0]), np.array([1.0, -2.0, 3.0, 0.5, 1.0])
-    run = rollout(rule, sigma, 20, restart, initial=start)
+    policy = restart(events) if isinstance(restart, type) else restart
+    run = rollout(rule, sigma, 20, policy, initial=start)
+    noise = np.random.default_rng(1).normal(size=(20, 3, 5))
+    disturbed = rollout(rule, sigma, 20, policy, noise=noise)
     for j, s in enumerate(sigma):
-        places, buffers, gradients = literal(rule, s, 20, events)
-        np.testing.assert_allclose(run.residual[:, j], start[j] * np.array(places), rtol=0, atol=1e-13)
-        np.testing.assert_allclose(run.buffer[:, j], start[j] * np.array(buffers), rtol=0, atol=1e-13)
-        np.testing.assert_allclose(run.pseudo_gradient[:, j], start[j] * np.array(gradients), rtol=0, atol=1e-13)
+        quiet, noisy = literal(rule, s, 20, events), literal(rule, s, 20, events, noise[:, :, j].mean(axis=1))
+        for name, exact, exact_noisy in zip(PARTS, quiet, noisy, strict=False):
+            np.testing.assert_allclose(getattr(run, name)[:, j], start[j] * np.array(exact), rtol=0, atol=1e-13)
+            np.testing.assert_allclose(getattr(disturbed, name)[:, j], exact_noisy, rtol=0, atol=1e-13)
     assert [t + 1 for t in np.flatnonzero(run.restarts)] == list(events)
     np.testing.assert_allclose(run.loss, (run.residual**2).mean(axis=-1) / 2, rtol=1e-14)
-
-
-@each_rule
-def test_restarts_before_the_mixing(rule: OuterRule):
-    """A policy may restart before the mixing, hard or soft, and after it, in one run."""
-    events = {3: Restart(before=True), 5: Restart(), 8: Restart(-0.3, 0.7, before=True), 11: Restart(0.5, -0.2)}
-    for policy in (Told(events), Blind(events)):
-        run = rollout(rule, [0.3], 14, policy)
-        places, buffers, _ = literal(rule, 0.3, 14, events)
-        np.testing.assert_allclose(run.residual[:, 0], places, rtol=0, atol=1e-14)
-        np.testing.assert_allclose(run.buffer[:, 0], buffers, rtol=0, atol=1e-14)
-        assert [t + 1 for t in np.flatnonzero(run.restarts)] == list(events)
 
 
 @each_rule
@@ -163,58 +136,51 @@ def test_equals_fifty_digits(rule: OuterRule):
     """Without restart x_K is [T^K]_11 of the one-round matrix (R2), computed with 50 digits."""
     sigma = [0.02, 0.3, 0.95]
     run = rollout(rule, sigma, 40)
-    nu, beta = mpmath.mpf(rule.to("ema").lr), mpmath.mpf(rule.momentum)
-    with mpmath.workdps(50):
-        for j, s in enumerate(map(mpmath.mpf, sigma)):
-            step = nu * (1 - beta) * s
-            if rule.nesterov:
-                matrix = mpmath.matrix([[1 - (1 + beta) * step, -nu * beta**2], [(1 - beta) * s, beta]])
-            else:
-                matrix = mpmath.matrix([[1 - step, -nu * beta], [(1 - beta) * s, beta]])
-            powers = [(matrix**k)[0, 0] for k in range(41)]
-            np.testing.assert_allclose(run.residual[:, j], [float(p) for p in powers], rtol=0, atol=5e-15)
+    for j, s in enumerate(sigma):
+        with mpmath.workdps(50):
+            exact = [float(x) for x, _ in oracle.simulated(rule, s, 40)]
+        np.testing.assert_allclose(run.residual[:, j], exact, rtol=0, atol=5e-15)
 
 
 def test_what_a_policy_sees():
     """Counters and measures are those of the optimizer: taken over all modes, before g is mixed in."""
-    events = {3: Restart(), 6: Restart(0.5, 0.2, before=True), 7: Restart(before=True)}
-    policy = Told(events)
+    policy = Scripted({3: Restart(), 6: Restart(0.5, 0.2, before=True), 7: Restart(before=True)})
     run = rollout(RULES[1], SIX, 10, policy)
-    assert [signal.round for signal in policy.seen] == list(range(1, 11))
-    assert [signal.rounds_since_restart for signal in policy.seen] == [1, 2, 3, 1, 2, 3, 2, 2, 3, 4]
-    for t, signal in enumerate(policy.seen):
+    assert [signal.round for signal in policy.signals] == list(range(1, 11))
+    assert [signal.rounds_since_restart for signal in policy.signals] == [1, 2, 3, 1, 2, 3, 2, 2, 3, 4]
+    for t, signal in enumerate(policy.signals):
         g, m = run.pseudo_gradient[t], run.buffer[t]
         lengths = np.linalg.norm(g), np.linalg.norm(m)
         assert (signal.pseudo_gradient_norm, signal.buffer_norm) == pytest.approx(lengths, rel=1e-14)
         assert signal.cosine == pytest.approx(g @ m / lengths[0] / lengths[1] if m.any() else 0, abs=1e-14)
-    assert policy.seen[3].cosine == 0
+    assert policy.signals[3].cosine == 0
 
 
 def test_cosines_stay_in_their_range():
     """In one mode the cosine is 1, -1 or 0, also where rounding would make it larger than 1."""
-    policy = Told()
+    policy = Scripted()
     run = rollout(HB, np.linspace(0.1, 1, 200)[:, None], 30, policy)
-    assert {round(abs(signal.cosine or 0), 12) for signal in policy.seen} == {0, 1}
-    assert max(abs(signal.cosine or 0) for signal in policy.seen) == 1
+    sizes = {abs(signal.cosine or 0) for signal in policy.signals}
+    assert {round(size, 12) for size in sizes} == {0, 1}
+    assert max(sizes) == 1
     g, m = run.pseudo_gradient[1:], run.buffer[1:-1]
     assert (np.abs(g * m) > np.sqrt((g * g) * (m * m))).any()
 
 
 def test_what_is_not_needed_is_not_measured():
-    """A policy without needs sees counters only, and is asked once a round for all trajectories."""
+    """A policy without needs sees counters only, and is asked once a round for all trajectories.
+
+    At momentum 0 the optimizer keeps no buffer: a policy that measures sees 0, also where other rules have momentum.
+    """
     policy = Blind({2: Restart(), 5: Restart(before=True)})
     run = rollout(rule_grid([0.1, 0.2], 0.9), SIX, 6, policy, noise=0.1, seeds=3)
-    assert [(s.round, s.rounds_since_restart) for s in policy.seen] == [(1, 1), (2, 2), (3, 1), (4, 2), (5, 3), (6, 2)]
-    assert all(s.cosine is s.buffer_norm is s.pseudo_gradient_norm is None for s in policy.seen)
-    assert run.restarts.shape == (6, 3, 2)
+    ages = [(signal.round, signal.rounds_since_restart) for signal in policy.signals]
+    assert ages == [(1, 1), (2, 2), (3, 1), (4, 2), (5, 3), (6, 2)]
+    assert all(s.cosine is s.buffer_norm is s.pseudo_gradient_norm is None for s in policy.signals)
     assert (run.restarts == np.isin(np.arange(1, 7), [2, 5])[:, None, None]).all()
-
-
-def test_without_momentum_the_policy_sees_no_buffer():
-    """At momentum 0 the optimizer keeps no buffer: the policy sees 0, also where other rules have momentum."""
-    policy = Told()
+    policy = Scripted()
     rollout([OuterRule(0.5, 0.0), OuterRule(0.5, 0.5)], SIX, 3, policy)
-    assert [signal.buffer_norm == signal.cosine == 0 for signal in policy.seen] == [True, True] + [True, False] * 2
+    assert [s.buffer_norm == s.cosine == 0 for s in policy.signals] == [True, True] + [True, False] * 2
 
 
 # --- results of the theory note -----------------------------------------------------------------------------------
@@ -225,8 +191,7 @@ def test_mixed_periods_commute(rule: OuterRule, lengths: list[int], random: Any)
     """R23: the final residual is the product of the factors of the cycles' lengths, in any order."""
     sigma = np.array([0.05, 0.4, 0.97])
     factors = rollout(rule, sigma, 9).residual
-    shuffled = random.sample(lengths, len(lengths))
-    for order in (lengths, shuffled):
+    for order in (lengths, random.sample(lengths, len(lengths))):
         end = rollout(rule, sigma, sum(lengths), Cycle(tuple(order))).residual[-1]
         np.testing.assert_allclose(end, factors[lengths].prod(axis=0), rtol=0, atol=1e-13)
 
@@ -245,12 +210,12 @@ def test_finite_horizon_is_exact(rule: OuterRule, period: int, rounds: int):
 @given(rules(), st.sampled_from([*POLICIES, parse("gradient")]), st.sampled_from([0.0, 0.1]))
 def test_forms_are_one_trajectory(rule: OuterRule, policy: RestartPolicy, noise: float):
     """R3: rule and policy in the other form give the same residuals, and buffers in their own unit."""
-    other, theirs = convert(rule, policy, "sum" if rule.form == "ema" else "ema")
-    a, b = (rollout(r, SIX, 25, p, noise=noise) for r, p in ((rule, policy), (other, theirs)))
+    other, converted = convert(rule, policy, "sum" if rule.form == "ema" else "ema")
+    a, b = (rollout(r, SIX, 25, p, noise=noise) for r, p in ((rule, policy), (other, converted)))
     assert (a.restarts == b.restarts).all()
-    ours, others = a.buffer / rule.injection, b.buffer / other.injection
+    buffers = a.buffer / rule.injection, b.buffer / other.injection
     np.testing.assert_allclose(a.residual, b.residual, rtol=0, atol=1e-13 * np.abs(a.residual).max())
-    np.testing.assert_allclose(ours, others, rtol=0, atol=1e-13 * np.abs(ours).max())
+    np.testing.assert_allclose(*buffers, rtol=0, atol=1e-13 * np.abs(buffers[0]).max())
 
 
 @given(rules(), st.integers(1, 12))
@@ -289,177 +254,114 @@ def test_end_to_end_in_parameter_space(inner_steps: int, nesterov: bool):
     np.testing.assert_allclose(run.residual, modes, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("form", ["sum", "ema"])
-@pytest.mark.parametrize("period", [2, 3, 5])
-def test_optimal_soft_restart_is_nilpotent(nesterov: bool, form: Any, period: int):
-    """R26: with the exact retain and inject, residual and buffer vanish after two cycles, from any start."""
-    sigma, beta, nu = 0.6, 0.9, 1.0
-    step, rule = nu * (1 - beta) * sigma, OuterRule(nu, beta, nesterov, "ema")
-    chi = float(rollout(rule, sigma, period).residual[-1, 0])
-    trace, determinant = ((1 + beta) * (1 - step), beta * (1 - step)) if nesterov else (1 + beta - step, beta)
-    p = [0.0, 1.0]
-    for _ in range(period):
-        p.append(trace * p[-1] - determinant * p[-2])
-    inject = (
-        (1 - step) * chi / (nu * beta**2 * sigma * p[period]) if nesterov else chi / (nu * beta * sigma * p[period])
-    )
-    soft = convert(rule, Soft(period, -chi / (beta * p[period]), inject), form)
-    run = rollout(soft[0], sigma, 2 * period, soft[1], initial=3.0)
-    assert np.abs(run.residual[1:-1]).min() > 1e-3
-    assert np.abs([run.residual[-1], run.buffer[-1]]).max() < 1e-13
-
-
 @each_rule
-@each_policy
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_slow_modes_move_by_the_mean_gain(rule: OuterRule, policy: RestartPolicy):
     """R31: as sigma goes to 0, a mode moves by sigma times the mean outer gain of rule and policy in each round."""
     moved = (1 - rollout(rule, 1e-9, 30, policy).residual[-1, 0]) / 30e-9
     assert moved == pytest.approx(mean_outer_gain(rule, policy, 30), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("rule", "sigma", "rounds", "restart", "expected"),
-    [
-        (HB, [0.95], 80, "never", -3.96),  # A1
-        (HB, [0.95], 80, "5", -64.54),
-        (HB, [0.95], 80, "15", -24.5),
-        (HB, [0.95], 80, "4", -23.7),
-        (HB, [0.95], 80, "6", -17.9),
-        (HB, [0.95], 80, "75", -10.0),
-        (NAG, [0.95], 80, "never", -7.45),
-        (OuterRule(1.0, 0.0, False, "ema"), [0.95], 80, "never", -208),
-        (HB, SIX, 120, "never", -6.16),  # A2
-        (HB, SIX, 120, "7", -14.45),
-        (HB, SIX, 120, "6", -12.5),
-        (HB, SIX, 120, "5", -10.6),
-        (HB, SIX, 120, "3", -7.3),
-        (HB, SIX, 120, "17", -6.64),
-        (HB, SIX, 120, "120", -6.16),
-        (HB, SIX, 120, Cycle((2,) + (5,) * 2 + (6,) * 7 + (8,) + (10,) * 5 + (8,)), -20.94),  # R24
-        (OuterRule(1.0, 0.0, False, "ema"), SIX, 120, "never", -38.3),
-        (HB, np.concatenate(THREE), 120, "never", -6.01),  # A3
-        (HB, np.concatenate(THREE), 120, "8", -8.85),
-    ],
-)
+LOSSES = [
+    *((HB, [0.95], 80, *row) for row in {"never": -3.96, "5": -64.54, "15": -24.5, "4": -23.7, "75": -10.0}.items()),
+    (NAG, [0.95], 80, "never", -7.45),
+    (OuterRule(1.0, 0.0, False, "ema"), [0.95], 80, "never", -208),  # A1
+    *((HB, SIX, 120, *row) for row in {"never": -6.16, "7": -14.45, "6": -12.5, "3": -7.3, "17": -6.64}.items()),
+    (HB, SIX, 120, Cycle((2,) + (5,) * 2 + (6,) * 7 + (8,) + (10,) * 5 + (8,)), -20.94),  # R24
+    (OuterRule(1.0, 0.0, False, "ema"), SIX, 120, "never", -38.3),  # A2
+    (HB, THREE, 120, "never", -6.01),  # A3
+    (HB, THREE, 120, "8", -8.85),
+]
+
+
+@pytest.mark.parametrize(("rule", "sigma", "rounds", "restart", "expected"), LOSSES)
 def test_losses_of_the_theory_note(rule: OuterRule, sigma: Any, rounds: int, restart: Any, expected: float):
     """The final losses of A1, A2, A3 and R24, to the digits that the note gives."""
     tolerance = 0.6 if expected == round(expected) else 0.06 if round(expected, 1) == expected else 0.006
-    assert log_loss(rollout(rule, sigma, rounds, restart)) == pytest.approx(expected, abs=tolerance)
+    loss = rollout(rule, sigma, rounds, restart).loss[-1]
+    assert float(np.log10(loss)) == pytest.approx(expected, abs=tolerance)
 
 
 @pytest.mark.parametrize(
     ("blocks", "periods", "expected"),
     [
         (SIX[:, None], [5, 5, 6, 7, 8, 10], -32.04),  # A2: a period for each mode
-        (THREE, [5, 7, 13], -17.81),  # A3: a period for each block
-        (THREE, [5, 6, 11], -13.55),
-        (THREE, [5, 7, 12], -15.56),
+        (BLOCKS, [5, 7, 13], -17.81),  # A3: a period for each block
+        (BLOCKS, [5, 7, 12], -15.56),
     ],
 )
 def test_losses_of_blocks_of_the_theory_note(blocks: Any, periods: list[int], expected: float):
     """The joint losses of A2 and A3 when each block has its own period."""
     run = rollout_blocks([Block(s, HB, k) for s, k in zip(blocks, periods, strict=True)], 120)
-    assert log_loss(run) == pytest.approx(expected, abs=0.005)
+    assert float(np.log10(run.loss[-1])) == pytest.approx(expected, abs=0.005)
 
 
-# --- many trajectories --------------------------------------------------------------------------------------------
+# --- many trajectories, noise, blocks -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("restart", [*POLICIES, parse("gradient"), parse("speed")], ids=repr)
+@pytest.mark.parametrize("restart", SAMPLES, ids=repr)
 def test_many_equal_singles(restart: Any):
     """Arrays of rules, sigmas, starts and seeds give the bits of one rollout each, whatever the policy."""
     grid = rule_grid([[0.05], [0.2], [0.3]], [0.0, 0.9], [False, True])
     sigma, start = np.array([SIX, SIX / 3])[:, None, None], np.array([[1.0], [-2.0]])
-    many = rollout(grid, sigma, 30, restart, initial=start, noise=0.05, replicas=2, seeds=[4, 0], weights=range(6))
-    assert many.residual.shape == (31, 2, 2, 3, 2, 6)
+    options: dict[str, Any] = {"noise": 0.05, "replicas": 2, "weights": range(6)}
+    many = rollout(grid, sigma, 20, restart, initial=start, seeds=[4, 0], **options)
+    assert many.residual.shape == (21, 2, 2, 3, 2, 6)
     for n, i, j, k in itertools.product(range(2), range(2), range(3), range(2)):
-        one = rollout(
-            grid[j, k], sigma[i, 0, 0], 30, restart, initial=start[k, 0], noise=0.05, replicas=2, seeds=[[4], [0]][n],
-            weights=range(6),
-        )  # fmt: skip
-        for name in ("residual", "buffer", "pseudo_gradient", "restarts", "loss"):
-            np.testing.assert_array_equal(getattr(many, name)[:, n, i, j, k], getattr(one, name)[:, 0], err_msg=name)
+        single = rollout(grid[j, k], sigma[i, 0, 0], 20, restart, initial=start[k, 0], seeds=[[4, 0][n]], **options)
+        for name in PARTS:
+            np.testing.assert_array_equal(getattr(many, name)[:, n, i, j, k], getattr(single, name)[:, 0], err_msg=name)
     adaptive = bool(restart.needs)
     assert (many.restarts != many.restarts[:, :1, :1, :1, :1]).any() == adaptive  # otherwise one decision for all
 
 
-def test_shapes():
-    """One number is one mode; the trajectories' axes are seeds, then the broadcast of rules and sigma."""
+def test_shapes_and_weights():
+    """The trajectories' axes are seeds, then the broadcast of rules and sigma; a mode without weight does not count."""
     assert rollout(HB, 0.5, 3).residual.shape == (4, 1)
     run = rollout([HB, NAG], np.full((5, 1, 4), 0.5), 3, noise=0.1, seeds=7)
-    assert run.residual.shape == run.buffer.shape == (4, 7, 5, 2, 4)
-    assert run.pseudo_gradient.shape == (3, 7, 5, 2, 4)
-    assert run.restarts.shape == (3, 7, 5, 2)
-    assert run.loss.shape == (4, 7, 5, 2)
+    shapes = [getattr(run, name).shape for name in PARTS]
+    assert shapes == [(4, 7, 5, 2, 4), (4, 7, 5, 2, 4), (3, 7, 5, 2, 4), (3, 7, 5, 2), (4, 7, 5, 2)]
     assert rollout(HB, np.zeros((0, 4)), 3, parse("gradient")).loss.shape == (4, 0)
-
-
-def test_weights():
-    """The loss takes weights up to a factor; a mode without weight does not count, even when it diverges."""
     run = rollout(HB, SIX[:3], 5, weights=[2, 6, 0])
     np.testing.assert_allclose(run.loss, (0.25 * run.residual[:, 0] ** 2 + 0.75 * run.residual[:, 1] ** 2) / 2)
-    assert run.loss[0] == 0.5
     wild = rollout(OuterRule(1e3, 0.9), [1e-3, 1.0], 400, weights=[1, 0])
     assert not np.isfinite(wild.residual[-1, 1])
     assert np.isfinite(wild.loss).all()
 
 
-# --- noise --------------------------------------------------------------------------------------------------------
-
-
-@each_rule
-def test_explicit_noise_equals_a_literal_loop(rule: OuterRule):
-    """Given disturbances enter the pseudo-gradient as the mean over replicas."""
-    noise = np.random.default_rng(1).normal(size=(12, 3, 2))
-    run = rollout(rule, [0.3, 0.8], 12, 4, noise=noise)
-    for j, s in enumerate((0.3, 0.8)):
-        mean = noise[:, :, j].mean(axis=1)
-        places, _, gradients = literal(rule, s, 12, dict.fromkeys((4, 8, 12), Restart()), lambda t, e=mean: e[t - 1])
-        np.testing.assert_allclose(run.residual[:, j], places, rtol=0, atol=1e-13)
-        np.testing.assert_allclose(run.pseudo_gradient[:, j], gradients, rtol=0, atol=1e-13)
-
-
-def test_noise_has_the_stated_deviation():
+@pytest.mark.parametrize("replicas", [1, 4, 9])
+def test_noise_has_the_stated_deviation(replicas: int):
     """What is added to sigma x is white and Gaussian with the given deviation, over its root for several replicas."""
-    for replicas in (1, 4, 9):
-        run = rollout(HB, np.full(50, 0.5), 40, noise=0.3, replicas=replicas, seeds=20)
-        added = (run.pseudo_gradient - 0.5 * run.residual[:-1]) / (0.3 / math.sqrt(replicas))
-        assert added.mean() == pytest.approx(0, abs=4 / math.sqrt(added.size))
-        assert added.var() == pytest.approx(1, abs=4 * math.sqrt(2 / added.size))
-        assert (added**4).mean() == pytest.approx(3, abs=4 * math.sqrt(96 / added.size))
-        for axis in range(3):  # rounds, seeds, modes
-            a, b = np.delete(added, 0, axis), np.delete(added, -1, axis)
-            assert (a * b).mean() == pytest.approx(0, abs=4 / math.sqrt(a.size))
+    run = rollout(HB, np.full(50, 0.5), 40, noise=0.3, replicas=replicas, seeds=20)
+    added = (run.pseudo_gradient - 0.5 * run.residual[:-1]) / (0.3 / math.sqrt(replicas))
+    assert added.mean() == pytest.approx(0, abs=4 / math.sqrt(added.size))
+    assert added.var() == pytest.approx(1, abs=4 * math.sqrt(2 / added.size))
+    assert (added**4).mean() == pytest.approx(3, abs=4 * math.sqrt(96 / added.size))
+    for axis in range(3):  # rounds, seeds, modes
+        a, b = np.delete(added, 0, axis), np.delete(added, -1, axis)
+        assert (a * b).mean() == pytest.approx(0, abs=4 / math.sqrt(a.size))
 
 
 def test_seeds_are_reproducible():
-    """A seed's draws depend on nothing but the seed: not on other seeds, more rounds, or the rule."""
-    base = rollout(HB, SIX, 9, noise=0.1, seeds=[3])
+    """A seed's draws depend on nothing but the seed: not on other seeds, more rounds, or the rule; nor on replicas."""
+
+    def residual(rule: Any, rounds: int, **options: Any) -> Any:
+        return rollout(rule, SIX, rounds, **{"noise": 0.1, **options}).residual
+
+    base = residual(HB, 9, seeds=[3])
     for other in (
-        rollout(HB, SIX, 9, noise=0.1, seeds=[5, 3]).residual[:, 1:],
-        rollout(HB, SIX, 9, noise=0.1, seeds=4).residual[:, 3:],
-        rollout(HB, SIX, 15, noise=0.1, seeds=[3]).residual[:10],
-        rollout([NAG, HB], SIX, 9, noise=0.1, seeds=[3]).residual[:, :, 1],
+        residual(HB, 9, seeds=[5, 3])[:, 1:],
+        residual(HB, 9, seeds=4)[:, 3:],
+        residual(HB, 15, seeds=[3])[:10],
+        residual([NAG, HB], 9, seeds=[3])[:, :, 1],
     ):
-        np.testing.assert_array_equal(other, base.residual)
-    drawn = [rollout(HB, SIX, 9, noise=0.1, seeds=[s]).residual for s in (3, 4, 2**32 + 3)]
+        np.testing.assert_array_equal(other, base)
+    drawn = [residual(HB, 9, seeds=[seed]) for seed in (3, 4, 2**32 + 3)]
     assert all((a[1:] != b[1:]).all() for a, b in itertools.combinations(drawn, 2))
-    np.testing.assert_array_equal(
-        rollout(HB, SIX, 9, noise=0.1).residual, rollout(HB, SIX, 9, noise=0.1, seeds=1).residual[:, 0]
-    )
-    quiet = rollout(HB, SIX, 9, noise=0.0, seeds=2).residual
-    np.testing.assert_array_equal(quiet, np.stack([rollout(HB, SIX, 9).residual] * 2, axis=1))
-
-
-def test_replicas_have_streams_of_their_own():
-    """Two replicas are the mean of the first and of another draw, not of equal ones."""
-    one, two = (rollout(HB, SIX, 5, noise=1.0, replicas=r).pseudo_gradient[0] - SIX for r in (1, 2))
-    second = 2 * two - one
-    assert np.abs(second - one).min() > 1e-3
-
-
-# --- blocks -------------------------------------------------------------------------------------------------------
+    np.testing.assert_array_equal(residual(HB, 9), residual(HB, 9, seeds=1)[:, 0])
+    np.testing.assert_array_equal(residual(HB, 9, noise=0.0, seeds=2)[:, 1], residual(HB, 9, noise=0.0))
+    first, mean = (rollout(HB, SIX, 5, noise=1.0, replicas=r).pseudo_gradient[0] - SIX for r in (1, 2))
+    assert np.abs(2 * (mean - first)).min() > 1e-3  # the second replica's draw is another one
 
 
 def test_blocks_are_separate():
@@ -472,16 +374,12 @@ def test_blocks_are_separate():
     ]
     start = np.array([1.0, 2.0, 3.0, -1.0, 1.0])
     run = rollout_blocks(blocks, 20, noise=noise, initial=start)
-    parts = [slice(0, 2), slice(2, 3), slice(3, 5)]
-    for block, part, ours in zip(blocks, parts, run.blocks, strict=True):
-        alone = rollout(
-            block.rule, block.sigma, 20, block.restart, noise=noise[..., part], initial=start[part],
-            weights=block.weights,
-        )  # fmt: skip
-        for name in ("residual", "buffer", "pseudo_gradient", "restarts", "loss"):
-            np.testing.assert_array_equal(getattr(ours, name), getattr(alone, name))
-    fired = [block.restarts.sum() for block in run.blocks]
-    assert min(fired) > 0
+    for block, part, whole in zip(blocks, (slice(0, 2), slice(2, 3), slice(3, 5)), run.blocks, strict=True):
+        options: dict[str, Any] = {"noise": noise[..., part], "initial": start[..., part], "weights": block.weights}
+        alone = rollout(block.rule, block.sigma, 20, block.restart, **options)
+        for name in PARTS:
+            np.testing.assert_array_equal(getattr(whole, name), getattr(alone, name))
+    assert min(block.restarts.sum() for block in run.blocks) > 0
     assert (run.blocks[0].restarts != run.blocks[2].restarts).any()
     x = np.concatenate([block.residual for block in run.blocks], axis=-1)
     np.testing.assert_allclose(run.loss, (x**2 @ [1, 1, 3, 0.5, 0]) / 5.5 / 2, rtol=1e-13)
@@ -492,15 +390,14 @@ def test_blocks_of_one_rule_are_one_rollout():
     options: dict[str, Any] = {"noise": 0.2, "replicas": 2, "seeds": 3, "initial": 2.0}
     whole = rollout([HB, NAG], SIX, 15, 4, **options)
     run = rollout_blocks([Block(SIX[:2], [HB, NAG], 4), Block(SIX[2:], [HB, NAG], 4)], 15, **options)
-    joined = np.concatenate([block.residual for block in run.blocks], axis=-1)
-    np.testing.assert_array_equal(joined, whole.residual)
+    np.testing.assert_array_equal(np.concatenate([block.residual for block in run.blocks], axis=-1), whole.residual)
     np.testing.assert_allclose(run.loss, whole.loss, rtol=1e-14)
 
 
 # --- divergence ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("restart", [*POLICIES, parse("gradient"), parse("speed")], ids=repr)
+@pytest.mark.parametrize("restart", SAMPLES, ids=repr)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_divergence_is_data(restart: Any, nesterov: bool):
     """Modes that overflow end as inf or nan, without a warning and without harm to the others or to policies."""
@@ -514,114 +411,106 @@ def test_divergence_is_data(restart: Any, nesterov: bool):
 
 def test_a_diverged_trajectory_asks_no_more():
     """A policy is shown finite numbers only: once a norm overflows it is not asked again, and others still are."""
-    policy = Told()
-    run = rollout([OuterRule(1e60, 0.9), OuterRule(0.5, 0.9)], SIX, 12, policy)  # type: ignore[arg-type]
-    lost = [signal for signal in policy.seen if signal.rule == OuterRule(1e60, 0.9)]
-    kept = [signal for signal in policy.seen if signal.rule == OuterRule(0.5, 0.9)]
-    assert 1 < len(lost) < len(kept) == 12
-    assert all(math.isfinite(signal.value(name)) for signal in policy.seen for name in policy.needs)
-    assert np.isinf(np.abs(run.pseudo_gradient[len(lost), 0]).max())
-    assert run.not_finite[:, 0].tolist() == [False] * len(lost) + [True] * (12 - len(lost))
+    policy, wild, tame = Scripted(), OuterRule(1e60, 0.9), OuterRule(0.5, 0.9)
+    run = rollout([wild, tame], SIX, 12, policy)
+    asked = sum(signal.rule == wild for signal in policy.signals)
+    assert 1 < asked < sum(signal.rule == tame for signal in policy.signals) == 12
+    assert all(math.isfinite(signal.value(name)) for signal in policy.signals for name in policy.needs)
+    assert np.isinf(np.abs(run.pseudo_gradient[asked, 0]).max())
+    assert run.not_finite[:, 0].tolist() == [False] * asked + [True] * (12 - asked)
     assert not run.not_finite[:, 1].any()
+    hard = rollout(OuterRule(1e200, 0.5), [1.0], 4, 2)  # makes exact zeros even of an infinite buffer
+    assert not np.isfinite(hard.buffer[3]).any()
+    assert (hard.buffer[[2, 4]] == 0).all()
 
 
 @pytest.mark.parametrize("restart", ADAPTIVE)
 @pytest.mark.parametrize("form", ["sum", "ema"])
 def test_every_policy_survives_divergence(form: Any, restart: str):
-    """Up to the largest numbers there are and beyond, without a warning; what a policy cannot be shown is told."""
-    for lr, nesterov in itertools.product((30.0, 1e3, 1e10), (False, True)):
-        run = rollout(OuterRule(lr, 0.9, nesterov, form), [0.5, 1.0], 900, restart)
+    """Up to the largest numbers there are and beyond, without a warning; what a policy cannot be shown is marked."""
+    for lr, nesterov, rounds in ((30.0, False, 400), (1e10, True, 60)):
+        run = rollout(OuterRule(lr, 0.9, nesterov, form), [0.5, 1.0], rounds, restart)
         assert np.isfinite(run.residual).all() or run.not_finite.any() or not parse(restart).needs & MEASURED
 
 
-@pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
+@each_rule
 @pytest.mark.parametrize("restart", ["gradient", "cosine:0.2", "norm:1.5", "speed", "cap:1", "auto"])
 def test_decisions_do_not_depend_on_the_units(rule: OuterRule, restart: str):
     """Anchors whose squares over- or underflow are decided on like others: x is in units of its own."""
-    run = rollout(rule, SIX, 60, restart)
+    run = rollout(rule, SIX, 30, restart)
     for power in (-600, 900):
-        other = rollout(rule, SIX, 60, restart, initial=math.ldexp(1.0, power))
+        other = rollout(rule, SIX, 30, restart, initial=math.ldexp(1.0, power))
         assert not other.not_finite.any()
         np.testing.assert_array_equal(other.restarts, run.restarts)
         np.testing.assert_array_equal(other.residual, np.ldexp(run.residual, power))
 
 
-def test_hard_restart_forgets_anything():
-    """A hard restart makes exact zeros even of an infinite buffer."""
-    run = rollout(OuterRule(1e200, 0.5), [1.0], 4, 2)
-    assert not np.isfinite(run.buffer[3]).any()
-    assert (run.buffer[[2, 4]] == 0).all()
-
-
 # --- mistakes -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NeedsLoss(RestartPolicy):
+class NeedsLoss(Scripted):
     """A policy that the model cannot serve."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"cosine", "validation_loss"})
 
-    def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-        """Never asked."""
-        del signal
-        return state, None
+
+class NeedsAgreement(Scripted):
+    """A policy that a single replica cannot serve."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({AGREEMENT})
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rule": 0.7}, ["rollout: rule is 0.7", "OuterRule(0.7, 0.9)"]),
-        ({"sigma": [0.5, 1.5]}, ["rollout: sigma[1] is 1.5", "[0, 1]"]),
-        ({"sigma": []}, ["sigma is empty", "at least one"]),
-        ({"rounds": 0}, ["rollout: rounds is 0", ">= 1"]),
-        ({"rounds": 2.5}, ["rollout: rounds is 2.5", "whole number"]),
-        ({"restart": "sometimes"}, ["'sometimes'", "never"]),
-        ({"restart": NeedsLoss()}, ["rollout: restart policy NeedsLoss()", "needs validation_loss", "cosine"]),
-        ({"weights": [1.0]}, ["rollout: weights have shape (1,)", "(2,)"]),
-        ({"weights": [1.0, -1.0]}, ["rollout: weights[1] is -1.0", ">= 0"]),
-        ({"initial": [1.0, np.nan]}, ["rollout: initial holds nan", "finite"]),
-        ({"initial": "one"}, ["rollout: initial is 'one'", "number"]),
-        ({"initial": [1.0, 1.0, 1.0]}, ["rollout: initial has 3 modes", "all 2 values"]),
-        ({"noise": -0.1}, ["rollout: noise is -0.1", ">= 0"]),
-        ({"noise": math.inf}, ["rollout: noise holds inf", "finite"]),
-        ({"noise": True}, ["rollout: noise is True", "number"]),
-        ({"noise": np.zeros((5, 2))}, ["noise has shape (5, 2)", "(5, replicas, 2)"]),
-        ({"noise": np.zeros((4, 1, 2))}, ["noise has shape (4, 1, 2)", "(5, replicas, 2)"]),
-        ({"noise": np.zeros((5, 0, 2))}, ["noise has shape (5, 0, 2)"]),
-        ({"noise": np.zeros((5, 3, 2)), "replicas": 2}, ["replicas is 2, but noise holds 3", "leave replicas out"]),
-        ({"noise": np.zeros((5, 3, 2)), "seeds": 2}, ["seeds go with noise that is drawn", "as a number"]),
-        ({"replicas": 0}, ["rollout: replicas is 0", ">= 1"]),
-        ({"seeds": 0}, ["rollout: seeds is 0", ">= 1"]),
-        ({"seeds": 2.5}, ["rollout: seeds is 2.5", "whole number"]),
-        ({"seeds": [1, -1]}, ["rollout: seeds[1] is -1", ">= 0"]),
-        ({"seeds": []}, ["rollout: seeds is []"]),
-        ({"rule": [HB, NAG], "sigma": np.full((3, 2), 0.5)}, ["rollout: ", "rule (2,), sigma (3,)", "broadcast"]),
-    ],
-)
-def test_mistakes_say_what_to_do(changes: dict[str, Any], words: list[str]):
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rule": 0.7}, r"rule is 0\.7; .*OuterRule\(0\.7, 0\.9\)"),
+    ({"sigma": [0.5, 1.5]}, r"sigma\[1\] is 1\.5; .*\[0, 1\]"),
+    ({"sigma": []}, "sigma is empty"),
+    ({"rounds": 0}, "rounds is 0; .*>= 1"),
+    ({"rounds": 2.5}, r"rounds is 2\.5; .*whole number"),
+    ({"restart": NeedsLoss()}, "restart policy NeedsLoss.* needs validation_loss.*cosine"),
+    ({"restart": NeedsAgreement()}, "needs the agreement of the replicas.*replicas=2"),
+    ({"weights": [1.0]}, r"weights have shape \(1,\); .*\(2,\)"),
+    ({"weights": [1.0, -1.0]}, r"weights\[1\] is -1\.0; .*>= 0"),
+    ({"initial": [1.0, np.nan]}, r"initial\[1\] is nan; .*finite"),
+    ({"initial": "one"}, "initial is 'one'"),
+    ({"initial": [1.0, 1.0, 1.0]}, "initial has 3 modes; .*all 2 values"),
+    ({"noise": -0.1}, r"noise is -0\.1; .*>= 0"),
+    ({"noise": math.inf}, "noise is inf; .*finite"),
+    ({"noise": True}, "noise is True"),
+    ({"noise": np.zeros((5, 2))}, r"noise has shape \(5, 2\); .*\(5, replicas, 2\)"),
+    ({"noise": np.zeros((4, 1, 2))}, r"noise has shape \(4, 1, 2\)"),
+    ({"noise": np.zeros((5, 0, 2))}, r"noise has shape \(5, 0, 2\)"),
+    ({"noise": np.zeros((5, 3, 2)), "replicas": 2}, "replicas is 2, but noise holds 3; leave replicas out"),
+    ({"noise": np.zeros((5, 3, 2)), "seeds": 2}, "seeds go with noise that is drawn"),
+    ({"replicas": 0}, "replicas is 0; .*>= 1"),
+    ({"seeds": 0}, "seeds is 0; .*>= 1"),
+    ({"seeds": 2.5}, r"seeds is 2\.5; .*whole number"),
+    ({"seeds": [1, -1]}, r"seeds\[1\] is -1; .*>= 0"),
+    ({"seeds": []}, r"seeds is \[\]"),
+    ({"rule": [HB, NAG], "sigma": np.full((3, 2), 0.5)}, r"rule \(2,\), sigma \(3,\)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_refused(changes: dict[str, Any], message: str):
     """Each impossible value is a ValueError that names it and the remedy."""
-    arguments: dict[str, Any] = {"rule": HB, "sigma": [0.5, 0.9], "rounds": 5} | changes
-    with pytest.raises(ValueError, match=r"rollout: |restart ") as caught:
-        rollout(**arguments)
-    assert all(word in str(caught.value) for word in words), caught.value
+    with pytest.raises(ValueError, match=f"^rollout: .*{message}"):
+        rollout(**{"rule": HB, "sigma": [0.5, 0.9], "rounds": 5} | changes)
 
 
 @pytest.mark.parametrize(
-    ("blocks", "options", "words"),
+    ("blocks", "options", "message"),
     [
-        ([], {}, ["blocks is []", "one or more"]),
-        ([SIX], {}, ["blocks is array", "Block(sigma, rule, 3)"]),
-        ([Block([0.5], HB), Block([1.5], HB)], {}, ["blocks[1]: sigma[0] is 1.5"]),
-        ([Block([0.5], HB), Block([0.5], HB, weights=[0.0])], {}, ["blocks[1]: weights are all 0"]),
-        ([Block([0.5], [HB] * 2), Block([0.5], [HB] * 3)], {}, ["blocks[0] (2,), blocks[1] (3,)", "broadcast"]),
-        ([Block(SIX, HB), Block([0.5], HB)], {"initial": [1.0] * 6}, ["initial has 6 modes", "all 7 values"]),
-        ([Block(SIX, HB)], {"noise": np.zeros((5, 1, 5))}, ["noise has shape (5, 1, 5)", "(5, replicas, 6)"]),
-        ([Block(SIX, HB, NeedsLoss())], {}, ["blocks[0]: restart policy NeedsLoss()", "needs validation_loss"]),
+        ([], {}, r": blocks is \[\]; give one or more"),
+        ([SIX], {}, r": blocks is array.*Block\(sigma, rule, 3\)"),
+        ([Block([0.5], HB), Block([1.5], HB)], {}, r": blocks\[1\]: sigma\[0\] is 1\.5"),
+        ([Block([0.5], HB), Block([0.5], HB, weights=[0.0])], {}, r": blocks\[1\]: weights are all 0"),
+        ([Block([0.5], [HB] * 2), Block([0.5], [HB] * 3)], {}, r".*blocks\[0\] \(2,\), blocks\[1\] \(3,\)"),
+        ([Block(SIX, HB), Block([0.5], HB)], {"initial": [1.0] * 6}, ": initial has 6 modes; .*all 7 values"),
+        ([Block(SIX, HB)], {"noise": np.zeros((5, 1, 5))}, r": noise has shape \(5, 1, 5\); .*\(5, replicas, 6\)"),
+        ([Block(SIX, HB, NeedsLoss())], {}, r": blocks\[0\]: restart policy NeedsLoss.* needs validation_loss"),
     ],
 )
-def test_mistakes_with_blocks_say_what_to_do(blocks: Any, options: dict[str, Any], words: list[str]):
+def test_refused_blocks(blocks: Any, options: dict[str, Any], message: str):
     """The same for blocks, which the message names."""
-    with pytest.raises(ValueError, match="rollout_blocks: ") as caught:
+    with pytest.raises(ValueError, match=f"(?s)^rollout_blocks{message}"):
         rollout_blocks(blocks, 5, **options)
-    assert all(word in str(caught.value) for word in words), caught.value

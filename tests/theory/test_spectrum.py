@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oracle import HB, SIX, THREE
 from twophase.restart import AtRounds, Never, Periodic, Soft
 from twophase.rule import OuterRule
+from twophase.theory.periods import rounded_period
 from twophase.theory.rollout import rollout
 from twophase.theory.spectrum import ProgressEstimate, ProgressEstimator, estimate_from_products, estimate_progress
-
-HB = OuterRule(1.0, 0.9, False, "ema")
-SIX = np.array([0.95, 0.85, 0.75, 0.60, 0.45, 0.30])
-THREE = np.concatenate([np.linspace(low, high, 9) for low, high in [(0.92, 1), (0.55, 0.65), (0.18, 0.26)]])
 
 
 def observed(sigma: Any, rounds: int, rule: OuterRule = HB, restart: Any = "never", **options: Any) -> tuple[Any, Any]:
@@ -38,11 +36,6 @@ def products(x: Any, g: Any, blocks: Any) -> tuple[np.ndarray, np.ndarray]:
     """What a distributed run would all-reduce: inner products with the previous step, a column for each block."""
     steps, changes, members = np.diff(x, axis=0), np.diff(g, axis=0), np.eye(max(blocks) + 1)[blocks]
     return (steps[1:] * steps[:-1]) @ members, (changes[1:] * steps[:-1]) @ members
-
-
-def assert_same(a: ProgressEstimate, b: ProgressEstimate) -> None:
-    for name in ("sigma", "standard_error", "usable", "labels"):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
 
 
 # --- without noise ------------------------------------------------------------------------------------------------
@@ -77,25 +70,15 @@ def test_modes_are_averaged():
 
 @pytest.mark.parametrize(
     ("sigma", "periods", "expected"),
-    [
-        ([0.95], [3, 5, 5, 5], -41.5),
-        (SIX, [3, 6, 6, 7, 9, 10], -8.73),
-        (THREE, [3, 5, 6, 9, 13, 13], -6.65),
-    ],
+    [([0.95], [3, 5, 5, 5], -41.5), (SIX, [3, 6, 6, 7, 9, 10], -8.73), (THREE, [3, 5, 6, 9, 13, 13], -6.65)],
 )
 def test_periods_from_estimates(sigma: Any, periods: list[int], expected: float):
     """R29, rule "est": a period for each cycle from the estimate of the last gives the note's periods and losses."""
-
-    def period(s: float) -> int:  # K_0 of R13
-        rho, trace = math.sqrt(0.9), 1.9 - 0.1 * s
-        phi = math.acos(trace / 2 / rho)
-        offset = math.atan(0.1 * (1 - s) / (2 * rho * math.sin(phi)))
-        return max(2, math.floor((offset + math.pi / 2) / phi + 0.5))
-
     ends = [0, 3]
     while ends[-1] < 60:
         x, g = observed(sigma, ends[-1], restart=AtRounds(tuple(ends[1:])))
-        ends.append(ends[-1] + period(float(estimate_progress(x[ends[-2] :], g[ends[-2] :]).sigma)))
+        estimate = estimate_progress(x[ends[-2] :], g[ends[-2] :]).sigma
+        ends.append(ends[-1] + max(2, int(rounded_period(HB, estimate))))
     assert np.diff(ends)[: len(periods)].tolist() == periods
     loss = rollout(HB, sigma, 60, AtRounds(tuple(ends[1:]))).loss[-8:].mean()
     assert np.log10(loss) == pytest.approx(expected, abs=0.05 if len(sigma) == 1 else 0.005)
@@ -108,9 +91,9 @@ def test_periods_from_estimates(sigma: Any, periods: list[int], expected: float)
 def test_accuracy_under_noise(noise: float, spread: float):
     """R29: sigma .6, 7 rounds, 1000 coordinates: no bias, and the standard deviation that the note gives."""
     x, g = observed(np.full(1000, 0.6), 7, noise=0.6 * noise, seeds=400)
-    found = np.array([estimate_progress(x[:, i], g[:, i]).sigma for i in range(400)])
-    assert found.std() / 0.6 == pytest.approx(spread, rel=0.12)  # 3 standard errors of a deviation of 400
-    assert found.mean() == pytest.approx(0.6, abs=3.5 * found.std() / 20)
+    sigma = np.array([estimate_progress(x[:, i], g[:, i]).sigma for i in range(400)])
+    assert sigma.std() / 0.6 == pytest.approx(spread, rel=0.12)  # 3 standard errors of a deviation of 400
+    assert sigma.mean() == pytest.approx(0.6, abs=3.5 * sigma.std() / 20)
     steps, changes = np.diff(x, axis=0), np.diff(g, axis=0)
     naive = (changes * steps).sum(axis=(0, 2)) / (steps**2).sum(axis=(0, 2))
     assert naive.mean() / 0.6 > 1.09  # without the instrument the bias is many standard errors
@@ -118,7 +101,7 @@ def test_accuracy_under_noise(noise: float, spread: float):
 
 @pytest.mark.parametrize(
     ("coordinates", "noise", "rounds", "restart", "low"),
-    [(100, 0.2, 7, "never", 0.93), (100, 0.5, 7, "never", 0.93), (300, 0.5, 7, "3", 0.93), (10, 0.5, 7, "never", 0.88)],
+    [(100, 0.2, 7, "never", 0.93), (300, 0.5, 7, "3", 0.93), (10, 0.5, 7, "never", 0.88)],
 )
 def test_standard_error_covers(coordinates: int, noise: float, rounds: int, restart: str, low: float):
     """Two standard errors (1.96) hold the truth about 95 times in 100, and one about 68 times."""
@@ -129,18 +112,6 @@ def test_standard_error_covers(coordinates: int, noise: float, rounds: int, rest
     assert len(away) > 0.98 * count
     assert low < (away < 1.96).mean() < 0.97
     assert 0.64 < (away < 1).mean() < 0.73
-
-
-def test_standard_error_shrinks():
-    """With four times the coordinates, or half the noise, the standard error halves."""
-
-    def error(coordinates: int, noise: float) -> float:
-        x, g = observed(np.full(coordinates, 0.6), 7, noise=noise, seeds=20)
-        return float(np.mean([estimate_progress(x[:, i], g[:, i]).standard_error for i in range(20)]))
-
-    base = error(500, 0.1)
-    assert error(2000, 0.1) / base == pytest.approx(0.5, rel=0.05)
-    assert error(500, 0.05) / base == pytest.approx(0.5, rel=0.05)
 
 
 def test_standard_error_is_the_printed_one():
@@ -173,11 +144,14 @@ def test_round_by_round_is_the_same(blocks: Any):
             estimator.add(anchor, pseudo_gradient)
             anchor[:], pseudo_gradient[:] = 1e9, -1e9  # a run's anchor changes in place
             assert estimator.rounds == end - begin
+            estimate = estimator.estimate()
             if end - begin < 3:
-                assert not estimator.estimate().usable.any()
-                assert np.isnan(estimator.estimate().sigma).all()
+                assert not estimate.usable.any()
+                assert np.isnan(estimate.sigma).all()
             else:
-                assert_same(estimator.estimate(), estimate_progress(x[begin:end], g[begin:end], blocks=blocks))
+                whole = estimate_progress(x[begin:end], g[begin:end], blocks=blocks)
+                for name in ("sigma", "standard_error", "usable", "labels"):
+                    np.testing.assert_array_equal(getattr(estimate, name), getattr(whole, name), err_msg=name)
         estimator.reset()
 
 
@@ -185,23 +159,23 @@ def test_blocks_are_separate():
     """Each block's estimate is that of its coordinates alone; labels come sorted, whole numbers or text."""
     labels = np.array(["head", "body", "body", "tail", "head", "body"])
     x, g = observed(np.linspace(0.2, 0.9, 6), 9, noise=0.02)
-    found = estimate_progress(x, g, blocks=labels)
-    assert found.labels is not None
-    assert found.labels.tolist() == ["body", "head", "tail"]
-    for number, label in enumerate(found.labels):
-        own = estimate_progress(x[:, labels == label], g[:, labels == label])
-        assert found.sigma[number] == pytest.approx(own.sigma, rel=1e-13)
-        assert found.standard_error[number] == pytest.approx(own.standard_error, rel=1e-10, nan_ok=True)
-    assert np.isnan(found.standard_error).tolist() == [False, False, True]  # one coordinate has no spread
+    by_block = estimate_progress(x, g, blocks=labels)
+    assert by_block.labels is not None
+    assert by_block.labels.tolist() == ["body", "head", "tail"]
+    for number, label in enumerate(by_block.labels):
+        alone = estimate_progress(x[:, labels == label], g[:, labels == label])
+        assert by_block.sigma[number] == pytest.approx(alone.sigma, rel=1e-13)
+        assert by_block.standard_error[number] == pytest.approx(alone.standard_error, rel=1e-10, nan_ok=True)
+    assert np.isnan(by_block.standard_error).tolist() == [False, False, True]  # one coordinate has no spread
     numbers = np.unique(labels, return_inverse=True)[1]
-    np.testing.assert_array_equal(found.sigma, estimate_progress(x, g, blocks=5 - 2 * numbers).sigma[::-1])
-    singles = estimate_progress(*observed(np.linspace(0.2, 0.9, 200), 9), blocks=range(200))
-    assert singles.usable.all()
-    assert np.isnan(singles.standard_error).all()
+    np.testing.assert_array_equal(by_block.sigma, estimate_progress(x, g, blocks=5 - 2 * numbers).sigma[::-1])
     whole = estimate_progress(x, g)
     assert whole.sigma.shape == whole.standard_error.shape == whole.usable.shape == ()
     assert whole.labels is None
     assert estimate_progress(x, g, blocks=[7] * 6).sigma[0] == pytest.approx(whole.sigma, rel=1e-13)
+    wild = x.copy()
+    wild[1:, 1], wild[1:, 2] = np.inf, np.nan  # a block that has diverged leaves the others
+    assert estimate_progress(wild, g, blocks=labels).usable.tolist() == [False, True, True]
 
 
 def test_products_are_the_same():
@@ -209,27 +183,20 @@ def test_products_are_the_same():
     blocks = [0, 1, 0, 2, 2, 1, 0]
     x, g = observed(np.linspace(0.2, 0.9, 7), 10, noise=0.05)
     steps, changes = products(x, g, blocks)
-    found = estimate_from_products(steps, changes)
-    np.testing.assert_allclose(found.sigma, estimate_progress(x, g, blocks=blocks).sigma, rtol=1e-12)
-    assert np.isnan(found.standard_error).all()
-    assert found.usable.all()
+    by_block = estimate_from_products(steps, changes)
+    np.testing.assert_allclose(by_block.sigma, estimate_progress(x, g, blocks=blocks).sigma, rtol=1e-12)
+    assert np.isnan(by_block.standard_error).all()
+    assert by_block.usable.all()
     whole = estimate_from_products(steps.sum(axis=1), changes.sum(axis=1))
     assert whole.sigma.shape == ()
     assert whole.sigma == pytest.approx(estimate_progress(x, g).sigma, rel=1e-12)
 
 
-# --- no usable estimate, and odd scales ---------------------------------------------------------------------------
+# --- no usable estimate, and odd data -----------------------------------------------------------------------------
 
 ways = pytest.mark.parametrize(
     "way", [estimate_progress, streamed, lambda x, g: estimate_from_products(*products(x, g, [0] * x.shape[1]))]
 )
-
-
-@ways
-def test_estimates_above_one_are_reported(way: Callable[..., ProgressEstimate]):
-    """A ratio above 1 is no error and is not clipped."""
-    x, _ = observed(np.full(4, 0.5), 6)
-    assert way(x, 1.7 * x).sigma == pytest.approx(1.7, rel=1e-12)
 
 
 @ways
@@ -252,84 +219,45 @@ def test_no_estimate(way: Callable[..., ProgressEstimate], case: str):
     else:
         x[3, 1] = g[4, 2] = float(case)
     with np.errstate(invalid="ignore"):  # the products that this test makes of infinities
-        found = way(x, g)
-    assert not found.usable.any()
-    assert np.isnan(found.sigma).all()
-    assert np.isnan(found.standard_error).all()
+        estimate = way(x, g)
+    assert not estimate.usable.any()
+    assert np.isnan(estimate.sigma).all()
+    assert np.isnan(estimate.standard_error).all()
 
 
-def test_a_diverged_block_leaves_the_others():
-    """Infinities and nan of one block do not reach another's estimate."""
-    x, g = (np.ldexp(values, -600) for values in observed([0.3, 0.3, 0.8, 0.8], 6))
-    wild = x.copy()
-    wild[1:, 0], wild[1:, 1] = np.inf, np.nan
-    labels = [0, 0, 1, 1]
-    found, before = estimate_progress(wild, g, blocks=labels), estimate_progress(x, g, blocks=labels)
-    assert found.usable.tolist() == [False, True]
-    assert found.sigma[1] == before.sigma[1]
-
-
-@pytest.mark.parametrize("step", [-1000, -600, 0, 900])
-@pytest.mark.parametrize("change", [-600, 0, 900])
-def test_scales_do_not_matter(step: int, change: int):
-    """Data times powers of two give the bits of the estimate and its error, times powers of two, or no estimate."""
-    x, g = observed(np.linspace(0.2, 0.9, 6), 12, noise=0.02)
-    base, found = estimate_progress(x, g), estimate_progress(np.ldexp(x, step), np.ldexp(g, change))
-    if abs(change - step) < 1020:
-        assert found.sigma == np.ldexp(base.sigma, change - step)
-        assert found.standard_error == np.ldexp(base.standard_error, change - step)
-    else:
-        assert not found.usable
-    small, large = (estimate_from_products(a * np.ones(5), a * np.full(5, 0.5)).sigma for a in (1e-308, 1e308))
-    assert small == large == 0.5
-
-
-@pytest.mark.parametrize("ratio", [1e12, 1e-12])
-def test_steps_may_grow_or_shrink(ratio: float):
-    """Steps that change by hundreds of orders of magnitude within a window, each block at its own pace."""
-    x = np.array([1e-5, 2e-5, 1e-5]) * np.array([ratio, ratio, math.sqrt(ratio)]) ** np.arange(20)[:, None]
-    found = estimate_progress(x, 0.99 * x, blocks=[0, 0, 1])
-    np.testing.assert_allclose(found.sigma, 0.99, rtol=1e-12)
-    assert estimate_progress(x[::-1], 0.99 * x[::-1]).sigma == pytest.approx(0.99, rel=1e-12)
-
-
-def test_single_precision_input():
-    """float32 and whole numbers are taken; sums are in float64."""
+@ways
+def test_what_is_taken(way: Callable[..., ProgressEstimate]):
+    """float32 and whole numbers are taken, sums are in float64; a ratio above 1 is no error and is not clipped."""
     x, g = observed(np.full(50, 0.5), 8)
-    found = estimate_progress(x.astype(np.float32), g.astype(np.float32))
-    assert found.sigma == pytest.approx(0.5, rel=1e-5)
-    assert estimate_progress([[4], [2], [1]], [[8], [4], [2]]).sigma == 2
+    assert way(x.astype(np.float32), g.astype(np.float32)).sigma == pytest.approx(0.5, rel=1e-5)
+    assert way(np.array([[4], [2], [1]]), np.array([[8], [4], [2]])).sigma == 2
+    assert way(x, 1.7 * x).sigma == pytest.approx(1.7, rel=1e-12)
 
-
-# --- mistakes -----------------------------------------------------------------------------------------------------
 
 X = np.arange(12.0).reshape(4, 3)
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
-        (lambda: estimate_progress(X[:2], X[:2]), ["estimate_progress: 2 rounds", "at least 3"]),
-        (lambda: estimate_progress(X, X[:3]), ["anchors have shape (4, 3)", "(3, 3)", "(rounds, coordinates)"]),
-        (lambda: estimate_progress(X[:, 0], X[:, 0]), ["anchors have shape (4,)", "(rounds, coordinates)"]),
-        (lambda: estimate_progress(X[:, :0], X[:, :0]), ["anchors have shape (4, 0)"]),
-        (lambda: estimate_progress("x", X), ["estimate_progress: anchors", "'x'", "real numbers"]),
-        (lambda: estimate_progress(X, X > 0), ["estimate_progress: pseudo_gradients", "real numbers"]),
-        (lambda: estimate_progress(X, X * 1j), ["estimate_progress: pseudo_gradients", "real numbers"]),
-        (lambda: estimate_progress(X, [[1.0], [1.0, 2.0]]), ["estimate_progress: pseudo_gradients", "real numbers"]),
-        (lambda: estimate_progress(X, X, blocks=[0, 1]), ["ProgressEstimator: blocks have shape (2,)", "shape (3,)"]),
-        (lambda: estimate_progress(X, X, blocks=[0.5, 1, 2]), ["blocks", "float64", "whole number or a text"]),
-        (lambda: ProgressEstimator(0), ["ProgressEstimator: dimension is 0", ">= 1"]),
-        (lambda: ProgressEstimator(3).add(X[0], X[0, :2]), ["add: pseudo_gradient has shape (2,)", "(3,)"]),
-        (lambda: ProgressEstimator(3).add(X, X), ["ProgressEstimator.add: anchor has shape (4, 3)", "(3,)"]),
-        (lambda: estimate_from_products([], []), ["estimate_from_products: step_products have shape (0,)"]),
-        (lambda: estimate_from_products(X, X[0]), ["step_products have shape (4, 3)", "(rounds, blocks)"]),
-        (lambda: estimate_from_products(1.0, 1.0), ["step_products have shape ()", "(rounds,)"]),
-        (lambda: estimate_from_products("1", [1.0]), ["estimate_from_products: step_products", "real numbers"]),
+        (lambda: estimate_progress(X[:2], X[:2]), r"estimate_progress: anchors have shape \(2, 3\).*at least 3 rounds"),
+        (lambda: estimate_progress(X, X[:3]), r"anchors have shape \(4, 3\).*\(3, 3\).*\(rounds, coordinates\)"),
+        (lambda: estimate_progress(X[:, 0], X[:, 0]), r"anchors have shape \(4,\)"),
+        (lambda: estimate_progress(X[:, :0], X[:, :0]), r"anchors have shape \(4, 0\)"),
+        (lambda: estimate_progress("x", X), "estimate_progress: anchors is 'x'"),
+        (lambda: estimate_progress(X, X > 0), "estimate_progress: pseudo_gradients is .*numbers"),
+        (lambda: estimate_progress(X, X, blocks=[0, 1]), r"ProgressEstimator: blocks have shape \(2,\).*shape \(3,\)"),
+        (lambda: estimate_progress(X, X, blocks=[0.5, 1, 2]), "blocks .* float64.*whole number or a text"),
+        (lambda: ProgressEstimator(0), "ProgressEstimator: dimension is 0.*>= 1"),
+        (lambda: ProgressEstimator(3).add(X[0], X[0, :2]), r"add: pseudo_gradient has shape \(2,\); give \(3,\)"),
+        (lambda: ProgressEstimator(3).add(X, X), r"ProgressEstimator.add: anchor has shape \(4, 3\)"),
+        (lambda: estimate_from_products([], []), r"estimate_from_products: step_products have shape \(0,\)"),
+        (lambda: estimate_from_products(X, X[0]), r"step_products have shape \(4, 3\).*\(rounds, blocks\)"),
+        (lambda: estimate_from_products(1.0, 1.0), r"step_products have shape \(\)"),
+        (lambda: estimate_from_products("1", [1.0]), "estimate_from_products: step_products is '1'"),
     ],
 )
-def test_mistakes_say_what_to_do(call: Callable[[], Any], words: list[str]):
+def test_refused(call: Callable[[], Any], message: str):
     """Each impossible input is a ValueError that names it and the remedy."""
-    with pytest.raises(ValueError, match=r"estimate_|ProgressEstimator") as caught:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         call()
-    assert all(word in str(caught.value) for word in words), caught.value

@@ -82,67 +82,60 @@ class Evidence:
 def stretches(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Evidence, list[Evidence]]:
     """Return the evidence of the latest rounds, which the verdict is about, and of the run's thirds.
 
-    Args:
-        record: the run.
-        block: one of its blocks.
-        rule: its outer rule.
-
-    Returns:
-        (latest, thirds); the latest are the last third, but at least 30 rounds if there are so many.
+    The latest rounds are the last third, but at least 30 rounds if there are so many.
     """
     count = len(block.index)
     lr = record.inner_lr(block.index)
-    start = max(0, count - max(30, math.ceil(count / 3)))
-    end = _lost(block)
-    latest = _evidence("latest rounds", block, rule, lr, slice(start, count), lost=count - max(start, end))
     edges = [round(count * part / 3) for part in range(4)]
     names = ("first third", "middle third", "last third")
-    parts = [
-        _evidence(name, block, rule, lr, slice(low, high), lost=max(high - max(low, end), 0))
+    thirds = [
+        _evidence(name, block, rule, lr, slice(low, high))
         for name, low, high in zip(names, edges, edges[1:], strict=False)
         if high - low >= 3
     ]
-    return latest, parts
+    return _evidence(
+        "latest rounds", block, rule, lr, slice(max(0, count - max(30, math.ceil(count / 3))), count)
+    ), thirds
 
 
-def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part: slice, *, lost: int) -> Evidence:
+def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part: slice) -> Evidence:
     g, m, cosine = block.pseudo_gradient_norm[part], block.buffer_norm[part], block.cosine[part]
-    restarted, number = block.restarted[part], block.number[part]
+    restarted, number, gain = block.restarted[part], block.number[part], block.gain[part]
     rates = None if lr is None else lr[part]
-    fresh = np.concatenate([[True], restarted[:-1]])
-    informative = (m > 0) & np.isfinite(cosine) & ~fresh
-    seen = cosine[informative]
-    mean, error = _mean(seen)
-    swing = _swing(seen) if not restarted[:-1].any() else math.nan
-    growth, growth_error = _growth(g, rates)
+    informative = (m > 0) & np.isfinite(cosine) & ~np.concatenate([[True], restarted[:-1]])
+    cosines = cosine[informative]
+    mean, error = _mean(cosines)
+    swing = _swing(cosines) if not restarted[:-1].any() else math.nan
+    growth, growth_error = _trend(_height(g, rates), independent=True)
     risen, risen_rounds = grown(g, rates)
     follows = np.concatenate([[True], np.diff(number) == 1])
-    observed = observe(rule, g, m, cosine, restarted, inner_lr=rates, follows=follows, gain=block.gain[part])
+    observed = observe(rule, g, m, cosine, restarted, inner_lr=rates, follows=follows, gain=gain)
     # Where the inner learning rate is unknown, its change may hide the noise.
     quiet = rates is not None and observed.noise_share + 2 * observed.noise_error < _QUIET
-    gains = block.gain[part][np.isfinite(block.gain[part])]
+    gains = gain[np.isfinite(gain)]
+    first, last = (int(end) if math.isfinite(end) else 0 for end in number[[0, -1]]) if len(number) else (0, 0)
     with np.errstate(over="ignore"):
-        gain = float(np.median(gains)) if len(gains) else math.nan
+        median_gain = float(np.median(gains)) if len(gains) else math.nan
     return Evidence(
         name=name,
-        first=_whole(number[0]) if len(number) else 0,
-        last=_whole(number[-1]) if len(number) else 0,
+        first=first,
+        last=last,
         rounds=len(g),
         restarts=int(restarted.sum()),
         oldest=int(_ages(restarted)[informative].max(initial=0)),
         rates_known=rates is not None,
-        cosines=len(seen),
+        cosines=len(cosines),
         cosine=mean,
         cosine_error=error,
-        against=float(np.mean(seen < 0)) if len(seen) else math.nan,
+        against=float(np.mean(cosines < 0)) if len(cosines) else math.nan,
         swing=swing,
         turns=_turns(cosine, informative, restarted, swing, quiet=quiet),
-        gain=gain,
+        gain=median_gain,
         growth=growth,
         growth_error=growth_error,
         risen=risen,
         risen_rounds=risen_rounds,
-        lost=lost,
+        lost=max(part.stop - max(part.start, _first_lost(block)), 0),
         observed=observed,
     )
 
@@ -150,15 +143,15 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
 def _turns(
     cosine: Column, informative: NDArray[np.bool_], restarted: NDArray[np.bool_], swing: float, *, quiet: bool
 ) -> bool | None:
-    """True if the pseudo-gradient turns against the buffer, never does, or nothing can be told from chance.
+    """True if the pseudo-gradient turns against the buffer, False if it never does, None if chance would do the same.
 
     Where there is hardly any noise (`quiet`), nothing is chance.
     """
-    seen = cosine[informative]
-    if len(seen) < _LEAST_COSINES:
+    cosines = cosine[informative]
+    if len(cosines) < _LEAST_COSINES:
         return None
-    mean, error = _mean(seen)
-    against = float(np.mean(seen < 0))
+    mean, error = _mean(cosines)
+    against = float(np.mean(cosines < 0))
     if mean - 2 * error > 0 and against < SELDOM and not mean < 1e-3:
         return False
     if mean + 2 * error < 0 or ((quiet or not math.isnan(swing)) and against >= SELDOM):
@@ -186,13 +179,12 @@ def _mean(values: Column) -> tuple[float, float]:
     if count < 2:
         return (float(values[0]) if count else math.nan), math.nan
     deviations = values - values.mean()
-    total = float(deviations @ deviations)
+    total = independent = float(deviations @ deviations)
     lags = min(count - 1, int(count ** (1 / 3)) + 1)
     for lag in range(1, lags + 1):
         total += 2 * (1 - lag / (lags + 1)) * float(deviations[lag:] @ deviations[:-lag])
     # An oscillation's own correlation may take away more than a few rounds can know: not below independence.
-    total = max(total, float(deviations @ deviations))
-    return float(values.mean()), math.sqrt(max(total, 0.0) / count / (count - 1))
+    return float(values.mean()), math.sqrt(max(total, independent) / count / (count - 1))
 
 
 def _swing(values: Column) -> float:
@@ -209,12 +201,8 @@ def _swing(values: Column) -> float:
     return count / place if chance < _SWING_CHANCE and place >= 2 else math.nan
 
 
-def _growth(g: Column, rates: Column | None) -> tuple[float, float]:
-    """Return the slope of log |g| over the rounds, and its standard error."""
-    return _trend(_height(g, rates), independent=True)
-
-
 def _height(g: Column, rates: Column | None) -> Column:
+    """Return log |g|, the inner learning rate's divided out where it is known."""
     with np.errstate(all="ignore"):
         return np.log(g) - (0.0 if rates is None else np.log(rates))
 
@@ -247,11 +235,7 @@ def grown(g: Column, rates: Column | None) -> tuple[float, int]:
 
     It must rise by more than chance would and by a real factor; all the while, or it would have come to rest; by
     itself, since divided by an inner learning rate that ends at nothing every norm rises; and over the rate, which may
-    warm up. Looked at are all rounds and, as it may have begun to rise late, their second half.
-
-    Args:
-        g: norms of the pseudo-gradient.
-        rates: the inner learning rate of each round; None where it is not known.
+    warm up (`rates`; None where it is not known). All rounds count, and, as it may have begun late, their second half.
     """
     has_rates = rates is not None and np.isfinite(rates).sum() >= _LEAST_FOR_RISE
     heights = [_height(g, None), *([_height(g, rates)] if has_rates else [])]
@@ -266,12 +250,12 @@ def _rise(height: Column) -> float:
     """Return by how much some heights rise, by more than chance and in their second half as well; else 0."""
     count = len(height)
     slope, error = _trend(height)
-    lately, spread = _trend(height[count // 2 :])
-    rises = slope > _RISE_ERRORS * error and lately > _RISE_ERRORS / 2 * spread
+    late_slope, late_error = _trend(height[count // 2 :])
+    rises = slope > _RISE_ERRORS * error and late_slope > _RISE_ERRORS / 2 * late_error
     return slope * (count - 1) if count >= _LEAST_FOR_RISE and rises else 0.0
 
 
-def _lost(block: Block) -> int:
+def _first_lost(block: Block) -> int:
     """Return the first of the block's last rounds in which nothing finite was measured; else their count.
 
     A single round, or a run that has no number at all, is rather damaged than lost.
@@ -280,7 +264,3 @@ def _lost(block: Block) -> int:
     measured = np.isfinite(block.pseudo_gradient_norm) | np.isfinite(block.buffer_norm) | np.isfinite(block.cosine)
     places = np.flatnonzero(measured)
     return int(places[-1]) + 1 if len(places) and places[-1] < count - 2 else count
-
-
-def _whole(value: float) -> int:
-    return int(value) if math.isfinite(value) else 0

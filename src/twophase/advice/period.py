@@ -8,12 +8,12 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from twophase.base.config import UsageError
 from twophase.rule import FORM_WORDS, Form, OuterRule
+from twophase.runs.folder import standard
 from twophase.theory.advice import Advice, Criterion, advise
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import effective_progress
@@ -80,7 +80,7 @@ def answer(question: Question) -> Advice:
 
 
 def _whole(option: str, value: float | None) -> int | None:
-    """Return a whole number from an option that takes any number, so that its mistakes are told in one line too."""
+    """Return a whole number from an option that takes any number, so that a mistake in it is one line like others."""
     if value is not None and not (1 <= value < 2**53 and value == int(value)):
         raise UsageError(f"{option} is {value:g}; it must be a whole number >= 1")
     return None if value is None else int(value)
@@ -99,25 +99,24 @@ def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
             f"{' and '.join(named) or 'no spectrum'} given; give one of --sigma 0.95 0.6, --sigma-range 0.3 0.95, "
             "--eigenvalues with --inner-lr and --inner-steps, --spectrum FILE.csv"
         )
-    if not question.eigenvalues and (question.inner_lr, question.inner_steps) != (None, None):
-        raise UsageError("--inner-lr and --inner-steps go with --eigenvalues; leave them out, or give the eigenvalues")
+    inner_steps = _whole("--inner-steps", question.inner_steps)
+    if (question.inner_lr is not None, inner_steps is not None) != (bool(question.eigenvalues),) * 2:
+        raise UsageError(
+            "--eigenvalues needs --inner-lr and --inner-steps, for example --inner-lr 0.1 --inner-steps 50; they go "
+            "with nothing else"
+        )
     if question.weights is not None and not question.weights:
         raise UsageError("--weights: no numbers given; write one a mode, or leave it out for equal weights")
     weights = None if question.weights is None else np.array(question.weights)
     if question.spectrum is not None:
-        sigma, counts = read_spectrum(question.spectrum)
-        if counts is not None and weights is not None:
+        sigma, column = read_spectrum(question.spectrum)
+        if column is not None and weights is not None:
             raise UsageError(f"--weights and a weight column in {question.spectrum} given; leave one out")
-        return sigma, weights if counts is None else counts
+        return sigma, weights if column is None else column
     if question.sigma_range:
         return _range(question.sigma_range), weights
     if question.eigenvalues:
-        inner_steps = _whole("--inner-steps", question.inner_steps)
-        if question.inner_lr is None or inner_steps is None:
-            raise UsageError(
-                "--eigenvalues needs --inner-lr and --inner-steps, for example --inner-lr 0.1 --inner-steps 50"
-            )
-        return effective_progress(np.array(question.eigenvalues), question.inner_lr, inner_steps), weights
+        return effective_progress(question.eigenvalues, question.inner_lr, inner_steps), weights
     return np.array(question.sigma), weights
 
 
@@ -142,43 +141,30 @@ def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
         lines = [(reader.line_num, line) for line in reader if any(word.strip() for word in line)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"--spectrum {path}: cannot be read ({error}); give a csv file") from None
-    columns = {"sigma": 0, "weight": 1}
     names = [word.strip().lower() for word in lines[0][1]] if lines else []
-    named = False
-    if names and not _is_number(names[0]):
-        if "sigma" not in names:
-            raise UsageError(f"--spectrum {path}: columns are {', '.join(names)}; one must be named sigma")
+    if "sigma" in names:
         if "weight" not in names and any("weight" in name for name in names):
             raise UsageError(f"--spectrum {path}: columns are {', '.join(names)}; weights must be named weight")
-        columns = {name: names.index(name) for name in ("sigma", "weight") if name in names}
-        named = True
-    elif len(names) == 1:
-        columns = {"sigma": 0}
-    rows = []
-    for number, line in lines[named:]:
+        columns = [names.index(name) for name in ("sigma", "weight") if name in names]
+        rows = [(number, [line[place] for place in columns if place < len(line)]) for number, line in lines[1:]]
+    else:
+        columns, rows = list(range(min(len(names), 2))), lines
+    table = []
+    for number, words in rows:
         try:
-            if not named and len(line) != len(columns):
-                raise IndexError
-            rows.append([float(line[place]) for place in columns.values()])
-        except (ValueError, IndexError):
+            if len(words) != len(columns):
+                raise ValueError
+            table.append([float(word) for word in words])
+        except ValueError:
             raise UsageError(
-                f"--spectrum {path}: row {number} is {','.join(line)!r}; write sigma, or sigma,weight, as numbers"
+                f"--spectrum {path}: row {number} is {','.join(words)!r}; write sigma, or sigma,weight, as numbers, "
+                "below a line with these names or none"
             ) from None
-    if not rows:
+    if not table:
         raise UsageError(f"--spectrum {path}: no modes in it; write one a line, sigma or sigma,weight")
-    table = np.array(rows)
-    return table[:, 0], table[:, 1] if "weight" in columns else None
+    array = np.array(table)
+    return array[:, 0], array[:, 1] if len(columns) == 2 else None
 
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-# -------------------------------------------------------------------------------------------------------------- words
 
 _CRITERIA = {
     "loss": "exact final loss",
@@ -217,7 +203,11 @@ def describe(advice: Advice) -> str:
         )
     best = advice.recommended
     horizon = f"over {advice.rounds} rounds" if advice.rounds else "in a long run"
-    lines += ["", f"recommended {horizon}: {_period_words(best.period)}", "", *_table(advice), ""]
+    chosen = (
+        "no restart" if best.period is None else f"restart every {best.period} rounds (--outer.restart {best.period})"
+    )
+    head = f"{'criterion':26} {'period':>7} {'rate':>9}" + (f" {'log10 loss':>11}" if advice.rounds else "")
+    lines += ["", f"recommended {horizon}: {chosen}", "", head, *map(_row, (*advice.criteria, advice.without)), ""]
     if best.period is not None:
         lines.append(f"a restart every {best.period} rounds slows down {_share(advice.hurt)} of the modes (by weight)")
     lines.append("what a restart must be held against, rate of the slowest mode without restarts:")
@@ -227,20 +217,10 @@ def describe(advice: Advice) -> str:
     return "\n".join(lines)
 
 
-def _table(advice: Advice) -> list[str]:
-    horizon = advice.rounds is not None
-    head = f"{'criterion':26} {'period':>7} {'rate':>9}" + (f" {'log10 loss':>11}" if horizon else "")
-    return [head, *(_row(criterion) for criterion in (*advice.criteria, advice.without))]
-
-
 def _row(criterion: Criterion) -> str:
     period = "never" if criterion.period is None else str(criterion.period)
     loss = "" if criterion.log_loss is None else f" {criterion.log_loss / math.log(10):11.3f}"
     return f"{_CRITERIA[criterion.objective]:26} {period:>7} {criterion.rate:9.4f}{loss}"
-
-
-def _period_words(period: int | None) -> str:
-    return "no restart" if period is None else f"restart every {period} rounds (--outer.restart {period})"
 
 
 def _share(share: float) -> str:
@@ -249,20 +229,10 @@ def _share(share: float) -> str:
 
 def to_json(advice: Advice) -> str:
     """Return the advice as one JSON object; infinite rates are null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
-        if isinstance(value, np.ndarray):
-            return plain(value.tolist())
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    tree = {item.name: getattr(advice, item.name) for item in dataclasses.fields(advice)}
-    tree["rule"] = dataclasses.asdict(advice.rule)
-    tree["criteria"] = [dataclasses.asdict(item) for item in advice.criteria]
-    tree["without"] = dataclasses.asdict(advice.without)
-    tree["recommended"] = advice.recommended.period
-    tree["restart"] = str(advice.policy)
-    return json.dumps(plain(tree), indent=2, allow_nan=False)
+    tree = dataclasses.asdict(advice) | {
+        "sigma": advice.sigma.tolist(),
+        "weights": advice.weights.tolist(),
+        "recommended": advice.recommended.period,
+        "restart": str(advice.policy),
+    }
+    return json.dumps(standard(tree), indent=2, allow_nan=False)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from twophase.advice.reasons import step_alone
-from twophase.advice.verdict import LEAST_ROUNDS, Diagnosis, Finding
+from twophase.advice.verdict import LEAST_ROUNDS, Diagnosis, Finding, step_alone
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.text import parse
 from twophase.rule import FORM_WORDS, OuterRule
@@ -36,40 +36,34 @@ LIMITS = (
 
 
 def describe(diagnosis: Diagnosis, name: str) -> str:
-    """Return the diagnosis as plain text.
-
-    Args:
-        diagnosis: of `diagnose`.
-        name: of the run, for the first line.
-    """
-    lines = [f"run      {name}: {diagnosis.state}, {_rounds(diagnosis)}"]
+    """Return the diagnosis of the run of that name as plain text."""
+    planned = f" of {diagnosis.planned:,}" if diagnosis.planned is not None else ""
+    lines = [f"run      {name}: {diagnosis.state}, {diagnosis.rounds:,}{planned} rounds recorded"]
     if diagnosis.rule is not None:
         lines.append(f"rule     {both_forms(diagnosis.rule)}")
     for finding in diagnosis.findings:
         lines += ["", *_finding_lines(diagnosis, finding)]
-    lines += ["", "limits"]
-    lines += [_item(text) for text in LIMITS]
+    lines += ["", "limits", *_items(LIMITS)]
     if diagnosis.problems:
-        lines += ["", "what is missing or wrong in the folder", *(_item(text) for text in diagnosis.problems)]
+        lines += ["", "what is missing or wrong in the folder", *_items(diagnosis.problems)]
     return "\n".join(lines)
 
 
 def both_forms(rule: OuterRule) -> str:
     """Return a rule with its form, and its learning rate in the other one."""
-    other = rule.to("ema" if rule.form == "sum" else "sum")
+    other = _other_form(rule)
     return f"{rule.describe()}, the same as lr {other.lr:.4g} in {FORM_WORDS[other.form]}"
 
 
-def _rounds(diagnosis: Diagnosis) -> str:
-    planned = f" of {diagnosis.planned:,}" if diagnosis.planned is not None else ""
-    return f"{diagnosis.rounds:,}{planned} rounds recorded"
+def _other_form(rule: OuterRule) -> OuterRule:
+    return rule.to("ema" if rule.form == "sum" else "sum")
 
 
 def _finding_lines(diagnosis: Diagnosis, finding: Finding) -> Iterator[str]:
     yield f"{finding.block} (restart {finding.restarts}): {finding.verdict.upper()}"
     if finding.verdict != "cannot tell":  # the headline would only repeat the word
         yield textwrap.fill(HEADLINES[finding.verdict], _WIDTH)
-    yield from (_item(reason) for reason in finding.reasons)
+    yield from _items(finding.reasons)
     if len(finding.thirds) > 1:
         yield "over the run"
         for stage in finding.thirds:
@@ -81,7 +75,7 @@ def _finding_lines(diagnosis: Diagnosis, finding: Finding) -> Iterator[str]:
     advised = suggestions(diagnosis, finding)
     if advised:
         yield "what the theory suggests"
-        yield from (_item(text) for text in advised)
+        yield from _items(advised)
 
 
 def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
@@ -89,30 +83,30 @@ def suggestions(diagnosis: Diagnosis, finding: Finding) -> list[str]:
     rule = diagnosis.rule
     if rule is None or finding.latest is None:
         return []
-    if _takes_steps(finding.restarts):
+    policy = None
+    with contextlib.suppress(ValueError):  # unknown to this process
+        policy = parse(finding.restarts)
+    if policy is not None and policy.takes_steps:
         return [
             f"The policy {finding.restarts} takes steps of its own, to which nothing here applies. Hold it against "
             "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)."
         ]
-    gain = _gain(rule, finding.restarts, diagnosis.planned or diagnosis.rounds)
-    said = list(_step_advice(rule, finding, gain))
+    gain = None
+    # A policy by coordinate answers to the g of the run, and not to a constant one.
+    if policy is not None and not policy.by_coordinate:
+        with contextlib.suppress(ValueError):  # an adaptive policy
+            gain = mean_outer_gain(rule, policy, max(diagnosis.planned or diagnosis.rounds, 1))
+    sentences = list(_step_advice(rule, finding, gain))
     if finding.advice:
-        said.append(period_words(finding.advice, finding.restarts))
-        said += sorted({warning for advice in finding.advice for warning in advice.warnings if "slows" not in warning})
+        sentences.append(_period_words(finding.advice, finding.restarts))
+        warnings = {warning for advice in finding.advice for warning in advice.warnings}
+        sentences += sorted(warning for warning in warnings if "slows" not in warning)
     if rule.momentum > 0 and finding.latest.evidence.rounds >= LEAST_ROUNDS:
-        said += list(_control_advice(finding, rule, gain))
-    said += list(_form_advice(rule, finding))
-    return said
+        sentences += _control_advice(finding, rule, gain)
+    return [*sentences, *_form_advice(rule, finding)]
 
 
-def _takes_steps(policy: str) -> bool:
-    try:
-        return parse(policy).takes_steps
-    except ValueError:  # unknown
-        return False
-
-
-def period_words(advice: tuple[Advice, ...], now: str) -> str:
+def _period_words(advice: tuple[Advice, ...], now: str) -> str:
     """Return the period that the theory chooses over the interval of sigma, beside the present policy."""
     low, middle, high = (item.recommended.period for item in advice)
     ends = f"sigma {float(advice[0].sigma[0]):.3g} to {float(advice[2].sigma[0]):.3g}"
@@ -176,11 +170,10 @@ def _control_advice(finding: Finding, rule: OuterRule, gain: float | None) -> It
 
 
 def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
-    """Return a learning rate of one form used in the other changes the step by 1 / (1 - momentum)."""
+    """Name the mistake of a learning rate of one form used in the other, a factor 1 / (1 - momentum) in the step."""
     factor = 1 / (1 - rule.momentum)
     if factor < 2:
         return
-    other = rule.to("ema" if rule.form == "sum" else "sum").lr
     if rule.form == "sum" and finding.verdict in ("oscillates", "overshoots", "diverges"):
         yield (
             f"Check the form: if lr {rule.lr:g} was taken from equations in EMA form, as in the restart paper, its "
@@ -190,18 +183,9 @@ def _form_advice(rule: OuterRule, finding: Finding) -> Iterator[str]:
         yield (
             f"Check the form: if lr {rule.lr:g} was taken from torch.optim.SGD or a DiLoCo engine, which write the "
             f"sum form, its step here is {factor:.3g} times too small; it would be --outer.lr {rule.lr * factor:.3g} "
-            f"in EMA form, or --outer.form sum. As it stands it equals lr {other:.3g} in sum form."
+            f"in EMA form, or --outer.form sum. As it stands it equals lr {_other_form(rule).lr:.3g} in sum form."
         )
 
 
-def _gain(rule: OuterRule, policy: str, rounds: int) -> float | None:
-    try:
-        restart = parse(policy)
-        # One that acts by coordinate answers to the g of the run, and not to a constant one.
-        return None if restart.by_coordinate else mean_outer_gain(rule, restart, max(rounds, 1))
-    except ValueError:  # an adaptive policy, or none known
-        return None
-
-
-def _item(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+def _items(texts: Iterable[str]) -> Iterator[str]:
+    return (textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for text in texts)

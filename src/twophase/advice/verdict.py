@@ -16,22 +16,34 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from twophase.advice.evidence import Evidence, stretches
-from twophase.advice.reasons import cosine_words, sigma_missing, sigma_words, step_alone, swing_words
 from twophase.base.config import UsageError
 from twophase.rule import OuterRule
+from twophase.runs.folder import standard
 from twophase.runs.record import Block, RunRecord
 from twophase.theory.advice import Advice, advise
 from twophase.theory.contraction import restart_rate
-from twophase.theory.modes import asymptotic_rate, regime, stable_limit
+from twophase.theory.modes import asymptotic_rate, effective_step, phase, regime, stable_limit
 from twophase.theory.periods import cancellation_periods
 
 Verdict = Literal["oscillates", "overshoots", "lags", "held", "diverges", "cannot tell"]
 LEAST_ROUNDS = 8
+Range = tuple[float, float, float]
+"""Low end, estimate and high end of sigma."""
 _COMPLEX = ("oscillatory", "critical")
+_REGIMES = {
+    "oscillatory": "complex (it oscillates)",
+    "critical": "at the border of oscillation",
+    "real_below": "real and positive (it creeps)",
+    "real_above": "real and negative (it jumps to and fro)",
+    "negative_determinant": "real, of both signs",
+    "nilpotent": "zero (it is gone in two rounds)",
+}
 _CLEAR = 4.0
 """Standard errors by which the mean cosine must exceed zero for `lags` where no third of the run shows it."""
 _TOO_SOON = 0.6
@@ -51,7 +63,7 @@ class Stage:
 
     verdict: Verdict
     reasons: tuple[str, ...]
-    sigma: tuple[float, float, float] | None
+    sigma: Range | None
     evidence: Evidence
 
 
@@ -78,7 +90,7 @@ class Finding:
     restarts: str
 
     @property
-    def sigma(self) -> tuple[float, float, float] | None:
+    def sigma(self) -> Range | None:
         """Return (low, estimate, high) of the latest rounds; None where it is not determined."""
         return self.latest.sigma if self.latest else None
 
@@ -101,34 +113,26 @@ class Diagnosis:
     planned: int | None
     state: str
     findings: tuple[Finding, ...]
-    problems: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = ()
 
 
 def diagnose(record: RunRecord) -> Diagnosis:
-    """Return the diagnosis of a run that has been read.
-
-    Args:
-        record: of `read_record`, in whatever state.
-    """
-    rule, count = record.rule, record.recorded
+    """Return the diagnosis of a run that has been read, in whatever state."""
+    rule, reason = record.rule, ""
     if rule is None:
         reason = "The configuration holds no outer rule (lr, momentum, nesterov, form), so the record has no scale."
-        findings = [_unknown("whole model", reason)]
     elif not len(record.rounds["round"]):
-        findings = [_unknown("whole model", "No round has been recorded yet.")]
+        reason = "No round has been recorded yet."
     elif not record.blocks:
         reason = (
             "The rounds hold no norms and cosines of a momentum buffer: the outer optimizer is not OuterSGD. An "
             "optimizer that scales each coordinate (Adam, for one) is outside the theory."
         )
-        findings = [_unknown("whole model", reason)]
+    if reason or rule is None:
+        findings = (Finding("whole model", "cannot tell", (reason,), None, (), (), "unknown"),)
     else:
-        findings = [_finding(record, block, rule) for block in record.blocks]
-    return Diagnosis(rule, count, record.planned_rounds, record.state, tuple(findings), tuple(record.problems))
-
-
-def _unknown(block: str, reason: str) -> Finding:
-    return Finding(block, "cannot tell", (reason,), None, (), (), "unknown")
+        findings = tuple(_finding(record, block, rule) for block in record.blocks)
+    return Diagnosis(rule, record.recorded, record.planned_rounds, record.state, findings, tuple(record.problems))
 
 
 def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:
@@ -145,15 +149,9 @@ def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:
             f"In {evidence.observed.foreign} of these rounds the buffer or the step is not the one that the configured "
             "rule makes: a policy took a step of its own, or other settings were in force; those rounds are left out."
         )
-    return Finding(
-        block.name,
-        latest.verdict,
-        tuple(reasons),
-        latest,
-        stages,
-        _advice(rule, latest.sigma, record.planned_rounds),
-        "unknown" if policy is None else str(policy),
-    )
+    advice = tuple(advise(rule, [value], rounds=record.planned_rounds) for value in latest.sigma or () if rule.lr)
+    restarts = "unknown" if policy is None else str(policy)
+    return Finding(block.name, latest.verdict, tuple(reasons), latest, stages, advice, restarts)
 
 
 def _stage(rule: OuterRule, evidence: Evidence, *, ended: bool) -> Stage:
@@ -164,108 +162,102 @@ def _stage(rule: OuterRule, evidence: Evidence, *, ended: bool) -> Stage:
 
 def weighed(latest: Stage, thirds: tuple[Stage, ...]) -> Stage:
     """Return the stage, or "cannot tell" where it alone says `lags`, and not clearly."""
-    seen = latest.evidence
     alone = bool(thirds) and all(stage.verdict == "cannot tell" for stage in thirds)
-    if latest.verdict != "lags" or not alone or seen.cosine > _CLEAR * seen.cosine_error:
+    if latest.verdict != "lags" or not alone or latest.evidence.cosine > _CLEAR * latest.evidence.cosine_error:
         return latest
     reason = f"No third of the run shows that by itself, and the mean cosine is not {_CLEAR:g} standard errors above 0."
     return dataclasses.replace(latest, verdict="cannot tell", reasons=(*latest.reasons, reason))
 
 
-def sigma_range(evidence: Evidence) -> tuple[float, float, float] | None:
+def sigma_range(evidence: Evidence) -> Range | None:
     """Return low, estimate and high of sigma (95 %) within (0, 1]; None where the record does not determine it."""
-    shown = evidence.observed.shown_interval
-    if shown is None or not evidence.rates_known:
+    interval = evidence.observed.shown_interval
+    if interval is None or not evidence.rates_known:
         return None
-    low, high = shown
+    low, high = interval
     return low, min(max(evidence.observed.sigma, low), 1.0), min(high, 1.0)
 
 
-def _advice(rule: OuterRule, sigma: tuple[float, float, float] | None, rounds: int | None) -> tuple[Advice, ...]:
-    if sigma is None or rule.lr == 0:
-        return ()
-    return tuple(advise(rule, [value], rounds=rounds) for value in sigma)
-
-
-# ----------------------------------------------------------------------------------------------------------- judging
-
-
-def _judge(
-    rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float] | None, *, ended: bool
-) -> tuple[Verdict, list[str]]:
-    grown = _grows(rule, latest, sigma, ended=ended)
-    if grown:
-        return "diverges", grown
+def _judge(rule: OuterRule, latest: Evidence, sigma: Range | None, *, ended: bool) -> tuple[Verdict, list[str]]:
+    growth = _growth(rule, latest, sigma, ended=ended)
+    if growth:
+        return "diverges", growth
     refusal = _refusal(rule, latest)
     if refusal:
         return "cannot tell", [refusal]
-    said = [cosine_words(latest)]
+    reasons = [
+        f"Rounds {latest.first} to {latest.last}: the mean cosine between pseudo-gradient and buffer is "
+        f"{latest.cosine:.2f} (standard error {latest.cosine_error:.2f}), and negative in "
+        f"{100 * latest.against:.0f} % of {latest.cosines} rounds; the median gain is {latest.gain:.3g}."
+    ]
     if latest.turns is None:
-        return "cannot tell", [*said, "Chance would give such signs as well: noise hides what the buffer does."]
+        return "cannot tell", [*reasons, "Chance would give such signs as well: noise hides what the buffer does."]
     if sigma is None:
-        said.append(sigma_missing(latest))
+        reasons.append(_sigma_missing(latest))
         if latest.turns:
-            said.append(
+            reasons.append(
                 "The updates seem to go past the minimum; noise that drives an oscillating mode looks alike. Whether "
                 "by the momentum (an oscillation) or by the step itself (an overshoot) depends on sigma."
             )
         elif latest.restarts and 2 * latest.oldest < latest.rounds:
-            said.append(
+            reasons.append(
                 "The buffer has not turned before a restart drops it; whether it would is unknown: none older than "
                 f"{latest.oldest} rounds was measured."
             )
         else:
-            return "lags", said
-        return "cannot tell", said
-    said.append(sigma_words(rule, latest, sigma))
-    noise = _noise(rule, latest, sigma) if latest.turns else ""
+            return "lags", reasons
+        return "cannot tell", reasons
+    reasons.append(_sigma_words(rule, latest, sigma))
+    noise = _noise(rule, latest, sigma[1]) if latest.turns else ""
     if noise:
-        return "cannot tell", [*said, noise]
-    return _by_regime(rule, latest, sigma, said)
+        return "cannot tell", [*reasons, noise]
+    verdict, reason = (_turning if latest.turns else _not_turning)(rule, latest, sigma)
+    return verdict, [*reasons, *reason]
 
 
-def _by_regime(
-    rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float], said: list[str]
-) -> tuple[Verdict, list[str]]:
+def _turning(rule: OuterRule, latest: Evidence, sigma: Range) -> tuple[Verdict, list[str]]:
     names = [str(regime(rule, value)) for value in sigma]
-    passes = [step_alone(rule, value) >= 1 for value in sigma]
-    middle = names[1]
-    if latest.turns:
-        if passes[1] or middle in ("real_above", "negative_determinant", "nilpotent"):
-            said.append(
-                f"The part of the step that does not come from the momentum covers {step_alone(rule, sigma[1]):.3g} of "
-                "the way to the minimum; from 1 on it goes past it."
-            )
-            if len(set(passes)) > 1:
-                said.append("Within the interval of sigma it may also stay below 1; then it is the momentum.")
-            return "overshoots", said
-        if all(name in _COMPLEX for name in names):
-            said.append(swing_words(rule, latest, sigma))
-            return "oscillates", said
-        said.append("Within its interval the eigenvalues are complex or real, so an oscillation is not certain.")
-        return "cannot tell", said
-    first = float(cancellation_periods(rule, sigma[1], 1)[0]) if middle in _COMPLEX else math.nan
+    alone = [step_alone(rule, value) for value in sigma]
+    if alone[1] >= 1 or names[1] in ("real_above", "negative_determinant", "nilpotent"):
+        reasons = [
+            f"The part of the step that does not come from the momentum covers {alone[1]:.3g} of the way to the "
+            "minimum; from 1 on it goes past it."
+        ]
+        if min(alone) < 1 <= max(alone):
+            reasons.append("Within the interval of sigma it may also stay below 1; then it is the momentum.")
+        return "overshoots", reasons
+    if not all(name in _COMPLEX for name in names):
+        return "cannot tell", [
+            "Within its interval the eigenvalues are complex or real, so an oscillation is not certain."
+        ]
+    angles = np.array([float(phase(rule, value)) for value in sigma])
+    turns = np.divide(math.pi, angles, out=np.full(3, math.nan), where=angles > 0)
+    model = f"a mode of this sigma goes from side to side in {min(turns):.1f} to {max(turns):.1f} rounds"
+    if math.isnan(latest.swing):
+        return "oscillates", [f"In the model {model}."]
+    return "oscillates", [f"The cosine swings every {latest.swing:.1f} rounds; in the model {model}."]
+
+
+def _not_turning(rule: OuterRule, latest: Evidence, sigma: Range) -> tuple[Verdict, list[str]]:
+    is_complex = str(regime(rule, sigma[1])) in _COMPLEX
+    first = float(cancellation_periods(rule, sigma[1], 1)[0]) if is_complex else math.nan
     if latest.restarts and first > 0:
         every = latest.rounds / latest.restarts
         if every >= _TOO_SOON * first:
-            said.append(
+            return "held", [
                 f"It would turn after {first:.1f} rounds; its restarts, every {every:.3g} rounds, come before that or "
                 "soon after."
-            )
-            return "held", said
-        said.append(
+            ]
+        return "lags", [
             f"It would turn only after {first:.1f} rounds, and restarts come every {every:.3g}: they take away "
             "momentum that is still of use."
-        )
-        return "lags", said
-    if middle in _COMPLEX:
-        said.append(
+        ]
+    if is_complex:
+        return "lags", [
             "A single mode of this sigma would oscillate, and this run does not: its motion is that of many slower "
             "modes, which sigma along the buffer does not show. Trust the cosine."
-        )
-    else:
-        said.append("The eigenvalues there are real: such a mode does not oscillate, and a restart slows it down.")
-    return "lags", said
+        ]
+    return "lags", ["The eigenvalues there are real: such a mode does not oscillate, and a restart slows it down."]
 
 
 def _refusal(rule: OuterRule, latest: Evidence) -> str:
@@ -284,61 +276,89 @@ def _refusal(rule: OuterRule, latest: Evidence) -> str:
     return ""
 
 
-def _grows(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float] | None, *, ended: bool) -> list[str]:
+def _growth(rule: OuterRule, latest: Evidence, sigma: Range | None, *, ended: bool) -> list[str]:
     """Return what shows that the run diverges, or nothing."""
-    said = []
+    reasons = []
     if ended:
-        said.append("The run was ended because its loss or its pseudo-gradient left the allowed range.")
+        reasons.append("The run was ended because its loss or its pseudo-gradient left the allowed range.")
     if latest.lost:
-        said.append(
+        reasons.append(
             f"In the last {latest.lost} rounds neither norms nor cosine are finite numbers, and before they were."
         )
     if latest.risen > 0:
-        a_round = _factor(latest.risen / (latest.risen_rounds - 1))
-        said.append(
-            f"The norm of the pseudo-gradient itself grows by a factor {a_round} a round, {_factor(latest.risen)} over "
-            f"the last {latest.risen_rounds} rounds."
+        a_round, in_all = (
+            f"{math.exp(min(rise, 230.0)):.3g}" for rise in (latest.risen / (latest.risen_rounds - 1), latest.risen)
         )
-    if said and sigma is not None:
-        said.append(sigma_words(rule, latest, sigma))
+        reasons.append(
+            f"The norm of the pseudo-gradient itself grows by a factor {a_round} a round, {in_all} over the last "
+            f"{latest.risen_rounds} rounds."
+        )
+    if reasons and sigma is not None:
+        reasons.append(_sigma_words(rule, latest, sigma))
         limit = float(stable_limit(rule))
         if limit <= sigma[2]:
-            said.append(
+            reasons.append(
                 f"Modes of sigma {limit:.3g} or more are unstable under this rule; no restart schedule can stabilise "
                 "them (Theorem 2)."
             )
         else:
-            said.append(
+            reasons.append(
                 "In the linear model this sigma is stable, so the cause lies outside of it: the inner optimizer, the "
                 "loss's shape, or single directions of larger sigma."
             )
-    return said
+    return reasons
 
 
-def _factor(logarithm: float) -> str:
-    return f"{math.exp(min(logarithm, 230.0)):.3g}"
-
-
-def _noise(rule: OuterRule, latest: Evidence, sigma: tuple[float, float, float]) -> str:
+def _noise(rule: OuterRule, latest: Evidence, sigma: float) -> str:
     """Return why the motion is not the model's, or an empty text: it does not shrink where the model's would."""
-    rate = float(asymptotic_rate(rule, sigma[1]))
+    rate = float(asymptotic_rate(rule, sigma))
     if latest.restarts:
-        rate = float(restart_rate(rule, sigma[1], max(1, round(latest.rounds / latest.restarts))))
+        rate = float(restart_rate(rule, sigma, max(1, round(latest.rounds / latest.restarts))))
     rate = min(rate, 1.0)
     if not rate > 0 or -latest.growth + 2 * latest.growth_error >= 0.5 * rate:
         return ""
+    shrinks, changes = _percent(1 - math.exp(-rate)), _percent(math.expm1(latest.growth), sign="+")
     return (
-        f"But the norm of the pseudo-gradient does not shrink as the model's would, by {_percent(1 - math.exp(-rate))} "
-        f"a round (it changes by {_percent(math.expm1(latest.growth), sign=True)}): noise, or a loss that is not "
-        "linear here, keeps it moving. That looks alike, and no restart removes it."
+        f"But the norm of the pseudo-gradient does not shrink as the model's would, by {shrinks} a round (it changes "
+        f"by {changes}): noise, or a loss that is not linear here, keeps it moving. That looks alike, and no restart "
+        "removes it."
     )
 
 
-def _percent(share: float, *, sign: bool = False) -> str:
-    return f"{100 * share:{'+' if sign else ''}.2g} %".replace("-", "\N{MINUS SIGN}")
+def _percent(share: float, sign: str = "") -> str:
+    return f"{100 * share:{sign}.2g} %".replace("-", "\N{MINUS SIGN}")
 
 
-# ------------------------------------------------------------------------------------------------------------ output
+def step_alone(rule: OuterRule, sigma: float) -> float:
+    """Return the share of the way to the minimum that a round's own pseudo-gradient covers, momentum left out."""
+    return float(effective_step(rule, sigma)) * (1 + rule.momentum if rule.nesterov else 1.0)
+
+
+def _sigma_words(rule: OuterRule, latest: Evidence, sigma: Range) -> str:
+    names = list(dict.fromkeys(_REGIMES[str(regime(rule, value))] for value in sigma))
+    clipped = ", cut at 1, beyond which a linear mode cannot lie" if latest.observed.interval[1] > 1 else ""
+    return (
+        f"Estimated sigma along the buffer: {sigma[1]:.3g} (95 %: {sigma[0]:.3g} to {sigma[2]:.3g}{clipped}), where "
+        f"the eigenvalues are {' or '.join(names)}."
+    )
+
+
+def _sigma_missing(latest: Evidence) -> str:
+    """Return why there is no sigma."""
+    observed = latest.observed
+    if not latest.rates_known:
+        return (
+            "Sigma is not determined: the inner learning rate of these rounds is unknown (metrics.jsonl), and "
+            "pseudo-gradients that shrink with it look like progress."
+        )
+    if math.isnan(observed.sigma):
+        bound = "" if math.isnan(observed.ceiling) else f"; if nothing were noise it would be {observed.ceiling:.3g}"
+        return f"Sigma is not determined by the {observed.pairs} pairs of rounds that can be used{bound}."
+    return (
+        f"Sigma is not determined: {observed.why_not}. The estimate is {observed.sigma:.3g}, with about "
+        f"{100 * observed.noise_share:.0f} % of the pseudo-gradient's square being noise; without the correction for "
+        f"noise it would seem to be {observed.ceiling:.3g}."
+    )
 
 
 def check_run(record: RunRecord) -> None:
@@ -355,20 +375,10 @@ def check_run(record: RunRecord) -> None:
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return the diagnosis as plain JSON values; numbers that are not finite are null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Advice):
-            return {
-                "sigma": float(value.sigma[0]),
-                "period": value.recommended.period,
-                "controls": plain(value.controls),
-            }
-        if dataclasses.is_dataclass(value):
-            return {item.name: plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return plain(diagnosis)
+    tree = dataclasses.asdict(diagnosis)
+    for entry, finding in zip(tree["findings"], diagnosis.findings, strict=True):
+        entry["advice"] = [
+            {"sigma": float(item.sigma[0]), "period": item.recommended.period, "controls": item.controls}
+            for item in finding.advice
+        ]
+    return standard(tree)

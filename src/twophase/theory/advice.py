@@ -14,7 +14,7 @@ from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
 from twophase.theory.benefit import hurt_share, restart_can_help
-from twophase.theory.contraction import log_restart_factor, restart_table
+from twophase.theory.contraction import restart_rate, restart_table
 from twophase.theory.inputs import Floats, check_count, check_modes, check_weights, rule_grid
 from twophase.theory.modes import REGIMES, asymptotic_rate, effective_step, regime, stable_limit
 from twophase.theory.periods import (
@@ -26,10 +26,8 @@ from twophase.theory.periods import (
     log_final_loss,
 )
 
-_PERIODS_BY_DEFAULT = 60
-_MOST_PERIODS = 10_000  # by default; a longer search can be asked for
-LONGEST_PERIOD = 1_000_000
-"""The longest period that can be asked for."""
+_DEFAULT_PERIODS = 60, 10_000  # the least and the most that are tried unless `max_period` is given
+_LONGEST_PERIOD = 10**6
 _MOST_FACTORS = 10**8  # modes times periods; their restart factors are in memory together, some 80 bytes each
 
 
@@ -126,20 +124,26 @@ def advise(
     where = "advise"
     values = check_modes(where, sigma).reshape(-1)
     shares = check_weights(where, weights, values.size)
+    total = None if rounds is None else check_count(where, "rounds", rounds)
     moving = (values > 0) & (shares > 0)
     if not moving.any() or rule.lr == 0:
         largest = values[shares > 0].max()
         raise ValueError(f"{where}: no mode moves (lr {rule.lr:g}, sigma {largest:g}); both must be positive")
-    still = bool(np.any(values == 0))
+    left_out = ["modes with sigma 0 are left out: nothing moves them"] if np.any(values == 0) else []
     values, shares = values[moving], shares[moving] / shares[moving].sum()
-    total = None if rounds is None else check_count(where, "rounds", rounds)
     first = cancellation_periods(rule, values, 1)[:, 0]
     first = first[~np.isnan(first)]
-    longest = _longest_period(max_period, total, first)
-    if values.size * longest > _MOST_FACTORS:
+    if max_period is not None:
+        longest = check_count(where, "max_period", max_period)
+    elif total is not None:
+        longest = min(total, _DEFAULT_PERIODS[1])
+    else:
+        longest = int(np.clip(np.ceil(3 * first.max(initial=0)) + 5, *_DEFAULT_PERIODS))
+    most = min(_LONGEST_PERIOD, _MOST_FACTORS // values.size)
+    if longest > most:
         raise ValueError(
-            f"{where}: max_period is {longest}, of {values.size:,} modes; all periods of all modes are held at once: "
-            f"give a max_period of at most {_MOST_FACTORS // values.size:,}, or fewer modes"
+            f"{where}: max_period is {longest}; it must be at most {most:,} for {values.size:,} modes: all periods of "
+            "all modes are held at once"
         )
     criteria, without = _criteria(rule, values, shares, total, longest)
     chosen = criteria[0].period
@@ -158,10 +162,7 @@ def advise(
         first_cancellation=(float(first.min()), float(first.max())) if first.size else None,
         heuristics=(float(heuristic_period(rule, mean, corrected=False)), float(heuristic_period(rule, mean))),
         controls=controls(rule, values, chosen, total),
-        warnings=(
-            *(["modes with sigma 0 are left out: nothing moves them"] if still else []),
-            *_warnings(rule, values, shares, total, longest, chosen=chosen),
-        ),
+        warnings=(*left_out, *_warnings(rule, values, shares, total, longest, chosen=chosen)),
     )
 
 
@@ -186,8 +187,7 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
 
     Source: theory note R25 and R31; paper error E11.
 
-    >>> found = controls(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], 3)
-    >>> [round(rate, 3) for rate in found.values()]
+    >>> [round(rate, 3) for rate in controls(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], 3).values()]
     [0.03, 0.058, 0.619]
     """
     values = check_modes("controls", sigma)
@@ -195,54 +195,37 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
     rounds = None if rounds is None else check_count("controls", "rounds", rounds)
     same = rule.to("sum").lr
     gain = _mean_gain(rule, period, rounds)
-
-    def slowest(other: OuterRule) -> float:
-        return float(np.min(asymptotic_rate(other, values)))
-
     grid = rule_grid(rule.to("ema").lr, np.linspace(0, 0.995, 200), rule.nesterov, "ema")
     tuned = grid[np.argmax(asymptotic_rate(grid[:, None], values).min(axis=1))]
-    return {
-        f"no momentum, the same step (lr {same:.4g})": slowest(OuterRule(same, 0.0)),
-        f"no momentum, the same mean gain (lr {gain:.4g})": slowest(OuterRule(gain, 0.0)),
-        f"momentum tuned to {tuned.momentum:.3g} at EMA lr {tuned.lr:.4g}, no restart": slowest(tuned),
+    others = {
+        f"no momentum, the same step (lr {same:.4g})": OuterRule(same, 0.0),
+        f"no momentum, the same mean gain (lr {gain:.4g})": OuterRule(gain, 0.0),
+        f"momentum tuned to {tuned.momentum:.3g} at EMA lr {tuned.lr:.4g}, no restart": tuned,
     }
+    return {name: float(np.min(asymptotic_rate(other, values))) for name, other in others.items()}
 
 
 def _mean_gain(rule: OuterRule, period: int | None, rounds: int | None) -> float:
     """Return `mean_outer_gain` with a restart every `period` rounds (None: none), however many rounds there are."""
     b, largest = rule.momentum, rule.to("ema").lr
-
-    def filling(count: int) -> tuple[float, float]:
-        # The sum over rounds j = 1 ... count of 1 - b^j, and the last of these, by halves: the second half begins with
-        # a buffer that is already filled to `full`. All terms are positive, so that nothing cancels at b near 1.
-        if count == 0:
-            return 0.0, 0.0
-        half, full = filling(count // 2)
-        total, full = half + count // 2 * full + (1 - full) * half, full + (1 - full) * full
-        if count % 2:
-            full += (1 - full) * (1 - b)
-            total += full
-        return total, full
-
     total = rounds or period
     if total is None:
         return largest
-    cycles, rest = divmod(total, min(period or total, total))
-    filled = cycles * filling(min(period or total, total))[0] + filling(rest)[0]
-    mean = filled / total
+
+    def filling(count: int) -> float:
+        # The sum over rounds j = 1 ... count of 1 - b^j, and the last of these, by doubling: the second half begins
+        # with a buffer that is already filled to `full`. All terms are positive: nothing cancels at b near 1.
+        done, filled, full = 0, 0.0, 0.0
+        for bit in f"{count:b}":
+            done, filled, full = 2 * done, filled + done * full + (1 - full) * filled, full + (1 - full) * full
+            if bit == "1":
+                full += (1 - full) * (1 - b)
+                done, filled = done + 1, filled + full
+        return filled
+
+    cycle = min(period or total, total)
+    mean = (total // cycle * filling(cycle) + filling(total % cycle)) / total
     return largest * ((1 - b) + b * mean if rule.nesterov else mean)
-
-
-def _longest_period(asked: int | None, rounds: int | None, first: Floats) -> int:
-    if asked is not None:
-        longest = check_count("advise", "max_period", asked)
-        if longest > LONGEST_PERIOD:  # all periods up to it are held at once, for each mode
-            raise ValueError(f"advise: max_period is {longest}; it must be at most {LONGEST_PERIOD:,}")
-        return longest
-    if rounds is not None:
-        return min(rounds, _MOST_PERIODS)
-    reach = int(np.ceil(3 * first.max())) + 5 if first.size else 0
-    return min(max(reach, _PERIODS_BY_DEFAULT), _MOST_PERIODS)
 
 
 def _criteria(
@@ -251,12 +234,9 @@ def _criteria(
     """Return what each criterion chooses, the fitting one first, and no restart at all."""
 
     def judged(objective: str, period: int | None) -> Criterion:
-        if period is None:
-            rate = float(np.min(asymptotic_rate(rule, sigma)))
-        else:
-            rate = float(np.min(-log_restart_factor(rule, sigma, period)[1] / period))
+        rates = asymptotic_rate(rule, sigma) if period is None else restart_rate(rule, sigma, period)
         loss = None if rounds is None else float(log_final_loss(rule, sigma, rounds, period or rounds, weights))
-        return Criterion(objective, period, rate, loss)
+        return Criterion(objective, period, float(np.min(rates)), loss)
 
     without = judged("none", None)
     criteria: dict[Objective, Criterion] = {}
@@ -272,40 +252,40 @@ def _criteria(
 def _warnings(
     rule: OuterRule, sigma: Floats, weights: Floats, rounds: int | None, longest: int, *, chosen: int | None
 ) -> list[str]:
-    said = []
+    warnings = []
     if chosen == 1 and rule.momentum > 0:
         lr = rule.to("sum").lr * (1 + rule.momentum if rule.nesterov else 1)
-        said.append(f"period 1 is no momentum at all: the same as momentum 0 with lr {lr:.4g} (sum form)")
+        warnings.append(f"period 1 is no momentum at all: the same as momentum 0 with lr {lr:.4g} (sum form)")
     helped = restart_can_help(rule, sigma)
     unstable = effective_step(rule, sigma) >= stable_limit(OuterRule(1.0, rule.momentum, rule.nesterov))
     if unstable.any():
         limit = float(stable_limit(rule)) / float(sigma.max())
         verb = "diverges" if unstable.sum() == 1 else "diverge"
-        said.append(
+        warnings.append(
             f"{_modes(sigma[unstable])} {verb} without restarts, and no restart schedule can stabilise what "
             f"diverges (Theorem 2): lower lr below {rule.lr * limit:.4g} ({rule.form} form)"
         )
     if rule.momentum == 0:
-        said.append("the rule has no momentum: there is nothing to restart, and every period does the same")
+        warnings.append("the rule has no momentum: there is nothing to restart, and every period does the same")
     elif not helped.any():
-        said.append(
+        warnings.append(
             "no mode oscillates (all eigenvalues are real), so every restart slows every mode down (Theorem 1): "
             "do not restart"
         )
     elif not helped.all():
-        said.append(
+        warnings.append(
             f"{100 * np.sum(weights[~helped]):.3g} % of the weight is in modes that do not oscillate, down to sigma "
             f"{sigma[~helped].min():.3g}; every restart slows those down (Theorem 1)"
         )
     if rounds is not None and helped.any():
         soonest = float(np.nanmin(cancellation_periods(rule, sigma, 1)))
         if rounds <= soonest:
-            said.append(
+            warnings.append(
                 f"the horizon of {rounds} rounds is too short: the first phase cancellation comes after "
                 f"{soonest:.1f} rounds"
             )
         elif chosen is None and rounds > 1:
-            said.append(
+            warnings.append(
                 f"within {rounds} rounds no restart is best: every period up to {min(longest, rounds - 1)} ends with "
                 "a higher loss"
             )
@@ -314,11 +294,11 @@ def _warnings(
         bad = np.flatnonzero(logs > 0) + 1
         if bad.size:
             worst = int(bad[np.argmax(logs[bad - 1])])
-            said.append(
+            warnings.append(
                 f"restarting every {_listed(bad)} rounds would make stable modes grow "
                 f"(by {np.exp(logs[worst - 1]):.4g} a cycle at {worst}): avoid these periods"
             )
-    return said
+    return warnings
 
 
 def _modes(sigma: Floats) -> str:

@@ -58,7 +58,7 @@ def restart_can_help(rule: Rules, sigma: ArrayLike) -> Any:
     >>> restart_can_help(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.5]).tolist()
     [False, True]
     """
-    return Mode.of("restart_can_help", rule, sigma).oscillating()[()]
+    return (Mode.of("restart_can_help", rule, sigma).pieces()[0].hi < 0)[()]
 
 
 def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLike | None = None) -> float:
@@ -74,13 +74,11 @@ def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLik
     """
     values = check_modes("hurt_share", sigma)
     shares = check_weights("hurt_share", weights, values.shape[-1])
-    periods = check_count("hurt_share", "period", period)
-    with_restart = -log_restart_factor(rule, values, periods)[1] / periods
-    without = asymptotic_rate(rule, values)
+    rounds = check_count("hurt_share", "period", period)
+    with_restart, without = -log_restart_factor(rule, values, rounds)[1] / rounds, asymptotic_rate(rule, values)
     # Without momentum both are the same number in exact arithmetic.
     slack = np.where(np.isfinite(without), 1e-12 * np.abs(without), 0.0)
-    hurt = with_restart < without - slack
-    return float(np.sum(shares[hurt]))
+    return float(np.sum(shares[with_restart < without - slack]))
 
 
 def restart_stable_limit(rule: OuterRule, period: int) -> float:

@@ -9,6 +9,9 @@ Two ways to it, for every regime alike and without a closed form:
   not suffice (`table.py`).
 
 In both a mode that has barely moved is followed by its deficit d = 1 - chi, so that slow modes keep their digits.
+
+Functions take `rule`, one `OuterRule` or an array of them, `sigma` in [0, 1] and `period`, whole numbers below 2^53;
+all three broadcast. Anything else is a ValueError that names the function, the argument and the entry.
 """
 
 from __future__ import annotations
@@ -29,20 +32,16 @@ def log_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tupl
 
     Args:
         rule: one rule or an array of rules.
-        sigma: effective progress in [0, 1].
-        period: K >= 0, whole numbers below 2^53; all three broadcast. K = 0 gives chi = 1.
+        sigma: effective progress.
+        period: K >= 0; K = 0 gives chi = 1.
 
     Returns:
         (sign, log): sign is -1, 0 or 1; the logarithm is natural, -inf at an exact zero. Relative error of the
         logarithm about 1e-15, whatever the regime, next to zeros of chi too, for K up to 1e6. Beyond about 1e7 digits
         are lost next to the upper edge of the oscillatory interval at momentum near 1, at 1e9 half of them.
 
-    Raises:
-        ValueError: sigma outside [0, 1], a period that is no whole number >= 0.
-
     Source: paper section 3, proposition 1 (valid in every regime through T^K); theory note R6 and F3.
 
-    >>> from twophase.rule import OuterRule
     >>> sign, log = log_restart_factor(OuterRule(1.0, 0.9, form="ema"), 0.95, 8000)
     >>> int(sign), round(float(log), 2)
     (1, -421.58)
@@ -55,9 +54,8 @@ def restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
 
     Underflows to 0 below about 1e-308; `log_restart_factor` does not.
 
-    Source: paper section 3, proposition 1; theory note R6. Arguments, shapes and errors as `log_restart_factor`.
+    Source: paper section 3, proposition 1; theory note R6.
 
-    >>> from twophase.rule import OuterRule
     >>> round(float(restart_factor(OuterRule(1.0, 0.9, form="ema"), 0.95, 5)), 7)
     0.0098321
     """
@@ -72,12 +70,8 @@ def restart_rate(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
     Returns:
         The rate; +inf where chi_K is exactly 0, negative where the restarted mode grows. Slow modes keep their digits.
 
-    Raises:
-        ValueError: sigma outside [0, 1], a period that is no whole number >= 1.
-
     Source: paper section 3; theory note R7 and F3.
 
-    >>> from twophase.rule import OuterRule
     >>> round(float(restart_rate(OuterRule(1.0, 0.9, form="ema"), 0.95, 5)), 5)
     0.92442
     """
@@ -97,12 +91,8 @@ def restart_table(rule: Rules, sigma: ArrayLike, max_period: int) -> tuple[Signs
         (sign, log|chi|), each of shape (max_period, ...): entry K-1 belongs to period K. The signs are int8. Relative
         error of the logarithm below 1e-12 (next to a zero of chi: of chi relative to its envelope).
 
-    Raises:
-        ValueError: sigma outside [0, 1], a max_period that is no whole number >= 1.
-
     Source: theory note F2.
 
-    >>> from twophase.rule import OuterRule
     >>> sign, log = restart_table(OuterRule(1.0, 0.9, form="ema"), 0.95, 6)
     >>> (sign * np.exp(log)).round(5).tolist()
     [0.905, 0.73353, 0.50951, 0.2595, 0.00983, -0.2158]
@@ -122,7 +112,6 @@ def closed_form(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
 
     Source: paper section 3, proposition 1; theory note R6 to R12.
 
-    >>> from twophase.rule import OuterRule
     >>> round(float(closed_form(OuterRule(2.0, 0.5, True, "ema"), 1.0, 1)), 3)  # nilpotent
     -0.5
     """

@@ -1,23 +1,48 @@
 """Compute on arrays in double-double arithmetic: every number is an unevaluated sum hi + lo, about 32 digits.
 
-Why it is here: the phase after K rounds is K times an angle, and a matrix near critical damping is a difference of
-nearly equal numbers. In doubles the one loses K units, the other half of the digits. Twice the digits make both
-exact to the last double. NumPy's `longdouble` would do on some machines and silently be a double on others.
+The phase after K rounds is K times an angle, and a matrix near critical damping is a difference of nearly equal
+numbers. In doubles the one loses K units, the other half of the digits. Twice the digits make both exact to the last
+double. NumPy's `longdouble` would do on some machines and silently be a double on others.
 
 Source: T. J. Dekker, A floating-point technique for extending the available precision, Numer. Math. 18 (1971).
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 Array: TypeAlias = Any  # an array of doubles or a double
 _SPLITTER = 134217729.0  # 2^27 + 1: halves a double's 53 bits
 
+T = TypeVar("T", bound="Arrays")
 
-class Doubled:
+
+class Arrays:
+    """Hold arrays of one shape in the fields of `__slots__`, which may be such values again."""
+
+    __slots__ = ()
+
+    def each(self: T, function: Callable[..., Any], *others: T) -> T:
+        """Apply a function to every array (and to the same array of the others)."""
+        parts = []
+        for name in self.__slots__:
+            part, rest = getattr(self, name), [getattr(other, name) for other in others]
+            parts.append(part.each(function, *rest) if isinstance(part, Arrays) else function(part, *rest))
+        return type(self)(*parts)
+
+    def __getitem__(self: T, index: Any) -> T:
+        return self.each(lambda array: array[index])
+
+
+def where(condition: Array, yes: T, no: T) -> T:
+    """Choose elementwise."""
+    return yes.each(lambda a, b: np.where(condition, a, b), no)
+
+
+class Doubled(Arrays):
     """Hold an array of double-doubles. `+ - *` take another one or an array of doubles; parts must stay below 1e290."""
 
     __slots__ = ("hi", "lo")
@@ -56,24 +81,9 @@ class Doubled:
 
     __rmul__ = __mul__
 
-    def __getitem__(self, index: Any) -> Doubled:
-        return Doubled(self.hi[index], self.lo[index])
-
     def scaled(self, exponent: Array) -> Doubled:
         """Return this times 2^exponent, without rounding."""
-        return Doubled(np.ldexp(self.hi, exponent), np.ldexp(self.lo, exponent))
-
-    def sqrt(self) -> Doubled:
-        """Return square root of numbers >= 0, by one Newton step from the double's."""
-        root = np.sqrt(self.hi)
-        rest = self - Doubled(*two_product(root, root))
-        return _normal(root, np.divide(rest.hi, 2 * root, out=np.zeros_like(root), where=root > 0))
-
-    def over(self, other: Doubled) -> Doubled:
-        """Return this divided by `other`, nonzero."""
-        first = self.hi / other.hi
-        rest = self - other * first
-        return _normal(first, rest.hi / other.hi)
+        return self.each(lambda part: np.ldexp(part, exponent))
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -89,11 +99,6 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
     a_hi, a_lo = _split(a)
     b_hi, b_lo = _split(b)
     return product, ((a_hi * b_hi - product) + a_hi * b_lo + a_lo * b_hi) + a_lo * b_lo
-
-
-def where(condition: Array, yes: Doubled, no: Doubled) -> Doubled:
-    """Choose elementwise."""
-    return Doubled(np.where(condition, yes.hi, no.hi), np.where(condition, yes.lo, no.lo))
 
 
 def _split(a: Array) -> tuple[Array, Array]:

@@ -22,17 +22,10 @@ _SMALL = 64  # coordinates up to which a matrix is decomposed exactly
 
 
 def lanczos(product: Product, start: Floats, steps: int) -> tuple[Floats, Floats]:
-    """Return the tridiagonal matrix of a symmetric matrix in the Krylov space of a vector.
+    """Return the tridiagonal matrix of a symmetric matrix in the Krylov space of a vector: diagonal, off-diagonal.
 
     Every new vector is made orthogonal to all before, twice: without that, copies of the largest eigenvalues appear.
-
-    Args:
-        product: with the matrix.
-        start: (size,), not zero.
-        steps: at most so many, and no more than the space has dimensions.
-
-    Returns:
-        Diagonal (k,) and off-diagonal (k - 1,), 1 <= k <= min(steps, size).
+    It ends after `steps` vectors, or where the space has no more dimensions.
     """
     basis = np.zeros((min(steps, start.size), start.size))
     basis[0] = start / np.linalg.norm(start)

@@ -1,4 +1,7 @@
-"""Check the arguments of the theory's functions: rules (single or an array of them), sigma, weights, counts."""
+"""Check the arguments of the theory's functions: rules (single or an array of them), sigma, weights, counts.
+
+Each check returns the argument as an array, or raises a ValueError that begins with the caller's name, `where`.
+"""
 
 from __future__ import annotations
 
@@ -59,38 +62,27 @@ def rule_grid(lr: ArrayLike, momentum: ArrayLike, nesterov: ArrayLike = False, f
 
 
 def rule_arrays(where: str, rule: Rules) -> RuleArrays:
-    """Return the numbers of a rule or of an array of rules; anything else is a ValueError that begins with `where`."""
-    if isinstance(rule, OuterRule):
-        items, shape = [rule], ()
-    else:
-        array = np.asarray(rule, dtype=object)
-        items, shape = list(array.flat), array.shape
-    wrong = [item for item in items if not isinstance(item, OuterRule)]
-    if wrong or not items:
+    """Return the numbers of a rule or of an array of rules."""
+    array = np.asarray(rule, dtype=object)
+    refused = [item for item in array.flat if not isinstance(item, OuterRule)]
+    if refused or not array.size:
         raise ValueError(
-            f"{where}: rule is {wrong[0] if wrong else rule!r}; give an OuterRule such as OuterRule(0.7, 0.9), "
+            f"{where}: rule is {refused[0] if refused else rule!r}; give an OuterRule such as OuterRule(0.7, 0.9), "
             "or an array of them (rule_grid makes one)"
         )
 
     def column(name: str, dtype: type) -> Any:
-        return np.array([getattr(item, name) for item in items], dtype=dtype).reshape(shape)
+        return np.array([getattr(item, name) for item in array.flat], dtype=dtype).reshape(array.shape)
 
-    ema = np.array([item.form == "ema" for item in items], dtype=bool).reshape(shape)
-    return RuleArrays(
-        column("lr", float), column("momentum", float), column("injection", float), column("nesterov", bool), ema
-    )
+    ema = np.array([item.form == "ema" for item in array.flat]).reshape(array.shape)
+    return RuleArrays(*(column(name, float) for name in ("lr", "momentum", "injection")), column("nesterov", bool), ema)
 
 
 def check_sigma(where: str, sigma: ArrayLike) -> Floats:
-    """Return `sigma` as a float64 array if every entry lies in [0, 1]; otherwise a ValueError that names the entry."""
+    """Return effective progress, every entry in [0, 1]."""
     values = check_numbers(where, "sigma", sigma)
-    refuse(
-        where,
-        "sigma",
-        values,
-        ~((values >= 0) & (values <= 1)),
-        "effective progress lies in [0, 1]; effective_progress computes it from eigenvalues",
-    )
+    remedy = "effective progress lies in [0, 1]; effective_progress computes it from eigenvalues"
+    refuse(where, "sigma", values, ~((values >= 0) & (values <= 1)), remedy)
     return values
 
 
@@ -120,15 +112,12 @@ def check_weights(where: str, weights: ArrayLike | None, modes: int) -> Floats:
 def check_counts(where: str, what: str, value: ArrayLike, least: int = 1) -> NDArray[np.int64]:
     """Return whole numbers >= `least` and below 2^53 as an int64 array; refuse floats that are not whole."""
     remedy = f"it must be a whole number >= {least} and below 2^53"
-    try:
-        array = np.asarray(value)
-        if array.dtype.kind not in "iufO" or array.size == 0 or any(isinstance(v, NoneType | bool) for v in array.flat):
-            raise TypeError
-        numbers = array.astype(np.float64)  # from Python's integers beyond 64 bits, too
-    except (TypeError, ValueError):
-        raise ValueError(f"{where}: {what} is {value!r}; {remedy}") from None
-    refuse(where, what, array, ~((numbers == np.floor(numbers)) & (numbers >= least) & (numbers < 2.0**53)), remedy)
-    return array.astype(np.int64)
+    numbers = check_numbers(where, what, value, remedy)
+    if not numbers.size:
+        raise ValueError(f"{where}: {what} is {value!r}; {remedy}")
+    whole = (numbers == np.floor(numbers)) & (numbers >= least) & (numbers < 2.0**53)
+    refuse(where, what, np.asarray(value), ~whole, remedy)
+    return numbers.astype(np.int64)
 
 
 def check_count(where: str, what: str, value: ArrayLike, least: int = 1) -> int:
@@ -139,15 +128,36 @@ def check_count(where: str, what: str, value: ArrayLike, least: int = 1) -> int:
     return int(array)
 
 
+def check_finite(where: str, what: str, value: ArrayLike, least: float = -np.inf) -> Floats:
+    """Return finite numbers >= `least`."""
+    values = check_numbers(where, what, value)
+    remedy = "it must be a finite number" + (f" >= {least:g}" if np.isfinite(least) else "")
+    refuse(where, what, values, ~(np.isfinite(values) & (values >= least)), remedy)
+    return values
+
+
+def check_numbers(
+    where: str, what: str, value: ArrayLike, remedy: str = "give a number or an array of numbers"
+) -> Floats:
+    """Return a float64 copy of real numbers, infinities and nan included."""
+    try:
+        array = np.asarray(value)
+        objects = array.flat if array.dtype.kind == "O" else ()
+        if array.dtype.kind not in "iufO" or any(isinstance(item, NoneType | bool | str) for item in objects):
+            raise TypeError
+        return array.astype(np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: {what} is {value!r:.200}; {remedy}") from None
+
+
 def common_shape(where: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape to which the arguments broadcast; a ValueError that names theirs if they do not."""
+    """Return the shape to which the arguments broadcast."""
     try:
         return np.broadcast_shapes(*shapes.values())
     except ValueError:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(
-            f"{where}: shapes do not broadcast: {listed}; add axes of length 1 where they differ"
-        ) from None
+        remedy = "add axes of length 1 where they differ"
+        raise ValueError(f"{where}: shapes do not broadcast: {listed}; {remedy}") from None
 
 
 def check_steps(where: str, step: Floats) -> None:
@@ -156,23 +166,10 @@ def check_steps(where: str, step: Floats) -> None:
         raise ValueError(f"{where}: the effective step lr * sigma reaches {step.max():g}; lr must keep it below 1e100")
 
 
-def check_numbers(where: str, what: str, value: ArrayLike) -> Floats:
-    """Return `value` as a float64 array; what is no real number is a ValueError."""
-    try:
-        array = np.asarray(value)
-        if array.dtype.kind not in "iufO" or (
-            array.dtype.kind == "O" and any(isinstance(v, NoneType | bool | str) for v in array.flat)
-        ):
-            raise TypeError
-        return array.astype(np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(f"{where}: {what} is {value!r}; give a number or an array of numbers") from None
-
-
 def refuse(where: str, what: str, values: NDArray[Any], wrong: NDArray[np.bool_], remedy: str) -> None:
     """Raise a ValueError that names the first wrong entry, if there is one."""
     if np.any(wrong):
-        index = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(wrong)))
+        index = tuple(int(places[0]) for places in np.nonzero(np.atleast_1d(wrong)))
         place = f"[{', '.join(map(str, index))}]" if values.ndim else ""
         entry = np.atleast_1d(values)[index]
         entry = entry.item() if isinstance(entry, np.generic) else entry

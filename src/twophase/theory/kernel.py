@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from twophase.theory import doubled
-from twophase.theory.doubled import Doubled
+from twophase.theory.doubled import Arrays, Doubled
 from twophase.theory.inputs import Floats, Rules, check_sigma, check_steps, common_shape, rule_arrays
 
 
@@ -28,7 +27,7 @@ class Oscillation:
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
+class Mode(Arrays):
     """Hold one round of modes in the coordinates (x, n), n = lr times the buffer, which are the same in both forms.
 
     `n <- b n + s x`, then `x <- x - n` (heavy ball) or `x <- x - (b n + s x)` (Nesterov, with the new n). All arrays
@@ -54,8 +53,8 @@ class Mode:
         )
         with np.errstate(over="ignore"):
             check_steps(where, lr * values)
-        decay = Doubled(*doubled.two_sum(np.ones_like(momentum), -momentum))
         unit = Doubled(np.ones_like(momentum), np.zeros_like(momentum))
+        decay = unit - momentum
         # Mantissas, so that a product of small numbers does not underflow on its way.
         (lr_m, lr_e), (sigma_m, sigma_e) = np.frexp(lr), np.frexp(values)
         step = doubled.where(ema, decay, unit) * lr_m * sigma_m
@@ -81,18 +80,7 @@ class Mode:
 
     def flat(self) -> Mode:
         """Return the same modes along one axis."""
-
-        def line(values: Any) -> Any:
-            return np.broadcast_to(values, self.shape).reshape(self.size)
-
-        decay, step = (Doubled(line(d.hi), line(d.lo)) for d in (self.decay, self.step))
-        return Mode(line(self.momentum), decay, step, line(self.exponent), line(self.nesterov))
-
-    def __getitem__(self, index: Any) -> Mode:
-        """Return some of the modes."""
-        return Mode(
-            self.momentum[index], self.decay[index], self.step[index], self.exponent[index], self.nesterov[index]
-        )
+        return self.each(np.ravel)
 
     def pieces(self) -> tuple[Doubled, Doubled, Doubled, Doubled]:
         """Return disc = tr^2 - 4 D, tr, D and a - b, free of cancellation; steps that count only once are 0 here.
@@ -130,10 +118,6 @@ class Mode:
         names[disc.hi == 0] = "critical"
         names[(trace.hi == 0) & (sign == 0)] = "nilpotent"
         return names
-
-    def oscillating(self) -> NDArray[np.bool_]:
-        """Return where the eigenvalues are complex."""
-        return self.pieces()[0].hi < 0
 
     def oscillation(self) -> Oscillation:
         """Return phase, delay, log rho and log amplitude (theory note R7)."""
@@ -175,9 +159,6 @@ class Mode:
             small = np.where(self.linear, -self.real_size(self.step.hi / w.hi), real)
             return np.where(disc.hi < 0, self._log_rho(), small)
 
-    def _clipped(self) -> NDArray[np.int64]:
-        return np.maximum(self.exponent, -3000)  # ldexp takes C ints
-
     def real_size(self, values: Floats) -> Floats:
         """Return a quantity proportional to the step, which was computed with the mantissas, in its true size."""
-        return np.ldexp(values, self._clipped())
+        return np.ldexp(values, np.maximum(self.exponent, -3000))  # ldexp takes C ints

@@ -1,22 +1,28 @@
-"""Mix restart periods: cycles of several lengths, the best mix, a whole schedule, and the limit of all schedules."""
+"""Mix restart periods: cycles of several lengths, the best mix, a whole schedule, and the limit of all schedules.
+
+An argument out of its range is a ValueError that names the function, the argument and the entry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, combinations_with_replacement
+from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import logsumexp
 
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.scheduled import AtRounds
 from twophase.rule import OuterRule
 from twophase.theory.contraction import log_restart_factor, restart_table
-from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_modes, check_weights
+from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_modes, check_sigma, check_weights
 from twophase.theory.periods import log_final_loss
+
+Counts: TypeAlias = NDArray[np.int64]
 
 _TIE = 1e-12  # relative difference below which two single periods are equally good
 _LARGEST_RATE = 1e4  # of a mode in the linear program, in units of the slowest one's: exact zeros have an infinite one
@@ -38,22 +44,19 @@ def schedule_factor(rule: Rules, sigma: ArrayLike, cycles: Sequence[int] | Mappi
     Returns:
         (sign, log), as `log_restart_factor`.
 
-    Raises:
-        ValueError: sigma outside [0, 1], lengths that are no whole numbers >= 1.
-
     Source: theory note R23.
 
     >>> sign, log = schedule_factor(OuterRule(1.0, 0.9, form="ema"), 0.95, {5: 2, 3: 1})
     >>> round(float(sign * np.exp(log) * 1e5), 3)
     4.926
     """
-    counts = dict(cycles) if isinstance(cycles, Mapping) else {k: list(cycles).count(k) for k in set(cycles)}
+    counts = cycles if isinstance(cycles, Mapping) else Counter(cycles)
     check_counts("schedule_factor", "a count", list(counts.values()) or [0], 0)
     sign, total = log_restart_factor(rule, sigma, 0)  # nothing done yet: 1, of the right shape
     for length, count in sorted(counts.items()):
-        one_sign, one_log = log_restart_factor(rule, sigma, check_counts("schedule_factor", "a length", length))
+        cycle_sign, log = log_restart_factor(rule, sigma, check_counts("schedule_factor", "a length", length))
         if count:
-            sign, total = sign * one_sign ** (2 - count % 2), total + count * one_log
+            sign, total = sign * cycle_sign ** (2 - count % 2), total + count * log
     return sign, total
 
 
@@ -89,9 +92,6 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
         sigma: effective progress of the modes, shape (M,); leave out modes with sigma 0, which nothing moves.
         max_period: the longest cycle, a whole number >= 1.
 
-    Raises:
-        ValueError: values out of range.
-
     Source: theory note R24.
 
     >>> mix = mixed_periods(OuterRule(1.0, 0.9, form="ema"), np.linspace(0.3, 0.95, 241), max_period=40)
@@ -102,14 +102,14 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
 
     values = check_modes("mixed_periods", sigma).reshape(-1)
     longest = check_count("mixed_periods", "max_period", max_period)
-    periods = np.arange(1, longest + 1)
-    logs = restart_table(rule, values, longest)[1] / periods[:, None] + 0.0  # a round, (K, M)
+    logs = restart_table(rule, values, longest)[1] / np.arange(1, longest + 1)[:, None] + 0.0  # a round, (K, M)
     worst = np.max(logs, axis=1)
     best = float(worst.min())
     if np.isneginf(best):  # every mode is gone after one cycle
-        fixed = int(np.argmin(worst))
-        return Mixture((fixed + 1,), (1.0,), np.inf, fixed + 1, np.inf)
+        gone = int(np.argmin(worst)) + 1
+        return Mixture((gone,), (1.0,), np.inf, gone, np.inf)
     fixed = int(np.argmax(worst <= best + _TIE * abs(best)))
+    fixed_rate = -float(worst[fixed]) + 0.0
     # In shares of rounds u_K = K f_K, with rates for coefficients, in units of the slowest mode's: the solver's
     # tolerances then mean the same for slow modes and fast ones.
     with np.errstate(over="ignore"):
@@ -129,15 +129,9 @@ def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixt
     shares /= shares.sum()
     used = np.flatnonzero(shares)
     rate = -float(np.max(shares[used] @ logs[used])) + 0.0  # of the mix that is returned, not of the solver's
-    if rate <= -worst[fixed]:  # the solver's tolerance must not make a mix worse than one period
-        shares, rate, used = np.eye(longest)[fixed], -float(worst[fixed]) + 0.0, np.array([fixed])
-    return Mixture(
-        tuple(int(k) for k in periods[used]),
-        tuple(float(u) for u in shares[used]),
-        rate,
-        int(periods[fixed]),
-        -float(worst[fixed]) + 0.0,
-    )
+    if rate <= fixed_rate:  # the solver's tolerance must not make a mix worse than one period
+        shares, rate, used = np.eye(longest)[fixed], fixed_rate, np.array([fixed])
+    return Mixture(tuple((used + 1).tolist()), tuple(shares[used].tolist()), rate, fixed + 1, fixed_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +173,6 @@ def best_schedule(
         max_period: the longest cycle, a whole number >= 1.
         weights: one a mode, >= 0; equal when None.
 
-    Raises:
-        ValueError: values out of range.
-
     Source: theory note R24 (finite horizon).
 
     >>> schedule = best_schedule(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], rounds=40, max_period=12)
@@ -193,7 +184,8 @@ def best_schedule(
     total = check_count(where, "rounds", rounds)
     longest = min(check_count(where, "max_period", max_period), total)
     shares = check_weights(where, weights, values.size)
-    values, log_weights = values[shares > 0], np.log(shares[shares > 0])
+    counted = shares > 0
+    values, log_weights = values[counted], np.log(shares[counted])
     table = np.concatenate([np.zeros((1, values.size)), restart_table(rule, values, longest)[1]])
     finite = np.where(np.isneginf(table), 0.0, table)
     # An exact zero: lower than what is left of any mode in any other way, so that the search has no infinities.
@@ -205,63 +197,58 @@ def best_schedule(
     with np.errstate(divide="ignore"):
         residual = sum(count * table[k] for k, count in counts.items()) + table[tail]
         log_loss = float(logsumexp(2 * residual + log_weights) - np.log(2))
-    never = float(log_final_loss(rule, values, total, total, shares[shares > 0]))
+    never = float(log_final_loss(rule, values, total, total, shares[counted]))
     return Schedule({}, total, never) if never <= log_loss else Schedule(counts, tail, log_loss)
 
 
 class _Search:
-    """Search locally over how many cycles of each length; position k of an array of counts is length k."""
+    """Search locally over how many cycles of each length; position k of an array of counts is length k.
+
+    `table[k]` holds the modes' log|chi_k|.
+    """
 
     def __init__(self, table: Floats, log_weights: Floats, total: int) -> None:
         self.table, self.log_weights, self.total = table, log_weights, total
         self.lengths = np.arange(len(table))
-        single = [(0,), *((k,) for k in range(1, len(table)))]
-        pairs = (
-            [(i, k) for i in range(1, len(table)) for k in range(i, len(table))] if len(table) <= _PAIRS_UP_TO else []
-        )
-        moves = [*single, *pairs]
-        self.cycles = np.array([np.bincount(move, minlength=len(table)) for move in moves])
-        self.cycles[:, 0] = 0
-        self.length, self.logs = self.cycles @ self.lengths, self.cycles @ table
+        pairs = combinations_with_replacement(self.lengths[1:], 2) if len(table) <= _PAIRS_UP_TO else ()
+        self.exchanges = np.array([np.bincount(move, minlength=len(table)) for move in (*zip(self.lengths), *pairs)])
+        self.exchanges[:, 0] = 0
+        self.length, self.logs = self.exchanges @ self.lengths, self.exchanges @ table
 
-    def starts(self, rule: OuterRule, values: Floats) -> Iterator[Any]:
-        """Yield counts to begin with: the best single periods, and the mix rounded down."""
-        single = []
-        for k in range(1, len(self.table)):
-            counts = np.zeros(len(self.table), np.int64)
-            counts[k] = self.total // k
-            single.append((self.loss(counts), counts))
-        yield from (counts for _, counts in sorted(single, key=lambda pair: pair[0])[:3])
-        moving = values[values > 0]
-        if moving.size:
-            mix = mixed_periods(rule, moving, max_period=len(self.table) - 1)
-            counts = np.zeros(len(self.table), np.int64)
-            for k, share in zip(mix.periods, mix.shares, strict=True):
-                counts[k] = int(share * self.total / k)
+    def starts(self, rule: OuterRule, values: Floats) -> list[Counts]:
+        """Return counts to begin with: the best single periods, and the mix rounded down."""
+        single = list(np.diag(self.total // np.maximum(self.lengths, 1))[1:])
+        starts = sorted(single, key=self.loss)[:3]
+        if np.any(values > 0):
+            mix = mixed_periods(rule, values[values > 0], max_period=len(self.table) - 1)
+            counts = np.zeros_like(self.lengths)
+            counts[list(mix.periods)] = [
+                int(share * self.total / k) for k, share in zip(mix.periods, mix.shares, strict=True)
+            ]
             while self.total - counts @ self.lengths >= len(self.table):
                 counts[mix.periods[0]] += 1
-            yield counts
+            starts.append(counts)
+        return starts
 
-    def loss(self, counts: Any) -> float:
+    def loss(self, counts: Counts) -> float:
         """Return the log of the final loss."""
-        tail = self.total - int(counts @ self.lengths)
-        return float(logsumexp(2 * (counts @ self.table + self.table[tail]) + self.log_weights) - np.log(2))
+        return float(self._losses(counts @ self.table + self.table[self.total - int(counts @ self.lengths)]))
 
-    def improved(self, counts: Any) -> tuple[Any, float]:
+    def _losses(self, logs: Floats) -> Any:
+        return logsumexp(2 * logs + self.log_weights, axis=-1) - np.log(2)
+
+    def improved(self, counts: Counts) -> tuple[Counts, float]:
         """Exchange cycles while that lowers the loss."""
         best = self.loss(counts)
         while True:
             lowest, change = best - 1e-9, None
             base, used = counts @ self.table, int(counts @ self.lengths)
-            for out in range(len(self.cycles)):
-                if np.any(self.cycles[out] > counts):
-                    continue
+            for out in np.flatnonzero((self.exchanges <= counts).all(axis=1)):
                 tails = self.total - (used - self.length[out]) - self.length
                 fits = np.flatnonzero((tails >= 0) & (tails < len(self.table)))
-                logs = base - self.logs[out] + self.logs[fits] + self.table[tails[fits]]
-                losses = logsumexp(2 * logs + self.log_weights, axis=1) - np.log(2)
+                losses = self._losses(base - self.logs[out] + self.logs[fits] + self.table[tails[fits]])
                 if losses.size and losses.min() < lowest:
-                    lowest, change = float(losses.min()), self.cycles[fits[np.argmin(losses)]] - self.cycles[out]
+                    lowest, change = float(losses.min()), self.exchanges[fits[np.argmin(losses)]] - self.exchanges[out]
             if change is None:
                 return counts, best
             counts, best = counts + change, lowest
@@ -291,7 +278,7 @@ def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike
     (1.271, 1.2425)
     """
     where = "chebyshev_rate"
-    low, high = check_modes(where, sigma_min), check_modes(where, sigma_max)
+    low, high = check_sigma(where, sigma_min), check_sigma(where, sigma_max)
     if np.any(low > high) or np.any(high == 0):
         raise ValueError(
             f"{where}: sigma_min {sigma_min}, sigma_max {sigma_max}; sigma_max must be positive and larger"
@@ -304,5 +291,4 @@ def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike
             turned = times * angle
             far = turned + np.log1p(np.exp(-2 * turned)) - np.log(2)
             angle = np.where(turned < 1, np.log1p(2 * np.sinh(np.minimum(turned, 1) / 2) ** 2), far) / times
-    scalar = np.ndim(sigma_min) == np.ndim(sigma_max) == 0 and np.ndim(rounds if rounds is not None else 0) == 0
-    return angle[0] if scalar else angle
+    return angle[()]

@@ -5,6 +5,10 @@ sigma effective progress, g = sigma x the pseudo-gradient, s the effective step 
 alone decides every rate and every restart factor.
 
 Everything here is right to the last digits in every regime: differences that cancel are formed with twice the digits.
+
+Functions of a mode take `rule`, one `OuterRule` or an array of them (`rule_grid`), and `sigma` in [0, 1], which
+broadcast; they return an array of the broadcast shape, or a NumPy scalar. Anything else is a ValueError that names the
+function, the argument and the entry.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from twophase.theory.inputs import (
     RuleArrays,
     Rules,
     check_counts,
-    check_numbers,
+    check_finite,
     check_sigma,
     check_steps,
     common_shape,
@@ -56,12 +60,8 @@ def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: 
     0.875
     """
     where = "effective_progress"
-    arguments = {"eigenvalue": check_numbers(where, "eigenvalue", eigenvalue)}
-    arguments["inner_lr"] = check_numbers(where, "inner_lr", inner_lr)
+    values, rates = check_finite(where, "eigenvalue", eigenvalue, 0), check_finite(where, "inner_lr", inner_lr, 0)
     counts = check_counts(where, "inner_steps", inner_steps)
-    for name, array in arguments.items():
-        refuse(where, name, array, ~(np.isfinite(array) & (array >= 0)), "it must be a finite number >= 0")
-    values, rates = arguments.values()
     common_shape(where, eigenvalue=values.shape, inner_lr=rates.shape, inner_steps=counts.shape)
     with np.errstate(over="ignore"):
         product = values * rates
@@ -75,7 +75,7 @@ def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: 
             f"descent does not overshoot; lower inner_lr to {limit:.17g} or less"
         )
     with np.errstate(divide="ignore"):  # log1p(-1) = -inf is meant: the mode is removed at once
-        return _plain(-np.expm1(counts * np.log1p(-product)) + 0.0)
+        return (-np.expm1(counts * np.log1p(-product)) + 0.0)[()]
 
 
 def scheduled_progress(
@@ -108,49 +108,36 @@ def scheduled_progress(
     0.625
     """
     where = "scheduled_progress"
-    values, rates = check_numbers(where, "eigenvalue", eigenvalue), check_numbers(where, "inner_lrs", inner_lrs)
-    decay = check_numbers(where, "weight_decay", weight_decay)
+    values, rates = check_finite(where, "eigenvalue", eigenvalue, 0), check_finite(where, "inner_lrs", inner_lrs, 0)
+    decay = check_finite(where, "weight_decay", weight_decay, 0)
     if rates.ndim != 1 or rates.size == 0 or decay.ndim:
         raise ValueError(
             f"{where}: inner_lrs have shape {rates.shape} and weight_decay {decay.shape}; give one learning rate for "
             "each inner step of the round, shape (S,), and one number"
         )
-    for name, array in (("eigenvalue", values), ("inner_lrs", rates), ("weight_decay", decay)):
-        refuse(where, name, array, ~(np.isfinite(array) & (array >= 0)), "it must be a finite number >= 0")
     with np.errstate(over="ignore"):
         total = values + decay
-        largest = total * rates.max()
+        too_large = total * rates.max() > 1
     if not clip:
         remedy = f"times inner_lr {rates.max():g} it must be <= 1 (with the decay); lower that, or give clip=True"
-        refuse(where, "eigenvalue", values, largest > 1, remedy)
+        refuse(where, "eigenvalue", values, too_large, remedy)
     log_product = np.zeros(values.shape)  # log of the product, one step after the other: no array of modes x steps
     with np.errstate(divide="ignore", over="ignore"):
         for rate in rates:
             log_product = log_product + np.log1p(-np.minimum(rate * total, 1.0))
-    return _plain(-np.expm1(log_product) + 0.0)
+    return (-np.expm1(log_product) + 0.0)[()]
 
 
 def effective_step(rule: Rules, sigma: ArrayLike) -> Any:
     """Return the step s of a mode: `lr sigma` (sum form), `lr (1-b) sigma` (EMA).
 
-    Args:
-        rule: one rule or an array of rules.
-        sigma: effective progress in [0, 1]; broadcasts against the rules.
-
-    Returns:
-        s >= 0, of the broadcast shape.
-
-    Raises:
-        ValueError: sigma outside [0, 1].
-
     Source: theory note R2 and R3 (the same number in both forms).
 
-    >>> from twophase.rule import OuterRule
     >>> float(effective_step(OuterRule(2.0, 0.75, form="ema"), 0.5))
     0.25
     """
     mode = Mode.of("effective_step", rule, sigma)
-    return _plain(mode.real_size(mode.step.hi))
+    return mode.real_size(mode.step.hi)[()]
 
 
 def transition(rule: Rules, sigma: ArrayLike) -> Floats:
@@ -162,12 +149,8 @@ def transition(rule: Rules, sigma: ArrayLike) -> Floats:
     Returns:
         Array of shape (..., 2, 2).
 
-    Raises:
-        ValueError: sigma outside [0, 1].
-
     Source: paper section 2, T_HB and T_NAG; theory note R2 and R3.
 
-    >>> from twophase.rule import OuterRule
     >>> transition(OuterRule(1.0, 0.5, form="ema"), 0.5).tolist()
     [[0.75, -0.5], [0.25, 0.5]]
     """
@@ -203,16 +186,12 @@ def regime(rule: Rules, sigma: ArrayLike) -> Any:
     Returns:
         A name, or an array of names of the broadcast shape. Decided with twice a double's digits.
 
-    Raises:
-        ValueError: sigma outside [0, 1].
-
     Source: theory note R6 to R12; the paper treats the first row (its errors E5 and E8 are about the others).
 
-    >>> from twophase.rule import OuterRule
     >>> regime(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.5]).tolist()
     ['real_below', 'oscillatory']
     """
-    return _plain(Mode.of("regime", rule, sigma).regime())
+    return Mode.of("regime", rule, sigma).regime()[()]
 
 
 def oscillatory_interval(rule: Rules) -> tuple[Any, Any]:
@@ -227,7 +206,6 @@ def oscillatory_interval(rule: Rules) -> tuple[Any, Any]:
 
     Source: paper section 3 and appendix A.6 (heavy ball); theory note R6 (Nesterov).
 
-    >>> from twophase.rule import OuterRule
     >>> [round(float(end), 3) for end in oscillatory_interval(OuterRule(1.0, 0.9, form="ema"))]
     [0.026, 37.974]
     """
@@ -247,7 +225,6 @@ def stable_limit(rule: Rules) -> Any:
 
     Source: theory note R6 and R18 (Theorem 2).
 
-    >>> from twophase.rule import OuterRule
     >>> round(float(stable_limit(OuterRule(1.0, 0.9))), 2)
     3.8
     """
@@ -262,16 +239,12 @@ def asymptotic_rate(rule: Rules, sigma: ArrayLike) -> Any:
     Oscillatory: `-log(b)/2` for heavy ball, whatever sigma; `-(log b + log(1-s))/2` for Nesterov. Negative: diverges.
     Infinite: nilpotent. Slow modes keep their digits.
 
-    Raises:
-        ValueError: sigma outside [0, 1].
-
     Source: paper section 2 (r_infinity); theory note R7 to R12 and F4.
 
-    >>> from twophase.rule import OuterRule
     >>> round(float(asymptotic_rate(OuterRule(1.0, 0.9, form="ema"), 0.3)), 4)
     0.0527
     """
-    return _plain(-Mode.of("asymptotic_rate", rule, sigma).log_radius() + 0.0)
+    return (-Mode.of("asymptotic_rate", rule, sigma).log_radius() + 0.0)[()]
 
 
 def phase(rule: Rules, sigma: ArrayLike) -> Any:
@@ -282,16 +255,12 @@ def phase(rule: Rules, sigma: ArrayLike) -> Any:
     Returns:
         The angle; nan where the mode does not oscillate.
 
-    Raises:
-        ValueError: sigma outside [0, 1].
-
     Source: paper section 3, proposition 1; theory note R7.
 
-    >>> from twophase.rule import OuterRule
     >>> round(float(phase(OuterRule(1.0, 0.9, form="ema"), 0.95)), 4)
     0.3133
     """
-    return _plain(Mode.of("phase", rule, sigma).oscillation().phase)
+    return Mode.of("phase", rule, sigma).oscillation().phase[()]
 
 
 def phase_shift(rule: Rules, sigma: ArrayLike) -> Any:
@@ -301,11 +270,10 @@ def phase_shift(rule: Rules, sigma: ArrayLike) -> Any:
 
     Source: paper section 3, proposition 2; theory note R7.
 
-    >>> from twophase.rule import OuterRule
     >>> float(phase_shift(OuterRule(1.0, 0.5, form="ema"), 1.0))  # lr sigma = 1: a pure cosine
     0.0
     """
-    return _plain(Mode.of("phase_shift", rule, sigma).oscillation().shift)
+    return Mode.of("phase_shift", rule, sigma).oscillation().shift[()]
 
 
 def envelope(rule: Rules, sigma: ArrayLike, rounds: ArrayLike) -> Any:
@@ -315,33 +283,23 @@ def envelope(rule: Rules, sigma: ArrayLike, rounds: ArrayLike) -> Any:
 
     Args:
         rule: one rule or an array of rules.
-        sigma: effective progress in [0, 1].
+        sigma: effective progress.
         rounds: t >= 0, any real numbers; all three broadcast.
 
     Returns:
         The bound for x_0 = 1, m_0 = 0; nan where the mode does not oscillate.
 
-    Raises:
-        ValueError: sigma outside [0, 1], rounds below 0.
-
     Source: theory note R15; paper error E6.
 
-    >>> from twophase.rule import OuterRule
     >>> round(float(envelope(OuterRule(1.0, 0.9, form="ema"), 0.1, 0)), 3)
     1.136
     """
-    mode, times = Mode.of("envelope", rule, sigma), check_numbers("envelope", "rounds", rounds)
-    refuse("envelope", "rounds", times, ~(np.isfinite(times) & (times >= 0)), "it must be a finite number >= 0")
+    mode, times = Mode.of("envelope", rule, sigma), check_finite("envelope", "rounds", rounds, 0)
     common_shape("envelope", modes=mode.shape, rounds=times.shape)
     turn = mode.oscillation()
-    return _plain(np.exp(turn.log_amplitude + times * turn.log_rho))
+    return np.exp(turn.log_amplitude + times * turn.log_rho)[()]
 
 
 def _in_sigma(rules: RuleArrays, step: Floats) -> Any:
     with np.errstate(divide="ignore", over="ignore"):
-        return _plain(step / rules.injection / rules.lr)  # not by their product, which may be denormal
-
-
-def _plain(values: Any) -> Any:
-    """Return a NumPy scalar instead of an array without axes."""
-    return values[()] if isinstance(values, np.ndarray) else values
+        return (step / rules.injection / rules.lr)[()]  # not by their product, which may be denormal

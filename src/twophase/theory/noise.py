@@ -8,29 +8,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.policies.checks import check_count
-from twophase.theory.inputs import Floats, check_counts, check_numbers
+from twophase.theory.inputs import Floats, check_count, check_counts, check_finite
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
     """Hold the replicas' disturbances: their mean and their mean square, (rounds, [seeds], modes)."""
 
-    mean: Floats | None
-    square: Floats | None
+    mean: Floats
+    square: Floats
     replicas: int
 
     def of(self, modes: slice) -> Noise:
         """Return the part of some modes."""
-        if self.mean is None or self.square is None:
-            return self
         return Noise(self.mean[..., modes], self.square[..., modes], self.replicas)
 
 
 def disturbance(
     where: str, noise: ArrayLike, replicas: int, seeds: int | Sequence[int] | None, *, size: tuple[int, int]
 ) -> Noise:
-    """Return the replicas' noise; without noise and seeds there is none."""
+    """Return the noise of so many rounds and modes, from its standard deviation or as given."""
     values, replicas = check_finite(where, "noise", noise), check_count(where, "replicas", replicas)
     if values.ndim:
         if values.ndim != 3 or values.shape[::2] != size or values.shape[1] == 0:
@@ -46,16 +43,14 @@ def disturbance(
     if values < 0:
         raise ValueError(f"{where}: noise is {values.item()!r}; a standard deviation is >= 0")
     if seeds is None:
-        if not values:
-            return Noise(None, None, replicas)
-        mean, square = _draws(0, replicas, size)
+        mean, square = _draws(0, replicas, size) if values else (np.zeros(size), np.zeros(size))
         return Noise(values * mean, values**2 * square, replicas)
-    if np.ndim(seeds) == 0:
-        chosen = range(check_count(where, "seeds", seeds))
-    else:
-        chosen = check_counts(where, "seeds", seeds, least=0).ravel().tolist()
-    means, squares = zip(*(_draws(seed, replicas, size) for seed in chosen), strict=True)
-    return Noise(values * np.stack(means, axis=1), values**2 * np.stack(squares, axis=1), replicas)
+    numbers = check_counts(where, "seeds", seeds, least=0 if np.ndim(seeds) else 1)
+    drawn = [
+        _draws(seed, replicas, size) for seed in (numbers.ravel().tolist() if numbers.ndim else range(int(numbers)))
+    ]
+    means, squares = (np.stack(parts, axis=1) for parts in zip(*drawn, strict=True))
+    return Noise(values * means, values**2 * squares, replicas)
 
 
 def _draws(seed: int, replicas: int, size: tuple[int, int]) -> tuple[Floats, Floats]:
@@ -67,11 +62,3 @@ def _draws(seed: int, replicas: int, size: tuple[int, int]) -> tuple[Floats, Flo
         total += draw
         square += draw * draw
     return total / replicas, square / replicas
-
-
-def check_finite(where: str, what: str, value: ArrayLike) -> Floats:
-    """Return `value` as a float64 array of finite numbers; else raise a ValueError."""
-    array = check_numbers(where, what, value)
-    if not np.isfinite(array).all():
-        raise ValueError(f"{where}: {what} holds {array[~np.isfinite(array)][0].item()!r}; give finite numbers")
-    return array

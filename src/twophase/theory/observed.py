@@ -27,6 +27,7 @@ upper end below `MOST_NOISE`. A run without momentum, or with a buffer that is d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -89,6 +90,7 @@ class Observed:
     def why_not(self) -> str:
         """Return why the interval must not be shown, as the end of a sentence; an empty text where it may be."""
         low, high = self.interval
+        most = self.noise_share + 2 * self.noise_error
         if not (np.isfinite(low) and np.isfinite(high)):
             return (
                 f"{self.pairs} pairs of rounds without a restart between them are usable; {LEAST} are needed at least"
@@ -103,13 +105,10 @@ class Observed:
             return f"the record asks for more than 1 ({low:.2g} to {high:.2g}), which is outside the model"
         if high / low > WIDEST:
             return f"it lies anywhere between {low:.2g} and {high:.2g} (95 %)"
-        most = self.noise_share + 2 * self.noise_error
-        if not most < MOST_NOISE:
-            return (
-                f"up to {100 * min(most, 1.0) if np.isfinite(most) else 100:.0f} % of the pseudo-gradient's square may "
-                "be noise, which looks like progress"
-            )
-        return ""
+        if most < MOST_NOISE:
+            return ""
+        share = 100 * min(most, 1.0) if np.isfinite(most) else 100
+        return f"up to {share:.0f} % of the pseudo-gradient's square may be noise, which looks like progress"
 
     @property
     def shown_interval(self) -> tuple[float, float] | None:
@@ -117,22 +116,16 @@ class Observed:
         return None if self.why_not else self.interval
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pairs:
+class _Pairs(NamedTuple):
     """Hold one entry for each usable pair of rounds."""
 
     y: Floats
     d: Floats
-    past: Floats
-    """The instrument: b^2 |m_{t-1}|^2."""
-    noise: Floats
-    """What a unit of noise energy adds to y."""
-    square: Floats
-    """|g_t|^2."""
+    past: Floats  # the instrument: b^2 |m_{t-1}|^2
+    noise: Floats  # what a unit of noise energy adds to y
+    square: Floats  # |g_t|^2
     weight: Floats
-    cycle: NDArray[np.int64]
-    """Number of the restart cycle."""
-    foreign: int
+    cycle: NDArray[np.int64]  # number of the restart cycle
 
 
 def observe(
@@ -171,88 +164,72 @@ def observe(
     >>> round(observe(rule, abs(g), abs(m), np.sign(g * m), run.restarts).sigma, 6)
     0.3
     """
-    columns = [np.asarray(values, dtype=np.float64) for values in (pseudo_gradient_norm, buffer_norm, cosine)]
+    g, m, cos = (np.asarray(values, dtype=np.float64) for values in (pseudo_gradient_norm, buffer_norm, cosine))
     dropped = np.asarray(restarted, dtype=bool)
-    count = len(dropped)
-    lr = np.ones(count) if inner_lr is None else np.asarray(inner_lr, dtype=np.float64)
-    after = np.ones(count, dtype=bool) if follows is None else np.asarray(follows, dtype=bool)
-    nothing = Observed(0, np.nan, np.nan, np.nan, np.nan, np.nan, 0)
-    if count < 2 or rule.momentum == 0 or rule.lr == 0:
-        return nothing
+    lr = np.ones(len(g)) if inner_lr is None else np.asarray(inner_lr, dtype=np.float64)
+    if len(g) < 2 or rule.momentum == 0 or rule.lr == 0:
+        return Observed(0, *[np.nan] * 5, foreign=0)
+    usable = ~dropped[:-1] if follows is None else ~dropped[:-1] & np.asarray(follows, dtype=bool)[1:]
+    cycle = np.concatenate([[0], np.cumsum(dropped[:-1])])
     with np.errstate(all="ignore"):
-        cycle = np.concatenate([[0], np.cumsum(dropped[:-1])])
-        takes_step = _takes_own_step(rule, columns, gain)
-        pairs = _pairs(rule, columns, lr, ~dropped[:-1] & after[1:], cycle, takes_step[:-1])
-        pair_count = len(pairs.y)
-        ceiling = float(np.sum(pairs.y * pairs.weight) / np.sum(pairs.d * pairs.weight)) if pair_count else np.nan
-        if pair_count < LEAST:
-            return Observed(pair_count, np.nan, np.nan, ceiling, np.nan, np.nan, pairs.foreign)
+        takes_step = np.ones(len(g), dtype=bool) if gain is None else _takes_own_step(rule, g, m, cos, gain)
+        pairs, foreign = _pairs(rule, g, m, cos, lr, usable=usable, cycle=cycle, takes_step=takes_step[:-1])
+        count = len(pairs.y)
+        ceiling = float(np.sum(pairs.y * pairs.weight) / np.sum(pairs.d * pairs.weight)) if count else np.nan
+        if count < LEAST:
+            return Observed(count, np.nan, np.nan, ceiling, np.nan, np.nan, foreign)
         sigma, error, noise, noise_error = _instrumented(pairs)
         energy = float(np.mean(pairs.square * pairs.weight))
         scale = float(np.mean(pairs.noise * pairs.weight)) / (rule.injection * energy) if energy > 0 else np.nan
-        cycles = len(np.unique(pairs.cycle)) if dropped.any() else pair_count
+    cycles = len(np.unique(pairs.cycle)) if dropped.any() else count
     share = float(np.clip(noise * scale, 0, 1))
-    return Observed(pair_count, sigma, error, ceiling, share, noise_error * scale, pairs.foreign, cycles)
+    return Observed(count, sigma, error, ceiling, share, noise_error * scale, foreign, cycles)
 
 
-def _takes_own_step(rule: OuterRule, columns: list[Floats], gain: ArrayLike | None) -> NDArray[np.bool_]:
+def _takes_own_step(rule: OuterRule, g: Floats, m: Floats, cosine: Floats, gain: ArrayLike) -> NDArray[np.bool_]:
     """True if a round's update was the rule's own, as far as its gain tells."""
-    g, m, cosine = columns
-    if gain is None:
-        return np.ones(len(g), dtype=bool)
-    step, recorded = Step.of(rule), np.asarray(gain, dtype=np.float64)
+    step = Step.of(rule)
     behind = np.where(m > 0, step.along_m * cosine * m / g, 0.0)
-    ahead = step.along_g + behind
     scale = step.along_g + np.abs(behind)  # the two may cancel
-    return ~(np.abs(recorded - ahead) > _SAME * scale)
+    return ~(np.abs(np.asarray(gain, dtype=np.float64) - (step.along_g + behind)) > _SAME * scale)
 
 
-def _pairs(  # noqa: PLR0917 - columns of one table
+def _pairs(
     rule: OuterRule,
-    columns: list[Floats],
+    g: Floats,
+    m: Floats,
+    cosine: Floats,
     lr: Floats,
+    *,
     usable: NDArray[np.bool_],
     cycle: NDArray[np.int64],
     takes_step: NDArray[np.bool_],
-) -> _Pairs:
-    """Return the pairs of rounds t, t + 1 from which sigma can be read."""
+) -> tuple[_Pairs, int]:
+    """Return the pairs of rounds t, t + 1 from which sigma can be read, and how many are foreign to the rule."""
     b, w = rule.momentum, rule.injection
-    g, m, cosine = columns
     # Units of the largest number, so that squares neither overflow nor vanish.
-    finite = np.concatenate([g[np.isfinite(g)], m[np.isfinite(m)]])
-    unit = float(np.max(np.abs(finite), initial=0.0)) or 1.0
+    unit = max(float(np.max(np.abs(values), where=np.isfinite(values), initial=0.0)) for values in (g, m)) or 1.0
     g, m = g / unit, m / unit
     along = b * g * m * cosine + w * g * g  # <g_t, m_t>
     square = b * b * m * m + 2 * b * w * g * m * cosine + w * w * g * g  # |m_t|^2
-    next_along = g[1:] * m[1:] * cosine[1:]  # <g_{t+1}, m_t>
     ratio = lr[1:] / lr[:-1]
     d = rule.lr * (w * along + b * square if rule.nesterov else square)[:-1]
-    y = ratio * along[:-1] - next_along
+    y = ratio * along[:-1] - g[1:] * m[1:] * cosine[1:]  # less <g_{t+1}, m_t>
     usable = usable & np.isfinite(y) & np.isfinite(d) & (m[1:] > 0) & (g[:-1] > 0)
     usable &= (ratio >= _STEADY[0]) & (ratio <= _STEADY[1])
     same = takes_step & (np.abs(m[1:] ** 2 / square[:-1] - 1) <= _SAME)
-    foreign = int(np.sum(usable & ~same))
     places = np.flatnonzero(usable & same)
     # Weights from before the round, or they would depend on its noise.
-    before = g[np.maximum(places - 1, 0)] ** 2
-    weight = 1 / (w * w * before + b * b * m[places] ** 2)
-    finite = np.isfinite(weight)
-    places, weight = places[finite], weight[finite]
+    weight = 1 / (w * w * g[np.maximum(places - 1, 0)] ** 2 + b * b * m[places] ** 2)
+    places, weight = places[np.isfinite(weight)], weight[np.isfinite(weight)]
     level = lr[places] / np.mean(lr[places]) if len(places) else lr[places]
-    return _Pairs(
-        y[places],
-        d[places],
-        b * b * m[places] ** 2,
-        w * ratio[places] * level**2,
-        g[places] ** 2,
-        weight,
-        cycle[places],
-        foreign,
-    )
+    past, noise = b * b * m[places] ** 2, w * ratio[places] * level**2
+    pairs = _Pairs(y[places], d[places], past, noise, g[places] ** 2, weight, cycle[places])
+    return pairs, int(np.sum(usable & ~same))
 
 
 def _instrumented(pairs: _Pairs) -> tuple[float, float, float, float]:
-    """Return the slope and intercept by instrumental variables, with their standard errors; N >= 0."""
+    """Return the slope and intercept by instrumental variables, each with its standard error; N >= 0."""
     count = len(pairs.y)
     regressors = np.stack([pairs.d, pairs.noise], axis=1) * pairs.weight[:, None]
     instruments = np.stack([pairs.past, pairs.noise], axis=1) * pairs.weight[:, None]
@@ -263,21 +240,20 @@ def _instrumented(pairs: _Pairs) -> tuple[float, float, float, float]:
     except np.linalg.LinAlgError:
         return np.nan, np.nan, np.nan, np.nan
     fit = inverse @ (instruments.T @ y)
-    residuals = y - regressors @ fit
+    scores = instruments * (y - regressors @ fit)[:, None]
+
+    def variance(spread: Floats) -> Floats:
+        return np.diag(inverse @ spread @ inverse.T)
+
     # Pairs in a row share a pseudo-gradient, so their errors are correlated: one lag is counted (Newey and West).
-    scores = instruments * residuals[:, None]
-    spread = scores.T @ scores
-    lagged = scores[1:].T @ scores[:-1]
-    robust = spread + 0.5 * (lagged + lagged.T)
-    variance = np.diag(inverse @ robust @ inverse.T)
-    plain = np.diag(inverse @ spread @ inverse.T)
-    variance = np.maximum(variance, plain) * count / (count - 2)
+    spread, lagged = scores.T @ scores, scores[1:].T @ scores[:-1]
+    largest = np.maximum(variance(spread + 0.5 * (lagged + lagged.T)), variance(spread)) * count / (count - 2)
     ends = np.unique(pairs.cycle, return_index=True)[1]
     if (cycles := len(ends)) > 1:
         totals = np.add.reduceat(scores, ends, axis=0)
-        clustered = np.diag(inverse @ (totals.T @ totals) @ inverse.T)
-        variance = np.maximum(variance, clustered * cycles / (cycles - 1) * (count - 1) / (count - 2))
-    error = np.sqrt(variance)
+        clustered = variance(totals.T @ totals) * cycles / (cycles - 1) * (count - 1) / (count - 2)
+        largest = np.maximum(largest, clustered)
+    error = np.sqrt(largest)
     if not np.all(np.isfinite(fit)) or not np.all(np.isfinite(error)):
         return np.nan, np.nan, np.nan, np.nan
     return float(fit[0]), float(error[0]), float(fit[1]), float(error[1])

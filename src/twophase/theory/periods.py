@@ -1,4 +1,8 @@
-"""Choose when to restart: cancellation times, heuristics for them, and the best period by each criterion."""
+"""Choose when to restart: cancellation times, heuristics for them, and the best period by each criterion.
+
+Functions take `rule`, one `OuterRule` or an array of them, and `sigma` in [0, 1], which broadcast; where several modes
+make one answer, they are the last axis. Anything else is a ValueError that names the function, the argument, the entry.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,6 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 _TIE = 1e-11  # relative difference below which two periods are equally good, and the smaller one is taken
 
 
-# ----------------------------------------------------------------------------------------------------- cancellations
-
-
 def cancellation_periods(rule: Rules, sigma: ArrayLike, count: int) -> Floats:
     """Return real-valued times at which an oscillating mode passes through 0: `t_l = (theta + pi/2 + l pi) / phase`.
 
@@ -31,14 +32,11 @@ def cancellation_periods(rule: Rules, sigma: ArrayLike, count: int) -> Floats:
 
     Args:
         rule: one rule or an array of rules.
-        sigma: effective progress in [0, 1].
+        sigma: effective progress.
         count: how many, a whole number >= 1.
 
     Returns:
         Times in rounds, > 0, shape (..., count); nan where the mode does not oscillate.
-
-    Raises:
-        ValueError: sigma outside [0, 1], a count that is no whole number >= 1.
 
     Source: paper section 3, proposition 2, and appendix A.7; theory note R13.
 
@@ -98,14 +96,11 @@ def heuristic_period(rule: Rules, sigma: ArrayLike, corrected: bool = True) -> A
 
     Args:
         rule: one rule or an array of rules.
-        sigma: effective progress in [0, 1].
+        sigma: effective progress.
         corrected: False gives the paper's formula.
 
     Returns:
         The period; infinite at s = 0.
-
-    Raises:
-        ValueError: sigma outside [0, 1].
 
     Source: paper appendix A.9; theory note R16, paper error E7.
 
@@ -120,9 +115,6 @@ def heuristic_period(rule: Rules, sigma: ArrayLike, corrected: bool = True) -> A
         if corrected:
             period = period + mode.decay.hi / (2 * step) - np.where(mode.nesterov, 1.0, 0.5)
     return period[()]
-
-
-# ------------------------------------------------------------------------------------------------- the best period
 
 
 def log_final_loss(
@@ -143,9 +135,6 @@ def log_final_loss(
     Returns:
         Natural logarithm of the loss, -inf at an exact 0; shape (periods, ...), without the first axis for one period.
 
-    Raises:
-        ValueError: values out of range.
-
     Source: theory note R20.
 
     >>> round(float(log_final_loss(OuterRule(1.0, 0.9, form="ema"), 0.95, 80, 5) / np.log(10)), 2)
@@ -155,15 +144,13 @@ def log_final_loss(
     total, periods = check_count(where, "rounds", rounds), check_counts(where, "period", period)
     rules, values, log_weights = _weighted(where, rule, sigma, weights)
     cut = np.minimum(np.atleast_1d(periods), total)
+    column = cut.reshape(-1, *[1] * len(np.broadcast_shapes(rules.shape, values.shape)))
     if cut.size > 4 and cut.max() <= 20000:  # a table costs its largest period, single factors cost each
-        logs = restart_table(rules, values, int(cut.max()))[1]
-        logs = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])
+        logs = _table_from_0(rules, values, int(cut.max()))
         full, rest = logs[cut], logs[total % cut]
     else:
-        column = cut.reshape(-1, *[1] * np.ndim(np.broadcast_to(0, np.broadcast_shapes(rules.shape, values.shape))))
         full, rest = (log_restart_factor(rules, values, k)[1] for k in (column, total % column))
-    times = (total // cut).reshape(-1, *[1] * (full.ndim - 1))
-    result = _log_mean_square(times * full + rest, log_weights) - np.log(2)
+    result = _log_mean_square(total // column * full + rest, log_weights) - np.log(2)
     return result[0][()] if periods.ndim == 0 else result
 
 
@@ -201,7 +188,7 @@ def best_period(
         The period, an int, or an array of them of the broadcast shape without the axis of modes.
 
     Raises:
-        ValueError: values out of range, an unknown objective, or `"loss"` without `rounds`.
+        ValueError: an unknown objective, or `"loss"` without `rounds`.
 
     Source: theory note R20 to R22; paper appendix A.7 (`"factor"`), its errors E1 and E2.
 
@@ -218,21 +205,22 @@ def best_period(
     if chosen == "loss" and total is None:
         raise ValueError(f'{where}: objective "loss" needs rounds, the horizon; without one use "minimax"')
     rules, values, log_weights = _weighted(where, rule, sigma, weights)
-    periods = np.arange(1, (largest if total is None else min(largest, total)) + 1)
-    logs = restart_table(rules, values, int(periods[-1]))[1]
+    table = _table_from_0(rules, values, largest if total is None else min(largest, total))
+    periods, logs = np.arange(1, len(table)), table[1:]
     if total is not None and total > largest:
         periods = np.append(periods, total)
         logs = np.concatenate([logs, log_restart_factor(rules, values, total)[1][None]])
     column = periods.reshape(-1, *[1] * (logs.ndim - 1))
     if chosen == "loss":
         assert total is not None
-        padded = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])
-        score = -_log_mean_square((total // column) * logs + padded[total % periods], log_weights)
+        score = -_log_mean_square(total // column * logs + table[total % periods], log_weights)
     elif chosen == "minimax":
         score = np.min(-logs / column, axis=-1)
     else:
         score = -_log_mean_square(logs, log_weights) / (2 * column[..., 0] if chosen == "rate" else 1)
-    best = periods[_first_best(score)]
+    highest = score.max(axis=0)
+    slack = np.where(np.isfinite(highest), _TIE * np.abs(highest), 0.0)
+    best = periods[np.argmax(score >= highest - slack, axis=0)]  # the first that is as good, ties forgiven
     return int(best) if best.ndim == 0 else best
 
 
@@ -258,7 +246,7 @@ def block_periods(
         objective: the criterion.
 
     Raises:
-        ValueError: as `best_period`; numbers of rules, blocks and weights that differ.
+        ValueError: numbers of rules, blocks and weights that differ.
 
     Source: paper appendix A.9; theory note R20 to R22.
 
@@ -286,10 +274,13 @@ def _weighted(
     values = check_modes(where, sigma)
     shares = check_weights(where, weights, values.shape[-1])
     counts = shares > 0
-    array = np.empty((), dtype=object) if isinstance(rule, OuterRule) else np.asarray(rule, dtype=object)
-    if isinstance(rule, OuterRule):
-        array[()] = rule
-    return array[..., None], values[..., counts], np.log(shares[counts])
+    return np.asarray(rule, dtype=object)[..., None], values[..., counts], np.log(shares[counts])
+
+
+def _table_from_0(rules: Rules, values: Floats, largest: int) -> Floats:
+    """Return log|chi_K| for K = 0 ... largest."""
+    logs = restart_table(rules, values, largest)[1]
+    return np.concatenate([np.zeros((1, *logs.shape[1:])), logs])
 
 
 def _log_mean_square(logs: Floats, log_weights: Floats) -> Floats:
@@ -301,10 +292,3 @@ def _log_mean_square(logs: Floats, log_weights: Floats) -> Floats:
         lacks = np.sum(np.exp(log_weights) * np.expm1(np.minimum(2 * logs[near], 700)), axis=-1)
         total[near] = np.log1p(lacks)
     return total
-
-
-def _first_best(score: Floats) -> NDArray[np.int64]:
-    """Return the index along the first axis of the first score that is as good as the best, ties forgiven."""
-    best = score.max(axis=0)
-    slack = np.where(np.isfinite(best), _TIE * np.abs(best), 0.0)
-    return np.argmax(score >= best - slack, axis=0)

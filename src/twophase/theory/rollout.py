@@ -14,7 +14,7 @@ of the sigmas). What fails for them is the formula of `effective_progress` on th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,24 +27,26 @@ from twophase.policies.base import (
     PROBES,
     Answer,
     Never,
+    Restart,
     RestartPolicy,
     RoundSignal,
     State,
     answered,
     ask,
 )
-from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
 from twophase.theory.inputs import (
     Floats,
     Rules,
+    check_count,
+    check_finite,
     check_modes,
     check_weights,
     common_shape,
     rule_arrays,
 )
-from twophase.theory.noise import Noise, check_finite, disturbance
+from twophase.theory.noise import Noise, disturbance
 
 _LOSSES = frozenset({"loss_start", "loss_end"})
 _SUPPLIED = MEASURED | _LOSSES | {PROBES, AGREEMENT, "inner_lr", "progress"}
@@ -128,26 +130,14 @@ def rollout(
 
     Source: paper section 2; theory notes R1 to R4, loss R20.
 
-    >>> from twophase.rule import OuterRule
     >>> run = rollout(OuterRule(1.0, 0.9, form="ema"), [0.95], 80, "5")
     >>> run.residual.shape, round(float(np.log10(run.loss[-1])), 2)
     ((81, 1), -64.54)
     """
-    where = "rollout"
-    modes = check_modes(where, sigma)
-    share = check_weights(where, weights, modes.shape[-1])
-    rounds = check_count(where, "rounds", rounds)
-    disturbed = disturbance(where, noise, replicas, seeds, size=(rounds, modes.shape[-1]))
-    return _simulate(
-        where,
-        rule,
-        modes,
-        rounds,
-        restart=restart,
-        weights=share,
-        initial=check_finite(where, "initial", initial),
-        noise=disturbed,
+    runs, _ = _rollouts(
+        "rollout", {"rollout": Block(sigma, rule, restart, weights)}, rounds, initial, noise, replicas, seeds
     )
+    return runs[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +198,6 @@ def rollout_blocks(
 
     Source: blockwise periods of the paper's section 4; theory notes R20 and A3.
 
-    >>> from twophase.rule import OuterRule
     >>> rule = OuterRule(1.0, 0.9, form="ema")
     >>> run = rollout_blocks([Block([0.95], rule, "5"), Block([0.6, 0.5], rule, "7")], 35)
     >>> [block.residual.shape for block in run.blocks], run.loss.shape
@@ -216,97 +205,112 @@ def rollout_blocks(
     """
     where = "rollout_blocks"
     blocks = list(blocks)
-    wrong = next((block for block in blocks if not isinstance(block, Block)), None)
-    if wrong is not None or not blocks:
+    refused = next((block for block in blocks if not isinstance(block, Block)), None)
+    if refused is not None or not blocks:
         raise ValueError(
-            f"{where}: blocks is {wrong if blocks else blocks!r}; give one or more, as [Block(sigma, rule, 3)]"
+            f"{where}: blocks is {refused if blocks else blocks!r}; give one or more, as [Block(sigma, rule, 3)]"
         )
-    rounds = check_count(where, "rounds", rounds)
-    names = [f"{where}: blocks[{number}]" for number in range(len(blocks))]
-    sigmas = [check_modes(name, block.sigma) for name, block in zip(names, blocks, strict=True)]
-    ends = np.cumsum([sigma.shape[-1] for sigma in sigmas]).tolist()
-    modes = [slice(end - sigma.shape[-1], end) for sigma, end in zip(sigmas, ends, strict=True)]
-    start = check_finite(where, "initial", initial)
-    if start.ndim == 0 or start.shape[-1] == 1:
-        start = np.broadcast_to(start, (*start.shape[:-1], ends[-1]))
-    if start.shape[-1] != ends[-1]:
-        raise ValueError(f"{where}: initial has {start.shape[-1]} modes; give a number, or all {ends[-1]} values")
-    disturbed = disturbance(where, noise, replicas, seeds, size=(rounds, ends[-1]))
-    runs, raw = [], []
-    for name, block, sigma, part in zip(names, blocks, sigmas, modes, strict=True):
-        share = check_weights(name, block.weights, sigma.shape[-1])
-        raw.append(np.ones_like(share) if block.weights is None else np.atleast_1d(block.weights))
-        inputs = {"restart": block.restart, "weights": share, "initial": start[..., part], "noise": disturbed.of(part)}
-        runs.append(_simulate(name, block.rule, sigma, rounds, **inputs))
-    joint = check_weights(where, np.concatenate(raw), ends[-1])
+    by_name = {f"{where}: blocks[{number}]": block for number, block in enumerate(blocks)}
+    runs, modes = _rollouts(where, by_name, rounds, initial, noise, replicas, seeds)
+    weights = [
+        np.ones(size) if block.weights is None else np.atleast_1d(block.weights)
+        for block, size in zip(blocks, modes, strict=True)
+    ]
+    joint = np.split(check_weights(where, np.concatenate(weights), sum(modes)), np.cumsum(modes)[:-1])
     common_shape(where, **{f"blocks[{number}]": run.loss.shape[1:] for number, run in enumerate(runs)})
     with np.errstate(all="ignore"):
-        loss = sum(joint[part].sum() * run.loss for run, part in zip(runs, modes, strict=True))
+        loss = sum(share.sum() * run.loss for share, run in zip(joint, runs, strict=True))
     return BlockRollout(tuple(runs), np.asarray(loss))
 
 
-def _simulate(
+def _rollouts(  # noqa: PLR0917 - the arguments of both public functions
     where: str,
-    rule: Rules,
-    sigma: Floats,
+    blocks: Mapping[str, Block],
     rounds: int,
-    *,
-    restart: RestartPolicy | str | int,
-    weights: Floats,
-    initial: Floats,
-    noise: Noise,
-) -> Rollout:
-    """Simulate a flat list of trajectories, shape (trajectories, modes); `noise` is the replicas' mean."""
-    rules = rule_arrays(where, rule)
+    initial: ArrayLike,
+    noise: ArrayLike,
+    replicas: int,
+    seeds: int | Sequence[int] | None,
+) -> tuple[list[Rollout], list[int]]:
+    """Check the arguments and simulate each block by itself; return the rollouts and the blocks' numbers of modes."""
+    rounds = check_count(where, "rounds", rounds)
+    sigmas = [check_modes(name, block.sigma) for name, block in blocks.items()]
+    modes = [sigma.shape[-1] for sigma in sigmas]
+    total = sum(modes)
+    start = np.atleast_1d(check_finite(where, "initial", initial))
+    if start.shape[-1] not in (1, total):
+        raise ValueError(f"{where}: initial has {start.shape[-1]} modes; give a number, or all {total} values")
+    start = np.broadcast_to(start, (*start.shape[:-1], total))
+    disturbed = disturbance(where, noise, replicas, seeds, size=(rounds, total))
+    runs = []
+    for (name, block), sigma, end in zip(blocks.items(), sigmas, np.cumsum(modes).tolist(), strict=True):
+        part = slice(end - sigma.shape[-1], end)
+        runs.append(_simulate(name, block, sigma, start[..., part], disturbed.of(part)))
+    return runs, modes
+
+
+def _simulate(where: str, block: Block, sigma: Floats, initial: Floats, noise: Noise) -> Rollout:
+    """Simulate the modes of a block; all trajectories are rows of arrays (trajectories, modes)."""
+    rules, weights = rule_arrays(where, block.rule), check_weights(where, block.weights, sigma.shape[-1])
     batch = common_shape(where, rule=rules.shape, sigma=sigma.shape[:-1], initial=initial.shape[:-1])
-    modes = sigma.shape[-1]
-    if initial.ndim and initial.shape[-1] not in (1, modes):
-        raise ValueError(f"{where}: initial has {initial.shape[-1]} modes; give a number, or all {modes} values")
-    shape = batch if noise.mean is None else (*noise.mean.shape[1:-1], *batch)
+    rounds, *seeds, modes = noise.mean.shape
+    shape = (*seeds, *batch)
     count = math.prod(shape)
 
     def flat(values: NDArray[Any]) -> Any:  # of shape (..., modes or 1)
         return np.broadcast_to(values, (*shape, values.shape[-1])).reshape(count, values.shape[-1])
 
     def of_round(values: Floats) -> Floats:  # of shape ([seeds], modes)
-        return flat(values.reshape(*values.shape[:-1], *(1 for _ in batch), modes))
+        return flat(values.reshape(*seeds, *(1 for _ in batch), modes))
 
-    sigma, lr, b, w = flat(sigma), *(flat(v[..., None]) for v in (rules.lr, rules.momentum, rules.injection))
-    nesterov = flat(rules.nesterov[..., None])
-    places = np.empty((rounds + 1, count, modes))
-    buffers, gradients = np.zeros_like(places), np.empty((rounds, count, modes))
+    forms = np.where(rules.ema, "ema", "sum")
+    columns = [flat(values[..., None]) for values in (rules.lr, rules.momentum, rules.nesterov, forms)]
+    policy = _Policy(
+        where, block.restart, [OuterRule(*row) for row in np.hstack(columns, dtype=object)], weights, noise.replicas
+    )
+    sigma, (lr, b, nesterov, _), w = flat(sigma), columns, flat(rules.injection[..., None])
+    places, buffers = (np.zeros((rounds + 1, count, modes)) for _ in range(2))
+    gradients = np.empty((rounds, count, modes))
     restarts, not_finite = (np.zeros((rounds, count), dtype=bool) for _ in range(2))
-    places[0] = flat(np.atleast_1d(initial))
-    forms = flat(np.where(rules.ema, "ema", "sum")[..., None])
-    columns = [column[:, 0].tolist() for column in (lr, b, nesterov, forms)]
-    policy = _Asked(where, restart, [OuterRule(*row) for row in zip(*columns, strict=True)], weights, noise.replicas)
-    there = (b > 0) | (policy.policy.effective(OuterRule(1.0, 0.0)).momentum > 0)
+    places[0] = flat(initial)
+    keeps_buffer = (b > 0) | (policy.policy.effective(OuterRule(1.0, 0.0)).momentum > 0)
     for t in range(rounds):
-        x, m = places[t], buffers[t]
+        x, old = places[t], buffers[t].copy()
         with np.errstate(all="ignore"):
-            g = sigma * x
-            square = (g * g).sum(axis=1) if policy.wants(AGREEMENT) else None
-            if noise.mean is not None and noise.square is not None:
-                mean = of_round(noise.mean[t])
-                if square is not None:  # mean_r |sigma x + n_r|^2
-                    square += (2 * g * mean + of_round(noise.square[t])).sum(axis=1)
-                g = g + mean
-            done = policy.ask((t + 1, rounds), x, g, np.where(there, m, 0.0), square)
-            old = _restarted(m, g, done, before=True)
-            m = _mixed(b * old + w * g, old, g, done)
-            gradients[t], places[t + 1] = g, x - _stepped(lr * np.where(nesterov, b * m + w * g, m), old, g, done)
-            buffers[t + 1] = _restarted(m, g, done, before=False)
-        for rows, answer in done:
-            restarts[t, rows], not_finite[t, rows] = answer.restarted, bool(answer.not_finite)
+            g, mean = sigma * x, of_round(noise.mean[t])
+            square = (g * g).sum(axis=1) + (2 * g * mean + of_round(noise.square[t])).sum(
+                axis=1
+            )  # mean_r |sigma x + n_r|^2
+            g = g + mean
+            answers = policy.ask(t + 1, (t + 1) / rounds, x, g, np.where(keeps_buffer, old, 0.0), square)
+            for rows, answer in answers:
+                if answer.restart is not None and answer.restart.before:
+                    old[rows] = _restarted(answer.restart, old[rows], g[rows])
+            m = b * old + w * g
+            update = lr * np.where(nesterov, b * m + w * g, m)
+            for rows, answer in answers:
+                if answer.step is not None:
+                    update[rows] = _combined(answer.step.along_g, g[rows], answer.step.along_m, old[rows])
+                    if answer.step.mix is not None:
+                        retained, added = answer.step.mix
+                        m[rows] = _combined(retained, old[rows], added, g[rows])
+                if answer.restart is not None and not answer.restart.before:
+                    m[rows] = _restarted(answer.restart, m[rows], g[rows])
+                restarts[t, rows], not_finite[t, rows] = answer.restarted, bool(answer.not_finite)
+            gradients[t], places[t + 1], buffers[t + 1] = g, x - update, m
     with np.errstate(all="ignore"):
         loss = _loss(places, weights)
+
+    def shaped(values: NDArray[Any], *axes: int) -> NDArray[Any]:
+        return values.reshape(len(values), *shape, *axes)
+
     return Rollout(
-        places.reshape(rounds + 1, *shape, modes),
-        buffers.reshape(rounds + 1, *shape, modes),
-        gradients.reshape(rounds, *shape, modes),
-        restarts.reshape(rounds, *shape),
-        loss.reshape(rounds + 1, *shape),
-        not_finite.reshape(rounds, *shape),
+        shaped(places, modes),
+        shaped(buffers, modes),
+        shaped(gradients, modes),
+        shaped(restarts),
+        shaped(loss),
+        shaped(not_finite),
     )
 
 
@@ -316,10 +320,22 @@ def _loss(x: Floats, weights: Floats) -> Floats:
     return 0.5 * (weights[counted] * x[..., counted] ** 2).sum(axis=-1)
 
 
+def _restarted(restart: Restart, m: Floats, g: Floats) -> Floats:
+    """Return the buffer after a restart; exact zeros of a hard one, whatever m holds."""
+    new = _combined(restart.retain, m, restart.inject, g)
+    return np.where(np.sign(m) * np.sign(g) < 0, new, m) if restart.opposed else new
+
+
+def _combined(a: float, x: Floats, b: float, y: Floats) -> Floats:
+    """Return `a x + b y` without the terms of weight 0, since 0 times inf would be nan."""
+    first = a * x if a != 0 else np.zeros_like(x)
+    return first + b * y if b != 0 else first
+
+
 Rows = slice | list[int]
 
 
-class _Asked:
+class _Policy:
     """Hold a policy and its memory: of all trajectories of a rule together if it needs nothing, otherwise of each."""
 
     def __init__(
@@ -333,7 +349,7 @@ class _Asked:
                 f"{where}: restart policy {self.policy!r} needs {', '.join(sorted(missing))}, which the model does not "
                 f"have; use a policy that needs none but {', '.join(sorted(_SUPPLIED))}"
             )
-        if self.wants(AGREEMENT) and replicas < 2:
+        if AGREEMENT in self.policy.needs and replicas < 2:
             raise ValueError(
                 f"{where}: restart policy {self.policy!r} needs the agreement of the replicas, and there is "
                 f"{replicas}; give replicas=2 or more, and noise"
@@ -341,48 +357,45 @@ class _Asked:
         self.weights = weights
         self.rows: list[tuple[Rows, OuterRule]] = [([row], rule) for row, rule in enumerate(rules)]
         if not self.policy.needs:
-            same: dict[OuterRule, list[int]] = {}
+            rows_by_rule: dict[OuterRule, list[int]] = {}
             for row, rule in enumerate(rules):
-                same.setdefault(rule if self.policy.reads_rule else rules[0], []).append(row)
-            self.rows = [(slice(None) if len(same) == 1 else rows, rule) for rule, rows in same.items()]
+                rows_by_rule.setdefault(rule if self.policy.reads_rule else rules[0], []).append(row)
+            self.rows = [(slice(None) if len(rows_by_rule) == 1 else rows, rule) for rule, rows in rows_by_rule.items()]
         self.states: list[State] = [self.policy.initial_state() for _ in self.rows]
         self.ages = [0] * len(self.states)
 
-    def wants(self, name: str) -> bool:
-        """True if the policy needs something."""
-        return name in self.policy.needs
-
-    def ask(
-        self, number: tuple[int, int], x: Floats, g: Floats, m: Floats, square: Floats | None
+    def ask(  # noqa: PLR0917 - what a round has shown
+        self, number: int, progress: float, x: Floats, g: Floats, m: Floats, square: Floats
     ) -> list[tuple[Rows, Answer]]:
-        """Return one round's answers, and the trajectories that each is for.
+        """Return one round's answers other than None, and the trajectories that each is for.
 
         Args:
-            number: of the round, and how many there are.
+            number: of the round.
+            progress: share of the rounds that are done, this one included.
             x: the anchors, shape (trajectories, modes).
             g: the pseudo-gradients.
             m: the buffers.
-            square: the replicas' mean squared norm, shape (trajectories,), where it is needed.
+            square: the replicas' mean squared norm, shape (trajectories,).
         """
-        norms = _norms(g, m) if self.policy.needs & MEASURED else None
-        extra: dict[str, list[float]] = {}
-        if self.wants("loss_start") or self.wants("loss_end"):
-            extra |= {"loss_start": _loss(x, self.weights).tolist(), "loss_end": _loss(x - g, self.weights).tolist()}
-        if square is not None:
-            whole = (g * g).sum(axis=1)
-            extra[AGREEMENT] = np.divide(whole, square, out=np.ones_like(square), where=square != 0).tolist()
-        done: list[tuple[Rows, Answer]] = []
+        needs = self.policy.needs
+        norms = _norms(g, m) if needs & MEASURED else None
+        supplied: dict[str, list[float]] = {}
+        if needs & _LOSSES:
+            supplied = {"loss_start": _loss(x, self.weights).tolist(), "loss_end": _loss(x - g, self.weights).tolist()}
+        if AGREEMENT in needs:
+            joint = (g * g).sum(axis=1)
+            supplied[AGREEMENT] = np.divide(joint, square, out=np.ones_like(square), where=square != 0).tolist()
+        answers: list[tuple[Rows, Answer]] = []
         for index, (rows, rule) in enumerate(self.rows):
             measured = (None, None, None) if norms is None else norms[index]
-            supplied = {name: values[index] for name, values in extra.items()}
-            supplied |= {"inner_lr": 1.0, "progress": number[0] / number[1]}
-            probes = self._probes(x[index], g[index], m[index], rule) if self.wants(PROBES) else None
-            signal = RoundSignal(number[0], self.ages[index] + 1, *measured, supplied, rule, probes)
-            answer = ask(self.policy, self.states[index], signal)
-            self.states[index], self.ages[index] = answer.state, answer.age(self.ages[index] + 1)
+            extra = {name: values[index] for name, values in supplied.items()} | {"inner_lr": 1.0, "progress": progress}
+            probes = self._probes(x[index], g[index], m[index], rule) if PROBES in needs else None
+            age = self.ages[index] + 1
+            answer = ask(self.policy, self.states[index], RoundSignal(number, age, *measured, extra, rule, probes))
+            self.states[index], self.ages[index] = answer.state, answer.age(age)
             if answer.restart is not None or answer.step is not None or answer.not_finite:
-                done.append((rows, answer))
-        return done
+                answers.append((rows, answer))
+        return answers
 
     def _probes(self, x: Floats, g: Floats, m: Floats, rule: OuterRule) -> tuple[float, ...]:
         """Return the losses of the candidate anchors of one trajectory."""
@@ -399,43 +412,10 @@ def _norms(g: Floats, m: Floats) -> list[tuple[float, float, float]]:
     exponents = [np.frexp(np.abs(v).max(axis=1))[1] for v in (g, m)]
     g, m = (np.ldexp(v, -exponent[:, None]) for v, exponent in zip((g, m), exponents, strict=True))
     dots = [(g * g).sum(axis=1).tolist(), (m * m).sum(axis=1).tolist(), (g * m).sum(axis=1).tolist()]
-    seen = []
+    norms = []
     for gg, mm, gm, *sizes in zip(*dots, *exponents, strict=True):
         scale = gg**0.5 * mm**0.5
         cosine = gm / scale if scale != 0 else 0.0
         lengths = [float(np.ldexp(square**0.5, size)) for square, size in zip((gg, mm), sizes, strict=True)]
-        seen.append((*lengths, math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine))
-    return seen
-
-
-def _restarted(m: Floats, g: Floats, done: list[tuple[Rows, Answer]], *, before: bool) -> Floats:
-    """Return the buffers after the restarts of one moment; exact zeros for retain = inject = 0, whatever m holds."""
-    for rows, answer in done:
-        event = answer.restart
-        if event is not None and event.before == before:
-            new = event.retain * m[rows] if event.retain != 0 else np.zeros_like(m[rows])
-            new = new + event.inject * g[rows] if event.inject != 0 else new
-            m = m.copy()
-            m[rows] = np.where(np.sign(m[rows]) * np.sign(g[rows]) < 0, new, m[rows]) if event.opposed else new
-    return m
-
-
-def _stepped(update: Floats, m: Floats, g: Floats, done: list[tuple[Rows, Answer]]) -> Floats:
-    """Return the updates, with the policy's steps in the place of the rule's own."""
-    for rows, answer in done:
-        if answer.step is not None:
-            update[rows] = _weighed(answer.step.along_g, g[rows]) + _weighed(answer.step.along_m, m[rows])
-    return update
-
-
-def _mixed(m: Floats, old: Floats, g: Floats, done: list[tuple[Rows, Answer]]) -> Floats:
-    """Return the buffers after the mixing, with the policy's in the place of the rule's own."""
-    for rows, answer in done:
-        if answer.step is not None and answer.step.mix is not None:
-            retained, added = answer.step.mix
-            m[rows] = _weighed(retained, old[rows]) + _weighed(added, g[rows])
-    return m
-
-
-def _weighed(weight: float, values: Floats) -> Floats:
-    return weight * values if weight != 0 else np.zeros_like(values)  # 0 times inf would be nan
+        norms.append((*lengths, math.copysign(1.0, cosine) if abs(cosine) > 1 else cosine))
+    return norms

@@ -1,6 +1,8 @@
 """Solve soft restarts `m <- retain m + inject g` in closed form, and some optimizers' accidental warm restart.
 
 Soft restarts happen after the ordinary update of a round, with g the pseudo-gradient that the round has just used.
+Functions take `rule`, one `OuterRule` or an array of them, `sigma` in [0, 1] and a `period` in rounds, which broadcast.
+Anything else is a ValueError that names the function, the argument and the entry.
 """
 
 from __future__ import annotations
@@ -34,11 +36,10 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
         (retain, inject), for `Soft(period, retain, inject)` with a rule of this form.
 
     Raises:
-        ValueError: values out of range, momentum, lr or sigma 0, or p_R = 0 (no such restart exists).
+        ValueError: momentum, lr or sigma 0, or p_R = 0 (no such restart exists).
 
     Source: theory note R26 and R27; paper appendix on soft restarts.
 
-    >>> from twophase.rule import OuterRule
     >>> retain, inject = soft_restart(OuterRule(1.0, 0.9, form="ema"), 0.95, 3)
     >>> round(float(retain), 3), round(float(inject), 3)
     (-0.24, 0.253)
@@ -50,16 +51,16 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
     for name, values in (("momentum", rules.momentum), ("lr", rules.lr), ("sigma", np.asarray(sigma, dtype=float))):
         if np.any(values == 0):
             raise ValueError(f"{where}: {name} is 0; it must be positive, there is nothing to restart otherwise")
-    column, size = _column(mode, periods, shape)
-    points, x, n = column.mode, column.x.hi, column.n.hi
+    modes, column, size = _column(mode, periods, shape)
+    x, n = column.x.hi, column.n.hi
     if np.any(n == 0):
         raise ValueError(f"{where}: after period {period} this mode leaves no trace in the buffer; use another period")
     # x and n bear the same power of 2, which underflows where their quotient does not; so do n and the step.
     injection = np.broadcast_to(rules.injection, shape).reshape(-1)
     with np.errstate(over="ignore", divide="ignore"):
-        retain = -(x / n) * points.step.hi / points.momentum
-        ahead = np.where(points.nesterov, (1 - points.step * size).hi / points.momentum, 1.0)
-        inject = injection * (x / n) / points.momentum * ahead / size
+        retain = -(x / n) * modes.step.hi / modes.momentum
+        ahead = np.where(modes.nesterov, (1 - modes.step * size).hi / modes.momentum, 1.0)
+        inject = injection * (x / n) / modes.momentum * ahead / size
     return (retain + 0.0).reshape(shape)[()], (inject + 0.0).reshape(shape)[()]
 
 
@@ -72,11 +73,10 @@ def best_injection(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
         (inject, rate), the rate in nats a round.
 
     Raises:
-        ValueError: a Nesterov rule; values out of range; momentum, lr or sigma 0.
+        ValueError: a Nesterov rule; momentum, lr or sigma 0.
 
     Source: theory note R27.
 
-    >>> from twophase.rule import OuterRule
     >>> inject, rate = best_injection(OuterRule(1.0, 0.5, form="ema"), 1.0)
     >>> float(inject), round(float(rate), 3)
     (0.125, 1.386)
@@ -103,12 +103,8 @@ def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0
     Returns:
         Array of shape (..., 2, 2); the eigenvalues of C are the contraction of one cycle.
 
-    Raises:
-        ValueError: sigma outside [0, 1], a period that is no whole number >= 1.
-
     Source: theory note R26.
 
-    >>> from twophase.rule import OuterRule
     >>> cycle_matrix(OuterRule(0.5, 0.5), 1.0, 2).tolist()
     [[0.0, -0.25], [0.0, 0.0]]
     """
@@ -127,35 +123,26 @@ def warm_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any
     `dampening = momentum`, where the first buffer is g and not (1-b) g; the mode may then grow. `OuterSGD` has no
     dampening and zeroes its buffer.
 
-    Args:
-        rule: one rule or an array of rules, in either form (the same trajectory).
-        sigma: effective progress in [0, 1].
-        period: K >= 1; all three broadcast.
-
-    Raises:
-        ValueError: values out of range.
-
     Source: theory note R28.
 
-    >>> from twophase.rule import OuterRule
     >>> warm_restart_factor(OuterRule(1.0, 0.9, form="ema"), 1.0, [1, 2, 3]).round(2).tolist()
     [0.0, -0.9, -1.62]
     """
     where = "warm_restart_factor"
     mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
     shape = np.broadcast_shapes(mode.shape, periods.shape)
-    column, size = _column(mode, periods, shape)
-    points, b = column.mode, column.mode.momentum
+    modes, column, size = _column(mode, periods, shape)
+    b = modes.momentum
     # sigma [T^K]_12 = -lr sigma b^(1 or 2) p_K in EMA form, lr sigma = s / (1-b), p_K = n / s.
-    residual = column.x.hi - b * np.where(points.nesterov, b, 1.0) * column.n.hi * size / points.decay.hi
+    residual = column.x.hi - b * np.where(modes.nesterov, b, 1.0) * column.n.hi * size / modes.decay.hi
     with np.errstate(over="ignore"):
         return np.ldexp(residual, np.clip(column.exponent, -3000, 3000)).reshape(shape)[()]
 
 
-def _column(mode: Mode, periods: Any, shape: tuple[int, ...]) -> tuple[Column, Floats]:
-    """Return the state from (1, 0) after K rounds, flat, and `_size` of its modes; n is lr times the buffer."""
-    points = mode.flat()[np.broadcast_to(np.arange(mode.size).reshape(mode.shape), shape).reshape(-1)]
-    return Column.power(points, np.broadcast_to(periods, shape).reshape(-1)), _size(points)
+def _column(mode: Mode, periods: Any, shape: tuple[int, ...]) -> tuple[Mode, Column, Floats]:
+    """Return the modes along one axis, their state from (1, 0) after K rounds, and `_size`; n is lr times m."""
+    modes = mode.each(lambda array: np.broadcast_to(array, shape).ravel())
+    return modes, Column.power(modes, np.broadcast_to(periods, shape).ravel()), _size(modes)
 
 
 def _size(mode: Mode) -> Floats:

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.policies.checks import check_count
-from twophase.theory.inputs import Floats
+from twophase.theory.inputs import Floats, check_count, check_numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,13 +69,12 @@ def estimate_progress(
     0.5
     """
     where = "estimate_progress"
-    x, g = _numbers(where, "anchors", anchors), _numbers(where, "pseudo_gradients", pseudo_gradients)
-    if x.ndim != 2 or x.shape != g.shape or x.shape[1] == 0:
+    x, g = check_numbers(where, "anchors", anchors), check_numbers(where, "pseudo_gradients", pseudo_gradients)
+    if x.ndim != 2 or x.shape != g.shape or x.shape[1] == 0 or len(x) < 3:
         raise ValueError(
-            f"{where}: anchors have shape {x.shape} and pseudo_gradients {g.shape}; give both as (rounds, coordinates)"
+            f"{where}: anchors have shape {x.shape} and pseudo_gradients {g.shape}; give both as (rounds, "
+            "coordinates), with at least 3 rounds"
         )
-    if len(x) < 3:
-        raise ValueError(f"{where}: {len(x)} rounds are given; the estimate needs at least 3")
     estimator = ProgressEstimator(x.shape[1], blocks)
     for anchor, pseudo_gradient in zip(x, g, strict=True):
         estimator.add(anchor, pseudo_gradient)
@@ -85,8 +83,6 @@ def estimate_progress(
 
 class ProgressEstimator:
     """Hold the estimate of `estimate_progress`, round by round: the same numbers from O(dimension) memory.
-
-    It holds five float64 vectors (and a whole number for each coordinate if there are blocks).
 
     Args:
         dimension: number of coordinates, >= 1.
@@ -104,17 +100,14 @@ class ProgressEstimator:
 
     def __init__(self, dimension: int, blocks: ArrayLike | None = None) -> None:
         self.dimension = check_count("ProgressEstimator", "dimension", dimension)
-        self._labels: NDArray[Any] | None = None
-        self._members: Any = slice(None)  # the place of each coordinate's block in an array over blocks
-        self._sizes = np.array([dimension])
-        if blocks is not None:
-            labels = np.asarray(blocks)
-            if labels.shape != (dimension,) or labels.dtype.kind not in "iuUb":
-                raise ValueError(
-                    f"ProgressEstimator: blocks have shape {labels.shape} and type {labels.dtype}; give a whole number "
-                    f"or a text for each coordinate, shape ({dimension},)"
-                )
-            self._labels, self._members, self._sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        labels = np.zeros(dimension, int) if blocks is None else np.asarray(blocks)
+        if labels.shape != (dimension,) or labels.dtype.kind not in "iuUb":
+            raise ValueError(
+                f"ProgressEstimator: blocks have shape {labels.shape} and type {labels.dtype}; give a whole number or "
+                f"a text for each coordinate, shape ({dimension},)"
+            )
+        unique, self._members, self._sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        self._labels = None if blocks is None else unique
         self.reset()
 
     def reset(self) -> None:
@@ -123,10 +116,8 @@ class ProgressEstimator:
         """Rounds added since the window began; an estimate needs 3."""
         self._last: tuple[Floats, Floats] | None = None
         self._step: Floats | None = None
-        # Sums over rounds for each coordinate, of dx_{t-1} dg_t and of dx_{t-1} dx_t. Steps are held in units of
-        # 2^_units[0] and changes of g in units of 2^_units[1], so that squares neither overflow nor vanish.
+        # Sums over rounds for each coordinate, of dx_{t-1} dg_t and of dx_{t-1} dx_t.
         self._changes, self._steps = np.zeros(self.dimension), np.zeros(self.dimension)
-        self._units: list[int | None] = [None, None]
 
     def add(self, anchor: ArrayLike, pseudo_gradient: ArrayLike) -> None:
         """Take in a round.
@@ -139,15 +130,14 @@ class ProgressEstimator:
             ValueError: another shape, or values that are not numbers.
         """
         where = "ProgressEstimator.add"
-        x, g = _numbers(where, "anchor", anchor), _numbers(where, "pseudo_gradient", pseudo_gradient)
+        # Copies: a run's anchor changes in place.
+        x, g = check_numbers(where, "anchor", anchor), check_numbers(where, "pseudo_gradient", pseudo_gradient)
         for what, values in (("anchor", x), ("pseudo_gradient", g)):
             if values.shape != (self.dimension,):
                 raise ValueError(f"{where}: {what} has shape {values.shape}; give ({self.dimension},)")
         with np.errstate(all="ignore"):
             if self._last is not None:
                 step, change = x - self._last[0], g - self._last[1]
-                self._rescale(step, change)
-                step, change = np.ldexp(step, -(self._units[0] or 0)), np.ldexp(change, -(self._units[1] or 0))
                 if self._step is not None:
                     self._changes += self._step * change
                     self._steps += self._step * step
@@ -159,36 +149,18 @@ class ProgressEstimator:
         """Return the estimate from the window so far; not usable before the third round."""
         with np.errstate(all="ignore"):
             numerator, denominator = self._total(self._changes), self._total(self._steps)
+            sigma, usable = _usable(numerator / denominator, denominator)
             residuals = self._changes - (numerator / denominator)[self._members] * self._steps
             spread = self._total(residuals**2) * self._sizes / (self._sizes - 1)
-            unit = (self._units[1] or 0) - (self._units[0] or 0)
-            sigma, usable = _usable(np.ldexp(numerator / denominator, unit), denominator)
-            error = np.where(usable & (self._sizes > 1), np.ldexp(np.sqrt(spread) / denominator, unit), np.nan)
+            error = np.where(usable & (self._sizes > 1), np.sqrt(spread) / denominator, np.nan)
         shape = () if self._labels is None else sigma.shape
         return ProgressEstimate(sigma.reshape(shape), error.reshape(shape), usable.reshape(shape), self._labels)
 
     def _total(self, values: Floats) -> Floats:
         """Return the sums over the coordinates of each block."""
         if self._labels is None:
-            return values.sum(keepdims=True)
+            return values.sum(keepdims=True)  # pairwise, where bincount adds one after the other
         return np.bincount(self._members, weights=values, minlength=len(self._sizes)).astype(np.float64)
-
-    def _rescale(self, step: Floats, change: Floats) -> None:
-        """Raise the units to what the new round needs; powers of two, so that nothing is rounded."""
-        growth = []
-        for place, values in enumerate((step, change)):
-            largest = np.max(np.abs(values), where=np.isfinite(values), initial=0.0)
-            old, new = self._units[place], int(np.frexp(largest)[1])
-            if largest > 0 and (old is None or new > old):
-                self._units[place] = new
-                growth.append(0 if old is None else new - old)
-            else:
-                growth.append(0)
-        if any(growth):
-            self._changes = np.ldexp(self._changes, -growth[0] - growth[1])
-            self._steps = np.ldexp(self._steps, -2 * growth[0])
-            if self._step is not None:
-                self._step = np.ldexp(self._step, -growth[0])
 
 
 def estimate_from_products(step_products: ArrayLike, change_products: ArrayLike) -> ProgressEstimate:
@@ -214,19 +186,16 @@ def estimate_from_products(step_products: ArrayLike, change_products: ArrayLike)
     0.5
     """
     where = "estimate_from_products"
-    steps, changes = (
-        _numbers(where, "step_products", step_products),
-        _numbers(where, "change_products", change_products),
-    )
+    steps = check_numbers(where, "step_products", step_products)
+    changes = check_numbers(where, "change_products", change_products)
     if steps.ndim not in (1, 2) or steps.shape != changes.shape or steps.size == 0:
         raise ValueError(
             f"{where}: step_products have shape {steps.shape} and change_products {changes.shape}; give both as "
             "(rounds,) or (rounds, blocks), from the third pseudo-gradient on"
         )
     with np.errstate(all="ignore"):
-        unit = -np.frexp(np.max(np.abs(steps), axis=0))[1]  # the largest product's, so that sums do not overflow
-        denominator = np.ldexp(steps, unit).sum(axis=0)
-        sigma, usable = _usable(np.ldexp(changes, unit).sum(axis=0) / denominator, denominator)
+        denominator = steps.sum(axis=0)
+        sigma, usable = _usable(changes.sum(axis=0) / denominator, denominator)
     return ProgressEstimate(sigma, np.full(sigma.shape, np.nan), usable)
 
 
@@ -234,13 +203,3 @@ def _usable(ratio: Floats, denominator: Floats) -> tuple[Floats, NDArray[np.bool
     """Return the ratio, nan where it is no estimate, and whether it is one."""
     usable = np.asarray((denominator > 0) & (ratio > 0) & np.isfinite(ratio))
     return np.where(usable, ratio, np.nan), usable
-
-
-def _numbers(where: str, what: str, value: ArrayLike) -> Floats:
-    try:
-        array = np.asarray(value)
-        if array.dtype.kind not in "fiu":
-            raise TypeError
-    except (TypeError, ValueError):
-        raise ValueError(f"{where}: {what} is no array of real numbers: {value!r:.80}; give one") from None
-    return array.astype(np.float64)  # always a copy: a run's anchor changes in place
