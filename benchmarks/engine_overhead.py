@@ -30,7 +30,7 @@ from twophase.restart import Periodic
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.inner import Replica
-from twophase.training.preflight import preflight
+from twophase.training.task import preflight
 
 
 @dataclass(frozen=True)

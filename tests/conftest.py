@@ -9,7 +9,6 @@ os.environ.setdefault("TWOPHASE_POLICIES", "twophase.studies.policies")  # tests
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -17,11 +16,9 @@ import torch
 from hypothesis import settings
 
 import forked
-import textmaker
 from twophase.policies import text
 from twophase.policies.base import Restart, RestartPolicy, RoundSignal, State
 from twophase.sweep import crew as launch
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 
 torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits
 
@@ -88,16 +85,3 @@ def register_policy() -> Iterator[object]:
 def forget_policy(name: str) -> None:
     text._REGISTRY.pop(name, None)
     text._parse_text.cache_clear()  # parsed texts keep instances of the class
-
-
-@pytest.fixture
-def short_run(tmp_path: Path) -> TrainConfig:
-    """A run of a second: 3 full rounds and a shorter one, with a checkpoint every 2 rounds."""
-    corpus = textmaker.write(tmp_path / "text.txt")
-    return TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
-        data=DataConfig(corpus=f"file:{corpus}", sequence_length=16, batch_size=4, validation_windows=8),
-        steps=22,
-        inner_steps=6,
-        checkpoint_every=2,
-    )

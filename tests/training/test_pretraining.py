@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,11 +21,12 @@ import shardmaker
 import textmaker
 from commands import SMALL, outcome, scalars, snapshot
 from forked import Forked
-from twophase.base.config import from_tree, load_yaml
+from trained import end_group, newest, run, start_group, stop_after
+from twophase.base.config import from_tree, load_yaml, to_tree
 from twophase.cli.main import main
-from twophase.runs.folder import RunFolder, read_lines, read_summary
+from twophase.recipes.pretraining import nano
+from twophase.runs.folder import read_lines, read_summary
 from twophase.sweep.table import read_rows
-from twophase.tasks.build import build_task
 from twophase.tasks.lm import step
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.shard_corpus import ShardCorpus, build_shards
@@ -37,7 +35,6 @@ from twophase.text.meta import TRAIN, VALIDATION, read_meta
 from twophase.text.shards import Windows
 from twophase.training import checkpoint
 from twophase.training.config import ComputeConfig
-from twophase.training.train import train
 
 pytest.importorskip("pyarrow", reason="the extra 'data' is not installed")
 
@@ -120,20 +117,13 @@ def test_killed_at_random_moments(tmp_path: Path, small: list[str], whole: Path)
         assert [line[key] for line in lines[0]] == [line[key] for line in lines[1]]
 
 
-def torchrun(*words: str | Path) -> subprocess.Popen[str]:
-    """The command in two processes that talk by gloo over the loopback."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "twophase"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen([*run, *map(str, words)], stderr=subprocess.PIPE, text=True, env=environment)
-
-
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_equal_one(tmp_path: Path, small: list[str], whole: Path) -> None:
     """With a process for each replica a run ends with the bits that one process computes for both."""
-    process = torchrun("train", *small, *LONG, "--out", tmp_path / "run")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    words = ["train", *small, *LONG, "--out", str(tmp_path / "run")]
+    ended = end_group(start_group(tmp_path, words, words), tmp_path)
+    assert [status for status, _ in ended] == [0, 0], ended
     same_losses(tmp_path / "run", whole)
 
 
@@ -157,25 +147,19 @@ def test_replicas_read_apart(whole: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.dist
 def test_processes_come_and_go(tmp_path: Path, small: list[str], whole: Path) -> None:
     """Begun by one process up to the middle of a round, gone on with by two, and ended by one: the same bits."""
-    folder, words = tmp_path / "run", [*small, *LONG, "--out", tmp_path / "run"]
-    calls = iter(range(1, STEPS))
-    with RunFolder.claim(folder, configuration(whole)) as claimed:
-        config = configuration(whole)
-        summary = train(build_task(config), config, claimed, should_stop=lambda: next(calls) >= 15)
-        assert summary["steps"] == 15
-    process = torchrun("train", *words)
-    try:
-        while process.poll() is None and (checkpoint.latest_step(folder / "checkpoint") or 0) < 18:
-            time.sleep(0.005)
+    folder, words = tmp_path / "run", ["train", *small, *LONG, "--out", str(tmp_path / "run")]
+    assert run(configuration(whole), folder, should_stop=stop_after(15))["steps"] == 15
+    processes = start_group(tmp_path, words, words)
+    while processes[0].poll() is None and (checkpoint.latest_step(folder / "checkpoint") or 0) < 18:
+        time.sleep(0.005)
+    for process in processes:
         process.terminate()
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode != 0, "the run was over before it could be stopped; make it longer"
-    assert "resume with" in errors
+    ended = end_group(processes, tmp_path)
+    assert all(status != 0 for status, _ in ended), "the run was over before it could be stopped; make it longer"
+    assert any("resume with" in errors for _, errors in ended)
     assert not (folder / "summary.json").exists()
     assert 18 <= (checkpoint.latest_step(folder / "checkpoint") or 0) < STEPS
-    assert command("train", *words) == 0
+    assert command(*words) == 0
     same_losses(folder, whole)  # round 3's too: float64 holds the sum of a few float32, whatever its order
 
 
@@ -250,24 +234,24 @@ def test_few_tokens(
     monkeypatch.setattr(ShardCorpus, "batch", recorded)
     words = ["train", *SMALL, "--inner-steps", "2", "--data.corpus", f"tokens:{few}"]
     assert command(*words, "--out", tmp_path / "run") == 2  # 22 x 4 windows, and a replica has 20
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert "--repeat" in said
+    errors = capsys.readouterr().err
+    assert len(errors.splitlines()) == 1
+    assert "--repeat" in errors
     assert [path.name for path in tmp_path.iterdir()] == ["few"]
 
-    found = re.search(r"--steps (\d+), or", said)
-    assert found
-    assert command(*words, "--steps", found[1], "--out", tmp_path / "short") == 0
+    steps = re.search(r"--steps (\d+), or", errors)
+    assert steps
+    assert command(*words, "--steps", steps[1], "--out", tmp_path / "short") == 0
     assert sorted(read[0] + read[1]) == FIRST_TOKENS  # 5 steps take all of them
 
     read[0].clear()
     read[1].clear()
     assert command(*words, "--repeat", "--out", tmp_path / "run") == 0
-    for replica, own in ((0, set(FIRST_TOKENS[:20])), (1, set(FIRST_TOKENS[20:]))):
-        windows = read[replica]
+    for replica, windows in read.items():
         assert len(windows) == 22 * BATCH
         for epoch in range(4):
-            assert set(windows[20 * epoch : 20 * (epoch + 1)]) == own
+            epoch_windows = windows[20 * epoch : 20 * (epoch + 1)]
+            assert sorted(epoch_windows) == FIRST_TOKENS[20 * replica : 20 * (replica + 1)]
         assert len(set(windows[80:])) == 8
     summary = read_summary(tmp_path / "run")
     assert summary is not None
@@ -335,47 +319,34 @@ def test_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert command("train", *words, "--print-config") == 0
         return yaml.safe_load(capsys.readouterr().out)
 
-    nano = printed("--recipe", "nano")
-    assert {key: nano["model"][key] for key in ("layers", "hidden_size", "intermediate_size", "heads")} == {
-        "layers": 4,
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "heads": 4,
-    }
-    assert (nano["compute"]["precision"], nano["device"], nano["data"]["tokenizer"]) == (
-        "bf16-mixed",
-        "cuda",
-        "mistral",
-    )
-    assert (nano["steps"], nano["inner_steps"], nano["outer"]["lr"]) == (3000, 64, 0.9)
+    recipe = printed("--recipe", "nano")
+    assert recipe["model"] == to_tree(nano())["model"]
     (tmp_path / "a.yaml").write_text("steps: 100\nouter: {lr: 0.5, momentum: 0.5}\n")
     words = ["--recipe", "nano", "--config", tmp_path / "a.yaml"]
-    assert printed(*words) == nano | {"steps": 100, "outer": nano["outer"] | {"lr": 0.5, "momentum": 0.5}}
-    assert printed(*words, "--outer.lr", "0.1") == nano | {
-        "steps": 100,
-        "outer": nano["outer"] | {"lr": 0.1, "momentum": 0.5},
-    }
-    assert command("train", "--recipe", "mini", "--out", tmp_path / "run") == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert "--recipe is 'mini'; it must be one of paper_150m, small, nano" in said
-    assert not (tmp_path / "run").exists()
+    assert printed(*words) == recipe | {"steps": 100, "outer": recipe["outer"] | {"lr": 0.5, "momentum": 0.5}}
+    outer = recipe["outer"] | {"lr": 0.1, "momentum": 0.5}
+    assert printed(*words, "--outer.lr", "0.1") == recipe | {"steps": 100, "outer": outer}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("recipe", [False, True])
-def test_no_gpu(
-    tmp_path: Path, shards: Path, small: list[str], capsys: pytest.CaptureFixture[str], recipe: bool
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--recipe mini", "--recipe is 'mini'; it must be one of paper_150m, small, nano"),
+        pytest.param(
+            "--device cuda",
+            "--device cuda cannot be used here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+        ),
+    ],
+)
+def test_refusals(
+    tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
-    """Without a GPU a run on one is refused by the device's name, before a folder is made."""
-    words = [*small, "--device", "cuda"]
-    if recipe:
-        words = ["--recipe", "nano", "--data.corpus", f"tokens:{shards}", "--data.tokenizer", "bytes"]
-    assert command("train", *words, "--out", tmp_path / "run") == 2
-    said = capsys.readouterr().err
-    assert len(said.splitlines()) == 1
-    assert "--device cuda cannot be used here" in said
-    assert "--device cpu" in said
+    """A recipe or a device that is missing is named in one line, before a folder is made."""
+    assert command("train", *small, *words.split(), "--out", tmp_path / "run") == 2
+    errors = capsys.readouterr().err
+    assert len(errors.splitlines()) == 1
+    assert message in errors
     assert not (tmp_path / "run").exists()
 
 
@@ -388,27 +359,21 @@ def test_decisions_are_kept(tmp_path: Path, whole: Path, monkeypatch: pytest.Mon
     compute = ComputeConfig(precision="bf16-mixed", micro_batch=0)
     config = replace(configuration(whole), steps=22, log_every=0, evaluate_every=0, compute=compute)
 
-    def run(name: str, memory: int, should_stop: Callable[[], bool] = lambda: False) -> list[dict[str, Any]]:
+    def chosen(name: str, memory: int, should_stop: Callable[[], bool] = lambda: False) -> list[dict[str, Any]]:
         monkeypatch.setattr(step, "memory_bytes", lambda _: memory)
-        with RunFolder.claim(tmp_path / name, config) as folder:
-            train(build_task(config), config, folder, should_stop=should_stop)
-        newest = checkpoint.latest(tmp_path / name / "checkpoint")
-        assert newest is not None
-        return json.loads((newest / "progress.json").read_text())["execution"]
+        run(config, tmp_path / name, should_stop=should_stop)
+        return json.loads((newest(tmp_path / name) / "progress.json").read_text())["execution"]
 
     little, plenty = 0, 1 << 50
-    assert [chosen["micro_batch"] for chosen in run("little", little)] == [1]
-    assert [chosen["micro_batch"] for chosen in run("plenty", plenty)] == [BATCH]
-    kept = {name: outcome(tmp_path / name) for name in ("little", "plenty")}
-    assert kept["little"]["weights"] != kept["plenty"]["weights"], "the size of pieces changes no bit: nothing to see"
+    assert [execution["micro_batch"] for execution in chosen("little", little)] == [1]
+    assert [execution["micro_batch"] for execution in chosen("plenty", plenty)] == [BATCH]
+    outcomes = {name: outcome(tmp_path / name) for name in ("little", "plenty")}
+    assert outcomes["little"]["weights"] != outcomes["plenty"]["weights"], "the size of pieces changes no bit"
     # Stopped inside a round, and at the end of one.
     for name, stop, first, then in (("little", 8, little, plenty), ("plenty", 12, plenty, little)):
-        calls = iter(range(1, 100))
-        before = run("parts", first, lambda calls=calls, stop=stop: next(calls) >= stop)
-        assert read_summary(tmp_path / "parts") is None
-        assert run("parts", then) == before
-        assert outcome(tmp_path / "parts") == kept[name]
-        (tmp_path / "parts").rename(tmp_path / f"parts-{name}")
+        before = chosen(f"parts-{name}", first, stop_after(stop))
+        assert chosen(f"parts-{name}", then) == before
+        assert outcome(tmp_path / f"parts-{name}") == outcomes[name]
 
 
 # ------------------------------------------------------------------------------------------------------------- trackers

@@ -88,8 +88,8 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
     """Train what is not finished yet."""
     from twophase.runs.trackers import check, tracked
     from twophase.tasks.build import build_task
-    from twophase.training.preflight import preflight
     from twophase.training.session import claimed, communication, signals, take_device, world_size
+    from twophase.training.task import preflight
     from twophase.training.train import train
 
     check(options.track)

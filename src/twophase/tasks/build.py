@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from twophase.tasks.lm.config import TrainConfig, check, text_name
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training.preflight import check_fragments, preflight
+from twophase.training.task import check_fragments, preflight
 
 
 def build_task(config: TrainConfig) -> LanguageTask:

@@ -258,7 +258,7 @@ def check(config: RunConfig) -> None:
     parts = sync.parts()
     names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
     if not names:
-        raise _refusal("sync.fragments", parts or "empty", "a whole number >= 1")
+        raise _refusal("sync.fragments", "empty" if isinstance(parts, dict) else parts, "a whole number >= 1")
     path = "outer.restart"
     try:
         config.outer.policy()

@@ -15,14 +15,7 @@ from twophase.training.task import Step, Task
 
 
 class Replica:
-    """A model with its own inner AdamW, which persists over rounds, and its own part of the data.
-
-    Args:
-        config: the run.
-        number: of the replica in the whole run, from 0.
-        task: what is trained.
-        compute: how this process computes.
-    """
+    """A model with its own inner AdamW, which persists over rounds, and its own part of the data."""
 
     def __init__(self, config: RunConfig, number: int, task: Task, compute: Step) -> None:
         self.config = config
@@ -57,13 +50,7 @@ class Replica:
         return loss
 
     def probe(self, model: nn.Module, step: int, examples: int = 0) -> float:
-        """Compute the mean loss of a model, forward only, on the batch of an inner step of this replica.
-
-        Args:
-            model: any model of this configuration.
-            step: number of the inner step.
-            examples: number of the batch's examples, from its first on; 0 means all.
-        """
+        """Compute a model's mean loss, forward only, on the first examples (0: all) of an inner step's batch."""
         batch = first_examples(self.task.batch(self.config.seed, step, self.number), examples)
         return float(self.compute.loss(model, moved(batch, self.compute.device)))
 

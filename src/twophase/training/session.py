@@ -50,11 +50,7 @@ def signals() -> Iterator[Stop]:
 
 
 def world_size() -> int:
-    """How many processes torchrun has started; 1 without it.
-
-    Raises:
-        UsageError: the environment's WORLD_SIZE is no such number.
-    """
+    """Return the number of processes that torchrun has started; 1 without it."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(
@@ -65,11 +61,7 @@ def world_size() -> int:
 
 
 def take_device(config: RunConfig) -> None:
-    """Under torchrun, make the GPU of this process's local rank the one that `cuda` means.
-
-    Raises:
-        UsageError: fewer GPUs than processes on this machine, or one GPU that is named for all of them.
-    """
+    """Under torchrun, make the GPU of this process's local rank the one that `cuda` means."""
     if world_size() == 1 or not config.device.startswith("cuda"):
         return
     if config.device != "cuda":
@@ -88,12 +80,7 @@ def take_device(config: RunConfig) -> None:
 
 @contextmanager
 def communication(config: RunConfig, options: argparse.Namespace) -> Iterator[Communicator]:
-    """The replicas that meet at a lighthouse, the processes that torchrun started, or this one alone.
-
-    Args:
-        config: the run.
-        options: of `twophase train`; those about replicas that come and go are looked at.
-    """
+    """Join the replicas that meet at a lighthouse, or the processes that torchrun started."""
     if options.lighthouse is None:
         with process_group(config, options.start_timeout, options.sync_timeout) as communicator:
             yield communicator
@@ -125,7 +112,7 @@ def communication(config: RunConfig, options: argparse.Namespace) -> Iterator[Co
 
 @contextmanager
 def process_group(config: RunConfig, patience: float = 600.0, timeout: float | None = None) -> Iterator[Communicator]:
-    """The processes that torchrun started, or this one alone.
+    """Join the processes that torchrun started; without it, this one is alone.
 
     Args:
         config: the run.
@@ -184,28 +171,21 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
 
 def _await_first(patience: float) -> None:
     """Wait until the address where the processes meet answers; torch would go on for half an hour, with warnings."""
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if os.environ.get("RANK") == "0" or not (host and port.isdecimal()):
-        return
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     end = time.monotonic() + patience
-    while True:
+    while os.environ["RANK"] != "0" and port.isdecimal():
         try:
             socket.create_connection((host, int(port)), timeout=max(0.1, end - time.monotonic())).close()
+            return
         except OSError as error:
             if time.monotonic() >= end:
                 raise RuntimeError(f"no answer there for {patience:g} s: {error}") from None
             time.sleep(0.1)
-        else:
-            return
 
 
 @contextmanager
 def claimed(out: Path, config: RunConfig, communicator: Communicator) -> Iterator[RunFolder]:
-    """The run's folder, claimed by process 0 on behalf of all.
-
-    Raises:
-        UsageError: on every process, when process 0's claim is refused.
-    """
+    """Claim the run's folder in process 0 on behalf of all; a refusal is raised in every process."""
     if communicator.elastic or communicator.size == 1:
         with RunFolder.claim(out, config) as folder:
             yield folder

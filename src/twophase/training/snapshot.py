@@ -24,7 +24,7 @@ class Snapshot:
 
     Args:
         parts: from file name to part.
-        events: for each CUDA device that holds copies, what has happened when they are complete.
+        events: for each CUDA device that holds copies, an event that has happened when they are complete.
     """
 
     parts: dict[str, Part]
@@ -32,7 +32,7 @@ class Snapshot:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """In here, in this thread, the copies are complete, and reading them does not wait for training's work."""
+        """Let this thread read complete copies without waiting for training's work."""
         with ExitStack() as streams:
             for device, event in self.events.items():
                 stream = torch.cuda.Stream(device)
@@ -44,7 +44,7 @@ class Snapshot:
 class Snapshots:
     """Takes one snapshot after the other into the same memory; the previous one must not be in use any more.
 
-    The memory is kept because new memory costs several times the copying, a page fault a page. On a CUDA device the
+    The memory is reused because new memory costs several times the copying, a page fault a page. On a CUDA device the
     copies stay on the device if that leaves a tenth of it free beyond what training has reserved so far; the caller
     then waits for nothing. Otherwise, and for other devices, they go to main memory while the caller waits.
     """
@@ -65,7 +65,7 @@ class Snapshots:
         parts = {name: take_apart(tree) for name, tree in trees.items()}
         live = {(part, name): tensor for part, taken in parts.items() for name, tensor in taken.tensors.items()}
         # Keys that are gone go first, so that their memory is there for the new ones.
-        self._copies = {key: copied for key, copied in self._copies.items() if key in live and _fits(copied, live[key])}
+        self._copies = {key: copy for key, copy in self._copies.items() if key in live and _fits(copy, live[key])}
         self._copies |= _buffers({key: tensor for key, tensor in live.items() if key not in self._copies})
         for key, tensor in live.items():
             self._copies[key].copy_(tensor, non_blocking=tensor.device.type == "cuda")
@@ -74,39 +74,26 @@ class Snapshots:
         events = {device: torch.cuda.Event() for device in devices}
         for device, event in events.items():
             event.record(torch.cuda.current_stream(device))
-        for device in {live[key].device for key, copied in self._copies.items() if copied.device != live[key].device}:
-            if device in events:
-                events[device].synchronize()  # else a later step might change what is still being copied
+            if any(tensor.device == device != self._copies[key].device for key, tensor in live.items()):
+                event.synchronize()  # else a later step might change what is still being copied
         return Snapshot(parts, events)
 
 
-def _fits(copied: Tensor, tensor: Tensor) -> bool:
+def _fits(copy: Tensor, tensor: Tensor) -> bool:
     places = (tensor.device, torch.device("cpu"))
-    return copied.shape == tensor.shape and copied.dtype == tensor.dtype and copied.device in places
+    return copy.shape == tensor.shape and copy.dtype == tensor.dtype and copy.device in places
 
 
 def _buffers(live: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
-    """Memory for copies: on the tensors' own devices where there is room, else in main memory."""
+    """Allocate memory for copies: on the tensors' own devices where there is room, else in main memory."""
     buffers: dict[_Key, Tensor] = {}
     for device in {tensor.device for tensor in live.values()}:
         wanted = {key: tensor for key, tensor in live.items() if tensor.device == device}
-        buffers |= _on_device(wanted, device) or _in_main_memory(wanted, pinned=device.type == "cuda")
+        place: dict[str, Any] = {}
+        if device.type == "cuda":
+            needed = sum(tensor.nbytes for tensor in wanted.values())
+            free, total = torch.cuda.mem_get_info(device)
+            roomy = free - needed >= _RESERVE * total
+            place = {"device": device} if roomy else {"pin_memory": True}  # pinned copies have the bus's full speed
+        buffers |= {key: torch.empty(tensor.shape, dtype=tensor.dtype, **place) for key, tensor in wanted.items()}
     return buffers
-
-
-def _on_device(wanted: Mapping[_Key, Tensor], device: torch.device) -> dict[_Key, Tensor] | None:
-    if device.type != "cuda":
-        return None
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in wanted.values())
-    free, total = torch.cuda.mem_get_info(device)
-    if free - needed < _RESERVE * total:
-        return None
-    try:
-        return {key: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for key, tensor in wanted.items()}
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _in_main_memory(wanted: Mapping[_Key, Tensor], *, pinned: bool) -> dict[_Key, Tensor]:
-    # Pinned memory takes a copy at the full speed of the bus.
-    return {key: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for key, tensor in wanted.items()}

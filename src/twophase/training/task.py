@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from twophase.base.config import UsageError
 from twophase.diloco.comm import Communicator
-from twophase.training.device import room_for
+from twophase.diloco.fragment import partition
+from twophase.training.config import RunConfig
+from twophase.training.device import room_for, usable_device
 
 
 class Task(Protocol):
@@ -46,7 +49,7 @@ class Task(Protocol):
 
 
 class Step(Protocol):
-    """How one process computes for a task: one object for all its replicas and runs."""
+    """How a process computes for a task: one object for all its replicas and runs."""
 
     device: torch.device
     chosen: dict[str, Any]
@@ -76,12 +79,7 @@ class Step(Protocol):
 
 
 class PlainStep:
-    """A whole batch at once, with autograd and nothing else.
-
-    Args:
-        task: what is trained.
-        device: where.
-    """
+    """A whole batch at once, with autograd and nothing else."""
 
     tokens = 0
     loss_bound = math.inf
@@ -91,6 +89,7 @@ class PlainStep:
         self.device = device
         self.chosen: dict[str, Any] = {}
         self.data_name = type(task).__name__
+        self.evaluate = task.evaluate
 
     def gradients(self, model: nn.Module, batch: Any) -> Tensor:
         """Differentiate the task's loss."""
@@ -103,10 +102,6 @@ class PlainStep:
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Compute the task's loss."""
         return self.task.loss(model, batch)
-
-    def evaluate(self, model: nn.Module) -> Mapping[str, float]:
-        """Evaluate as the task does."""
-        return self.task.evaluate(model)
 
     def rates(self, batches: int, seconds: float) -> dict[str, float]:
         """Return batches a second."""
@@ -124,3 +119,39 @@ def step_of(task: Task, device: torch.device, replicas: int, communicator: Commu
     """
     make = getattr(task, "step", None)
     return PlainStep(task, device) if make is None else make(device, replicas, communicator)
+
+
+def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
+    """Refuse a run that this machine cannot train, before a folder is made for it.
+
+    Args:
+        config: the run, checked.
+        task: what is trained.
+        processes: number of processes that share its replicas.
+
+    Raises:
+        UsageError: replicas that the processes cannot share, an impossible device, data that cannot be used or does
+            not last for the run, or fragments that the model cannot be cut into.
+    """
+    if config.replicas % processes:
+        raise UsageError(
+            f"--replicas is {config.replicas} and there are {processes} processes; replicas must be a multiple of the "
+            f"processes, for example --replicas {processes}"
+        )
+    device = usable_device(config.device)
+    if check_task := getattr(task, "check", None):
+        check_task(device)
+    check_fragments(config, task)
+
+
+def check_fragments(config: RunConfig, task: Task) -> None:
+    """Refuse fragments that the model cannot be cut into, with a UsageError."""
+    parts = config.sync.parts()
+    if parts == 1:
+        return
+    with torch.device("meta"):  # the names and sizes of its parameters are enough
+        model = task.model(config.seed)
+    try:
+        partition({name: parameter.numel() for name, parameter in model.named_parameters()}, parts)
+    except ValueError as error:
+        raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None

@@ -1,4 +1,4 @@
-"""One DiLoCo run of a small language model, from top to bottom."""
+"""One DiLoCo run of a task, from top to bottom."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from twophase.diloco.report import RoundReport
 from twophase.runs.folder import RunFolder
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
-from twophase.training.inner import Replica
-from twophase.training.preflight import preflight
-from twophase.training.task import Task
+from twophase.training.task import Task, preflight
 from twophase.training.trainer import RUNNING, STOPPED, Progress, Trainer, round_line
 
 _log = logging.getLogger("twophase")
@@ -43,7 +41,7 @@ def train(
         communicator: the processes that share the replicas; None means this one alone.
         on_round: called with each round's line of metrics (in process 0).
         on_step: called with each line of `steps.jsonl` (in process 0).
-        should_stop: asked after every step (after every round with several processes); true writes a checkpoint and
+        should_stop: called after every step (after every round with several processes); true writes a checkpoint and
             returns early with `exit_reason` "stopped" and no summary on disk.
 
     Returns:
@@ -51,7 +49,7 @@ def train(
 
     Raises:
         UsageError: an impossible configuration, corpus, device or checkpoint.
-        RunError: where replicas come and go, they do not meet, or have begun without this one's newer checkpoint.
+        RunError: elastic replicas do not meet, or have begun without this one's newer checkpoint.
         OSError: the folder cannot be written, or the disk is full; says where, and what to do. Nothing is lost then
             but the time since the newest checkpoint.
     """
@@ -67,21 +65,23 @@ def train(
     done = run.done
     before, started = done.seconds, time.perf_counter()
     saved: int | None = done.step
-    if run.comm.elastic:  # what it holds may be another's, and nowhere on this disk
+    if run.comm.elastic:  # a state that came from a peer is nowhere on this disk
         saved = checkpoint.latest_step(folder.checkpoint_dir) if joined is None else None
     steps = _StepLog(run, folder, on_step)
 
-    with _writer(run, folder) as writer:
+    with checkpoint.Writer(
+        folder.checkpoint_dir, fingerprint=fingerprint(config), keep=config.keep_checkpoints, communicator=run.files
+    ) as writer:
         while (joined is not None or done.step < config.steps) and done.exit_reason == RUNNING:
             if joined is None:
                 run.inner_step()
                 report = run.synchronize(should_stop)
                 steps.write()
-            else:  # it came late, into the end of another's round
+            else:  # a late joiner, at the end of its peers' round
                 report, joined = joined, None
             done.seconds = before + time.perf_counter() - started
             if report is None:
-                # Where replicas come and go, what is under way cannot be saved: it is ended first.
+                # An elastic sync under way cannot be saved: it ends first.
                 if run.files.size == 1 and not (run.comm.elastic and run.engine.under_way) and should_stop():
                     done.exit_reason = STOPPED
                 continue
@@ -91,7 +91,7 @@ def train(
                     folder.log_round(round_line(report, done.step))
                     folder.log_metrics(line)
                 on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
-            if run.comm.elastic and done.exit_reason == RUNNING and should_stop():  # alone, without the others
+            if run.comm.elastic and done.exit_reason == RUNNING and should_stop():  # without its peers
                 done.exit_reason = STOPPED
             due = report.complete and report.round % config.checkpoint_every == 0
             if done.exit_reason == RUNNING and due:
@@ -104,7 +104,7 @@ def train(
     # The last checkpoint is whole now, on all processes.
     if not run.lead or done.exit_reason == STOPPED:
         return run.summary()
-    # After the checkpoint and before the summary: whatever is interrupted here is done again by a repeated command.
+    # After the checkpoint and before the summary: a repeated command does again what is interrupted here.
     summary = run.outcome() | run.summary()
     with _disk(folder):
         write_atomic(folder.weights, run.weights(config))
@@ -123,7 +123,7 @@ class _StepLog:
         self._step, self._clock = run.done.step, time.perf_counter()
 
     def write(self) -> None:
-        """To be called after every inner step."""
+        """Write a line if one is due; called after every inner step."""
         step = self.run.done.step
         if self.every == 0 or step % self.every:
             return
@@ -136,15 +136,8 @@ class _StepLog:
         self.on_step(line)
 
 
-def _writer(run: Trainer, folder: RunFolder) -> checkpoint.Writer:
-    config = run.config
-    return checkpoint.Writer(
-        folder.checkpoint_dir, fingerprint=fingerprint(config), keep=config.keep_checkpoints, communicator=run.files
-    )
-
-
 def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
-    """Take up where the run stands: on disk, or with the other replicas where they come and go."""
+    """Restore the run from disk, or from its elastic peers."""
     if not run.comm.elastic:
         _restore(run, folder)
         return None
@@ -160,7 +153,7 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
         )
     last = folder.last_round()
     if last is not None and run.done.is_foreign_sync(last["step"], last["checksum"]):
-        # It went on without the others for a while, and they without it: two histories do not go into one folder.
+        # The replica and its peers trained apart for a while: two histories do not go into one folder.
         with _disk(folder):
             place = folder.set_aside(f"parted-{last['step']:08d}")
         _log.warning(
@@ -172,7 +165,7 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
 
 
 def _restore(run: Trainer, folder: RunFolder) -> None:
-    """Continue from the newest checkpoint, where there is one; process 0 says which that is."""
+    """Continue from the newest checkpoint, if there is one; process 0 says which that is."""
     newest = run.files.gather(checkpoint.latest(folder.checkpoint_dir))[0]
     logs: dict[str, int] = {}
     if newest is not None:
@@ -188,9 +181,8 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
             )
         run.engine.load_state_dict(saved.part(checkpoint.ENGINE))  # at a round's end it also sets the models
         owed = checkpoint.wire_file(run.files.rank)
-        if processes == run.files.size and saved.holds(
-            owed
-        ):  # with other processes, the residuals belong to no process
+        # With other processes, the residuals belong to no process.
+        if processes == run.files.size and saved.holds(owed):
             run.engine.load_wire_state_dict(saved.part(owed))
         for replica in run.replicas:
             part = saved.part(checkpoint.replica_file(replica.number))
@@ -205,9 +197,14 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
 
 
 def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
-    """Have a checkpoint written of everything as it is now."""
+    """Have a checkpoint of the present state written."""
     run.settle()
-    parts = {checkpoint.replica_file(replica.number): _replica_part(run, replica) for replica in run.replicas}
+    parts: dict[str, Any] = {}
+    for replica in run.replicas:
+        state = replica.state_dict()
+        if run.engine.at_anchor and state["model"].keys() <= run.engine.anchor.keys():
+            del state["model"]  # it is the anchor, as it mostly is at the end of a round
+        parts[checkpoint.replica_file(replica.number)] = state
     engine, owed = run.engine.state_dict(), run.engine.wire_state_dict()
     if run.lead:
         parts[checkpoint.ENGINE] = engine
@@ -222,17 +219,9 @@ def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
     writer.save(run.done.step, parts, progress)
 
 
-def _replica_part(run: Trainer, replica: Replica) -> dict[str, Any]:
-    """A replica's state, without the model where that is the anchor, as it mostly is at the end of a round."""
-    state = replica.state_dict()
-    if run.engine.at_anchor and state["model"].keys() <= run.engine.anchor.keys():
-        del state["model"]
-    return state
-
-
 @contextmanager
 def _disk(folder: RunFolder) -> Iterator[None]:
-    """Say which folder it is that cannot be written, and what to do."""
+    """Name the folder that cannot be written, and what to do."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The parts of a run and what is done with all of them together: replicas, inner optimizers, engine, text, progress.
+"""The parts of a run: replicas with their inner optimizers, engine, data, progress.
 
 `train` takes one of these from a run's start to its end; the forest of a sweep takes one through all its runs.
 """
@@ -34,35 +34,27 @@ from twophase.training.inner import Replica, inner_lr
 from twophase.training.task import Task, step_of
 
 _REMEMBERED = 1000
+"""Newest syncs in `Progress.history`."""
 LOSS, STOP = "train_loss", "stop"
-"""What the processes tell one another at the end of a round."""
+"""Signals that the processes share at the end of a round."""
 FOR_POLICIES = ("inner_lr", "loss_end", "loss_start", "progress")
-"""What they also tell, for restart policies: the inner learning rate of the round's last step, the mean training losses
-of its last and first quarter, and the share of the run that is done. (A fragment's round goes from one of its own outer
-steps to the next.)"""
+"""Signals for restart policies: the inner learning rate of the round's last step, the mean training losses of its last
+and first quarter, and the share of the run that is done. (A fragment's round goes from one of its own outer steps to
+the next.)"""
 _NOTHING: dict[str, float] = dict.fromkeys((LOSS, STOP, *FOR_POLICIES), 0.0)
-"""What a replica without weight tells."""
+"""Signals of a replica without weight."""
 RUNNING, STOPPED, FINISHED, DIVERGED = "running", "stopped", "finished", "diverged"
 
 
 class Trainer:
-    """Replicas, engine and text of one configuration, and how far they are.
-
-    Args:
-        task: what is trained.
-        config: the run, checked.
-        communicator: the processes that share its replicas.
-
-    Raises:
-        UsageError: an impossible configuration, corpus or device.
-    """
+    """Replicas, engine and data of one checked configuration, and their progress."""
 
     def __init__(self, task: Task, config: RunConfig, communicator: Communicator) -> None:
         self.config = config
         self.task = task
         self.comm = communicator
         self.files: Communicator = SingleProcess() if communicator.elastic else communicator
-        """The processes that write one folder: where replicas come and go, each has its own."""
+        """The processes that write one folder; each elastic replica has its own."""
         self.lead = self.files.rank == 0
         self.done = Progress()
         self.validation: Mapping[str, float] | None = None
@@ -109,18 +101,17 @@ class Trainer:
         return engine
 
     def _source(self) -> str:
-        """Digits of the code that decides what a replica learns, beside the engine's: this room's and the task's."""
+        """Hash the code that decides what a replica learns, beside the engine's: this room's and the task's."""
         parts = (type(self.replicas[0].model), type(self.task))
         return source_digest({Path(__file__).parent, *(Path(inspect.getfile(kind)).parent for kind in parts)})
 
-    def _probe(self, model: nn.Module, number: int, round: int) -> float:  # noqa: A002 - the engine's word
-        """The loss of a candidate on what a replica will train on next, or the first sequences of that."""
-        del round
-        # Of this configuration and not the replica's, which in a forest is that of the run which came first.
+    def _probe(self, model: nn.Module, number: int, _round: int) -> float:
+        """Compute the loss of a candidate on the first examples of a replica's next batch."""
+        # By this configuration and not the replica's, which in a forest is that of the first run.
         return self.replicas[number].probe(model, self.done.step, self.config.outer.probe_sequences)
 
     def _replica_state(self) -> dict[str, Any]:
-        """What a replica that comes late needs beside the engine's state: it goes on as this one."""
+        """Return what a late joiner needs beside the engine's state."""
         self.settle()
         return {
             "step": self.done.step,
@@ -139,13 +130,13 @@ class Trainer:
         self.validation = None
 
     def join(self, restore: Callable[[], None]) -> RoundReport | None:
-        """Join the other replicas, where they come and go.
+        """Join the other elastic replicas.
 
         Args:
-            restore: takes up what is on disk; called where no run is under way.
+            restore: reads the newest checkpoint; called where no run is under way.
 
         Returns:
-            The report of the round that this replica has come into, if that has ended by it.
+            The report of the round that this replica joined, if that has ended by it.
         """
         try:
             return self._last(self.engine.join(_NOTHING, restore=restore), _NOTHING)
@@ -153,7 +144,7 @@ class Trainer:
             raise UsageError(str(error)) from None
 
     def inner_step(self) -> None:
-        """One inner step of every replica."""
+        """Take an inner step of every replica."""
         lr = inner_lr(self.config, self.done.step)
         self._losses += [replica.step(self.done.step, lr) for replica in self.replicas]
         self.done.step += 1
@@ -170,16 +161,16 @@ class Trainer:
 
     @property
     def execution(self) -> dict[str, Any]:
-        """What this process has decided about how to compute; a resumed run must compute the same way."""
+        """Return what this process has decided about how to compute; a resumed run must compute the same way."""
         return dict(self.compute.chosen)
 
     def restore_execution(self, execution: Mapping[str, Any]) -> None:
-        """Compute as an earlier part of the run has done; before the first step after it."""
+        """Compute as an earlier part of the run did."""
         self.compute.chosen = dict(execution)
         self._losses.clear()
 
     def step_line(self, steps: int, seconds: float) -> dict[str, Any]:
-        """A line of `steps.jsonl`: the mean training loss since the last one, in this process, and how fast it went.
+        """Return a line of `steps.jsonl`: this process's mean training loss and speed since the last line.
 
         Args:
             steps: inner steps since the last line, or since this process began.
@@ -197,13 +188,13 @@ class Trainer:
         """Tell the engine that every replica has taken an inner step; the last round may be a shorter one.
 
         Args:
-            should_stop: asked where a round ends; all processes learn of it.
+            should_stop: called where a round ends; the answer reaches all processes.
         """
         self.done.round_steps += 1
         signals = None
         if self.done.step == self.config.steps or self.engine.reports_next:
             self.settle()  # the engine would have to wait for the inner steps, and that is not its time
-            # Where replicas come and go, one that is asked to stop goes alone.
+            # An elastic replica that is asked to stop does so alone.
             signals = partial(self._signals, 0.0 if self.comm.elastic else float(should_stop()))
         clock = time.perf_counter()
         with room_for("the outer step", self.config.device):
@@ -212,7 +203,7 @@ class Trainer:
         return report
 
     def _signals(self, stop: float, fragments: Sequence[str]) -> dict[str, float]:
-        """What this process tells the others at the end of a round of some fragments, whose next one begins now."""
+        """Return this process's signals at the end of a round of some fragments; their next round begins now."""
         config, done = self.config, self.done
         steps = self._steps_of(fragments)
         done.begun |= dict.fromkeys(fragments, done.step)
@@ -234,15 +225,12 @@ class Trainer:
         }
 
     def _steps_of(self, fragments: Sequence[str]) -> int:
-        """Inner steps of the longest of some fragments' present rounds; the first begins with the losses at hand."""
+        """Return the inner steps of the longest of some fragments' present rounds."""
         first = self.done.step - len(self.replicas[0].round_losses)
         return self.done.step - min(self.done.begun.get(name, first) for name in fragments)
 
     def _last(self, report: RoundReport | None, signals: Signals) -> RoundReport | None:
-        """The report of a sync, with what is left to be synchronised where the run is at its end.
-
-        A replica that has just been given another's state may find itself there.
-        """
+        """Return the report of a sync; at the end of the run, also synchronize what is left, even for a late joiner."""
         if self.done.step < self.config.steps:
             return report
         final = self.engine.finish(signals or _NOTHING)
@@ -250,11 +238,7 @@ class Trainer:
         return merged(reports) if reports else None
 
     def end_round(self, report: RoundReport) -> dict[str, Any]:
-        """Judge the round that has just ended, and set `done.exit_reason`.
-
-        Returns:
-            Its line of metrics, with a validation where one is due (in process 0).
-        """
+        """Set `done.exit_reason` after a round; return its line of metrics, with a validation in process 0 if due."""
         loss = report.signals[LOSS]
         line: dict[str, Any] = {"step": self.done.step, "round": report.round, "train_loss": loss}
         self.done.round_steps = 0
@@ -263,7 +247,7 @@ class Trainer:
             replica.round_losses = replica.round_losses[-steps:] if steps else []
         self.done.exit_reason = self._exit_reason(report)
         if self.comm.elastic:
-            self.done.remember(self.done.step, report.checksum)
+            self.done.history = [*self.done.history[1 - _REMEMBERED :], (self.done.step, report.checksum)]
         every = self.config.evaluate_every
         due = every and report.complete and report.round % every == 0
         if self.lead and (due or self.done.exit_reason in (FINISHED, DIVERGED)):
@@ -278,38 +262,32 @@ class Trainer:
         return self.validation
 
     def _exit_reason(self, report: RoundReport) -> str:
-        """How the run stands after a round; the same on all processes."""
-        # A NaN is not <= anything.
-        if report.not_finite or not (
-            report.signals[LOSS] <= self.loss_bound and math.isfinite(report.pseudo_gradient_norm)
-        ):
+        """Return the state of the run after a round, the same on all processes."""
+        bounded = report.signals[LOSS] <= self.loss_bound  # a NaN is not <= anything
+        if report.not_finite or not (bounded and math.isfinite(report.pseudo_gradient_norm)):
             return DIVERGED
         if self.done.step == self.config.steps:
             return FINISHED
         return STOPPED if report.signals[STOP] else RUNNING
 
     def tokens(self) -> int:
-        """Tokens trained on so far, over all replicas."""
+        """Return the tokens trained on so far, over all replicas."""
         return self.done.step * self.config.replicas * self.compute.tokens
 
     def weights(self, config: RunConfig) -> bytes:
-        """The anchor as a safetensors file of the run of that configuration."""
+        """Return the anchor as a safetensors file of the run of that configuration."""
         tensors = {name: view.contiguous().clone() for name, view in self.engine.anchor.items()}
         return safetensors.torch.save(tensors, metadata={"config": fingerprint(config)})
 
     def outcome(self) -> dict[str, Any]:
-        """The validation's numbers, after judging the last outer step by them; for a run that is at its end."""
+        """Return the validation's numbers at the end of a run, after judging the last outer step by them."""
         validation = self.validate()
         if not validation["loss"] <= self.loss_bound:  # blown up by the very last outer step
             self.done.exit_reason = DIVERGED
         return _columns(validation)
 
     def summary(self, restarts: int | None = None) -> dict[str, Any]:
-        """The run in numbers, less its validation.
-
-        Args:
-            restarts: how many there were; None means as the engine has counted them.
-        """
+        """Return the run in numbers, without its validation; `restarts` defaults to the engine's count."""
         done = self.done
         if restarts is None:
             optimizers = [fragment.outer for fragment in self.engine.fragments]
@@ -328,7 +306,7 @@ class Trainer:
         }
 
     def environment(self) -> dict[str, Any]:
-        """Versions, machine and text."""
+        """Return versions, machine and data, for `env.json`."""
         return {
             "twophase": twophase.__version__,
             "python": platform.python_version(),
@@ -344,7 +322,7 @@ class Trainer:
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run is; the plain numbers of a checkpoint."""
+    """Progress of a run; the plain numbers of a checkpoint."""
 
     step: int = 0
     round_steps: int = 0
@@ -352,19 +330,15 @@ class Progress:
     begun: dict[str, int] = dataclasses.field(default_factory=dict)
     """Step after which the present round of each fragment began, by its name; none before the first has ended."""
     recent_loss: float = 0.0
-    """Sum of those since the last line of `steps.jsonl`."""
+    """Sum of the training losses since the last line of `steps.jsonl`."""
     recent_losses: int = 0
-    """How many they are."""
+    """Number of these losses."""
     seconds: float = 0.0
     engine_seconds: float = 0.0
     """Time spent in the engine: everything that is not forward, backward and inner optimizer."""
     exit_reason: str = RUNNING
     history: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-    """Step and checksum of the newest syncs, where replicas come and go."""
-
-    def remember(self, step: int, checksum: str) -> None:
-        """A sync has been completed."""
-        self.history = [*self.history[1 - _REMEMBERED :], (step, checksum)]
+    """Step and checksum of the newest syncs of elastic replicas."""
 
     def is_foreign_sync(self, step: int, checksum: str) -> bool:
         """Tell whether (step, checksum) is not in this run's recent sync history."""
@@ -379,10 +353,10 @@ def _alike(config: RunConfig) -> dict[str, Any]:
 
 
 def round_line(report: RoundReport, step: int) -> dict[str, Any]:
-    """A round's line in `rounds.jsonl`."""
+    """Return a round's line of `rounds.jsonl`."""
     totals = {"buffer_norm": report.buffer_norm, "cosine": report.cosine, "gain": report.gain}
     fields = dataclasses.asdict(report)
-    del fields["signals"]  # the loss is a metric, and the wish to stop does not belong to the run
+    del fields["signals"]  # the loss is a metric, and a request to stop does not belong to the run
     return {"step": step} | fields | totals
 
 

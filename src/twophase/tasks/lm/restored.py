@@ -18,7 +18,7 @@ from twophase.tasks.lm.export import run_config
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training import checkpoint
-from twophase.training.preflight import preflight
+from twophase.training.task import preflight
 from twophase.training.trainer import DIVERGED
 
 _CHECKPOINTS = "checkpoint"

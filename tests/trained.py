@@ -1,0 +1,66 @@
+"""Runs in this process, stopped where a test wants it, and the files that they leave."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from forked import Program
+from twophase.runs.folder import RunFolder
+from twophase.tasks.build import build_task
+from twophase.tasks.lm.config import TrainConfig
+from twophase.training import checkpoint
+from twophase.training.train import train
+
+
+def run(config: TrainConfig, path: Path, **options: Any) -> dict[str, Any]:
+    """Train in a folder; returns the summary without its times."""
+    with RunFolder.claim(path, config) as folder:
+        summary = train(build_task(config), config, folder, **options)
+    return {key: value for key, value in summary.items() if key not in ("seconds", "engine_share")}
+
+
+def stop_after(calls: int) -> Callable[[], bool]:
+    """Return a `should_stop` that answers yes from that call on."""
+    count = iter(range(1, 10**6))
+    return lambda: next(count) >= calls
+
+
+def run_in_parts(config: TrainConfig, path: Path, stops: Sequence[int], **options: Any) -> dict[str, Any]:
+    """Stop a run after each of these steps and resume it; `should_stop` is called once a step, except the last."""
+    for stop in stops:
+        start = checkpoint.latest_step(path / "checkpoint") or 0
+        part = run(config, path, should_stop=stop_after(stop - start), **options)
+        assert (part["exit_reason"], part["steps"]) == ("stopped", stop)
+        assert checkpoint.latest_step(path / "checkpoint") == stop
+    return run(config, path, **options)
+
+
+def newest(path: Path) -> Path:
+    """Return the newest checkpoint of a run."""
+    folder = checkpoint.latest(path / "checkpoint")
+    assert folder is not None
+    return folder
+
+
+def start_group(folder: Path, *words: Sequence[str | Path]) -> list[Program]:
+    """Start a command in one process for each list of words; as under torchrun, they meet over the loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for rank, command in enumerate(words):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(words), "MASTER_PORT": port}
+        env = os.environ | {key: str(value) for key, value in place.items()}
+        env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        files = (folder / f"output-{rank}", folder / f"errors-{rank}")
+        processes.append(Program(["-m", "twophase", *map(str, command)], *files, env))
+    return processes
+
+
+def end_group(processes: Sequence[Program], folder: Path) -> list[tuple[int, str]]:
+    """Wait for the processes of a group; returns the status and standard error of each."""
+    statuses = [process.wait(120) for process in processes]
+    return [(status, (folder / f"errors-{rank}").read_text()) for rank, status in enumerate(statuses)]

@@ -1,0 +1,139 @@
+"""Impossible configurations are refused by option and value; fingerprints of earlier versions stay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twophase.base.config import UsageError, dump_yaml, fingerprint, from_tree, load_yaml, to_tree, with_values
+from twophase.cli import main as cli
+from twophase.tasks.build import build_task, preflight_all
+from twophase.tasks.lm.config import TrainConfig, check
+from twophase.training.config import RunConfig
+from twophase.training.inner import inner_lr
+from twophase.training.task import preflight
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"inner.decay": 0.1}, r"--inner\.decay is 0\.1; .*it is for wsd"),
+    ({"inner.schedule": "wsd", "inner.decay": 0.95}, r"--inner\.decay is 0\.95; .*\[0, 0\.9\]"),
+    ({"outer.momentum": 1.0}, r"--outer\.momentum is 1\.0; "),
+    ({"outer.lr": 1e200}, r"--outer\.lr is 1e\+200; .*at most 1e\+30"),
+    ({"outer.lr": -0.1}, r"--outer\.lr is -0\.1; "),
+    ({"outer.restart": "0"}, r"--outer\.restart: .*period is 0; "),
+    ({"outer.restart": "often"}, r"--outer\.restart: restart 'often' is not known; write never"),
+    ({"outer.probe_sequences": 5}, r"--outer\.probe-sequences is 5; .*1 to --data\.batch-size 4"),
+    ({"outer.probe_sequences": -1}, r"--outer\.probe-sequences is -1; "),
+    ({"inner_steps": 23}, r"--inner-steps is 23; .*at most steps \(22\); lower --inner-steps"),
+    ({"inner_steps": 0}, r"--inner-steps is 0; it must be a whole number >= 1"),
+    ({"replicas": 0}, r"--replicas is 0; "),
+    ({"inner.lr": 0.0}, r"--inner\.lr is 0\.0; "),
+    ({"inner.lr": math.nan}, r"--inner\.lr is nan; "),
+    ({"inner.betas": (0.9, 1.0)}, r"--inner\.betas is \(0\.9, 1\.0\); "),
+    ({"inner.warmup": 1.5}, r"--inner\.warmup is 1\.5; "),
+    ({"inner.weight_decay": -1.0}, r"--inner\.weight-decay is -1\.0; "),
+    ({"inner.clip_norm": -1.0}, r"--inner\.clip-norm is -1\.0; "),
+    ({"data.held_out": 1.0}, r"--data\.held-out is 1\.0; "),
+    ({"data.batch_size": 0}, r"--data\.batch-size is 0; "),
+    ({"model.hidden_size": 17}, r"--model\.hidden-size is 17; .*a multiple of 2 x heads = 4"),
+    ({"model.kv_heads": 3}, r"--model\.kv-heads is 3; "),
+    ({"model.rope_theta": 0.0}, r"--model\.rope-theta is 0\.0; "),
+    ({"model.norm_eps": 0.0}, r"--model\.norm-eps is 0\.0; "),
+    ({"model.vocabulary_size": -1}, r"--model\.vocabulary-size is -1; "),
+    ({"compute.micro_batch": 3}, r"--compute\.micro-batch is 3; "),
+    ({"compute.autotune": True}, r"--compute\.autotune is True; "),
+    ({"seed": -1}, r"--seed is -1; "),
+    ({"seed": 2**63}, r"--seed is 9223372036854775808; "),
+    ({"evaluate_every": -1}, r"--evaluate-every is -1; "),
+    ({"log_every": -1}, r"--log-every is -1; "),
+    ({"divergence_loss": -1.0}, r"--divergence-loss is -1\.0; "),
+    ({"device": "meta"}, r"--device meta cannot be used here"),
+    ({"device": "abacus"}, r"--device abacus cannot be used here .*; use --device cpu"),
+    ({"sync.delay": 6}, r"--sync\.delay is 6; .*below inner_steps \(6\)"),
+    ({"sync.mixing": 1.0}, r"--sync\.mixing is 1\.0; "),
+    ({"sync.fragments": ("0",)}, r"--sync\.fragments is 0; "),
+    ({"sync.fragments": ()}, r"--sync\.fragments is empty; "),
+    ({"sync.fragments": ("a", "b")}, r"--sync\.fragments is a; .*NAME=VALUE"),
+    ({"sync.restart": ("0=3", "0=4")}, r"--sync\.restart is 0=4; "),
+    ({"sync.restart": ("0=often",)}, r"--sync\.restart: restart 'often' is not known"),
+    ({"sync.restart": ("1=3",)}, r"--sync\.restart names 1, and the fragments are 0; "),
+    ({"sync.fragments": ("a=(",)}, r"--sync\.fragments a=\(: .*no regular expression"),
+    ({"sync.fragments": ("a=embedding",)}, r"--sync\.fragments a=embedding: .*no fragment's pattern"),
+    ({"sync.fragments": ("99",)}, r"--sync\.fragments 99: .*between 1 and the number of parameters, 9"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSALS)
+def test_impossible_values(short_run: TrainConfig, values: dict[str, Any], message: str) -> None:
+    """Each is refused before a folder is made, alone and among other runs."""
+    wrong = with_values(short_run, values)
+    with pytest.raises(UsageError, match=message):
+        preflight(wrong, build_task(wrong))
+    with pytest.raises(UsageError, match=message):
+        preflight_all(map(check, [short_run, wrong, replace(short_run, steps=23)]))
+
+
+def test_replicas_and_processes(short_run: TrainConfig) -> None:
+    """Replicas that the processes cannot share evenly are refused with both numbers."""
+    with pytest.raises(UsageError, match=r"--replicas is 2 and there are 3 processes.*--replicas 3"):
+        preflight(short_run, build_task(short_run), processes=3)
+
+
+def test_on_the_command_line(short_run: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A refusal has status 2 and makes no folder."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(short_run))
+    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run")]
+    assert cli.main([*words, "--outer.probe-sequences", "5"]) == 2
+    assert "--outer.probe-sequences is 5" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_defaults() -> None:
+    """The default configuration can be run; model and data come first in its file, as in those of earlier versions."""
+    assert check(TrainConfig()) == TrainConfig()
+    assert list(to_tree(TrainConfig())) == ["model", "data", *to_tree(RunConfig())]
+
+
+def test_a_configuration_of_an_earlier_version_is_the_same_run(tmp_path: Path) -> None:
+    """One that was written without schedules, and sizes of a probe, has the same fingerprint, and is read."""
+    before = to_tree(TrainConfig())
+    assert "schedule" not in before["inner"]
+    assert "probe_sequences" not in before["outer"]
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(TrainConfig()))
+    assert fingerprint(from_tree(TrainConfig, load_yaml(path))) == fingerprint(TrainConfig()) == "52b976f3b5af"
+    for values in ({"inner.schedule": "wsd", "inner.decay": 0.1}, {"outer.probe_sequences": 2}):
+        changed = with_values(TrainConfig(), values)
+        assert fingerprint(changed) != fingerprint(TrainConfig())
+        assert from_tree(TrainConfig, to_tree(changed)) == changed
+    del before["inner"]["lr"]
+    with pytest.raises(UsageError, match=r"absent values inner\.lr$"):
+        from_tree(TrainConfig, before)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, [2.0, 1 + math.cos(math.pi / 2), 1 + math.cos(math.pi * 69 / 90), 1 + math.cos(math.pi * 80 / 90)]),
+        ({"inner.schedule": "constant"}, [2.0, 2.0, 2.0, 2.0]),
+        ({"inner.schedule": "linear"}, [2.0, 1.0, 2 * 21 / 90, 2 * 10 / 90]),
+        ({"inner.schedule": "wsd"}, [2.0, 2.0, 2.0, 1.0]),
+        ({"inner.schedule": "wsd", "inner.decay": 0.5}, [2.0, 1.8, 2 * 21 / 50, 0.4]),
+        ({"inner.schedule": "wsd", "inner.decay": 0.0}, [2.0, 2.0, 2.0, 2.0]),
+        ({"inner.schedule": "wsd", "inner.decay": 0.9}, [2.0, 1.0, 2 * 21 / 90, 2 * 10 / 90]),
+    ],
+)
+def test_inner_schedules(values: dict[str, Any], expected: list[float]) -> None:
+    """Linear warmup to the peak, and each schedule after it, against the formulas by hand."""
+    config = check(with_values(TrainConfig(steps=100, inner_steps=10), {"inner.lr": 2.0, "inner.warmup": 0.1} | values))
+    assert [inner_lr(config, step) for step in (0, 4, 9)] == pytest.approx([0.2, 1.0, 2.0])
+    assert [inner_lr(config, step) for step in (10, 55, 79, 90)] == pytest.approx(expected)
+
+
+def test_warmup_of_none_or_all_steps() -> None:
+    """Without warmup the first step has the peak; with nothing else the last one."""
+    config = with_values(TrainConfig(steps=100, inner_steps=10), {"inner.lr": 2.0, "inner.warmup": 0.0})
+    assert inner_lr(config, 0) == inner_lr(with_values(config, {"inner.warmup": 1.0}), 99) == 2.0
