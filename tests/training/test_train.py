@@ -151,7 +151,7 @@ def test_trains_on_while_a_checkpoint_is_written(
 
     monkeypatch.setattr(parts, "write", slow)
     run(config, tmp_path / "run", on_round=release)
-    expected = outcome(whole) | {"config": (tmp_path / "run" / "config.yaml").read_bytes()}
+    expected: dict[str, Any] = outcome(whole) | {"config": (tmp_path / "run" / "config.yaml").read_bytes()}
     expected["summary"]["config"] = fingerprint(config)
     expected["weights"] = (tmp_path / "run" / "weights.safetensors").read_bytes()
     assert outcome(tmp_path / "run") == expected
