@@ -27,6 +27,7 @@ def check_of(checks: list[doctor.Check], name: str) -> doctor.Check:
     return next(check for check in checks if check.name == name)
 
 
+@pytest.mark.slow
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """Here, where the tests run, everything needed is there: status 0, torch asked for real, all groups answered."""
     assert main(["doctor", "--json"]) == 0

@@ -24,9 +24,9 @@ def test_ticks_keep_their_distance(view: View) -> None:
                 " const b = t.getBoundingClientRect(); return [b.left, b.right, b.top + 2, b.bottom - 2]; })",
             )
             assert len(boxes) > 10
-            for i, (left, right, top, bottom) in enumerate(boxes):
+            for i, (start, end, top, bottom) in enumerate(boxes):
                 for other in boxes[:i]:
-                    assert left >= other[1] or right <= other[0] or top >= other[3] or bottom <= other[2], (
+                    assert start >= other[1] or end <= other[0] or top >= other[3] or bottom <= other[2], (
                         state,
                         width,
                     )
@@ -72,10 +72,10 @@ def test_nothing_moves_away(view: View) -> None:
     states = [dataclasses.asdict(state) for state in KINDS.values()]
     for width in (1280, 920, 768, 360):
         view.sized(width, 7000)  # every panel is in sight, so every panel is drawn
-        found = page.evaluate(code, states)
-        first = [tuple(place) for place in found[0][1]]
+        results = page.evaluate(code, states)
+        first = [tuple(place) for place in results[0][1]]
         assert len(first) > 40
-        for name, (wide, places) in zip(KINDS, found, strict=True):
+        for name, (wide, places) in zip(KINDS, results, strict=True):
             assert wide <= width, (name, width)
             assert set(map(tuple, places)) - set(first) == set(), (name, width)
 

@@ -46,11 +46,11 @@ def test_thousands_of_points_agree_with_the_theory(view: View) -> None:
             o ? o.phase : NaN, o ? o.shift : NaN, kernel.cancellations(m, 2)[1] ?? NaN,
             kernel.heuristic(m, true), kernel.heuristic(m, false)])];
     })"""
-    found = view.page.evaluate(code, as_json(points))
+    results = view.page.evaluate(code, as_json(points))
     rules = np.array([rule for rule, _, _ in points], dtype=object)
     sigma, period = np.array([p[1] for p in points]), np.array([p[2] for p in points])
-    assert [row[0] for row in found] == regime(rules, sigma).tolist()
-    numbers = np.array([[float(value) for value in row[1:]] for row in found]).T
+    assert [row[0] for row in results] == regime(rules, sigma).tolist()
+    numbers = np.array([[float(value) for value in row[1:]] for row in results]).T
     sign, log = log_restart_factor(rules, sigma, period)
     np.testing.assert_array_equal(numbers[0], sign)
     np.testing.assert_allclose(numbers[1], log, rtol=1e-12, atol=0)
@@ -62,7 +62,7 @@ def test_thousands_of_points_agree_with_the_theory(view: View) -> None:
     np.testing.assert_allclose(numbers[7], heuristic_period(rules, sigma, corrected=False), rtol=1e-12)
     assert len(points) > 3000
     assert {"oscillatory", "critical", "real_below", "real_above", "negative_determinant", "nilpotent"} == {
-        row[0] for row in found
+        row[0] for row in results
     }
 
 
@@ -74,13 +74,13 @@ def test_progress_and_eigenvalues_agree(view: View) -> None:
         (float(10 ** draw.uniform(-9, 0)), float(draw.uniform(0, 1)), int(draw.integers(1, 3000))) for _ in range(200)
     ]
     cases += [(1.0, 1.0, 5), (0.0, 0.5, 7), (1e-300, 1.0, 3)]
-    found = view.page.evaluate("cases => cases.map(c => kernel.effectiveProgress(...c))", cases)
-    np.testing.assert_allclose(found, effective_progress(*map(np.array, zip(*cases, strict=True))), rtol=1e-13)
+    results = view.page.evaluate("cases => cases.map(c => kernel.effectiveProgress(...c))", cases)
+    np.testing.assert_allclose(results, effective_progress(*map(np.array, zip(*cases, strict=True))), rtol=1e-13)
     points = random_points(300, seed=4)
-    found = view.page.evaluate(
+    results = view.page.evaluate(
         "points => points.map(p => kernel.eigenvalues(kernel.mode(p, p.sigma)))", as_json(points)
     )
-    for (rule, sigma, _), pair in zip(points, found, strict=True):
+    for (rule, sigma, _), pair in zip(points, results, strict=True):
         matrix = transition(rule, sigma)
         for real, imaginary in pair:
             value = complex(real, imaginary)
@@ -103,13 +103,13 @@ STATES = {
 
 def modes_of(state: State) -> np.ndarray:
     """Effective progress of a state's modes, largest first."""
-    found = {
+    values = {
         "one": [state.sigma],
         "list": state.sigmas,
         "range": np.linspace(state.low, state.high, state.count),
         "curvature": effective_progress(state.curvatures, state.inner_lr, state.inner_steps),
     }[state.spectrum]
-    return np.sort(np.asarray(found))[::-1]
+    return np.sort(np.asarray(values))[::-1]
 
 
 @pytest.mark.parametrize("name", STATES)

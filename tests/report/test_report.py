@@ -356,8 +356,8 @@ def test_a_sweep_without_its_table(made: tuple[Path, Sweep], sweep_folder: Path,
     """While there is no table the cells come from description, plan and summaries, and are those of the table."""
     sweep = made[1]
     table = sweep_folder / "cells.csv"
+    first, _, twin, done, *_ = sweep.runs
     if planned:  # a cell whose run another one stands for has its result
-        first, _, twin, done, *_ = sweep.runs
         shutil.rmtree(sweep_folder / "runs" / twin)
         work = Work.of(sweep_folder, plan(sweep), spec="", merge=True, study="", most=100, base=sweep.base, texts={})
         object.__setattr__(work, "stands_for", {twin: done})

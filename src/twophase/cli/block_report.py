@@ -337,7 +337,7 @@ def _draw_spectrum(axes: Axes, setting: Setting, forecasts: Sequence[Forecast]) 
 def _draw_progress(axes: Axes, forecasts: Sequence[Forecast], rounds: Mapping[str, Seen]) -> Rows:
     """Draw a row for each block: the mean of each third of the run, and the interval from the rounds below it."""
     rows: Rows = []
-    markers = dict(zip(PLACES, "<o>", strict=True))
+    markers = {"early": "<", "mid": "o", "late": ">"}
     for row, block in enumerate(forecasts):
         name, colour = block.curvature.name, look(row)["color"]
         means = {place: block.progress[place].mean for place in PLACES}

@@ -201,7 +201,7 @@ def draw_tiles(
         face, ink, hatch, text = _MISSING, INK, None, str(state)
         if value is not None:
             face = colours.to_rgba(value)  # type: ignore[arg-type] - it takes a number too, which its stub does not say
-            ink, text = readable_on(face[:3]), readable(value) + mark(i, j)
+            ink, text = readable_on([*face]), readable(value) + mark(i, j)
             inside |= {(i, j)} if value <= bound else set()
         elif state == "diverged":
             face, hatch, text = DIVERGED, "//////", "div."
@@ -260,7 +260,7 @@ def readable_on(colour: Sequence[float]) -> str:
     """Dark or white ink, whichever has the higher contrast ratio (WCAG 2) with a background.
 
     Args:
-        colour: red, green and blue of the background, in [0, 1].
+        colour: red, green and blue of the background, in [0, 1]; a fourth number, of its opacity, is left out.
     """
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -67,7 +67,7 @@ def heatmaps(record: SweepRecord, judged: Verdict, cells: Sequence[Setting]) -> 
     yield tag("div", *boxes, class_="maps")
 
 
-def _paired_places(arm: ArmVerdict, cells: Sequence[Setting], record: SweepRecord) -> list[_Placed] | None:
+def _paired_places(arm: ArmVerdict, cells: Sequence[Setting], record: SweepRecord) -> Sequence[_Placed] | None:
     """Return the settings of a paired control with the places of the settings that they control.
 
     A paired control has a learning rate of its own for each setting; on its own axes its map would be half empty.
