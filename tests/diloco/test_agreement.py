@@ -57,8 +57,8 @@ class Two(SingleProcess):
 
 def test_places_in_a_run_are_compared():
     """Replicas that hold the same but synchronise at unlike places are stopped; before a run begins there is none."""
-    setting: Any = SimpleNamespace(communicator=Two({}), fragments=[], modules=[None])
-    members = Elastic(setting, {})
+    setting: Any = SimpleNamespace(communicator=Two({}), fragments=[], modules=[None], describe=dict)
+    members = Elastic(setting)
     place = Position([1, 2], at_once=True, inner_step=16)
     with pytest.raises(
         Disagreement, match=r"between process 0 \(2 from number 1, after inner step 16\) and process 1 \(2"

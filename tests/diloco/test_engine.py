@@ -572,8 +572,8 @@ def test_report_is_what_is_measured(outer: Any):
         assert all(seconds >= 0 for seconds in report.seconds.values())
         restarted.append([group.restarted for group in report.groups])
         assert report.restarted == any(restarted[-1])
-        flat_anchor = torch.zeros(engine.layout.numel)
-        for view, a in zip(engine.layout.views(flat_anchor), engine.anchor.values(), strict=True):
+        flat_anchor = torch.zeros(engine.fragments[0].layout.numel)
+        for view, a in zip(engine.fragments[0].layout.views(flat_anchor), engine.anchor.values(), strict=True):
             view.copy_(a)
         assert report.checksum == engine.checksum() == checksum(flat_anchor)
     due = [{2, 3, 5, 6}] if not callable(outer) else [{2, 4, 6}, {1, 4, 5}, {3, 6}]

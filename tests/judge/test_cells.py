@@ -9,32 +9,31 @@ import pytest
 from hypothesis import given
 
 from twophase.judge.bootstrap import percentile_interval
-from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, alike, cells_of, fate, logs, means, paired, states
-from twophase.sweep.table import Row, State, settings
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, alike, fate, logs, means, outcomes, paired, worst
+from twophase.sweep.table import Row, settings
 from verdict_tables import LR, MOMENTUM, TABLES, finished, row
 
 PLACE = (LR, MOMENTUM)
 
 
 def table(rows: list[Row], arm: str = "a"):
-    cells = cells_of(rows)
-    return logs(cells[cells["arm"] == arm], PLACE)
+    return logs(outcomes([setting for setting in settings(rows) if setting.arm == arm], *PLACE))
 
 
 @given(TABLES)
 def test_the_table_has_the_states_and_results_of_the_settings(rows: list[Row]) -> None:
     """Settings of which some run has ended are in it: logarithms, inf for a diverged run, NaN for a missing one."""
-    for arm in {one.arm for one in rows}:
-        every = table(rows, arm)
-        by_place = {tuple(one.values[path] for path in PLACE): one for one in settings(rows) if one.arm == arm}
-        ended = {place for place, one in by_place.items() if one.finished or one.diverged}
-        assert set(every.index) == ended
-        for place, state, mean in zip(every.index, states(every), means(every), strict=True):
+    for arm in {cell.arm for cell in rows}:
+        logarithms = table(rows, arm)
+        by_place = {tuple(s.values[path] for path in PLACE): s for s in settings(rows) if s.arm == arm}
+        assert set(logarithms.index) == {place for place, s in by_place.items() if s.finished or s.diverged}
+        for place, largest, mean in zip(logarithms.index, worst(logarithms), means(logarithms), strict=True):
             setting = by_place[place]
-            if len(every.columns) == len(setting.seeds):
-                assert state == setting.state
             values = [math.log(value) for value in setting.perplexities if value is not None]
             assert mean == (math.inf if setting.diverged else pytest.approx(fmean(values)))
+            if len(logarithms.columns) == len(setting.seeds):
+                expected = {"finished": max(values, default=0.0), "diverged": math.inf, "missing": math.nan}
+                assert largest == pytest.approx(expected[setting.state], nan_ok=True)
 
 
 def test_pairs_are_over_equal_settings_and_seeds() -> None:
@@ -69,14 +68,14 @@ def test_what_cannot_be_paired() -> None:
 @pytest.mark.parametrize(
     ("arm", "control", "remark"),
     [
-        ("finished", "finished", ""),
-        ("diverged", "finished", ARM),
-        ("finished", "diverged", CONTROL),
-        ("diverged", "diverged", BOTH),
-        ("diverged", "missing", MISSING),
-        ("failed", "finished", MISSING),
+        (8.0, 9.0, ""),
+        (math.inf, 9.0, ARM),
+        (8.0, math.inf, CONTROL),
+        (math.inf, math.inf, BOTH),
+        (math.inf, math.nan, MISSING),
+        (math.nan, 9.0, MISSING),
     ],
 )
-def test_fates(arm: State, control: State, remark: str) -> None:
-    """A missing or failed run says nothing, whatever the other did; otherwise the diverged side is named."""
+def test_fates(arm: float, control: float, remark: str) -> None:
+    """A missing run says nothing, whatever the other did; otherwise the diverged side is named."""
     assert fate(arm, control) == remark

@@ -108,11 +108,11 @@ def test_a_place_without_the_chosen_arm_has_no_ratios() -> None:
 def test_a_policy_that_fails_is_said_to(name: str) -> None:
     """Where `auto` is worse than everything, or has diverged, no aim is reached."""
     worse = result_of(name, lambda cell: world(cell) * (3.0 if cell.config.outer.restart == "auto" else 1.0))
-    assert not any(any(held.values()) for held in aims(worse.numbers["places"], "auto").values())
+    assert not any(any(held.values()) for held in aims(worse.numbers["places"]).values())
     text = STUDIES[name][0].answer(worse)
     assert text.count("Does not hold: '") == 4
     gone = result_of(name, lambda cell: None if cell.config.outer.restart == "auto" else world(cell))
-    found = aims(gone.numbers["places"], "auto")
+    found = aims(gone.numbers["places"])
     assert not any(held for claim in found.values() for held in claim.values())
     assert "4 div." in STUDIES[name][0].answer(gone)
 
@@ -126,7 +126,7 @@ def test_a_tuned_best_may_be_behind_within_what_the_seeds_can_tell(first: float,
         here = (cell.config.outer.momentum, cell.config.outer.lr) == (0, 1)
         return (first if seed == 0 else 0.97) * 9.6 * (1 + 0.01 * seed) if here else world(cell)
 
-    found = aims(result_of("choice", ahead).numbers["places"], "auto")
+    found = aims(result_of("choice", ahead).numbers["places"])
     (claim,) = (claim for claim in found if "best of all" in claim)
     assert set(found[claim].values()) == {held}
 

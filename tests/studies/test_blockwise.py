@@ -205,7 +205,7 @@ def test_several_workers_train_what_one_does(small: Scale, tmp_path: Path) -> No
     """Two processes leave the same runs, bit for bit."""
     found = []
     for workers in (1, 2):
-        rows, _ = _singly.train_in_stages(
+        rows, *_ = _singly.train_in_stages(
             OneStage(), small, tmp_path / str(workers), runs=tmp_path / f"runs{workers}", workers=workers
         )
         found.append([(row.run, row.perplexity) for row in rows])

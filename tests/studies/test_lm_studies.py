@@ -215,10 +215,10 @@ def test_differences_are_paired_by_seed() -> None:
         return None if unknown else 8 + gap + 10 * cell.config.seed
 
     lines = _lm.lines_of(rows(sweep, value), LAPTOP)
-    mine = _lm.one(lines, arm="sum, heavy ball, K=3", inner_steps=5, lr=0.3, momentum=0.1)
-    other = _lm.one(lines, arm="momentum-free", inner_steps=5, lr=1.1)
+    mine = _lm.first(lines, arm="sum, heavy ball, K=3", inner_steps=5, lr=0.3, momentum=0.1)
+    other = _lm.first(lines, arm="momentum-free", inner_steps=5, lr=1.1)
     assert _lm.difference(mine, other) == {"mean": -0.5, "min": -0.5, "max": -0.5, "seeds": 3}
-    partial = _lm.one(lines, arm="momentum-free", inner_steps=5, lr=0.3)
+    partial = _lm.first(lines, arm="momentum-free", inner_steps=5, lr=0.3)
     assert (partial["state"], partial["perplexity"], partial["missing"]) == ("missing", None, 1)
     assert (_lm.difference(mine, partial) or {})["seeds"] == 2
     assert _lm.difference(mine, None) is None

@@ -6,7 +6,6 @@ bytes, and a difference ends the run with its name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ import twophase
 from twophase.base.errors import RunError
 from twophase.base.source import source_digest
 from twophase.diloco.communicator import Communicator, Interrupted
-from twophase.diloco.fragment import Fragment
-from twophase.diloco.sweep import dots_on_device
+from twophase.diloco.fragment import Fragment, short_hash
+from twophase.diloco.sweep import device
 from twophase.optim.outer import OuterSGD
 from twophase.optim.products import Dots
 from twophase.policies.base import AGREEMENT, MEASURED
@@ -161,7 +160,7 @@ def agree(
 def _dots(fragment: Fragment) -> list[Dots]:
     """Return the inner products of each param group; for another optimizer than `OuterSGD`, <g, g> alone."""
     if isinstance(fragment.outer, OuterSGD):
-        return dots_on_device(fragment) if fragment.on_device else fragment.outer.dots()
+        return device().dots(fragment) if fragment.on_device else fragment.outer.dots()
     return [(float(torch.linalg.vector_norm(fragment.gradient, dtype=torch.float64)) ** 2, 0.0, 0.0)]
 
 
@@ -276,8 +275,3 @@ def halves(text: str) -> tuple[int, int]:
     """Return sixteen hexadecimal digits as two whole numbers that a float holds exactly."""
     value = int(text, 16)
     return value >> 32, value & 0xFFFFFFFF
-
-
-def short_hash(text: str) -> str:
-    """Return sixteen hexadecimal digits of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Build an engine: check its arguments, and make the fragments with their buffers and outer optimizers."""
+"""Build the fixed part of an engine: check its arguments, make fragments with buffers and outer optimizers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from twophase.diloco.communicator import Communicator
-from twophase.diloco.flat import Layout, plan
+from twophase.diloco.flat import plan
 from twophase.diloco.fragment import Fragment, Slot, check_placement, local, partition, slots_of, tensors_of
-from twophase.diloco.setting import Setting
-from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.transfer import Channel, check_wire
 from twophase.optim.groups import as_number
 from twophase.optim.outer import OuterSGD
@@ -30,7 +28,38 @@ Signals = Mapping[str, float] | Callable[[list[str]], Mapping[str, float]] | Non
 """Values by name, or a function to them from the names of the fragments that end their round."""
 
 
-# ------------------------------------------------------------------------------------------- replicas and fragments
+def open_communicator(communicator: Communicator | None) -> Communicator:
+    """Return the communicator, or the default; the code of process groups is loaded by name, for it is a backend."""
+    return communicator or import_module("twophase.diloco.comm").default_communicator()
+
+
+def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Channel:
+    """Return the channel of a wire, one of `WIRES`; arguments as of `Channel`, options as of `wire.LossyChannel`.
+
+    Raises:
+        ValueError: an unknown wire.
+    """
+    if check_wire(name) == "float32":
+        return Channel(name, numel, dtype=dtype, device=device)
+    return import_module("twophase.diloco.wire").LossyChannel(name, numel, dtype=dtype, device=device, **options)
+
+
+def check_schedule(stagger: bool, delay: int, mixing: float, inner_steps: int) -> None:
+    """Refuse a stagger that is no truth value, a delay that outlasts a round, and a mixing that ignores the anchor."""
+    if not isinstance(stagger, bool):
+        raise ValueError(
+            f"DiLoCo: stagger is {stagger!r}; it must be True, fragments' syncs spread over a round, or False"
+        )
+    if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < inner_steps:
+        raise ValueError(
+            f"DiLoCo: delay is {delay!r}; it must be a whole number of inner steps from 0 to inner_steps - 1 = "
+            f"{inner_steps - 1}, so that a reduction ends before the fragment's next one begins"
+        )
+    if not isinstance(mixing, Real) or not 0 <= mixing < 1:
+        raise ValueError(
+            f"DiLoCo: mixing is {mixing!r}; it must lie in [0, 1): 0 takes the anchor over, 0.5 keeps half of what a "
+            "replica has reached by itself"
+        )
 
 
 def collect_slots(replicas: list[nn.Module], communicator: Communicator) -> list[list[Slot]]:
@@ -78,7 +107,7 @@ def cut(
     inner_steps: int,
     stagger: bool,
     delay: int,
-) -> tuple[list[Fragment], Tensor, Layout]:
+) -> tuple[list[Fragment], Tensor]:
     """Make the fragments, each with its part of one flat anchor, which holds the first replica's parameters.
 
     Args:
@@ -89,16 +118,12 @@ def cut(
         inner_steps: of a round.
         stagger: whether the fragments' syncs are spread over a round.
         delay: inner steps between the launch of a reduction and its application.
-
-    Returns:
-        The fragments, the flat anchor, and its layout.
     """
     by_name = [{slot.name: slot for slot in of_replica} for of_replica in slots]
     first = tensors_of(slots[0])
     shapes = {slot.name: tuple(p.shape) for slot, p in zip(slots[0], first, strict=True)}
     parts = partition({slot.name: slot.parameter.numel() for slot in slots[0]}, fragments)
     layouts = [plan((name, shapes[name]) for name in names) for names in parts.values()]
-    whole = plan((name, shapes[name]) for names in parts.values() for name in names)
     lengths = [layout.numel for layout in layouts]
     if min(row[0] for row in communicator.exchange_in_replica([min(lengths)])) == 0:
         raise ValueError(
@@ -106,7 +131,7 @@ def cut(
             "than there are shards; take fewer or larger fragments"
         )
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in first) else torch.float32
-    anchor = torch.zeros(whole.numel, dtype=dtype, device=first[0].device)
+    anchor = torch.zeros(sum(lengths), dtype=dtype, device=first[0].device)
     gap = inner_steps // len(parts) if stagger else inner_steps
     if communicator.elastic and delay >= gap:
         raise ValueError(
@@ -115,7 +140,7 @@ def cut(
         )
     # Fragments that are never reduced at the same time share the room for their pseudo-gradients.
     shared = stagger and delay < gap
-    room = torch.zeros(max(lengths) if shared else whole.numel, dtype=dtype, device=anchor.device)
+    room = torch.zeros(max(lengths) if shared else sum(lengths), dtype=dtype, device=anchor.device)
     alone = communicator.size == 1 and not communicator.elastic
     options = {"senders": len(slots) if alone else 1, "transactional": communicator.elastic}
     made: list[Fragment] = []
@@ -136,51 +161,33 @@ def cut(
             torch._foreach_copy_(fragment.anchor_views, fragment.look_up()[0])
         made.append(fragment)
         start += layout.numel
-    return made, anchor, whole
+    return made, anchor
 
 
-def open_communicator(communicator: Communicator | None) -> Communicator:
-    """Return the communicator, or the default; the code of process groups is loaded by name, for it is a backend."""
-    return communicator or import_module("twophase.diloco.comm").default_communicator()
+def constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: Communicator) -> dict[str, Any]:
+    """Return what all processes must have been started with and keep, by the words that name it; JSON values.
 
-
-def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Channel:
-    """Return the channel of a wire.
-
-    Args:
-        name: one of `WIRES`; "float32" means the tensor's own type.
-        numel: elements of the fragment, >= 1.
-        dtype: float32 or float64, of the tensors that are summed.
-        device: of the tensors.
-        options: of `wire.LossyChannel`; an exact channel needs none.
-
-    Raises:
-        ValueError: an unknown wire.
+    What is not trained is never sent, so a difference (of the base model under an adapter, say) would never be noticed.
+    Buffers may have values of their own, such as batch-norm statistics.
     """
-    if check_wire(name) == "float32":
-        return Channel(name, numel, dtype=dtype, device=device)
-    return import_module("twophase.diloco.wire").LossyChannel(name, numel, dtype=dtype, device=device, **options)
+    slots = [(fragment, slot) for fragment in fragments for slot in fragment.layout.slots]
+    frozen = {name: p.detach() for name, p in replica.named_parameters() if not p.requires_grad}
+    # Of a sharded replica the values differ from shard to shard.
+    comparable = {} if communicator.sharded else {n: p for n, p in frozen.items() if p.device.type != "meta"}
+    return {
+        "frozen parameters": {name: f"{list(p.shape)} {p.dtype}" for name, p in frozen.items()},
+        "values of frozen parameters": {name: _digest(p) for name, p in comparable.items()},
+        "shapes of buffers": {name: str(list(buffer.shape)) for name, buffer in replica.named_buffers()},
+        "numbers of fragments": len(fragments),
+        "parameters": {slot.name: str(list(slot.shape)) for _, slot in slots},
+        "orders of parameters": [slot.name for _, slot in slots],
+        "types": {slot.name: str(slot.dtype) for fragment in fragments for slot in fragment.slots[0]},
+        "fragments": {slot.name: fragment.name for fragment, slot in slots},
+    }
 
 
-def check_schedule(stagger: bool, delay: int, mixing: float, inner_steps: int) -> None:
-    """Refuse a stagger that is no truth value, a delay that outlasts a round, and a mixing that ignores the anchor."""
-    if not isinstance(stagger, bool):
-        raise ValueError(
-            f"DiLoCo: stagger is {stagger!r}; it must be True, fragments' syncs spread over a round, or False"
-        )
-    if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay < inner_steps:
-        raise ValueError(
-            f"DiLoCo: delay is {delay!r}; it must be a whole number of inner steps from 0 to inner_steps - 1 = "
-            f"{inner_steps - 1}, so that a reduction ends before the fragment's next one begins"
-        )
-    if not isinstance(mixing, Real) or not 0 <= mixing < 1:
-        raise ValueError(
-            f"DiLoCo: mixing is {mixing!r}; it must lie in [0, 1): 0 takes the anchor over, 0.5 keeps half of what a "
-            "replica has reached by itself"
-        )
-
-
-# ---------------------------------------------------------------------------------------------- outer optimizers
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def build_outers(
@@ -222,23 +229,10 @@ def _check_complete(fragment: Fragment) -> None:
         )
 
 
-def check_needs(
-    groups: Iterable[Mapping[str, Any]], signals: Collection[str], *, probes: bool, replicas: int | None
-) -> frozenset[str]:
-    """Refuse a restart policy that needs what will not be supplied.
-
-    Args:
-        groups: param groups of `OuterSGD`s.
-        signals: names of what `step(signals=...)` will be given.
-        probes: whether there is a function that evaluates candidates.
-        replicas: in the whole run; None where they come and go.
-
-    Returns:
-        The names of all that is supplied.
-    """
-    supplied = frozenset({*signals, *[PROBES] * probes, *[AGREEMENT] * (replicas != 1)})
+def check_needs(groups: Iterable[Mapping[str, Any]], supplied: Collection[str]) -> None:
+    """Refuse a restart policy of a param group that needs what will not be supplied."""
     for policy in [group["restart"] for group in groups]:
-        missing = parse(policy).needs - MEASURED - supplied
+        missing = parse(policy).needs - MEASURED - set(supplied)
         ways = []
         if PROBES in missing:
             ways.append("give the engine a function that evaluates the loss on a probe batch, DiLoCo(..., probe=...)")
@@ -249,7 +243,6 @@ def check_needs(
         if ways:
             lacking = [*names, *sorted(missing & {PROBES, AGREEMENT}, reverse=True)]
             raise ValueError(f"DiLoCo: restart policy {policy} needs {', '.join(lacking)}; {', and '.join(ways)}")
-    return supplied
 
 
 def check_signals_kind(signals: Signals) -> None:
@@ -272,60 +265,3 @@ def values_for(fragments: Sequence[Fragment], signals: Signals) -> Mapping[str, 
     for name, value in values.items():
         as_number(f"DiLoCo: signals[{name!r}]", value)
     return values
-
-
-# ------------------------------------------------------------------------------------- what all processes share
-
-
-def constants(
-    setting: Setting, alike: Mapping[str, Any], inner_steps: int, schedules: Mapping[str, Any], wire: str
-) -> dict[str, Any]:
-    """Return what all processes must have been started with and keep, by the words that name it; JSON values.
-
-    What is not trained is never sent, so a difference (of the base model under an adapter, say) would never be noticed.
-    Buffers may have values of their own, such as batch-norm statistics.
-
-    Args:
-        setting: the replicas and fragments.
-        alike: what the caller adds.
-        inner_steps: of a round.
-        schedules: when which fragments are reduced.
-        wire: how pseudo-gradients travel.
-    """
-    fragments, replica = setting.fragments, setting.modules[0]
-    slots = [(fragment, slot) for fragment in fragments for slot in fragment.layout.slots]
-    frozen = {name: p.detach() for name, p in replica.named_parameters() if not p.requires_grad}
-    # Of a sharded replica the values differ from shard to shard.
-    comparable = {} if setting.communicator.sharded else frozen
-    return {
-        **alike,
-        "frozen parameters": {name: f"{list(p.shape)} {p.dtype}" for name, p in frozen.items()},
-        "values of frozen parameters": {n: _digest(p) for n, p in comparable.items() if p.device.type != "meta"},
-        "shapes of buffers": {name: str(list(buffer.shape)) for name, buffer in replica.named_buffers()},
-        "numbers of fragments": len(fragments),
-        "parameters": {slot.name: str(list(slot.shape)) for _, slot in slots},
-        "orders of parameters": [slot.name for _, slot in slots],
-        "types": {slot.name: str(slot.dtype) for fragment in fragments for slot in fragment.slots[0]},
-        "fragments": {slot.name: fragment.name for fragment, slot in slots},
-        "inner_steps": inner_steps,
-        "schedules": dict(schedules),
-        "wires": wire,
-    }
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
-def describe(fragments: Sequence[Fragment], constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all processes must have alike now: the constants, the outer settings, and the kernels."""
-    settings = {
-        f"fragment {fragment.name}": [
-            {key: str(value) for key, value in group.items() if key != "params"}
-            for group in fragment.outer.param_groups
-        ]
-        for fragment in fragments
-    }
-    # With kernels the last bits are others.
-    kernels = {f.name: goes_on_device(f) for f in fragments if not f.flat.is_cpu}
-    return {**constants, "outer settings": settings, "kernels of the outer round": kernels}

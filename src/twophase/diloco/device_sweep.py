@@ -21,7 +21,7 @@ from twophase.diloco.flat import DIGEST_ELEMENTS, checksum, joined_digits
 from twophase.diloco.fragment import Fragment
 from twophase.optim.functional import Update
 from twophase.optim.products import Dots
-from twophase.policies.base import Restart
+from twophase.policies.base import MEASURED, Restart
 
 _log = logging.getLogger("twophase")
 _DEVICES = ("cuda",)
@@ -192,6 +192,50 @@ class DeviceSweep:
         """The replicas' tensors of a parameter; the rest of the kernels' room is not looked at."""
         tensors = [params[number] for params in self.replicas]
         return tensors + [self.x] * (_MOST_REPLICAS - len(tensors))
+
+
+class DeviceRound:
+    """A fragment's outer step by the kernels of an accelerator; arguments as of `sweep.FlatRound`."""
+
+    def __init__(self, fragment: Fragment, momentum: Tensor | None, *, restore: bool, prove: bool) -> None:
+        self.sweep = _sweep_of(fragment, momentum, restore=restore, prove=prove)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digests that were taken on the way, by name."""
+        return self.sweep.digits
+
+
+def write(fragment: Fragment, divisor: int) -> None:
+    """Write g <- sum over this process's replicas of (a - theta_r), over `divisor`, by the kernels."""
+    fragment.close_gaps()
+    fragment.divisor = divisor
+    _sweep_of(fragment, None, restore=True, prove=False).write_pseudo_gradient()
+
+
+def dots(fragment: Fragment) -> list[Dots]:
+    """Return the inner products of a fragment's only group; divide its pseudo-gradient."""
+    momentum = fragment.momentum() if fragment.outer.param_groups[0]["momentum"] != 0 else None
+    sweep = _sweep_of(fragment, momentum, restore=False, prove=False)
+    return [sweep.dots(fresh=momentum is None, angle=True)]
+
+
+def _sweep_of(fragment: Fragment, momentum: Tensor | None, *, restore: bool, prove: bool) -> DeviceSweep:
+    """Return the sweep that divides a pseudo-gradient by the fragment's `divisor`."""
+    module = kernels(fragment.flat.device)
+    assert module is not None, "is_usable() comes first"
+    divisor, fragment.divisor = fragment.divisor, 1
+    return DeviceSweep(
+        kernels=module,
+        x=fragment.flat,
+        g=fragment.gradient,
+        m=momentum,
+        buffers=fragment.momentum_views,
+        slots=[(slot.offset, slot.numel) for slot in fragment.layout.slots],
+        replicas=fragment.params if restore else [],
+        divisor=divisor,
+        prove=prove,
+        measure=not fragment.needs & MEASURED,
+    )
 
 
 def _programs(offset: int, numel: int) -> int:

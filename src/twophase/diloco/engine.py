@@ -19,7 +19,7 @@ Source: DiLoCo (arXiv 2311.08105), algorithm 1; streaming DiLoCo (arXiv 2501.185
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,31 +28,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from twophase.diloco import build
 from twophase.diloco import state as states
-from twophase.diloco.build import (
-    OuterFactory,
-    Restarts,
-    Signals,
-    build_outers,
-    check_needs,
-    check_schedule,
-    check_signals_kind,
-    collect_slots,
-    constants,
-    cut,
-    describe,
-    open_communicator,
-    values_for,
-)
+from twophase.diloco.build import OuterFactory, Restarts, Signals
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
-from twophase.diloco.membership import Elastic, Members, Position, membership
+from twophase.diloco.membership import Elastic, Fixed, Members, Position
 from twophase.diloco.report import RoundReport, merged
 from twophase.diloco.setting import Probe, Setting
 from twophase.diloco.sync import Sync
 from twophase.diloco.transfer import check_wire
 from twophase.optim.outer import OuterSGD
+from twophase.policies.base import AGREEMENT, PROBES
 from twophase.policies.checks import check_count
 from twophase.rule import OuterRule
 
@@ -117,42 +105,40 @@ class DiLoCo:
         probe: Probe | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
-        self.inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
+        self.inner_steps = inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
         self.stagger, self.delay, self.mixing, self.wire = stagger, delay, mixing, check_wire(wire)
-        check_schedule(stagger, delay, mixing, self.inner_steps)
-        self.communicator = communicator = open_communicator(communicator)
+        build.check_schedule(stagger, delay, mixing, inner_steps)
+        self._schedule: dict[str, Any] = {"inner_steps": inner_steps, "stagger": stagger, "delay": delay}
+        self.communicator = communicator = build.open_communicator(communicator)
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
-        self._schedule = {"inner_steps": self.inner_steps, "stagger": stagger, "delay": delay}
-        slots = collect_slots(self.replicas, communicator)
-        self.fragments, anchor, self.layout = cut(slots, fragments, communicator, wire=wire, **self._schedule)
-        build_outers(self.fragments, outer, restart)
+        slots = build.collect_slots(self.replicas, communicator)
+        self.fragments, anchor = build.cut(slots, fragments, communicator, wire=wire, **self._schedule)
+        build.build_outers(self.fragments, outer, restart)
         self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
-        self._setting = Setting(
-            self.replicas, self.fragments, anchor, self.layout, communicator=communicator, mixing=mixing, probe=probe
-        )
-        self._constants = constants(
-            self._setting, alike or {}, self.inner_steps, {"stagger": stagger, "delay": delay, "mixing": mixing}, wire
-        )
-        self._membership = membership(self._setting, self._constants)
+        schedules = {"stagger": stagger, "delay": delay, "mixing": mixing}
+        constants = dict(alike or {}) | build.constants(self.fragments, self.replicas[0], communicator)
+        constants |= {"inner_steps": inner_steps, "schedules": schedules, "wires": wire}
+        self._setting = Setting(self.replicas, self.fragments, anchor, communicator, mixing, probe, constants)
+        self._membership = (Elastic if communicator.elastic else Fixed)(self._setting)
         self.replica_count = self._membership.replica_count or len(self.replicas)
         self._position = Position([fragment.number for fragment in self.fragments], at_once=delay == 0)
         self._under_way: list[Sync] = []
-        self._signals = frozenset(signals)
+        self._supplied = {
+            *signals,
+            *[PROBES] * (probe is not None),
+            *[AGREEMENT] * (self._membership.replica_count != 1),
+        }
         outers = [fragment.outer for fragment in self.fragments if isinstance(fragment.outer, OuterSGD)]
-        supplied = self._check_needs(group for optimizer in outers for group in optimizer.param_groups)
+        build.check_needs([group for optimizer in outers for group in optimizer.param_groups], self._supplied)
         for optimizer in outers:
-            optimizer.promised |= supplied  # a state may bring another policy
+            optimizer.promised |= self._supplied  # a state may bring another policy
         if not self._membership.absent:  # else a peer's state comes, by `join`
             communicator.broadcast(anchor)
         self._setting.restore(self.fragments)
 
-    def _check_needs(self, groups: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-        probes, count = self._setting.probe is not None, self._membership.replica_count
-        return check_needs(groups, self._signals, probes=probes, replicas=count)
-
     def description(self) -> dict[str, Any]:
         """Return what all processes must have alike, by the words that name it."""
-        return describe(self.fragments, self._constants)
+        return self._setting.describe()
 
     @property
     def outer(self) -> Optimizer:
@@ -195,12 +181,12 @@ class DiLoCo:
             Any error of the probe, or an interrupt before the outer step: the sync is undone, and the next one takes
                 its progress. After an interrupt inside the outer step the engine refuses to go on from it.
         """
-        check_signals_kind(signals)  # in every step, and not only where a round ends
+        build.check_signals_kind(signals)  # in every step, and not only where a round ends
         states.check_whole(self._setting)
         if self._membership.absent:
             raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
         ending = self._ending()
-        values = values_for(ending, signals) if ending else {}
+        values = build.values_for(ending, signals) if ending else {}
         position = self._position
         position.inner_step += 1
         for fragment in self.fragments:
@@ -212,13 +198,14 @@ class DiLoCo:
         for sync in list(self._under_way):
             sync.age += 1
             if sync.age == self.delay:
+                self._under_way.remove(sync)
                 report = self._complete(sync, values)
             elif sync.age == (self.delay + 1) // 2:
                 sync.advance()
-        if due:
-            sync = self._launch(due)
-            if self.delay == 0:
-                report = self._complete(sync, values)
+        if due and self.delay:
+            self._under_way.append(self._launch(due))
+        elif due:
+            report = self._complete(self._launch(due), values)
         return report
 
     def finish(self, signals: Signals = None) -> RoundReport | None:
@@ -232,11 +219,14 @@ class DiLoCo:
         Raises:
             ValueError: a signal is missing that a restart policy needs; call it again with all of them.
         """
-        check_signals_kind(signals)
+        build.check_signals_kind(signals)
         states.check_whole(self._setting)
-        reports = [self._complete(sync, values_for(sync.fragments, signals)) for sync in list(self._under_way)]
+        reports = []
+        while self._under_way:
+            values = build.values_for(self._under_way[0].fragments, signals)
+            reports.append(self._complete(self._under_way.pop(0), values))
         while rest := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
-            values = values_for(rest[:1], signals)
+            values = build.values_for(rest[:1], signals)
             reports.append(self._complete(self._launch(rest[:1], at_once=True), values))
         if self.mixing:
             self._setting.restore(self.fragments)
@@ -255,18 +245,14 @@ class DiLoCo:
     def _reduce(self, members: Members) -> Sync:
         fragments = [self.fragments[number] for number in self._position.launching]
         with torch.no_grad():
-            sync = Sync.launch(self._setting, fragments, members, at_once=self._position.at_once)
-        self._under_way.append(sync)
-        return sync
+            return Sync.launch(self._setting, fragments, members, at_once=self._position.at_once)
 
     def _complete(self, sync: Sync, signals: Mapping[str, float]) -> RoundReport:
         """Wait for the sums, take the outer steps, and give the replicas the new anchor."""
         with torch.no_grad():
-            self._under_way.remove(sync)
             while not sync.receive(signals):  # processes went away: once more without them
                 failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
                 sync.add(failed)
-                self._under_way.remove(sync)
             self._membership.borrowed.difference_update([fragment.number for fragment in sync.fragments])
             sync.apply()
             complete = sync.fragments[-1] is self.fragments[-1]
@@ -304,7 +290,7 @@ class DiLoCo:
 
     @contextmanager
     def anchored(self, number: int = 0) -> Iterator[nn.Module]:
-        """A replica of this process with the anchor's parameters, for an evaluation; its own come back afterwards.
+        """Yield a replica with the anchor's parameters, for an evaluation; its own come back afterwards.
 
         Between the syncs of several fragments, or while a reduction is under way, no replica is the anchor.
 
@@ -319,7 +305,7 @@ class DiLoCo:
             yield replica
 
     def checksum(self) -> str:
-        """Sixteen hexadecimal digits that depend on every bit of the anchor; equal on all processes after a round."""
+        """Return sixteen hexadecimal digits that depend on every bit of the anchor, which all processes share."""
         return checksum(self._setting.anchor)
 
     # ----------------------------------------------------------------------------------- processes that come and go
@@ -330,11 +316,10 @@ class DiLoCo:
     ) -> RoundReport | None:
         """Join the others, where processes come and go; once, before the first `step()`.
 
-        Into a run that is under way it leads by another replica's state, at the moment when that one has ended its
-        inner steps: this replica then takes part in that sync without weight, because what it has was the other's. At a
-        run's beginning it waits until enough replicas are there; each restores what it has on disk, and those that are
-        behind receive the state of one that is not. A replica that restores for so long that the others have begun
-        meanwhile comes into their run, even if it has more on disk.
+        A run under way is joined by a peer's state, when the peer has ended its inner steps: this replica takes part in
+        that sync without weight, because its progress is the peer's. At a run's beginning it waits until enough
+        replicas are there; each restores what it has on disk, and those that are behind receive a peer's state. If the
+        others begin while a replica still restores, it joins their run, even if it has more on disk.
 
         Args:
             signals: as for `step`, with the same names: the others may be at the end of a round.
@@ -359,19 +344,22 @@ class DiLoCo:
                 restore()
                 restored = True
         sync = self._reduce(arrival.members)
-        return self._complete(sync, signals or {}) if self._position.at_once else None
+        if self._position.at_once:
+            return self._complete(sync, signals or {})
+        self._under_way.append(sync)
+        return None
 
     # ------------------------------------------------------------------------------------------------------- states
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchor, outer optimizers and position, the same on every process.
+        """Return anchor, outer optimizers and position, the same on every process.
 
-        (Where processes come and go, also which fragments of this one hold another's progress, and so have no weight.)
+        (Where processes come and go, also which fragments here hold a peer's progress, and so have no weight.)
 
         With the models, the inner optimizers, and what a lossy wire owes (`wire_state_dict`), it is the whole run. It
-        holds tensors, numbers and text only, so `torch.load(weights_only=True)` reads it. The tensors are the live
-        ones; save them before the next step, or clone them. With a reduction under way, which is waited for, it must be
-        called on all processes.
+        holds tensors, numbers and text only, so `torch.load(weights_only=True)` reads it. The tensors are live; save
+        them before the next step, or clone them. With a reduction under way, which is waited for, it must be called on
+        all processes.
 
         Raises:
             ValueError: a reduction is `under_way` where processes come and go: its result may never be.
@@ -389,7 +377,7 @@ class DiLoCo:
                 have, or a restart policy that needs what this one was not promised; nothing has been changed.
         """
         states.check(state, self._setting, self._schedule)
-        self._check_needs(states.policy_groups(state, self._setting))
+        build.check_needs(states.policy_groups(state, self._setting), self._supplied)
         for sync in self._under_way:  # it must not end later, in what is loaded meanwhile
             sync.settle()
         self._under_way = states.load(state, self._setting, self._position, self._membership, delay=self.delay)
@@ -397,7 +385,7 @@ class DiLoCo:
             self._setting.restore(self.fragments)
 
     def wire_state_dict(self) -> dict[str, Any]:
-        """What this process still owes the others on a lossy wire, by fragment; empty on float32.
+        """Return what this process still owes the others on a lossy wire, by fragment; empty on float32.
 
         It differs between processes, so each saves its own. With a reduction under way, which is waited for because its
         second stage owes digits too, it must be called on all processes.

@@ -308,8 +308,8 @@ class Fragment:
         return square
 
     def close_gaps(self) -> None:
-        """Zero what lies between the pseudo-gradients of two parameters."""
-        if self.gaps:  # another fragment may have been here: its rest would be measured, and coarsen int8's scales
+        """Zero the room between two pseudo-gradients: another fragment's rest would coarsen int8's scales."""
+        if self.gaps:
             torch._foreach_zero_(self.gaps)
 
     def momentum(self) -> Tensor | None:
@@ -319,26 +319,22 @@ class Fragment:
         """
         if type(self.outer) is not OuterSGD:  # another optimizer's state may hold more
             return None
-        # In the order of the parameters, as a round makes them: to look each up by its parameter takes far longer.
-        buffers = [state.get(BUFFER) for state in self.outer.state.values()]
-        if self._momentum is not None and self._are_views(buffers):
+        state, views = self.outer.state, self.momentum_views
+        # In the order of the parameters, as rounds make them: to look each up by its parameter takes far longer.
+        buffers = [entry.get(BUFFER) for entry in state.values()]
+        if views and len(buffers) == len(views) and all(map(operator.is_, buffers, views)):
             return self._momentum
-        states = [self.outer.state.get(p, {}) for p in self.anchor_views]
-        buffers = [state.get(BUFFER) for state in states]
-        if self._momentum is not None and self._are_views(buffers):
-            return self._momentum
-        kinds = [(type(b), b.dtype, b.shape) for b in buffers if b is not None]
+        buffers = [state.get(p, {}).get(BUFFER) for p in self.anchor_views]
+        present = [buffer for buffer in buffers if buffer is not None]
+        kinds = [(type(buffer), buffer.dtype, buffer.shape) for buffer in present]
         if kinds != [(Tensor, self.flat.dtype, view.shape) for view in self.anchor_views]:
             return None
         self._momentum, self.momentum_views = None, []  # not two of them at a time, beside the buffers
         momentum = self.new_momentum()
-        torch._foreach_copy_(self.momentum_views, [buffer for buffer in buffers if buffer is not None])
-        for state, view in zip(states, self.momentum_views, strict=True):
-            state[BUFFER] = view
+        torch._foreach_copy_(self.momentum_views, present)
+        for p, view in zip(self.anchor_views, self.momentum_views, strict=True):
+            state[p] = state.pop(p) | {BUFFER: view}
         return momentum
-
-    def _are_views(self, buffers: Sequence[Tensor | None]) -> bool:
-        return len(buffers) == len(self.momentum_views) and all(map(operator.is_, buffers, self.momentum_views))
 
     def new_momentum(self) -> Tensor:
         """Return a flat vector for momentum buffers that are still to be written, with `momentum_views`."""
@@ -379,15 +375,16 @@ class Fragment:
         Args:
             taken: those of them that a sweep has taken on its way.
         """
-        taken = taken or {}
-        anchor = taken.get("anchor") or checksum(self.flat)
-        buffer = taken.get("momentum buffer")
-        if buffer is None:
-            momentum = self.momentum()
+        digits = dict(taken or {})
+        anchor = digits.get("anchor") or checksum(self.flat)
+        buffer = digits.get("momentum buffer")
+        if buffer is None and (momentum := self.momentum()) is not None:
+            buffer = checksum(momentum)
+        elif buffer is None:
             tensors = [s[key] for s in self._states() for key in sorted(s) if isinstance(s[key], Tensor)]
-            buffer = _digits(map(checksum_of, tensors)) if momentum is None else checksum(momentum)
+            buffer = short_hash("\n".join(map(checksum_of, tensors)))
         counters = json.dumps(self.counters(), sort_keys=True, default=_exactly)
-        return {"anchor": anchor, "momentum buffer": buffer, "counters": _digits([counters])}
+        return {"anchor": anchor, "momentum buffer": buffer, "counters": short_hash(counters)}
 
     def _states(self) -> list[Mapping[str, Any]]:
         """Return the outer optimizer's state of each parameter, in their order."""
@@ -407,5 +404,6 @@ def _exactly(value: Any) -> Any:
     return [str(value.dtype), list(value.shape), checksum_of(value)] if isinstance(value, Tensor) else str(value)
 
 
-def _digits(parts: Any) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+def short_hash(text: str) -> str:
+    """Return sixteen hexadecimal digits of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 from twophase.diloco import communicator as protocols
 from twophase.diloco.agreement import (
@@ -19,11 +19,10 @@ from twophase.diloco.agreement import (
     first_difference,
     halves,
     same_start,
-    short_hash,
     versions,
 )
-from twophase.diloco.build import describe
 from twophase.diloco.communicator import Interrupted
+from twophase.diloco.fragment import short_hash
 from twophase.diloco.setting import Setting
 
 
@@ -87,9 +86,9 @@ class Fixed:
     absent = False
     """Whether this process has still to join the others."""
 
-    def __init__(self, setting: Setting, constants: Mapping[str, Any]) -> None:
+    def __init__(self, setting: Setting) -> None:
         count = len(setting.modules)
-        counts = same_start(setting.communicator, describe(setting.fragments, constants), count)
+        counts = same_start(setting.communicator, setting.describe(), count)
         self.replica_count: int | None = sum(counts)
         """Replicas of the whole run; None where that changes."""
         self.borrowed: set[int] = set()
@@ -105,12 +104,12 @@ class Fixed:
 class Elastic:
     """Processes that come and go: every sync begins with a roll call of those that are there."""
 
-    def __init__(self, setting: Setting, constants: Mapping[str, Any]) -> None:
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._replicas = setting, len(setting.modules)
         self.replica_count: int | None = None
         self.borrowed: set[int] = set()
         self.absent = True
         self._communicator = cast("protocols.Elastic", setting.communicator)
-        self._fragments, self._replicas, self._constants = setting.fragments, len(setting.modules), constants
 
     def attend(self, position: Position, attempts: int) -> Members:
         """Begin a sync with the processes that are there; a failed roll call is another attempt.
@@ -164,8 +163,8 @@ class Elastic:
     def _begin(self) -> None:
         """Begin a sync; adopt a state healed from a peer, and drop local error-feedback residuals then."""
         if self._communicator.begin():
-            self.borrowed = {fragment.number for fragment in self._fragments}
-            for fragment in self._fragments:
+            self.borrowed = {fragment.number for fragment in self._setting.fragments}
+            for fragment in self._setting.fragments:
                 fragment.channel.clear()
 
     def _call_roll(self, position: Position, weight: int, *, running: bool, ready: bool) -> tuple[Members, bool, bool]:
@@ -184,8 +183,8 @@ class Elastic:
             ValueError: at the start of a run, the processes were not started alike.
             Disagreement: anchor, buffers, counters or positions differ.
         """
-        communicator, fragments = self._communicator, self._fragments
-        description = describe(fragments, self._constants)
+        communicator, fragments = self._communicator, self._setting.fragments
+        description = self._setting.describe()
         # First a few words that are as many on all processes, whatever they were started with: unlike lengths would
         # fail without a reason. A joiner of a run under way has compared itself before it took the state over.
         text = json.dumps([versions(), description], sort_keys=True)
@@ -215,13 +214,3 @@ def _unlike_positions(everyone: list[list[float]]) -> str | None:
         if place != places[0]:
             return f"the fragments of the sync differ between process 0 ({places[0]}) and process {other} ({place})"
     return None
-
-
-def membership(setting: Setting, constants: Mapping[str, Any]) -> Fixed | Elastic:
-    """Return the membership that the processes have.
-
-    Args:
-        setting: the processes and the replicas.
-        constants: values that all processes must have been started with; see `build.constants`.
-    """
-    return (Elastic if setting.communicator.elastic else Fixed)(setting, constants)

@@ -47,7 +47,7 @@ def save(
         sync.settle()
     return {
         "anchor": setting.anchor,
-        "layout": setting.layout.describe(),
+        "layout": _layout(setting),
         "fragments": [
             {"name": f.name, "round": f.round, "steps": f.steps, "outer": f.outer.state_dict()}
             for f in setting.fragments
@@ -147,7 +147,7 @@ def _misfit(state: Mapping[str, Any], setting: Setting, schedule: Mapping[str, A
             f"the state has the fragments {', '.join(saved_names)} and this engine {', '.join(names)}; build the "
             "engine with the checkpoint's fragments"
         )
-    if state["layout"] != setting.layout.describe():
+    if state["layout"] != _layout(setting):
         return "the state belongs to a model of other parameters; build the model of the checkpoint, or start a new run"
     if state["anchor"].shape != setting.anchor.shape:
         return (
@@ -177,3 +177,8 @@ def _misfit(state: Mapping[str, Any], setting: Setting, schedule: Mapping[str, A
             "a run's end"
         )
     return None
+
+
+def _layout(setting: Setting) -> list[list[object]]:
+    """Return names and shapes of the parameters in the anchor, as plain lists."""
+    return [row for fragment in setting.fragments for row in fragment.layout.describe()]

@@ -22,7 +22,6 @@ from twophase.diloco.fragment import SMALL, Fragment
 from twophase.diloco.transfer import PartTransfer
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.optim.part_sweep import PartSweep
-from twophase.optim.products import Dots
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES
 
 _PART_ELEMENTS = 4 * DIGEST_ELEMENTS
@@ -39,7 +38,7 @@ def goes_on_device(fragment: Fragment) -> bool:
         and not fragment.channel.lossy
         and _is_sweepable(fragment)
         and not fragment.needs & {PROBES, AGREEMENT}
-        and _device().is_usable(fragment)
+        and device().is_usable(fragment)
     )
 
 
@@ -169,10 +168,8 @@ class FlatRound:
             digest.add(start, stop)
 
 
-def round_sweep(
-    fragment: Fragment, transfer: PartTransfer | None, *, restore: bool, prove: bool
-) -> FlatRound | DeviceRound | None:
-    """Prepare the sweep of a fragment's round; None where the fragment cannot be swept.
+def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: bool, prove: bool) -> Any:
+    """Return the `FlatRound` or `device_sweep.DeviceRound` of a fragment; None where it cannot be swept.
 
     Args:
         fragment: with its pseudo-gradient, to be divided by its `divisor`.
@@ -191,54 +188,10 @@ def round_sweep(
                 return None
             momentum = fragment.new_momentum()
     if on_device:
-        return DeviceRound(fragment, momentum, restore=restore, prove=prove)
+        return device().DeviceRound(fragment, momentum, restore=restore, prove=prove)
     return FlatRound(fragment, momentum, transfer, restore=restore, prove=prove)
 
 
-# --------------------------------------------------------------------------------------------- on an accelerator
-
-
-class DeviceRound:
-    """A fragment's outer step by the kernels of an accelerator; arguments as of `FlatRound`."""
-
-    def __init__(self, fragment: Fragment, momentum: Tensor | None, *, restore: bool, prove: bool) -> None:
-        self.sweep = _device_sweep(fragment, restore=restore, prove=prove, momentum=momentum)
-
-    def digests(self) -> Mapping[str, str]:
-        """Return the digests that were taken on the way, by name."""
-        return self.sweep.digits
-
-
-def write_on_device(fragment: Fragment) -> None:
-    """Write g <- sum over this process's replicas of (a - theta_r), over `divisor`, of one that `goes_on_device`."""
-    fragment.close_gaps()
-    _device_sweep(fragment, restore=True, prove=False, momentum=None).write_pseudo_gradient()
-
-
-def dots_on_device(fragment: Fragment) -> list[Dots]:
-    """Return the inner products of the only group of a fragment that `goes_on_device`; divide its pseudo-gradient."""
-    momentum = fragment.momentum() if fragment.outer.param_groups[0]["momentum"] != 0 else None
-    sweep = _device_sweep(fragment, restore=False, prove=False, momentum=momentum)
-    return [sweep.dots(fresh=momentum is None, angle=True)]
-
-
-def _device() -> Any:
-    """Return the module of the kernels' launches, which only fragments on an accelerator need."""
+def device() -> Any:
+    """Return `device_sweep`, the round by the kernels of an accelerator; loaded by name, for most machines lack it."""
     return import_module("twophase.diloco.device_sweep")
-
-
-def _device_sweep(fragment: Fragment, *, restore: bool, prove: bool, momentum: Tensor | None) -> Any:
-    """Return a `device_sweep.DeviceSweep`, which divides by the fragment's `divisor`."""
-    divisor, fragment.divisor = fragment.divisor, 1
-    return _device().DeviceSweep(
-        kernels=_device().kernels(fragment.flat.device),
-        x=fragment.flat,
-        g=fragment.gradient,
-        m=momentum,
-        buffers=fragment.momentum_views,
-        slots=[(slot.offset, slot.numel) for slot in fragment.layout.slots],
-        replicas=fragment.params if restore else [],
-        divisor=divisor,
-        prove=prove,
-        measure=not fragment.needs & MEASURED,
-    )

@@ -24,7 +24,7 @@ from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members
 from twophase.diloco.report import FragmentRound, RoundReport, joined
 from twophase.diloco.setting import Setting
-from twophase.diloco.sweep import goes_in_parts, goes_on_device, round_sweep, transfer_in_parts, write_on_device
+from twophase.diloco.sweep import device, goes_in_parts, goes_on_device, round_sweep, transfer_in_parts
 from twophase.diloco.transfer import PartTransfer, Transfer
 from twophase.optim.groups import GroupRound
 from twophase.optim.outer import OuterSGD
@@ -117,8 +117,7 @@ class Sync:
             return torch.zeros(()) if measure else None
         if not fragment.on_device:
             return fragment.write_pseudo_gradient(alone=alone, measure=measure)
-        fragment.divisor = self.members.replicas if alone else 1
-        write_on_device(fragment)
+        device().write(fragment, self.members.replicas if alone else 1)
         fragment.divisor = 1 if alone else self.members.replicas
         return None
 

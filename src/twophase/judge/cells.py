@@ -1,31 +1,26 @@
-"""The cells of a sweep as a table, and the comparison of two arms seed by seed that every figure rests on.
+"""The outcomes of a sweep as a table of settings by seeds, and two arms compared seed by seed.
 
 A seed sets the initial weights and the data order of both arms, so the difference of one seed is less noisy than the
-difference of two means. `cells_of` makes the table, `logs` arranges it as settings by seeds, and subtracting two such
-tables pairs them: pandas aligns equal settings and equal seeds. `Paired` then summarizes one difference a seed.
-
-In a table of logarithms a diverged run is +inf, worse than any number, and a missing one NaN.
+difference of two means. `outcomes` makes the table; subtracting the logarithms of two tables pairs them, because pandas
+aligns equal settings and equal seeds. `Paired` then summarizes one difference a seed. Every figure rests on this.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from twophase.judge.bootstrap import Interval, percentile_interval
-from twophase.sweep.table import SEED, Row, State
-from twophase.sweep.table import result as result_of
+from twophase.sweep.table import Setting, State
 
 DataFrame: TypeAlias = Any
 Series: TypeAlias = Any
 """The types of pandas as Any: its stubs do not say what indexing or NumPy's functions return."""
-LOG = "log"
-"""Column of the natural logarithm of a cell's perplexity."""
 Remark = Literal["", "same run", "arm diverged", "control diverged", "both diverged", "missing"]
 SAME: Remark = "same run"
 ARM: Remark = "arm diverged"
@@ -34,43 +29,40 @@ BOTH: Remark = "both diverged"
 MISSING: Remark = "missing"
 
 
-def cells_of(rows: Iterable[Row]) -> DataFrame:
-    """Arrange rows of a sweep as a table: one line a cell and seed, a column for each axis.
+def outcome(state: State, perplexity: float | None) -> float:
+    """Return a perplexity as a number that can be compared: inf, worse than any, after divergence; NaN for none yet."""
+    return math.inf if state == "diverged" else math.nan if perplexity is None else perplexity
+
+
+def outcomes(settings: Iterable[Setting], *place: str) -> DataFrame:
+    """Arrange the outcomes of settings by seed.
 
     Args:
-        rows: of a sweep, in any order.
+        settings: of a sweep, by `sweep.table.settings`.
+        place: what names a setting, `arm` or the dotted path of an axis; without any, settings are numbered.
 
     Returns:
-        Columns `arm`, `run`, `state`, `control_of`, `perplexity`, `log`, and the axes by their dotted paths.
+        A line a setting, indexed by `place`, and a column a seed: perplexity, inf for a diverged run, NaN for a missing
+        one.
     """
     import pandas as pd  # noqa: PLC0415 - an extra, and slow to import
 
-    lines = []
-    for row in rows:
-        perplexity = result_of(row)
-        log = math.log(perplexity) if perplexity is not None else math.inf if row.state == "diverged" else math.nan
-        start = {"arm": row.arm, "run": row.run, "state": row.state, "control_of": row.control_of}
-        lines.append({**start, "perplexity": perplexity, LOG: log, SEED: None, **row.values})
-    return pd.DataFrame(lines)
-
-
-def logs(cells: DataFrame, place: Sequence[str]) -> DataFrame:
-    """Arrange log perplexities by setting and seed; settings of which no run has ended are left out.
-
-    Args:
-        cells: of `cells_of`.
-        place: columns that name a setting.
-
-    Returns:
-        A line a setting, indexed by `place`, and a column a seed.
-    """
-    return (
-        cells.groupby([*place, SEED], sort=False, dropna=False)[LOG].last().unstack(SEED, sort=False).dropna(how="all")
+    cells = list(settings)
+    keys = [tuple(cell.arm if name == "arm" else cell.values[name] for name in place) for cell in cells]
+    index = (
+        pd.MultiIndex.from_arrays(list(zip(*keys, strict=True)) or [[]] * len(place), names=place) if place else None
     )
+    lines = [dict(zip(cell.seeds, map(outcome, cell.states, cell.perplexities), strict=True)) for cell in cells]
+    return pd.DataFrame(lines, index, dtype=float)
+
+
+def logs(table: DataFrame) -> DataFrame:
+    """Return the logarithms of outcomes, without the settings of which no run has ended."""
+    return table.map(math.log).dropna(how="all")
 
 
 def means(table: DataFrame) -> Series:
-    """Average the logarithms of each setting over the seeds that have ended: inf when one of them diverged."""
+    """Average each setting over the seeds that have ended: inf when one of them diverged."""
     import pandas as pd  # noqa: PLC0415 - as above
 
     # fmean adds exactly: equal settings tie whatever the order of their seeds.
@@ -84,23 +76,23 @@ def finished(table: DataFrame) -> Series:
     return each[each < math.inf]
 
 
-def states(table: DataFrame) -> list[State]:
-    """Say of each setting whether all its seeds have finished, one has diverged, or one is missing."""
-    lines = table.to_numpy()
-    return ["diverged" if np.inf in line else "missing" if np.isnan(line).any() else "finished" for line in lines]
+def worst(table: DataFrame) -> Series:
+    """Return the largest outcome of each setting: inf when a seed diverged, else NaN when one is missing."""
+    largest = table.max(axis=1)
+    return largest.where(table.notna().all(axis=1) | (largest == math.inf))
 
 
-def fate(arm: State, control: State) -> Remark:
-    """Say what keeps a setting or run of an arm from being compared with a control; empty when nothing does.
+def fate(arm: float, control: float) -> Remark:
+    """Say what keeps an outcome of an arm from being compared with a control's; empty when nothing does.
 
-    >>> fate("diverged", "finished"), fate("finished", "finished"), fate("diverged", "missing")
+    >>> fate(math.inf, 8.0), fate(9.0, 8.0), fate(math.inf, math.nan)
     ('arm diverged', '', 'missing')
     """
-    if {arm, control} & {"missing", "failed"}:
+    if math.isnan(arm) or math.isnan(control):
         return MISSING
-    if "diverged" not in {arm, control}:
+    if math.inf not in {arm, control}:
         return ""
-    return BOTH if arm == control else ARM if arm == "diverged" else CONTROL
+    return BOTH if arm == control else ARM if arm == math.inf else CONTROL
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +136,7 @@ class Paired:
         return statistics.stdev(self.by_seed) / math.sqrt(self.seeds) if self.seeds > 1 else None
 
     def ends(self, errors: float) -> tuple[float, float] | tuple[None, None]:
-        """The mean less and plus so many standard errors; None for one seed."""
+        """Return the mean less and plus so many standard errors; None for one seed."""
         error = self.error
         return (None, None) if error is None else (self.mean - errors * error, self.mean + errors * error)
 

@@ -24,11 +24,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, SAME, Remark, fate
+import numpy as np
+
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, SAME, fate, outcomes
 from twophase.judge.difference import Difference, SeedDifference, summary
-from twophase.sweep.table import Setting, State
+from twophase.sweep.table import Setting
 
 Matching = Literal["paired", "same place", ""]
 HELD_OUT_SEEDS = 3
@@ -81,21 +83,52 @@ class Comparison:
     differences: tuple[Difference, ...]
 
 
-class _Run(NamedTuple):
-    """One seed of a setting."""
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """The settings of one arm, and for each (lines) and seed (columns) its outcome and the run that this comes from."""
 
-    state: State
-    perplexity: float | None
-    canonical: str
+    settings: Sequence[Setting]
+    seeds: tuple[Any, ...]
+    outcomes: np.ndarray
+    runs: np.ndarray
 
+    @classmethod
+    def of(cls, settings: Sequence[Setting]) -> Arm:
+        """Arrange the settings of one arm, at least one, by their seeds in ascending order."""
+        seeds = _ordered({seed for cell in settings for seed in cell.seeds})
+        by_seed = [dict(zip(cell.seeds, cell.canonical, strict=True)) for cell in settings]
+        # A setting without a run on a seed shares that with no other setting.
+        runs = [[cell.get(seed, f"{settings[0].arm}, no run {k}") for seed in seeds] for k, cell in enumerate(by_seed)]
+        return cls(settings, seeds, outcomes(settings)[list(seeds)].to_numpy(), np.array(runs, dtype=object))
 
-_NO_RUN, _DIVERGED = _Run("missing", None, ""), _Run("diverged", None, "")
-_Pair = tuple[Setting, Setting]
+    def on(self, seeds: tuple[Any, ...]) -> Arm:
+        """Return the arm with some of its seeds."""
+        columns = [self.seeds.index(seed) for seed in seeds]
+        return Arm(self.settings, seeds, self.outcomes[:, columns], self.runs[:, columns])
+
+    @property
+    def best(self) -> int | None:
+        """The finished setting with the lowest mean perplexity; the first of equals; None when nothing has finished."""
+        return _lowest([math.inf if cell.perplexity is None else cell.perplexity for cell in self.settings])
+
+    def held_out(self, column: int) -> tuple[int | None, float, str]:
+        """Choose the setting that is best on the other seeds, among those that finished on all of them.
+
+        When every setting diverged on the other seeds there is nothing to choose, and the arm counts as diverged.
+
+        Returns:
+            The setting, its outcome on the held-out seed, and the run that this comes from.
+        """
+        others = np.delete(self.outcomes, column, axis=1)
+        chosen = _lowest([math.fsum(line) for line in others])
+        if chosen is None:
+            return None, math.inf if (others == math.inf).any(axis=1).all() else math.nan, ""
+        return chosen, self.outcomes[chosen, column], self.runs[chosen, column]
 
 
 def compare(
-    arm: Sequence[Setting],
-    control: Sequence[Setting],
+    arm: Arm,
+    control: Arm,
     controlled: Mapping[str, Collection[str]],
     bests: Mapping[Any, float],
     within: Sequence[float],
@@ -103,193 +136,139 @@ def compare(
     """Compare an arm with a control on the seeds that both have, by every measure of the module's text.
 
     Args:
-        arm: settings of the arm, at least one.
-        control: settings of the control, at least one.
+        arm: the arm.
+        control: the control.
         controlled: from the control's run ids to those of the runs that they control; empty for a control of no cell.
         bests: for each seed, the lowest perplexity of all arms.
         within: the relative distances x of the areas.
     """
-    seeds = ordered(
-        {seed for setting in arm for seed in setting.seeds} & {seed for setting in control for seed in setting.seeds}
-    )
-    differences = [_tuned(arm, control, seeds), _held_out(arm, control, seeds)]
-    matching, pairs = _matched(arm, control, controlled, seeds)
-    alone = [len(side) - len({id(pair[i]) for pair in pairs}) for i, side in enumerate((arm, control))]
+    seeds = _ordered(set(arm.seeds) & set(control.seeds))
+    arm, control = arm.on(seeds), control.on(seeds)
+    differences = [_tuned(arm, control), _held_out(arm, control)]
+    matching, pairs = _matched(arm, control, controlled) if seeds else ("", [])
+    alone = [len(side.settings) - len({pair[k] for pair in pairs}) for k, side in enumerate((arm, control))]
     # Pairs of the same runs in several places are one comparison.
-    pairs = list(
-        {
-            tuple(_run(setting, s).canonical or setting.runs for setting in pair for s in seeds): pair for pair in pairs
-        }.values()
-    )
-    kinds = [_kind(pair, seeds) for pair in pairs]
-    counts = [kinds.count(kind) for kind in (SAME, ARM, CONTROL, BOTH, MISSING)]
-    cells = Cells(matching, *[*alone, len(pairs), *counts])
+    pairs = list({(*arm.runs[a], *control.runs[c]): (a, c) for a, c in pairs}.values())
+    mine, other = [a for a, _ in pairs], [c for _, c in pairs]
+    sides = (arm.outcomes[mine], control.outcomes[other], arm.runs[mine] == control.runs[other])
+    kinds = [SAME if same.all() else fate(a.max(), c.max()) for a, c, same in zip(*sides, strict=True)]
+    cells = Cells(matching, *alone, len(pairs), *(kinds.count(kind) for kind in (SAME, ARM, CONTROL, BOTH, MISSING)))
     if pairs:
         # When all are the same runs, they stay: that the difference is exactly 0 is then what there is to say.
         wanted = {SAME} if set(kinds) == {SAME} else {"", ARM, CONTROL, BOTH}
-        present = [pair for pair, kind in zip(pairs, kinds, strict=True) if kind in wanted]
-        finished = [pair for pair, kind in zip(pairs, kinds, strict=True) if kind in wanted & {"", SAME}]
-        differences.append(_over_cells(finished, seeds, _cells_note(cells)))
-        differences += [_area(present, seeds, bests, x) for x in within]
-    return Comparison(arm[0].arm, control[0].arm, tuple(seeds), cells, tuple(differences))
+        present, ended = ([kind in group for kind in kinds] for group in (wanted, wanted & {"", SAME}))
+        differences.append(_over_cells(seeds, *(side[ended] for side in sides), _cells_note(cells)))
+        in_both = [side[present] for side in sides]
+        differences += [_area([bests.get(seed) for seed in seeds], seeds, in_both, x) for x in within]
+    return Comparison(arm.settings[0].arm, control.settings[0].arm, seeds, cells, tuple(differences))
 
 
-def best_setting(settings: Sequence[Setting]) -> Setting | None:
-    """The finished setting with the lowest mean perplexity; the first of equals; None when nothing has finished."""
-    return min(
-        (setting for setting in settings if setting.perplexity is not None),
-        key=lambda setting: setting.perplexity or 0,
-        default=None,
-    )
-
-
-def held_out_perplexity(settings: Sequence[Setting], seeds: Sequence[Any]) -> float | None:
-    """The mean over seeds of the perplexity on a seed at the setting that is best on the other ones.
+def held_out_perplexity(arm: Arm) -> float | None:
+    """Average over seeds the perplexity on a seed at the setting that is best on the other ones.
 
     Unlike the perplexity of the best setting it is not flattered by having chosen it. None for fewer than
     `HELD_OUT_SEEDS` seeds, and when a run that it needs has diverged or is missing.
     """
-    values = [_judged(settings, seed, seeds)[1].perplexity for seed in seeds]
-    ended = [value for value in values if value is not None]
-    return math.fsum(ended) / len(ended) if len(ended) == len(seeds) >= HELD_OUT_SEEDS else None
+    if len(arm.seeds) < HELD_OUT_SEEDS:
+        return None
+    mean = math.fsum(arm.held_out(column)[1] for column in range(len(arm.seeds))) / len(arm.seeds)
+    return mean if math.isfinite(mean) else None
 
 
-def ordered(seeds: Collection[Any]) -> list[Any]:
-    """Seeds in ascending order, whatever they are."""
-    return sorted(
-        seeds, key=lambda seed: (isinstance(seed, str), seed if isinstance(seed, (int, float)) else 0, str(seed))
-    )
+def _ordered(seeds: Collection[Any]) -> tuple[Any, ...]:
+    """Sort seeds in ascending order, whatever they are."""
+    keys = {s: (isinstance(s, str), s if isinstance(s, (int, float)) else 0, str(s)) for s in seeds}
+    return tuple(sorted(keys, key=lambda seed: keys[seed]))
 
 
-def _run(setting: Setting, seed: Any) -> _Run:
-    if seed not in setting.seeds:
-        return _NO_RUN
-    index = setting.seeds.index(seed)
-    return _Run(setting.states[index], setting.perplexities[index], setting.canonical[index])
+def _lowest(values: Sequence[float]) -> int | None:
+    """Return the place of the lowest finite number; the first of equals."""
+    return min((k for k, value in enumerate(values) if math.isfinite(value)), key=lambda k: values[k], default=None)
 
 
-def _between(mine: _Run, other: _Run, seed: Any) -> SeedDifference:
-    """The log ratio log p_control - log p_arm on one seed."""
-    if mine.perplexity is not None and other.perplexity is not None:
-        if mine.canonical == other.canonical:
-            return SeedDifference(seed, 0.0, SAME)
-        return SeedDifference(seed, math.log(other.perplexity) - math.log(mine.perplexity))
-    return SeedDifference(seed, None, fate(mine.state, other.state))
+def _between(seed: Any, arm: float, control: float, same: bool) -> SeedDifference:
+    """Return the log ratio log p_control - log p_arm on one seed."""
+    remark = fate(arm, control)
+    if remark:
+        return SeedDifference(seed, None, remark)
+    return SeedDifference(seed, 0.0, SAME) if same else SeedDifference(seed, math.log(control) - math.log(arm))
 
 
-def _fate(mine: Sequence[_Run], other: Sequence[_Run]) -> Remark:
-    """Say what keeps some runs of an arm and of a control from being compared; empty when nothing does."""
-    return fate(_worst(mine), _worst(other))
-
-
-def _worst(runs: Sequence[_Run]) -> State:
-    """A missing run makes a setting incomparable even where another one has diverged."""
-    states = {run.state for run in runs}
-    return "missing" if "missing" in states else "diverged" if "diverged" in states else "finished"
-
-
-def _tuned(arm: Sequence[Setting], control: Sequence[Setting], seeds: Sequence[Any]) -> Difference:
-    best, other = best_setting(arm), best_setting(control)
+def _tuned(arm: Arm, control: Arm) -> Difference:
+    best, other = arm.best, control.best
     if best is None or other is None:
         empty = [name for name, chosen in (("the arm", best), ("the control", other)) if chosen is None]
         return summary("tuned best", [], f"nothing finished in {' and '.join(empty)}")
-    if not seeds:
-        return summary("tuned best", [], "no seed in common")
-    return summary("tuned best", [_between(_run(best, seed), _run(other, seed), seed) for seed in seeds])
+    same = arm.runs[best] == control.runs[other]
+    pairs = map(_between, arm.seeds, arm.outcomes[best], control.outcomes[other], same)
+    return summary("tuned best", list(pairs), "" if arm.seeds else "no seed in common")
 
 
-def _held_out(arm: Sequence[Setting], control: Sequence[Setting], seeds: Sequence[Any]) -> Difference:
-    if len(seeds) < HELD_OUT_SEEDS:
-        have = f"{len(seeds)} in common" if seeds else "none in common"
+def _held_out(arm: Arm, control: Arm) -> Difference:
+    count = len(arm.seeds)
+    if count < HELD_OUT_SEEDS:
+        have = f"{count} in common" if count else "none in common"
         return summary("held out", [], f"needs {HELD_OUT_SEEDS} seeds, {have}")
-    sides = ((arm, best_setting(arm)), (control, best_setting(control)))
     differences, others = [], 0
-    for seed in seeds:
-        (mine, our_run), (other, their_run) = (_judged(side, seed, seeds) for side, _ in sides)
-        differences.append(_between(our_run, their_run, seed))
-        others += mine is not sides[0][1] or other is not sides[1][1]
-    note = (
-        f"other settings than tuned best in {others} of {len(seeds)} seeds" if others else "the settings of tuned best"
-    )
-    return summary("held out", differences, note if all(best for _, best in sides) else "")
-
-
-def _judged(settings: Sequence[Setting], held_out: Any, seeds: Sequence[Any]) -> tuple[Setting | None, _Run]:
-    """The setting that is best on the other seeds, among those that finished on all of them, and its held-out run.
-
-    When every setting diverged on the other seeds there is nothing to choose, and the arm counts as diverged.
-    """
-    best, lowest, fate = None, math.inf, _DIVERGED
-    for setting in settings:
-        runs = [_run(setting, seed) for seed in seeds if seed != held_out]
-        ended = [run.perplexity for run in runs if run.perplexity is not None]
-        if len(ended) == len(runs) and math.fsum(ended) < lowest:
-            best, lowest = setting, math.fsum(ended)
-        elif all(run.state != "diverged" for run in runs):
-            fate = _NO_RUN
-    return best, fate if best is None else _run(best, held_out)
+    for column, seed in enumerate(arm.seeds):
+        (mine, outcome, run), (other, control_outcome, control_run) = arm.held_out(column), control.held_out(column)
+        differences.append(_between(seed, outcome, control_outcome, run == control_run))
+        others += (mine, other) != (arm.best, control.best)
+    note = f"other settings than tuned best in {others} of {count} seeds" if others else "the settings of tuned best"
+    return summary("held out", differences, "" if None in {arm.best, control.best} else note)
 
 
 def _matched(
-    arm: Sequence[Setting], control: Sequence[Setting], controlled: Mapping[str, Collection[str]], seeds: Sequence[Any]
-) -> tuple[Matching, list[_Pair]]:
-    """Cells of the arm with their partners in the control."""
-    if not seeds:
-        return "", []
+    arm: Arm, control: Arm, controlled: Mapping[str, Collection[str]]
+) -> tuple[Matching, list[tuple[int, int]]]:
+    """Pair the cells of an arm with their partners in a control, by their places in the two tables."""
     if controlled:
         matching: Matching = "paired"
-        targets = [{of for run in setting.runs for of in controlled.get(run, ())} for setting in control]
-        pairs = [(a, c) for c, of in zip(control, targets, strict=True) for a in arm if of.intersection(a.runs)]
+        targets = [{of for run in cell.runs for of in controlled.get(run, ())} for cell in control.settings]
+        pairs = [
+            (a, c) for c, of in enumerate(targets) for a, cell in enumerate(arm.settings) if of.intersection(cell.runs)
+        ]
     else:
         matching = "same place"
-        axes = [path for path in arm[0].values if any(_varies(path, side) for side in (arm, control))]
-        there = {tuple(setting.values.get(path) for path in axes): setting for setting in control}
-        places = [tuple(setting.values.get(path) for path in axes) for setting in arm]
-        pairs = [(setting, there[place]) for setting, place in zip(arm, places, strict=True) if place in there]
+        axes = [path for path in arm.settings[0].values if any(path in varied(s.settings) for s in (arm, control))]
+        there = {tuple(cell.values.get(path) for path in axes): c for c, cell in enumerate(control.settings)}
+        places = [tuple(cell.values.get(path) for path in axes) for cell in arm.settings]
+        pairs = [(a, there[place]) for a, place in enumerate(places) if place in there]
     return (matching if pairs else ""), pairs
 
 
-def _varies(path: str, side: Sequence[Setting]) -> bool:
-    return any(setting.values.get(path) != side[0].values.get(path) for setting in side)
+def varied(settings: Sequence[Setting]) -> tuple[str, ...]:
+    """Return the dotted paths of the values that vary within an arm."""
+    first = settings[0].values
+    return tuple(path for path in first if any(cell.values.get(path) != first[path] for cell in settings))
 
 
-def _kind(pair: _Pair, seeds: Sequence[Any]) -> Remark:
-    """Whether a pair of cells can be compared on all seeds, and if not why."""
-    mine, other = ([_run(setting, seed) for seed in seeds] for setting in pair)
-    if all(a.canonical == c.canonical != "" for a, c in zip(mine, other, strict=True)):
-        return SAME
-    return _fate(mine, other)
-
-
-def _over_cells(pairs: Sequence[_Pair], seeds: Sequence[Any], note: str) -> Difference:
+def _over_cells(seeds: Sequence[Any], arm: Any, control: Any, same: Any, note: str) -> Difference:
     differences = []
-    for seed in seeds if pairs else ():
-        pair_differences = [_between(_run(a, seed), _run(c, seed), seed) for a, c in pairs]
-        values = [each_pair.value for each_pair in pair_differences if each_pair.value is not None]
-        mean = math.fsum(values) / len(values) if values else None
-        remarks = {each_pair.remark for each_pair in pair_differences}
-        differences.append(SeedDifference(seed, mean, pair_differences[0].remark if len(remarks) == 1 else ""))
+    for seed, *sides in zip(seeds, arm.T, control.T, same.T, strict=True) if len(arm) else ():
+        pairs = [_between(seed, *pair) for pair in zip(*sides, strict=True)]
+        values = [pair.value for pair in pairs if pair.value is not None]
+        remark = pairs[0].remark if len({pair.remark for pair in pairs}) == 1 else ""
+        differences.append(SeedDifference(seed, math.fsum(values) / len(values) if values else None, remark))
     return summary("cells", differences, note)
 
 
-def _area(pairs: Sequence[_Pair], seeds: Sequence[Any], bests: Mapping[Any, float], within: float) -> Difference:
-    differences = []
-    for seed in seeds if pairs else ():
-        if seed not in bests:
-            # Nothing has finished, so that nothing is near the best.
+def _area(bests: Sequence[float | None], seeds: Sequence[Any], sides: Sequence[Any], within: float) -> Difference:
+    arm, control, same = sides
+    count, differences = len(arm), []
+    for column, (seed, best) in enumerate(zip(seeds, bests, strict=True) if count else ()):
+        if best is None:  # nothing has finished, so that nothing is near the best
             differences.append(SeedDifference(seed, None, BOTH))
             continue
-        bound = bests[seed] * (1 + within)
-        runs = [(_run(a, seed), _run(c, seed)) for a, c in pairs]
-        mine, other = (sum((run[side].perplexity or math.inf) <= bound for run in runs) for side in (0, 1))
-        same = all(a.canonical == c.canonical for a, c in runs)
-        differences.append(SeedDifference(seed, (mine - other) / len(pairs), SAME if same else ""))
-    many = "1 cell" if len(pairs) == 1 else f"{len(pairs)} cells"
-    return summary("area", differences, many if pairs else "no cell is there in both", within)
+        near, control_near = (int((side[:, column] <= best * (1 + within)).sum()) for side in (arm, control))
+        remark = SAME if same[:, column].all() else ""
+        differences.append(SeedDifference(seed, (near - control_near) / count, remark))
+    many = "1 cell" if count == 1 else f"{count} cells"
+    return summary("area", differences, many if count else "no cell is there in both", within)
 
 
 def _cells_note(cells: Cells) -> str:
-    """How many cells a mean is over, and what became of the others."""
+    """Say how many cells a mean is over, and what became of the others."""
     out = {
         "the same runs": cells.same if cells.same < cells.matched else 0,
         "diverged in the arm only": cells.arm_diverged,
@@ -297,16 +276,15 @@ def _cells_note(cells: Cells) -> str:
         "diverged in both": cells.both_diverged,
         "missing": cells.missing,
     }
-    remarks_left = ", ".join(f"{count} {text}" for text, count in out.items() if count)
-    used = cells.matched - sum(out.values())
     how = "paired cells" if cells.matching == "paired" else "cells"
+    notes = [f"{cells.matched - sum(out.values())} of {cells.matched} {how}"]
+    if any(out.values()):
+        notes.append("left out: " + ", ".join(f"{count} {text}" for text, count in out.items() if count))
     alone = [
-        f"{count} settings of {side}" if count > 1 else f"1 setting of {side}"
+        f"{count} setting{'s' * (count > 1)} of {side}"
         for side, count in (("the arm", cells.arm_alone), ("the control", cells.control_alone))
         if count
     ]
-    return "; ".join(
-        [f"{used} of {cells.matched} {how}"]
-        + ([f"left out: {remarks_left}"] if remarks_left else [])
-        + ([f"without a partner: {', '.join(alone)}"] if alone else [])
-    )
+    if alone:
+        notes.append("without a partner: " + ", ".join(alone))
+    return "; ".join(notes)

@@ -75,7 +75,7 @@ class Difference:
 def summary(
     measure: Measure, differences: Sequence[SeedDifference], note: str = "", within: float | None = None
 ) -> Difference:
-    """What some differences, one a seed, come to.
+    """Summarize differences, one a seed.
 
     Args:
         measure: what is compared.
@@ -85,48 +85,38 @@ def summary(
     """
     remarks: list[Remark] = [difference.remark for difference in differences]
     values = [difference.value for difference in differences if difference.value is not None]
-    better = sum(value > 0 for value in values) + remarks.count(CONTROL)
-    worse = sum(value < 0 for value in values) + remarks.count(ARM)
-    whole = bool(values) and ARM not in remarks and CONTROL not in remarks
-    spread = whole and max(values) > min(values)
-    notes = [note, *_seed_notes(remarks)]
-    if whole and not spread and remarks.count(SAME) < len(values):
+    one_sided = {ARM, CONTROL} & set(remarks)
+    spread = max(values) > min(values) if values and not one_sided else False
+    notes = [note]
+    for remark, words in _WORDS.items():
+        count = remarks.count(remark)
+        if count:
+            notes.append(words if count == len(remarks) else f"{words} in {count} of {len(remarks)} seeds")
+    if one_sided:
+        notes.append("no mean")
+    elif values and not spread and remarks.count(SAME) < len(values):
         notes.append("one seed: no interval" if len(values) == 1 else "no spread over seeds: no interval")
+    student = t_interval(values) if spread else None
+    if student and measure == "area":
+        student = Interval(max(student.low, -1), min(student.high, 1))
     return Difference(
         measure,
         within,
         tuple(differences),
-        better,
-        worse,
-        sum(value == 0 for value in values),
-        math.fsum(values) / len(values) if whole else None,
-        percentile_interval(values) if spread else None,
-        _student(values, measure) if spread else None,
-        "; ".join(filter(None, notes)),
+        better=sum(value > 0 for value in values) + remarks.count(CONTROL),
+        worse=sum(value < 0 for value in values) + remarks.count(ARM),
+        equal=sum(value == 0 for value in values),
+        mean=math.fsum(values) / len(values) if values and not one_sided else None,
+        bootstrap=percentile_interval(values) if spread else None,
+        t=student,
+        note="; ".join(filter(None, notes)),
     )
 
 
-def _student(values: Sequence[float], measure: Measure) -> Interval | None:
-    interval = t_interval(values)
-    return Interval(max(interval.low, -1), min(interval.high, 1)) if interval and measure == "area" else interval
-
-
-def _seed_notes(remarks: Sequence[Remark]) -> list[str]:
-    """What befell some of the seeds, a phrase each."""
-    words = {
-        SAME: "same runs",
-        ARM: "arm diverged",
-        CONTROL: "control diverged",
-        BOTH: "both diverged",
-        MISSING: "missing",
-    }
-    counts = {words[kind]: remarks.count(kind) for kind in words if kind in remarks}
-    several = [
-        text if count == len(remarks) else f"{text} in {count} of {len(remarks)} seeds"
-        for text, count in counts.items()
-    ]
-    one_sided = {ARM, CONTROL} & set(remarks)
-    return [*several, "no mean"] if one_sided else several
+_WORDS: dict[Remark, str] = {
+    SAME: "same runs", ARM: "arm diverged", CONTROL: "control diverged", BOTH: "both diverged", MISSING: "missing",
+}  # fmt: skip
+"""What befell some of the seeds."""
 
 
 def ratio_of(log_ratio: float) -> float:

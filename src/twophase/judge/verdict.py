@@ -10,18 +10,18 @@ are named, and those without momentum (`outer.momentum` 0 throughout). Every oth
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from twophase.base.config import UsageError
 from twophase.judge.bootstrap import LEVEL
-from twophase.judge.comparison import Comparison, best_setting, compare, held_out_perplexity, ordered
+from twophase.judge.cells import outcomes
+from twophase.judge.comparison import Arm, Comparison, compare, held_out_perplexity, varied
 from twophase.sweep.table import Row, Setting, geometric_mean, settings
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
 """Distances from the best of all, relative, that robustness areas are given for."""
-_MOMENTUM = "outer.momentum"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,29 +115,34 @@ def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Col
     if not distances or not all(0 <= x < math.inf for x in distances):
         raise UsageError(f"--within {list(within)}: give distances >= 0, relative, such as 0.05 for 5 %")
     every = settings(rows)
-    arms: dict[str, list[Setting]] = {}
+    groups: dict[str, list[Setting]] = {}
     for setting in every:
-        arms.setdefault(setting.arm, []).append(setting)
-    unknown = [name for name in controls if name not in arms]
+        groups.setdefault(setting.arm, []).append(setting)
+    unknown = [name for name in controls if name not in groups]
     if unknown:
-        names = ", ".join(map(repr, arms)) or "none"
+        names = ", ".join(map(repr, groups)) or "none"
         raise UsageError(f"--controls {unknown[0]!r}: there is no such arm; the arms are: {names}")
-    links = _links(rows)
-    why = {arm: _why_control(arm, group, links, controls) for arm, group in arms.items()}
-    best = best_setting(every)
-    bests = _bests(every)
+    links: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        if row.control_of is not None:
+            links.setdefault(row.arm, {}).setdefault(row.run, set()).add(row.control_of)
+    why = {name: _why_control(group, name in links, name in controls) for name, group in groups.items()}
+    arms = {name: Arm.of(group) for name, group in groups.items()}
+    finished = [setting for setting in every if setting.perplexity is not None]
+    best = min(finished, key=lambda setting: setting.perplexity or 0, default=None)
+    bests = {seed: lowest for seed, lowest in outcomes(every).min().items() if lowest < math.inf}
     comparisons = tuple(
-        compare(arms[arm], arms[control], links.get(control, {}), bests, distances)
+        compare(arms[name], arms[control], links.get(control, {}), bests, distances)
         for control in arms
-        for arm in arms
-        if why[control] and not why[arm]
+        for name in arms
+        if why[control] and not why[name]
     )
-    judged = tuple(_judge(arm, group, why[arm], best, distances) for arm, group in arms.items())
+    judged = tuple(_judge(arm, why[name], best, distances) for name, arm in arms.items())
     return Verdict(distances, LEVEL, best, judged, comparisons, _notes(judged))
 
 
 def select(rows: Sequence[Row], where: Mapping[str, str]) -> list[Row]:
-    """The rows with some values; a number is equal however it is written."""
+    """Select the rows with some values; a number is equal however it is written."""
     chosen = list(rows)
     for path, text in where.items():
         there = list(dict.fromkeys(row.values[path] for row in rows if path in row.values))
@@ -165,63 +170,35 @@ def _as_number(value: Any) -> float | str:
         return f"no number: {value}"
 
 
-def _judge(
-    arm: str, group: Sequence[Setting], control: str, best: Setting | None, within: Iterable[float]
-) -> ArmVerdict:
+def _why_control(group: Sequence[Setting], paired: bool, named: bool) -> str:
+    momentum_free = all(setting.values.get("outer.momentum") == 0 for setting in group)
+    reasons = {"paired": paired, "named": named, "momentum-free": momentum_free}
+    return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _judge(arm: Arm, control: str, best: Setting | None, within: Sequence[float]) -> ArmVerdict:
+    group, states = arm.settings, [setting.state for setting in arm.settings]
     finished = [setting for setting in group if setting.perplexity is not None]
     values = [setting.perplexity for setting in finished if setting.perplexity is not None]
     areas = []
     for x in within:
-        bound = -math.inf if best is None or best.perplexity is None else best.perplexity * (1 + x)
-        near = sum(value <= bound for value in values)
-        areas.append(Area(x, near, None if best is None else near / len(group)))
-    states = [setting.state for setting in group]
-    seeds = ordered({seed for setting in group for seed in setting.seeds})
+        near = sum(value <= (best.perplexity or 0) * (1 + x) for value in values) if best else 0
+        areas.append(Area(x, near, near / len(group) if best else None))
     return ArmVerdict(
-        arm,
+        group[0].arm,
         control,
-        len(group),
-        len(finished),
-        states.count("diverged"),
-        states.count("missing"),
-        tuple(seeds),
-        best_setting(group),
-        held_out_perplexity(group, seeds),
-        tuple(areas),
-        geometric_mean(values),
-        finished[values.index(max(values))] if values else None,
-        tuple(
-            path for path in group[0].values if any(setting.values[path] != group[0].values[path] for setting in group)
-        ),
+        settings=len(group),
+        finished=len(finished),
+        diverged=states.count("diverged"),
+        missing=states.count("missing"),
+        seeds=arm.seeds,
+        best=finished[values.index(min(values))] if values else None,
+        held_out=held_out_perplexity(arm),
+        areas=tuple(areas),
+        geometric_mean=geometric_mean(values),
+        worst=finished[values.index(max(values))] if values else None,
+        varied=varied(group),
     )
-
-
-def _links(rows: Iterable[Row]) -> dict[str, dict[str, set[str]]]:
-    """For each arm of linked controls: from its run ids to those of the runs that they control."""
-    links: dict[str, dict[str, set[str]]] = {}
-    for row in rows:
-        if row.control_of is not None:
-            links.setdefault(row.arm, {}).setdefault(row.run, set()).add(row.control_of)
-    return links
-
-
-def _why_control(arm: str, group: Sequence[Setting], links: Mapping[str, Any], named: Collection[str]) -> str:
-    reasons = {
-        "paired": arm in links,
-        "named": arm in named,
-        "momentum-free": all(setting.values.get(_MOMENTUM) == 0 for setting in group),
-    }
-    return ", ".join(reason for reason, holds in reasons.items() if holds)
-
-
-def _bests(every: Iterable[Setting]) -> dict[Any, float]:
-    """For each seed, the lowest perplexity of all settings of all arms."""
-    bests: dict[Any, float] = {}
-    for setting in every:
-        for seed, value in zip(setting.seeds, setting.perplexities, strict=True):
-            if value is not None:
-                bests[seed] = min(value, bests.get(seed, math.inf))
-    return bests
 
 
 def _notes(arms: Sequence[ArmVerdict]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,14 @@ from twophase.base.files import table_text, write_atomic
 from twophase.judge.bootstrap import Interval, largest_coverage
 from twophase.judge.comparison import Comparison
 from twophase.judge.difference import Difference, ratio_of
-from twophase.judge.verdict import ArmVerdict, Verdict
+from twophase.judge.verdict import Verdict
 from twophase.sweep.table import Setting, format_table, readable
 
 _WIDTH = 100
 
 
 def describe(judged: Verdict, *, markdown: bool = False) -> str:
-    """The verdict as plain text for a terminal, in small tables, or as Markdown.
+    """Describe a verdict in plain text for a terminal, in small tables, or in Markdown.
 
     Perplexities are per token; areas count diverged and missing settings as outside; what is not known stays empty.
 
@@ -30,76 +30,68 @@ def describe(judged: Verdict, *, markdown: bool = False) -> str:
         judged: the verdict.
         markdown: write headings and Markdown tables.
     """
-    parts = []
+    parts: list[str] = []
     for title, words, header, lines, notes in sections(judged):
-        parts.append(f"## {title}" if markdown else f"{title}\n{'-' * len(title)}")
-        parts += [words if markdown else textwrap.fill(words, _WIDTH)] if words else []
+        blocks = [words if markdown else textwrap.fill(words, _WIDTH)] if words else []
         if header:
-            parts.append(format_table(header, lines, markdown=markdown))
-        if notes:
-            parts.append("\n".join(f"- {note}" if markdown else _hanging(note) for note in notes))
-    return "\n\n".join(parts) if markdown else "\n".join(_spaced(parts))
-
-
-def to_csv(judged: Verdict) -> str:
-    """The figures of `to_rows` as CSV."""
-    return table_text(to_rows(judged))
+            blocks.append(format_table(header, lines, markdown=markdown))
+        if notes and markdown:
+            blocks.append("\n".join(f"- {note}" for note in notes))
+        elif notes:
+            blocks += [textwrap.fill(note, _WIDTH, subsequent_indent="    ") for note in notes]
+        heading = f"## {title}" if markdown else f"{title}\n{'-' * len(title)}"
+        parts.append(("\n\n" if markdown else "\n").join([heading, *blocks]))
+    return "\n\n".join(parts)
 
 
 def to_rows(judged: Verdict) -> list[dict[str, Any]]:
-    """One line a figure: first those of each arm (`control` is None), then those of each comparison.
+    """Return one line a figure: first those of each arm (`control` is None), then those of each comparison.
 
     `value` is a perplexity, a share (areas: of the settings, `count` of `of` of them) or, in a comparison, the mean
     over seeds of a log ratio of perplexities or of a difference of areas, positive where the arm is better. None where
     there is none.
     """
-    return [*_arm_rows(judged), *_comparison_rows(judged)]
-
-
-def _arm_rows(judged: Verdict) -> Iterator[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
     for arm in judged.arms:
-        start = {"arm": arm.arm, "control": None}
+        start, of = {"arm": arm.arm, "control": None}, {"of": arm.settings}
         for measure, extreme in (("best", arm.best), ("worst", arm.worst)):
-            yield start | {
-                "measure": measure,
-                "within": None,
-                "value": extreme.perplexity if extreme else None,
-                "spread": extreme.spread if extreme else None,
-                "seeds": extreme.finished if extreme else None,
-                "count": arm.finished,
-                "of": arm.settings,
-                "note": _place(extreme, arm.varied),
-            }
-        yield start | {"measure": "best held out", "value": arm.held_out, "seeds": len(arm.seeds)}
-        for measure, value, count in (
-            ("geometric mean", arm.geometric_mean, arm.finished),
-            ("diverged", None, arm.diverged),
-            ("missing", None, arm.missing),
-        ):
-            yield start | {"measure": measure, "value": value, "count": count, "of": arm.settings}
+            numbers = (extreme.perplexity, extreme.spread, extreme.finished) if extreme else (None, None, None)
+            place = dict(zip(("within", "value", "spread", "seeds"), (None, *numbers), strict=True))
+            note = {"note": _place(extreme, arm.varied)}
+            lines.append({**start, "measure": measure, **place, "count": arm.finished, **of, **note})
+        lines.append(start | {"measure": "best held out", "value": arm.held_out, "seeds": len(arm.seeds)})
+        lines.append(
+            {**start, "measure": "geometric mean", "value": arm.geometric_mean, "count": arm.finished, **of},
+        )
+        lines += [
+            {**start, "measure": state, "value": None, "count": getattr(arm, state), **of}
+            for state in ("diverged", "missing")
+        ]
         for area in arm.areas:
-            of = {"count": area.near, "of": arm.settings} if area.share is not None else {"of": arm.settings}
-            yield start | {"measure": "area", "within": area.within, "value": area.share, **of}
-
-
-def _comparison_rows(judged: Verdict) -> Iterator[dict[str, Any]]:
+            count = {} if area.share is None else {"count": area.near}
+            lines.append({**start, "measure": "area", "within": area.within, "value": area.share, **count, **of})
     for pair in judged.comparisons:
         for difference in pair.differences:
-            yield {
-                "arm": pair.arm,
-                "control": pair.control,
-                "measure": difference.measure,
-                "within": difference.within,
-                "value": difference.mean,
-                "seeds": difference.seeds,
-                "better": difference.better,
-                "worse": difference.worse,
-                "bootstrap_low": difference.bootstrap.low if difference.bootstrap else None,
-                "bootstrap_high": difference.bootstrap.high if difference.bootstrap else None,
-                "t_low": difference.t.low if difference.t else None,
-                "t_high": difference.t.high if difference.t else None,
-                "note": difference.note,
-            }
+            low_high = [
+                (f"{name}_{end}", getattr(interval, end, None))
+                for name, interval in (("bootstrap", difference.bootstrap), ("t", difference.t))
+                for end in ("low", "high")
+            ]
+            lines.append(
+                {
+                    "arm": pair.arm,
+                    "control": pair.control,
+                    "measure": difference.measure,
+                    "within": difference.within,
+                    "value": difference.mean,
+                    "seeds": difference.seeds,
+                    "better": difference.better,
+                    "worse": difference.worse,
+                    **dict(low_high),
+                    "note": difference.note,
+                }
+            )
+    return lines
 
 
 def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None) -> list[Path]:
@@ -119,7 +111,7 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
     stem = "-".join(["verdict", *(f"{path}={text}".replace("/", "_") for path, text in (where or {}).items())])
     contents = {
         f"{stem}.md": describe(judged, markdown=True) + "\n",
-        f"{stem}.csv": to_csv(judged),
+        f"{stem}.csv": table_text(to_rows(judged)),
         f"{stem}.json": json.dumps(_plain(judged), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
     }
     try:
@@ -131,13 +123,12 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
 
 
 def _plain(item: Any) -> Any:
-    """Nested results as plain JSON values; a number that JSON has no word for becomes None."""
-    if isinstance(item, Difference):
-        return {**_fields(item), "ratio": item.ratio, "seeds": item.seeds}
+    """Return nested results as plain JSON values; a number that JSON has no word for becomes None."""
     if dataclasses.is_dataclass(item):
-        return _fields(item)
-    if hasattr(item, "_asdict"):  # an Interval
-        return _plain(item._asdict())
+        computed = ("ratio", "seeds") if isinstance(item, Difference) else ()
+        return {name: _plain(getattr(item, name)) for name in (*(f.name for f in dataclasses.fields(item)), *computed)}
+    if isinstance(item, Interval):
+        return item._asdict()
     if isinstance(item, Mapping):
         return {str(key): _plain(value) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
@@ -145,16 +136,12 @@ def _plain(item: Any) -> Any:
     return None if isinstance(item, float) and not math.isfinite(item) else item
 
 
-def _fields(item: Any) -> dict[str, Any]:
-    return {field.name: _plain(getattr(item, field.name)) for field in dataclasses.fields(item)}
-
-
 Section = tuple[str, str, Sequence[str], list[list[Any]], Sequence[str]]
 """Title, introduction, header and lines of a table (no header: no table), notes below it."""
 
 
 def sections(judged: Verdict) -> Iterator[Section]:
-    """The verdict in parts, to be set in text, in Markdown, or in a report.
+    """Yield the verdict in parts, to be set in text, in Markdown, or in a report.
 
     Args:
         judged: the verdict.
@@ -162,62 +149,69 @@ def sections(judged: Verdict) -> Iterator[Section]:
     yield "Verdict", _opening(judged), (), [], judged.notes
     if not judged.arms:
         return
+    names = [arm.arm or "(all)" for arm in judged.arms]
+    reached = [
+        [
+            readable(best.perplexity),
+            _small(best.spread),
+            best.finished,
+            readable(arm.held_out),
+            _place(best, arm.varied),
+        ]
+        if (best := arm.best)
+        else [None, None, None, None, "nothing finished"]
+        for arm in judged.arms
+    ]
     yield (
         "What each arm reached",
         "Perplexity at the arm's best setting: mean and sample standard deviation over seeds. Held out: mean over "
         "seeds at the setting that is best on the other seeds, which luck in choosing does not flatter.",
         ("arm", "control", "best", "spread", "seeds", "held out", "at"),
-        [_reached(arm) for arm in judged.arms],
+        [[name, arm.control, *cells] for name, arm, cells in zip(names, judged.arms, reached, strict=True)],
         (),
     )
+    over_settings = [
+        [arm.settings, arm.finished, arm.diverged, arm.missing, readable(arm.geometric_mean),
+         readable(arm.worst.perplexity) if arm.worst else None]
+        for arm in judged.arms
+    ]  # fmt: skip
     yield (
         "Over all settings",
         "Geometric mean and worst are over the finished settings alone; a diverged one is worse than the worst.",
         ("arm", "settings", "finished", "diverged", "missing", "geo. mean", "worst"),
-        [_over_settings(arm) for arm in judged.arms],
+        [[name, *cells] for name, cells in zip(names, over_settings, strict=True)],
         (),
     )
+    areas = [
+        [None if area.share is None else f"{area.share:.0%} ({area.near}/{arm.settings})" for area in arm.areas]
+        for arm in judged.arms
+    ]
     yield (
         "Robustness area",
         "Share of an arm's settings within so much of the best of all arms; diverged and missing ones are outside.",
-        ("arm", *(f"{_percent(x)}" for x in judged.within)),
-        [
-            [_name(arm.arm), *(_area_text(area.near, arm.settings, area.share) for area in arm.areas)]
-            for arm in judged.arms
-        ],
+        ("arm", *map(_percent, judged.within)),
+        [[name, *cells] for name, cells in zip(names, areas, strict=True)],
         (),
     )
     for index, control in enumerate(dict.fromkeys(pair.control for pair in judged.comparisons)):
         beside = [pair for pair in judged.comparisons if pair.control == control]
-        yield from _against(control, beside, _how_to_read(judged) if index == 0 else "")
+        yield from _against(control or "(all)", beside, _how_to_read(judged) if index == 0 else "")
 
 
 def _opening(judged: Verdict) -> str:
-    best, arm = judged.best, next((arm for arm in judged.arms if judged.best and arm.arm == judged.best.arm), None)
-    if best is None or arm is None:
+    best = judged.best
+    if best is None:
         return "Nothing has finished." if judged.arms else ""
     spread = f" (spread {_small(best.spread)} over {best.finished} seeds)" if best.spread is not None else ""
-    where = f"{_name(arm.arm)}, {_place(best, arm.varied)}"
-    return f"Best of all: perplexity {readable(best.perplexity)} a token{spread}, {where}."
-
-
-def _reached(arm: ArmVerdict) -> list[Any]:
-    best = arm.best
-    if best is None:
-        return [_name(arm.arm), arm.control, None, None, None, None, "nothing finished"]
-    numbers = [readable(best.perplexity), _small(best.spread), best.finished, readable(arm.held_out)]
-    return [_name(arm.arm), arm.control, *numbers, _place(best, arm.varied)]
-
-
-def _over_settings(arm: ArmVerdict) -> list[Any]:
-    counts = [arm.settings, arm.finished, arm.diverged, arm.missing]
-    worst = readable(arm.worst.perplexity) if arm.worst else None
-    return [_name(arm.arm), *counts, readable(arm.geometric_mean), worst]
+    varied = next(arm.varied for arm in judged.arms if arm.arm == best.arm)
+    return (
+        f"Best of all: perplexity {readable(best.perplexity)} a token{spread}, {best.arm or '(all)'}, "
+        f"{_place(best, varied)}."
+    )
 
 
 def _how_to_read(judged: Verdict) -> str:
-    counts = [d.seeds for pair in judged.comparisons for d in pair.differences if d.bootstrap]
-    few = min(counts, default=0)
+    few = min((d.seeds for pair in judged.comparisons for d in pair.differences if d.bootstrap), default=0)
     limit = (
         f" Over {few} seeds the bootstrap's holds the true mean in at most {_percent(largest_coverage(few))} of cases."
         if few and largest_coverage(few) < judged.level
@@ -233,52 +227,38 @@ def _how_to_read(judged: Verdict) -> str:
 
 
 def _against(control: str, beside: Sequence[Comparison], words: str) -> Iterator[Section]:
-    """The tables of one control: perplexities, then areas where cells match."""
-    for title, unit, wanted in (
-        (f"Against {_name(control)}", _as_ratio, lambda d: d.measure != "area"),
-        (f"Areas against {_name(control)}", _as_points, lambda d: d.measure == "area"),
+    """Yield the tables of one control: perplexities, then areas where cells match."""
+    areas = "Mean over seeds of the arm's area minus the control's, on matched cells, in percentage points."
+    for title, column, unit, text in (
+        (f"Against {control}", "ratio", _as_ratio, words),
+        (f"Areas against {control}", "points", _as_points, areas),
     ):
-        notes: dict[str, int] = {}
-        lines = [
-            _difference_line(pair, difference, unit, notes)
-            for pair in beside
-            for difference in pair.differences
-            if wanted(difference)
-        ]
-        if not lines:
-            continue
-        if unit is _as_points:
-            words = "Mean over seeds of the arm's area minus the control's, on matched cells, in percentage points."
-        header = ("arm", "measure", "ratio" if unit is _as_ratio else "points", "better", "bootstrap", "t", "note")
-        yield title, words, header, lines, [f"[{number}] {note}" for note, number in notes.items()]
-
-
-def _difference_line(
-    pair: Comparison, difference: Difference, unit: Callable[[float], str], notes: dict[str, int]
-) -> list[Any]:
-    note = difference.note
-    number = notes.setdefault(note, len(notes) + 1) if note else None
-    measure = difference.measure if difference.within is None else f"within {_percent(difference.within)}"
-    return [
-        _name(pair.arm),
-        measure,
-        None if difference.mean is None else unit(difference.mean),
-        _better(difference),
-        _interval(difference.bootstrap, unit),
-        _interval(difference.t, unit),
-        number and f"[{number}]",
-    ]
-
-
-def _better(difference: Difference) -> str | None:
-    if not difference.seeds:
-        return None
-    equal = f", {difference.equal} equal" if difference.equal else ""
-    return f"{difference.better} of {difference.seeds}{equal}"
-
-
-def _interval(interval: Interval | None, unit: Callable[[float], str]) -> str | None:
-    return None if interval is None else f"[{unit(interval.low)}, {unit(interval.high)}]"
+        numbers: dict[str, int] = {}
+        lines = []
+        for pair in beside:
+            for difference in pair.differences:
+                if (difference.measure == "area") != (column == "points"):
+                    continue
+                note, within, equal = difference.note, difference.within, difference.equal
+                number = numbers.setdefault(note, len(numbers) + 1) if note else None
+                better = f"{difference.better} of {difference.seeds}" + (f", {equal} equal" if equal else "")
+                intervals = (
+                    interval and f"[{unit(interval.low)}, {unit(interval.high)}]"
+                    for interval in (difference.bootstrap, difference.t)
+                )
+                lines.append(
+                    [
+                        pair.arm or "(all)",
+                        difference.measure if within is None else f"within {_percent(within)}",
+                        None if difference.mean is None else unit(difference.mean),
+                        better if difference.seeds else None,
+                        *intervals,
+                        number and f"[{number}]",
+                    ]
+                )
+        if lines:
+            header = ("arm", "measure", column, "better", "bootstrap", "t", "note")
+            yield title, text, header, lines, [f"[{number}] {note}" for note, number in numbers.items()]
 
 
 def _as_ratio(log_ratio: float) -> str:
@@ -294,43 +274,21 @@ def _percent(share: float) -> str:
     return f"{100 * share:.10g}%"
 
 
-def _area_text(near: int, settings: int, share: float | None) -> str | None:
-    return None if share is None else f"{share:.0%} ({near}/{settings})"
-
-
 def _small(spread: float | None) -> str | None:
-    """A spread in two digits."""
-    if spread is None or spread == 0:
+    """Return a spread in two digits."""
+    if not spread:
         return None if spread is None else "0"
     return f"{spread:.1e}" if spread < 1e-3 else f"{spread:.{max(0, 1 - math.floor(math.log10(spread)))}f}"
 
 
-def _name(arm: str) -> str:
-    return arm or "(all)"
-
-
 def _place(setting: Setting | None, varied: Sequence[str]) -> str | None:
-    """Where a setting stands on the axes that vary within its arm, by their last words where these are unambiguous."""
+    """Name a setting by the axes that vary within its arm, by their last words where these are unambiguous."""
     if setting is None:
         return None
     last = [path.rpartition(".")[2] for path in varied]
-    words = [leaf if last.count(leaf) == 1 else path for path, leaf in zip(varied, last, strict=True)]
-    return (
-        ", ".join(f"{word} {_value(setting.values.get(path))}" for word, path in zip(words, varied, strict=True))
-        or "its only setting"
-    )
-
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _hanging(note: str) -> str:
-    return textwrap.fill(note, _WIDTH, subsequent_indent="    ")
-
-
-def _spaced(parts: Sequence[str]) -> Iterator[str]:
-    """Sections apart from each other, and nothing else."""
-    for index, part in enumerate(parts):
-        title = "\n" in part and set(part.rpartition("\n")[2]) == {"-"}
-        yield f"\n{part}" if title and index else part
+    parts = []
+    for path, leaf in zip(varied, last, strict=True):
+        value = setting.values.get(path)
+        text = f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else value
+        parts.append(f"{leaf if last.count(leaf) == 1 else path} {text}")
+    return ", ".join(parts) or "its only setting"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from twophase.figures.style import INK, MUTED, look, new_page
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> Figure:
-    """Of every arm the geometric mean over its grid, from its best setting to its worst.
+def draw(result: Result) -> Figure:
+    """Draw of every arm the geometric mean over its grid, from its best setting to its worst.
 
     Rows: form and rule; columns: places. The vertical line is plain averaging.
     """
+    places: Mapping[str, Any] = result.numbers["places"]
     names = list(places)
     rules = list(dict.fromkeys(rule for facts in places.values() for rule in facts["rules"]))
     drawn = {rule: arms_of(facts["rules"].get(rule, {}) for facts in places.values()) for rule in rules}
@@ -33,7 +34,7 @@ def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> 
             for height, arm in enumerate(reversed(drawn[rule])):
                 if arm in lines:
                     _draw_range(
-                        panel, height, lines[arm], look(2 if arm == chosen else 1 if arm in FIXED else 0)["color"]
+                        panel, height, lines[arm], look(2 if arm == CHOSEN else 1 if arm in FIXED else 0)["color"]
                     )
             if places[name]["averaging"] is not None:
                 panel.axvline(places[name]["averaging"], color=INK, linewidth=0.6, linestyle=(0, (2, 2)), zorder=0)
@@ -47,14 +48,15 @@ def ranges(places: Mapping[str, Mapping[str, Any]], chosen: str, words: str) -> 
     for panel, name in zip(panels[0], names, strict=True):
         panel.set_title(name.replace(", ", "\n", 1), fontsize=7)
     panels[-1][len(names) // 2].set_xlabel("validation perplexity a token", fontsize=6.5)
-    note(
-        figure,
-        f"Dot: geometric mean over the grid; line: from its best setting to its worst. Dashed: averaging. {words}",
-    )
+    count = len(result.settings["seeds"])
+    seeds = f"Means over up to {count} seeds." if count > 1 else "One seed."
+    dot = "Dot: geometric mean over the grid; line: from its best setting to its worst. Dashed: averaging."
+    note(figure, f"{dot} {seeds}")
     return figure
 
 
 def _draw_range(panel: Any, height: int, line: Mapping[str, Any], colour: Any) -> None:
+    """Draw one arm in one panel."""
     if line["best"] is None:
         panel.annotate(f"{line['diverged']} div.", (0.02, height), xycoords=("axes fraction", "data"), **_SMALL)
         return
@@ -67,27 +69,19 @@ def _draw_range(panel: Any, height: int, line: Mapping[str, Any], colour: Any) -
 
 
 _SMALL: dict[str, Any] = {"fontsize": 5.5, "color": MUTED, "va": "center"}
+_MOST_TICKS = 6
 
 
-def _plain_ticks(column: Sequence[Any]) -> None:
-    """A few plain numbers instead of powers of ten on the shared logarithmic axis of a column."""
+def _plain_ticks(column: Any) -> None:
+    """Set a few plain numbers instead of powers of ten on the shared logarithmic axis of a column."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator  # noqa: PLC0415 - an extra
 
     low, high = column[0].get_xlim()
     for subs in ((1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         ticks = [sub * 10.0**power for power in range(-1, 12) for sub in subs if low <= sub * 10.0**power <= high]
-        if len(ticks) <= _TICKS:
+        if len(ticks) <= _MOST_TICKS:
             break
     for panel in column:
         panel.xaxis.set_major_locator(FixedLocator(ticks))
         panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panel.xaxis.set_minor_locator(NullLocator())
-
-
-_TICKS = 6
-
-
-def draw_of(result: Result) -> Figure:
-    """The arms' ranges."""
-    count = len(result.settings["seeds"])
-    return ranges(result.numbers["places"], CHOSEN, f"Means over up to {count} seeds." if count > 1 else "One seed.")

@@ -12,37 +12,39 @@ if TYPE_CHECKING:
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-Found = Callable[[Any, Any], Mapping[str, Any] | None]
+LineAt = Callable[[Any, Any], Mapping[str, Any] | None]
 """From the values of the horizontal and the vertical axis to the line there, None where the design has no run."""
+NEVER_FIRES = "\N{WHITE CIRCLE}"
+"""Marks a restart whose period the run is too short for."""
 
 
 def colours_for(lines: Sequence[Mapping[str, Any]]) -> ScalarMappable:
-    """One logarithmic colour scale for all lines of a page: from the best to the worst, or to 3 times the best."""
-    return colours_of(scale_of(_numbers(lines)))
+    """Return one logarithmic colour scale for all lines of a page: from the best to the worst, at most 3 times that."""
+    return colours_of(scale_of([line["perplexity"] for line in lines if line["perplexity"] is not None]))
 
 
 def draw_heatmap(
     axes: Axes,
     x: Sequence[Any],
     y: Sequence[Any],
-    found: Found,
+    line_at: LineAt,
     *,
     colours: ScalarMappable,
     bound: float,
     size: float = 6.0,
 ) -> None:
-    """One small heatmap with its numbers.
+    """Draw one small heatmap with its numbers.
 
     Args:
         axes: where.
         x: values of the horizontal axis, from left to right.
         y: values of the vertical axis, from bottom to top.
-        found: the line at (x, y); a restart that never fires gets a circle behind its number.
+        line_at: the line at (x, y); a restart that never fires gets a circle behind its number.
         colours: of the page.
         bound: cells at or below it are outlined.
         size: of the numbers, in points.
     """
-    lines = {(i, j): found(across, up) for i, across in enumerate(x) for j, up in enumerate(y)}
+    lines = {(i, j): line_at(across, up) for i, across in enumerate(x) for j, up in enumerate(y)}
     cells = [
         (*place, None, None) if line is None else (*place, line["state"], line["perplexity"])
         for place, line in lines.items()
@@ -58,30 +60,22 @@ def draw_heatmap(
     axes.tick_params(pad=2, labelsize=6.5)
 
 
-NEVER_FIRES = "\N{WHITE CIRCLE}"
-"""Marks a restart whose period the run is too short for."""
-
-
 def never_fires(line: Mapping[str, Any]) -> bool:
-    """Whether a setting names a restart that no run of its length feels."""
+    """Return whether a setting names a restart that no run of its length feels."""
     return line["restart"] != "never" and line["restarts"] == 0
 
 
 def colour_bar(
     figure: Figure, axes: Iterable[Axes], colours: ScalarMappable, lines: Sequence[Mapping[str, Any]]
 ) -> None:
-    """The page's colour bar."""
+    """Draw the page's colour bar."""
     low, high = colours.get_clim()
     scale = Scale(low, high, bound=low)  # what is outlined differs from panel to panel: no mark on the bar
+    worst = max((line["perplexity"] for line in lines if line["perplexity"] is not None), default=low)
     label = "validation perplexity a token"
-    worst = max(_numbers(lines), default=low)
     draw_colour_bar(figure, colours, scale, label, worst, ax=list(axes), aspect=45, fraction=0.03, pad=0.01)
 
 
 def note(figure: Figure, text: str) -> None:
-    """A note below everything: what a reader must know to read the page."""
+    """Write below everything what a reader must know to read the page."""
     figure.supxlabel(text, fontsize=6.5, color="#444444")
-
-
-def _numbers(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [line["perplexity"] for line in lines if line["perplexity"] is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,29 +31,28 @@ Lines = Sequence[Mapping[str, Any]]
 def draw(result: Result) -> Figure:
     """Rows: form and rule; columns: communication periods; below each panel the periods K, above it the momenta."""
     settings, lines = result.settings, result.rows
-    names = [(form, kind) for form in BOTH_FORMS for kind in RULES]
-    places = result.numbers["places"]
-    figure = new_page(1.1 + 1.7 * len(names))
-    axes = figure.subplots(len(names), len(settings["inner_steps"]), squeeze=False, sharey="row")
-    for number, (form, kind) in enumerate(names):
-        low, high = _range(lines, form, kind)
-        for panel, inner_steps in zip(axes[number], settings["inner_steps"], strict=True):
+    rules, inner_steps = list(product(BOTH_FORMS, RULES)), settings["inner_steps"]
+    free = {facts["inner_steps"]: facts for facts in result.numbers["places"].values()}
+    figure = new_page(1.1 + 1.7 * len(rules))
+    axes = figure.subplots(len(rules), len(inner_steps), squeeze=False, sharey="row")
+    for number, (row, rule) in enumerate(zip(axes, rules, strict=True)):
+        low, high = _range(lines, *rule)
+        for panel, steps in zip(row, inner_steps, strict=True):
             panel.set_yscale("log")
             panel.set_ylim(low, high)
-            here = pick(lines, inner_steps=inner_steps)
-            free = next(facts for facts in places.values() if facts["inner_steps"] == inner_steps)
-            _draw_panel(panel, here, (form, kind), free, settings, top_labels=number == 0)
+            above = _draw_panel(panel, pick(lines, inner_steps=steps), rule, free[steps], settings)
+            if number > 0:
+                above.set_xticklabels([])
         ticks = sorted({float(f"{tick:.2g}") for tick in np.geomspace(low, high, 6)})
-        axes[number, 0].set_yticks(
-            [tick for tick in ticks if low <= tick <= high], [f"{t:g}" for t in ticks if low <= t <= high]
-        )
-        axes[number, 0].minorticks_off()
-        axes[number, 0].set_ylabel(f"{FORM_WORDS[form]}, {kind}\nperplexity a token", fontsize=7)
-    for panel, inner_steps in zip(axes[0], settings["inner_steps"], strict=True):
-        panel.set_title(f"S={inner_steps}, {settings['rounds'][inner_steps]} rounds\nmomentum", fontsize=7, pad=14)
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        row[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        row[0].minorticks_off()
+        row[0].set_ylabel(f"{FORM_WORDS[rule[0]]}, {rule[1]}\nperplexity a token", fontsize=7)
+    for panel, steps in zip(axes[0], inner_steps, strict=True):
+        panel.set_title(f"S={steps}, {settings['rounds'][steps]} rounds\nmomentum", fontsize=7, pad=14)
     for panel in axes[-1]:
         panel.set_xlabel("restart period K", fontsize=7, labelpad=1)
-    _legend(figure, axes[0, 0])
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2, labelcolor=INK)
     seeds = "Means over the seeds, bars from the smallest to the largest. " if len(settings["seeds"]) > 1 else ""
     note(
         figure,
@@ -66,6 +66,7 @@ def draw(result: Result) -> Figure:
 _MATCHED = 7
 """Look of the gain-matched controls."""
 _HEIGHTS = {1: 0.98, 2: 0.84, 3: 0.70, _MATCHED: 0.56}
+"""Each curve has a height of its own at the upper edge, so that words at one place do not cover each other."""
 _CURVES = (
     (BETA_SWEEP, 1, "no restart, over momentum (top)"),
     (K_SWEEP, 2, "K*: restarts at the setting tuned without"),
@@ -73,9 +74,8 @@ _CURVES = (
 )
 
 
-def _draw_panel(
-    panel: Axes, here: Lines, place: tuple[str, str], free: Mapping[str, Any], settings: Any, *, top_labels: bool
-) -> None:
+def _draw_panel(panel: Axes, here: Lines, rule: tuple[str, str], free: Mapping[str, Any], settings: Any) -> Any:
+    """Draw one form and rule at one communication period; return the axis above."""
     periods, momenta = settings["periods"], settings["momenta"]
     at_period = {str(period): float(number) for number, period in enumerate(periods)}
     # The momenta are spread over the same width, with an axis of their own above.
@@ -85,11 +85,11 @@ def _draw_panel(
             panel.axhline(free[name]["perplexity"], color=MUTED, linestyle=style, linewidth=0.9, zorder=1)
     drawn = 0
     for what, number, label in _CURVES:
-        group = pick(here, arm=arm_name(*place, what))
+        group = pick(here, arm=arm_name(*rule, what))
         where = [at_momentum[line["momentum"]] if what == BETA_SWEEP else at_period[line["restart"]] for line in group]
         drawn += len(group)
         _draw_curve(panel, where, group, number, label)
-    matched = pick(here, arm=control_name(arm_name(*place, K_SWEEP)))
+    matched = pick(here, arm=control_name(arm_name(*rule, K_SWEEP)))
     where = [at_period[line["of_restart"]] for line in matched]
     _draw_curve(panel, where, matched, _MATCHED, "no restart, mean gain of K*", joined=False)
     if not drawn:
@@ -97,15 +97,16 @@ def _draw_panel(
     panel.set_xticks(range(len(periods)), [str(period) for period in periods])
     panel.set_xlim(-0.5, len(periods) - 0.5)
     above = panel.secondary_xaxis("top")
-    above.set_xticks(list(at_momentum.values()), [f"{momentum:g}" for momentum in momenta] if top_labels else [])
+    above.set_xticks(list(at_momentum.values()), [f"{momentum:g}" for momentum in momenta])
     for axis in (panel, above):
         axis.tick_params(length=2, pad=1.5, labelsize=6.5)
+    return above
 
 
 def _draw_curve(
     panel: Axes, where: Sequence[float], group: Lines, number: int, label: str, *, joined: bool = True
 ) -> None:
-    """One curve with the range of its seeds; it breaks off where a setting has no perplexity."""
+    """Draw one curve with the range of its seeds; it breaks off where a setting has no perplexity."""
     style = look(number)
     marker, colour = look(number, every=1)["marker"], style["color"]
     values = [math.nan if line["perplexity"] is None else line["perplexity"] for line in group]
@@ -115,16 +116,14 @@ def _draw_curve(
     for x, line, value in zip(where, group, values, strict=True):
         if math.isnan(value) or value > high:
             words = readable(line["perplexity"]) or ("div." if line["state"] == "diverged" else "miss.")
-            # Each curve has a height of its own there, so that words at one place do not cover each other.
             at = {"transform": panel.get_xaxis_transform(), "rotation": 90, "ha": "center", "va": "top"}
             panel.text(x, _HEIGHTS[number], words, color=colour, fontsize=5.5, **at)
             continue
-        hollow = never_fires(line)
         if line["seeds"] > 1:
             panel.vlines(x, line["min"], line["max"], color=colour, linewidth=0.8, zorder=3)
         panel.plot(
             [x], [value], marker=marker, markersize=3.2, color=colour, markeredgecolor=colour, linestyle="none",
-            markerfacecolor=PAPER if hollow else colour, markeredgewidth=0.8, zorder=4,
+            markerfacecolor=PAPER if never_fires(line) else colour, markeredgewidth=0.8, zorder=4,
         )  # fmt: skip
     # For the legend: a label on what is always there, even where no point of the curve lies inside the panel.
     stroke = style["linestyle"] if joined else "none"
@@ -132,16 +131,11 @@ def _draw_curve(
 
 
 def _range(lines: Lines, form: str, kind: str) -> tuple[float, float]:
-    """Ends of the vertical axis of a row of panels."""
+    """Return the ends of the vertical axis of a row of panels."""
     arms = {arm_name(form, kind, what) for what, *_ in _CURVES} | {control_name(arm_name(form, kind, K_SWEEP))}
-    found = [line["perplexity"] for line in lines if line["arm"] in arms and line["perplexity"] is not None]
-    free = [line["perplexity"] for line in pick(lines, arm=MOMENTUM_FREE) if line["perplexity"] is not None]
-    if not found:
+    ended = [line for line in lines if line["perplexity"] is not None]
+    drawn = [line["perplexity"] for line in ended if line["arm"] in arms]
+    if not drawn:
         return 1.0, HIGHEST
-    low = min(found + free)
-    return low * 0.97, max(min(max(found) * 1.03, HIGHEST * low), low * 1.1)
-
-
-def _legend(figure: Figure, panel: Axes) -> None:
-    handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2, labelcolor=INK)
+    low = min(line["perplexity"] for line in ended if line["arm"] in {*arms, MOMENTUM_FREE})
+    return low * 0.97, max(min(max(drawn) * 1.03, HIGHEST * low), low * 1.1)

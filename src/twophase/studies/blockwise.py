@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from twophase.judge.cells import Paired, cells_of, logs
+from twophase.judge.cells import Paired, logs, outcomes
 from twophase.recipes.paper import Scale
 from twophase.studies import _blockwise_cells as cells
 from twophase.studies._blockwise_cells import ALL, FREE, MEAN, NEVER, ONE, ORACLE, ROUNDS, SHUFFLED, Place
@@ -33,7 +33,7 @@ from twophase.studies._blockwise_figure import draw
 from twophase.studies._lm import change_words, tally
 from twophase.studies.study import Result
 from twophase.sweep.grid import Sweep
-from twophase.sweep.table import SEED, Row, format_table, readable
+from twophase.sweep.table import SEED, Row, format_table, readable, settings
 
 __all__ = ["QUESTION", "answer", "draw", "measure", "sweep", "table"]
 QUESTION = "Do restart periods by block, from curvature or from a run, beat one period for all blocks?"
@@ -132,7 +132,7 @@ def _periods(row: Row) -> tuple[str, ...]:
 def _arm(rows: Sequence[Row]) -> dict[str, Any]:
     """The rows of an arm: its periods, and by seed the mean log perplexity over its draws."""
     periods = list(dict.fromkeys(_periods(row) for row in rows))
-    whole = logs(cells_of(rows), ["sync.restart"]) if rows else None
+    whole = logs(outcomes(settings(rows))) if rows else None
     states = {row.state for row in rows} - {"finished"}
     by_seed = {}
     if whole is not None and len(whole) == len(periods):

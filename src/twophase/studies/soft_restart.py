@@ -32,20 +32,20 @@ from twophase.studies._lm import (
     contrast,
     control_of,
     difference,
-    difference_words,
+    first,
     free_and_averaging,
     lines_of,
-    lower,
-    one,
     perplexity_words,
     pick,
     place_name,
     public,
-    ratio_above,
     ratio_words,
     seeds_words,
     shown,
     tally,
+    tally_above,
+    tally_lower,
+    with_controls,
 )
 from twophase.studies._lm_figures import NEVER_FIRES, colour_bar, colours_for, draw_heatmap, never_fires, note
 from twophase.studies.study import Result
@@ -109,14 +109,13 @@ def _facts(lines: Sequence[Line], form: str, inner_steps: int, period: int) -> d
     here = pick(lines, inner_steps=inner_steps)
     arm = arm_name(form, SOFT_RULE[0], f"soft K={period}")
     soft, matched = pick(here, arm=arm), control_name(arm)
-    hard, never = one(soft, retain=0.0, inject=0.0), one(here, arm=arm_name(form, SOFT_RULE[0], "never"))
+    hard, never = first(soft, retain=0.0, inject=0.0), first(here, arm=arm_name(form, SOFT_RULE[0], "never"))
     free, averaging = free_and_averaging(here, inner_steps)
     top = best(line for line in soft if line is not hard)
     control = None if top is None else control_of(here, matched, top)
     others = {
         "hard": hard, "never": never, "gain_matched": control, "momentum_free": free, "averaging": averaging,
     }  # fmt: skip
-    found = {name: shown(line) for name, line in others.items()}
     return {
         "inner_steps": inner_steps,
         "form": form,
@@ -127,11 +126,9 @@ def _facts(lines: Sequence[Line], form: str, inner_steps: int, period: int) -> d
         "diverged": sum(line["state"] == "diverged" for line in soft),
         "missing": sum(line["state"] == "missing" for line in soft),
         "soft": None if top is None else (shown(top) or {}) | {"retain": top["retain"], "inject": top["inject"]},
-        "controls": found,
+        "controls": {name: shown(line) for name, line in others.items()},
         "soft_minus": {name: difference(top, line) for name, line in others.items()},
-        "over_gain_matched": contrast(
-            [(line, control) for line in soft if (control := control_of(here, matched, line)) is not None]
-        ),
+        "over_gain_matched": contrast(with_controls(soft, here, matched)),
         "over_hard": contrast([(line, hard) for line in soft if line is not hard]),
     }
 
@@ -152,14 +149,8 @@ def answer(result: Result) -> str:
         format_table(header, body),
     ]
     for key, words in _OTHERS.items():
-        found = {name: facts["soft_minus"][key] for name, facts in places.items()}
-        lines.append(
-            tally(
-                f"the best soft restart has a lower perplexity, for every seed, than {words}",
-                {name: lower(gap) for name, gap in found.items()},
-                {name: difference_words(gap) for name, gap in found.items()},
-            )
-        )
+        claim = f"the best soft restart has a lower perplexity, for every seed, than {words}"
+        lines.append(tally_lower(claim, {name: facts["soft_minus"][key] for name, facts in places.items()}))
     gains = {name: _gain(facts) for name, facts in places.items()}
     lines += [
         tally(
@@ -167,10 +158,9 @@ def answer(result: Result) -> str:
             {name: None if gain is None else gain <= SMALL for name, gain in gains.items()},
             {name: "" if gain is None else f"{gain:+.1%}" for name, gain in gains.items()},
         ),
-        tally(
+        tally_above(
             f"soft and hard restarts are better than their gain-matched controls by more than {MARGIN:.0%}",
-            {name: ratio_above(facts["over_gain_matched"]) for name, facts in places.items()},
-            {name: ratio_words(facts["over_gain_matched"]) for name, facts in places.items()},
+            {name: facts["over_gain_matched"] for name, facts in places.items()},
         ),
         _moves(places),
         "An equal weight is not an equal restart in the two forms: in sum form a steady buffer is "
@@ -212,18 +202,18 @@ def _gain(facts: Mapping[str, Any]) -> float | None:
 
 def _moves(places: Mapping[str, Any]) -> str:
     """Whether the best setting is another one at the other communication period."""
-    held, detail = {}, {}
+    holds, detail = {}, {}
     for form in BOTH_FORMS:
-        found = [facts for facts in places.values() if facts["form"] == form]
-        at = [(facts["soft"]["retain"], facts["soft"]["inject"]) if facts["soft"] else None for facts in found]
-        held[form] = None if None in at else len(set(at)) > 1
+        group = [facts for facts in places.values() if facts["form"] == form]
+        at = [(facts["soft"]["retain"], facts["soft"]["inject"]) if facts["soft"] else None for facts in group]
+        holds[form] = None if None in at else len(set(at)) > 1
         ends = [
             f"S={facts['inner_steps']}: keeps {place[0]:g}, adds {place[1]:g}"
-            for facts, place in zip(found, at, strict=True)
+            for facts, place in zip(group, at, strict=True)
             if place
         ]
         detail[form] = ", ".join(ends)
-    return tally("the best setting is another one at the other communication period", held, detail)
+    return tally("the best setting is another one at the other communication period", holds, detail)
 
 
 def draw(result: Result) -> Figure:
@@ -243,10 +233,10 @@ def draw(result: Result) -> Figure:
         for panel, name in zip(row, (arm, control_name(arm)), strict=True):
             group = pick(here, arm=name)
 
-            def found(adds: float, keeps: float, group: list[Any] = group) -> Any:
-                return one(group, retain=keeps, inject=adds)
+            def line_at(adds: float, keeps: float, group: list[Any] = group) -> Any:
+                return first(group, retain=keeps, inject=adds)
 
-            draw_heatmap(panel, inject, retain, found, colours=colours, bound=bound, size=6.5)
+            draw_heatmap(panel, inject, retain, line_at, colours=colours, bound=bound, size=6.5)
         row[0].set_ylabel(
             f"{FORM_WORDS[facts['form']]}\nS={facts['inner_steps']}, K={facts['period']}\nkept share", fontsize=7
         )

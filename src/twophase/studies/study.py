@@ -4,22 +4,22 @@ It holds
 
 * `QUESTION: str`, one line;
 * `table(*, quick: bool = False) -> Result`, pure computation; `quick` for a coarser one;
-* `answer(result) -> str`, a few plain lines: what was found, with its controls, and what does not hold;
+* `answer(result) -> str`, a few plain lines: what the numbers say, with their controls, and what does not hold;
 * `draw(result) -> Figure`, from the result alone.
 
 A study that also holds `sweep` is a *sweep study*: its numbers come from runs that have to be trained first. It holds
 
-* `sweep(scale, rows) -> Sweep`, the cells that can be known when `rows` are known; called with more rows until it adds
-  no cell, and each time it must begin with the cells that it had before;
+* `sweep(scale, rows) -> Sweep`, the cells that follow from `rows`; called with more rows until it adds no cell, and
+  each time it must begin with the cells that it had before;
 * `table(rows, scale) -> Result` in the place of the above, from the rows of the sweep's table;
 * `answer` and `draw` as above.
 
-One that chooses its later cells by the results of earlier ones holds `CHOOSES_RUNS = True`: what it would say of a part
+A study that chooses its later cells by the results of earlier ones holds `CHOOSES_RUNS = True`: its answer for a part
 of its runs would rest on another choice.
 
-One whose later cells depend on the trained runs themselves, or whose runs share no steps (`sync.fragments`), also holds
+A study whose later cells depend on the trained runs, or whose runs share no steps (`sync.fragments`), also holds
 
-* `measure(scale, rows, runs, known) -> dict`, what is known by run id by now; `sweep` and `table` then take that as a
+* `measure(scale, rows, runs, measured) -> dict`, measurements by run id so far; `sweep` and `table` then take that as a
   further argument, and the runs are trained one by one, each with its checkpoint.
 
 `run` writes `NAME.png`, `NAME.pdf`, `NAME.csv` (the rows) and, last, `NAME.json` (the numbers, with settings, question
@@ -37,23 +37,18 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any
 
 from twophase import __version__
 from twophase.base.config import UsageError
 from twophase.base.files import DIGITS, table_text
 from twophase.figures.style import rendered, styled, write_files
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
-from twophase.studies._singly import Staged, train_in_stages
-from twophase.studies._so_far import ENDED, complete, joined
+from twophase.studies._singly import train_in_stages
+from twophase.studies._so_far import complete, joined, run_counts
 from twophase.sweep.plan import plan
 from twophase.sweep.run import RUNS, TABLE, Status, read_summaries, run_sweep
 from twophase.sweep.table import SEED, Row, read_rows, rows_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from twophase.sweep.grid import Sweep
 
 _FOLDER = Path(__file__).parent
 _COLUMNS = 110
@@ -61,7 +56,7 @@ _COLUMNS = 110
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a study has computed.
+    """The rows and numbers of a study.
 
     Args:
         rows: the lines of the CSV, from column name to value; everything that the figure shows.
@@ -76,59 +71,19 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a study has left.
+    """The files and the answer of a study.
 
     Args:
         paths: the files written.
-        answer: the lines for people, long ones folded.
+        answer: its lines, long ones folded.
     """
 
     paths: list[Path]
     answer: str
 
 
-class Study(Protocol):
-    """What a module in this folder holds."""
-
-    QUESTION: str
-
-    def table(self, *, quick: bool = False) -> Result:
-        """Compute."""
-        ...
-
-    def answer(self, result: Result) -> str:
-        """Say what was found."""
-        ...
-
-    def draw(self, result: Result) -> Figure:
-        """Draw it."""
-        ...
-
-
-class SweepStudy(Protocol):
-    """What a module in this folder holds whose numbers come from trained runs."""
-
-    QUESTION: str
-
-    def sweep(self, scale: Scale, rows: Sequence[Row]) -> Sweep:
-        """The cells that can be known when these rows are known."""
-        ...
-
-    def table(self, rows: Sequence[Row], scale: Scale) -> Result:
-        """Compute from the runs."""
-        ...
-
-    def answer(self, result: Result) -> str:
-        """Say what was found."""
-        ...
-
-    def draw(self, result: Result) -> Figure:
-        """Draw it."""
-        ...
-
-
 def names() -> list[str]:
-    """The studies there are, sorted."""
+    """Return the names of all studies, sorted."""
     return sorted(
         module.name
         for module in pkgutil.iter_modules([str(_FOLDER)])
@@ -137,11 +92,11 @@ def names() -> list[str]:
 
 
 def questions() -> dict[str, str]:
-    """The question of every study, by name.
+    """Return the question of every study, by name.
 
     Read off the source, so that a list of studies imports none of them: some need torch, or an extra.
     """
-    found = {}
+    question_by_name = {}
     for name in names():
         tree = ast.parse((_FOLDER / f"{name}.py").read_text(encoding="utf-8"))
         values = {
@@ -150,19 +105,19 @@ def questions() -> dict[str, str]:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         }
-        found[name] = ast.literal_eval(values["QUESTION"])
-    return found
+        question_by_name[name] = ast.literal_eval(values["QUESTION"])
+    return question_by_name
 
 
-def load(name: str) -> Study | SweepStudy:
-    """The module of a study.
+def load(name: str) -> Any:
+    """Import the module of a study.
 
     Raises:
         UsageError: there is no such study.
     """
     if name not in names():
         raise UsageError(f"{name!r} is no study; choose from {', '.join(names())}")
-    return cast("Study | SweepStudy", import_module(f"twophase.studies.{name}"))
+    return import_module(f"twophase.studies.{name}")
 
 
 def run(
@@ -188,7 +143,7 @@ def run(
         quick: coarser and faster; the files say so.
         scale: of a sweep study, by name or as a value: `laptop` when None and not quick, or `paper`.
         workers: worker processes of a sweep study.
-        progress: called when a sweep begins and whenever a run ends (see `experiment.launch`).
+        progress: called when a sweep begins and whenever a run ends (see `sweep.run`).
         tables: `cells.csv` of runs of this study that were trained elsewhere. With one nothing is trained here: every
             run must have ended in a table, or in `out`.
         options: further arguments of `run_sweep` for a sweep study, such as `devices`.
@@ -200,25 +155,20 @@ def run(
     """
     study = load(name)
     size = _scale(name, study, quick, scale)
-    known = _from_tables(name, study, out, size, tables) if tables else []
-    with styled():  # this and the folder before the computation: what is wrong is told at once
+    rows = _rows_of_tables(name, study, out, size, tables) if tables else []
+    with styled():  # this and the folder before the computation, so that their errors come first
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
         if size is None:
-            result = cast("Study", study).table(quick=quick)
-        elif known:
-            result = cast("SweepStudy", study).table(known, size)
+            result = study.table(quick=quick)
+        elif rows:
+            result = study.table(rows, size)
         else:
-            trained = cast("SweepStudy", study)
-            folder = _folder(name, out, size)
             options = {"runs": out / RUNS, "workers": workers, "progress": progress} | options
-            if hasattr(study, "measure"):
-                rows, measured = train_in_stages(cast("Staged", study), size, folder, **options)
-                result = cast("Any", study).table(rows, size, measured)
-            else:
-                result = trained.table(_train(trained, size, folder, options), size)
+            train = train_in_stages if hasattr(study, "measure") else _train
+            result = study.table(*train(study, size, _folder(name, out, size), **options))
         pictures = rendered(study.draw(result), palette=True)
     answer = study.answer(result)
     facts = {
@@ -242,7 +192,7 @@ def so_far(
     seeds: Collection[int] = (),
     tables: Sequence[Path] = (),
 ) -> str:
-    """What a sweep study says of the runs that have ended by now. Trains nothing and writes nothing.
+    """Answer a sweep study from the runs that have ended by now. Trains nothing and writes nothing.
 
     Only whole arms count, over equal seeds; the first lines say which those are in each place (model, text and
     communication period). It may be called while the study is running.
@@ -256,73 +206,68 @@ def so_far(
         tables: `cells.csv` of runs of this study that were trained elsewhere; with one, `out` need not hold any.
 
     Returns:
-        The lines for people, long ones folded.
+        The answer's lines, long ones folded.
 
     Raises:
         UsageError: no such study or scale, a study that trains nothing or whose later runs depend on its earlier ones,
             seeds that it does not have, a folder in which it has not been begun, or tables of other runs.
     """
     study = load(name)
-    size = _scale(name, study, quick, scale)
-    size = _fixed(name, study, size, "--so-far", "so it answers at its end only")
+    size = _fixed(name, study, _scale(name, study, quick, scale), "--so-far", "so it answers at its end only")
     table = _folder(name, out, size) / TABLE
     if not (table.is_file() or tables):
         raise UsageError(f"--so-far: {table} is not there; begin the study with this --out, without --so-far")
     rows = _rows_of_all(name, study, out, size, tables)
-    there = sorted({row.values[SEED] for row in rows})
-    unknown = sorted(set(seeds) - set(there))
+    all_seeds = sorted({row.values[SEED] for row in rows})
+    unknown = sorted(set(seeds) - set(all_seeds))
     if unknown:
-        raise UsageError(f"--so-far {unknown[0]}: the study has no such seed; it has {', '.join(map(str, there))}")
-    kept, words = complete(rows, seeds)
-    if not kept:
+        raise UsageError(f"--so-far {unknown[0]}: the study has no such seed; it has {', '.join(map(str, all_seeds))}")
+    whole, words = complete(rows, seeds)
+    if not whole:
         return words
-    size = replace(size, seeds=tuple(sorted({row.values[SEED] for row in kept})))
-    trained = cast("SweepStudy", study)
-    return f"{words}\n{folded(trained.answer(trained.table(kept, size)))}"
+    size = replace(size, seeds=tuple(sorted({row.values[SEED] for row in whole})))
+    return f"{words}\n{folded(study.answer(study.table(whole, size)))}"
 
 
-def _fixed(name: str, study: Study | SweepStudy, size: Scale | None, option: str, so: str) -> Scale:
-    """The scale of a study whose runs are all known from the beginning."""
+def _fixed(name: str, study: Any, size: Scale | None, option: str, consequence: str) -> Scale:
+    """Return the scale of a study whose runs are fixed from the beginning; refuse any other."""
     if size is None or hasattr(study, "measure") or hasattr(study, "CHOOSES_RUNS"):
         why = "trains nothing" if size is None else "chooses its later runs by its earlier ones"
-        raise UsageError(f"{option}: the study {name} {why}, {so}; leave the option out")
+        raise UsageError(f"{option}: the study {name} {why}, {consequence}; leave the option out")
     return size
 
 
-def _rows_of_all(name: str, study: Study | SweepStudy, out: Path, scale: Scale, tables: Sequence[Path]) -> list[Row]:
-    """The rows of all runs: of the study's folder, if it has been begun, and of the tables."""
-    sweep = cast("SweepStudy", study).sweep(scale, [])
+def _rows_of_all(name: str, study: Any, out: Path, scale: Scale, tables: Sequence[Path]) -> list[Row]:
+    """Join the rows of all runs: of the study's folder, if it has been begun, and of the tables."""
+    sweep = study.sweep(scale, [])
     rows = rows_of(sweep, {}, stands_for=plan(sweep).stands_for)
     table = _folder(name, out, scale) / TABLE
     if table.is_file():  # of another version of the study it may lack runs, or have some that are none any more
-        known = {(row.arm, row.run) for row in rows}
-        rows = joined(rows, {str(table): [row for row in read_rows(table) if (row.arm, row.run) in known]})
+        runs = {(row.arm, row.run) for row in rows}
+        rows = joined(rows, {str(table): [row for row in read_rows(table) if (row.arm, row.run) in runs]})
     return joined(rows, {str(path): read_rows(path) for path in tables})
 
 
-def _from_tables(
-    name: str, study: Study | SweepStudy, out: Path, size: Scale | None, tables: Sequence[Path]
-) -> list[Row]:
-    """The rows of a study all of whose runs have ended, in its folder or in a table."""
+def _rows_of_tables(name: str, study: Any, out: Path, size: Scale | None, tables: Sequence[Path]) -> list[Row]:
+    """Return the rows of a study all of whose runs have ended, in its folder or in a table."""
     size = _fixed(name, study, size, "--table", "so it takes no tables of runs")
     rows = _rows_of_all(name, study, out, size, tables)
-    every = {row.twin_of or row.run for row in rows}
-    ended = {row.twin_of or row.run for row in rows if row.state in ENDED}
+    ended, every = run_counts(rows)
     if ended < every:
         raise UsageError(
-            f"--table: {len(every) - len(ended)} of the {len(every)} runs of {name} have ended in no table; say "
+            f"--table: {every - ended} of the {every} runs of {name} have ended in no table; say "
             "--so-far for what there is, or leave --table out to train every run here"
         )
     return rows
 
 
 def _folder(name: str, out: Path, scale: Scale) -> Path:
-    """Where a study's sweep lies."""
+    """Return the folder of a study's sweep."""
     return out / (name if scale.name == LAPTOP.name else f"{name}-{scale.name}")
 
 
-def _scale(name: str, study: Study | SweepStudy, quick: bool, scale: str | Scale | None) -> Scale | None:
-    """The scale that is asked for; None for a study that trains nothing."""
+def _scale(name: str, study: Any, quick: bool, scale: str | Scale | None) -> Scale | None:
+    """Return the scale that is asked for; None for a study that trains nothing."""
     if not hasattr(study, "sweep"):
         if scale is not None:
             raise UsageError(f"--scale: the study {name} trains nothing and has no scale; leave the option out")
@@ -337,14 +282,20 @@ def _scale(name: str, study: Study | SweepStudy, quick: bool, scale: str | Scale
     return SCALES[chosen]
 
 
-def _train(study: SweepStudy, scale: Scale, folder: Path, options: dict[str, Any]) -> list[Row]:
+def _train(study: Any, scale: Scale, folder: Path, **options: Any) -> tuple[list[Row], Scale]:
     """Train what the study's sweep lacks, stage after stage, and return the rows of its table.
 
     The rows that are there already come first: a folder that has reached a later stage belongs to the larger sweep.
     """
     from twophase.tasks.build import preflight_all  # noqa: PLC0415 - torch, which the theory's studies do without
 
-    rows = _rows_there(study, scale, folder)
+    rows: list[Row] = []
+    if (folder / TABLE).is_file():
+        try:
+            rows = read_rows(folder / TABLE)
+        except UsageError:  # damaged: it is written again from the runs
+            first = study.sweep(scale, [])
+            rows = rows_of(first, read_summaries(first.runs, folder))
     sweep = study.sweep(scale, rows)
     while True:
         texts = preflight_all(sweep.runs.values())  # refuse what cannot be run here before a folder is made for it
@@ -357,33 +308,21 @@ def _train(study: SweepStudy, scale: Scale, folder: Path, options: dict[str, Any
                 f"repeat the command to try them again:{reasons}"
             )
         rows = read_rows(folder / TABLE)
-        left = {row.twin_of or row.run for row in rows if row.state == "missing"}
-        if left:  # a study of a part of its runs would say what it does not know
-            every = {row.twin_of or row.run for row in rows}
+        missing = len({row.twin_of or row.run for row in rows if row.state == "missing"})
+        if missing:  # an answer from a part of its runs would be another one
             raise RuntimeError(
-                f"{len(left)} of the {len(every)} runs of {sweep.name} have not ended, and no worker was started here; "
-                f"start some with `twophase sweep-worker --out {folder}`, and repeat the command when they are done "
-                "(--so-far says what there is until then)"
+                f"{missing} of the {run_counts(rows)[1]} runs of {sweep.name} have not ended, and no worker was started"
+                f" here; start some with `twophase sweep-worker --out {folder}`, and repeat the command when they are "
+                "done (--so-far says what there is until then)"
             )
         further = study.sweep(scale, rows)
         if len(further.cells) == len(sweep.cells):
-            return rows
+            return rows, scale
         sweep = further
 
 
-def _rows_there(study: SweepStudy, scale: Scale, folder: Path) -> list[Row]:
-    """The rows of the folder's table; where that is damaged, of the runs themselves."""
-    if not (folder / TABLE).is_file():
-        return []
-    try:
-        return read_rows(folder / TABLE)
-    except UsageError:  # it is written again from the runs
-        first = study.sweep(scale, [])
-        return rows_of(first, read_summaries(first.runs, folder))
-
-
 def folded(text: str) -> str:
-    """Text whose long lines are folded for a terminal; lines of a table, which hold runs of spaces, stay."""
+    """Fold long lines for a terminal; lines of a table, which hold runs of spaces, stay."""
     return "\n".join(
         line if "   " in line else fill(line, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
         for line in text.splitlines()
@@ -391,7 +330,7 @@ def folded(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: NumPy's types become plain, NaN and infinities null."""
+    """Convert a value for JSON: NumPy's types become plain, NaN and infinities null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):  # NumPy's arrays and scalars

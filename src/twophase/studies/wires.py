@@ -30,19 +30,9 @@ from scipy.special import stdtr
 
 from twophase.diloco.codec import BLOCK, packet_bytes
 from twophase.diloco.transfer import WIRES
-from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, states
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, outcomes, worst
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
-from twophase.studies._lm import (
-    SHORT_KINDS,
-    Line,
-    by_seed,
-    change_words,
-    lines_of,
-    perplexity_words,
-    pick,
-    public,
-    tally,
-)
+from twophase.studies._lm import SHORT_KINDS, change_words, lines_of, perplexity_words, public, tally
 from twophase.studies._wires_figure import draw
 from twophase.studies.study import Result
 from twophase.sweep.grid import Axis, Cell, Sweep, product
@@ -58,7 +48,8 @@ FORM, LR = "sum", 0.7
 MOMENTA = (0.5, 0.9)
 """One at which the demo works, and DiLoCo's usual one, at which it needs restarts."""
 RESTARTS = ("never", str(PERIOD))
-_PLACE = ("rule", "momentum", "restart")
+_AXES = ("outer.nesterov", "outer.momentum", "outer.restart")
+"""A place is a value of each."""
 PROCESSES = 2
 """What is sent is counted for one replica a process."""
 CLEAR = 2.0
@@ -68,7 +59,7 @@ ONE_SEED = "one seed: not judged"
 
 
 def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
-    """Wire x restart x momentum for both rules, at the short communication period; nothing depends on earlier rows."""
+    """Cross wire, restart and momentum for both rules, at the short communication period, whatever the rows."""
     del rows
     momenta = tuple(momentum for momentum in MOMENTA if momentum in scale.momenta)
     cells: list[Cell] = []
@@ -86,7 +77,7 @@ def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
 
 
 def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
-    """Bytes that each process sends to others to sum a vector of float32 over processes, as the engine reports them.
+    """Count the bytes that each process sends to sum a vector of float32 over processes, as the engine reports them.
 
     With n elements and M processes, in float32 a ring sends 2 (M - 1) parts of 4 n / M bytes; a lossy wire sends a
     packet to each other's owner and its own part's packet to each other: 2 (M - 1) packets of ceil(n / 128 M) blocks.
@@ -103,34 +94,53 @@ def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
 
 
 def table(rows: Sequence[Row], scale: Scale) -> Result:
-    """Every setting with its change against float32 by seed, and by place, restart and wire what that comes to."""
+    """Compare every setting with float32 by seed, and say by place, restart and wire what that comes to."""
     lines, wire_of = lines_of(rows, scale), {row.arm: row.values["sync.wire"] for row in rows}
-    for line in lines:
-        line["wire"] = wire_of[line["arm"]]
-    kinds, momenta = list(RULES), sorted({line["momentum"] for line in lines})
-    at = list(product_of(kinds, momenta, RESTARTS))
-    every = np.log(by_seed(lines, "wire", *_PLACE))
-    logs = {wire: every[every.index.get_level_values("wire") == wire].droplevel("wire").reindex(at) for wire in WIRES}
-    exact = {tuple(line[name] for name in _PLACE): line for line in pick(lines, wire=EXACT)}
-    sent = {wire: sent_bytes(wire, _parameters(scale.base)) for wire in WIRES}
+    rules, momenta = list(RULES.items()), sorted({line["momentum"] for line in lines})
+    at = list(product_of(RULES.values(), momenta, RESTARTS))
+    every = np.log(outcomes([line["setting"] for line in lines], "sync.wire", *_AXES))
+    wires = every.index.get_level_values("sync.wire")
+    logs = {wire: every[wires == wire].droplevel("sync.wire").reindex(at) for wire in WIRES}
+    exact = {
+        (RULES[line["rule"]], line["momentum"], line["restart"]): line
+        for line in lines
+        if wire_of[line["arm"]] == EXACT
+    }
+    places = {}
+    for (kind, ahead), momentum, restart in product_of(rules, momenta, RESTARTS):
+        line = exact.get((ahead, momentum, restart), {"perplexity": None, "state": "missing"})
+        places[f"{SHORT_KINDS[kind]} {momentum:g} {_restart_words(restart)}"] = {
+            "rule": kind, "momentum": momentum, "restart": restart,
+            "perplexity": line["perplexity"], "state": line["state"],
+            **_facts({wire: of_wire.loc[[(ahead, momentum, restart)]] for wire, of_wire in logs.items()}),
+        }  # fmt: skip
+    parameters = _parameters(scale.base)
+    sent = {wire: sent_bytes(wire, parameters) for wire in WIRES}
     numbers = {
-        "places": {_place(*place): _facts(logs, place, exact.get(place)) for place in at},
-        "all_places": _all_facts(logs),
+        "places": places,
+        "all_places": _facts(logs),
         "restart_gain": {
-            f"{SHORT_KINDS[kind]} {momentum:g}": _gain_facts(logs, kind, momentum)
-            for kind, momentum in product_of(kinds, momenta)
+            f"{SHORT_KINDS[kind]} {momentum:g}": _gain_facts(logs, (ahead, momentum))
+            for (kind, ahead), momentum in product_of(rules, momenta)
         },
         "typical": _typical(logs),
         "bytes_a_round": sent,
         "bytes_over_float32": {wire: sent[wire] / sent[EXACT] for wire in WIRES},
     }
     for line in lines:
-        _add_changes(line, logs, sent)
+        wire = line["wire"] = wire_of[line["arm"]]
+        line["bytes_a_round"] = sent[wire]
+        place = [(RULES[line["rule"]], line["momentum"], line["restart"])]
+        mine, reference = logs[wire].loc[place], logs[EXACT].loc[place]
+        change, gaps = _change(mine, reference), (mine - reference).iloc[0]
+        for name in ("ratio", "error", "low", "high"):
+            line[f"float32_{name}"] = change[name] if wire != EXACT else None
+        for seed in line["setting"].seeds:
+            line[f"float32_log_seed{seed}"] = gaps[seed] if wire != EXACT and change["places"] else None
     settings = {
         "form": FORM, "lr": LR, "momenta": momenta, "restarts": RESTARTS, "inner_steps": scale.short,
-        "rounds": scale.rounds(scale.short), "seeds": scale.seeds, "clear": CLEAR,
-        "parameters": _parameters(scale.base), "processes": PROCESSES,
-        "error_feedback": {"bfloat16": False, "int8": True},
+        "rounds": scale.rounds(scale.short), "seeds": scale.seeds, "clear": CLEAR, "parameters": parameters,
+        "processes": PROCESSES, "error_feedback": {"bfloat16": False, "int8": True},
     }  # fmt: skip
     return Result(public(lines), numbers, settings)
 
@@ -141,10 +151,6 @@ def _parameters(config: TrainConfig) -> int:
 
 def _restart_words(restart: str) -> str:
     return restart if restart == "never" else f"K={restart}"
-
-
-def _place(kind: str, momentum: float, restart: str) -> str:
-    return f"{SHORT_KINDS[kind]} {momentum:g} {_restart_words(restart)}"
 
 
 # ------------------------------------------------------------------------------------------------------- comparisons
@@ -160,7 +166,7 @@ def _change(arm: DataFrame, control: DataFrame) -> dict[str, Any]:
         the seeds, `low` and `high` the ends of `CLEAR` of these either way, `rms` the root mean square of single pairs.
         Places that cannot be compared are in `without`, by reason, and in no number.
     """
-    remarks = [fate(mine, other) for mine, other in zip(states(arm), states(control), strict=True)]
+    remarks = list(map(fate, worst(arm), worst(control)))
     reasons = [_REASONS[remark] for remark in remarks if remark]
     change: dict[str, Any] = {"places": remarks.count("")}
     change["without"] = {reason: reasons.count(reason) for reason in reasons}
@@ -175,72 +181,55 @@ def _change(arm: DataFrame, control: DataFrame) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _judged(arm: DataFrame, control: DataFrame, spread: float | None) -> dict[str, Any]:
-    change = _change(arm, control)
-    return change | {"verdict": verdict(change, spread)}
+def _judged(logs: Mapping[str, DataFrame], spread: float | None) -> dict[str, Any]:
+    """Compare each lossy wire with float32."""
+    changes = {wire: _change(logs[wire], logs[EXACT]) for wire in LOSSY}
+    return {wire: change | {"verdict": verdict(change, spread)} for wire, change in changes.items()}
 
 
-def _facts(logs: Mapping[str, DataFrame], place: tuple[str, float, str], line: Line | None) -> dict[str, Any]:
-    """One place: float32, what its seeds alone change, and each lossy wire against it."""
-    here = {wire: every.loc[[place]] for wire, every in logs.items()}
-    spread = _spread(here[EXACT])
-    return {
-        **dict(zip(("rule", "momentum", "restart"), place, strict=True)),
-        "perplexity": None if line is None else line["perplexity"],
-        "state": "missing" if line is None else line["state"],
-        "spread": spread,
-        "change": {wire: _judged(here[wire], here[EXACT], spread) for wire in LOSSY},
-    }
+def _facts(logs: Mapping[str, DataFrame]) -> dict[str, Any]:
+    """Say what the seeds alone change in float32, and each lossy wire; over many places the noise is smallest."""
+    spread = _spread(logs[EXACT])
+    return {"spread": spread, "change": _judged(logs, spread)}
 
 
 def _spread(logs: DataFrame) -> float | None:
-    """The seeds' own spread: standard deviation of the mean over the places that have finished on every seed."""
-    ended = logs[[state == "finished" for state in states(logs)]]
+    """Measure the seeds' own spread: standard deviation of the mean over the places that finished on every seed."""
+    ended = logs[np.isfinite(logs).all(axis=1)]
     error = Paired.over(ended).error if len(ended) else None
     return None if error is None else error * math.sqrt(len(logs.columns))
 
 
-def _all_facts(logs: Mapping[str, DataFrame]) -> dict[str, Any]:
-    """The same for the mean over the places, where the noise of single runs is smallest."""
-    spread = _spread(logs[EXACT])
-    return {"spread": spread, "change": {wire: _judged(logs[wire], logs[EXACT], spread) for wire in LOSSY}}
-
-
-def _gain_facts(logs: Mapping[str, DataFrame], kind: str, momentum: float) -> dict[str, Any]:
-    """What a restart gains on each wire (never over K), and how that differs from float32's, seed by seed."""
+def _gain_facts(logs: Mapping[str, DataFrame], rule: tuple[bool, float]) -> dict[str, Any]:
+    """Say what a restart gains on each wire (never over K), and how that differs from float32's, seed by seed."""
     sides = {
-        wire: [every.xs((kind, momentum, restart), drop_level=False).droplevel("restart") for restart in RESTARTS]
+        wire: [every.xs((*rule, restart), drop_level=False).droplevel("outer.restart") for restart in RESTARTS]
         for wire, every in logs.items()
     }
-    gains = {wire: _minus(*both) for wire, both in sides.items()}
+    gains = {}
+    for wire, (never, restarted) in sides.items():
+        (remark,) = map(fate, worst(never), worst(restarted))
+        gains[wire] = never - restarted
+        if remark:  # as a table of logarithms has it
+            gains[wire].loc[:, :] = math.nan if remark == MISSING else math.inf
     spread = _spread(gains[EXACT])
     return {
         "gain": {wire: _change(*both) for wire, both in sides.items()},
         "spread": spread,
-        "shift": {wire: _judged(gains[wire], gains[EXACT], spread) for wire in LOSSY},
+        "shift": _judged(gains, spread),
     }
 
 
-def _minus(arm: DataFrame, control: DataFrame) -> DataFrame:
-    """Subtract settings, as a table of logarithms: inf where one has diverged, NaN where one is missing."""
-    gaps = arm - control
-    for place, mine, other in zip(gaps.index, states(arm), states(control), strict=True):
-        remark = fate(mine, other)
-        if remark:
-            gaps.loc[place] = math.nan if remark == MISSING else math.inf
-    return gaps
-
-
 def _typical(logs: Mapping[str, DataFrame]) -> dict[str, float | None]:
-    """Root mean square change of log perplexity: another wire and the same seed; another seed and float32."""
+    """Measure the root mean square change of log perplexity by another wire, and by another seed in float32."""
     facts = {wire: _change(logs[wire], logs[EXACT])["rms"] for wire in LOSSY}
-    ended = [line for line in logs[EXACT].to_numpy().tolist() if all(map(math.isfinite, line))]
+    ended = logs[EXACT][np.isfinite(logs[EXACT]).all(axis=1)].to_numpy().tolist()
     squares = [(a - b) ** 2 for line in ended for a, b in combinations(line, 2)]
     return facts | {"another seed": math.sqrt(statistics.fmean(squares)) if squares else None}
 
 
 def verdict(change: Mapping[str, Any], spread: float | None) -> str:
-    """A change in words, by the module's two questions.
+    """Judge a change, by the module's two questions.
 
     Args:
         change: of `_change`, of one place.
@@ -257,27 +246,15 @@ def verdict(change: Mapping[str, Any], spread: float | None) -> str:
     return ("higher" if change["log"] > 0 else "lower") + ("" if large else ", by less than a seed")
 
 
-def _add_changes(line: Line, logs: Mapping[str, DataFrame], sent: Mapping[str, int]) -> None:
-    """Add what the figure shows of a setting, as columns."""
-    place = tuple(line[name] for name in _PLACE)
-    mine, exact = logs[line["wire"]].loc[[place]], logs[EXACT].loc[[place]]
-    change, lossy = _change(mine, exact), line["wire"] != EXACT
-    line["bytes_a_round"] = sent[line["wire"]]
-    for name in ("ratio", "error", "low", "high"):
-        line[f"float32_{name}"] = change[name] if lossy else None
-    gaps = (mine - exact).iloc[0]
-    for seed in line["by_seed"]:
-        line[f"float32_log_seed{seed}"] = gaps[seed] if lossy and change["places"] else None
-
-
 # ------------------------------------------------------------------------------------------------------------- answer
 
 
 def answer(result: Result) -> str:
-    """Each wire against float32 in each place, against what the seed alone does, and what is sent."""
+    """Compare each wire with float32 in each place, with what the seed alone does, and say what is sent."""
     numbers, settings = result.numbers, result.settings
     places = numbers["places"] | {"all places": numbers["all_places"] | {"perplexity": None, "state": ""}}
     seeds = len(settings["seeds"])
+    seeds_words = f"{seeds} seeds" if seeds > 1 else "one seed, so there is no noise to judge by"
     header = ["", "float32", "seeds", *(word for wire in LOSSY for word in (wire, "verdict"))]
     body = [_table_line(name, facts) for name, facts in places.items()]
     chance = 2 * float(stdtr(seeds - 1, -CLEAR)) if seeds > 1 else 0.0
@@ -288,24 +265,29 @@ def answer(result: Result) -> str:
     )
     lines = [
         f"Validation perplexity, {FORM} form, lr {LR:g}, S={settings['inner_steps']}, {settings['rounds']} rounds; "
-        f"rule, momentum, restart ({_seeds_words(seeds)}). 'seeds': what the seed alone changes in float32, one "
+        f"rule, momentum, restart ({seeds_words}). 'seeds': what the seed alone changes in float32, one "
         "standard deviation of the logarithm. Wires: change of the geometric mean against float32, paired by seed, "
         f"with its standard error.{rule if seeds > 1 else ''}",
         format_table(header, body),
     ]
-    for wire in LOSSY:
-        changes = {name: facts["change"][wire] for name, facts in places.items()}
-        lines.append(
-            _claim(f"sent as {wire}, the model reaches what it reaches in float32, within seed noise", changes)
-        )
-    for wire in LOSSY:
-        shifts = {name: facts["shift"][wire] for name, facts in numbers["restart_gain"].items()}
-        lines.append(
-            _claim(
-                f"sent as {wire}, K={PERIOD} gains over no restart what it gains in float32, within seed noise", shifts
-            )
-        )
-    lines += [_gains_words(numbers["restart_gain"]), _typical_words(numbers["typical"])]
+    claims = {
+        "the model reaches what it reaches in float32": [(name, facts["change"]) for name, facts in places.items()],
+        f"K={PERIOD} gains over no restart what it gains in float32": [
+            (name, facts["shift"]) for name, facts in numbers["restart_gain"].items()
+        ],
+    }
+    lines += [
+        _claim(f"sent as {wire}, {claim}, within seed noise", {name: changes[wire] for name, changes in facts})
+        for claim, facts in claims.items()
+        for wire in LOSSY
+    ]
+    gains = []
+    for name, facts in numbers["restart_gain"].items():
+        ratios = [f"{facts['gain'][wire]['ratio']:.2f}" for wire in WIRES if facts["gain"][wire]["ratio"] is not None]
+        gains.append(f"{name} {' / '.join(ratios) or 'not known'}")
+    lines.append(f"Perplexity without restarts over that with K={PERIOD}, {' / '.join(WIRES)}: {'; '.join(gains)}.")
+    typical = ", ".join(f"{what} {value:.1%}" for what, value in numbers["typical"].items() if value is not None)
+    lines.append(f"A single run's change of log perplexity, root mean square: {typical or 'not known'}.")
     sent, share = numbers["bytes_a_round"], numbers["bytes_over_float32"]
     each = ", ".join(f"{wire} {sent[wire]:,} ({share[wire]:.3f} of float32's)" for wire in WIRES)
     lines.append(
@@ -316,10 +298,6 @@ def answer(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _seeds_words(seeds: int) -> str:
-    return f"{seeds} seeds" if seeds > 1 else "one seed, so there is no noise to judge by"
-
-
 def _table_line(name: str, facts: Mapping[str, Any]) -> list[Any]:
     spread = "" if facts["spread"] is None else f"{facts['spread']:.1%}"
     changes = [word for change in facts["change"].values() for word in (change_words(change), change["verdict"])]
@@ -327,26 +305,13 @@ def _table_line(name: str, facts: Mapping[str, Any]) -> list[Any]:
 
 
 def _claim(claim: str, by_place: Mapping[str, Mapping[str, Any]]) -> str:
-    """Where the verdict is seed noise. Divergence where float32 has none refutes; open is not known."""
+    """Say where the verdict is seed noise. Divergence where float32 has none refutes; open is not known."""
     unknown = ("open", "missing", "both diverged", "the other diverged", ONE_SEED)
-    held = {
+    holds = {
         name: None if facts["verdict"] in unknown else facts["verdict"] == NOISE for name, facts in by_place.items()
     }
     detail = {
-        name: " ".join(word for word in (change_words(facts), "" if held[name] else facts["verdict"]) if word)
+        name: " ".join(word for word in (change_words(facts), "" if holds[name] else facts["verdict"]) if word)
         for name, facts in by_place.items()
     }
-    return tally(claim, held, detail)
-
-
-def _gains_words(gains: Mapping[str, Any]) -> str:
-    parts = []
-    for name, facts in gains.items():
-        ratios = [f"{facts['gain'][wire]['ratio']:.2f}" for wire in WIRES if facts["gain"][wire]["ratio"] is not None]
-        parts.append(f"{name} {' / '.join(ratios) or 'not known'}")
-    return f"Perplexity without restarts over that with K={PERIOD}, {' / '.join(WIRES)}: {'; '.join(parts)}."
-
-
-def _typical_words(facts: Mapping[str, float | None]) -> str:
-    words = [f"{what} {value:.1%}" for what, value in facts.items() if value is not None]
-    return f"A single run's change of log perplexity, root mean square: {', '.join(words) or 'not known'}."
+    return tally(claim, holds, detail)
