@@ -66,7 +66,7 @@ def complete(scale: Scale, perplexity: Callable[[Cell], float] = BOWL) -> Sweep:
 
 
 def every_sweep(scale: Scale) -> list[Sweep]:
-    return [robustness_heatmaps(scale), soft_restart(scale), complete(scale), retuning(scale, given=PAPER_TUNED)]
+    return [robustness_heatmaps(scale), soft_restart(scale), complete(scale), retuning(scale, tuning=PAPER_TUNED)]
 
 
 def test_paper_scale_is_tables_1_and_2() -> None:
@@ -311,7 +311,7 @@ def test_an_arm_of_which_nothing_finished_has_no_second_stage() -> None:
 
 def test_papers_own_values() -> None:
     """With given values there is nothing to tune: NAG at (0.9, 0.7) and HB at (1.1, 0.5), in both forms."""
-    sweep = retuning(PAPER, given=PAPER_TUNED)
+    sweep = retuning(PAPER, tuning=PAPER_TUNED)
     restarted = [cell for cell in sweep.cells if cell.arm.endswith("K sweep") and not cell.control_of]
     assert {(c.config.outer.nesterov, c.config.outer.lr, c.config.outer.momentum) for c in restarted} == {
         (True, 0.9, 0.7),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product as product_of
 from typing import Any
 
 from twophase.recipes.controls import momentum_free, with_averaging
@@ -85,14 +86,14 @@ def choice(scale: Scale) -> Sweep:
     short, middle, long = inner_steps_of(scale)
     trials = [
         Trial(scale.base, (middle,), scale.seeds, FIXED | ADAPTIVE),
-        Trial(scale.base, (short, long), scale.seeds, _few() | _AUTO),
+        Trial(scale.base, (short, long), scale.seeds, _FEW_AND_AUTO),
         Trial(scale.base, (middle,), scale.seeds, RIVALS, forms=("sum",), free=False),
     ]
     return Sweep(f"adaptive-choice-{scale.name}", scale.base, _cells(scale, trials))
 
 
 def confirmation(scale: Scale) -> Sweep:
-    """What was chosen and its controls, on seeds, a width and a text that had no part in choosing.
+    """Compare what was chosen with its controls on held-out seeds, a held-out width and a held-out text.
 
     Args:
         scale: its base and learning rates; the seeds are the five after its own.
@@ -107,27 +108,20 @@ def confirmation(scale: Scale) -> Sweep:
     seeds = tuple(range(first, first + (5 if first > 1 else 1)))
     model = scale.base.model
     wider = replace(model, hidden_size=model.hidden_size * 3 // 2, intermediate_size=model.intermediate_size * 3 // 2)
+    other_text = replace(scale.base, data=replace(scale.base.data, corpus="python-code"))
     gate, cap = ({name: (ADAPTIVE | RIVALS)[name]} for name in CLOSEST)
     trials = [
         Trial(scale.base, (middle,), seeds, FIXED | _AUTO | gate),
         Trial(scale.base, (middle,), seeds, cap, forms=("sum",), free=False),
-        Trial(scale.base, (short, long), seeds, _few() | _AUTO),
-        Trial(replace(scale.base, model=wider), (middle,), seeds[:3], _few() | _AUTO),
-        Trial(
-            replace(scale.base, data=replace(scale.base.data, corpus="python-code")),
-            (middle,),
-            seeds[:3],
-            _few() | _AUTO,
-        ),
+        Trial(scale.base, (short, long), seeds, _FEW_AND_AUTO),
+        Trial(replace(scale.base, model=wider), (middle,), seeds[:3], _FEW_AND_AUTO),
+        Trial(other_text, (middle,), seeds[:3], _FEW_AND_AUTO),
     ]
     return Sweep(f"adaptive-confirmation-{scale.name}", scale.base, _cells(scale, trials))
 
 
 _AUTO = {"auto": ADAPTIVE["auto"]}
-
-
-def _few() -> dict[str, str]:
-    return {name: FIXED[name] for name in FEW}
+_FEW_AND_AUTO = {name: FIXED[name] for name in FEW} | _AUTO
 
 
 def inner_steps_of(scale: Scale) -> tuple[int, int, int]:
@@ -143,21 +137,18 @@ def momenta_of(scale: Scale) -> tuple[float, ...]:
 def _cells(scale: Scale, trials: Sequence[Trial]) -> list[Cell]:
     cells: list[Cell] = []
     for trial in trials:
-        config = trial.base
+        model, seeds = trial.base.model, Axis(_SEED, trial.seeds)
         place = {
-            WIDTH: config.model.hidden_size,
-            "model.intermediate_size": config.model.intermediate_size,
-            CORPUS: config.data.corpus,
+            WIDTH: model.hidden_size,
+            "model.intermediate_size": model.intermediate_size,
+            CORPUS: trial.base.data.corpus,
         }
-        seeds = Axis(_SEED, trial.seeds)
+        grid = [seeds, Axis(_MOMENTUM, momenta_of(scale)), Axis(_LR, scale.lrs)]
         for inner_steps in trial.inner_steps:
             here = place | {_INNER_STEPS: inner_steps}
-            for form in trial.forms:
-                for kind, nesterov in RULES.items():
-                    for name, policy in trial.arms.items():
-                        fixed = here | {_FORM: form, _NESTEROV: nesterov, _RESTART: policy}
-                        grid = [Axis(_MOMENTUM, momenta_of(scale)), Axis(_LR, scale.lrs)]
-                        cells += product(scale.base, [seeds, *grid], arm_name(form, kind, name), fixed)
+            for form, kind, name in product_of(trial.forms, RULES, trial.arms):
+                fixed = here | {_FORM: form, _NESTEROV: RULES[kind], _RESTART: trial.arms[name]}
+                cells += product(scale.base, grid, arm_name(form, kind, name), fixed)
             if trial.free:
                 cells += momentum_free(scale.base, [seeds], with_averaging(scale.lrs), here | {_FORM: "sum"})
     return cells

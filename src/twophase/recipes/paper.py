@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product as product_of
 from typing import Any
 
 from twophase.policies.base import RestartPolicy
@@ -186,12 +187,11 @@ def robustness_heatmaps(scale: Scale) -> Sweep:
     """
     cells: list[Cell] = []
     for inner_steps in (scale.short, scale.long):
-        for form in BOTH_FORMS:
-            for kind in RULES:
-                cells += _grid(scale, inner_steps, form, kind, "never")
-                restarted = _grid(scale, inner_steps, form, kind, str(PERIOD))
-                cells += restarted
-                cells += _matched([c for c in restarted if c.values[_MOMENTUM] >= scale.matched_from])
+        for form, kind in product_of(BOTH_FORMS, RULES):
+            cells += _grid(scale, inner_steps, form, kind, "never")
+            restarted = _grid(scale, inner_steps, form, kind, str(PERIOD))
+            cells += restarted
+            cells += _matched([cell for cell in restarted if cell.values[_MOMENTUM] >= scale.matched_from])
         cells += _free(scale, inner_steps)
     return Sweep(f"robustness-heatmaps-{scale.name}", scale.base, cells)
 
@@ -233,7 +233,7 @@ def soft_policy(period: int, retain: float, inject: float) -> RestartPolicy:
     return Soft(period, retain, inject) if retain or inject else Periodic(period)
 
 
-def retuning(scale: Scale, rows: Sequence[Row] = (), given: Mapping[str, tuple[float, float]] | None = None) -> Sweep:
+def retuning(scale: Scale, rows: Sequence[Row] = (), tuning: Mapping[str, tuple[float, float]] | None = None) -> Sweep:
     """Tuning once at the short communication period, then momentum against restart period at all of them.
 
     Stage 1 is, at the short communication period, the grid of learning rate and momentum without restarts and with
@@ -246,9 +246,9 @@ def retuning(scale: Scale, rows: Sequence[Row] = (), given: Mapping[str, tuple[f
 
     Args:
         scale: the size of everything.
-        rows: what is known so far, of this sweep or of `robustness_heatmaps`.
-        given: learning rate and momentum by rule, such as `PAPER_TUNED`, for both forms: then there is nothing to tune,
-            and the sweep is stage 2 at these values.
+        rows: results so far, of this sweep or of `robustness_heatmaps`.
+        tuning: learning rate and momentum by rule, such as `PAPER_TUNED`, for both forms: then the sweep is stage 2 at
+            these values, and nothing is tuned.
 
     Returns:
         The sweep; with stage 2 it begins with the cells of stage 1, so it extends a folder of that. Where no setting of
@@ -257,12 +257,11 @@ def retuning(scale: Scale, rows: Sequence[Row] = (), given: Mapping[str, tuple[f
     Source: paper section 4, figure 4, and the curves of the appendix.
     """
     name = f"retuning-{scale.name}"
-    if given is not None:
-        found = {(form, kind, "never"): given[kind] for form in BOTH_FORMS for kind in RULES}
-        return Sweep(f"{name}-given", scale.base, _second_stage(scale, found))
-    first = _first_stage(scale)
-    found = tuned(scale, rows)
-    return Sweep(name, scale.base, first if found is None else first + _second_stage(scale, found))
+    if tuning is not None:
+        best = {(form, kind, "never"): tuning[kind] for form, kind in product_of(BOTH_FORMS, RULES)}
+        return Sweep(f"{name}-given", scale.base, _second_stage(scale, best))
+    first, best = _first_stage(scale), tuned(scale, rows)
+    return Sweep(name, scale.base, first + (_second_stage(scale, best) if best is not None else []))
 
 
 def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple[float, float]] | None:
@@ -284,19 +283,15 @@ def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple
     if any(cell.run_id not in by_run or by_run[cell.run_id].state in {"missing", "failed"} for cell in cells):
         return None
     # Taken by its run, not by its arm: the table may be that of another sweep with these runs.
-    known = [
-        Row(cell.arm, cell.run_id, cell.values, by_run[cell.run_id].state, by_run[cell.run_id].perplexity)
-        for cell in cells
-    ]
-    best: dict[tuple[str, str, str], tuple[float, float, float]] = {}
-    for setting in settings(known):
-        if setting.perplexity is None:
-            continue
-        kind = next(kind for kind, nesterov in RULES.items() if nesterov == setting.values[_NESTEROV])
-        place = (setting.perplexity, setting.values[_MOMENTUM], setting.values[_LR])
-        key = (setting.values[_FORM], kind, setting.values[_RESTART])
-        best[key] = min(best.get(key, place), place)
-    return {key: (lr, momentum) for key, (_, momentum, lr) in best.items()}
+    first_rows = [replace(by_run[cell.run_id], arm=cell.arm, values=cell.values, twin_of=None) for cell in cells]
+    kinds = {ahead: kind for kind, ahead in RULES.items()}
+    ranked: dict[tuple[str, str, str], list[tuple[float, float, float]]] = {}
+    for setting in settings(first_rows):
+        if setting.perplexity is not None:
+            values = setting.values
+            key = (values[_FORM], kinds[values[_NESTEROV]], values[_RESTART])
+            ranked.setdefault(key, []).append((setting.perplexity, values[_MOMENTUM], values[_LR]))
+    return {key: min(places)[:0:-1] for key, places in ranked.items()}
 
 
 BETA_SWEEP, K_SWEEP, OWN_K_SWEEP = "beta sweep", "K sweep", "K sweep, own tuning"
@@ -306,32 +301,30 @@ BETA_SWEEP, K_SWEEP, OWN_K_SWEEP = "beta sweep", "K sweep", "K sweep, own tuning
 def _first_stage(scale: Scale) -> list[Cell]:
     return [
         cell
-        for form in BOTH_FORMS
-        for kind in RULES
-        for restart in ("never", str(PERIOD))
+        for form, kind, restart in product_of(BOTH_FORMS, RULES, ("never", str(PERIOD)))
         for cell in _grid(scale, scale.short, form, kind, restart)
     ]
 
 
-def _second_stage(scale: Scale, found: Mapping[tuple[str, str, str], tuple[float, float]]) -> list[Cell]:
+def _second_stage(scale: Scale, best: Mapping[tuple[str, str, str], tuple[float, float]]) -> list[Cell]:
     cells: list[Cell] = []
     periods = Axis(_RESTART, tuple(map(str, scale.periods)))
     for inner_steps in scale.retuning:
-        for form in BOTH_FORMS:
-            for kind in RULES:
-                fixed = _fixed(form, kind, inner_steps)
-                if (form, kind, "never") in found:
-                    lr, _ = found[form, kind, "never"]
-                    shared = fixed | {_LR: lr, _RESTART: "never"}
-                    cells += _runs(scale, arm_name(form, kind, BETA_SWEEP), shared, [Axis(_MOMENTUM, scale.momenta)])
-                for what, restart in ((K_SWEEP, "never"), (OWN_K_SWEEP, str(PERIOD))):
-                    if (form, kind, restart) in found:
-                        lr, momentum = found[form, kind, restart]
-                        shared = fixed | {_LR: lr, _MOMENTUM: momentum}
-                        restarted = _runs(scale, arm_name(form, kind, what), shared, [periods])
-                        cells += restarted
-                        matched = scale.periods if what == K_SWEEP else scale.own_matched
-                        cells += _matched([c for c in restarted if c.values[_RESTART] in map(str, matched)])
+        for form, kind in product_of(BOTH_FORMS, RULES):
+            fixed = _fixed(form, kind, inner_steps)
+            if (form, kind, "never") in best:
+                shared = fixed | {_LR: best[form, kind, "never"][0], _RESTART: "never"}
+                cells += _runs(scale, arm_name(form, kind, BETA_SWEEP), shared, [Axis(_MOMENTUM, scale.momenta)])
+            for what, restart, matched in (
+                (K_SWEEP, "never", scale.periods),
+                (OWN_K_SWEEP, str(PERIOD), scale.own_matched),
+            ):
+                if (form, kind, restart) in best:
+                    lr, momentum = best[form, kind, restart]
+                    shared = fixed | {_LR: lr, _MOMENTUM: momentum}
+                    restarted = _runs(scale, arm_name(form, kind, what), shared, [periods])
+                    cells += restarted
+                    cells += _matched([cell for cell in restarted if cell.values[_RESTART] in map(str, matched)])
         cells += _free(scale, inner_steps)
     return cells
 
