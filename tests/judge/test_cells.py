@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from statistics import fmean
 
 import pytest
 from hypothesis import given
 
+from twophase.base.errors import UsageError
 from twophase.judge.bootstrap import percentile_interval
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, alike, fate, logs, means, outcomes, paired, worst
 from twophase.sweep.table import Row, settings
@@ -63,6 +65,13 @@ def test_what_cannot_be_paired() -> None:
     assert (missing.error, missing.interval, missing.ends(2.0)) == (None, None, (None, None))
     assert paired(table([row("a", 8.0, lr=0.7)]), table(whole, "b")) is None
     assert Paired((0.0, 0.0)).error == 0
+
+
+def test_without_pandas_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison where the extra is not installed is refused with the remedy, not with a traceback."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match=r"needs pandas.*pip install 'twophase\[sweep\]'"):
+        outcomes([])
 
 
 @pytest.mark.parametrize(

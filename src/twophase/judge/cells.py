@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from twophase.base.errors import UsageError
 from twophase.judge.bootstrap import Interval, percentile_interval
 from twophase.sweep.table import Setting, State
 
@@ -44,9 +45,14 @@ def outcomes(settings: Iterable[Setting], *place: str) -> DataFrame:
     Returns:
         A line a setting, indexed by `place`, and a column a seed: perplexity, inf for a diverged run, NaN for a missing
         one.
-    """
-    import pandas as pd  # noqa: PLC0415 - an extra, and slow to import
 
+    Raises:
+        UsageError: pandas is not installed.
+    """
+    try:
+        import pandas as pd  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError:
+        raise UsageError("comparing arms needs pandas, which is not installed; pip install 'twophase[sweep]'") from None
     cells = list(settings)
     keys = [tuple(cell.arm if name == "arm" else cell.values[name] for name in place) for cell in cells]
     index = (
