@@ -146,18 +146,30 @@ def compare(
     arm, control = arm.on(seeds), control.on(seeds)
     differences = [_tuned(arm, control), _held_out(arm, control)]
     matching, pairs = _matched(arm, control, controlled) if seeds else ("", [])
-    alone = [len(side.settings) - len({pair[k] for pair in pairs}) for k, side in enumerate((arm, control))]
+    arm_alone, control_alone = (
+        len(side.settings) - len({pair[k] for pair in pairs}) for k, side in enumerate((arm, control))
+    )
     # Pairs of the same runs in several places are one comparison.
     pairs = list({(*arm.runs[a], *control.runs[c]): (a, c) for a, c in pairs}.values())
     mine, other = [a for a, _ in pairs], [c for _, c in pairs]
     sides = (arm.outcomes[mine], control.outcomes[other], arm.runs[mine] == control.runs[other])
     kinds = [SAME if same.all() else fate(a.max(), c.max()) for a, c, same in zip(*sides, strict=True)]
-    cells = Cells(matching, *alone, len(pairs), *(kinds.count(kind) for kind in (SAME, ARM, CONTROL, BOTH, MISSING)))
+    cells = Cells(
+        matching,
+        arm_alone,
+        control_alone,
+        matched=len(pairs),
+        same=kinds.count(SAME),
+        arm_diverged=kinds.count(ARM),
+        control_diverged=kinds.count(CONTROL),
+        both_diverged=kinds.count(BOTH),
+        missing=kinds.count(MISSING),
+    )
     if pairs:
         # When all are the same runs, they stay: that the difference is exactly 0 is then what there is to say.
         wanted = {SAME} if set(kinds) == {SAME} else {"", ARM, CONTROL, BOTH}
         present, ended = ([kind in group for kind in kinds] for group in (wanted, wanted & {"", SAME}))
-        differences.append(_over_cells(seeds, *(side[ended] for side in sides), _cells_note(cells)))
+        differences.append(_over_cells(seeds, [side[ended] for side in sides], _cells_note(cells)))
         in_both = [side[present] for side in sides]
         differences += [_area([bests.get(seed) for seed in seeds], seeds, in_both, x) for x in within]
     return Comparison(arm.settings[0].arm, control.settings[0].arm, seeds, cells, tuple(differences))
@@ -243,10 +255,10 @@ def varied(settings: Sequence[Setting]) -> tuple[str, ...]:
     return tuple(path for path in first if any(cell.values.get(path) != first[path] for cell in settings))
 
 
-def _over_cells(seeds: Sequence[Any], arm: Any, control: Any, same: Any, note: str) -> Difference:
+def _over_cells(seeds: Sequence[Any], sides: Sequence[Any], note: str) -> Difference:
     differences = []
-    for seed, *sides in zip(seeds, arm.T, control.T, same.T, strict=True) if len(arm) else ():
-        pairs = [_between(seed, *pair) for pair in zip(*sides, strict=True)]
+    for column, seed in enumerate(seeds if len(sides[0]) else ()):
+        pairs = [_between(seed, *pair) for pair in zip(*(side[:, column] for side in sides), strict=True)]
         values = [pair.value for pair in pairs if pair.value is not None]
         remark = pairs[0].remark if len({pair.remark for pair in pairs}) == 1 else ""
         differences.append(SeedDifference(seed, math.fsum(values) / len(values) if values else None, remark))

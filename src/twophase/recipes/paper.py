@@ -291,7 +291,8 @@ def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple
             values = setting.values
             key = (values[_FORM], kinds[values[_NESTEROV]], values[_RESTART])
             ranked.setdefault(key, []).append((setting.perplexity, values[_MOMENTUM], values[_LR]))
-    return {key: min(places)[:0:-1] for key, places in ranked.items()}
+    best = {key: min(places) for key, places in ranked.items()}
+    return {key: (lr, momentum) for key, (_, momentum, lr) in best.items()}
 
 
 BETA_SWEEP, K_SWEEP, OWN_K_SWEEP = "beta sweep", "K sweep", "K sweep, own tuning"

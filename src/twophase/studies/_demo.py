@@ -15,7 +15,7 @@ from twophase.recipes.demo import KINDS, PERIOD, arm_name, matched_arm
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN
 from twophase.sweep.grid import Sweep
-from twophase.sweep.table import SEED, Row, Setting, format_table, geometric_mean, readable, result, settings
+from twophase.sweep.table import SEED, Row, Setting, State, format_table, geometric_mean, readable, result, settings
 
 CLAIM_MOMENTUM, CLAIM_RATIO = 0.9, 1.2
 """The claim that the verdict checks: at this momentum, heavy ball without restarts is worse by at least this factor."""
@@ -63,7 +63,7 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
         momenta, lrs = (sorted({place[axis] for place in by_arm[where]}) for axis in (0, 1))
         grid = [[by_arm[arm].get((momentum, lr)) for lr in lrs] for momentum in momenta]
         values = [[cell.perplexity if cell else None for cell in line] for line in grid]
-        states = [[cell.state if cell else "missing" for cell in line] for line in grid]
+        states: list[list[State]] = [[cell.state if cell else "missing" for cell in line] for line in grid]
         return Panel(f"{kind[0].upper()}{kind[1:]}, {words}", lrs, momenta, values, states)
 
     def pages(arms: Mapping[str, str], words: str) -> list[list[Panel]]:
@@ -138,8 +138,9 @@ def _momentum_free(rows: Sequence[Row]) -> str:
 
 def _spread_words(rows: Sequence[Row], bound: float) -> str:
     """Say how much the seed alone changes a setting that works: differences below it mean nothing. Empty for one."""
-    near = [s.perplexities for s in settings(rows) if s.perplexity is not None and s.perplexity <= bound]
-    spreads = sorted(max(values) - min(values) for values in near if len(values) > 1)
+    near = [s for s in settings(rows) if s.perplexity is not None and s.perplexity <= bound]
+    each = [[value for value in setting.perplexities if value is not None] for setting in near]
+    spreads = sorted(max(values) - min(values) for values in each if len(values) > 1)
     if not spreads:
         return ""
     return (
