@@ -28,7 +28,7 @@ HEARTBEAT = 1.0
 """Seconds after which the lighthouse takes a replica for dead."""
 PATIENCE = 100.0
 """Seconds that a test waits for anything, on a machine that has much else to do."""
-_LIGHTHOUSE = {"join_timeout_ms": 30000, "quorum_tick_ms": 50, "heartbeat_timeout_ms": int(1000 * HEARTBEAT)}
+_LIGHTHOUSE = {"join_timeout_ms": 30000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": int(1000 * HEARTBEAT)}
 
 
 def until(what: str, true: Callable[[], Any]) -> None:
@@ -69,8 +69,8 @@ def lighthouse_command(address: str) -> list[str]:
 
 def listens(port: int) -> bool:
     """Whether somebody does."""
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Processes:
@@ -113,8 +113,8 @@ class Processes:
 
     def ended(self, name: str, process: subprocess.Popen[bytes], status: int = 0) -> None:
         """Wait for its end, which must be this one."""
-        found = process.wait(timeout=PATIENCE)
-        assert found == status, (name, found, self.said(name)[-12:])
+        ended_with = process.wait(timeout=PATIENCE)
+        assert ended_with == status, (name, ended_with, self.said(name)[-12:])
 
 
 class Run(Processes):
@@ -208,7 +208,7 @@ def check_rounds(run: Run, numbers: Sequence[int], *, always: Sequence[int], lik
         like: the folder of an undisturbed run of as many steps.
         period: of the restarts; None where the run itself decides, which all must do alike.
     """
-    told: dict[tuple[str, int], Any] = {}
+    facts_by_round: dict[tuple[str, int], Any] = {}
     for number in numbers:
         lines = run.lines(number)
         steps = [line["step"] for line in lines]
@@ -223,7 +223,7 @@ def check_rounds(run: Run, numbers: Sequence[int], *, always: Sequence[int], lik
                 assert period is None or part["restarted"] == (this % period == 0), (number, line)
                 common = [part["checksum"], part["restarted"], line["replicas"], line["newcomers"], line["step"]]
                 common += [group["gain"] for group in line["groups"]]
-                assert told.setdefault((name, this), common) == common, (number, line)
+                assert facts_by_round.setdefault((name, this), common) == common, (number, line)
     summaries, whole = [run.summary(number) for number in numbers], read_summary(like)
     assert whole is not None
     for number, summary in zip(numbers, summaries, strict=True):
@@ -238,10 +238,10 @@ def check_rounds(run: Run, numbers: Sequence[int], *, always: Sequence[int], lik
 
 def _inner_steps(lines: Sequence[dict[str, Any]]) -> dict[str, int]:
     """How many have been counted for each fragment."""
-    found: dict[str, int] = {}
+    steps: dict[str, int] = {}
     for part in (part for line in lines for part in line["fragments"]):
-        found[part["name"]] = found.get(part["name"], 0) + part["inner_steps"]
-    return found
+        steps[part["name"]] = steps.get(part["name"], 0) + part["inner_steps"]
+    return steps
 
 
 def newcomers(run: Run, number: int) -> list[int]:
@@ -268,13 +268,13 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[], Any]) -> 
         with one_by_one:
             return make(*words, **options)
 
-    found: list[Any] = [None] * len(calls)
+    results: list[Any] = [None] * len(calls)
 
     def run(place: int) -> None:
         try:
-            found[place] = calls[place]()
+            results[place] = calls[place]()
         except BaseException as error:
-            found[place] = error
+            results[place] = error
 
     with monkeypatch.context() as patch:
         patch.setattr(torchft_parts, "manager", manager)
@@ -284,5 +284,5 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[], Any]) -> 
             thread.start()
         for thread in threads:
             thread.join(PATIENCE)
-        assert not any(thread.is_alive() for thread in threads), found
-    return found
+        assert not any(thread.is_alive() for thread in threads), results
+    return results

@@ -168,8 +168,8 @@ def prepare(faults: Faults) -> None:
 if __name__ == "__main__":
     cut = sys.argv.index("--")
     made = Faults()
-    for given in sys.argv[1:cut]:
-        made.add(given)
+    for word in sys.argv[1:cut]:
+        made.add(word)
     prepare(made)
     made.tell("begin")
     sys.argv = ["twophase", *sys.argv[cut + 1 :]]

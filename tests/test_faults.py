@@ -12,10 +12,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +39,6 @@ from elastic import (
 from namespaces import Hub, Place, Refused, joined
 from twophase.base.config import dump_yaml, with_values
 from twophase.cli.main import main
-from twophase.elastic import parts as torchft_parts
 from twophase.runs.folder import RunFolder, read_lines, read_summary
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
@@ -116,9 +114,9 @@ def good(undisturbed: Undisturbed) -> Good:
     """
 
     def summary(kind: str, seed: int = 0) -> dict[str, Any]:
-        found = read_summary(undisturbed(kind, seed))
-        assert found is not None
-        return found
+        values = read_summary(undisturbed(kind, seed))
+        assert values is not None
+        return values
 
     seeds = [summary("two", seed)["perplexity"] for seed in (0, 1, 2)]
     noise = max(seeds) - min(seeds)
@@ -127,9 +125,9 @@ def good(undisturbed: Undisturbed) -> Good:
         wanted = summary(kind)
         period = None if kind == "probing" else PERIOD
         check_rounds(run, numbers, always=always, like=undisturbed(kind), period=period)
-        found = run.summary(numbers[0])["perplexity"]
-        say(f"perplexity {found:.3f}, undisturbed {wanted['perplexity']:.3f}; three seeds lie {noise:.3f} apart")
-        assert abs(found - wanted["perplexity"]) <= noise
+        perplexity = run.summary(numbers[0])["perplexity"]
+        say(f"perplexity {perplexity:.3f}, undisturbed {wanted['perplexity']:.3f}; three seeds lie {noise:.3f} apart")
+        assert abs(perplexity - wanted["perplexity"]) <= noise
 
     return check
 
@@ -139,7 +137,7 @@ Begin = Callable[..., Run]
 
 @pytest.fixture
 def begin(base: TrainConfig, tmp_path: Path) -> Iterator[Begin]:
-    """Prepare a run of some kind at a lighthouse of its own; whatever it has started ends with the test."""
+    """Prepare a run of some kind at a lighthouse of its own; all its processes end with the test."""
     with ExitStack() as stack:
 
         def prepare(kind: str, *options: str, url: str | None = None) -> Run:
@@ -167,13 +165,18 @@ def killed(run: Run, name: str, process: subprocess.Popen[bytes]) -> None:
     run.ended(name, process, -signal.SIGKILL)
 
 
+def all_end(run: Run, processes: Iterable[Any], status: int = 0) -> None:
+    """Wait for the ends of replicas 0, 1 and so on, which must be these."""
+    for number, process in enumerate(processes):
+        run.ended(str(number), process, status)
+
+
 def comes_back(run: Run, fault: str, until_step: int) -> None:
     """Replica 1 of two dies and is started again; replica 0 goes on up to a step, waits there for it, and both end."""
     first = run.replica(0, f"hold=second@inner:{until_step}")
     killed(run, "1", run.replica(1, f"kill@{fault}"))
     second = run.replica(1, "touch=second@up:1")
-    run.ended("0", first)
-    run.ended("1", second)
+    all_end(run, [first, second])
 
 
 # --- one of several is killed -----------------------------------------------------------------------------------------
@@ -190,8 +193,7 @@ def test_killed_in_the_inner_phase_and_while_it_is_healed(begin: Begin, good: Go
     until("the other goes on alone", lambda: run.lines(0)[-1]["replicas"] == 1)
     killed(run, "1", run.replica(1, "touch=second@up:1", "kill@taking:1"))
     third = run.replica(1, "touch=third@up:1")
-    run.ended("0", first)
-    run.ended("1", third)
+    all_end(run, [first, third])
     good(run, "two", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1]
     assert sizes(run, 0) == [2, 1, 2]
@@ -237,8 +239,7 @@ def test_of_three_one_is_killed_at_each_moment(begin: Begin, good: Good) -> None
     third = run.replica(1, "touch=third@up:1")
     killed(run, "2", other)
     fourth = run.replica(2, "touch=fourth@up:1")
-    for number, process in ((0, first), (1, third), (2, fourth)):
-        run.ended(str(number), process)
+    all_end(run, [first, third, fourth])
     good(run, "three streaming", numbers=(0, 1, 2), always=(0,))
     assert sizes(run, 0) == [3, 2, 3, 2, 3]
     assert newcomers(run, 0) == [1, 1, 1, 1]  # each in each fragment
@@ -287,13 +288,11 @@ def test_both_are_stopped_with_a_sync_under_way(begin: Begin, good: Good) -> Non
     for process in both:
         process.send_signal(signal.SIGINT)
     run.touch("go")
-    for number, process in enumerate(both):
-        run.ended(str(number), process, 130)
+    all_end(run, both, 130)
     steps = [latest_step(run.out / f"replica-{number}" / "checkpoint") for number in (0, 1)]
     assert steps == [20, 17]
     both = [run.replica(number) for number in (0, 1)]
-    for number, process in enumerate(both):
-        run.ended(str(number), process)
+    all_end(run, both)
     good(run, "delayed", numbers=(0, 1), always=(0,))
     assert sizes(run, 0) == [2, 1, 2]
 
@@ -315,8 +314,7 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
     until("up", (run.folder / "up").exists)
     time.sleep(0.5)
     wake(first)
-    for number, process in ((0, first), (1, again)):
-        run.ended(str(number), process)
+    all_end(run, [first, again])
     good(run, "two", numbers=(0, 1), always=(0,))
     (old,) = run.out.glob("replica-1/parted-*")
     assert old.name == "parted-00000024"
@@ -354,8 +352,7 @@ def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
         run.await_event(0, "hold at inner", number)
         wake(second)
         run.touch(file)
-    run.ended("0", first)
-    run.ended("1", second)
+    all_end(run, [first, second])
     good(run, "two", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1, 1]
     assert sizes(run, 0) == [2, 1, 2, 1, 2]
@@ -388,8 +385,7 @@ def test_the_lighthouse_is_killed_and_comes_back(
         lights.start("lighthouse", command, RUST_LOG="off")
         until("a lighthouse", lambda: listens(port))
         lit = time.time()
-        for number, process in enumerate(both):
-            run.ended(str(number), process)
+        all_end(run, both)
         good(run, "two", numbers=(0, 1), always=(0, 1))
         assert newcomers(run, 0) == []
         assert sizes(run, 0) == [2]
@@ -398,53 +394,6 @@ def test_the_lighthouse_is_killed_and_comes_back(
         assert run.summary(0)["checksum"] == wanted["checksum"]  # two processes add as one does, so every bit is there
         after = min(e["time"] for e in run.events(0) if e["what"] == "round" and e["time"] > dark)
         say(f"no lighthouse for {lit - dark:.2f} s; the next round counted {after - lit:.2f} s after it came back")
-
-
-def test_numbers_of_quorums_never_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was left out and who was not see one number, even one that a new lighthouse has given before to others.
-
-    And where a new lighthouse knows fewer replicas than there were, it is asked again before anyone goes on.
-    """
-    monkeypatch.setattr(torchft_parts, "_ANEW", 0.0)
-    monkeypatch.setattr(torchft_parts, "_ASKS_ANEW", 2)
-
-    def seen(*told: tuple[int, str, int, int], away: bool = False) -> list[int]:
-        """The numbers that a process sees of (number, members, their step, how many of them are there already)."""
-        answers = iter(
-            SimpleNamespace(
-                quorum_id=number,
-                replica_ids=list(members),
-                replica_world_size=len(members),
-                max_step=step,
-                max_world_size=level,
-                heal=False,
-            )
-            for number, members, step, level in told
-        )
-        client = torchft_parts._Client(SimpleNamespace(_quorum=lambda: next(answers)))
-        client.was_away = lambda: away
-        found = []
-        while True:
-            try:
-                found.append(client._quorum().quorum_id)
-            except StopIteration:
-                return found
-
-    both, healing, after = (2, "ab", 4, 2), (2, "ab", 7, 1), (2, "ab", 8, 2)
-    alone = (1, "b", 5, 1)
-    stayed = seen(both, alone, alone, alone, healing, after)  # asked three times: it was not alone before
-    left = seen(both, healing, after)
-    assert len(stayed) == 4
-    assert stayed[2:] == left[1:]
-    assert left[0] == stayed[0]
-    assert left[1] == left[2] != left[0]
-    assert seen(both, alone, alone, both) == [stayed[0]] * 2  # the last answer counts
-    later = (3, "b", 5, 1)  # another has asked the new lighthouse before, and has gone unheard of since
-    assert len(seen(both, later)) == 2
-    assert seen(both, later, both, away=True) == [stayed[0]] * 2
-    assert len(seen(both, alone, both, later, both)) == 3  # a heartbeat that the new one does not hear yet
-    monkeypatch.setattr(torchft_parts, "_SETTLED", 0.0)
-    assert len(seen(both, alone, both, later, both)) == 5
 
 
 @pytest.fixture(scope="module")
@@ -486,8 +435,7 @@ def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, lin
     hub.mend(1)
     mended = time.time()
     run.touch("whole")
-    for number, process in enumerate(both):
-        run.ended(str(number), process)
+    all_end(run, both)
     good(run, "two", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1]
     assert sizes(run, 0) == [2, 1, 2]
@@ -500,8 +448,8 @@ def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, lin
 def test_a_slow_link(begin: Begin, link: tuple[Hub, list[Place]], tmp_path: Path) -> None:
     """At 50 Mbit/s replicas agree as ever, and int8 sends a quarter of float32's bytes."""
     hub, places = link
-    big = ["--model.hidden-size", "256", "--model.intermediate-size", "512", "--model.layers", "2", "--steps", "8"]
-    told: dict[str, list[dict[str, Any]]] = {}
+    big = ["--model.hidden-size", "256", "--model.intermediate-size", "512", "--model.layers", "2", "--steps", "4"]
+    lines_by_wire: dict[str, list[dict[str, Any]]] = {}
     for number in range(2):
         hub.shape(number, "50mbit")
     try:
@@ -510,17 +458,16 @@ def test_a_slow_link(begin: Begin, link: tuple[Hub, list[Place]], tmp_path: Path
             run.words[run.words.index("--out") + 1] = str(tmp_path / "replicas" / wire)
             run.out = tmp_path / "replicas" / wire
             both = at_places(run, places, (), (), options=[*big, "--inner-steps", "2", "--sync.wire", wire])
-            for number, process in enumerate(both):
-                run.ended(str(number), process)
-            told[wire] = run.lines(0)
-            assert [line["checksum"] for line in told[wire]] == [line["checksum"] for line in run.lines(1)]
-            assert [line["replicas"] for line in told[wire]] == [2] * 4
+            all_end(run, both)
+            lines_by_wire[wire] = run.lines(0)
+            assert [line["checksum"] for line in lines_by_wire[wire]] == [line["checksum"] for line in run.lines(1)]
+            assert [line["replicas"] for line in lines_by_wire[wire]] == [2] * 2
     finally:
         for number in range(2):
             hub.unshape(number)
-    sent = {wire: lines[0]["bytes_sent"] for wire, lines in told.items()}
+    sent = {wire: lines[0]["bytes_sent"] for wire, lines in lines_by_wire.items()}
     assert 0.25 < sent["int8"] / sent["float32"] < 0.27
-    for wire, lines in told.items():
+    for wire, lines in lines_by_wire.items():
         spent = statistics.median(line["seconds"]["reduce"] for line in lines)
         say(f"{wire} at 50 Mbit/s: {sent[wire] / 1e6:.2f} MB, {spent:.2f} s in a reduction")
 

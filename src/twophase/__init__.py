@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from twophase.diloco.report import RoundReport
     from twophase.elastic.torchft import TorchFT
     from twophase.optim.outer import OuterSGD
-    from twophase.policies.auto import Auto
+    from twophase.policies.adaptive import Auto
     from twophase.policies.base import Never, Restart, RestartPolicy, RoundSignal, Step
     from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
     from twophase.rule import OuterRule
@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AtRounds": "twophase.policies.scheduled",
-    "Auto": "twophase.policies.auto",
+    "Auto": "twophase.policies.adaptive",
     "Communicator": "twophase.diloco.communicator",
     "Cycle": "twophase.policies.scheduled",
     "DiLoCo": "twophase.diloco.engine",

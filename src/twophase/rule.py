@@ -43,11 +43,7 @@ def check_rule(where: str, lr: float, momentum: float, form: str, nesterov: obje
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """Hold the hyperparameters of an outer momentum step, in a named form.
-
-    Sum form: `m <- momentum m + g`, then `x <- x - lr m` (heavy ball) or `x <- x - lr (g + momentum m)` (Nesterov).
-    EMA form: `m <- momentum m + (1 - momentum) g`, then `x <- x - lr m` or
-    `x <- x - lr ((1 + momentum) m - momentum m_old)`.
+    """Hold the hyperparameters of an outer momentum step, in a named form: see the table of the module.
 
     Args:
         lr: outer learning rate, dimensionless, finite and >= 0 (the paper's nu when the form is `"ema"`).
@@ -70,7 +66,7 @@ class OuterRule:
     form: Form = "sum"
 
     def __post_init__(self) -> None:
-        """Refuse impossible values here, once, so that no user of a rule has to."""
+        """Refuse impossible values, so that no code that takes a rule has to."""
         check_rule("OuterRule", self.lr, self.momentum, self.form, self.nesterov)
         for name in ("lr", "momentum"):  # NumPy's scalars become plain numbers, which JSON and checkpoints take
             object.__setattr__(self, name, float(getattr(self, name)))

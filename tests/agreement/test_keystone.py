@@ -6,7 +6,6 @@ restarts of blocks, adaptive decisions round by round, and replicas that are dis
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-import policies as policies_of_ours
+from policies import ALL, RULES, each_rule
 from twophase.diloco.engine import DiLoCo, OuterFactory, RoundReport
 from twophase.optim.outer import OuterSGD
 from twophase.restart import (
@@ -36,16 +35,11 @@ from twophase.restart import (
 from twophase.rule import OuterRule
 from twophase.theory.rollout import Block, Rollout, rollout, rollout_blocks
 
-RULES = [
-    OuterRule(lr, 0.9, nesterov, form)  # type: ignore[arg-type]
-    for nesterov, (form, lr) in itertools.product([False, True], [("sum", 0.1), ("ema", 1.0)])
-]
 KEYSTONE = [Never(), Periodic(1), Periodic(3), Cycle((2, 5)), AtRounds((4, 9)), Soft(3, 0.2, 0.1), Soft(4, -0.4, 0.8)]
 CURVATURES = np.array([0.02, 0.1, 0.3, 0.55, 0.8, 1.0])
 INNER_LR, INNER_STEPS, ROUNDS = 0.25, 4, 24
 SIGMA = -np.expm1(INNER_STEPS * np.log1p(-INNER_LR * CURVATURES))
-
-each_rule = pytest.mark.parametrize("rule", RULES, ids=OuterRule.describe)
+REPLICAS = [1, 2, 3, 4]
 
 
 def disturbances(replicas: int) -> np.ndarray:
@@ -155,9 +149,15 @@ def test_keystone(rule: OuterRule, policy: RestartPolicy):
         assert report.buffer_norm == pytest.approx(np.linalg.norm(m), abs=1e-12)
 
 
-@each_rule
-@pytest.mark.parametrize("policy", KEYSTONE, ids=str)
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def named(value: Any) -> str:
+    return value.describe() if isinstance(value, OuterRule) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "policy", "replicas"),
+    [(rule, policy, REPLICAS[(n + k) % 4]) for k, policy in enumerate(KEYSTONE) for n, rule in enumerate(RULES)],
+    ids=named,
+)
 def test_disturbed_replicas(rule: OuterRule, policy: RestartPolicy, replicas: int):
     """Replicas that are disturbed differently follow the rollout with the same disturbances."""
     noise = disturbances(replicas)
@@ -209,9 +209,11 @@ def policies(against: Any, norm_ratio: Any) -> list[RestartPolicy]:
     return [against(), against(0.3, -0.1), against(0.2, 0.1, 0), norm_ratio(0.6, 1)]
 
 
-@each_rule
-@pytest.mark.parametrize("replicas", [None, 1, 3])
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize(
+    ("rule", "replicas", "number"),
+    [(rule, (None, 1, 3)[(n + k) % 3], k) for k in range(4) for n, rule in enumerate(RULES)],
+    ids=named,
+)
 def test_adaptive_decisions_coincide(rule: OuterRule, replicas: int | None, number: int, against: Any, norm_ratio: Any):
     """Adaptive policies, shown the engine's measures and the theory's, decide alike in every round."""
     policy = policies(against, norm_ratio)[number]
@@ -249,8 +251,8 @@ def assert_gains(reports: Sequence[RoundReport], expected: Rollout, text: str) -
 
 @pytest.mark.parametrize(
     ("rule", "text"),
-    [(RULES[(n + more) % 4], text) for n, text in enumerate(policies_of_ours.ALL) for more in (0, 3)],
-    ids=lambda value: value if isinstance(value, str) else value.describe(),
+    [(RULES[(n + more) % 4], text) for n, text in enumerate(ALL) for more in (0, 3)],
+    ids=named,
 )
 def test_our_policies_in_the_engine(rule: OuterRule, text: str):
     """Every policy of ours, given what it needs, decides as in the theory and moves alike, with 1 to 3 replicas."""
@@ -266,7 +268,7 @@ def test_our_policies_in_the_engine(rule: OuterRule, text: str):
 
 
 @each_rule
-@pytest.mark.parametrize("text", policies_of_ours.ALL)
+@pytest.mark.parametrize("text", ALL)
 def test_our_policies_in_the_optimizer_alone(rule: OuterRule, text: str):
     """`OuterSGD`, given the same numbers and probes, follows the theory too: places, buffers and restarts."""
     noise = disturbances(1)
@@ -322,7 +324,7 @@ def test_restarts_of_blocks(against: Any, norm_ratio: Any):
         (OuterRule(0.3, 0.7, nesterov=True), [norm_ratio(0.6, 1), against(0.3, -0.1), AtRounds((4, 9)), Never()]),
     ]
     fired = set()
-    for choice, replicas in itertools.product(range(4), [None, 2, 4]):
+    for choice, replicas in [(0, None), (0, 4), (1, 2), (2, 4), (3, None), (3, 2)]:
         rules = [(rule, options[choice]) for rule, options in outers]
 
         def build(params: list[tuple[str, Any]], rules: Any = rules) -> OuterSGD:

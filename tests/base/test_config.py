@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,31 +109,19 @@ def test_flatten_gives_every_leaf_its_dotted_path():
     assert list(flat) == list(PATHS)
 
 
-@given(CONFIGS)
-def test_get_reads_what_flatten_lists(config: Config):
-    """Every dotted path of `flatten` leads `get` to the same value."""
-    for path, value in flatten(to_tree(config)).items():
-        found = get(config, path)
-        assert (list(found) if isinstance(found, tuple) else found) == value
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_with_values_changes_one_value_only(path: str):
-    """A value set by its path is there, every other value and the original stay as they were."""
-    original = Config()
-    changed = with_values(original, {path: OTHER[path]})
-    assert get(changed, path) == OTHER[path]
+def test_with_values_changes_one_value_only():
+    """A value set by its path is there and changes the fingerprint; all others and the original stay as they were."""
+    original, fingerprints = Config(), {fingerprint(Config())}
+    for path, value in OTHER.items():
+        changed = with_values(original, {path: value})
+        assert get(changed, path) == value
+        assert {p for p in PATHS if get(changed, p) != get(original, p)} == {path}
+        fingerprints.add(fingerprint(changed))
     assert original == Config()
-    assert {p for p in PATHS if get(changed, p) != get(original, p)} == {path}
-    assert type(changed) is Config
-
-
-def test_with_values_takes_several_and_whole_branches():
-    """Several paths at once; a whole branch; nothing at all."""
-    changed = with_values(Config(), OTHER)
-    assert all(get(changed, path) == value for path, value in OTHER.items())
-    assert with_values(Config(), {"outer": Outer(lr=1.0)}).outer.lr == 1.0
-    assert with_values(Config(), {}) == Config()
+    assert len(fingerprints) == len(OTHER) + 1
+    assert get(with_values(original, OTHER), "outer.deep.decay") == 0.2
+    assert with_values(original, {"outer": Outer(lr=1.0)}).outer.lr == 1.0
+    assert with_values(original, {}) == original
 
 
 @pytest.mark.parametrize("path", ["lr", "outer.lrr", "outer.lr.x", "outer.deep.x", "", "outer.", "outer..lr", "seed.x"])
@@ -155,13 +142,6 @@ def test_fingerprint_is_the_hash_of_canonical_json():
         '"nesterov":true,"restart":"never"},"seed":0}'
     )
     assert fingerprint(Config()) == hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def test_every_value_changes_the_fingerprint():
-    """The default and the nine configurations that differ from it in one value have ten fingerprints."""
-    configs = [Config(), *(with_values(Config(), {path: value}) for path, value in OTHER.items())]
-    assert len({fingerprint(config) for config in configs}) == len(configs) == 10
-    assert fingerprint(Config()) == fingerprint(Config())
 
 
 @dataclass(frozen=True)
@@ -197,22 +177,24 @@ def test_later_values_at_their_default_change_nothing(tmp_path: Path):
 
 def test_differences_are_phrases_with_both_values():
     """One phrase a value that differs, sorted by path; a value that one side lacks is called not set."""
-    ours = to_tree(with_values(Config(), {"outer.lr": 0.9, "seed": 1}))
-    assert differences(ours, to_tree(Config())) == ["outer.lr is 0.7 there, 0.9 here", "seed is 0 there, 1 here"]
+    changed = to_tree(with_values(Config(), {"outer.lr": 0.9, "seed": 1}))
+    assert differences(changed, to_tree(Config())) == ["outer.lr is 0.7 there, 0.9 here", "seed is 0 there, 1 here"]
     assert differences({"a": {"b": 1}}, {"c": 2}) == ["a.b is not set there, 1 here", "c is 2 there, not set here"]
-    assert differences(ours, ours) == []
+    assert differences(changed, changed) == []
 
 
+@settings(max_examples=15)
 @given(CONFIGS, CONFIGS)
 def test_differences_are_empty_exactly_for_equal_trees(here: Config, there: Config):
     """No differences if and only if the trees are equal; and as many phrases as there are unequal values."""
-    ours, theirs = flatten(to_tree(here)), flatten(to_tree(there))
-    assert len(differences(to_tree(here), to_tree(there))) == sum(ours[path] != theirs[path] for path in PATHS)
+    values, others = flatten(to_tree(here)), flatten(to_tree(there))
+    assert len(differences(to_tree(here), to_tree(there))) == sum(values[path] != others[path] for path in PATHS)
 
 
 # --- YAML ---------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=15)
 @given(CONFIGS)
 def test_yaml_there_and_back(config: Config):
     """What `dump_yaml` writes is YAML that holds the tree, in the order of the fields, and makes the configuration."""
@@ -234,7 +216,6 @@ def test_load_yaml_reads_utf8(tmp_path: Path):
     [
         (None, ["cannot be read", "No such file", "check the path"]),
         (b"outer: [1, 2", ["is not YAML", "line"]),
-        (b"a: b: c", ["is not YAML"]),
         (b"corpus: \xff\xfe", ["is not YAML"]),
         (b"- 1\n- 2\n", ["holds list", "not a mapping"]),
         (b"0.7", ["holds float", "not a mapping"]),
@@ -255,18 +236,8 @@ def test_bad_yaml_is_a_usage_error(tmp_path: Path, content: bytes | None, words:
     assert all(word in message for word in words), message
 
 
-def test_folder_instead_of_a_file_is_a_usage_error(tmp_path: Path):
-    """A folder given as the configuration file is named in the message."""
-    with pytest.raises(UsageError, match="cannot be read"):
-        load_yaml(tmp_path)
-
-
 def test_from_tree_names_odd_values():
-    """Names that are absent or unknown, at any depth, are a UsageError that lists them with their paths."""
-    tree = to_tree(Config())
-    del tree["seed"]
-    with pytest.raises(UsageError, match=r"unknown or absent values seed$"):
-        from_tree(Config, tree)
+    """An unknown name at any depth is a UsageError that lists it with its path."""
     tree = to_tree(Config())
     tree["outer"]["deep"]["x"] = 1
     with pytest.raises(UsageError, match=r"unknown or absent values outer\.deep\.x$"):
@@ -286,7 +257,7 @@ def test_arguments_of_every_kind_of_value():
     assert to_arguments({}) == to_arguments({"outer": {}}) == []
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(CONFIGS)
 def test_arguments_there_and_back(config: Config):
     """The words of a configuration's tree, parsed on top of the default, give the configuration."""
@@ -324,10 +295,3 @@ def test_mistakes_end_with_status_2(
     assert caught.value.code == 2
     assert out == ""
     assert all(word in err for word in shown), err
-
-
-def test_configurations_stay_frozen():
-    """A configuration that came from words cannot be changed in place."""
-    config = parse_arguments(Config(), ["--seed", "3"], prog="x")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.seed = 4  # type: ignore[misc]

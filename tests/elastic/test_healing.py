@@ -23,9 +23,9 @@ from twophase.elastic.healing import _GREETING, Healing, TooSlow, bytes_of
 @pytest.fixture
 def giver() -> Iterator[Healing]:
     """What gives states away, on loopback."""
-    found = Healing("127.0.0.1", 5.0)
-    yield found
-    found.shutdown()
+    received = Healing("127.0.0.1", 5.0)
+    yield received
+    received.shutdown()
 
 
 def fetch(healing: Healing, step: int = 7, address: str | None = None) -> Any:
@@ -40,13 +40,13 @@ def test_a_state_arrives_as_it_is(giver: Healing):
         "numbers": {"a": (1, 2.5, None, True), 3: "text", "type": torch.float16},
     }
     threading.Timer(0.2, lambda: giver.send_checkpoint([1], 7, state, timedelta(seconds=5))).start()
-    found = fetch(giver)
-    assert found["numbers"] == state["numbers"]
-    for ours, theirs in zip(found["tensors"], state["tensors"], strict=True):
+    received = fetch(giver)
+    assert received["numbers"] == state["numbers"]
+    for ours, theirs in zip(received["tensors"], state["tensors"], strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
-    assert found["tensors"][3].untyped_storage().data_ptr() == found["tensors"][4].untyped_storage().data_ptr()
-    found["tensors"][4].zero_()  # it is the receiver's own
+    assert received["tensors"][3].untyped_storage().data_ptr() == received["tensors"][4].untyped_storage().data_ptr()
+    received["tensors"][4].zero_()  # it is the receiver's own
     assert bytes_of(state) == 24 + 6 + 40 + 20000
     with pytest.raises(ConnectionError, match="no state of step 8"):
         fetch(giver, 8)
@@ -91,9 +91,9 @@ def test_who_is_slow_and_who_is_silent(giver: Healing, monkeypatch: pytest.Monke
     if silent:
         assert re.fullmatch(r"no more of another replica's state came for \d\.\d s", str(caught.value))
     else:
-        found = re.match(r"of another replica's state of 4 MB, (\S+) MB came in \d\.\d s", str(caught.value))
-        assert found
-        assert 0.1 < float(found[1]) < 3.0  # and not the little that came before the tensor
+        received = re.match(r"of another replica's state of 4 MB, (\S+) MB came in \d\.\d s", str(caught.value))
+        assert received
+        assert 0.1 < float(received[1]) < 3.0  # and not the little that came before the tensor
 
 
 class Code:

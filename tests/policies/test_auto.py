@@ -14,7 +14,7 @@ from torch import nn
 
 from twophase.diloco.engine import DiLoCo
 from twophase.optim.outer import OuterSGD
-from twophase.policies.auto import Auto
+from twophase.policies.adaptive import Auto
 from twophase.restart import RoundSignal, State, Step, ask, parse
 from twophase.rule import OuterRule
 from twophase.sweep.history import algebra

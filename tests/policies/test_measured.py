@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from policies import ALL, EMA, MEASURING, SUM, asked, column, each_rule, fired
+from policies import ALL, EMA, SUM, asked, column, each_rule, fired
 from twophase.optim.outer import OuterSGD
-from twophase.policies.measured import LossTest
-from twophase.policies.probe import Probe
+from twophase.policies.adaptive import LossTest, Probe
 from twophase.restart import (
     PROBES,
     Answer,
@@ -91,15 +90,12 @@ WHOLE: Any = np.int64
     ("make", "text"),
     [
         (lambda: Cosine(SINGLE(0.5)), "cosine:0.5"),
-        (lambda: NormRatio(WHOLE(2)), "norm:2"),
         (lambda: Soft(WHOLE(3), WHOLE(0), SINGLE(0.5)), "soft:3:0:0.5"),
-        (lambda: Soft(3, np.float64(0.2), np.float64(-0.1)), "soft:3:0.2:-0.1"),
         (lambda: Periodic(WHOLE(3)), "3"),
         (lambda: Cycle([np.int32(2), 3]), "cycle:2,3"),  # type: ignore[arg-type]
         (lambda: AtRounds([WHOLE(4), 9]), "at:4,9"),  # type: ignore[arg-type]
         (lambda: LossTest(np.float64(0.5)), "loss:0.5"),
         (lambda: LookAheadGate(SINGLE(0.25), 0), "lookahead:0.25:0"),
-        (lambda: GainCap(np.float64(1.5)), "cap:1.5"),
         (lambda: Debiased(WHOLE(0)), "debiased:0"),
     ],
 )
@@ -113,19 +109,10 @@ def test_numbers_of_numpy_are_numbers(make: Callable[[], RestartPolicy], text: s
     assert {type(n) for value in values for n in (value if isinstance(value, tuple) else (value,))} <= {int, float}
 
 
-@pytest.mark.parametrize("make", [lambda: Cosine(True), lambda: Soft(3, False, 0), lambda: LossTest(False)])
-def test_truth_values_are_no_numbers(make: Callable[[], RestartPolicy]):
-    """Their text form would not be read back."""
-    with pytest.raises(ValueError, match=r"True|False"):
-        make()
-
-
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("choices", "text"),
     [
         (("keep", 1.3), "probe:keep,1.3"),
-        (["keep", np.float64(1.3)], "probe:keep,1.3"),
-        (("keep", 2), "probe:keep,2"),
         (("keep", 2.0), "probe:keep,2"),
         (("keep", WHOLE(2)), "probe:keep,2"),
         (("keep", 10**25), "probe:keep,1e+25"),
@@ -133,13 +120,13 @@ def test_truth_values_are_no_numbers(make: Callable[[], RestartPolicy]):
         (("keep", "1.30"), "probe:keep,1.30"),  # as written: the name of a run is made of it
     ],
 )
-def test_gains_of_probes_may_be_numbers(given: Any, text: str):
+def test_gains_of_probes_may_be_numbers(choices: Any, text: str):
     """They become text, equal ones the same, so that the policy has a text and a JSON form, there and back."""
-    policy = Probe(given)
+    policy = Probe(choices)
     assert str(policy) == text
-    assert parse(text) == policy == from_json({"kind": "probe", "choices": list(given)})
+    assert parse(text) == policy == from_json({"kind": "probe", "choices": list(choices)})
     assert from_json(json.loads(json.dumps(to_json(policy)))) == policy
-    assert policy.candidates(SUM)[1] == Step(float(given[1]), 0.0)
+    assert policy.candidates(SUM)[1] == Step(float(choices[1]), 0.0)
 
 
 @pytest.mark.parametrize("choice", [None, True, (), -1, 0.0, math.nan, math.inf, 10**400, "often", b"keep"])
@@ -237,8 +224,8 @@ def test_what_is_not_finite_is_told(text: str):
     for name, broken in itertools.product(policy.needs, (math.nan, math.inf, -math.inf)):
         signal = complete(policy, **{name: (broken,) * len(policy.candidates(SUM)) if name == PROBES else broken})
         assert ask(policy, state, signal) == Answer(state, not_finite=(name,))
-    one = {"pseudo_gradient_norm", "buffer_norm", "cosine"} - policy.needs
-    assert not ask(policy, state, complete(policy, **dict.fromkeys(one, math.nan))).not_finite
+    unneeded = {"pseudo_gradient_norm", "buffer_norm", "cosine"} - policy.needs
+    assert not ask(policy, state, complete(policy, **dict.fromkeys(unneeded, math.nan))).not_finite
 
 
 @pytest.mark.parametrize("text", [text for text in ALL if parse(text).needs - {PROBES}])
@@ -325,13 +312,13 @@ def test_first_cancellation_is_the_theory_s():
         sigmas = np.linspace(0.011, 0.999, 60)
         times = cancellation_periods(rule, sigmas, 1)[:, 0].tolist()
         for sigma, time in zip(sigmas.tolist(), times, strict=True):
-            found = first_cancellation(rule, sigma)
+            cancellation = first_cancellation(rule, sigma)
             if math.isnan(time):
-                assert found == (0.0 if sigma <= low else 2.0), (rule, sigma)
+                assert cancellation == (0.0 if sigma <= low else 2.0), (rule, sigma)
                 assert sigma <= low or sigma >= high
                 seen["slow" if sigma <= low else "overshoots"] += 1
             elif abs(time % 1 - 0.5) > 1e-9:
-                assert found == max(2, round(time)), (rule, sigma, time)
+                assert cancellation == max(2, round(time)), (rule, sigma, time)
                 seen["oscillates"] += 1
     assert min(seen.values()) > 50
     assert first_cancellation(OuterRule(1.0, 0.0), 0.5) == first_cancellation(SUM, 0.0) == 0.0
@@ -343,7 +330,7 @@ def test_first_cancellation_at_the_ends_of_the_interval():
     for momentum, nesterov, form in itertools.product(momenta, (False, True), ("sum", "ema")):
         unit = OuterRule(1.0, momentum, nesterov, form)  # type: ignore[arg-type]
         low, high = (float(end) for end in oscillatory_interval(unit))
-        for steps in range(-200, 200):
+        for steps in (*range(-12, 13), -200, -50, 50, 200):
             near = 1 + steps * 2.0**-52
             slow, fast = (
                 first_cancellation(OuterRule(lr * near, momentum, nesterov, form), 1.0)  # type: ignore[arg-type]
@@ -375,23 +362,14 @@ def test_tracked_finds_the_mode():
 def test_tracked_forgets_what_the_whole_cycle_does_not_bear_out():
     """An estimate from a part of the cycle, whose sums are not positive in the end, leaves the period as it is."""
     policy = Tracked(4)
-    state, told, restarted = policy.initial_state(), [], False
+    state, estimates, restarted = policy.initial_state(), [], False
     for number, (g, m) in enumerate([(1.0, 0.0), (0.5, 0.1), (10.0, 0.1), (1000.0, 0.1)], start=1):
         answer = ask(policy, state, RoundSignal(number, number, g, m, 1.0 if m else 0.0, rule=EMA))
         state, restarted = answer.state, answer.restarted
-        told.append("next" in state)
-    assert told == [False, True, False, False]
+        estimates.append("next" in state)
+    assert estimates == [False, True, False, False]
     assert restarted
     assert state["period"] == 4
-
-
-@pytest.mark.parametrize("size", [1e-140, 1e-60, 1e60, 1e130])
-def test_decisions_do_not_depend_on_the_scale(size: float):
-    """A rollout of another size restarts in the same rounds, also where squares of squares are no doubles."""
-    run = rollout(EMA, SIX, 40, "gradient")
-    other = rollout(EMA, SIX, 40, "gradient", initial=np.full(len(SIX), size))
-    assert run.restarts.any()
-    assert np.array_equal(other.restarts, run.restarts)
 
 
 def test_tracked_does_not_restart_what_does_not_oscillate():
@@ -433,11 +411,6 @@ def test_final_losses_of_note_r30(sigma: tuple[float, ...], rule: OuterRule, los
         assert_prints(rollout(rule, sigma, 60, text).loss[-1], printed)
 
 
-def test_speed_in_sum_form_fires_early():
-    """Six modes in sum form, speed: it fires at the note's round 3, which counts from 0 and gives its -2.8."""
-    assert np.flatnonzero(rollout(OuterRule(0.7, 0.9), SIX, 60, "speed").restarts)[0] == 3
-
-
 def test_losses_of_note_r29():
     """Averaged over the last 8 of 60 rounds, `tracked` has the note's losses of one mode and of six, as others have.
 
@@ -448,13 +421,5 @@ def test_losses_of_note_r29():
     run = rollout(EMA, SIX, 60, "tracked")
     assert_prints(run.loss[-8:].mean(), "-8.73")
     assert np.diff(np.flatnonzero(run.restarts), prepend=-1).tolist()[:6] == [3, 6, 6, 7, 9, 10]
-    tracked, fixed = (math.log10(rollout(EMA, BLOCKS, 60, one).loss[-8:].mean()) for one in ("tracked", 8))
+    tracked, fixed = (math.log10(rollout(EMA, BLOCKS, 60, policy).loss[-8:].mean()) for policy in ("tracked", 8))
     assert tracked < fixed
-
-
-def test_measuring_policies_are_named():
-    """The names above are those of the policies that measure: none has been forgotten."""
-    assert {parse(text).name for text in MEASURING} == {
-        *("gradient", "cosine", "norm", "speed", "opposed", "tracked", "cap", "bound", "auto"),
-    }
-    assert parse("tracked").first == 3  # type: ignore[attr-defined]

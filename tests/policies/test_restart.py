@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies import ALL
-from twophase.diloco.engine import DiLoCo
 from twophase.optim.outer import OuterSGD
 from twophase.optim.reference import ReferenceOuter
 from twophase.restart import (
@@ -127,22 +125,27 @@ def test_scheduled_policies_look_at_the_round_only(policy: RestartPolicy, number
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: Periodic(2.5), ["Periodic", "period is 2.5", "whole number"]),  # type: ignore[arg-type]
-        (lambda: Periodic(True), ["Periodic", "period is True", "whole number"]),
-        (lambda: Cycle(()), ["Cycle", "periods is empty", "cycle:5,6,10"]),
-        (lambda: AtRounds(()), ["AtRounds", "rounds is empty", "at:4,9"]),
-        (lambda: AtRounds((0,)), ["AtRounds", "round is 0", ">= 1"]),
-        (lambda: AtRounds((4, 4)), ["AtRounds", "(4, 4)", "increase", "repetitions"]),
-        (lambda: Soft(0, 0.2, 0.1), ["Soft", "period is 0", ">= 1"]),
-        (lambda: Soft(3, 0.2, -math.inf), ["Soft", "inject is -inf", "finite"]),
-        (lambda: Soft(3, 1e31, 0.1), ["Soft", "retain is 1e+31", "from -1e+30 to 1e+30", "soft:3:0.2:0.1"]),
-        (lambda: Soft(3, 0, -(10**31)), ["Soft", "inject is -1000", "from -1e+30 to 1e+30", "float32"]),
-        (lambda: Soft(3, 10**400, 0), ["Soft", "retain is 1000", "finite"]),
-        (lambda: Soft(3, "0.2", 0.1), ["Soft", "retain is '0.2'", "finite number"]),  # type: ignore[arg-type]
+        (lambda: Periodic(2.5), ["Periodic: period is 2.5", "whole number"]),  # type: ignore[arg-type]
+        (lambda: Periodic(True), ["Periodic: period is True", "whole number"]),
+        (lambda: Cycle(()), ["Cycle: periods is empty", "cycle:5,6,10"]),
+        (lambda: AtRounds(()), ["AtRounds: rounds is empty", "at:4,9"]),
+        (lambda: AtRounds((0,)), ["AtRounds: a round is 0", ">= 1"]),
+        (lambda: AtRounds((4, 4)), ["AtRounds: rounds (4, 4)", "repetitions"]),
+        (lambda: Soft(3, 0.2, -math.inf), ["Soft: inject is -inf", "from -1e+30 to 1e+30"]),
+        (lambda: Soft(3, 1e31, 0.1), ["Soft: retain is 1e+31", "from -1e+30 to 1e+30", "soft:3:0.2:0.1"]),
+        (lambda: Soft(3, 10**400, 0), ["Soft: retain is 1000"]),
+        (lambda: Soft(3, "0.2", 0.1), ["Soft: retain is '0.2'"]),  # type: ignore[arg-type]
+        (lambda: Soft(3, False, 0), ["Soft: retain is False"]),
+        (lambda: from_json({"kind": "sometimes"}), ["from_json: kind 'sometimes'", "never", "periodic"]),
+        (lambda: from_json({"kind": ["never"]}), ["from_json: kind ['never']"]),
+        (lambda: from_json({"period": 3}), ["from_json: kind None"]),
+        (lambda: from_json({"kind": "periodic"}), ["from_json: 'periodic' takes ['period'], got []"]),
+        (lambda: from_json({"kind": "periodic", "period": 3, "retain": 0}), ["got ['period', 'retain']"]),
+        (lambda: from_json({"kind": "periodic", "period": 0}), ["period is 0"]),
     ],
 )
 def test_impossible_values_say_what_to_do(build: Callable[[], object], words: list[str]):
-    """A value outside its range raises a ValueError with the policy, the argument, its value and the range."""
+    """A value or JSON object that is no policy raises a ValueError with the argument, its value and the range."""
     with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
         build()
     assert all(word in str(caught.value) for word in words), caught.value
@@ -206,13 +209,6 @@ def test_numbers_keep_their_writing(text: str):
     assert (back, str(back)) == (policy, text)
 
 
-def test_whole_and_other_numbers_are_equal():
-    """A policy of whole numbers equals that of the same floats, although each has a text of its own."""
-    assert parse("soft:3:1:0") == parse("soft:3:1.0:0.0") == Soft(3, 1, 0.0)
-    assert hash(parse("soft:3:1:0")) == hash(parse("soft:3:1.0:0.0"))
-    assert to_json(parse("soft:3:1:0")) == {"kind": "soft", "period": 3, "retain": 1, "inject": 0}
-
-
 @pytest.mark.parametrize("number", ["100000000000000000000", "-100000000000000000000", str(10**30), "1e30"])
 def test_coefficients_that_no_integer_of_a_tensor_holds(number: str):
     """A whole number beyond 64 bits does what the same float does, in the optimizer and its slow twin."""
@@ -235,11 +231,14 @@ def test_text_and_json_there_and_back(policy: RestartPolicy):
         assert (hash(back), str(back)) == (hash(policy), str(policy))
 
 
-def test_parse_takes_policies_and_periods():
-    """A policy comes back as it is; a whole number is a period; the long name of a periodic restart works too."""
-    policy = Soft(3, 0.2, 0.1)
+def test_what_parse_takes_and_from_json_leaves():
+    """A policy is returned as it is, a whole number is a period; a JSON object can be read again."""
+    policy, data = Soft(3, 1, 0.0), {"kind": "cycle", "periods": [5, 6]}
     assert parse(policy) is policy
+    assert parse("soft:3:1:0") == parse("soft:3:1.0:0.0") == policy
+    assert hash(parse("soft:3:1:0")) == hash(parse("soft:3:1.0:0.0"))
     assert parse(4) == parse("4") == parse("periodic:4") == Periodic(4)
+    assert from_json(data) == from_json(data) == Cycle((5, 6))
 
 
 @pytest.mark.parametrize(
@@ -250,31 +249,22 @@ def test_parse_takes_policies_and_periods():
         ("--3", ["'--3'", "never"]),
         ("²", ["'²'", "never"]),
         ("3.0", ["'3.0'", "a period such as 3"]),
-        ("0", ["period is 0", ">= 1"]),
         ("-3", ["period is -3", ">= 1"]),
         ("never:3", ["'never:3'", "wrong number of values", "write never"]),
         ("soft:3:0.2", ["'soft:3:0.2'", "wrong number of values", "soft:PERIOD:RETAIN:INJECT"]),
-        ("soft:3:0.2:0.1:9", ["wrong number of values", "soft:PERIOD:RETAIN:INJECT"]),
         ("soft:3:lots:0.1", ["'lots'", "not a number"]),
-        ("soft:3:nan:0.1", ["retain is nan", "finite"]),
+        ("soft:3:nan:0.1", ["retain is nan"]),
         ("soft:2.5:0:0", ["period is 2.5", "whole number"]),
         ("cycle", ["'cycle'", "whole numbers separated by commas"]),
-        ("cycle:", ["'cycle:'", "whole numbers separated by commas"]),
         ("cycle:5,,6", ["'cycle:5,,6'", "whole numbers separated by commas"]),
         ("cycle:5:6", ["'cycle:5:6'", "whole numbers separated by commas"]),
         ("cycle:5,0", ["period is 0", ">= 1"]),
-        ("at:4,x", ["'at:4,x'", "whole numbers separated by commas"]),
-        ("at:9,4", ["(9, 4)", "increase"]),
         ("cosine:1.5", ["Cosine: threshold is 1.5", "from -1 to 1", "cosine:0.2"]),
-        ("cosine", ["'cosine'", "wrong number of values", "cosine:THRESHOLD"]),
-        ("gradient:0", ["'gradient:0'", "wrong number of values", "write gradient"]),
         ("norm:0", ["NormRatio: ratio is 0", "above 0", "norm:1.5"]),
         ("norm:1" + 310 * "0", ["NormRatio: ratio is 1000", "finite number above 0"]),
-        ("probe:keep,1e31", ["Probe: candidate '1e31'", "above 0"]),
         ("norm:inf", ["NormRatio: ratio is inf", "finite number above 0", "norm:1.5"]),
-        ("norm:x", ["'norm:x'", "'x' is not a number", "norm:RATIO"]),
         ("loss:", ["'loss:'", "'' is not a number", "loss:RETAIN"]),
-        ("loss:1", ["LossTest: retain is 1", "[0, 1)", "loss:0.5"]),
+        ("loss:1", ["LossTest: retain is 1", "loss:0.5"]),
         ("tracked:1", ["Tracked: first is 1", "whole number >= 2"]),
         ("cap:-1", ["GainCap: gain is -1", "above 0", "cap:1"]),
         ("bound:0.0", ["BufferBound: ratio is 0.0", "above 0", "bound:1.5"]),
@@ -282,12 +272,10 @@ def test_parse_takes_policies_and_periods():
         ("debiased:-1", ["Debiased: period is -1", "whole number >= 0"]),
         ("lookahead:1.1:0", ["LookAheadGate: early is 1.1", "from 0 to 1", "lookahead:0.1:0.1"]),
         ("lookahead:0:-1", ["LookAheadGate: late is -1", "from 0 to 1", "lookahead:0.1:0.1"]),
-        ("lookahead:0.1", ["wrong number of values", "lookahead:EARLY:LATE"]),
         ("probe", ["probe:keep,average"]),
         ("probe:keep", ["Probe: candidates are keep", "two different", "probe:keep,average"]),
         ("probe:keep,keep", ["Probe: candidates are keep,keep", "two different", "probe:keep,average"]),
         ("probe:keep,often", ["Probe: candidate 'often'", "keep, drop, half, average, fresh", "1.3"]),
-        ("probe:keep,-1", ["Probe: candidate '-1'", "above 0"]),
     ],
 )
 def test_bad_texts_say_what_to_write(text: str, words: list[str]):
@@ -295,31 +283,6 @@ def test_bad_texts_say_what_to_write(text: str, words: list[str]):
     with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
         parse(text)
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ({"kind": "sometimes"}, ["'sometimes'", "never", "periodic"]),
-        ({"period": 3}, ["kind None", "periodic"]),
-        ({"kind": ["never"]}, ["['never']", "periodic"]),
-        ({"kind": "periodic"}, ["'periodic'", "['period']", "[]"]),
-        ({"kind": "periodic", "period": 3, "retain": 0}, ["'periodic'", "['period']", "['period', 'retain']"]),
-        ({"kind": "periodic", "period": 0}, ["period is 0"]),
-    ],
-)
-def test_bad_json_says_what_is_wrong(data: dict[str, Any], words: list[str]):
-    """JSON of no policy raises a ValueError that names the kind or the fields."""
-    with pytest.raises(ValueError, match=re.escape(words[0])) as caught:
-        from_json(data)
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_from_json_leaves_its_argument_alone():
-    """Reading a JSON object does not change it, so it can be read again."""
-    data = {"kind": "cycle", "periods": [5, 6]}
-    assert from_json(data) == from_json(data) == Cycle((5, 6))
-    assert data == {"kind": "cycle", "periods": [5, 6]}
 
 
 # --- conversion ---------------------------------------------------------------------------------------------------
@@ -390,10 +353,12 @@ def test_soft_injection_scales_with_the_buffer():
 
 @given(RULES, POLICIES, st.integers(1, 60))
 def test_gain_is_the_mean_step_on_a_constant_gradient(rule: OuterRule, policy: RestartPolicy, rounds: int):
-    """The gain is the distance that a constant unit pseudo-gradient moves x, over the number of rounds."""
+    """The gain is the distance that a constant unit pseudo-gradient moves x, over the rounds, in either form."""
     expected = -trajectory(rule, policy, [1.0] * rounds)[-1] / rounds
     scale = max(map(abs, trajectory_bound(rule, policy, rounds))) / rounds
-    assert mean_outer_gain(rule, policy, rounds) == pytest.approx(expected, rel=1e-12, abs=1e-13 * scale)
+    other = convert(rule, policy, "ema" if rule.form == "sum" else "sum")
+    for gain in (mean_outer_gain(rule, policy, rounds), mean_outer_gain(*other, rounds)):
+        assert gain == pytest.approx(expected, rel=1e-12, abs=1e-13 * scale)
 
 
 @given(RULES, st.one_of(st.just(Never()), st.builds(Periodic, PERIOD)), st.integers(1, 60))
@@ -403,16 +368,6 @@ def test_gain_in_closed_form(rule: OuterRule, policy: RestartPolicy, rounds: int
     ages = [(t - 1) % policy.period + 1 if isinstance(policy, Periodic) else t for t in range(1, rounds + 1)]
     mean = math.fsum(1 - b ** (age + rule.nesterov) for age in ages) / rounds
     assert mean_outer_gain(rule, policy, rounds) == pytest.approx(rule.to("ema").lr * mean, rel=1e-12)
-
-
-@given(RULES, POLICIES, st.integers(1, 60))
-def test_gain_does_not_depend_on_the_form(rule: OuterRule, policy: RestartPolicy, rounds: int):
-    """The gain of a converted rule and policy is the gain."""
-    other = convert(rule, policy, "ema" if rule.form == "sum" else "sum")
-    scale = max(map(abs, trajectory_bound(rule, policy, rounds))) / rounds
-    assert mean_outer_gain(rule, policy, rounds) == pytest.approx(
-        mean_outer_gain(*other, rounds), rel=1e-12, abs=1e-13 * scale
-    )
 
 
 def test_gain_numbers_of_the_engines_note():
@@ -458,111 +413,13 @@ def test_new_policy_has_text_and_json(norm_ratio):
         parse("sometimes")
 
 
-def test_new_policy_in_every_engine(norm_ratio):
-    """One adaptive policy restarts OuterSGD, ReferenceOuter and DiLoCo in the same rounds and moves them alike."""
-    rule, policy = OuterRule(0.4, 0.8, nesterov=True), norm_ratio(1.5, 2)
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(5, dtype=torch.float64, generator=generator)
-    gradients = [0.9**t * torch.randn(5, dtype=torch.float64, generator=generator) + start for t in range(20)]
-
-    reference = ReferenceOuter([start], rule, policy)
-    param = torch.nn.Parameter(start.clone())
-    outer = OuterSGD.from_rule([param], rule, policy)
-    module = torch.nn.ParameterDict({"x": torch.nn.Parameter(start.clone())})
-    engine = DiLoCo(module, rule, restart=policy, inner_steps=1)
-    fired: dict[str, list[int]] = {"reference": [], "outer": [], "engine": []}
-    for number, g in enumerate(gradients, start=1):
-        reference.round([g])
-        param.grad = g.clone()
-        before = outer.param_groups[0]["restarts"]
-        outer.step()
-        with torch.no_grad():
-            module["x"].sub_(g)
-        report = engine.step()
-        assert report is not None
-        if reference.age == 1 and number > 1:
-            fired["reference"].append(number)
-        if outer.param_groups[0]["restarts"] > before:
-            fired["outer"].append(number)
-        if report.restarted:
-            fired["engine"].append(number)
-        torch.testing.assert_close(param.detach(), reference.x[0], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(module["x"].detach(), reference.x[0], rtol=1e-12, atol=1e-12)
-    assert 2 <= len(fired["outer"]) < 19
-    assert fired["reference"] == fired["outer"] == fired["engine"]
-    assert outer.param_groups[0]["policy_state"] == pytest.approx(reference.policy_state)
-
-
-@pytest.mark.parametrize("saved_after", [1, 3, 4, 5, 8])
-def test_new_policy_resumes_with_its_memory(norm_ratio, saved_after: int):
-    """Saved after any round and loaded elsewhere, a stateful policy decides as if nothing had happened."""
-    generator = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(6, generator=generator) + 1 for _ in range(14)]
-
-    def run(outer: OuterSGD, param: torch.Tensor, part: list[torch.Tensor]) -> None:
-        for g in part:
-            param.grad = g
-            outer.step()
-
-    whole = torch.nn.Parameter(torch.zeros(6))
-    straight = OuterSGD([whole], 0.5, 0.9, restart=norm_ratio(1.5, 2))
-    run(straight, whole, gradients)
-
-    first = torch.nn.Parameter(torch.zeros(6))
-    outer = OuterSGD([first], 0.5, 0.9, restart=norm_ratio(1.5, 2))
-    run(outer, first, gradients[:saved_after])
-    file = io.BytesIO()
-    torch.save({"x": first.detach(), "outer": outer.state_dict()}, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    second = torch.nn.Parameter(loaded["x"])
-    resumed = OuterSGD([second], 0.5, 0.9, restart="norm-ratio:1.5:2")
-    resumed.load_state_dict(loaded["outer"])
-    run(resumed, second, gradients[saved_after:])
-
-    assert torch.equal(second, whole)
-    assert straight.param_groups[0]["restarts"] >= 3
-    for key in ("rounds", "rounds_since_restart", "restarts", "policy_state"):
-        assert resumed.param_groups[0][key] == straight.param_groups[0][key]
-
-
-def test_policy_that_needs_a_value_of_the_caller(register_policy):
-    """A policy may need a value that the caller promises and passes; without it the round has not happened."""
-
-    @register_policy("test-loss")
-    @dataclass(frozen=True, slots=True)
-    class AboveLoss(RestartPolicy):
-        bound: float
-        needs: ClassVar[frozenset[str]] = frozenset({"loss"})
-
-        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-            assert signal.extra is not None
-            return state, Restart() if signal.extra["loss"] > self.bound else None
-
-    param = torch.nn.Parameter(torch.ones(2))
-    param.grad = torch.ones(2)
-    told = r"test-loss:2\.0 needs loss; pass them to step\(signals=\.\.\.\)"
-    with pytest.raises(ValueError, match=told + r".* promise it at construction with signals=\['loss'\]"):
-        OuterSGD([param], 0.1, 0.9, restart=AboveLoss(2.0), signals=["other"])
-    outer = OuterSGD([param], 0.1, 0.9, restart=AboveLoss(2.0), signals=["loss"])
-    with pytest.raises(ValueError, match=told):
-        outer.step()
-    assert outer.param_groups[0]["rounds"] == 0
-    assert torch.equal(param, torch.ones(2))
-    outer.step(signals={"loss": 1.0})
-    assert (outer.param_groups[0]["rounds"], outer.param_groups[0]["restarts"]) == (1, 0)
-    outer.step(signals={"loss": 3.0})
-    assert (outer.param_groups[0]["rounds"], outer.param_groups[0]["restarts"]) == (2, 1)
-    assert outer.state[param]["momentum_buffer"].count_nonzero() == 0
-
-
 def test_names_are_taken_once():
     """A second policy of the same name is refused by name, with the remedy, and the first one stays."""
     other = type("Other", (RestartPolicy,), {"decide": Never.decide})
     twin = type("Periodic", (RestartPolicy,), {"decide": Never.decide})
-    told = r"register: .* named 'periodic' exists already \(twophase\.policies\.scheduled\.Periodic\); choose another"
+    taken = r"register: .* named 'periodic' exists already \(twophase\.policies\.scheduled\.Periodic\); choose another"
     for cls in (other, twin):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=taken):
             register("periodic")(cls)
     assert parse("periodic:3") == Periodic(3)
 
@@ -617,7 +474,7 @@ def test_unregistered_policies_are_refused(register_policy):
 
 
 def test_modules_with_policies_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register_policy):
-    """`TWOPHASE_POLICIES` makes another program's policies known, here and in the command line's own process."""
+    """`TWOPHASE_POLICIES` makes another program's policies known, when a text first names one."""
     (tmp_path / "theirs.py").write_text(
         "from dataclasses import dataclass\n"
         "from twophase.restart import Restart, RestartPolicy, register\n\n"
@@ -630,7 +487,6 @@ def test_modules_with_policies_of_others(tmp_path: Path, monkeypatch: pytest.Mon
     )
     (tmp_path / "broken.py").write_text("import a_module_that_is_nowhere\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with pytest.raises(ValueError, match=r"test-theirs:4' is not known.*TWOPHASE_POLICIES .* names modules"):
         parse("test-theirs:4")
     monkeypatch.setenv("TWOPHASE_POLICIES", "broken")
@@ -640,15 +496,11 @@ def test_modules_with_policies_of_others(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TWOPHASE_POLICIES", " theirs ,")
     register_policy("test-theirs")  # so that it is forgotten in the end
     assert str(parse("test-theirs:4")) == "test-theirs:4"
-    words = ["train", "--outer.restart", "test-theirs:4", "--print-config"]
-    done = subprocess.run([sys.executable, "-m", "twophase", *words], capture_output=True, text=True, check=False)
-    assert "restart: test-theirs:4" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("text", ["opposed", "soft", "auto"])
-def test_every_process_finds_the_policies(text: str):
-    """A fresh process refuses a study's policy and names the remedy; a study's workers know it; names are not taken."""
-    code = f"""
+def test_every_process_finds_the_policies():
+    """A fresh process refuses a study's policy and names the remedy; a study's workers have it; names are not taken."""
+    code = """
 import os
 from twophase.restart import Never, parse, register
 try:
@@ -659,11 +511,12 @@ from twophase.studies.policies import share_with_workers
 share_with_workers()
 share_with_workers()
 print(os.environ["TWOPHASE_POLICIES"], parse("opposed"))
-try:
-    register({text!r})(type("Mine", (Never,), {{}}))
-except ValueError as error:
-    print("exists already" in str(error))
+for name in ("opposed", "soft", "auto"):
+    try:
+        register(name)(type("Mine", (Never,), {}))
+    except ValueError as error:
+        print("exists already" in str(error))
 """
     bare = {name: value for name, value in os.environ.items() if name != "TWOPHASE_POLICIES"}
     ended = subprocess.run([sys.executable, "-c", code], env=bare, capture_output=True, text=True, check=True)
-    assert ended.stdout.split() == ["twophase.studies.policies", "opposed", "True"]
+    assert ended.stdout.split() == ["twophase.studies.policies", "opposed", "True", "True", "True"]

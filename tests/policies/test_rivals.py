@@ -72,8 +72,8 @@ def test_bound_written_out():
     """The buffer is shortened to the bound and keeps its direction; that counts as no restart."""
     rows = [{"pseudo_gradient_norm": g, "buffer_norm": m} for g, m in [(1, 0), (1, 1.5), (1, 3.0), (2, 12.0), (0, 4)]]
     answers = asked("bound:1.5", rows)
-    found = [None if answer.restart is None else answer.restart.retain for answer in answers]
-    assert found == [None, None, 0.5, 0.25, 0.0]
+    restarts = [None if answer.restart is None else answer.restart.retain for answer in answers]
+    assert restarts == [None, None, 0.5, 0.25, 0.0]
     assert all(answer.restart is None or not answer.restart.counts for answer in answers)
     assert all(answer.restart is None or answer.restart.before for answer in answers)
     assert fired(answers) == []
@@ -95,8 +95,8 @@ def test_bound_holds(rule: OuterRule):
 def test_slowmo_written_out():
     """The buffer is rescaled by the ratio of the learning rates where they differ, from the second round on."""
     answers = asked("slowmo", [{"inner_lr": lr} for lr in (0.1, 0.2, 0.2, 0.05, 0.0, 0.1)])
-    found = [None if answer.restart is None else answer.restart for answer in answers]
-    assert found == [
+    restarts = [None if answer.restart is None else answer.restart for answer in answers]
+    assert restarts == [
         *(None if ratio is None else Restart(ratio, before=True, counts=False) for ratio in (None, 2.0, None, 0.25, 0)),
         None,
     ]

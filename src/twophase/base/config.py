@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,45 +27,42 @@ LATER = {"twophase": "later"}
 configuration from before has the same fingerprint, and its runs are found and resumed."""
 
 
-def to_tree(config: Any) -> Tree:
-    """The configuration as nested dictionaries of plain values (tuples become lists); see `LATER`."""
-    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
-    return {
-        field.name: _plain(value, field.default)
-        for field, value in values
-        if not (field.metadata == LATER and value == field.default)
-    }
+def to_tree(config: Any, *, every: bool = False) -> Tree:
+    """Return the configuration as nested dictionaries of plain values (tuples become lists).
 
-
-def _plain(value: Any, default: Any) -> Any:
-    if isinstance(default, float) and type(value) is int:
-        return float(value)  # a learning rate of 1 and one of 1.0 are one configuration
-    if dataclasses.is_dataclass(value):
-        return to_tree(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value by its dotted path, also those that `to_tree` leaves out."""
-    values: dict[str, Any] = {}
+    Args:
+        config: the configuration.
+        every: also the values that `LATER` leaves out.
+    """
+    tree: Tree = {}
     for field in dataclasses.fields(config):
-        value, path = getattr(config, field.name), f"{prefix}{field.name}"
-        values |= (
-            values_of(value, f"{path}.") if dataclasses.is_dataclass(value) else {path: _plain(value, field.default)}
-        )
-    return values
+        value = getattr(config, field.name)
+        if field.metadata == LATER and value == field.default and not every:
+            continue
+        if dataclasses.is_dataclass(value):
+            value = to_tree(value, every=every)
+        elif isinstance(field.default, float) and type(value) is int:
+            value = float(value)  # a learning rate of 1 and one of 1.0 are one configuration
+        tree[field.name] = list(value) if isinstance(value, tuple) else value
+    return tree
 
 
-def from_tree(cls: type[C], tree: Mapping[str, Any]) -> C:
-    """The configuration that `to_tree` wrote, checked for names.
+def values_of(config: Any) -> dict[str, Any]:
+    """Return every value by its dotted path, also those that `to_tree` leaves out."""
+    return flatten(to_tree(config, every=True))
+
+
+def from_tree(cls: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
+    """Return the configuration that `to_tree` wrote.
+
+    Args:
+        cls: its class; a value that the tree lacks must be one of `LATER`.
+        tree: nested dictionaries.
+        prefix: the path of the tree, for messages.
 
     Raises:
         UsageError: names that `cls` does not have, or lacks.
     """
-    return _from_tree(cls, tree, "")
-
-
-def _from_tree(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
     default = cls()
     names = {field.name for field in dataclasses.fields(cls)}
     later = {field.name for field in dataclasses.fields(cls) if field.metadata == LATER}
@@ -75,7 +73,7 @@ def _from_tree(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
     for name in tree:
         value, model = tree[name], getattr(default, name)
         if dataclasses.is_dataclass(model):
-            value = _from_tree(type(model), value, f"{prefix}{name}.")
+            value = from_tree(type(model), value, f"{prefix}{name}.")
         elif isinstance(model, tuple):
             value = tuple(value)
         elif isinstance(model, float):
@@ -85,7 +83,7 @@ def _from_tree(cls: Any, tree: Mapping[str, Any], prefix: str) -> Any:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one dictionary from dotted path to value.
+    """Return nested dictionaries as one dictionary from dotted path to value.
 
     >>> flatten({"outer": {"lr": 0.7}, "seed": 0})
     {'outer.lr': 0.7, 'seed': 0}
@@ -100,40 +98,39 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def get(config: Any, path: str) -> Any:
-    """The value at a dotted path."""
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
+    """Return the value at a dotted path."""
+    return operator.attrgetter(path)(config)
 
 
-def with_values(config: C, values: Mapping[str, Any]) -> C:
-    """A copy of the configuration with the values at some dotted paths replaced.
+def with_values(config: C, values: Mapping[str, Any], prefix: str = "") -> C:
+    """Return a copy of the configuration with the values at some dotted paths replaced.
+
+    Args:
+        config: the configuration.
+        values: from path to value.
+        prefix: the path of the configuration, for messages.
 
     Raises:
         UsageError: a path that the configuration does not have.
     """
     for path, value in values.items():
-        config = _with_value(config, path.split("."), value, path)
+        head, dot, rest = path.partition(".")
+        if not dataclasses.is_dataclass(config) or head not in {field.name for field in dataclasses.fields(config)}:
+            raise UsageError(f"there is no configuration value {prefix + path!r}")
+        inner = with_values(getattr(config, head), {rest: value}, f"{prefix}{head}.") if dot else value
+        config = dataclasses.replace(config, **{head: inner})  # type: ignore[type-var]
     return config
 
 
-def _with_value(config: Any, names: list[str], value: Any, path: str) -> Any:
-    head, *rest = names
-    if not dataclasses.is_dataclass(config) or head not in {field.name for field in dataclasses.fields(config)}:
-        raise UsageError(f"there is no configuration value {path!r}")
-    inner = _with_value(getattr(config, head), rest, value, path) if rest else value
-    return dataclasses.replace(config, **{head: inner})  # type: ignore[type-var]
-
-
 def fingerprint(config: Any) -> str:
-    """Twelve hexadecimal digits that identify a configuration, or its tree: SHA-256 of the tree's canonical JSON."""
+    """Return twelve hexadecimal digits of a configuration, or its tree: SHA-256 of the tree's canonical JSON."""
     tree = to_tree(config) if dataclasses.is_dataclass(config) else config
     text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def differences(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """What differs between two trees, one phrase a value: `outer.lr is 0.7 there, 0.9 here`."""
+    """Return what differs between two trees, one phrase a value: `outer.lr is 0.7 there, 0.9 here`."""
     here, there = flatten(values), flatten(others)
     return [
         f"{path} is {there.get(path, 'not set')} there, {here.get(path, 'not set')} here"
@@ -143,24 +140,17 @@ def differences(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[st
 
 
 def dump_yaml(config: Any, *, every: bool = False) -> str:
-    """The configuration as YAML, in the order of its fields.
+    """Return the configuration as YAML, in the order of its fields.
 
     Args:
         config: the configuration.
         every: write also what `to_tree` leaves out, for people; a file that is compared must not have it.
     """
-    tree = to_tree(config)
-    for path, value in values_of(config).items() if every else ():
-        *scope, leaf = path.split(".")
-        place = tree
-        for name in scope:
-            place = place[name]
-        place[leaf] = value
-    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=120)
+    return yaml.safe_dump(to_tree(config, every=every), sort_keys=False, default_flow_style=False, width=120)
 
 
 def load_yaml(path: Path) -> Tree:
-    """The mapping that a YAML file holds.
+    """Return the mapping that a YAML file holds.
 
     Raises:
         UsageError: a file that is missing, unreadable, not YAML, or not a mapping.
@@ -189,16 +179,18 @@ def check_tree(tree: Mapping[str, Any], default: Any, where: str) -> None:
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(defaults)}"
             raise UsageError(f"{where}: {path} is no value of the configuration; {hint}")
         like = defaults[path]
-        kind = "true or false" if isinstance(like, bool) else "a list" if isinstance(like, list) else "one value"
-        fits = {"true or false": isinstance(value, bool), "a list": isinstance(value, list)}.get(
-            kind, isinstance(value, (int, float, str)) and not isinstance(value, bool)
-        )
+        if isinstance(like, bool):
+            kind, fits = "true or false", isinstance(value, bool)
+        elif isinstance(like, list):
+            kind, fits = "a list", isinstance(value, list)
+        else:
+            kind, fits = "one value", isinstance(value, (int, float, str)) and not isinstance(value, bool)
         if not fits:
             raise UsageError(f"{where}: {path} is {value!r}; write {kind}, for example {json.dumps(like)}")
 
 
 def to_arguments(tree: Mapping[str, Any]) -> list[str]:
-    """A YAML tree as the command-line words that set the same values.
+    """Return the command-line words that set the same values as a YAML tree.
 
     >>> to_arguments({"outer": {"lr": 0.7, "nesterov": True}})
     ['--outer.lr', '0.7', '--outer.nesterov']
@@ -227,7 +219,7 @@ def _spelt_out(words: list[str], default: Any) -> list[str]:
 
 
 def parse_arguments(default: C, words: Sequence[str], *, prog: str, description: str = "") -> C:
-    """Command-line words on top of a default configuration, by tyro.
+    """Parse command-line words on top of a default configuration, by tyro.
 
     Ends the process with status 2 and tyro's message (which names the option, the value and, for a misspelt name, the
     nearest ones) when the words do not fit.

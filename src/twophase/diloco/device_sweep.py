@@ -131,7 +131,7 @@ class DeviceSweep:
         gg, mm, gm = products.sum(0).tolist()
         return gg, mm, gm
 
-    def run(self, update: Update) -> Dots | None:
+    def run(self, update: Update, restart: Restart | None) -> Dots | None:
         """Take the round, and read inner products and digests in one transfer."""
         programs = [_programs(offset, numel) for offset, numel in self.slots]
         products = torch.empty(sum(programs), 3, dtype=torch.float64, device=self.x.device)
@@ -139,7 +139,7 @@ class DeviceSweep:
         sums = torch.zeros(rows, -(-len(self.x) // DIGEST_ELEMENTS), dtype=torch.int64, device=self.x.device)
         first = 0
         for number, count in enumerate(programs):
-            self._step(number, update, products[first : first + count], sums)
+            self._step(number, update, restart, products[first : first + count], sums)
             first += count
         # The only place where a round waits for the device, but for a policy that decides by the inner products.
         words = torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]).tolist()
@@ -149,11 +149,12 @@ class DeviceSweep:
             self.digits[name] = joined_digits(len(self.x), pieces)
         return (gg, mm, gm) if self.measure else None
 
-    def _step(self, number: int, update: Update, products: Tensor, sums: Tensor) -> None:
+    def _step(self, number: int, update: Update, restart: Restart | None, products: Tensor, sums: Tensor) -> None:
         """Launch the round of one parameter."""
         offset, numel = self.slots[number]
         end = offset + numel
-        restart = update.before or update.after or Restart(1.0)
+        phase = 0 if restart is None else 1 if restart.before else 2
+        restart = restart or Restart(1.0)
         reads = [self.x[offset:end], self.g[offset:end]]
         writes = [self.x[offset:end], *(params[number] for params in self.replicas)]
         if self.m is not None:
@@ -162,27 +163,27 @@ class DeviceSweep:
         if self.divisor > 1:
             writes += [self.g[offset:end]]
         m = self.g if self.m is None else self.m
-        coefficients = *update.coefficients(), restart.retain, restart.inject
-        along_g, along_m, along_new, mix_m, _ = update.coefficients()
+        along_g, along_m, along_new, mix_m, mix_g = coefficients(update)
+        factors = along_g, along_m, along_new, mix_m, mix_g, restart.retain, restart.inject
         _launch(
             self.kernels.outer_round,
             len(products),
             (
                 *(self.x, self.g, m, *self._of_parameter(number)),
                 *(products, sums[0], sums[-1], offset, end, float(self.divisor)),
-                *map(float, coefficients),
+                *map(float, factors),
             ),
             reads=reads,
             writes=writes,
             MOMENTUM=self.m is not None,
             FRESH=update.fresh,
-            RESTART=1 if update.before else 2 if update.after else 0,
+            RESTART=phase,
             OPPOSED=restart.opposed,
             DROPS=restart.retain == 0,
             ALONG_G=along_g != 0,
             ALONG_M=along_m != 0,
             ALONG_NEW=along_new != 0,
-            KEEPS=mix_m != 0 and not update.rule.fresh,
+            KEEPS=mix_m != 0 and not update.fresh,
             REPLICAS=len(self.replicas),
             DIVIDE=self.divisor > 1,
             PROVE=len(sums) > 1,
@@ -238,6 +239,18 @@ def _sweep_of(fragment: Fragment, momentum: Tensor | None, *, restore: bool, pro
     )
 
 
+def coefficients(update: Update) -> tuple[float, float, float, float, float]:
+    """Return A, B, C, c and d of `m <- c m_0 + d g` and `x <- x - A g - B m_0 - C m`."""
+    c, d = update.mixing
+    if update.step is not None:
+        return update.step.along_g, update.step.along_m, 0.0, c, d
+    if update.momentum == 0:
+        return update.lr, 0.0, 0.0, 0.0, 1.0
+    if update.nesterov:
+        return update.lr * d, 0.0, update.lr * update.momentum, c, d
+    return 0.0, 0.0, update.lr, c, d
+
+
 def _programs(offset: int, numel: int) -> int:
     """Programs for the elements of a parameter; their blocks lie at multiples of a block's size."""
     return (offset + numel - 1) // _BLOCK - offset // _BLOCK + 1
@@ -278,7 +291,7 @@ def _try(module: ModuleType, device: torch.device) -> None:
     x, m, theta = x.to(device), m.to(device), theta[:numel].to(device)
     sweep = DeviceSweep(module, x, torch.zeros_like(x), m, [m], [(0, numel)], [[theta]], 3, prove=True, measure=True)
     sweep.write_pseudo_gradient()
-    sweep.run(Update(0.5, 0.9, True, "sum", False, None, Restart(0.25, 0.5)))
+    sweep.run(Update(0.5, 0.9, True, "sum"), Restart(0.25, 0.5))
     for name, result, reference in zip(("anchor", "buffer"), (x, m), expected, strict=True):
         if not torch.allclose(result[:numel].cpu(), reference, rtol=1e-5, atol=1e-5):
             raise RuntimeError(f"the {name} differs from the same arithmetic in torch")

@@ -1,11 +1,11 @@
-"""The way on which a replica that comes late is given another's state: one TCP connection, tensors and numbers only.
+"""Give a late replica the state of another one over a TCP connection: tensors and numbers only.
 
-The receiver builds nothing but tensors, numbers, text and containers of them from what it reads
-(`torch.load(weights_only=True)`'s reader), so that a connection to a wrong or hostile process cannot run code. There is
-neither authentication nor encryption: it is for a trusted network.
+The receiver builds nothing but tensors, numbers, text and containers of them, by the reader of
+`torch.load(weights_only=True)`, so a connection to a wrong or hostile process cannot run code. There is neither
+authentication nor encryption: it is for a trusted network.
 
-The giver copies nothing: it sends its live tensors, which it does not change before all have what they need. So all
-wait for a heal, and one that would take longer than they do is told so (`TooSlow`) after its first try.
+The donor copies nothing: it sends its live tensors, which it does not change before all have what they need. So all
+wait for a heal, and one that would take longer ends with `TooSlow` after its first try.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TooSlow(ConnectionError):  # noqa: N818 - it says what there is
 
 
 def bytes_of(value: Any, path: str = "state") -> int:
-    """Bytes of the tensors in a state.
+    """Return the bytes of the tensors in a state.
 
     Raises:
         ValueError: something in it is neither tensor, number nor text, and would be refused by the receiver.
@@ -52,25 +52,29 @@ def bytes_of(value: Any, path: str = "state") -> int:
     return 0
 
 
-class Healing:
-    """Gives this replica's state to others, and takes theirs; what torchft calls a checkpoint transport.
+class Healing(socketserver.ThreadingTCPServer):
+    """Give this replica's state to others and take theirs; what torchft calls a checkpoint transport.
 
     Args:
         address: the IPv4 address to listen on, and on which others reach it.
-        timeout: seconds that either side waits for the other.
+        patience: seconds that either side waits for the other.
     """
 
-    def __init__(self, address: str, timeout: float) -> None:
-        self._timeout = timeout
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, address: str, patience: float) -> None:
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
+        self._patience = patience
         self._changed = threading.Condition()
         self._offer: tuple[int, Mapping[str, Any]] | None = None
         self._open: set[socket.socket] = set()
-        self._server = _Server((address, 0), _handler(self, timeout))
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def metadata(self) -> str:
-        """Where others find it."""
-        host, port = self._server.server_address[:2]
+        """Return the address on which others find it."""
+        host, port = self.server_address[:2]
         return f"{host}:{port}"
 
     def send_checkpoint(
@@ -83,19 +87,20 @@ class Healing:
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """Offer nothing any longer, and cut readers off: what they would get may change from now on."""
+        """End the offer, and cut readers off: what they would get may change from now on."""
         with self._changed:
             self._offer = None
             for connection in self._open:
-                _shut(connection)
+                with suppress(OSError):  # it is closed already
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Mapping[str, Any]:
-        """The state that another offers for this step.
+        """Return the state that another replica offers for this step.
 
         Raises:
-            TooSlow: it was not whole when the time was over, or when the giver would wait no longer, and at that pace
-                would not have been; says how much had come, and how long it would take.
-            OSError: there is no such state, or the giver has gone.
+            TooSlow: it was not whole when the time was over, or when the donor stopped waiting, and at that pace would
+                not have been; says how much had come, and how long it would take.
+            OSError: there is no such state, or the donor has gone.
         """
         del src_rank
         host, _, port = metadata.rpartition(":")
@@ -119,49 +124,28 @@ class Healing:
         """Stop listening."""
         del wait
         self.disallow_checkpoint()
-        self._server.shutdown()
-        self._server.server_close()
+        super().shutdown()
+        self.server_close()
 
-    def _serve(self, connection: socket.socket, stream: Any) -> None:
-        step = int(connection.makefile("rb").readline(32))
-        with self._changed:  # the other may be quicker than our own offer
-            if not self._changed.wait_for(lambda: self._offer is not None, self._timeout):
-                return
-            assert self._offer is not None
-            offered, state = self._offer
-            if offered != step:
-                return
-            self._open.add(connection)
-        try:
-            stream.write(_GREETING + b"%d\n" % bytes_of(state))
-            _streaming_save(state, stream)
-        except OSError:
-            pass  # the other has gone, or was cut off
-        finally:
-            with self._changed:
-                self._open.discard(connection)
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-
-def _handler(healing: Healing, seconds: float) -> type[socketserver.BaseRequestHandler]:
-    class Handler(socketserver.StreamRequestHandler):
-        timeout = seconds
-        wbufsize = 1 << 20
-
-        def handle(self) -> None:
-            with suppress(OSError, ValueError):  # the peer speaks another protocol
-                healing._serve(self.connection, self.wfile)
-
-        def finish(self) -> None:
-            with suppress(OSError):
-                super().finish()
-
-    return Handler
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Send the offered state to one reader; `socketserver` calls this on a thread for each."""
+        del client_address
+        request.settimeout(self._patience)
+        with suppress(OSError, ValueError):  # the reader has gone, was cut off, or speaks another protocol
+            step = int(request.makefile("rb").readline(32))
+            with self._changed:  # the reader may be quicker than the offer
+                self._changed.wait_for(lambda: self._offer is not None, self._patience)
+                if self._offer is None or self._offer[0] != step:
+                    return
+                state = self._offer[1]
+                self._open.add(request)
+            try:
+                with request.makefile("wb", buffering=1 << 20) as stream:
+                    stream.write(_GREETING + b"%d\n" % bytes_of(state))
+                    _streaming_save(state, stream)
+            finally:
+                with self._changed:
+                    self._open.discard(request)
 
 
 class _Exactly:
@@ -186,11 +170,11 @@ class _Exactly:
             if remaining <= 0:
                 raise TimeoutError("timed out")
             self._connection.settimeout(remaining)
-            got = self._stream.readinto1(view[filled:])  # what there is: `readinto` would wait for all of a tensor
-            if not got:
+            received = self._stream.readinto1(view[filled:])  # `readinto` would wait for all of a tensor
+            if not received:
                 raise ConnectionError(f"the connection ended after {filled} of the next {count} bytes of the state")
-            filled += got
-            self._received += got
+            filled += received
+            self._received += received
             self._last = time.monotonic()
         return data
 
@@ -198,10 +182,11 @@ class _Exactly:
         return self._stream.readline()
 
     def judged(self, error: OSError, size: int) -> OSError:
-        """What to say of a state of so many bytes that has not come whole: too slow, or what it is.
+        """Return the error to raise for a state of `size` bytes that did not come whole.
 
-        A giver that waits no longer cuts us off a little before or after our own time is over. One that has died may do
-        so at any time, and one that has stopped, or has lost its link, says nothing more: another may give the state.
+        A donor that stops waiting cuts the reader off a little before or after the reader's own time is over. A donor
+        that died may do so at any time, and one that stopped, or lost its link, sends nothing more: then another
+        replica may give the state.
         """
         took = time.monotonic() - self._begin
         silent = time.monotonic() - self._last
@@ -215,8 +200,3 @@ class _Exactly:
             f"and then the others waited no longer (timeout is {self._seconds:g} s); give every replica a timeout "
             f"of {1.5 * needed:.0f} or more (twophase train: --sync-timeout), or a faster link"
         )
-
-
-def _shut(connection: socket.socket) -> None:
-    with suppress(OSError):  # it is closed already
-        connection.shutdown(socket.SHUT_RDWR)

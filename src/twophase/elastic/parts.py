@@ -1,4 +1,4 @@
-"""The parts of torchft that `TorchFT` is made of, bound to one address and with their tempers tamed.
+"""Make the parts of torchft that `TorchFT` needs, each bound to one address.
 
 Private names of torchft are used here and in `torchft` alone; `VERSION` is the release that they were read in.
 """
@@ -31,18 +31,15 @@ VERSION = "0.2.0"
 
 ASK_EVERY = 2.0
 """Seconds between two questions to a lighthouse that does not answer."""
-
 _LOOK_EVERY = 0.5
 """Seconds between two looks whether it is there."""
-
 _ANEW, _ASKS_ANEW = 1.0, 30
-"""Seconds between two questions to a lighthouse that was started anew, and how many it takes until all that live must
-have made themselves known to it: a manager that has lost it tries again after pauses that grow to ten seconds."""
-
+"""Seconds between two questions to a restarted lighthouse, and their number: a manager that has lost the lighthouse
+tries again after pauses that grow to ten seconds."""
 _SETTLED = 15.0
-"""Seconds after which the heartbeats of all that live reach a lighthouse that was started anew: they have pauses of
-their own, which grow to ten seconds as well, so a replica that was heard may be silent for seconds after it
-(up to a third of the outage, as measured), and be taken for dead."""
+"""Seconds after which the heartbeats of all live replicas reach a restarted lighthouse. Their pauses grow to ten
+seconds as well, so a replica that was heard may be silent for seconds after it (up to a third of the outage, as
+measured), and be taken for dead."""
 
 _log = logging.getLogger("twophase")
 _OVERRIDING = """
@@ -55,16 +52,14 @@ _OVERRIDING = """
 
 
 def check_installed() -> None:
-    """Refuse another torchft than the one that is known, or none."""
+    """Refuse another release of torchft than `VERSION`, or none."""
     try:
         version = importlib.metadata.version("torchft")
         import torchft  # noqa: F401, PLC0415 - whether it can be loaded
     except ImportError as error:
         raise ImportError(f"TorchFT: torchft cannot be loaded ({error}); pip install 'twophase[ft]'") from None
     if version != VERSION:
-        raise ImportError(
-            f"TorchFT: torchft is {version}, but only {VERSION} is known to work; pip install 'twophase[ft]'"
-        )
+        raise ImportError(f"TorchFT: torchft is {version}, but only {VERSION} is supported; pip install 'twophase[ft]'")
 
 
 def check_environment() -> None:
@@ -72,8 +67,8 @@ def check_environment() -> None:
     names = [name for name in _OVERRIDING if name in os.environ]
     if names:
         raise ValueError(
-            f"TorchFT: the environment has {', '.join(names)}, which would override what was asked for; unset them and "
-            "pass arguments instead"
+            f"TorchFT: the environment has {', '.join(names)}, which would override arguments; unset them and pass "
+            "arguments instead"
         )
     watchdog = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
     if not os.environ.get(watchdog, "30").isdecimal():  # torchft would not even be imported
@@ -89,7 +84,7 @@ def check_environment() -> None:
 
 
 def lighthouse(url: str) -> tuple[str, tuple[str, int]]:
-    """A checked URL, and its host and port."""
+    """Return a checked URL, and its host and port."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -100,27 +95,8 @@ def lighthouse(url: str) -> tuple[str, tuple[str, int]]:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}", (host, port)
 
 
-def is_elsewhere(host: str) -> bool:
-    """Whether an address or name means other machines; False for an unknown name, which connecting will report."""
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return not all(_is_ours(family, place) for family, *_, place in addresses)
-
-
-def _is_ours(family: int, place: Any) -> bool:
-    """Whether this machine has an address: only then can one listen on it."""
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((place[0], 0, *place[2:]))
-        except OSError:
-            return False
-    return True
-
-
-def address_of(host: str) -> str:
-    """The IPv4 address of a host, which must not be the wildcard."""
+def address_of(host: str, lighthouse_host: str) -> str:
+    """Return the IPv4 address of a host, on which other replicas and the lighthouse must reach this one."""
     try:
         address = socket.gethostbyname(host)
     except OSError:
@@ -132,14 +108,34 @@ def address_of(host: str) -> str:
             f"TorchFT: host is {host!r}, which means every network; the training state would be served to all of them "
             "without authentication: pass this machine's address in a trusted network"
         )
+    if ipaddress.ip_address(address).is_loopback and _is_elsewhere(lighthouse_host):
+        raise ValueError(
+            f"TorchFT: host is {host} and the lighthouse is at {lighthouse_host}, on another machine, which cannot "
+            "reach this one under that address; pass host (twophase train: --host), this machine's address in the "
+            "network that the replicas share"
+        )
     return address
+
+
+def _is_elsewhere(host: str) -> bool:
+    """Whether an address or name means other machines; False for an unknown name, which connecting will report."""
+    places: list[Any] = []
+    with suppress(OSError):
+        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    for family, *_, place in places:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((place[0], 0, *place[2:]))  # an address of this machine alone can be bound
+            except OSError:
+                return True
+    return False
 
 
 # --- what listens -----------------------------------------------------------------------------------------------------
 
 
 def store(address: str) -> TCPStore:
-    """A key-value store that listens on one address; torch's own constructor listens on all."""
+    """Make a key-value store that listens on one address; torch's own constructor listens on all."""
     with socket.socket() as listener:
         listener.bind((address, 0))
         listener.listen(128)
@@ -150,7 +146,7 @@ def store(address: str) -> TCPStore:
 
 
 def group(address: str, timeout: float, connect_timeout: float) -> Any:
-    """Torchft's gloo group, listening on one address, and with a shorter patience while it forms than afterwards."""
+    """Make torchft's gloo group: it listens on one address, and waits less long while it forms than afterwards."""
     from torch._C import _distributed_c10d  # noqa: PLC0415 - not on every platform
     from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415 - optional
 
@@ -180,7 +176,7 @@ def group(address: str, timeout: float, connect_timeout: float) -> Any:
 
 @contextmanager
 def _bound_to(module: Any, address: str) -> Iterator[None]:
-    """While a Manager is made: its server listens on one address; torchft's argument is a port only."""
+    """Let the server of a Manager that is made meanwhile listen on one address; torchft takes a port only."""
     server = module.ManagerServer
 
     def bound(*, bind: str, **options: Any) -> Any:
@@ -194,7 +190,7 @@ def _bound_to(module: Any, address: str) -> Iterator[None]:
 
 
 def listening() -> set[str]:
-    """The wildcard addresses on which this process listens."""
+    """Return the wildcard addresses on which this process listens."""
     sockets = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it may be closed by now
@@ -213,7 +209,7 @@ def listening() -> set[str]:
 
 
 def manager(address: str, store_port: int, **options: Any) -> Any:
-    """One of a replica group of one process, with a quorum that is waited for and no first synchronisation."""
+    """Make the manager of a replica group of one process; it waits for a quorum and does not synchronise at first."""
     from torchft import manager as module  # noqa: PLC0415 - optional
 
     with _bound_to(module, address):
@@ -234,12 +230,12 @@ def manager(address: str, store_port: int, **options: Any) -> Any:
 
 
 class _Client:
-    """Replaces the manager's client: it sees through a lighthouse that was started anew and counts from 1 again.
+    """Replace the manager's client by one that survives a restarted lighthouse, which counts from 1 again.
 
     Such a lighthouse knows only the first replica that asks, and would send it on alone. So it is asked again for some
     seconds, until as many are there as before; likewise at the next syncs, until all heartbeats reach it. And torchft
-    forms a new group only where the number of a quorum changes: one number for two memberships would leave some ranks
-    in an old group, where the others wait for them until a timeout.
+    forms a new group only where the number of a quorum changes. One number for two memberships would leave some ranks
+    in an old group, where the others wait for them until a timeout; so each membership gets a number of its own.
     """
 
     def __init__(self, client: Any) -> None:
@@ -273,21 +269,12 @@ class _Client:
         self._number, self._size = quorum.quorum_id, quorum.replica_world_size
         self.others_heal = left_out and not quorum.heal
         self.furthest = quorum.max_step
-        return _Quorum(quorum, self._unique)
-
-
-class _Quorum:
-    """A quorum under a number that no other membership has had."""
-
-    def __init__(self, quorum: Any, number: int) -> None:
-        self._quorum, self.quorum_id = quorum, number
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._quorum, name)
+        quorum.quorum_id = self._unique
+        return quorum
 
 
 class _Background:
-    """In place of the manager's thread pool: nothing, not even the end of the process, has to wait for its calls."""
+    """Replace the manager's thread pool: nothing, not even the end of the process, has to wait for its calls."""
 
     def __init__(self) -> None:
         self._future: Future[Any] = Future()
@@ -320,7 +307,7 @@ class _Background:
 
 
 class Watch(threading.Thread):
-    """Calls `give_up` when an address has been silent for `patience` seconds."""
+    """Call `give_up` when an address has been silent for `patience` seconds."""
 
     def __init__(self, address: tuple[str, int], patience: float, give_up: Callable[[], None]) -> None:
         super().__init__(daemon=True, name="twophase lighthouse watch")
@@ -348,7 +335,7 @@ class Watch(threading.Thread):
 
 
 class _Quiet:
-    """In place of the manager's logger, which writes whole tracebacks when a process has gone."""
+    """Replace the manager's logger, which writes whole tracebacks when a process has gone."""
 
     def info(self, msg: str) -> None:
         _log.debug("%s", msg)
@@ -357,15 +344,15 @@ class _Quiet:
 
 
 class Hush:
-    """Keeps torchft's log, ten lines a sync, off the process's standard error; all else passes.
+    """Keep torchft's log, ten lines a sync, off the process's standard error; all else passes.
 
-    It is written by compiled code straight to file descriptor 2 and knows no switch. Python's own `sys.stderr` goes
-    past the filter, so that the last words of a process that dies are not lost.
+    Compiled code writes it straight to file descriptor 2 and knows no switch. Python's own `sys.stderr` goes past the
+    filter, so that the last words of a process that dies are not lost.
     """
 
     def __init__(self) -> None:
-        self._python: TextIO = sys.stderr
         self._stderr = os.dup(2)
+        self._python: TextIO = sys.stderr
         self._direct: TextIO | None = None
         with suppress(OSError, ValueError, AttributeError):  # there may be no sys.stderr, or none with a descriptor
             self._python.flush()
@@ -385,7 +372,7 @@ class Hush:
                     os.write(self._stderr, line)
 
     def close(self) -> None:
-        """As it was before."""
+        """Restore standard error."""
         os.dup2(self._stderr, 2)
         if self._direct is not None:
             if sys.stderr is self._direct:

@@ -1,4 +1,4 @@
-"""`TorchFT`: a communicator of processes that may die, come back and come late, over torchft's quorum.
+"""Let replicas die, come back and come late: `TorchFT`, a communicator over torchft's quorum.
 
     with TorchFT(replica=0, replicas=4, lighthouse="http://10.0.0.1:29510", host="10.0.0.2") as communicator:
         engine = DiLoCo(model, OuterRule(0.7, 0.9, nesterov=True), inner_steps=500, communicator=communicator)
@@ -13,31 +13,27 @@ One process is one replica group. torchft's lighthouse, one for a run, names the
 Let its `--join_timeout_ms` be longer than the inner steps of a round take: then no live process is left out of a
 sync, and no two halves of the processes can go on without each other.
 
-Of torchft this uses the quorum, the vote and the forming of gloo groups; the rounds are the engine's own.
+Of torchft this uses the quorum, the vote and the forming of gloo groups; the rounds are the engine's.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import json
 import logging
 import math
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.distributed import TCPStore
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from twophase.base.errors import RunError
 from twophase.diloco.agreement import first_unlike, versions
-from twophase.diloco.comm import Done, Interrupted, Pending
+from twophase.diloco.comm import Interrupted
 from twophase.elastic import parts
+from twophase.elastic.collectives import Collectives
 from twophase.elastic.healing import Healing, TooSlow, bytes_of
 
 if TYPE_CHECKING:
@@ -51,32 +47,29 @@ _UNDER_WAY = 1 << 40
 """Added to the syncs of a run under way, so that no late joiner can have more of them."""
 
 
-class TorchFT:
-    """An elastic communicator: see the module's beginning, and `DiLoCo.join`.
+class TorchFT(Collectives):
+    """Communicate between processes that come and go: see the module's beginning, and `DiLoCo.join`.
 
     Args:
         replica: number of this process's replica group, from 0; a process that comes back has its old one.
         replicas: how many there are when all are there, >= 1.
         lighthouse: "http://HOST:PORT" of torchft's lighthouse.
-        host: the address of this machine on which the others reach it; all that listens here listens on it alone. There
-            is no authentication, so let it be one of a trusted network.
+        host: the address of this machine on which the others reach it; all listeners of this process use it alone.
+            There is no authentication, so let it be one of a trusted network.
         timeout: seconds after which a collective or a heal has failed; longer than a heal takes.
         quorum_timeout: seconds to wait for the other replicas at a sync; longer than their inner steps take.
         connect_timeout: seconds to wait for a connection.
         patience: seconds that the lighthouse may be away.
-        min_replicas: how many a run needs to begin; None means all. Later on those that are left go on, even one.
+        min_replicas: how many a run needs to begin; None means all. Later on the remaining ones go on, even one.
         start_timeout: seconds to wait for them.
-        max_attempts: how often in a row a sync may fail, >= 1; where one fails while another replica is being healed,
-            that counts for the other one alone.
+        max_attempts: how often in a row a sync may fail, >= 1. A failure while another replica is being healed counts
+            for that replica alone.
 
     Raises:
         ImportError: torchft is not installed, or is another release.
         ValueError: an argument outside its range, a variable of the environment that would override one, or a replica
             of several processes.
     """
-
-    elastic = True
-    sharded = False
 
     def __init__(
         self,
@@ -102,25 +95,17 @@ class TorchFT:
         self.min_replicas = replicas if min_replicas is None else min_replicas
         if not 1 <= self.min_replicas <= replicas:
             raise ValueError(f"TorchFT: min_replicas is {min_replicas}; it must be between 1 and replicas = {replicas}")
-        seconds = {"timeout": timeout, "quorum_timeout": quorum_timeout, "connect_timeout": connect_timeout}
-        for name, value in {**seconds, "patience": patience, "start_timeout": start_timeout}.items():
-            if not 0 < value < math.inf:
-                raise ValueError(f"TorchFT: {name} is {value}; it must be a number of seconds above 0")
+        self.timeout, self.quorum_timeout, self.connect_timeout = timeout, quorum_timeout, connect_timeout
+        self.patience, self.start_timeout, self.max_attempts = patience, start_timeout, max_attempts
+        for name in ("timeout", "quorum_timeout", "connect_timeout", "patience", "start_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"TorchFT: {name} is {getattr(self, name)}; it must be a number of seconds above 0")
         if max_attempts < 1:
             raise ValueError(f"TorchFT: max_attempts is {max_attempts}; it must be at least 1")
         self.replica, self.replicas = replica, replicas
         self.lighthouse, self._lighthouse_at = parts.lighthouse(lighthouse)
-        self.address = parts.address_of(host)
-        if ipaddress.ip_address(self.address).is_loopback and parts.is_elsewhere(self._lighthouse_at[0]):
-            raise ValueError(
-                f"TorchFT: host is {host} and the lighthouse is at {lighthouse}, on another machine, which cannot "
-                "reach this one under that address; pass host (twophase train: --host), this machine's address in "
-                "the network that the replicas share"
-            )
-        self.timeout, self.quorum_timeout, self.connect_timeout = timeout, quorum_timeout, connect_timeout
-        self.patience, self.start_timeout, self.max_attempts = patience, start_timeout, max_attempts
-        self._manager: Any = None
-        self._group: Any = None
+        self.address = parts.address_of(host, self._lighthouse_at[0])
+        super().__init__()
         self._store: TCPStore | None = None
         self._healing: Healing | None = None
         self._save: Callable[[], Mapping[str, Any]] | None = None
@@ -129,8 +114,6 @@ class TorchFT:
         self._listening_before: set[str] = set()
         self._healed = False
         self._refusal: Exception | None = None
-        self._failure: Exception | None = None
-        self._works: list[_Work] = []
         self._members: list[int] = []
         self._twice: list[int] = []
         """Numbers under which more than one process is there."""
@@ -146,15 +129,15 @@ class TorchFT:
     def attach(
         self, engine: DiLoCo, save: Callable[[], Mapping[str, Any]], load: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        """Say what a replica that comes late is given, and how it takes it; once, before `engine.join()`.
+        """Define the state that a late replica receives; once, before `engine.join()`.
 
-        The engine's own state is added to it, and that both were started alike is checked.
+        The engine's state is added to it, and that both were started alike is checked.
 
         Args:
             engine: this process's.
             save: returns the state of this process beside the engine's: models, inner optimizers, data position, and
                 random number generators if they matter. The tensors may be the live ones: they are sent while all wait.
-            load: takes what another's `save` returned, with tensors in main memory that are its own.
+            load: takes what another's `save` returned, with tensors in main memory that the receiver may change.
 
         Raises:
             ValueError: the state holds what cannot be sent, or lacks the models, or `timeout` is too short for it.
@@ -169,10 +152,10 @@ class TorchFT:
             )
 
         def give() -> Mapping[str, Any]:
-            return {"run": _run(engine), "engine": engine.state_dict(), "own": save()}
+            return {"run": versions() | _facts(engine), "engine": engine.state_dict(), "own": save()}
 
         def take(state: Mapping[str, Any]) -> None:
-            difference = first_unlike(_run(engine), state["run"])
+            difference = first_unlike(versions() | _facts(engine), state["run"])
             if difference is not None:
                 raise ValueError(
                     f"TorchFT: {difference[0]} differ between this replica ({difference[1]}) and the run that it comes "
@@ -182,10 +165,10 @@ class TorchFT:
             load(state["own"])
 
         self._save, self._load = give, take
-        self._size = lambda: bytes_of(save()) + _bytes_of_outer(engine)
+        self._size = lambda: bytes_of(save()) + sum(f.flat.nbytes for f in engine.fragments) + _outer_bytes(engine)[0]
         bytes_of(give())  # refuses what cannot be sent
         # Of optimizers that have not stepped yet: the inner one's moments, and the outer one's buffer.
-        self._check_timeout(2 * least + _buffers_to_come(engine))
+        self._check_timeout(2 * least + _outer_bytes(engine)[1])
 
     def _check_timeout(self, to_come: int = 0) -> None:
         size = self._size() + to_come
@@ -200,13 +183,13 @@ class TorchFT:
     # ---------------------------------------------------------------------------------------------------- a sync
 
     def enter(self, syncs: int, *, running: bool = False) -> None:
-        """Say, before `begin`, how far this process's state is: in a run under way further than any checkpoint."""
+        """Announce, before `begin`, how far this process's state is: in a run under way further than any checkpoint."""
         self._running = running
         step = syncs + (_UNDER_WAY if running else 0)
         self._started().load_state_dict({"step": step, "batches_committed": 0})
 
     def begin(self) -> bool:
-        """Wait for the others that take part in the next sync, and take their state if this one is behind.
+        """Wait for the others of the next sync; return whether this process was behind and took their state.
 
         Raises:
             RunError: the lighthouse is away, the others do not come, or their state does not come in time.
@@ -232,7 +215,7 @@ class TorchFT:
         return self._healed
 
     def commit(self) -> bool:
-        """Whether all collectives have succeeded, here and, as far as can be known, with the others.
+        """Return whether all collectives have succeeded, here and, as far as can be seen, with the others.
 
         Raises:
             RunError: they have failed `max_attempts` times in a row.
@@ -262,7 +245,7 @@ class TorchFT:
         return False
 
     def enough(self, count: int) -> bool:
-        """Whether `min_replicas` are there; waits a moment if not.
+        """Return whether `min_replicas` are there; wait a moment if not.
 
         Raises:
             RunError: they have not come within `start_timeout`.
@@ -287,18 +270,16 @@ class TorchFT:
 
     def _look_around(self) -> None:
         """Log the replicas that have gone and come, and refuse two with one number."""
-        members = sorted(self._group.members)
-        twice = {member for member in members if members.count(member) > 1}
-        if twice and sorted(twice) != self._twice:
+        first, before, members = not self._members, set(self._members), sorted(self._group.members)
+        twice = sorted({member for member in members if members.count(member) > 1})
+        if twice and twice != self._twice:
             # A process that was killed and restarted at once may be there twice until it is found dead.
-            _log.warning("replica %s is there twice", ", ".join(map(str, sorted(twice))))
-        gone, come = set(self._members) - set(members), set(members) - set(self._members)
-        if self._members and (gone or come):
-            changes = [f"replica {member} has gone" for member in sorted(gone)]
-            changes += [f"replica {member} has come" for member in sorted(come)]
+            _log.warning("replica %s is there twice", ", ".join(map(str, twice)))
+        changes = [f"replica {member} has gone" for member in sorted(before - set(members))]
+        changes += [f"replica {member} has come" for member in sorted(set(members) - before)]
+        if changes and not first:
             _log.warning("%s; %d of %d are here", ", ".join(changes), len(members), self.replicas)
-        first, self._members = not self._members, members
-        self._twice = sorted(twice)
+        self._members, self._twice = members, twice
         if self.replica in twice and not self._running and self._manager._client.furthest >= _UNDER_WAY:
             self.close()
             raise RunError(
@@ -320,11 +301,10 @@ class TorchFT:
                 f"TorchFT: the lighthouse at {self.lighthouse} cannot be reached for {watch.away_for:.0f} s; start it "
                 "again (torchft_lighthouse), then repeat the command that you have used; checkpoints are intact"
             )
-        first = str(error).strip().splitlines()[0][:200]
         return (
-            f"TorchFT: the other replicas did not come to a sync within {self.quorum_timeout:g} s ({first}); see "
-            "whether they hang, or pass a quorum_timeout (twophase train: --quorum-timeout) longer "
-            "than their inner steps take"
+            f"TorchFT: the other replicas did not come to a sync within {self.quorum_timeout:g} s "
+            f"({_first_line(error)}); see whether they hang, or pass a quorum_timeout (twophase train: "
+            "--quorum-timeout) longer than their inner steps take"
         )
 
     @contextmanager
@@ -338,113 +318,10 @@ class TorchFT:
         finally:
             watch.over.set()
 
-    # ------------------------------------------------------------------------------------------------- collectives
-
-    @property
-    def rank(self) -> int:
-        """This process's number in the present quorum."""
-        return 0 if self._manager is None else (self._manager.participating_rank() or 0)
-
-    @property
-    def size(self) -> int:
-        """Number of processes in it."""
-        return 1 if self._manager is None else max(1, self._manager.num_participants())
-
-    def launch_sum(self, tensor: Tensor) -> Pending:
-        """All-reduce with SUM."""
-        return self._launch(
-            lambda group: group.allreduce([tensor], AllreduceOptions()),
-            2 * (self.size - 1) * tensor.nbytes // self.size,
-            tensor,
-        )
-
-    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
-        """All-to-all."""
-        if self.size == 1:
-            received.copy_(sent)
-        return self._launch(
-            lambda group: group.alltoall_base(received, sent, [], [], AllToAllOptions()),
-            (self.size - 1) * sent.nbytes // self.size,
-            received,
-            sent,
-        )
-
-    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        """All-gather."""
-        if self.size == 1:
-            received.copy_(sent)
-        return self._launch(
-            lambda group: group._allgather_base(received, sent, AllgatherOptions()),
-            (self.size - 1) * sent.nbytes,
-            received,
-            sent,
-        )
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Broadcast from process 0."""
-        self._launch(lambda group: group.broadcast([tensor], BroadcastOptions()), 0, tensor).wait()
-
-    def gather(self, value: Any) -> list[Any]:
-        """All-gather of JSON values: nothing that comes from another process is unpickled."""
-        text = json.dumps(value).encode()
-        longest = int(max(row[0] for row in self.exchange([len(text)])))
-        texts = self._exchange_bytes(text.ljust(longest))
-        return [json.loads(text) for text in texts]
-
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All-gather of the numbers' eight bytes each."""
-        form = f"={len(numbers)}d"
-        return [list(struct.unpack(form, row)) for row in self._exchange_bytes(struct.pack(form, *numbers))]
-
-    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
-        """This process's alone."""
-        return [list(numbers)]
-
-    def _exchange_bytes(self, sent_bytes: bytes) -> list[bytes]:
-        sent = torch.frombuffer(bytearray(sent_bytes), dtype=torch.uint8)
-        received = torch.empty(self.size * len(sent_bytes), dtype=torch.uint8)
-        self.launch_gather(received, sent).wait()
-        everyone = received.numpy().tobytes()
-        return [everyone[start : start + len(sent_bytes)] for start in range(0, len(everyone), len(sent_bytes))]
-
-    def _launch(self, start: Callable[[Any], Any], bytes_sent: int, *tensors: Tensor) -> Pending:
-        if self._failure is None and self.size == 1:
-            return Done()
-        work = _Work(self, bytes_sent, tensors)
-        if self._failure is None:
-            try:
-                work.work = start(self._group.parent)
-                self._works.append(work)
-            except Exception as error:  # whatever torch says of a process that has gone
-                self._fail(error)
-        return work
-
-    def _wait(self, work: _Work) -> None:
-        if self._failure is None and work in self._works:
-            try:
-                work.work.wait()
-                self._works.remove(work)
-            except Exception as error:  # the same
-                self._fail(error)
-        if self._failure is not None:
-            raise Interrupted(str(self._failure))
-
-    def _fail(self, error: Exception) -> None:
-        """Give this attempt up; the others notice it because this process leaves the group."""
-        self._failure = error
-        self._manager.report_error(error)
-        self._manager._commit_failures += 1  # also after the vote: the next quorum forms a new group
-        _log.info("a sync has failed: %s", error)
-        for work in self._works:  # none may write into buffers that the next attempt fills
-            with suppress(Exception):
-                work.work.wait()
-        self._works = []
-        self._group.abort(errored=False)
-
     # ------------------------------------------------------------------------------------------- coming and going
 
     def _started(self) -> Any:
-        """Torchft's manager. It makes itself known to the lighthouse, which then waits for it, so it starts late."""
+        """Return torchft's manager, started late: from then on the lighthouse waits for it."""
         if self._manager is not None:
             return self._manager
         if self._closed:
@@ -483,10 +360,10 @@ class TorchFT:
             )
         except Exception as error:
             self.close()
-            first = str(error).strip().splitlines()[0][:300]
             raise RunError(
                 f"TorchFT: the lighthouse at {self.lighthouse} cannot be reached for {self.connect_timeout:g} s "
-                f"({first}); start it (torchft_lighthouse), see that its address is right, and repeat the command"
+                f"({_first_line(error)}); start it (torchft_lighthouse), see that its address is right, and repeat the "
+                "command"
             ) from None
         return self._manager
 
@@ -500,7 +377,7 @@ class TorchFT:
         self._healed = True
 
     def close(self) -> None:
-        """Leave the others, and stop listening. Again is nothing."""
+        """Leave the others and stop listening; a second call does nothing."""
         self._closed = True
         manager, self._manager = self._manager, None
         if manager is not None:
@@ -522,32 +399,19 @@ class TorchFT:
         self.close()
 
 
-class _Work:
-    """A collective under way, or one that was never begun since another had failed."""
-
-    def __init__(self, communicator: TorchFT, bytes_sent: int, tensors: tuple[Tensor, ...]) -> None:
-        self.bytes_sent = bytes_sent
-        self.work: Any = None
-        self._communicator = communicator
-        self._tensors = tensors  # a buffer must not be freed under a collective that uses it
-
-    def wait(self) -> None:
-        self._communicator._wait(self)
+def _outer_bytes(engine: DiLoCo) -> tuple[int, int]:
+    """Return the bytes of the outer optimizers' tensors, and of the buffers that their first steps will add."""
+    outers = [fragment.outer for fragment in engine.fragments]
+    values = [value for outer in outers for state in outer.state.values() for value in state.values()]
+    groups = [(outer, group) for outer in outers for group in outer.param_groups if group.get("momentum")]
+    coming = [p for outer, group in groups for p in group["params"] if p not in outer.state]
+    return sum(x.nbytes for x in values if isinstance(x, Tensor)), sum(p.nbytes for p in coming)
 
 
-def _bytes_of_outer(engine: DiLoCo) -> int:
-    """Bytes of the anchor and of the outer optimizers' tensors."""
-    state = [value for f in engine.fragments for state in f.outer.state.values() for value in state.values()]
-    return sum(f.flat.nbytes for f in engine.fragments) + sum(x.nbytes for x in state if isinstance(x, Tensor))
+def _facts(engine: DiLoCo) -> dict[str, Any]:
+    """Return what a late replica must have in common with its run; the state brings the outer settings."""
+    return {key: value for key, value in engine.description().items() if key != "outer settings"}
 
 
-def _buffers_to_come(engine: DiLoCo) -> int:
-    """Bytes of the momentum buffers that the outer optimizers will have after their first steps, as far as is known."""
-    groups = [(f.outer, group) for f in engine.fragments for group in f.outer.param_groups if group.get("momentum")]
-    return sum(p.nbytes for outer, group in groups for p in group["params"] if p not in outer.state)
-
-
-def _run(engine: DiLoCo) -> dict[str, Any]:
-    """What a replica must have in common with a run that it comes into, beside what it is given with the state."""
-    facts = {key: value for key, value in engine.description().items() if key != "outer settings"}
-    return versions() | facts
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300]

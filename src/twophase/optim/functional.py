@@ -1,30 +1,83 @@
-"""The outer update on lists of tensors: in place, in small pieces, without touching the caller's gradients.
+"""Update lists of tensors: in place, in small pieces, without touching the caller's gradients.
 
 An outer step is bound by memory traffic. Whole-tensor operations would read and write each tensor several times from
-main memory and, for Nesterov, need a scratch tensor as large as the model. Everything here is elementwise, so it is
-done piece by piece instead: a piece stays in cache between the operations and the scratch is one piece long. The
-operations on each element and their order are those of `torch.optim.SGD`, which keeps the result equal bit for bit.
+main memory, and Nesterov would need a scratch tensor as large as the model. All operations are elementwise, so they
+run piece by piece: a piece stays in the cache between them, and the scratch is one piece long. The operations on an
+element and their order are those of `torch.optim.SGD`, so the result is equal bit for bit.
 
-On a CPU torch's own fused kernel needs one sweep instead, and takes the tensors for which it gives the same bits.
+On a CPU torch's own fused kernel needs a single sweep. It takes the tensors for which it gives the same bits.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from twophase.optim.pieces import batches, is_dense, is_plain, piece_length
-from twophase.optim.products import Dots
 from twophase.policies.base import Restart, Step
 from twophase.rule import Form
 
+_PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, about what a second-level cache holds
+_PIECE_DEVICE = 1 << 24  # elements: enough to fill an accelerator, and a scratch of 64 MiB
 _PIECE_FUSED = 1 << 18  # elements: of three streams that one operation has read; calls cost more than the cache gives
 _LANES = 16  # elements: a multiple of every vector register's length
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+Row = tuple[Tensor, ...]
+"""Parameter x, pseudo-gradient g and buffer m."""
+Scratch = dict[tuple[torch.dtype, torch.device], Tensor]
+"""One uninitialised piece for each dtype and device, shared by the batches of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Describe the update of x and m in a round, without restarts.
+
+    `m <- momentum m + w g` with w = 1 (sum form) or 1 - momentum (EMA form); then `x <- x - lr m` (heavy ball) or
+    `x <- x - lr (w g + momentum m)` (Nesterov). The last is the EMA form's `(1 + momentum) m - momentum m_old` without
+    `m_old`: substitute `momentum m_old = m - w g`.
+
+    Args:
+        lr: outer learning rate in the named form.
+        momentum: in [0, 1).
+        nesterov: whether to look ahead.
+        form: `"sum"` or `"ema"`.
+        fresh: the buffers hold nothing yet and count as 0; they are written without being read.
+        step: a policy's update in place of the rule's; `lr` and `nesterov` are then unused.
+
+    Source: paper section 2 and appendix A; theory notes R2 and R3.
+    """
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    form: Form
+    fresh: bool = False
+    step: Step | None = None
+
+    @property
+    def mixing(self) -> tuple[float, float]:
+        """The c and d of `m <- c m + d g`."""
+        if self.step is not None and self.step.mix is not None:
+            return self.step.mix
+        return self.momentum, 1.0 if self.form == "sum" else 1 - self.momentum
+
+    def simplified(self, *, unrounded: bool) -> Update:
+        """Return the same update with fewer operations, where a policy's step is one of momentum SGD.
+
+        Args:
+            unrounded: the parameters have the buffers' dtype, so both ways round alike.
+        """
+        step = self.step
+        if step is None or step.mix is None or step.mix[1] != 1 or step.along_m != step.along_g * step.mix[0]:
+            return self
+        if step.mix[0] != 0:  # heavy ball with another learning rate and momentum
+            return Update(step.along_g, step.mix[0], False, "sum", self.fresh)
+        # Nothing of the buffer is read.
+        return Update(step.along_g, self.momentum, False, "sum", fresh=True) if unrounded else self
 
 
 def buffer_dtype(param: Tensor) -> torch.dtype:
@@ -36,314 +89,85 @@ def outer_step_(
     params: Sequence[Tensor],
     pseudo_gradients: Sequence[Tensor],
     buffers: Sequence[Tensor],
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    form: Form,
-    fresh: bool = False,
-    step: Step | None = None,
+    update: Update,
     restart: Restart | None = None,
 ) -> None:
-    """One outer update, in place on `params` and `buffers`.
-
-    `m <- momentum m + w g` with w = 1 (sum form) or 1 - momentum (EMA form); then `x <- x - lr m` (heavy ball) or
-    `x <- x - lr (w g + momentum m)` (Nesterov). The last is the EMA form's `(1 + momentum) m - momentum m_old` without
-    `m_old`: substitute `momentum m_old = m - w g`.
+    """Take one outer update in place on `params` and `buffers`, and restart the buffers before or after it.
 
     Args:
         params: x, any shapes, floating point.
         pseudo_gradients: g, shapes of `params`; read only.
-        buffers: m, shapes of `params`, dtype `buffer_dtype`; ignored (and may be empty) when momentum is 0.
-        lr: outer learning rate in the named form.
-        momentum: in [0, 1).
-        nesterov: whether to look ahead.
-        form: `"sum"` or `"ema"`.
-        fresh: the buffers hold nothing yet and count as 0; they are written without being read.
-        step: the update in the place of the rule's own; `lr` and `nesterov` are not used then.
-        restart: of the buffers, after the update of each piece, while it is in the cache.
-
-    Source: paper section 2 and appendix A; theory notes R2 and R3.
+        buffers: m, shapes of `params`, dtype `buffer_dtype`; empty when momentum is 0.
+        update: what happens to x and m.
+        restart: of the buffers; after a fused kernel's update, of each piece while it is in the cache.
     """
-    if not params:
-        return
-    if momentum == 0:
+    if update.momentum == 0:
         for x, g in batches(params, pseudo_gradients):
-            step_without_momentum_(x, g, lr, step)
-        if restart is not None:
-            restart_(list(buffers), list(pseudo_gradients), restart.retain, restart.inject, opposed=restart.opposed)
+            step_without_momentum_(x, g, update)
         return
-    rule = UpdateRule(lr, momentum, nesterov, form, fresh, step)
-    if step is not None:
-        rule = simplified(rule, unrounded=all(x.dtype == m.dtype for x, m in zip(params, buffers, strict=True)))
-    rows = list(zip(params, pseudo_gradients, buffers, strict=True))
-    if rule.step is None:
-        rows = _fused_(rows, rule, restart)
+    if restart is not None and restart.before:
+        restart_(buffers, pseudo_gradients, restart)
+        restart = None
+    rows: list[Row] = list(zip(params, pseudo_gradients, buffers, strict=True))
+    if update.step is not None:
+        update = update.simplified(unrounded=all(x.dtype == m.dtype for x, _, m in rows))
+    rows = _fused_(rows, update, restart)
     if rows:
-        in_pieces_(rows, rule)
+        x, g, m = map(list, zip(*rows, strict=True))
+        in_pieces_(x, g, m, update, {})
         if restart is not None:
-            _, g, m = map(list, zip(*rows, strict=True))
-            restart_(m, g, restart.retain, restart.inject, opposed=restart.opposed)
+            restart_(m, g, restart)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """A group's round: its rule, the step in the rule's place, and the restart.
-
-    Args:
-        lr: outer learning rate in the named form.
-        momentum: in [0, 1).
-        nesterov: whether to look ahead.
-        form: `"sum"` or `"ema"`.
-        fresh: the buffers hold nothing yet and count as 0.
-        step: the update in the place of the rule's own.
-        restart: what happens to the buffers before or after g is mixed in.
-    """
-
-    lr: float
-    momentum: float
-    nesterov: bool
-    form: Form
-    fresh: bool
-    step: Step | None
-    restart: Restart | None
-
-    @property
-    def before(self) -> Restart | None:
-        """The restart before the mixing; one of buffers that hold nothing, and are given nothing, is none."""
-        restart = self.restart
-        if restart is None or not restart.before or (self.fresh and restart.inject == 0):
-            return None
-        return restart
-
-    @property
-    def after(self) -> Restart | None:
-        """The restart after the update."""
-        return None if self.restart is None or self.restart.before else self.restart
-
-    @property
-    def rule(self) -> UpdateRule:
-        """What the update itself is told, after a restart before it."""
-        fresh = self.fresh and self.before is None
-        return UpdateRule(self.lr, self.momentum, self.nesterov, self.form, fresh, self.step)
-
-    def coefficients(self) -> tuple[float, float, float, float, float]:
-        """A, B, C, c and d of `m <- c m_0 + d g` and `x <- x - A g - B m_0 - C m`, m_0 after a restart before it."""
-        c, d = self.rule.mixing
-        if self.step is not None:
-            return self.step.along_g, self.step.along_m, 0.0, c, d
-        if self.momentum == 0:
-            return self.lr, 0.0, 0.0, 0.0, 1.0
-        if self.nesterov:
-            return self.lr * d, 0.0, self.lr * self.momentum, c, d
-        return 0.0, 0.0, self.lr, c, d
-
-
-class Sweep(Protocol):
-    """A group's parameters, pseudo-gradients and buffers as flat vectors, stepped and restarted in one go."""
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """The buffers in views of the parameters' shapes, in their order."""
-        ...
-
-    @property
-    def measure(self) -> bool:
-        """Whether `run` takes the inner products on its way."""
-        ...
-
-    def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
-        """The inner products before the round; None where the tensors themselves must be asked."""
-        ...
-
-    def run(self, update: Update) -> Dots | None:
-        """Take a round; the inner products before it, where it measures."""
-        ...
-
-
-def step_without_momentum_(x: list[Tensor], g: list[Tensor], lr: float, step: Step | None) -> None:
+def step_without_momentum_(x: list[Tensor], g: list[Tensor], update: Update) -> None:
     """`x <- x - lr g`: m is g itself in both forms, so there is nothing to remember."""
-    torch._foreach_add_(x, g, alpha=-lr if step is None else -step.along_g)
+    torch._foreach_add_(x, g, alpha=-update.lr if update.step is None else -update.step.along_g)
 
 
-def simplified(rule: UpdateRule, *, unrounded: bool) -> UpdateRule:
-    """A rule that takes the same update with fewer operations, where a policy's step is one of momentum SGD.
-
-    Args:
-        rule: the rule.
-        unrounded: the parameters have the buffers' dtype, so both ways round alike.
-    """
-    step = rule.step
-    if step is None or step.mix is None or step.mix[1] != 1 or step.along_m != step.along_g * step.mix[0]:
-        return rule
-    retained = step.mix[0]
-    if retained != 0:  # heavy ball with another learning rate and momentum
-        return UpdateRule(step.along_g, retained, False, "sum", rule.fresh)
-    # Nothing of the buffer is read.
-    return UpdateRule(step.along_g, rule.momentum, False, "sum", fresh=True) if unrounded else rule
-
-
-Row = tuple[Tensor, ...]
-"""Parameter x, pseudo-gradient g and buffer m."""
-Scratch = dict[tuple[torch.dtype, torch.device], Tensor]
-"""One piece of uninitialised memory of each kind, which the batches of a step share."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateRule:
-    """What `outer_step_` is told."""
-
-    lr: float
-    momentum: float
-    nesterov: bool
-    form: Form
-    fresh: bool
-    step: Step | None = None
-
-    @property
-    def mixing(self) -> tuple[float, float]:
-        """The c and d of `m <- c m + d g`."""
-        if self.step is not None and self.step.mix is not None:
-            return self.step.mix
-        return self.momentum, 1.0 if self.form == "sum" else 1 - self.momentum
-
-
-def in_pieces_(rows: Sequence[Row], rule: UpdateRule, scratch: Scratch | None = None) -> None:
-    """The update in plain operations, on tensors of any kind."""
-    momentum, weight = rule.mixing
-    scratch = {} if scratch is None else scratch
-    for x, g, m in batches(*zip(*rows, strict=True)):
-        if rule.step is not None:
-            _take_(x, g, m, (rule.step.along_g, 0.0 if rule.fresh else rule.step.along_m), scratch)
-        if rule.fresh or momentum == 0:
+def in_pieces_(
+    params: Sequence[Tensor], gradients: Sequence[Tensor], buffers: Sequence[Tensor], update: Update, scratch: Scratch
+) -> None:
+    """Take the update in plain operations, on tensors of any kind."""
+    momentum, weight = update.mixing
+    for x, g, m in batches(params, gradients, buffers):
+        if update.step is not None:
+            _step_(x, g, m, (update.step.along_g, 0.0 if update.fresh else update.step.along_m), scratch)
+        if update.fresh or momentum == 0:
             _copy_(m, g)
             if weight != 1:
                 torch._foreach_mul_(m, weight)
         else:
             torch._foreach_mul_(m, momentum)
             torch._foreach_add_(m, g, alpha=weight)
-        if rule.step is not None:
+        if update.step is not None:
             continue
         step = m
-        if rule.nesterov:
+        if update.nesterov:
             step = _scratch_like(m, scratch)
-            if rule.form == "sum":
-                _add(g, m, momentum, step)
+            if update.form == "sum":
+                for gradient, buffer, target in zip(g, m, step, strict=True):
+                    # A copy and a sum in one sweep; there is no foreach form.
+                    torch.add(gradient, buffer, alpha=momentum, out=target)
             else:
                 _copy_(step, m)
                 torch._foreach_mul_(step, momentum)
                 torch._foreach_add_(step, g, alpha=weight)
-        torch._foreach_add_(x, step, alpha=-rule.lr)
+        torch._foreach_add_(x, step, alpha=-update.lr)
 
 
-def _take_(
-    x: list[Tensor],
-    g: list[Tensor],
-    m: list[Tensor],
-    step: tuple[float, float],
-    scratch: Scratch,
-) -> None:
+def _step_(x: list[Tensor], g: list[Tensor], m: list[Tensor], weights: tuple[float, float], scratch: Scratch) -> None:
     """`x <- x - a g - b m`; 16-bit x is rounded once, unless b = 0, which has the bits of a momentum-free step."""
-    along_g, along_m = step
+    along_g, along_m = weights
     if along_m == 0 or x[0].dtype.itemsize >= 4:
         torch._foreach_add_(x, g, alpha=-along_g)
         if along_m != 0:
             torch._foreach_add_(x, m, alpha=-along_m)
         return
-    if along_g == 0:
-        torch._foreach_add_(x, m, alpha=-along_m)
-        return
-    whole = _scratch_like(m, scratch)
-    _copy_(whole, m)
-    torch._foreach_mul_(whole, along_m)
-    torch._foreach_add_(whole, g, alpha=along_g)
-    torch._foreach_add_(x, whole, alpha=-1.0)
-
-
-def _fused_(rows: list[Row], rule: UpdateRule, restart: Restart | None = None) -> list[Row]:
-    """Update in one sweep what torch's fused kernel updates to the same bits; return the others."""
-    if not has_fused(rule):
-        return rows
-    others: list[Row] = []
-    bodies: dict[torch.dtype, list[Row]] = {}
-    exact: dict[torch.dtype, bool] = {}
-    for row in rows:
-        x, g, m = row
-        dtype, numel = x.dtype, x.numel()
-        if numel == 0:
-            continue
-        if dtype not in exact:
-            exact[dtype] = dtype in (torch.float32, torch.float64) and fused_is_exact(dtype, rule)
-        if not (exact[dtype] and is_dense(x, dtype) and is_dense(g, dtype) and is_dense(m, dtype)):
-            others.append(row)
-            continue
-        body = numel // _LANES * _LANES
-        if body == numel:
-            bodies.setdefault(dtype, []).append(row)
-            continue
-        flat = [t.detach().view(-1) for t in row]
-        if body:
-            bodies.setdefault(dtype, []).append(tuple(t[:body] for t in flat))
-        # The kernel rounds what fills no vector register in another way.
-        others.append(tuple(t[body:] for t in flat))
-    for group in bodies.values():
-        if restart is None:
-            fused_sgd_(group, rule)
-            continue
-        for x, g, m in batches(*zip(*group, strict=True), limit=_PIECE_FUSED):
-            fused_sgd_(list(zip(x, g, m, strict=True)), rule)
-            restart_(m, g, restart.retain, restart.inject, opposed=restart.opposed)
-    return others
-
-
-def has_fused(rule: UpdateRule) -> bool:
-    """Whether torch's fused kernel has the rule: the sum form, and the EMA form's heavy ball but for a first step.
-
-    That one is its dampening, which it leaves out of a first step.
-    """
-    return rule.form == "sum" or not (rule.nesterov or rule.fresh)
-
-
-def fused_sgd_(rows: Sequence[Row], rule: UpdateRule) -> None:
-    """Take the update by torch's fused kernel."""
-    x, g, m = zip(*rows, strict=True)
-    torch._fused_sgd_(
-        list(x),
-        list(g),
-        list(m),
-        weight_decay=0.0,
-        momentum=rule.momentum,
-        lr=rule.lr,
-        dampening=0.0 if rule.form == "sum" else rule.momentum,
-        nesterov=rule.nesterov,
-        maximize=False,
-        is_first_step=rule.fresh,
-    )
-
-
-@functools.lru_cache(maxsize=64)  # schedules change lr from step to step
-def fused_is_exact(dtype: torch.dtype, rule: UpdateRule) -> bool:
-    """Whether torch's fused kernel gives the bits of the plain operations here, with these very settings.
-
-    Whether it fuses multiplications and additions alike is up to the compiler and the CPU's instructions. Processes on
-    unlike machines, and a run resumed on another one, must agree in every bit, so the faster path is taken only where
-    the path cannot be told from the result. The function is a private one of torch's: without it, or when its arguments
-    have changed, the plain operations do the work.
-    """
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(3, 257 * _LANES, dtype=dtype, generator=generator)  # several threads share it unevenly
-    plain, fused = (tuple(values.clone()) for _ in range(2))
-    in_pieces_([plain], rule)
-    try:
-        fused_sgd_([fused], rule)
-    except (AttributeError, TypeError, RuntimeError):
-        return False
-    return all(map(torch.equal, plain, fused))
-
-
-def _add(a: list[Tensor], b: list[Tensor], alpha: float, out: list[Tensor]) -> None:
-    for first, second, target in zip(a, b, out, strict=True):
-        torch.add(first, second, alpha=alpha, out=target)  # a copy and a sum in one sweep; there is no foreach form
+    total = _scratch_like(m, scratch)
+    _copy_(total, m)
+    torch._foreach_mul_(total, along_m)
+    torch._foreach_add_(total, g, alpha=along_g)
+    torch._foreach_add_(x, total, alpha=-1.0)
 
 
 def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -352,7 +176,7 @@ def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def _scratch_like(batch: list[Tensor], scratch: Scratch) -> list[Tensor]:
-    """Uninitialised tensors of a batch's shapes, cut from one piece that all batches of a step share.
+    """Cut uninitialised tensors of a batch's shapes from one piece that all batches of a step share.
 
     A fresh allocation for each batch would be given back to the system and faulted in again, batch after batch.
     """
@@ -365,15 +189,14 @@ def _scratch_like(batch: list[Tensor], scratch: Scratch) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(parts, batch, strict=True)]
 
 
-def restart_(
-    buffers: list[Tensor], pseudo_gradients: list[Tensor], retain: float, inject: float, *, opposed: bool = False
-) -> None:
+def restart_(buffers: Sequence[Tensor], pseudo_gradients: Sequence[Tensor], restart: Restart) -> None:
     """`m <- retain m + inject g` in place; exact zeros for retain = inject = 0, whatever m holds.
 
     With `opposed` only in the coordinates in which m and g have opposite signs (a NaN has none).
     """
+    retain, inject = restart.retain, restart.inject
     for m, g in batches(buffers, pseudo_gradients):
-        if opposed:
+        if restart.opposed:
             for buffer, gradient in zip(m, g, strict=True):
                 opposite = (buffer < 0) & (gradient > 0) | (buffer > 0) & (gradient < 0)  # a product may underflow
                 new = retain * buffer if retain != 0 else torch.zeros_like(buffer)  # 0 x inf would be a NaN
@@ -385,3 +208,128 @@ def restart_(
             torch._foreach_mul_(m, retain)
         if inject != 0:
             torch._foreach_add_(m, g, alpha=inject)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def batches(*lists: Sequence[Tensor], limit: int | None = None) -> Iterator[tuple[list[Tensor], ...]]:
+    """Yield aligned batches over several lists of tensors, each about a piece, or `limit` elements, long in all.
+
+    Large contiguous tensors are cut into flat views; small ones are put together. A tensor that is no plain
+    contiguous one (a DTensor, a transposed view) is taken whole, and a DTensor by itself: one operation cannot take
+    DTensors and plain tensors together.
+    """
+    if not lists[0]:
+        return
+    limit = limit or piece_length(lists[0][0])
+    batch: list[Row] = []
+    size = 0
+    for row in zip(*lists, strict=True):
+        for piece in _pieces(row, limit):
+            alone = not is_plain(piece[0])
+            if batch and (size + piece[0].numel() > limit or alone):
+                yield tuple(map(list, zip(*batch, strict=True)))
+                batch, size = [], 0
+            batch.append(piece)
+            size += limit + 1 if alone else piece[0].numel()
+    yield tuple(map(list, zip(*batch, strict=True)))
+
+
+def _pieces(row: Row, limit: int) -> Iterator[Row]:
+    if row[0].numel() <= limit or not all(is_plain(t) and t.is_contiguous() for t in row):
+        yield row
+    else:
+        yield from zip(*(t.detach().view(-1).split(limit) for t in row), strict=True)
+
+
+def piece_length(tensor: Tensor) -> int:
+    """Elements of a piece on a tensor's device."""
+    return _PIECE_CPU if tensor.device.type == "cpu" else _PIECE_DEVICE
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no subclass, such as a DTensor."""
+    return type(tensor) in _PLAIN
+
+
+# --- torch's fused kernel ---------------------------------------------------------------------------------------------
+
+
+def _fused_(rows: list[Row], update: Update, restart: Restart | None) -> list[Row]:
+    """Update and restart what torch's fused kernel updates to the same bits; return the other rows."""
+    others: list[Row] = []
+    bodies: dict[torch.dtype, list[Row]] = {}
+    exact: dict[torch.dtype, bool] = {}
+    for row in rows:
+        dtype, numel = row[0].dtype, row[0].numel()
+        if dtype not in exact:
+            exact[dtype] = fused_is_exact(dtype, update)
+        if not (exact[dtype] and all(_is_dense(t, dtype) for t in row)):
+            others.append(row)
+            continue
+        body = numel // _LANES * _LANES
+        if body == numel > 0:
+            bodies.setdefault(dtype, []).append(row)
+            continue
+        flat = [t.detach().view(-1) for t in row]
+        if body:
+            bodies.setdefault(dtype, []).append(tuple(t[:body] for t in flat))
+        # The kernel rounds what fills no vector register in another way.
+        others.append(tuple(t[body:] for t in flat))
+    for group in bodies.values():
+        x, g, m = map(list, zip(*group, strict=True))
+        if restart is None:
+            fused_sgd_(x, g, m, update)
+            continue
+        for x_piece, g_piece, m_piece in batches(x, g, m, limit=_PIECE_FUSED):
+            fused_sgd_(x_piece, g_piece, m_piece, update)
+            restart_(m_piece, g_piece, restart)
+    return others
+
+
+def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor is a plain one of a dtype, without holes, on the CPU."""
+    return type(tensor) in _PLAIN and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
+
+
+def fused_sgd_(x: list[Tensor], g: list[Tensor], m: list[Tensor], update: Update) -> None:
+    """Take the update by torch's fused kernel."""
+    torch._fused_sgd_(
+        x,
+        g,
+        m,
+        weight_decay=0.0,
+        momentum=update.momentum,
+        lr=update.lr,
+        dampening=0.0 if update.form == "sum" else update.momentum,
+        nesterov=update.nesterov,
+        maximize=False,
+        is_first_step=update.fresh,
+    )
+
+
+@functools.lru_cache(maxsize=64)  # schedules change lr from step to step
+def fused_is_exact(dtype: torch.dtype, update: Update) -> bool:
+    """Whether torch's fused kernel gives the bits of the plain operations here, with these very settings.
+
+    The kernel has the sum form, and the EMA form's heavy ball except for a first step: that one is its dampening,
+    which it leaves out of a first step.
+
+    The compiler and the CPU decide whether it fuses multiplications and additions. Processes on unlike machines, and a
+    run resumed on another one, must agree in every bit, so the faster path is taken only where the result cannot tell.
+    The function is private to torch: without it, or with other arguments, the plain operations do the work.
+    """
+    if update.step is not None or dtype not in (torch.float32, torch.float64):
+        return False
+    if update.form == "ema" and (update.nesterov or update.fresh):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3, 257 * _LANES, dtype=dtype, generator=generator)  # several threads share it unevenly
+    plain, fused = ([[row] for row in values.clone()] for _ in range(2))
+    in_pieces_(*plain, update, {})
+    try:
+        fused_sgd_(*fused, update)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    return all(torch.equal(a, b) for (a,), (b,) in zip(plain, fused, strict=True))

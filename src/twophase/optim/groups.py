@@ -1,16 +1,13 @@
-"""Param groups of an outer optimizer: completed and checked where they enter, and reported in plain numbers."""
+"""Complete, check and report the param groups of an outer optimizer."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
-
-from torch import Tensor
 
 from twophase.optim.products import Angles
 from twophase.policies.base import MEASURED, PROBES, Answer
@@ -41,57 +38,75 @@ class GroupRound:
     gain: float
     not_finite: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any], angles: Angles, answer: Answer) -> GroupRound:
+        """Return the round in numbers; the gain follows from the angles because the update is linear in g and m."""
+        norm = angles.pseudo_gradient_norm
+        along = angles.cosine * angles.buffer_norm / norm if norm else math.nan  # <m, g> / <g, g>
+        along_g, along_m = answer.weights(rule_of(group))
+        gain = along_g + along_m * along
+        return cls(answer.restarted, norm, angles.buffer_norm, angles.cosine, gain, answer.not_finite)
+
 
 def rule_of(group: Mapping[str, Any]) -> OuterRule:
-    """Return a group's rule."""
+    """Return a group's rule; raise a ValueError if it has none."""
     return _rule(group["lr"], group["momentum"], group["nesterov"], group["form"])
 
 
-_rule = functools.lru_cache(maxsize=64)(OuterRule)  # a schedule changes lr between rounds; a round asks several times
+@functools.lru_cache(maxsize=64)  # a schedule changes lr between rounds; a round asks several times
+def _rule(lr: Any, momentum: Any, nesterov: Any, form: Any) -> OuterRule:
+    check_rule("OuterSGD", lr, momentum, form, nesterov)
+    return OuterRule(lr, momentum, nesterov, form)
 
 
-def candidates_of(groups: Sequence[Mapping[str, Any]]) -> int:
-    """See `OuterSGD.candidate_count`."""
-    policies = {str(p): p for group in groups if PROBES in (p := parse(group["restart"])).needs}
-    if len(policies) > 1:
+def complete_(group: dict[str, Any]) -> None:
+    """Fill a param group's missing entries and check the others."""
+    policy = parse(group.get("restart", "never"))
+    memory = group.get("policy_state", policy.initial_state())
+    defaults = {"form": "sum", "nesterov": False, "together": False, **dict.fromkeys(COUNTERS, 0)}
+    group |= {key: value for key, value in defaults.items() if key not in group}
+    group |= {"restart": str(policy), "policy_state": json.loads(memory) if isinstance(memory, str) else memory}
+    check_group(group)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Refuse values that make no rule, and a policy that the rule cannot serve."""
+    rule, policy = rule_of(group), parse(group["restart"])
+    if policy.effective(rule).momentum != rule.momentum:
         raise ValueError(
-            f"OuterSGD: the groups have different probing policies, {listed(policies)}; give all of them the same "
-            "one: they are judged together"
+            f"OuterSGD: restart policy {policy} needs a buffer, and at momentum 0 there is none; "
+            "give any momentum above 0, which does not enter"
         )
-    if not policies:
-        return 0
-    rule = OuterRule(0.0, 0.0)  # how many there are does not depend on it
-    return len(next(iter(policies.values())).candidates(rule))
 
 
-def check_round(
-    group: dict[str, Any], params: list[Tensor], signals: Mapping[str, float] | None, *, probes: bool
-) -> None:
-    """Refuse a round that the group cannot take."""
-    if True in [p.grad.is_sparse for p in params if p.grad is not None]:
-        raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() before the step")
-    _check(group)  # a scheduler may have changed it; after the update would be too late
-    policy = parse(group["restart"])
-    missing = policy.needs - MEASURED - set(signals or ()) - ({PROBES} if probes else set())
-    if missing:
-        raise ValueError(f"OuterSGD: restart policy {policy} needs {listed(missing)}; {remedy(missing)}")
-    check_signals("OuterSGD", {name: value for name, value in (signals or {}).items() if name in policy.needs})
-
-
-def check_promised(group: Mapping[str, Any], promised: frozenset[str], of: str = "") -> None:
-    """Refuse a policy that needs what is not promised.
+def check_needs(group: Mapping[str, Any], supplied: Collection[str], origin: str = "") -> None:
+    """Refuse a policy that needs what is not supplied.
 
     Args:
         group: a completed param group.
-        promised: names that `signals=` gave at construction.
-        of: the policy's origin, for the message.
+        supplied: names of the signals that are there or promised, and `"probes"`.
+        origin: the policy's origin, for the message.
     """
-    missing = parse(group["restart"]).needs - MEASURED - promised
+    missing = parse(group["restart"]).needs - MEASURED - set(supplied)
     if missing:
+        ways = ["pass them to step(signals=...), the same on every replica"] if missing - {PROBES} else []
+        ways += ["pass the loss on a probe batch as a function, step(probe=...)"] if PROBES in missing else []
         raise ValueError(
-            f"OuterSGD: {of}restart policy {group['restart']} needs {listed(missing)}; {remedy(missing)}, and promise "
-            f"it at construction with signals={sorted(missing)!r}"
+            f"OuterSGD: {origin}restart policy {group['restart']} needs {', '.join(sorted(missing))}; "
+            f"{' and '.join(ways)}, and promise it at construction with signals={sorted(missing)!r}"
         )
+
+
+def count_candidates(groups: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many candidates the groups' policy wants probed; refuse different probing policies."""
+    policies = {str(p): p for group in groups if PROBES in (p := parse(group["restart"])).needs}
+    if len(policies) > 1:
+        raise ValueError(
+            f"OuterSGD: the groups have different probing policies, {', '.join(sorted(policies))}; give all of them "
+            "the same one: they are judged together"
+        )
+    rule = OuterRule(0.0, 0.0)  # how many there are does not depend on it
+    return sum(len(policy.candidates(rule)) for policy in policies.values())
 
 
 def loaded_groups(
@@ -111,15 +126,9 @@ def loaded_groups(
         here = groups[index] if index < len(groups) else {}
         loaded.append({key: here[key] for key in ("restart", "together") if key in here} | group)
         complete_(loaded[-1])
-        check_promised(loaded[-1], promised, "the loaded state's ")
-    candidates_of(loaded)
+        check_needs(loaded[-1], promised, "the loaded state's ")
+    count_candidates(loaded)
     return loaded
-
-
-def check_signals(where: str, signals: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless all values are numbers."""
-    for name, value in signals.items():
-        as_number(f"{where}: signals[{name!r}]", value)
 
 
 def as_number(what: str, value: Any) -> float:
@@ -130,74 +139,16 @@ def as_number(what: str, value: Any) -> float:
         raise ValueError(f"{what} is {value!r}; give a single number") from None
 
 
-def remedy(missing: Collection[str]) -> str:
-    """How to supply what a policy needs."""
-    ways = []
-    if set(missing) - {PROBES}:
-        ways.append("pass them to step(signals=...), the same on every replica")
-    if PROBES in missing:
-        ways.append("pass the loss on a probe batch as a function, step(probe=...)")
-    return " and ".join(ways)
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return names in alphabetical order, as text."""
-    return ", ".join(sorted(names))
-
-
-def group_round(group: dict[str, Any], seen: Angles, answer: Answer) -> GroupRound:
-    """The group's round in numbers; the gain follows from the angles because the update is linear in g and m."""
-    norm = seen.pseudo_gradient_norm
-    along = seen.cosine * seen.buffer_norm / norm if norm else math.nan  # <m, g> / <g, g>
-    along_g, along_m = answer.weights(rule_of(group))
-    gain = along_g + along_m * along
-    return GroupRound(answer.restarted, norm, seen.buffer_norm, seen.cosine, gain, answer.not_finite)
-
-
-def gradient_of(param: Tensor) -> Tensor:
-    """Return the gradient of a parameter that has one."""
-    assert param.grad is not None
-    return param.grad
-
-
-def complete_(group: dict[str, Any]) -> None:
-    """Fill a param group's missing entries and check the others."""
-    group.setdefault("form", "sum")
-    group.setdefault("nesterov", False)
-    group.setdefault("together", False)
-    policy = parse(group.get("restart", "never"))
-    group["restart"] = str(policy)
-    for key in COUNTERS:
-        group.setdefault(key, 0)
-    group.setdefault("policy_state", policy.initial_state())
-    if isinstance(group["policy_state"], str):
-        group["policy_state"] = json.loads(group["policy_state"])
-    _check(group)
-
-
-def _check(group: dict[str, Any]) -> None:
-    check_rule("OuterSGD", group["lr"], group["momentum"], group["form"], group["nesterov"])
-    if parse(group["restart"]).effective(rule_of(group)).momentum != group["momentum"]:
-        raise ValueError(
-            f"OuterSGD: restart policy {group['restart']} needs a buffer, and at momentum 0 there is none; "
-            "give any momentum above 0, which does not enter"
-        )
+def plain_number(value: Any) -> Any:
+    """Return a number of NumPy's or torch's as Python's own, which loading with `weights_only` takes."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def memory_text(memory: Mapping[str, float], policy: str) -> str:
-    """A policy's memory as JSON."""
+    """Return a policy's memory as JSON."""
     try:
-        return json.dumps(memory, default=lambda value: int(value) if isinstance(value, Integral) else float(value))
-    except (TypeError, ValueError):
+        return json.dumps(memory, default=lambda value: value.item())
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         raise TypeError(
             f"OuterSGD: restart policy {policy} remembers {memory!r}; a policy's memory must be numbers under names"
         ) from None
-
-
-def plain_number(value: Any) -> Any:
-    """A NumPy number as Python's own, which loading with `weights_only` takes; anything else as it is."""
-    if isinstance(value, Integral) and type(value) not in (int, bool):
-        return int(value)
-    if isinstance(value, Real) and type(value) not in (int, bool, float):
-        return float(value)
-    return value

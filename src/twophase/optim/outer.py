@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from twophase.optim.functional import (
-    Sweep,
-    Update,
-    buffer_dtype,
-    outer_step_,
-    restart_,
-)
+from twophase.optim.functional import Update, buffer_dtype, outer_step_, restart_
 from twophase.optim.groups import (
     GroupRound,
     as_number,
-    candidates_of,
-    check_promised,
-    check_round,
+    check_group,
+    check_needs,
     complete_,
-    gradient_of,
-    group_round,
-    listed,
+    count_candidates,
     loaded_groups,
     memory_text,
     plain_number,
@@ -38,6 +29,31 @@ from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
+
+Part = tuple[dict[str, Any], list[Tensor], list[Tensor]]
+"""A param group that takes a round, its parameters that have a gradient, and these gradients."""
+
+
+class Sweep(Protocol):
+    """A group's parameters, pseudo-gradients and buffers as flat vectors, stepped and restarted in one go."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """The buffers in views of the parameters' shapes, in their order; zeros before the first round."""
+        ...
+
+    @property
+    def measure(self) -> bool:
+        """Whether `run` takes the inner products on its way."""
+        ...
+
+    def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
+        """Return the inner products before the round; None where only the tensors themselves give their bits."""
+        ...
+
+    def run(self, update: Update, restart: Restart | None) -> Dots | None:
+        """Take a round; return the inner products before it, where it measures."""
+        ...
 
 
 class OuterSGD(Optimizer):
@@ -110,10 +126,9 @@ class OuterSGD(Optimizer):
         signals: Collection[str] = (),
     ) -> None:
         self.promised = frozenset(signals)
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "form": form, "restart": str(parse(restart))}
-        defaults["together"] = together
         check_rule("OuterSGD", lr, momentum, form, nesterov)
-        super().__init__(params, defaults)
+        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "form": form}
+        super().__init__(params, defaults | {"restart": str(parse(restart)), "together": together})
         self.last_round: list[GroupRound] = []
 
     @classmethod
@@ -124,7 +139,7 @@ class OuterSGD(Optimizer):
         restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
         signals: Collection[str] = (),
     ) -> OuterSGD:
-        """The optimizer of a rule and a policy (`RestartPolicy.effective`)."""
+        """Build the optimizer of a rule and a policy (`RestartPolicy.effective`)."""
         rule = parse(restart).effective(rule)
         options: dict[str, Any] = {"nesterov": rule.nesterov, "form": rule.form, "restart": restart, "signals": signals}
         return cls(params, rule.lr, rule.momentum, **options)
@@ -135,11 +150,13 @@ class OuterSGD(Optimizer):
         group = self.param_groups[-1]
         try:
             complete_(group)
-            check_promised(group, self.promised)
-            _ = self.candidate_count  # refuses groups that cannot be judged together
+            check_needs(group, self.promised)
+            count_candidates(self.param_groups)  # refuses groups that cannot be judged together
         except ValueError:
             self.param_groups.pop()
             raise
+
+    # ---------------------------------------------------------------------------------------------------- a round
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -162,10 +179,10 @@ class OuterSGD(Optimizer):
                 all), for policies that weigh candidates; the same data at each call of a step. No gradient may be
                 taken, for `.grad` holds the pseudo-gradient.
             measure: also leave each group's norms, cosine and gain in `last_round` (three more reads of g and m); a
-                signal that is not finite is told there, too, in the place of the warning.
+                signal that is not finite is then named there, without a warning.
             measured: result of `dots()`; of several processes, the same one's for all: equal bits need not give equal
                 sums on unlike machines.
-            probes: the losses of the candidates where they are known already, in the place of `probe`.
+            probes: the losses of the candidates where they are computed already, in place of `probe`.
             sweep: the parameters, gradients and buffers of the only group as flat vectors.
 
         Returns:
@@ -176,49 +193,178 @@ class OuterSGD(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.last_round = []
-        taking_part = self._taking_part()
+        parts = self._parts()
         bare = not measure and all(option is None for option in (signals, probe, measured, probes))
-        if bare and self._is_rehearsal(taking_part):
+        if bare and self._is_rehearsal(parts):
             return loss
-        for group, params in taking_part:  # all of them before any: a round that is refused has not happened
-            check_round(group, params, signals, probes=probes is not None or probe is not None)
-        needed = frozenset().union(*(parse(group["restart"]).needs for group, _ in taking_part))
+        supplied = set(signals or ()) | (set() if probe is None and probes is None else {PROBES})
+        for group, _, gradients in parts:  # all of them before any: a round that is refused has not happened
+            if any(g.is_sparse for g in gradients):
+                raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() first")
+            check_group(group)  # a scheduler may have changed it
+            check_needs(group, supplied)
         if signals is not None:  # a tensor would go into the policies' memory as it is, and may change there
-            signals = {name: float(value) if name in needed else value for name, value in signals.items()}
+            needed = frozenset().union(*(parse(group["restart"]).needs for group, *_ in parts))
+            signals = {
+                name: as_number(f"OuterSGD: signals[{name!r}]", value) if name in needed else value
+                for name, value in signals.items()
+            }
         if probes is None and probe is not None and self.candidate_count:
             probes = self._probe(probe)
         losses = None if probes is None else tuple(probes)
-        joint = [index for index, (group, _) in enumerate(taking_part) if group["together"]]
-        if measured is None and joint and (measure or self.needs_measuring):
-            measured = [self._measure(group, params) for group, params in taking_part]
-        all_of_them = None
+        joint = [index for index, (group, *_) in enumerate(parts) if group["together"]]
+        if measured is None and joint and (measure or self.needs & MEASURED):
+            measured = [self._measure(part) for part in parts]
+        together = None
         if measured is not None and joint:
             gg, mm, gm = (sum(values) for values in zip(*(measured[index] for index in joint), strict=True))
-            all_of_them = Angles.of((gg, mm, gm))
-        for index, (group, params) in enumerate(taking_part):
-            seen = None if measured is None else Angles.of(measured[index])
-            shown = all_of_them if group["together"] else seen
-            self._step_group(group, params, signals, losses, measure=measure, seen=seen, shown=shown, sweep=sweep)
+            together = Angles.of((gg, mm, gm))
+        for index, part in enumerate(parts):
+            angles = None if measured is None else Angles.of(measured[index])
+            shown = together if part[0]["together"] else None
+            self._step_group(part, signals, losses, measure=measure, angles=angles, shown=shown, sweep=sweep)
         return loss
+
+    def _parts(self) -> list[Part]:
+        parts = []
+        for group in self.param_groups:
+            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
+            if pairs:
+                parts.append((group, [p for p, _ in pairs], [g for _, g in pairs]))
+        return parts
+
+    def _is_rehearsal(self, parts: Sequence[Part]) -> bool:
+        """Whether this step is one of torch.distributed.checkpoint's, which makes buffers and must be no round.
+
+        To learn what a state holds, its `get_optimizer_state_dict` takes a step at learning rate 0 with gradients of 0
+        where there is no state yet.
+        """
+        if self.state or not parts or any(group["lr"] != 0 or group["rounds"] for group, *_ in parts):
+            return False
+        gradients = [g for *_, gradients in parts for g in gradients]
+        if any(g.is_sparse or bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients):
+            return False
+        for group, params, _ in parts:
+            if group["momentum"] != 0:
+                self._make_buffers(params)
+        return True
+
+    def _step_group(
+        self,
+        part: Part,
+        signals: Mapping[str, float] | None,
+        losses: tuple[float, ...] | None,
+        *,
+        measure: bool,
+        angles: Angles | None,
+        shown: Angles | None,
+        sweep: Sweep | None,
+    ) -> None:
+        """Ask a group's policy, and take and report its round.
+
+        `angles` are the group's, where they are measured already; its policy may be `shown` those of several groups.
+        """
+        group = part[0]
+        policy = parse(group["restart"])
+        if not isinstance(group["restart"], str):  # the user put a policy there: it starts without memory,
+            group["policy_state"] = policy.initial_state()
+            group["restart"] = str(policy)  # and becomes text, which every checkpoint can hold
+        number, age = group["rounds"] + 1, group["rounds_since_restart"] + 1
+        cosine = True
+        if angles is None and (policy.needs & MEASURED or (measure and not (sweep is not None and sweep.measure))):
+            cosine = measure or "cosine" in policy.needs
+            angles = Angles.of(self._measure(part, sweep, cosine=cosine))
+        shown = shown or angles
+        norms: tuple[float | None, ...] = (None, None, None)
+        if shown is not None:
+            norms = (shown.pseudo_gradient_norm, shown.buffer_norm, shown.cosine if cosine else None)
+        signal = RoundSignal(number, age, *norms, signals, rule_of(group), losses)
+        answer = ask(policy, group["policy_state"], signal)
+        totals = self._apply(part, answer, sweep)
+        if angles is None and totals is not None:  # `measured` is of all shards, and the sweep's of this one
+            angles = Angles.of(totals)
+        if answer.restart is not None:
+            self._restart_resting(group, answer.restart)
+        group |= {"policy_state": answer.state, "rounds": number, "rounds_since_restart": answer.age(age)}
+        group["restarts"] += answer.restarted
+        if measure and angles is not None:
+            self.last_round.append(GroupRound.of(group, angles, answer))
+        elif answer.not_finite:
+            warnings.warn(
+                f"OuterSGD: in round {number} {', '.join(answer.not_finite)} is not finite: the run has diverged, and "
+                f"restart policy {policy} cannot decide; go back to an earlier checkpoint with a smaller learning rate",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _apply(self, part: Part, answer: Answer, sweep: Sweep | None) -> Dots | None:
+        """Take a group's update and restart; return the inner products before them, where a sweep measures them."""
+        group, params, gradients = part
+        rule, state = rule_of(group), self.state
+        if sweep is not None:
+            fresh = rule.momentum != 0 and BUFFER not in state[params[0]]
+            for p, buffer in zip(params, sweep.buffers, strict=True) if fresh else ():
+                state[p][BUFFER] = buffer
+            return sweep.run(*_tensor_round(rule, answer, fresh=fresh))
+        if rule.momentum == 0:
+            outer_step_(params, gradients, [], *_tensor_round(rule, answer, fresh=True))
+            return None
+        rows = [(BUFFER not in state[p], p, g) for p, g in zip(params, gradients, strict=True)]
+        self._make_buffers(p for new, p, _ in rows if new)
+        for fresh in (True, False):
+            x, g = [p for new, p, _ in rows if new == fresh], [g for new, _, g in rows if new == fresh]
+            outer_step_(x, g, [state[p][BUFFER] for p in x], *_tensor_round(rule, answer, fresh=fresh))
+        return None
+
+    def _restart_resting(self, group: dict[str, Any], restart: Restart) -> None:
+        """Restart buffers that take no part in a round as if g were 0: the cycle that begins is theirs, too."""
+        if restart.counts and not restart.opposed:
+            resting = [p for p in group["params"] if p.grad is None or group["momentum"] == 0]
+            buffers = [self.state[p][BUFFER] for p in resting if BUFFER in self.state.get(p, {})]
+            restart_(buffers, buffers, Restart(restart.retain))
+
+    def _make_buffers(self, params: Iterable[Tensor]) -> None:
+        for p in params:
+            self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
+
+    # ------------------------------------------------------------------------------------------- what it measures
 
     @property
     def needs(self) -> frozenset[str]:
         """What the policies of the groups need."""
         return frozenset().union(*(parse(group["restart"]).needs for group in self.param_groups))
 
-    @property
-    def needs_measuring(self) -> bool:
-        """Whether the policy of any group decides by norms or angles."""
-        return bool(self.needs & MEASURED)
+    @torch.no_grad()
+    def dots(self) -> list[Dots]:
+        """Return `<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
+        return [self._measure(part) for part in self._parts()]
+
+    def _measure(self, part: Part, sweep: Sweep | None = None, *, cosine: bool = True) -> Dots:
+        group, params, gradients = part
+        buffers: list[Tensor | None] = [None] * len(params)
+        if group["momentum"] != 0:  # a buffer that remains from a larger momentum takes no part
+            buffers = [self.state[p].get(BUFFER) for p in params]
+        if sweep is not None:
+            totals = sweep.dots(fresh=buffers[0] is None, angle=cosine)
+            if totals is not None:
+                return totals
+        old = [(g, m) for g, m in zip(gradients, buffers, strict=True) if m is not None]
+        new = [g for g, m in zip(gradients, buffers, strict=True) if m is None]  # their m is 0
+        if not old:
+            return dots(new, [], angle=cosine)
+        gg, mm, gm = dots([g for g, _ in old], [m for _, m in old], angle=cosine)
+        return gg + (dots(new, [])[0] if new else 0.0), mm, gm
+
+    # ------------------------------------------------------------------------------------------------- candidates
 
     @property
     def candidate_count(self) -> int:
         """Number of candidates that the groups' policy wants probed; 0 if none does, a ValueError if they differ."""
-        return candidates_of(self.param_groups)
+        return count_candidates(self.param_groups)
 
     @torch.no_grad()
     def candidate(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter that takes part, and what it would be after this round with the candidate of that number.
+        """Return each parameter that takes part, and its value after this round with the candidate of that number.
 
         Groups with a policy that does not probe take their rule's update in it.
 
@@ -226,23 +372,23 @@ class OuterSGD(Optimizer):
             number: of the candidate, from 0. The new tensors have the buffers' dtype.
         """
         moved: list[tuple[Tensor, Tensor]] = []
-        for group, params in self._taking_part():
+        for group, params, gradients in self._parts():
             policy, rule = parse(group["restart"]), rule_of(group)
             decision = policy.candidates(rule)[number] if PROBES in policy.needs else None
             along_g, along_m = answered({}, decision).weights(rule)
-            for p in params:
-                buffer = self.state[p].get(BUFFER) if group["momentum"] != 0 else None
-                new = p.to(buffer_dtype(p), copy=True).sub_(gradient_of(p), alpha=along_g)
+            for p, g in zip(params, gradients, strict=True):
+                buffer = self.state[p].get(BUFFER) if rule.momentum != 0 else None
+                new = p.to(buffer_dtype(p), copy=True).sub_(g, alpha=along_g)
                 moved.append((p, new if buffer is None or along_m == 0 else new.sub_(buffer, alpha=along_m)))
         return moved
 
     def _probe(self, probe: Callable[[], float]) -> list[float]:
-        """The losses of the candidates; the parameters come out as they were."""
-        before = [(p, p.clone()) for _, params in self._taking_part() for p in params]
+        """Return the losses of the candidates; the parameters come out as they were."""
+        before = [(p, p.clone()) for _, params, _ in self._parts() for p in params]
         losses = []
         for number in range(self.candidate_count):
             try:
-                for p, new in self.candidate(number):  # from where they were: each candidate is a step of its own
+                for p, new in self.candidate(number):  # each candidate is a step from the round's start
                     p.copy_(new)
                 losses.append(as_number("OuterSGD: what probe() returned", probe()))
             finally:
@@ -250,161 +396,13 @@ class OuterSGD(Optimizer):
                     p.copy_(old)
         return losses
 
-    @torch.no_grad()
-    def dots(self) -> list[Dots]:
-        """`<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
-        return [self._measure(group, params) for group, params in self._taking_part()]
-
-    def _is_rehearsal(self, taking_part: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> bool:
-        """Whether this step is one of torch.distributed.checkpoint's, which makes buffers and must be no round.
-
-        To learn what a state holds, its `get_optimizer_state_dict` takes a step at learning rate 0 with gradients of 0
-        where there is no state yet.
-        """
-        if self.state or not taking_part or any(group["lr"] != 0 or group["rounds"] for group, _ in taking_part):
-            return False
-        gradients = [gradient_of(p) for _, params in taking_part for p in params]
-        if any(g.is_sparse or bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients):
-            return False
-        for group, params in taking_part:
-            for p in params if group["momentum"] != 0 else ():
-                self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
-        return True
-
-    def _taking_part(self) -> list[tuple[dict[str, Any], list[Tensor]]]:
-        """The groups that take a round, and their parameters that do."""
-        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        return [(group, params) for group, params in groups if params]
-
-    def _step_group(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        signals: Mapping[str, float] | None,
-        probes: tuple[float, ...] | None,
-        *,
-        measure: bool,
-        seen: Angles | None,
-        shown: Angles | None,
-        sweep: Sweep | None,
-    ) -> None:
-        """One group's round; `seen` are its own angles, `shown` what its policy decides by, where they are known."""
-        policy = parse(group["restart"])
-        if not isinstance(group["restart"], str):  # the user put a policy there: it starts without memory,
-            group["policy_state"] = policy.initial_state()
-            group["restart"] = str(policy)  # and becomes text, which every checkpoint can hold
-        number, age = group["rounds"] + 1, group["rounds_since_restart"] + 1
-        decides, angle = bool(policy.needs & MEASURED), True
-        if seen is None and (decides or (measure and not (sweep is not None and sweep.measure))):
-            angle = measure or "cosine" in policy.needs
-            seen = Angles.of(self._measure(group, params, sweep, angle=angle))
-        shown = shown or seen
-        norms: tuple[float | None, float | None, float | None] = (None, None, None)
-        if shown is not None:
-            norms = (shown.pseudo_gradient_norm, shown.buffer_norm, shown.cosine if angle else None)
-        signal = RoundSignal(number, age, *norms, signals, rule_of(group), probes)
-        answer = ask(policy, group["policy_state"], signal)
-        group["policy_state"] = answer.state
-        group["rounds"] = number
-        if sweep is not None:
-            totals = self._sweep(group, params, answer, sweep)
-            if seen is None and totals is not None:  # `measured` is of all shards, and the sweep's of this one
-                seen = Angles.of(totals)
-        else:
-            self._update_and_restart(group, params, answer)
-        group["restarts"] += answer.restarted
-        group["rounds_since_restart"] = answer.age(age)
-        if measure and seen is not None:
-            self.last_round.append(group_round(group, seen, answer))
-        elif answer.not_finite:
-            warnings.warn(
-                f"OuterSGD: in round {number} {listed(answer.not_finite)} is not finite: the run has diverged, and "
-                f"restart policy {policy} cannot decide; go back to an earlier checkpoint with a smaller learning rate",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def _update_and_restart(self, group: dict[str, Any], params: list[Tensor], answer: Answer) -> None:
-        restart = answer.restart
-        if restart is not None and restart.before:
-            if restart.inject != 0 and group["momentum"] != 0:  # a buffer that is not there yet counts as 0
-                for p in params:
-                    if BUFFER not in self.state[p]:
-                        self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
-            self._restart(group, params, restart)
-        after = None if restart is None or restart.before else restart
-        old = [p for p in params if BUFFER in self.state[p]]
-        self._update(group, [p for p in params if BUFFER not in self.state[p]], answer, after, fresh=True)
-        self._update(group, old, answer, after, fresh=False)
-        if after is not None:  # of those that have been updated, only where there is no momentum
-            self._restart(group, params if group["momentum"] == 0 else [], after)
-
-    def _sweep(self, group: dict[str, Any], params: list[Tensor], answer: Answer, sweep: Sweep) -> Dots | None:
-        """The same on flat vectors, of which the group is all there is."""
-        fresh = group["momentum"] != 0 and BUFFER not in self.state[params[0]]
-        rule = rule_of(group)
-        update = Update(float(rule.lr), rule.momentum, rule.nesterov, rule.form, fresh, answer.step, answer.restart)
-        totals = sweep.run(update)
-        if rule.momentum == 0 and answer.restart is not None:  # a buffer that is left over from a larger momentum
-            self._restart(group, params, answer.restart)
-        if fresh:
-            for p, buffer in zip(params, sweep.buffers, strict=True):
-                self.state[p][BUFFER] = buffer
-        return totals
-
-    def _measure(
-        self, group: dict[str, Any], params: list[Tensor], sweep: Sweep | None = None, *, angle: bool = True
-    ) -> Dots:
-        there = group["momentum"] != 0  # one that is left over from a larger momentum takes no part
-        if sweep is not None:
-            totals = sweep.dots(fresh=not there or BUFFER not in self.state[params[0]], angle=angle)
-            if totals is not None:
-                return totals
-        old = [p for p in params if there and BUFFER in self.state[p]]
-        fresh = [p for p in params if not there or BUFFER not in self.state[p]]  # their m is 0
-        seen = dots([gradient_of(p) for p in (old or fresh)], [self.state[p][BUFFER] for p in old], angle=angle)
-        if not (old and fresh):
-            return seen
-        return seen[0] + dots([gradient_of(p) for p in fresh], [])[0], seen[1], seen[2]
-
-    def _restart(self, group: dict[str, Any], params: list[Tensor], restart: Restart) -> None:
-        old = [p for p in params if BUFFER in self.state[p]]
-        buffers, gradients = [self.state[p][BUFFER] for p in old], [gradient_of(p) for p in old]
-        restart_(buffers, gradients, restart.retain, restart.inject, opposed=restart.opposed)
-        if len(params) < len(group["params"]) and restart.counts and not restart.opposed:
-            # For parameters without a gradient in this round g counts as 0: the cycle that begins is theirs, too.
-            resting = (p for p in group["params"] if p.grad is None)
-            idle = [self.state[p][BUFFER] for p in resting if BUFFER in self.state.get(p, {})]
-            restart_(idle, idle, restart.retain, 0.0)
-
-    def _update(
-        self, group: dict[str, Any], params: list[Tensor], answer: Answer, restart: Restart | None, *, fresh: bool
-    ) -> None:
-        buffers: list[Tensor] = []
-        if group["momentum"] != 0:
-            if fresh:
-                for p in params:
-                    self.state[p][BUFFER] = torch.empty_like(p, dtype=buffer_dtype(p), requires_grad=False)
-            buffers = [self.state[p][BUFFER] for p in params]
-        outer_step_(
-            params,
-            [gradient_of(p) for p in params],
-            buffers,
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            form=group["form"],
-            fresh=fresh,
-            step=answer.step,
-            restart=restart if buffers else None,
-        )
+    # ------------------------------------------------------------------------------------------------- its state
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every torch optimizer; next to tensors it holds plain numbers and text alone."""
+        """Return the state as every torch optimizer does; next to tensors it holds plain numbers and text alone."""
         state = super().state_dict()
         for group in state["param_groups"]:
             group |= {key: plain_number(value) for key, value in group.items()}
-            group |= {key: bool(group[key]) for key in ("nesterov", "together")}  # NumPy's is no number
             if not isinstance(group["restart"], str):  # the user put a policy there, which has not begun yet
                 policy = parse(group["restart"])
                 group |= {"restart": str(policy), "policy_state": policy.initial_state()}
@@ -416,9 +414,9 @@ class OuterSGD(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` returned; float32 buffers of 16-bit parameters stay float32.
 
-        What the state has wins over what was given here. A state of `torch.optim.SGD` loads too, unless it used
-        dampening, weight decay or maximize, which an outer step has not: it has SGD's form (sum), the restart policy
-        and `together` stay those given here, and rounds count from the loading.
+        The state's settings win over the constructor's. A state of `torch.optim.SGD` loads too, unless it used
+        dampening, weight decay or maximize, which an outer step has not. It brings SGD's form (sum); the restart
+        policy and `together` stay those given here, and rounds count from the loading.
 
         Raises:
             ValueError: groups that do not fit, values that this optimizer cannot honour, or a policy that needs what is
@@ -437,7 +435,7 @@ class OuterSGD(Optimizer):
                     self.state[param].pop(BUFFER, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy gets."""
+        """Return what a copy gets."""
         return super().__getstate__() | {"promised": self.promised}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -446,3 +444,14 @@ class OuterSGD(Optimizer):
         self.last_round = []
         for group in self.param_groups:
             complete_(group)
+
+
+def _tensor_round(rule: OuterRule, answer: Answer, *, fresh: bool) -> tuple[Update, Restart | None]:
+    """Return what a round does to tensors; in a restart before the first mixing a buffer counts as 0."""
+    restart = answer.restart
+    if fresh and restart is not None and restart.before:
+        if restart.inject == 0:
+            restart = None
+        else:
+            fresh = False
+    return Update(rule.lr, rule.momentum, rule.nesterov, rule.form, fresh, answer.step), restart

@@ -1,4 +1,4 @@
-"""An outer round on flat vectors, part by part: the bits of `functional.outer_step_` and `functional.restart_`."""
+"""Take an outer round on flat vectors, part by part: the bits of `functional.outer_step_` and `functional.restart_`."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from twophase.optim.functional import (
     Update,
     fused_is_exact,
     fused_sgd_,
-    has_fused,
     in_pieces_,
+    piece_length,
     restart_,
-    simplified,
     step_without_momentum_,
 )
-from twophase.optim.pieces import piece_length
 from twophase.optim.products import Dots, dots_of_batch
+from twophase.policies.base import Restart
 
 
 @dataclass(frozen=True, slots=True)
 class PartSweep:
-    """A group's tensors as flat vectors, to be gone through once, part by part, while each part is in the cache.
+    """Sweep a group's tensors as flat vectors once, part by part, while each part is in the cache.
 
     Args:
-        x: parameters, (n,).
+        x: parameters, (n,) float32 or float64.
         g: pseudo-gradients, (n,).
         m: buffers, (n,); None at momentum 0.
         buffers: `m` in views of the parameters' shapes, in their order.
@@ -57,38 +56,34 @@ class PartSweep:
         gg, mm, *gm = map(float, dots_of_batch(self.g, self.m, angle))
         return gg, mm, gm[0] if gm else math.nan
 
-    def run(self, update: Update) -> Dots | None:
-        """Take the update, with the bits of `outer_step_` and `restart_`.
+    def run(self, update: Update, restart: Restart | None) -> Dots | None:
+        """Take the update and the restart, with the bits of `outer_step_` and `restart_`.
 
         Returns:
             `<g, g>`, `<m, m>` and `<g, m>` before all of it, where the sweep measures.
         """
-        rule = simplified(update.rule, unrounded=True)
-        fused = rule.step is None and self.x.is_cpu and has_fused(rule) and fused_is_exact(self.x.dtype, rule)
         remembers = self.m is not None and not update.fresh
+        update = update.simplified(unrounded=True)
+        fused = self.x.is_cpu and fused_is_exact(self.x.dtype, update)
+        before = restart is not None and restart.before
         scratch: Scratch = {}
         products: list[Tensor] = []
         for start, stop in self.parts():
-            x, g = self.x[start:stop], self.g[start:stop]
-            if self.measure and not remembers:
-                products.append(torch.dot(g, g))
-            if self.m is None:
-                step_without_momentum_([x], [g], update.lr, update.step)
-                self.after(start, stop)
-                continue
-            m = self.m[start:stop]
-            if self.measure and remembers:
-                products += dots_of_batch(g, m, angle=True)
-            if update.before is not None:
-                if update.fresh:
-                    m.zero_()
-                restart_([m], [g], update.before.retain, update.before.inject, opposed=update.before.opposed)
-            if fused:
-                fused_sgd_([(x, g, m)], rule)
+            x, g = [self.x[start:stop]], [self.g[start:stop]]
+            m = None if self.m is None else [self.m[start:stop]]
+            if self.measure:
+                products += dots_of_batch(g[0], m[0], angle=True) if m and remembers else [torch.dot(g[0], g[0])]
+            if m is None:
+                step_without_momentum_(x, g, update)
             else:
-                in_pieces_([(x, g, m)], rule, scratch)
-            if update.after is not None:
-                restart_([m], [g], update.after.retain, update.after.inject, opposed=update.after.opposed)
+                if restart is not None and before:
+                    restart_(m, g, restart)
+                if fused:
+                    fused_sgd_(x, g, m, update)
+                else:
+                    in_pieces_(x, g, m, update, scratch)
+                if restart is not None and not before:
+                    restart_(m, g, restart)
             self.after(start, stop)
         if not self.measure:
             return None

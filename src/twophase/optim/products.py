@@ -1,4 +1,4 @@
-"""Inner products of pseudo-gradients and buffers, accumulated in float64, and the angles that follow from them."""
+"""Take inner products of pseudo-gradients and buffers, accumulated in float64, and the angles that follow from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twophase.optim.pieces import batches, is_plain, piece_length
+from twophase.optim.functional import batches, is_plain, piece_length
 
 _PIECE_DOTS = 1 << 19  # elements: of inner products over many, which are read once; a longer sum rounds more
 _MANY = 1 << 20  # elements
@@ -20,7 +20,7 @@ Dots = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """Norms of pseudo-gradient and buffer and the cosine between them (0 when either vanishes)."""
+    """Hold the norms of pseudo-gradient and buffer and the cosine between them (0 when either vanishes)."""
 
     pseudo_gradient_norm: float
     buffer_norm: float
@@ -28,7 +28,7 @@ class Angles:
 
     @classmethod
     def of(cls, dots: Dots) -> Angles:
-        """From the inner products."""
+        """Return the angles of the inner products."""
         gg, mm, gm = dots
         scale = gg**0.5 * mm**0.5  # the product of the squares may over- or underflow
         cosine = gm / scale if scale != 0 else 0.0
@@ -38,7 +38,7 @@ class Angles:
 
 
 def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle: bool = True) -> Dots:
-    """`<g, g>`, `<m, m>` and `<g, m>` over all tensors together, accumulated in float64.
+    """Return `<g, g>`, `<m, m>` and `<g, m>` over all tensors together, accumulated in float64.
 
     An empty `buffers` counts as m = 0. Without `angle` the last one is not computed where it costs time, and is a NaN.
     """

@@ -28,8 +28,8 @@ MEASURED = frozenset({"pseudo_gradient_norm", "buffer_norm", "cosine"})
 PROBES = "probes"
 """What a policy needs that decides by the losses of its candidates."""
 AGREEMENT = "agreement"
-"""`|g|^2` over the mean of the replicas' own squared norms: 1 if they agree, 1 / replicas if they share nothing. An
-engine of at least two replicas measures it."""
+"""`|g|^2` over the mean of the replicas' squared norms: 1 if they agree, 1 / replicas if they share nothing. An engine
+of at least two replicas measures it."""
 LARGEST = 1e30
 """The largest number that a policy may multiply a buffer or a pseudo-gradient with; a float32 holds it."""
 
@@ -128,7 +128,7 @@ Decision = Restart | Step | None
 class RestartPolicy(ABC):
     """Decide, once a round, whether the outer momentum restarts.
 
-    A subclass is a frozen dataclass of plain numbers. Class variables say what it asks of its surroundings:
+    A subclass is a frozen dataclass of plain numbers or of one tuple. Class variables say what it asks:
 
     * `needs`: what it reads of a `RoundSignal` beyond the round counters and the rule. The optimizer measures only
       needed norms and angles; the caller of an optimizer or an engine must promise to supply the rest.
@@ -178,8 +178,11 @@ class RestartPolicy(ABC):
 
     def arguments(self) -> list[str]:
         """List the words of the text form after the name, in the order of the fields."""
-        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-        return [repr(v if isinstance(v, int) else float(v)) for v in values]  # NumPy's repr names the type
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return [
+            ",".join(map(str, v)) if isinstance(v, tuple) else repr(v if isinstance(v, int) else float(v))
+            for v in values  # as plain numbers: the `repr` of NumPy's names their type
+        ]
 
     @classmethod
     def from_arguments(cls, words: list[str]) -> RestartPolicy:
@@ -196,7 +199,7 @@ class RestartPolicy(ABC):
 
     @classmethod
     def usage(cls) -> str:
-        """Return the text form with the names of the fields in the place of their values."""
+        """Return the text form with the names of the fields in place of their values."""
         return ":".join([cls.name, *(field.name.upper() for field in fields(cls))])  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -239,9 +242,7 @@ class Answer:
 
     def age(self, age: int) -> int:
         """Return the rounds since the last restart after this round, where there were `age` with it before."""
-        if self.restart is None or not self.restart.counts:
-            return age
-        return 1 if self.restart.before else 0
+        return age if self.restart is None or not self.restart.counts else int(self.restart.before)
 
     def mixing(self, rule: OuterRule) -> tuple[float, float]:
         """Return the c and d of the round's `m <- c m + d g`."""
@@ -283,5 +284,5 @@ def ask(policy: RestartPolicy, state: State, signal: RoundSignal) -> Answer:
 def answered(state: State, decision: Decision) -> Answer:
     """Return a decision as an answer."""
     if isinstance(decision, Step):
-        return Answer(state, None, decision)
-    return Answer(state, decision, None if decision is None else decision.step)
+        return Answer(state, step=decision)
+    return Answer(state, decision, decision and decision.step)

@@ -20,14 +20,15 @@ def check_number(where: str, what: str, value: object, span: tuple[float, float]
     The ends belong to the span where both are finite; above 0 is `(0, inf)`, any number `(-inf, inf)`.
     """
     low, high = span
-    endless = high == math.inf
     number = math.nan
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):  # of a whole number that no float can hold
             number = int(value) if isinstance(value, Integral) and math.isfinite(value) else float(value)
-    if not (low < number < high if endless else low <= number <= high):
-        words = f"a number from {low:g} to {high:g}"
-        if endless:
-            words = "a finite number" + (f" above {low:g}" if math.isfinite(low) else "")
+    if high < math.inf:
+        inside, words = low <= number <= high, f"a number from {low:g} to {high:g}"
+    else:
+        inside = low < number < high
+        words = "a finite number" + (f" above {low:g}" if math.isfinite(low) else "")
+    if not inside:
         raise ValueError(f"{where}: {what} is {value!r}; it must be {words}, for example {example}")
     return number

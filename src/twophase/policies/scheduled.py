@@ -5,7 +5,6 @@ They act *after* the ordinary update of a round, which is the paper's timing.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -43,9 +42,26 @@ class Periodic(RestartPolicy):
         return str(self.period) if type(self) is Periodic else RestartPolicy.__str__(self)
 
 
+class _Listed(RestartPolicy):
+    """A policy of one tuple of whole numbers."""
+
+    @classmethod
+    def from_arguments(cls, words: list[str]) -> RestartPolicy:
+        """Build from one word of comma-separated whole numbers."""
+        try:
+            (word,) = words
+            numbers = tuple(int(item) for item in word.split(","))
+        except ValueError:
+            raise ValueError(
+                f"restart {':'.join([cls.name, *words])!r}: write {cls.name}: and whole numbers separated by commas, "
+                f"for example {cls.name}:4,9"
+            ) from None
+        return cls(numbers)  # type: ignore[call-arg]
+
+
 @register("cycle")
 @dataclass(frozen=True, slots=True)
-class Cycle(RestartPolicy):
+class Cycle(_Listed):
     """Restart (hard) with a repeating list of periods. Text form `cycle:5,6,10`.
 
     Args:
@@ -68,19 +84,10 @@ class Cycle(RestartPolicy):
         place = (signal.round - 1) % sum(self.periods) + 1
         return state, HARD if place in accumulate(self.periods) else None
 
-    def arguments(self) -> list[str]:
-        """List the periods as one word, separated by commas."""
-        return [",".join(map(str, self.periods))]
-
-    @classmethod
-    def from_arguments(cls, words: list[str]) -> RestartPolicy:
-        """Build from one word of comma-separated periods."""
-        return cls(_whole_numbers(cls.name, words))
-
 
 @register("at")
 @dataclass(frozen=True, slots=True)
-class AtRounds(RestartPolicy):
+class AtRounds(_Listed):
     """Restart (hard) after the rounds listed, and no others. Text form `at:4,9`.
 
     Args:
@@ -101,15 +108,6 @@ class AtRounds(RestartPolicy):
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Restart when the round is listed."""
         return state, HARD if signal.round in self.rounds else None
-
-    def arguments(self) -> list[str]:
-        """List the rounds as one word, separated by commas."""
-        return [",".join(map(str, self.rounds))]
-
-    @classmethod
-    def from_arguments(cls, words: list[str]) -> RestartPolicy:
-        """Build from one word of comma-separated rounds."""
-        return cls(_whole_numbers(cls.name, words))
 
 
 @register("soft")
@@ -138,12 +136,7 @@ class Soft(RestartPolicy):
         """Refuse bad periods, and coefficients that are not finite or that a float32 buffer may not hold."""
         object.__setattr__(self, "period", check_count("Soft", "period", self.period))
         for name in ("retain", "inject"):
-            value = check_number("Soft", name, getattr(self, name), (-math.inf, math.inf), "soft:3:0.2:0.1")
-            if abs(value) > LARGEST:
-                raise ValueError(
-                    f"Soft: {name} is {value!r}; it must be a number from {-LARGEST:g} to {LARGEST:g}, which a float32 "
-                    "holds, for example soft:3:0.2:0.1"
-                )
+            value = check_number("Soft", name, getattr(self, name), (-LARGEST, LARGEST), "soft:3:0.2:0.1")
             object.__setattr__(self, name, value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
@@ -155,14 +148,3 @@ class Soft(RestartPolicy):
     def scaled(self, factor: float) -> RestartPolicy:
         """Scale the injection with the buffer, since g stays as large as it is."""
         return replace(self, inject=self.inject * factor)
-
-
-def _whole_numbers(name: str, words: list[str]) -> tuple[int, ...]:
-    try:
-        (word,) = words
-        return tuple(int(item) for item in word.split(","))
-    except ValueError:
-        raise ValueError(
-            f"restart {':'.join([name, *words])!r}: write {name}: and whole numbers separated by commas, "
-            f"for example {name}:4,9"
-        ) from None

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from twophase.policies.base import Never, RestartPolicy
 
 _REGISTRY: dict[str, type[RestartPolicy]] = {Never.name: Never}
-_MODULES = tuple(f"twophase.policies.{name}" for name in ("scheduled", "auto", "measured", "probe"))
+_MODULES = tuple(f"twophase.policies.{name}" for name in ("scheduled", "adaptive"))
 """Modules of this room that register policies; loaded on the first unknown name."""
 POLICIES_VARIABLE = "TWOPHASE_POLICIES"
 """Environment variable: modules that register further policies, separated by commas; loaded on an unknown name.
@@ -40,7 +40,7 @@ def register(name: str) -> Callable[[P], P]:
 
     def add(cls: P) -> P:
         if cls.__module__ not in _MODULES:
-            _load_modules()  # so that the name of a policy of this room is refused here, not when the room is loaded
+            list(map(import_module, _MODULES))  # so that a name of this room's is refused here, not when it is loaded
         before = _REGISTRY.get(name)
         if before is not None and not _is_redefined(before, cls):
             place = f"{before.__module__}.{before.__qualname__}"
@@ -58,14 +58,9 @@ def _is_redefined(before: type[RestartPolicy], now: type[RestartPolicy]) -> bool
     return (before.__module__, before.__qualname__) == (now.__module__, now.__qualname__)
 
 
-def _load_modules() -> None:
-    for module in _MODULES:
-        import_module(module)
-
-
 def _class_of(name: str) -> type[RestartPolicy] | None:
     if name not in _REGISTRY:
-        _load_modules()
+        list(map(import_module, _MODULES))
     if name not in _REGISTRY:
         for module in filter(None, map(str.strip, os.environ.get(POLICIES_VARIABLE, "").split(","))):
             try:

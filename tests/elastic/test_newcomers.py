@@ -1,0 +1,128 @@
+"""Late replicas without torchft: what they adopt, which syncs they enter without weight, and what can be saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from replicas import start
+from twophase.diloco.comm import SingleProcess
+from twophase.rule import OuterRule
+
+RULE = OuterRule(0.5, 0.9, nesterov=True)
+
+
+class Meeting(SingleProcess):
+    """This process and another, which holds the same and counts; at its first syncs this one is given states.
+
+    Args:
+        given: the states; None is none.
+    """
+
+    elastic, replica = True, 0
+
+    def __init__(self, *donated: Any) -> None:
+        self.donated = list(donated)
+        self.load: Callable[[Any], None]
+
+    def attach(self, engine: Any, save: Any, load: Any) -> None:
+        """Take what takes a state."""
+        del engine, save
+        self.load = load
+
+    def enter(self, syncs: int, *, running: bool = False) -> None:
+        """As far as anyone."""
+
+    def enough(self, count: int) -> bool:
+        """Two are enough."""
+        return count == 2
+
+    def begin(self) -> bool:
+        """Give the next state."""
+        state = self.donated.pop(0) if self.donated else None
+        if state is not None:
+            self.load(state)
+        return state is not None
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The other says the same, and in a roll call that it counts."""
+        return [list(numbers), [*numbers[:2], 1.0, *numbers[3:]] if len(numbers) > 4 else list(numbers)]
+
+
+@pytest.mark.parametrize(
+    ("mixing", "donated", "restored", "newcomers"),
+    [
+        (0.0, 0, None, [0, 0]),
+        (0.5, 0, None, [0, 0]),  # nobody has trained yet
+        (0.0, 6, None, [0, 0]),
+        (0.5, 6, None, [1, 0]),  # part of what the other has trained is still in it
+        (0.0, 5, None, [1, 0]),
+        (0.0, 5, 4, [0, 0]),
+    ],
+)
+def test_a_state_adopted_at_the_beginning(mixing: float, donated: int, restored: int | None, newcomers: list[int]):
+    """Whoever goes on from another's inner steps is without weight in one sync; not from its own, and not from none.
+
+    After so many inner steps of rounds of three is the state that it is given, and then its own checkpoint.
+    """
+
+    def state(steps: int) -> dict[str, Any]:
+        run = start(RULE, [0], inner_steps=3, mixing=mixing)
+        run.go(range(steps))
+        return run.state()
+
+    group = Meeting(state(donated))
+    run = start(RULE, [0], inner_steps=3, mixing=mixing, communicator=group)
+    group.attach(run.engine, run.state, run.load)
+    assert run.engine.join(restore=lambda: None if restored is None else run.load(state(restored))) is None
+    assert [report.newcomers for report in run.go(range(20, 26))] == newcomers
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_a_newcomer_has_no_weight_in_the_first_sync_of_each_fragment(mixing: float):
+    """Whoever is healed holds its donor's progress in the fragments that are in the middle of their round, too."""
+    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "mixing": mixing}
+    donor = start(RULE, [0], **options)
+    donor.go(range(5))
+    group = Meeting(None, donor.state())
+    run = start(RULE, [0], communicator=group, **options)
+    group.attach(run.engine, run.state, run.load)
+    assert run.engine.join() is None
+    reports = run.go(range(20, 32))
+    assert [report.newcomers for report in reports[:4]] == [1, 1, 0, 0]
+    assert [report.fragments[0].name for report in reports[:4]] == ["0", "1", "0", "1"]
+
+
+def test_weightlessness_outlives_a_stop():
+    """Stopped after the first fragment's sync and resumed, a healed replica is still without weight in the second's."""
+    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2}
+    donor = start(RULE, [0], **options)
+    donor.go(range(5))
+    group = Meeting(None, donor.state())
+    run = start(RULE, [0], communicator=group, **options)
+    group.attach(run.engine, run.state, run.load)
+    run.engine.join()
+    steps = iter(range(20, 40))
+    first = next(report for report in map(run.step, steps) if report is not None)
+    assert (first.fragments[0].name, first.newcomers) == ("0", 1)
+    state = copy.deepcopy(run.state())
+    again = start(RULE, [0], communicator=Meeting(), **options)
+    again.engine.join(restore=lambda: again.load(state))
+    reports = again.go(steps)
+    assert [(report.fragments[0].name, report.newcomers) for report in reports[:3]] == [("1", 1), ("0", 0), ("1", 0)]
+
+
+def test_what_is_under_way_cannot_be_saved():
+    """Where processes come and go nobody knows whether a sync will end: the state is refused until it has."""
+    run = start(RULE, [0], inner_steps=4, delay=2, mixing=0.5, communicator=Meeting())
+    run.engine.join()
+    run.go(range(4))
+    assert run.engine.under_way
+    with pytest.raises(ValueError, match=r"a reduction is under way.* until engine\.under_way is False"):
+        run.engine.state_dict()
+    run.go(range(4, 6))
+    assert not run.engine.under_way
+    assert run.engine.state_dict()["round"] == 1

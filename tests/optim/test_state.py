@@ -1,0 +1,244 @@
+"""The state of an `OuterSGD`: resumed runs, copies, states of torch.optim.SGD, what is refused, plain numbers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from outers import buffers, counters, give, parameters, randoms, run, scalar
+from replicas import same_bits, through_file
+from twophase.optim.functional import buffer_dtype
+from twophase.optim.outer import OuterSGD
+from twophase.restart import Periodic, Soft, parse
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("saved_after", [1, 6, 7])
+def test_resumes_in_the_middle_of_a_cycle(dtype: torch.dtype, saved_after: int):
+    """Saved after any round and loaded into a new optimizer, the run ends with the same bits, buffers and counters."""
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "restart": "cycle:3,4"}
+    straight, outer = OuterSGD(parameters(0, dtype=dtype), **settings), OuterSGD(parameters(0, dtype=dtype), **settings)
+    run(straight, range(16))
+    run(outer, range(saved_after))
+    resumed = OuterSGD([nn.Parameter(p.detach().clone()) for p in outer.param_groups[0]["params"]], **settings)
+    resumed.load_state_dict(through_file(outer.state_dict()))
+    assert all(map(same_bits, buffers(outer), buffers(resumed)))
+    run(resumed, range(saved_after, 16))
+    assert all(map(same_bits, straight.param_groups[0]["params"], resumed.param_groups[0]["params"]))
+    assert all(map(same_bits, buffers(straight), buffers(resumed)))
+    assert counters(resumed) == counters(straight)
+    assert straight.param_groups[0]["restarts"] == 4  # after rounds 3, 7, 10, 14
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_buffers_of_16_bit_parameters_are_float32(dtype: torch.dtype):
+    """Buffers are float32 and hold what 16 bits cannot, before and after loading; the base class would cast them."""
+    params = parameters(0, dtype=dtype)
+    outer, fresh = OuterSGD(params, 0.1, 0.9), OuterSGD(parameters(1, dtype=dtype), 0.1, 0.9)
+    run(outer, range(5))
+    fresh.load_state_dict(outer.state_dict())
+    assert all(map(same_bits, buffers(fresh), buffers(outer)))
+    widest = buffers(fresh)[-1]
+    assert widest.dtype == torch.float32
+    assert not torch.equal(widest, widest.to(dtype).float())
+    assert buffer_dtype(torch.zeros(1, dtype=torch.float64)) == torch.float64
+
+
+def test_loading_copies():
+    """After a load neither side sees what happens on the other, in buffers, counters and policy memory."""
+    outer, other = (OuterSGD(parameters(seed), 0.1, 0.9, restart=3) for seed in (0, 1))
+    run(outer, range(4))
+    state = outer.state_dict()
+    frozen = copy.deepcopy(state)
+    other.load_state_dict(state)
+    run(other, range(4, 9))
+    for index, entry in frozen["state"].items():
+        assert same_bits(entry["momentum_buffer"], state["state"][index]["momentum_buffer"])
+    assert outer.param_groups[0]["rounds"] == 4
+    sgd_params = [buffer.clone() for buffer in buffers(other)]
+    run(outer, range(4, 6))
+    assert all(map(same_bits, sgd_params, buffers(other)))
+    assert other.param_groups[0]["rounds"] == 9
+
+
+def test_loading_replaces_everything():
+    """Loading an early state into an optimizer that went further drops its buffers, counters and memory."""
+    params = parameters(0)
+    outer = OuterSGD(params, 0.1, 0.9, restart=3)
+    start = copy.deepcopy(outer.state_dict())
+    places = [p.detach().clone() for p in params]
+    run(outer, range(5))
+    first = [p.detach().clone() for p in params]
+    outer.load_state_dict(start)
+    assert not any("momentum_buffer" in outer.state[p] for p in params)
+    with torch.no_grad():
+        for p, x in zip(params, places, strict=True):
+            p.copy_(x)
+    run(outer, range(5))
+    assert all(same_bits(p, x) for p, x in zip(params, first, strict=True))
+    assert outer.param_groups[0]["rounds"] == 5
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])  # noqa: S301
+def test_copies_go_on_alike(clone: Callable[[Any], Any]):
+    """A deep copy or pickle of parameters and optimizer continues with the same bits, restarts included."""
+    params = parameters(0)
+    outer = OuterSGD(params, 0.1, 0.9, restart=3)
+    run(outer, range(4), measure=True)
+    others, twin = clone((params, outer))
+    assert twin.last_round == []
+    run(outer, range(4, 9))
+    run(twin, range(4, 9))
+    assert all(map(same_bits, params, others))
+    assert twin.param_groups[0]["restarts"] == 3
+
+
+# --- states of torch.optim.SGD ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_state_of_torch_sgd_loads(nesterov: bool):
+    """A checkpoint of torch.optim.SGD continues here with SGD's bits; its rounds count from the loading."""
+    sgd_params = parameters(0, dtype=torch.float32)
+    sgd = torch.optim.SGD(sgd_params, 0.7, 0.9, nesterov=nesterov)
+    for number in range(5):
+        give(sgd_params, randoms(number, dtype=torch.float32))
+        sgd.step()
+    outer_params = [nn.Parameter(p.detach().clone()) for p in sgd_params]
+    outer = OuterSGD(outer_params, 0.1, 0.5)
+    outer.load_state_dict(through_file(sgd.state_dict()))
+    for number in range(5, 10):
+        for params, optimizer in ((outer_params, outer), (sgd_params, sgd)):
+            give(params, randoms(number, dtype=torch.float32))
+            optimizer.step()
+    assert all(map(same_bits, outer_params, sgd_params))
+    assert outer.param_groups[0]["rounds"] == 5
+    assert outer.param_groups[0]["restart"] == "never"
+
+
+@pytest.mark.parametrize("restart", ["2", "soft:2:0.2:0.1", "gradient"])
+def test_state_of_torch_sgd_keeps_the_policy_given_here(restart: str):
+    """What SGD's state does not speak of stays: policy and `together`; form, lr and momentum are SGD's."""
+    sgd_params = parameters(0)
+    sgd = torch.optim.SGD(sgd_params, 0.7, 0.9)
+    for number in range(3):
+        give(sgd_params, randoms(number))
+        sgd.step()
+    outer_params, twin = ([nn.Parameter(p.detach().clone()) for p in sgd_params] for _ in range(2))
+    outer = OuterSGD(outer_params, 0.1, 0.5, form="ema", restart=restart, together=True)
+    outer.load_state_dict(through_file(sgd.state_dict()))
+    (group,) = outer.param_groups
+    assert (group["restart"], group["together"], group["form"]) == (restart, True, "sum")
+    assert (group["lr"], group["momentum"], group["rounds"]) == (0.7, 0.9, 0)
+    other = OuterSGD(twin, 0.7, 0.9, restart=restart, together=True)  # built as it ought to be, with SGD's buffers
+    for p, q in zip(twin, sgd_params, strict=True):
+        other.state[p]["momentum_buffer"] = sgd.state[q]["momentum_buffer"].clone()
+    run(outer, range(3, 8))
+    run(other, range(3, 8))
+    assert all(same_bits(p, q) for p, q in zip(outer_params, twin, strict=True))
+    assert restart == "gradient" or outer.param_groups[0]["restarts"] == 2
+
+
+def test_state_with_empty_buffers_loads():
+    """A buffer saved as None, as some versions of torch.optim.SGD write before the first step, is no buffer."""
+    params = parameters(0)
+    state = torch.optim.SGD(params, 0.7, 0.9).state_dict()
+    state["state"] = {index: {"momentum_buffer": None} for index in range(len(params))}
+    outer = OuterSGD(params, 0.1)
+    outer.load_state_dict(state)
+    run(outer, range(3), measure=True)
+    twin = parameters(0)
+    run(OuterSGD(twin, 0.7, 0.9), range(3))
+    assert all(map(same_bits, params, twin))
+
+
+def sgd_state(**options: Any) -> dict[str, Any]:
+    return torch.optim.SGD([scalar(0.0)], 0.7, 0.9, **options).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (sgd_state(dampening=0.9), "the loaded state has dampening=0.9"),
+        (sgd_state(weight_decay=0.1), "the loaded state has weight_decay=0.1"),
+        (sgd_state(maximize=True), "the loaded state has maximize=True"),
+        ({}, r"no state of an OuterSGD or a torch.optim.SGD.*state_dict\(\) of one"),
+        ({"state": {}}, "no state of an OuterSGD or a torch.optim.SGD"),
+        (torch.optim.Adam([scalar(0.0)]).state_dict(), "no state of an OuterSGD or a torch.optim.SGD"),
+    ],
+)
+def test_state_that_cannot_be_honoured_is_refused(state: dict[str, Any], message: str):
+    """A state of SGD with what an outer step has not, and of other optimizers, is refused; nothing is loaded."""
+    outer = OuterSGD([scalar(0.0)], 0.1, 0.5)
+    with pytest.raises(ValueError, match=rf"OuterSGD: .*{message}"):
+        outer.load_state_dict(state)
+    assert outer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(("policy", "lacks"), [("loss", "loss_end, loss_start"), ("probe:keep,drop", "probes")])
+def test_a_loaded_policy_that_needs_what_is_not_promised_is_refused(policy: str, lacks: str):
+    """As at construction, and nothing is loaded; with the promise it is."""
+    needs = parse(policy).needs
+    state = OuterSGD(parameters(0), 0.7, 0.9, restart=policy, signals=needs).state_dict()
+    outer = OuterSGD(parameters(0), 0.1, 0.5, restart=3)
+    with pytest.raises(ValueError, match=rf"loaded state's restart policy {policy}.* needs {lacks}; .*construction"):
+        outer.load_state_dict(state)
+    assert (outer.param_groups[0]["lr"], outer.param_groups[0]["restart"]) == (0.1, "3")
+    promised = OuterSGD(parameters(0), 0.1, 0.5, restart=3, signals=needs)
+    promised.load_state_dict(state)
+    assert promised.param_groups[0]["restart"] == str(parse(policy))
+
+
+# --- plain numbers ----------------------------------------------------------------------------------------------------
+
+
+def test_states_hold_plain_numbers():
+    """Numbers of NumPy's, and a policy that has not begun yet, come through the disk as plain numbers and text."""
+    x = scalar(1.0)
+    numbers: dict[str, Any] = {"lr": np.logspace(-1, 0, 3)[1], "momentum": np.float32(0.5), "nesterov": np.bool_(True)}
+    outer = OuterSGD([x], **numbers, restart=Soft(3, 0.2, 0.1))
+    torch.optim.lr_scheduler.LambdaLR(outer, lambda t: np.cos(t / 10))
+    run(outer, range(4))
+    saved = through_file(outer.state_dict())["param_groups"][0]
+    assert {type(value) for value in saved.values()} <= {int, float, bool, str, list, type(None)}
+    assert (saved["nesterov"], saved["restart"]) == (True, "soft:3:0.2:0.1")
+    assert [saved[key] for key in ("rounds", "rounds_since_restart", "restarts", "policy_state")] == [4, 1, 1, "{}"]
+    outer.param_groups[0]["restart"] = Periodic(5)
+    saved = through_file(outer.state_dict())["param_groups"][0]
+    assert (saved["restart"], json.loads(saved["policy_state"])) == ("5", Periodic(5).initial_state())
+    assert outer.param_groups[0]["restart"] == Periodic(5)  # asking for the state has begun nothing
+
+
+def test_signals_are_kept_as_plain_numbers():
+    """A tensor that the caller goes on using does not change a policy's memory, and NumPy's numbers can be loaded."""
+    x, end = scalar(1.0), torch.tensor(1.0)
+    outer = OuterSGD([x], lr=0.5, momentum=0.9, restart="loss", signals=["loss_start", "loss_end"])
+    x.grad = torch.ones(1)
+    first_signals: dict[str, Any] = {"loss_start": torch.tensor(3.0), "loss_end": end}
+    outer.step(signals=first_signals)
+    end += 9
+    outer.step(signals={"loss_start": np.float64(2.0), "loss_end": np.float64(1.5)})
+    assert outer.param_groups[0]["restarts"] == 1  # 2 after an end at 1: the outer step made it worse
+    saved = through_file(outer.state_dict())["param_groups"][0]["policy_state"]
+    assert json.loads(saved) == {"end": 1.5}
+
+
+def test_a_memory_that_no_checkpoint_can_hold_is_told():
+    """Numbers of NumPy's keep their kind; anything else is refused with the policy's name."""
+    outer = OuterSGD([scalar(1.0)], lr=0.5, momentum=0.9, restart="auto")
+    outer.param_groups[0]["policy_state"] = {"count": np.int64(3), "norm": np.float32(0.5), "end": torch.tensor(2.0)}
+    text = outer.state_dict()["param_groups"][0]["policy_state"]
+    assert text == '{"count": 3, "norm": 0.5, "end": 2.0}'
+    outer.param_groups[0]["policy_state"] = {"all": np.ones(3)}
+    with pytest.raises(
+        TypeError, match=r"OuterSGD: restart policy auto remembers .*; a policy's memory must be numbers"
+    ):
+        outer.state_dict()
