@@ -54,7 +54,7 @@ def test_the_law_can_be_broken(tmp_path: Path):
         "rule.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import twophase.runs.folder",
         "optim/outer.py": "def up():\n    from twophase.theory import modes",
         "runs/folder.py": "import twophase.diloco.flat",
-        "policies/base.py": "def load():\n    import torch.nn\n    import twophase.policies.auto",
+        "policies/base.py": "def load():\n    import torch.nn\n    import twophase.policies.adaptive",
         "attic.py": "",
     }.items():
         with (tmp_path / "twophase" / file).open("a", encoding="utf-8") as source:

@@ -386,7 +386,7 @@ def test_mistakes_say_what_to_do(monkeypatch: pytest.MonkeyPatch, options: dict[
     """Arguments outside their range, and variables that would override one, are refused by name and value."""
     for name in filter(str.isupper, options):
         monkeypatch.setenv(name, options[name])
-    arguments = {"url": URL} | {name: value for name, value in options.items() if not name.isupper()}
+    arguments: dict[str, Any] = {"url": URL} | {name: v for name, v in options.items() if not name.isupper()}
     refused(["TorchFT: ", *words], lambda: communicator(**arguments))
 
 

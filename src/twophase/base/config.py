@@ -64,8 +64,9 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
         UsageError: names that `cls` does not have, or lacks.
     """
     default = cls()
-    names = {field.name for field in dataclasses.fields(cls)}
-    later = {field.name for field in dataclasses.fields(cls) if field.metadata == LATER}
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = {field.name for field in fields}
+    later = {field.name for field in fields if field.metadata == LATER}
     if not names - later <= set(tree) <= names:
         odd = ", ".join(prefix + name for name in sorted((names ^ set(tree)) - later))
         raise UsageError(f"this configuration was written by another version: unknown or absent values {odd}")

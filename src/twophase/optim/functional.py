@@ -327,9 +327,9 @@ def fused_is_exact(dtype: torch.dtype, update: Update) -> bool:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 257 * _LANES, dtype=dtype, generator=generator)  # several threads share it unevenly
     plain, fused = ([[row] for row in values.clone()] for _ in range(2))
-    in_pieces_(*plain, update, {})
+    in_pieces_(plain[0], plain[1], plain[2], update, {})
     try:
-        fused_sgd_(*fused, update)
+        fused_sgd_(fused[0], fused[1], fused[2], update)
     except (AttributeError, TypeError, RuntimeError):
         return False
     return all(torch.equal(a, b) for (a,), (b,) in zip(plain, fused, strict=True))
