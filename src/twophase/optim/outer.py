@@ -156,8 +156,6 @@ class OuterSGD(Optimizer):
             self.param_groups.pop()
             raise
 
-    # ---------------------------------------------------------------------------------------------------- a round
-
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,
@@ -327,8 +325,6 @@ class OuterSGD(Optimizer):
         for p in params:
             self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
 
-    # ------------------------------------------------------------------------------------------- what it measures
-
     @property
     def needs(self) -> frozenset[str]:
         """What the policies of the groups need."""
@@ -354,8 +350,6 @@ class OuterSGD(Optimizer):
             return dots(new, [], angle=cosine)
         gg, mm, gm = dots([g for g, _ in old], [m for _, m in old], angle=cosine)
         return gg + (dots(new, [])[0] if new else 0.0), mm, gm
-
-    # ------------------------------------------------------------------------------------------------- candidates
 
     @property
     def candidate_count(self) -> int:
@@ -395,8 +389,6 @@ class OuterSGD(Optimizer):
                 for p, old in before:
                     p.copy_(old)
         return losses
-
-    # ------------------------------------------------------------------------------------------------- its state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as every torch optimizer does; next to tensors it holds plain numbers and text alone."""
