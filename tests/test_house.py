@@ -90,7 +90,7 @@ def test_torch_free_rooms_load_no_torch():
         for module in measure_house.modules()
         if any((name := f"twophase.{module}".rstrip(".")) == room or name.startswith(f"{room}.") for room in rooms)
     ] + ["twophase.cli.main", "twophase.__main__"]
-    assert len(modules) > 100
+    assert len(modules) > 80  # the list is not empty by mistake
     code = f"""
 import sys
 from importlib import import_module
