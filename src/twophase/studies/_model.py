@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from twophase.policies.base import RestartPolicy
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
 from twophase.theory.inputs import Rules, rule_grid
 from twophase.theory.periods import log_final_loss
+from twophase.theory.rollout import Block, rollout, rollout_blocks
+
+Curve: TypeAlias = tuple[str, OuterRule, "RestartPolicy | str | int | tuple[int, ...]"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 LOG_10 = float(np.log(10))
 SIX = (0.95, 0.85, 0.75, 0.60, 0.45, 0.30)
@@ -60,16 +66,30 @@ def tuned_momentum(sigma: ArrayLike, rounds: int, momenta: np.ndarray, *, nester
     return {"points": len(momenta), "momentum": float(momenta[best]), "log10_loss": float(losses[best])}
 
 
-def loss_rows(losses: np.ndarray, **values: Any) -> list[dict[str, Any]]:
-    """One row a round with its log10 loss, None where the loss is 0 or not finite."""
-    with np.errstate(divide="ignore"):
-        logs = np.log10(losses)
-    return [values | {"round": t, "log10_loss": v if np.isfinite(v) else None} for t, v in enumerate(logs.tolist())]
+def curve_rows(
+    parts: Sequence[ArrayLike], rounds: int, curves: Mapping[str, Curve], columns: tuple[str, str], **values: Any
+) -> list[dict[str, Any]]:
+    """One row a round of each curve with its log10 loss, None where the loss is 0 or not finite.
 
-
-def nearest(period: float, largest: int) -> int:
-    """A real-valued period as a whole number from 1 to `largest`."""
-    return int(min(max(1, np.floor(period + 0.5)), largest))
+    Args:
+        parts: sigma of the modes of each block.
+        rounds: T.
+        curves: by kind, a curve's name, rule, and restarts: one policy for all, or a tuple of periods, one a block.
+        columns: names of the columns for the kind and for the name.
+        **values: of further columns, which come first.
+    """
+    rows = []
+    for kind, (name, rule, restart) in curves.items():
+        if isinstance(restart, tuple):
+            each = [Block(part, rule, period) for part, period in zip(parts, restart, strict=True)]
+            loss = rollout_blocks(each, rounds).loss
+        else:
+            loss = rollout(rule, np.concatenate(parts), rounds, restart).loss
+        with np.errstate(divide="ignore"):
+            logs = np.log10(loss)
+        place = values | dict(zip(columns, (kind, name), strict=True))
+        rows += [place | {"round": t, "log10_loss": v if np.isfinite(v) else None} for t, v in enumerate(logs.tolist())]
+    return rows
 
 
 def listed(values: Iterable[Any]) -> str:
@@ -85,3 +105,17 @@ def verdict(condition: bool) -> str:
 def select(rows: Iterable[Mapping[str, Any]], **values: Any) -> list[Mapping[str, Any]]:
     """The rows that have these values."""
     return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
+
+
+def series(rows: Iterable[Mapping[str, Any]], x: str, y: str) -> tuple[list[Any], list[Any]]:
+    """The values of two columns, without the rows where the second has none."""
+    some = [row for row in rows if row[y] is not None]
+    return [row[x] for row in some], [row[y] for row in some]
+
+
+def dot_chart(axes: Axes, labels: Sequence[str], **settings: Any) -> None:
+    """Name the lines of a chart of points, one line a label, from the top down."""
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set(ylim=(len(labels) - 0.5, -0.5), **settings)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)

@@ -9,23 +9,25 @@ Source: theory notes R22 to R25, anchors A2 and A3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from twophase.figures.style import HATCH, INK, look, name_panels, new_page, signed
-from twophase.policies.base import RestartPolicy
 from twophase.rule import OuterRule
 from twophase.studies._model import (
     HEAVY_BALL,
     LOG_10,
     PLAIN,
     SIX,
+    Curve,
     blocks,
+    curve_rows,
+    dot_chart,
     log10_loss,
-    loss_rows,
     same_gain,
     select,
+    series,
     tuned_momentum,
     verdict,
 )
@@ -35,7 +37,6 @@ from twophase.theory.inputs import rule_grid
 from twophase.theory.mixing import best_schedule, chebyshev_rate, mixed_periods
 from twophase.theory.modes import asymptotic_rate
 from twophase.theory.periods import best_period
-from twophase.theory.rollout import rollout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,6 +53,8 @@ TUNED_ROUNDS, LARGEST_LR, LARGEST_MOMENTUM = 24, 4.0, 0.95
 GRIDS = {"coarse": (80, 39), "fine": (160, 77)}
 """Learning rates up to 4 (sum form) and momenta from 0 to 0.95, over which rules are tuned."""
 _KINDS = {"HB": False, "NAG": True}
+Place: TypeAlias = tuple[tuple[float, float], str]
+"""An interval of sigma and a key of `_KINDS`."""
 _RATES = {
     "none": ("no restart", 0),
     "fixed": ("best single period", 2),
@@ -72,8 +75,9 @@ def table(*, quick: bool = False) -> Result:
     """
     modes = 61 if quick else MODES
     grids = {"quick": (20, 10)} if quick else GRIDS
-    rates = {f"{low:g} to {high:g}, {kind}, lr {lr:g}": _rates(low, high, lr, nesterov, modes)
-             for low, high in INTERVALS for kind, nesterov in _KINDS.items() for lr in LRS}  # fmt: skip
+    kinds = [(ends, kind) for ends in INTERVALS for kind in _KINDS]
+    names = {(ends, kind): f"{ends[0]:g} to {ends[1]:g}, {kind}" for ends, kind in kinds}
+    rates = {f"{name}, lr {lr:g}": _rates(place, lr, modes) for place, name in names.items() for lr in LRS}
     rows: list[dict[str, Any]] = [
         {"panel": "a", "case": case, "curve": name, "rate": facts[name]}
         for case, facts in rates.items()
@@ -84,12 +88,7 @@ def table(*, quick: bool = False) -> Result:
         some, schedules[name] = _schedules(panel, sigma)
         rows += some
     tuned = {
-        grid: {
-            f"{low:g} to {high:g}, {kind}": _tuned(low, high, nesterov, sizes, modes)
-            for low, high in INTERVALS
-            for kind, nesterov in _KINDS.items()
-        }
-        for grid, sizes in grids.items()
+        grid: {name: _tuned(place, sizes, modes) for place, name in names.items()} for grid, sizes in grids.items()
     }
     rows += [
         {"panel": "d", "case": f"{grid}: {case}", "curve": name, "rate": facts[name]}
@@ -108,8 +107,9 @@ def table(*, quick: bool = False) -> Result:
     return Result(rows, {"rates": rates, "schedules": schedules, "tuned": tuned}, settings)
 
 
-def _rates(low: float, high: float, lr: float, nesterov: bool, modes: int) -> dict[str, Any]:
+def _rates(place: Place, lr: float, modes: int) -> dict[str, Any]:
     """Rates in the long run of the slowest mode of an interval."""
+    (low, high), nesterov = place[0], _KINDS[place[1]]
     rule = OuterRule(lr, MOMENTUM, nesterov, "ema")
     sigma = np.linspace(low, high, modes)
     mix = mixed_periods(rule, sigma, max_period=MAX_PERIOD)
@@ -147,7 +147,7 @@ def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dic
     momentum = tuned_momentum(sigma, ROUNDS, np.linspace(0, 0.99, 100), nesterov=False)
     gain = same_gain(HEAVY_BALL, best, ROUNDS)
     tuned = OuterRule(1.0, momentum["momentum"], form="ema")
-    curves: dict[str, tuple[str, OuterRule, RestartPolicy | str | int]] = {
+    curves: dict[str, Curve] = {
         "none": ("no restart", HEAVY_BALL, "never"),
         "sgd_gain": (f"SGD, gain of K={best}", gain, "never"),
         "fixed": (f"K={best}", HEAVY_BALL, best),
@@ -155,10 +155,8 @@ def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dic
         "sgd_ema": ("SGD, same lr", PLAIN, "never"),
         "tuned_momentum": (f"HB, β={tuned.momentum:.2f}, no restart", tuned, "never"),
     }
-    rows = []
-    for kind, (name, rule, restart) in curves.items():
-        rows += loss_rows(rollout(rule, sigma, ROUNDS, restart).loss, panel=panel, curve=kind, case=name)
-    numbers = {
+    rows = curve_rows([sigma], ROUNDS, curves, ("curve", "case"), panel=panel)
+    return rows, {
         "none": log10_loss(HEAVY_BALL, sigma, ROUNDS),
         "fixed_period": best,
         "fixed": log10_loss(HEAVY_BALL, sigma, ROUNDS, best),
@@ -169,30 +167,28 @@ def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dic
         "sgd_gain": log10_loss(gain, sigma, ROUNDS),
         "tuned_momentum": momentum,
     }
-    return rows, numbers
 
 
-def _tuned(low: float, high: float, nesterov: bool, sizes: tuple[int, int], modes: int) -> dict[str, Any]:
+def _tuned(place: Place, sizes: tuple[int, int], modes: int) -> dict[str, Any]:
     """The best worst-case rate after a finite run, learning rate and momentum tuned on a grid, with and without K."""
+    (low, high), nesterov = place[0], _KINDS[place[1]]
     lrs = np.linspace(0, LARGEST_LR, sizes[0] + 1)[1:]
     sigma, periods = np.linspace(low, high, modes), np.arange(1, TUNED_ROUNDS + 1)
-    found: dict[str, dict[str, Any]] = {"none": {"rate": -np.inf}, "restart": {"rate": -np.inf}}
-    for momentum in np.linspace(0, LARGEST_MOMENTUM, sizes[1]):
+    best: dict[str, dict[str, Any]] = {"none": {"rate": -np.inf}, "restart": {"rate": -np.inf}}
+    for momentum in np.linspace(0, LARGEST_MOMENTUM, sizes[1]).tolist():
         logs = restart_table(rule_grid(lrs, momentum, nesterov)[:, None], sigma, TUNED_ROUNDS)[1]
         rest = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])[TUNED_ROUNDS % periods]
         worst = ((TUNED_ROUNDS // periods)[:, None, None] * logs + rest).max(axis=-1)
         rates = -worst / TUNED_ROUNDS  # of shape (periods, learning rates); the last period is no restart
-        for name, some in (("none", rates[-1:]), ("restart", rates)):
-            k, i = np.unravel_index(np.argmax(some), some.shape)
-            if some[k, i] > found[name]["rate"]:
-                period = int(k) + 1 if name == "restart" else TUNED_ROUNDS
-                found[name] = {
-                    "rate": float(some[k, i]), "lr": float(lrs[i]), "momentum": float(momentum), "period": period
-                }  # fmt: skip
+        for name, first in (("none", TUNED_ROUNDS - 1), ("restart", 0)):
+            k, i = np.unravel_index(np.argmax(rates[first:]), rates[first:].shape)
+            rate, period = float(rates[first + k, i]), first + int(k) + 1
+            if rate > best[name]["rate"]:
+                best[name] = {"rate": rate, "lr": float(lrs[i]), "momentum": momentum, "period": period}
     return {
-        "none": found["none"]["rate"],
-        "restart": found["restart"]["rate"],
-        "at": found,
+        "none": best["none"]["rate"],
+        "restart": best["restart"]["rate"],
+        "at": best,
         "chebyshev": float(chebyshev_rate(low, high, TUNED_ROUNDS)),
         "sgd": float(np.min(restart_rate(OuterRule(2 / (low + high), 0.0), sigma, 1))),
     }
@@ -217,8 +213,8 @@ def answer(result: Result) -> str:
     polyak = min(f["heavy_ball_tuned"] / f["chebyshev"] for f in rates.values())
     replaces = all(f["mix"] > f["tuned_momentum"] for f in rates.values())
 
-    def beaten(one: str, other: str) -> str:
-        return f"{sum(f[one] > f[other] for f in rates.values())} of {len(rates)}"
+    def beaten(faster: str, other: str) -> str:
+        return f"{sum(f[faster] > f[other] for f in rates.values())} of {len(rates)}"
 
     lines += [
         f"{verdict(not useless)}: 'a mix of periods is faster than one': "
@@ -292,23 +288,17 @@ def _draw_rates(axes: Axes, rows: list[Any]) -> None:
         for name, (text, number) in _RATES.items():
             style = look(number, every=1) | {"linestyle": "none", "markersize": 4.5, "zorder": 3}
             axes.plot([max(rates[name], np.nan)], [place], label=None if place else text, **style)
-    labels = []
-    for case in cases:
-        interval, kind, lr = case.split(", ")
-        labels.append(f"σ from {interval}, {kind}, {lr}")
-    axes.set_yticks(range(len(cases)), labels)
     axes.set_xscale("log")
     axes.grid(axis="y", linewidth=0.4, color=HATCH)
-    axes.set(xlabel="nats a round (log scale; rules that diverge are left out)", ylim=(len(cases) - 0.5, -0.5))
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    labels = [f"σ from {case}" for case in cases]
+    dot_chart(axes, labels, xlabel="nats a round (log scale; rules that diverge are left out)")
     axes.legend(loc="upper center", bbox_to_anchor=(0.35, -0.15), ncols=3)
 
 
 def _draw_curves(axes: Axes, rows: list[Any]) -> None:
     for name in dict.fromkeys(row["curve"] for row in rows):
-        some = [row for row in select(rows, curve=name) if row["log10_loss"] is not None]
-        x, y = [row["round"] for row in some], [row["log10_loss"] for row in some]
+        some = select(rows, curve=name)
+        x, y = series(some, "round", "log10_loss")
         axes.plot(x, y, label=f"{some[0]['case']} ({signed(y[-1])})", **look(_RATES[name][1], every=24))
     axes.set(xlabel="outer round", ylabel="log₁₀ loss", xlim=(0, ROUNDS))
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2))

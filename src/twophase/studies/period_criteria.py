@@ -15,7 +15,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from twophase.figures.style import HATCH, look, name_panels, new_page
-from twophase.studies._model import LOG_10, select, verdict
+from twophase.studies._model import LOG_10, dot_chart, select, verdict
 from twophase.studies.study import Result
 from twophase.theory.contraction import restart_table
 from twophase.theory.inputs import rule_grid
@@ -59,17 +59,14 @@ class Draws:
     def make(cls, count: int) -> Draws:
         """The first `count` problems of the seed."""
         stream = np.random.default_rng(SEED)
-        draws = [  # one problem after the other, so that fewer problems are the first of more
-            (
-                stream.uniform(0.3, 1.3),
-                stream.uniform(0.6, 0.98),
-                stream.integers(2) == 1,
-                stream.uniform(0.05, 1, MODES),
-                stream.dirichlet(np.ones(MODES)),
-            )
-            for _ in range(count)
-        ]
-        lr, momentum, nesterov, sigma, weights = (np.array(column) for column in zip(*draws, strict=True))
+        columns: list[list[Any]] = [[] for _ in range(5)]
+        for _ in range(count):  # problem after problem, so that fewer problems are the first of more
+            columns[0].append(stream.uniform(0.3, 1.3))
+            columns[1].append(stream.uniform(0.6, 0.98))
+            columns[2].append(stream.integers(2) == 1)
+            columns[3].append(stream.uniform(0.05, 1, MODES))
+            columns[4].append(stream.dirichlet(np.ones(MODES)))
+        lr, momentum, nesterov, sigma, weights = map(np.array, columns)
         return cls(rule_grid(lr, momentum, nesterov, "ema"), sigma, weights)
 
     def losses(self, rounds: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,6 +89,7 @@ def table(*, quick: bool = False) -> Result:
     """
     count = 200 if quick else SPECTRA
     draws = Draws.make(count)
+    lrs = np.array([rule.lr for rule in draws.rules])[:, None]
     rows: list[dict[str, Any]] = []
     numbers: dict[str, Any] = {}
     for rounds in HORIZONS:
@@ -103,7 +101,9 @@ def table(*, quick: bool = False) -> Result:
             regret = losses[index, np.arange(count)] - best
             facts[name] = _summary(regret)
             rows.append({"rounds": rounds, "criterion": name, "meaning": CRITERIA[name]} | facts[name])
-        plain = draws.sum_of_squares(rounds * _log_plain(draws)) / LOG_10 - np.log10(2)
+        with np.errstate(divide="ignore"):  # one round of momentum-free SGD at the same learning rate
+            log_plain = np.log(np.abs(1 - lrs * draws.sigma))
+        plain = draws.sum_of_squares(rounds * log_plain) / LOG_10 - np.log10(2)
         facts["sgd"] = {
             "better_than_best_period": float((plain < best).mean()),
             "median": float(np.median(plain - best)),
@@ -138,13 +138,6 @@ def _choices(draws: Draws, logs: np.ndarray, losses: np.ndarray) -> dict[str, np
         picked[name] = np.clip(period, 1, rounds).astype(int) - 1
     picked["3"], picked["never"] = np.full(count, 2), np.full(count, rounds - 1)
     return {name: picked[name] for name in CRITERIA}
-
-
-def _log_plain(draws: Draws) -> np.ndarray:
-    """Log|1 - lr sigma|: one round of momentum-free SGD at the same learning rate."""
-    lr = np.array([rule.lr for rule in draws.rules])[:, None]
-    with np.errstate(divide="ignore"):
-        return np.log(np.abs(1 - lr * draws.sigma))
 
 
 def _summary(regret: np.ndarray) -> dict[str, float]:
@@ -231,13 +224,11 @@ def _draw_regret(axes: Axes, rows: list[Any]) -> None:
         axes.plot([row["q10"], row["q90"]], [place, place], color=HATCH, linewidth=3, label=names["range"])
         axes.plot([row["median"]], [place], "o", color=look(0)["color"], label=names["median"], markersize=4.5)
         axes.plot([row["mean"]], [place], "D", color=look(2)["color"], label=names["mean"], markersize=4)
-    axes.set_yticks(range(len(rows)), [row["meaning"] for row in rows])
-    axes.set(xlabel="regret in dex (0: as good as the best period)", ylim=(len(rows) - 0.5, -0.5))
+    labels = [row["meaning"] for row in rows]
+    dot_chart(axes, labels, xlabel="regret in dex (0: as good as the best period)")
     axes.set_xlim(left=-0.1)
-    axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", linewidth=0.4)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(loc="upper right")
 
 

@@ -8,27 +8,26 @@ Source: paper figure 1 and its details in the appendix; theory notes E1, E15, E1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from twophase.figures.style import INK, MUTED, look, name_panels, new_page, signed
-from twophase.policies.base import RestartPolicy
 from twophase.rule import OuterRule
 from twophase.studies._model import (
     HEAVY_BALL,
     NESTEROV,
     PLAIN,
     SIX,
+    Curve,
     blocks,
+    curve_rows,
     listed,
     log10_joint,
     log10_loss,
-    loss_rows,
-    nearest,
     same_gain,
     select,
+    series,
     tuned_momentum,
     verdict,
 )
@@ -37,7 +36,7 @@ from twophase.theory.contraction import restart_rate
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import asymptotic_rate, envelope
 from twophase.theory.periods import best_period, block_periods, cancellation_periods, heuristic_period
-from twophase.theory.rollout import Block, rollout, rollout_blocks
+from twophase.theory.rollout import rollout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,6 +53,7 @@ SHOWN_MODES = 9
 FLOOR = -90.0
 """Panel (a) ends here; what goes deeper is written there."""
 Rows: TypeAlias = list[dict[str, Any]]
+_COLUMNS = ("kind", "curve")
 _LOOKS = {"none": 0, "factor": 1, "global": 2, "nag": 3, "heuristic": 4, "own": 5, "gain": 6, "sgd": 7}
 
 
@@ -64,15 +64,7 @@ def table(*, quick: bool = False) -> Result:
         quick: 201 instead of 2001 momenta in the grids over which no-restart rules are tuned.
     """
     points = 201 if quick else 2001
-    rows, numbers = [], {}
-    for name, (some, facts) in {
-        "single": _single(points),
-        "six": _six(),
-        "blocks": _blocks(),
-        "oscillation": _oscillation(),
-    }.items():
-        rows += some
-        numbers[name] = facts
+    panels = {"single": _single(points), "six": _six(), "blocks": _blocks(), "oscillation": _oscillation()}
     settings = {
         "rule": HEAVY_BALL.describe(),
         "loss": "log10 of 1/2 sum w x^2, equal weights of sum 1, x = 1 and m = 0 at first",
@@ -81,7 +73,8 @@ def table(*, quick: bool = False) -> Result:
         "blocks": {"sigma": [list(part) for part in blocks(SHOWN_MODES)], "rounds": ROUNDS_MANY},
         "tuned_momenta": {"single": f"{points} equispaced in each interval", "six, blocks": "0, 0.01, ..., 0.99"},
     }
-    return Result(rows, numbers, settings)
+    rows = [row for some, _ in panels.values() for row in some]
+    return Result(rows, {name: facts for name, (_, facts) in panels.items()}, settings)
 
 
 # ----------------------------------------------------------------------------------------------------------- panels
@@ -90,7 +83,8 @@ def table(*, quick: bool = False) -> Result:
 def _single(points: int) -> tuple[Rows, dict[str, Any]]:
     """Panel (a), one mode, and panel (f), the no-restart rules over momentum."""
     best = best_period(HEAVY_BALL, SIGMA, max_period=ROUNDS, rounds=ROUNDS)
-    factor = best_period(HEAVY_BALL, SIGMA, max_period=FACTOR_MAX["single"], objective="factor")
+    factors = {k: best_period(HEAVY_BALL, SIGMA, max_period=k, objective="factor") for k in (10, 20, 40, 80)}
+    factor = factors[FACTOR_MAX["single"]]
     target = float(log10_loss(HEAVY_BALL, SIGMA, ROUNDS, best))
     whole = np.linspace(0, 0.999, points)
     grids = {
@@ -102,37 +96,36 @@ def _single(points: int) -> tuple[Rows, dict[str, Any]]:
         "[0, 1)": whole,
     }
     tuned = {name: tuned_momentum([SIGMA], ROUNDS, momenta, nesterov=True) for name, momenta in grids.items()}
-    shown = OuterRule(1.0, tuned["[0.5, 1)"]["momentum"], nesterov=True, form="ema")
+    nag = OuterRule(1.0, tuned["[0.5, 1)"]["momentum"], nesterov=True, form="ema")
     gain = same_gain(HEAVY_BALL, best, ROUNDS)
     none = {
-        "NAG": log10_loss(rule_grid(1.0, whole, True, "ema"), SIGMA, ROUNDS),
-        "HB": log10_loss(rule_grid(1.0, whole, False, "ema"), SIGMA, ROUNDS),
+        name: log10_loss(rule_grid(1.0, whole, nesterov, "ema"), SIGMA, ROUNDS)
+        for name, nesterov in (("NAG", True), ("HB", False))
     }
-    rows = [
-        *_curve("a", "none", "HB, no restart", HEAVY_BALL),
-        *_curve("a", "factor", f"HB, K={factor}: least |χ|, K ≤ {FACTOR_MAX['single']}", HEAVY_BALL, period=factor),
-        *_curve("a", "heuristic", "NAG, β=0.9, no restart", NESTEROV),
-        *_curve("a", "nag", f"NAG, β={shown.momentum:.3f}: best in [0.5, 1)", shown),
-        *_curve("a", "global", f"HB, K={best}: least loss", HEAVY_BALL, period=best),
-        *_curve("a", "gain", f"SGD, gain of K={best}", gain),
-        *_curve("a", "sgd", "SGD, same ν", PLAIN),
-        *(
-            {"panel": "f", "kind": kind, "curve": f"{name}, no restart", "momentum": float(b), "log10_loss": float(v)}
-            for name, kind in (("HB", "none"), ("NAG", "nag"))
-            for b, v in zip(whole, none[name], strict=True)
-        ),
+    curves: dict[str, Curve] = {
+        "none": ("HB, no restart", HEAVY_BALL, "never"),
+        "factor": (f"HB, K={factor}: least |χ|, K ≤ {FACTOR_MAX['single']}", HEAVY_BALL, factor),
+        "heuristic": ("NAG, β=0.9, no restart", NESTEROV, "never"),
+        "nag": (f"NAG, β={nag.momentum:.3f}: best in [0.5, 1)", nag, "never"),
+        "global": (f"HB, K={best}: least loss", HEAVY_BALL, best),
+        "gain": (f"SGD, gain of K={best}", gain, "never"),
+        "sgd": ("SGD, same ν", PLAIN, "never"),
+    }
+    rows = curve_rows([[SIGMA]], ROUNDS, curves, _COLUMNS, panel="a")
+    rows += [
+        {"panel": "f", "kind": kind, "curve": f"{name}, no restart", "momentum": float(b), "log10_loss": float(v)}
+        for name, kind in (("HB", "none"), ("NAG", "nag"))
+        for b, v in zip(whole, none[name], strict=True)
     ]
     nesterov = log10_loss(NESTEROV, SIGMA, ROUNDS, range(1, ROUNDS + 1))
-    numbers = {
+    return rows, {
         "none": log10_loss(HEAVY_BALL, SIGMA, ROUNDS),
         "best_period": best,
         "by_period": {k: log10_loss(HEAVY_BALL, SIGMA, ROUNDS, k) for k in (best, 15, 4, 6, factor)},
         "best": target,
         "factor_period": factor,
         "rate_period": best_period(HEAVY_BALL, SIGMA, max_period=ROUNDS, objective="rate"),
-        "factor_period_by_max_period": {
-            k: best_period(HEAVY_BALL, SIGMA, max_period=k, objective="factor") for k in (10, 20, 40, 80)
-        },
+        "factor_period_by_max_period": factors,
         "nag_none": nesterov[-1],
         "nag_best_period": int(nesterov.argmin()) + 1,
         "nag_best": nesterov.min(),
@@ -140,47 +133,38 @@ def _single(points: int) -> tuple[Rows, dict[str, Any]]:
         "sgd": log10_loss(PLAIN, SIGMA, ROUNDS),
         "sgd_same_gain": log10_loss(gain, SIGMA, ROUNDS),
         "gain": gain.lr,
-        "momentum_up_to_which_all_beat_restart": {k: _last_of_first_run(whole, v < target) for k, v in none.items()},
+        "momentum_up_to_which_all_beat_restart": {
+            k: float(whole[np.argmin([*(v < target), False]) - 1]) for k, v in none.items()
+        },
         "largest_momentum_that_beats_restart": {k: float(whole[v < target].max()) for k, v in none.items()},
     }
-    return rows, numbers
 
 
 def _six() -> tuple[Rows, dict[str, Any]]:
     """Panel (b): one period for all modes, one for each, and the paper's criterion."""
+    modes = [[s] for s in SIX]
     best = best_period(HEAVY_BALL, SIX, max_period=ROUNDS_MANY, rounds=ROUNDS_MANY)
-    factor = {k: best_period(HEAVY_BALL, SIX, max_period=k, objective="factor") for k in (11, 20, ROUNDS_MANY)}
-    paper = factor[FACTOR_MAX["six"]]
-    own = block_periods(HEAVY_BALL, [[s] for s in SIX], max_period=ROUNDS_MANY, rounds=ROUNDS_MANY)
-    gain, tuned = same_gain(HEAVY_BALL, best, ROUNDS_MANY), _tuned_many(SIX)
-    nag = OuterRule(1.0, tuned["nag"]["momentum"], nesterov=True, form="ema")
-    rows = [
-        *_curve("b", "none", "HB, no restart", HEAVY_BALL, sigma=SIX),
-        *_curve(
-            "b", "factor", f"HB, K={paper}: least Σχ², K ≤ {FACTOR_MAX['six']}", HEAVY_BALL, period=paper, sigma=SIX
-        ),
-        *_curve("b", "gain", f"SGD, gain of K={best}", gain, sigma=SIX),
-        *_curve("b", "global", f"HB, K={best}: least loss", HEAVY_BALL, period=best, sigma=SIX),
-        *_own_periods("b", "own", f"HB, K={listed(own)} per mode", [[s] for s in SIX], own),
-        *_curve("b", "sgd", "SGD, same ν", PLAIN, sigma=SIX),
-        *_curve("b", "nag", f"NAG, β={nag.momentum:.2f}: tuned", nag, sigma=SIX),
-    ]
-    numbers = {
+    factors = {k: best_period(HEAVY_BALL, SIX, max_period=k, objective="factor") for k in (11, 20, ROUNDS_MANY)}
+    factor = factors[FACTOR_MAX["six"]]
+    by_mode = block_periods(HEAVY_BALL, modes, max_period=ROUNDS_MANY, rounds=ROUNDS_MANY)
+    curves, controls = _many(SIX, best)
+    curves |= {
+        "factor": (f"HB, K={factor}: least Σχ², K ≤ {FACTOR_MAX['six']}", HEAVY_BALL, factor),
+        "own": (f"HB, K={listed(by_mode)} per mode", HEAVY_BALL, by_mode),
+    }
+    curves = {kind: curves[kind] for kind in ("none", "factor", "gain", "global", "own", "sgd", "nag")}
+    return curve_rows(modes, ROUNDS_MANY, curves, _COLUMNS, panel="b"), {
         "none": log10_loss(HEAVY_BALL, SIX, ROUNDS_MANY),
         "best_period": best,
-        "by_period": {k: log10_loss(HEAVY_BALL, SIX, ROUNDS_MANY, k) for k in (3, 5, 6, best, paper)},
+        "by_period": {k: log10_loss(HEAVY_BALL, SIX, ROUNDS_MANY, k) for k in (3, 5, 6, best, factor)},
         "best": log10_loss(HEAVY_BALL, SIX, ROUNDS_MANY, best),
-        "own_periods": own,
-        "own": log10_joint(HEAVY_BALL, [[s] for s in SIX], ROUNDS_MANY, own),
-        "factor_period_by_max_period": factor,
-        "factor_period": paper,
-        "factor": log10_loss(HEAVY_BALL, SIX, ROUNDS_MANY, paper),
+        "own_periods": by_mode,
+        "own": log10_joint(HEAVY_BALL, modes, ROUNDS_MANY, by_mode),
+        "factor_period_by_max_period": factors,
+        "factor_period": factor,
+        "factor": log10_loss(HEAVY_BALL, SIX, ROUNDS_MANY, factor),
         "minimax_period": best_period(HEAVY_BALL, SIX, max_period=ROUNDS_MANY),
-        "sgd": log10_loss(PLAIN, SIX, ROUNDS_MANY),
-        "sgd_same_gain": log10_loss(gain, SIX, ROUNDS_MANY),
-        "tuned_without_restart": tuned,
-    }
-    return rows, numbers
+    } | controls
 
 
 def _blocks() -> tuple[Rows, dict[str, Any]]:
@@ -189,38 +173,54 @@ def _blocks() -> tuple[Rows, dict[str, Any]]:
     rows: Rows = []
     for modes in BLOCK_MODES:
         parts = blocks(modes)
-        everything = np.concatenate(parts)
+        everything, means = np.concatenate(parts), np.array([part.mean() for part in parts])
         best = best_period(HEAVY_BALL, everything, max_period=ROUNDS_MANY, rounds=ROUNDS_MANY)
         periods = {
             "own": block_periods(HEAVY_BALL, parts, max_period=ROUNDS_MANY, rounds=ROUNDS_MANY),
-            "heuristic": _heuristics(parts, corrected=False),
-            "corrected": _heuristics(parts, corrected=True),
+            "heuristic": _heuristic(means, corrected=False),
+            "corrected": _heuristic(means, corrected=True),
         }
-        gain = same_gain(HEAVY_BALL, best, ROUNDS_MANY)
+        curves, controls = _many(everything, best)
         facts[str(modes)] = {
             "none": log10_loss(HEAVY_BALL, everything, ROUNDS_MANY),
             "best_period": best,
             "best": log10_loss(HEAVY_BALL, everything, ROUNDS_MANY, best),
             "periods": periods,
-            **{kind: log10_joint(HEAVY_BALL, parts, ROUNDS_MANY, list(ks)) for kind, ks in periods.items()},
-            "sgd": log10_loss(PLAIN, everything, ROUNDS_MANY),
-            "sgd_same_gain": log10_loss(gain, everything, ROUNDS_MANY),
-            "tuned_without_restart": _tuned_many(everything),
+            **{kind: log10_joint(HEAVY_BALL, parts, ROUNDS_MANY, ks) for kind, ks in periods.items()},
+            **controls,
         }
         if modes == SHOWN_MODES:
-            nag = OuterRule(1.0, facts[str(modes)]["tuned_without_restart"]["nag"]["momentum"], True, "ema")
-            own, paper, corrected = periods["own"], periods["heuristic"], periods["corrected"]
-            rows = [
-                *_curve("c", "none", "HB, no restart", HEAVY_BALL, sigma=everything),
-                *_curve("c", "gain", f"SGD, gain of K={best}", gain, sigma=everything),
-                *_curve("c", "global", f"HB, K={best}: least loss", HEAVY_BALL, period=best, sigma=everything),
-                *_own_periods("c", "factor", f"HB, K={listed(paper)}: paper's π/(2√s)", parts, paper),
-                *_own_periods("c", "heuristic", f"HB, K={listed(corrected)}: corrected", parts, corrected),
-                *_own_periods("c", "own", f"HB, K={listed(own)} per block", parts, own),
-                *_curve("c", "sgd", "SGD, same ν", PLAIN, sigma=everything),
-                *_curve("c", "nag", f"NAG, β={nag.momentum:.2f}: tuned", nag, sigma=everything),
-            ]
+            names = {"factor": ("heuristic", "{}: paper's π/(2√s)"), "heuristic": ("corrected", "{}: corrected")}
+            for kind, (which, name) in (names | {"own": ("own", "{} per block")}).items():
+                curves[kind] = (f"HB, K={name.format(listed(periods[which]))}", HEAVY_BALL, periods[which])
+            order = ("none", "gain", "global", "factor", "heuristic", "own", "sgd", "nag")
+            curves = {kind: curves[kind] for kind in order}
+            rows = curve_rows(parts, ROUNDS_MANY, curves, _COLUMNS, panel="c")
     return rows, facts
+
+
+def _many(sigma: Any, best: int) -> tuple[dict[str, Curve], dict[str, Any]]:
+    """Curves of the best single period and of the controls without restarts, and the controls' losses."""
+    gain, momenta = same_gain(HEAVY_BALL, best, ROUNDS_MANY), np.linspace(0, 0.99, 100)
+    tuned = {kind: tuned_momentum(sigma, ROUNDS_MANY, momenta, nesterov=kind == "nag") for kind in ("hb", "nag")}
+    nag = OuterRule(1.0, tuned["nag"]["momentum"], nesterov=True, form="ema")
+    curves: dict[str, Curve] = {
+        "none": ("HB, no restart", HEAVY_BALL, "never"),
+        "gain": (f"SGD, gain of K={best}", gain, "never"),
+        "global": (f"HB, K={best}: least loss", HEAVY_BALL, best),
+        "sgd": ("SGD, same ν", PLAIN, "never"),
+        "nag": (f"NAG, β={nag.momentum:.2f}: tuned", nag, "never"),
+    }
+    return curves, {
+        "sgd": log10_loss(PLAIN, sigma, ROUNDS_MANY),
+        "sgd_same_gain": log10_loss(gain, sigma, ROUNDS_MANY),
+        "tuned_without_restart": tuned,
+    }
+
+
+def _heuristic(means: np.ndarray, *, corrected: bool) -> tuple[int, ...]:
+    periods = np.floor([heuristic_period(HEAVY_BALL, mean, corrected) + 0.5 for mean in means.tolist()])
+    return tuple(periods.clip(1, ROUNDS_MANY).astype(int).tolist())
 
 
 def _oscillation() -> tuple[Rows, dict[str, Any]]:
@@ -252,62 +252,26 @@ def _oscillation() -> tuple[Rows, dict[str, Any]]:
     return rows, facts
 
 
-# ---------------------------------------------------------------------------------------------------------- helpers
-
-
-def _curve(
-    panel: str,
-    kind: str,
-    name: str,
-    rule: OuterRule,
-    *,
-    period: int | None = None,
-    sigma: Sequence[float] | np.ndarray = (SIGMA,),
-) -> Rows:
-    restart: RestartPolicy | str | int = "never" if period is None else period
-    losses = rollout(rule, sigma, ROUNDS if panel == "a" else ROUNDS_MANY, restart).loss
-    return loss_rows(losses, panel=panel, kind=kind, curve=name)
-
-
-def _own_periods(panel: str, kind: str, name: str, parts: Sequence[Any], periods: Sequence[int]) -> Rows:
-    each = [Block(part, HEAVY_BALL, period) for part, period in zip(parts, periods, strict=True)]
-    return loss_rows(rollout_blocks(each, ROUNDS_MANY).loss, panel=panel, kind=kind, curve=name)
-
-
-def _tuned_many(sigma: Any) -> dict[str, Any]:
-    momenta = np.linspace(0, 0.99, 100)
-    return {k: tuned_momentum(sigma, ROUNDS_MANY, momenta, nesterov=k == "nag") for k in ("hb", "nag")}
-
-
-def _heuristics(parts: Sequence[np.ndarray], *, corrected: bool) -> tuple[int, ...]:
-    means = [float(part.mean()) for part in parts]
-    return tuple(nearest(heuristic_period(HEAVY_BALL, mean, corrected), ROUNDS_MANY) for mean in means)
-
-
-def _last_of_first_run(grid: np.ndarray, good: np.ndarray) -> float:
-    return float(grid[len(good) - 1 if good.all() else int(np.argmin(good)) - 1])
-
-
 # ------------------------------------------------------------------------------------------------- answer and figure
 
 
 def answer(result: Result) -> str:
     """What holds of the paper's figure 1, with controls, and what does not."""
-    one, six, osc = (result.numbers[name] for name in ("single", "six", "oscillation"))
+    mode, six, osc = (result.numbers[name] for name in ("single", "six", "oscillation"))
     some = result.numbers["blocks"][str(SHOWN_MODES)]
-    tuned = one["nag_tuned"]
-    ends = one["momentum_up_to_which_all_beat_restart"]
+    tuned = mode["nag_tuned"]
+    ends = mode["momentum_up_to_which_all_beat_restart"]
     lowest = osc["lowest_sigma_that_gains"]
-    ordered = all(f["none"] > f["best"] > f["own"] for f in (six, some)) and one["none"] > one["best"]
-    steps = all(f["best"] < f["sgd_same_gain"] for f in (one, six, some))
-    replaces = min(one["sgd"] - one["best"], six["sgd"] - six["own"], some["sgd"] - some["own"]) > 0
-    picks = one["factor_period_by_max_period"]
+    ordered = all(f["none"] > f["best"] > f["own"] for f in (six, some)) and mode["none"] > mode["best"]
+    steps = all(f["best"] < f["sgd_same_gain"] for f in (mode, six, some))
+    replaces = min(mode["sgd"] - mode["best"], six["sgd"] - six["own"], some["sgd"] - some["own"]) > 0
+    picks = mode["factor_period_by_max_period"]
     return "\n".join(
         [
             f"log10 of the final loss; {HEAVY_BALL.describe()}.",
-            f"One mode, sigma {SIGMA}, {ROUNDS} rounds: no restart {one['none']:.2f}, best K={one['best_period']} "
-            f"{one['best']:.2f}; NAG at the same momentum {one['nag_none']:.2f}, with its best "
-            f"K={one['nag_best_period']} {one['nag_best']:.1f}.",
+            f"One mode, sigma {SIGMA}, {ROUNDS} rounds: no restart {mode['none']:.2f}, best K={mode['best_period']} "
+            f"{mode['best']:.2f}; NAG at the same momentum {mode['nag_none']:.2f}, with its best "
+            f"K={mode['nag_best_period']} {mode['nag_best']:.1f}.",
             f"Six modes, {ROUNDS_MANY} rounds: no restart {six['none']:.2f}, best K={six['best_period']} "
             f"{six['best']:.2f}, a K per mode {six['own']:.2f}.",
             f"Three blocks of {SHOWN_MODES}: no restart {some['none']:.2f}, best K={some['best_period']} "
@@ -316,17 +280,17 @@ def answer(result: Result) -> str:
             f"{listed(some['periods']['corrected'])} {some['corrected']:.2f}.",
             f"{verdict(ordered)}: 'one period is better than none, a period per block or mode better still'.",
             f"{verdict(steps)}: 'the gain is more than a smaller step': outer SGD with the mean gain of the restarted "
-            f"rule (best K) has {one['sgd_same_gain']:.1f}, {six['sgd_same_gain']:.1f}, {some['sgd_same_gain']:.1f}.",
+            f"rule (best K) has {mode['sgd_same_gain']:.1f}, {six['sgd_same_gain']:.1f}, {some['sgd_same_gain']:.1f}.",
             f"{verdict(replaces)}: 'restarts replace tuning the momentum'. Outer SGD at the same learning rate has "
-            f"{one['sgd']:.0f}, {six['sgd']:.1f}, {some['sgd']:.1f}. NAG without restart beats heavy ball with "
-            f"K={one['best_period']} at every momentum up to {ends['NAG']:.3f}, heavy ball without up to "
+            f"{mode['sgd']:.0f}, {six['sgd']:.1f}, {some['sgd']:.1f}. NAG without restart beats heavy ball with "
+            f"K={mode['best_period']} at every momentum up to {ends['NAG']:.3f}, heavy ball without up to "
             f"{ends['HB']:.3f}.",
             "'Tuned NAG' on the one mode is what its grid of momenta makes it: "
             + "; ".join(f"{name} {best['log10_loss']:.1f}" for name, best in tuned.items())
             + ". A single mode ends at exactly 0 at some momenta: the finer the grid, the deeper.",
             "The paper's criterion, least |chi_K|, is what its range of K makes it: on the one mode "
-            f"{listed(picks.values())} for K up to {listed(picks)}, and K={one['factor_period']} has "
-            f"{one['by_period'][one['factor_period']]:.1f}; on six modes K={six['factor_period']} has "
+            f"{listed(picks.values())} for K up to {listed(picks)}, and K={mode['factor_period']} has "
+            f"{mode['by_period'][mode['factor_period']]:.1f}; on six modes K={six['factor_period']} has "
             f"{six['factor']:.2f}.",
             f"rho^t is no bound: |x_t| reaches {osc[str(SLOW_SIGMA)]['largest_ratio_to_radius']:.3f} rho^t at sigma "
             f"{SLOW_SIGMA}; sqrt(1+C^2) rho^t is. Slow modes lose by restarts: K=3, 5, 7 gain only from sigma "
@@ -365,8 +329,8 @@ def draw(result: Result) -> Figure:
 
 def _draw_losses(axes: Axes, rows: list[Any]) -> None:
     for number, name in enumerate(dict.fromkeys(row["curve"] for row in rows)):
-        some = [row for row in rows if row["curve"] == name and row["log10_loss"] is not None]
-        x, y = [row["round"] for row in some], [row["log10_loss"] for row in some]
+        some = select(rows, curve=name)
+        x, y = series(some, "round", "log10_loss")
         marks = (3 + 2 * number, x[-1] // 5)
         axes.plot(x, y, label=f"{name} ({signed(y[-1])})", **look(_LOOKS[some[0]["kind"]], every=marks))
     axes.set(xlabel="outer round", ylabel="log₁₀ loss", xlim=(0, rows[-1]["round"]))
@@ -388,16 +352,11 @@ def _draw_oscillation(axes: Axes, rows: list[Any]) -> None:
 
 
 def _draw_tuning(axes: Axes, result: Result) -> None:
-    one = result.numbers["single"]
+    mode = result.numbers["single"]
     rows = select(result.rows, panel="f")
     for name in dict.fromkeys(row["curve"] for row in rows):
-        some = [row for row in rows if row["curve"] == name]
-        axes.plot(
-            [row["momentum"] for row in some],
-            [row["log10_loss"] for row in some],
-            label=name,
-            **look(_LOOKS[some[0]["kind"]]),
-        )
-    axes.axhline(one["best"], label=f"HB, β=0.9, K={one['best_period']}", **look(_LOOKS["global"]))
+        some = select(rows, curve=name)
+        axes.plot(*series(some, "momentum", "log10_loss"), label=name, **look(_LOOKS[some[0]["kind"]]))
+    axes.axhline(mode["best"], label=f"HB, β=0.9, K={mode['best_period']}", **look(_LOOKS["global"]))
     axes.set(xlabel="outer momentum β", ylabel=f"log₁₀ loss at {ROUNDS}", xlim=(0, 1))
     axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.28))

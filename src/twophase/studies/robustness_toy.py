@@ -8,6 +8,7 @@ Source: paper figure 2; theory notes E15, E16, R18, R20, R31, anchor A5.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from twophase.figures.style import DIVERGED, HATCH, INK, look, new_page, signed
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
 from twophase.rule import FORM_WORDS, FORMS, Form, OuterRule
-from twophase.studies._model import SIX, WIDE, log10_loss, select, verdict
+from twophase.studies._model import SIX, WIDE, dot_chart, log10_loss, select, verdict
 from twophase.studies.study import Result
 from twophase.theory.inputs import rule_grid
 
@@ -45,16 +46,9 @@ COLUMNS = {
     "sgd_gain_best": "SGD, gain of best K",
     "sgd": "SGD, same learning rate",
 }
-_SHORT = {
-    "none": "none",
-    "best": "best K",
-    "every_3": f"K={PERIOD}",
-    "sgd_gain_3": f"SGD gain K={PERIOD}",
-    "sgd_gain_best": "SGD gain best K",
-    "sgd": "SGD same lr",
-}
+_SHORT = dict(zip(COLUMNS, ("none", "best K", "K=3", "SGD gain K=3", "SGD gain best K", "SGD same lr"), strict=True))
 _SHOWN = ("none", "best", "every_3", "sgd_gain_3")
-_MARKS = {"none": 0, "best": 2, "every_3": 1, "sgd_gain_3": 6, "sgd_gain_best": 4, "sgd": 7}
+_MARKS = dict(zip(COLUMNS, (0, 2, 1, 6, 4, 7), strict=True))
 _KINDS = {"HB": False, "NAG": True}
 
 
@@ -65,21 +59,26 @@ def table(*, quick: bool = False) -> Result:
         quick: 12 momenta and 10 learning rates instead of 34 and 27.
     """
     momenta = np.linspace(0, LARGEST_MOMENTUM, 12 if quick else 34)
+    lrs = {form: np.linspace(*ends, 10 if quick else 27) for form, ends in LRS.items()}
     rows: list[dict[str, Any]] = []
     numbers: dict[str, Any] = {}
-    for spectrum, (sigma, good) in SPECTRA.items():
-        for form in FORMS:
-            lrs = np.linspace(*LRS[form], 10 if quick else 27)
-            for kind, nesterov in _KINDS.items():
-                cells = _cells(sigma, form, nesterov, lrs, momenta)
-                numbers[f"{spectrum}, {form}, {kind}"] = _facts(cells, good)
-                rows += _rows(cells, {"spectrum": spectrum, "form": form, "rule": kind}, lrs, momenta)
+    for (spectrum, (sigma, good)), form, (kind, nesterov) in product(SPECTRA.items(), FORMS, _KINDS.items()):
+        cells = _cells(sigma, form, nesterov, lrs[form], momenta)
+        numbers[f"{spectrum}, {form}, {kind}"] = _facts(cells, good)
+        where = {"spectrum": spectrum, "form": form, "rule": kind}
+        rows += [
+            where
+            | {"momentum": momentum, "lr": lr, "best_period": int(cells["best_period"][i, j])}
+            | {name: round(float(cells[name][i, j]), 6) for name in COLUMNS}
+            for i, momentum in enumerate(momenta.tolist())
+            for j, lr in enumerate(lrs[form].tolist())
+        ]
     settings = {
         "rounds": ROUNDS,
         "max_period": MAX_PERIOD,
         "best": "over K = 1 to max_period and no restart",
         "momenta": momenta,
-        "lrs": {form: np.linspace(*LRS[form], 10 if quick else 27) for form in FORMS},
+        "lrs": lrs,
         "spectra": {name: {"sigma": sigma, "good": f"log10 loss <= {good}"} for name, (sigma, good) in SPECTRA.items()},
         "diverged": "final loss above the initial 1/2",
         "loss": "log10 of 1/2 sum w x^2, equal weights of sum 1, x = 1 and m = 0 at first",
@@ -131,18 +130,6 @@ def _facts(cells: dict[str, np.ndarray], good: float) -> dict[str, Any]:
     }
 
 
-def _rows(
-    cells: dict[str, np.ndarray], where: dict[str, str], lrs: np.ndarray, momenta: np.ndarray
-) -> list[dict[str, Any]]:
-    return [
-        where
-        | {"momentum": float(momentum), "lr": float(lr), "best_period": int(cells["best_period"][i, j])}
-        | {name: round(float(cells[name][i, j]), 6) for name in COLUMNS}
-        for i, momentum in enumerate(momenta)
-        for j, lr in enumerate(lrs)
-    ]
-
-
 # ------------------------------------------------------------------------------------------------- answer and figure
 
 
@@ -157,19 +144,19 @@ def answer(result: Result) -> str:
         good = SPECTRA[name.split(", ", maxsplit=1)[0]][1]
         shares = "".join(f"{facts['good'][key]:>{_width(text)}.2f}" for key, text in _SHORT.items())
         lines.append(f"{name:20}{f'1e{good:.0f}':>9}{shares}")
-    six = [facts for name, facts in numbers.items() if name.startswith("six")]
-    wide = [facts for name, facts in numbers.items() if name.startswith("wide")]
-    names = [name.split(", ", 1)[1] for name in numbers if name.startswith("six")]
+    by_name = {name.partition(", ")[2]: facts for name, facts in numbers.items() if name.startswith("six")}
+    six, wide = list(by_name.values()), [facts for name, facts in numbers.items() if name.startswith("wide")]
 
     def change(facts: list[Any], column: str) -> list[float]:
         return [f["good"][column] - f["good"]["none"] for f in facts]
 
     def share(key: str, facts: list[Any]) -> str:
-        found = sorted(100 * f[key] for f in facts)
-        return f"{found[0]:.0f} to {found[-1]:.0f}%"
+        return f"{100 * min(f[key] for f in facts):.0f} to {100 * max(f[key] for f in facts):.0f}%"
 
-    def each(texts: list[str]) -> str:
-        return "; ".join(f"{name} {text}" for name, text in zip(names, texts, strict=True))
+    def each(key: str, form: str, *columns: str) -> str:
+        return "; ".join(
+            f"{name} {' / '.join(format(f[key][column], form) for column in columns)}" for name, f in by_name.items()
+        )
 
     rescued = any(f["diverged"]["best"] < f["diverged"]["none"] for f in six + wide)
     lines += [
@@ -182,16 +169,16 @@ def answer(result: Result) -> str:
         f"({_range(change(wide, 'best'))}); K={PERIOD} changes its region by {_range(change(wide, 'every_3'))} and "
         f"hurts in {share('every_3_hurts', wide)} of the cells. Slow modes do not oscillate.",
         f"{verdict(rescued)}: 'restarts stabilise': diverged cells of six modes, none / best / K={PERIOD}: "
-        + each([" / ".join(f"{f['diverged'][key]:.3f}" for key in ("none", "best", "every_3")) for f in six])
+        + each("diverged", ".3f", "none", "best", "every_3")
         + ".",
         f"No restart must be a candidate: on six modes the best K of 1 to {MAX_PERIOD} alone hurts in "
         f"{share('best_restart_hurts', six)} of the cells.",
         f"Momentum-free controls, six modes: K={PERIOD} is better than SGD of its gain in "
         f"{share('every_3_better_than_sgd_of_its_gain', six)} of the cells and worse in "
         f"{share('every_3_worse_than_sgd_of_its_gain', six)}; the best K is worse than SGD at the same learning rate "
-        "in " + each([f"{100 * f['best_worse_than_sgd']:.0f}%" for f in six]) + ".",
+        "in " + "; ".join(f"{name} {100 * f['best_worse_than_sgd']:.0f}%" for name, f in by_name.items()) + ".",
         "Minimum over the grid, none / best K / SGD at the same learning rate: "
-        + each([" / ".join(f"{f['minimum'][key]:.1f}" for key in ("none", "best", "sgd")) for f in six])
+        + each("minimum", ".1f", "none", "best", "sgd")
         + ".",
     ]
     return "\n".join(lines)
@@ -215,22 +202,19 @@ def draw(result: Result) -> Figure:
     names = [[f"{form} {kind} {column}" for column in _SHOWN] for form in FORMS for kind in _KINDS]
     axes = top.subplot_mosaic(names)
     colours = ScalarMappable(Normalize(DEEPEST, INITIAL), "viridis_r")  # light is good, as in all our heatmaps
-    for form in FORMS:
-        for kind in _KINDS:
-            rows = select(result.rows, spectrum="six modes", form=form, rule=kind)
-            for column in _SHOWN:
-                panel = axes[f"{form} {kind} {column}"]
-                _draw_heatmap(panel, rows, column, colours)
-                if form == FORMS[0] and kind == "HB":
-                    panel.set_title(COLUMNS[column])
-                if column == _SHOWN[0]:
-                    panel.set_ylabel(f"{kind}, {FORM_WORDS[form]}\nmomentum")
-                else:
-                    panel.set_yticklabels([])
-                if kind == "NAG":
-                    panel.set_xlabel("learning rate", labelpad=1)
-                else:
-                    panel.set_xticklabels([])
+    for form, kind, column in product(FORMS, _KINDS, _SHOWN):
+        panel = axes[f"{form} {kind} {column}"]
+        _draw_heatmap(panel, select(result.rows, spectrum="six modes", form=form, rule=kind), column, colours)
+        if form == FORMS[0] and kind == "HB":
+            panel.set_title(COLUMNS[column])
+        if column == _SHOWN[0]:
+            panel.set_ylabel(f"{kind}, {FORM_WORDS[form]}\nmomentum")
+        else:
+            panel.set_yticklabels([])
+        if kind == "NAG":
+            panel.set_xlabel("learning rate", labelpad=1)
+        else:
+            panel.set_xticklabels([])
     bar = top.colorbar(colours, ax=list(axes.values()), aspect=50, pad=0.01, extend="min")
     bar.set_label(
         f"log₁₀ loss after {ROUNDS} rounds, six modes (colours end at {signed(DEEPEST, 0)}; hatched: above ½)"
@@ -268,9 +252,6 @@ def _draw_shares(axes: Axes, result: Result) -> None:
     for name in result.numbers:
         spectrum, form, kind = name.split(", ")
         labels.append(f"{spectrum} (≤ 10$^{{{SPECTRA[spectrum][1]:.0f}}}$), {kind}, {FORM_WORDS[form]}")
-    axes.set_yticks(range(len(labels)), labels)
     axes.grid(axis="y", linewidth=0.4, color=HATCH)
-    axes.set(xlabel="share of the cells at or below the threshold", xlim=(0, 1), ylim=(len(labels) - 0.5, -0.5))
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    dot_chart(axes, labels, xlabel="share of the cells at or below the threshold", xlim=(0, 1))
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), markerscale=1.3, handlelength=1)
