@@ -29,7 +29,7 @@ Data: TypeAlias = tuple[Tensor, Tensor]
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within it torch has one thread: sums have one order, and matrices this small gain nothing by more."""
+    """Give torch one thread: sums have one order, and matrices this small gain nothing by more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -42,11 +42,7 @@ def one_thread() -> Iterator[None]:
 
 
 def load_data(digits: tuple[int, int], count: int) -> Data:
-    """Images, centred and of norm sqrt(pixels), and targets: 1 for the first digit, -1 for the second, by turns.
-
-    Args:
-        digits: the two classes.
-        count: images, half of them of each class: the first ones in scikit-learn's order.
+    """The first images of two digits by turns, centred and of norm sqrt(pixels), and targets: 1 and -1.
 
     Raises:
         UsageError: scikit-learn is not installed.
@@ -58,8 +54,7 @@ def load_data(digits: tuple[int, int], count: int) -> Data:
             "the study linear_network needs scikit-learn, which is not installed; pip install 'twophase[studies]'"
         ) from None
     pixels, labels = load_digits(return_X_y=True)
-    each = [np.flatnonzero(labels == digit)[: count // 2] for digit in digits]
-    order = np.stack(each, axis=1).ravel()
+    order = np.stack([np.flatnonzero(labels == digit)[: count // 2] for digit in digits], axis=1).ravel()
     images = pixels[order] - pixels[order].mean(axis=0)
     images *= math.sqrt(images.shape[1]) / np.linalg.norm(images, axis=1, keepdims=True)
     return torch.from_numpy(images), torch.from_numpy(np.where(labels[order] == digits[0], -1.0, 1.0))
@@ -114,23 +109,11 @@ class Inner(NamedTuple):
     steps: int
 
 
-def train(
-    whole: nn.Module,
-    rule: OuterRule,
-    restart: str,
-    rounds: int,
-    inner: Inner,
-    *replicas: nn.Module,
-) -> Floats:
+def train(whole: nn.Module, rule: OuterRule, restart: str, rounds: int, inner: Inner, *replicas: nn.Module) -> Floats:
     """Train with the engine on the mean squared residual over 2, full batches, plain gradient descent inside.
 
-    Args:
-        whole: the model of all images, which measures; it is trained itself unless there are replicas.
-        rule: the outer rule.
-        restart: the text form of a policy.
-        rounds: T.
-        inner: the inner phase of each replica.
-        *replicas: models that begin at the parameters of the first, each with images of its own.
+    The replicas begin at the parameters of the first, each with images of its own; without any, the model of all images
+    is trained itself.
 
     Returns:
         Residual of all images at the anchor before the first round and after each, shape (rounds + 1, images).
@@ -200,9 +183,8 @@ def modes_of_shards(model: Linearised, shards: Sequence[slice], inner: Inner) ->
     kernel = jacobian @ jacobian.T
     weight = np.zeros_like(kernel)
     for shard in shards:
-        own = kernel[shard, shard]
-        values, vectors = np.linalg.eigh(own)
-        removed = effective_progress(values / len(own), inner.lr, inner.steps)
+        values, vectors = np.linalg.eigh(kernel[shard, shard])
+        removed = effective_progress(values / len(values), inner.lr, inner.steps)
         weight[shard, shard] = vectors * (removed / values / len(shards)) @ vectors.T
     values, vectors = np.linalg.eigh(kernel)
     root, inverse_root = (vectors * values**power @ vectors.T for power in (0.5, -0.5))
@@ -218,14 +200,7 @@ MEASURABLE = 1e-5
 
 
 def deviations(path: Floats, modes: Modes, rule: OuterRule, restart: str, period: int) -> tuple[float, Floats, Floats]:
-    """How far a run is from the theory, and what each mode did in each cycle.
-
-    Args:
-        path: residuals round by round, as `train` returns them.
-        modes: the modes that they should follow.
-        rule: the outer rule.
-        restart: the text form of the policy that the theory is to assume.
-        period: its K; the number of rounds for `never`.
+    """How far a run is from the theory, and what each mode did in each cycle of `period` rounds.
 
     Returns:
         (distance, contraction, factor): the largest distance of a mode from the theory in any round, relative to the

@@ -56,13 +56,9 @@ def draw(result: Result) -> Figure:
         draw_losses(panel, result, width)
     draw_benefit(axes[4], result)
     draw_shards(axes[5], result)
-    titles = [
-        "Linear model: contraction of a cycle",
-        "Network: departure from its linear model",
-        *(f"Loss, network of width {width}" for width in ends),
-        "Benefit of restarts, promised and found",
-        "Linear model, replicas with different data",
-    ]
+    titles = ["Linear model: contraction of a cycle", "Network: departure from its linear model"]
+    titles += [f"Loss, network of width {width}" for width in ends]
+    titles += ["Benefit of restarts, promised and found", "Linear model, replicas with different data"]
     name_panels(axes, titles)
     return figure
 
@@ -79,9 +75,8 @@ def draw_contractions(axes: Axes, result: Result) -> None:
         measured = [abs(row["contraction"]) for row in rows]
         axes.plot([row["sigma"] for row in rows], measured, label=f"{name} = {period}", **style)
     axes.set(yscale="log", ylim=(1e-6, 2), xlabel="effective progress $\\sigma$", ylabel="|contraction| of a mode")
-    axes.legend(
-        loc="lower left", title=f"deviation at most {rounded(result.numbers['linear']['contraction_deviation'])}"
-    )
+    digit, power = f"{result.numbers['linear']['contraction_deviation']:.0e}".split("e")
+    axes.legend(loc="lower left", title=f"deviation at most ${digit}\\times10^{{{int(power)}}}$")
 
 
 def draw_departures(axes: Axes, result: Result) -> None:
@@ -123,9 +118,9 @@ def draw_benefit(axes: Axes, result: Result) -> None:
         gains = [gain for gain in result.numbers["network"]["benefit"] if gain["rule"] == rule.describe()]
         widths, style = [gain["width"] for gain in gains], look(LOOKS[name], every=1)
         colour, text = style["color"], f"{name} = {gains[0]['restart']}"
-        found = np.array([[gain["found"][key] for key in ("low", "median", "high")] for gain in gains])
-        bars: dict[str, Any] = {"yerr": np.diff(found, axis=1).T, "capsize": 2, "elinewidth": 0.7}
-        axes.errorbar(widths, found[:, 1], color=colour, marker=style["marker"], label=f"{text}, network", **bars)
+        actual = np.array([[gain["found"][key] for key in ("low", "median", "high")] for gain in gains])
+        bars: dict[str, Any] = {"yerr": np.diff(actual, axis=1).T, "capsize": 2, "elinewidth": 0.7}
+        axes.errorbar(widths, actual[:, 1], color=colour, marker=style["marker"], label=f"{text}, network", **bars)
         promised = [gain["promised"]["median"] for gain in gains]
         axes.plot(widths, promised, color=colour, linestyle=":", label=f"{text}, linear model")
     axes.axhline(0, color=MUTED, linewidth=0.6)
@@ -155,9 +150,3 @@ def name_widths(axes: Axes, values: list[int] | tuple[int, ...]) -> None:
     """A tick at every value of a logarithmic axis."""
     axes.set_xticks(values, [str(value) for value in values])
     axes.minorticks_off()
-
-
-def rounded(value: float) -> str:
-    """A small number as mathematics: one digit and a power of ten."""
-    digit, power = f"{value:.0e}".split("e")
-    return f"${digit}\\times10^{{{int(power)}}}$"

@@ -17,7 +17,6 @@ linear: at least as width^-1/2 (arXiv 1902.06720), as 1/width in an expansion (a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,7 +26,6 @@ from scipy.stats import linregress
 from twophase.rule import OuterRule
 from twophase.studies._digits import (
     Data,
-    Floats,
     Inner,
     Linearised,
     Modes,
@@ -116,8 +114,8 @@ def linear_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
             cycles.append(contraction)
             worst = np.nanmax(np.abs(contraction - factor), axis=0, initial=0.0)
             columns = {"sigma": modes.sigma, "factor": factor, "contraction": contraction[0], "deviation": worst}
-            own = {"part": "linear", "rule": rule.describe(), "restart": restart, "chosen": period == best}
-            rows += [own | dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
+            place = {"part": "linear", "rule": rule.describe(), "restart": restart, "chosen": period == best}
+            rows += [place | dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
     return rows, {
         "parameters": model.theta.numel(),
         "runs": len(distances),
@@ -147,10 +145,14 @@ def network_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
             for rule, restart in runs:
                 path = train(Network(width, seed, data), rule, restart, rounds, inner)
                 expected = modes.predict(rule, restart, rounds)
-                own = {"rule": rule.describe(), "restart": restart, "width": width, "seed": seed}
-                rows.append({"part": "network"} | own | departures(path, expected))
+                place = {"rule": rule.describe(), "restart": restart, "width": width, "seed": seed}
+                rows.append({"part": "network"} | place | departures(path, expected))
                 if seed == 0 and width in extremes:
-                    rows += [{"part": "curve"} | own | line for line in curves(path, expected)]
+                    losses = zip(log10_loss(expected), log10_loss(path), strict=True)
+                    rows += [
+                        {"part": "curve"} | place | {"round": t, "log10_loss_linear": linear, "log10_loss": actual}
+                        for t, (linear, actual) in enumerate(losses)
+                    ]
     names = [(rule.describe(), restart) for rule, restart in runs]
     pairs = [(names[0], names[1]), (names[2], names[3])]
     return rows, {
@@ -185,25 +187,17 @@ def tuned_losses(modes: Modes, rounds: int) -> dict[str, float]:
     return {"without momentum": never[:, 0].min(), "without restarts": never.min(), "with restarts": losses.min()}
 
 
-def curves(path: Floats, expected: Floats) -> Iterator[dict[str, float]]:
-    """The losses round by round."""
-    for t, (linear, found) in enumerate(zip(log10_loss(expected), log10_loss(path), strict=True)):
-        yield {"round": t, "log10_loss_linear": linear, "log10_loss": found}
-
-
 def fit(rows: Rows, rule: str, restart: str, settings: Settings) -> dict[str, Any]:
     """The exponents with which departures fall with width (least squares in logarithms), and medians by width."""
-    found: dict[str, Any] = {}
+    lines: dict[str, Any] = {}
     used = [row for row in of_run(rows, rule, restart) if row["width"] >= settings.fitted_from]
     for name in ("departure", "departure_last", "departure_of_rest"):
         line: Any = linregress(np.log([row["width"] for row in used]), np.log([row[name] for row in used]))
-        found[name] = {"exponent": line.slope, "standard_error": line.stderr, "intercept": line.intercept}
+        lines[name] = {"exponent": line.slope, "standard_error": line.stderr, "intercept": line.intercept}
+    by_width = {width: of_run(rows, rule, restart, width=width) for width in settings.widths}
     for name in ("departure", "departure_of_rest", "log10_loss_linear", "log10_loss"):
-        found[f"median_{name}"] = {
-            width: np.median([row[name] for row in of_run(rows, rule, restart, width=width)])
-            for width in settings.widths
-        }
-    return found
+        lines[f"median_{name}"] = {width: np.median([row[name] for row in some]) for width, some in by_width.items()}
+    return lines
 
 
 def departure_ratios(rows: Rows, never: tuple[str, str], restarted: tuple[str, str]) -> dict[str, Any]:
@@ -218,12 +212,14 @@ def departure_ratios(rows: Rows, never: tuple[str, str], restarted: tuple[str, s
 
 def benefit(rows: Rows, never: tuple[str, str], restarted: tuple[str, str], width: int) -> dict[str, Any]:
     """Log10 of loss without over loss with restarts, promised by the linear model and found: median and range."""
-    found: dict[str, Any] = {"rule": restarted[0], "restart": restarted[1], "width": width}
     pairs = list(zip(of_run(rows, *never, width=width), of_run(rows, *restarted, width=width), strict=True))
-    for name, column in (("promised", "log10_loss_linear"), ("found", "log10_loss")):
-        gains = [a[column] - b[column] for a, b in pairs]
-        found[name] = {"median": np.median(gains), "low": min(gains), "high": max(gains)}
-    return found
+    gains = {
+        name: [a[column] - b[column] for a, b in pairs]
+        for name, column in (("promised", "log10_loss_linear"), ("found", "log10_loss"))
+    }
+    return {"rule": restarted[0], "restart": restarted[1], "width": width} | {
+        name: {"median": np.median(some), "low": min(some), "high": max(some)} for name, some in gains.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------------- different data
@@ -245,12 +241,16 @@ def shard_part(settings: Settings, data: Data, period: str) -> tuple[Rows, dict[
         first = first_difference(model, shards, inner)
         for restart in ("never", period):
             path = train(model, PAPER, restart, rounds, inner, *(model.some(shard) for shard in shards))
-            found = departures(path, pooled.predict(PAPER, restart, rounds))
-            del found["departure_last"], found["departure_of_rest"]
-            found["departure_exact"] = departures(path, exact.predict(PAPER, restart, rounds))["departure"]
-            found |= {"sigma_lowest": pooled.sigma[0], "sigma_lowest_exact": exact.sigma[0]}
-            own = {"part": "shards", "rule": PAPER.describe(), "restart": restart, "inner_steps": steps}
-            rows.append(own | {"first_difference": first} | found)
+            distances = departures(path, pooled.predict(PAPER, restart, rounds))
+            del distances["departure_last"], distances["departure_of_rest"]
+            exact_distance = departures(path, exact.predict(PAPER, restart, rounds))["departure"]
+            rows.append(
+                {"part": "shards", "rule": PAPER.describe(), "restart": restart, "inner_steps": steps}
+                | {"first_difference": first}
+                | distances
+                | {"departure_exact": exact_distance}
+                | {"sigma_lowest": pooled.sigma[0], "sigma_lowest_exact": exact.sigma[0]}
+            )
     ends = [row for row in rows if row["inner_steps"] == settings.shard_inner_steps[-1]]
     return rows, {
         "at_one_inner_step": max(row["departure"] for row in rows if row["inner_steps"] == 1),
@@ -282,15 +282,18 @@ def answer(result: Result) -> str:
     settings, runs = result.settings, network["runs"]
     low, high = min(settings["widths"]), max(settings["widths"])
     exponents = [run["departure"] for run in runs]
-    steepest, flattest = (pick(exponents, key=lambda e: e["exponent"]) for pick in (min, max))
+    steepest, flattest = (
+        f"{line['exponent']:.2f} +- {line['standard_error']:.2f}"
+        for line in (pick(exponents, key=lambda e: e["exponent"]) for pick in (min, max))
+    )
     tuned = network["tuned_log10_loss_linear"]
     lines = [
         f"Linear model ({linear['parameters']} parameters, two replicas with equal data, {linear['runs']} runs): the "
         f"modes follow the theory to {linear['residual_deviation']:.0e} of the first residual in every round, and the "
         f"{linear['contractions_measured']} of {linear['contractions']} contractions over a cycle that are large "
         f"enough to measure equal chi_K(sigma) to {linear['contraction_deviation']:.0e}.",
-        f"Network: its largest departure from the linear model falls as width to the {interval(flattest)} (slowest of "
-        f"the {len(runs)} runs) to {interval(steepest)} (fastest), fitted from width {settings['fitted_from']} to "
+        f"Network: its largest departure from the linear model falls as width to the {flattest} (slowest of "
+        f"the {len(runs)} runs) to {steepest} (fastest), fitted from width {settings['fitted_from']} to "
         f"{high}. Known: -1/2 or faster (arXiv 1902.06720), -1 in an expansion (arXiv 1909.11304).",
     ]
     for name, ratio in zip(("Heavy ball", "Nesterov"), network["restart_over_never"], strict=True):
@@ -322,8 +325,3 @@ def answer(result: Result) -> str:
         "Not covered: other tasks and depths, mini-batches, AdamW inside, test error, language models.",
     ]
     return "\n".join(lines)
-
-
-def interval(line: dict[str, float]) -> str:
-    """An exponent and its standard error."""
-    return f"{line['exponent']:.2f} +- {line['standard_error']:.2f}"
