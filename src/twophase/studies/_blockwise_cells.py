@@ -158,13 +158,18 @@ def _cell(scale: Scale, place: Place, arm: str, seed: int, periods: Periods) -> 
 
 def sweep(scale: Scale, rows: Sequence[Row], measured: Mapping[str, Any]) -> Sweep:
     """The cells that can be known; see `Staged`."""
-    scores = {row.run: _score(row) for row in rows if row.state in ("finished", "diverged")}
+    scores = scores_of(rows)
     cells = [cell for place in places(scale) for cell in _cells(scale, place, scores, measured)]
     return Sweep(f"blockwise-{scale.name}", scale.base, cells)
 
 
-def _score(row: Row) -> float:
-    return row.perplexity if row.perplexity is not None else math.inf
+def scores_of(rows: Sequence[Row]) -> dict[str, float]:
+    """The perplexities of the runs that have ended; infinite for one that has diverged."""
+    return {
+        row.run: math.inf if row.perplexity is None else row.perplexity
+        for row in rows
+        if row.state in ("finished", "diverged")
+    }
 
 
 def _cells(scale: Scale, place: Place, scores: Mapping[str, float], measured: Mapping[str, Any]) -> Iterator[Cell]:
@@ -173,16 +178,14 @@ def _cells(scale: Scale, place: Place, scores: Mapping[str, float], measured: Ma
         for seed in (made.search_seed, *made.seeds):
             yield _cell(scale, place, ONE, seed, _alike(policy))
     yield from _judged(scale, place, FREE, _alike(NEVER))
-    found = measured.get(pilot(scale, place))
-    if found is not None:
-        for arm in (MEAN, ALL, ROUNDS):
-            yield from _judged(scale, place, arm, tuple(found["periods"][arm]))
-            yield from _shuffled(scale, place, arm, tuple(found["periods"][arm]))
+    facts = measured.get(pilot(scale, place))
     tried, oracle = searched(scale, place, scores)
+    chosen = {arm: tuple(facts["periods"][arm]) for arm in (MEAN, ALL, ROUNDS)} if facts else {}
+    for arm, periods in chosen.items():
+        yield from _with_shuffled(scale, place, arm, periods)
     yield from (_cell(scale, place, SEARCH, made.search_seed, periods) for periods in tried)
     if oracle is not None:
-        yield from _judged(scale, place, ORACLE, oracle)
-        yield from _shuffled(scale, place, ORACLE, oracle)
+        yield from _with_shuffled(scale, place, ORACLE, oracle)
 
 
 def _judged(scale: Scale, place: Place, arm: str, periods: Periods) -> Iterator[Cell]:
@@ -190,60 +193,57 @@ def _judged(scale: Scale, place: Place, arm: str, periods: Periods) -> Iterator[
         yield _cell(scale, place, arm, seed, periods)
 
 
-def _shuffled(scale: Scale, place: Place, arm: str, periods: Periods) -> Iterator[Cell]:
-    """The same periods on other blocks, drawn at random; none where all are equal."""
+def _with_shuffled(scale: Scale, place: Place, arm: str, periods: Periods) -> Iterator[Cell]:
+    """An arm, and the same periods on other blocks, drawn at random; none where all are equal."""
+    yield from _judged(scale, place, arm, periods)
     others = sorted(set(permutations(periods)) - {periods})
-    drawn = random.Random(f"{place.name} {arm}").sample(others, min(design(scale).draws, len(others)))
-    for one in drawn:
-        yield from _judged(scale, place, SHUFFLED[arm], one)
+    for drawn in random.Random(f"{place.name} {arm}").sample(others, min(design(scale).draws, len(others))):
+        yield from _judged(scale, place, SHUFFLED[arm], drawn)
 
 
 def best_alike(scale: Scale, place: Place, scores: Mapping[str, float]) -> str | None:
-    """The policy for all blocks that is best on the search seed; None as long as one of them is not known."""
-    made = design(scale)
-    found = {
-        policy: scores.get(_cell(scale, place, ONE, made.search_seed, _alike(policy)).run_id)
-        for policy in made.policies
-    }
-    known = {policy: score for policy, score in found.items() if score is not None}
-    return min(known, key=lambda policy: known[policy]) if len(known) == len(found) else None
+    """The policy for all blocks that is best on the search seed; None as long as a score is missing."""
+    best = _best(scale, place, ONE, [_alike(policy) for policy in design(scale).policies], scores)
+    return best and best[0]
 
 
 def searched(scale: Scale, place: Place, scores: Mapping[str, float]) -> tuple[list[Periods], Periods | None]:
     """The oracle by search: from the best policy for all, one block after the other takes the policy that is best.
 
     Returns:
-        What was or is to be tried, and what was found; None as long as something that was tried is not known.
+        What was or is to be tried, and the best; None as long as a score of what was tried is missing.
     """
-    made = design(scale)
     start = best_alike(scale, place, scores)
     if start is None:
         return [], None
     tried: list[Periods] = []
     present = _alike(start)
     for number in range(len(BLOCKS)):
-        options = [(*present[:number], policy, *present[number + 1 :]) for policy in made.policies]
-        tried += [one for one in options if one not in tried]
-        found = {one: scores.get(_cell(scale, place, SEARCH, made.search_seed, one).run_id) for one in options}
-        known = {one: score for one, score in found.items() if score is not None}
-        if len(known) < len(found):
+        options = [(*present[:number], policy, *present[number + 1 :]) for policy in design(scale).policies]
+        tried += [option for option in options if option not in tried]
+        best = _best(scale, place, SEARCH, options, scores)
+        if best is None:
             return tried, None
-        present = min(known, key=lambda one: known[one])
+        present = best
     return tried, present
+
+
+def _best(
+    scale: Scale, place: Place, arm: str, options: Sequence[Periods], scores: Mapping[str, float]
+) -> Periods | None:
+    """The first of the options with the least score on the search seed; None as long as a score is missing."""
+    runs = {option: _cell(scale, place, arm, design(scale).search_seed, option).run_id for option in options}
+    return min(options, key=lambda option: scores[runs[option]]) if scores.keys() >= set(runs.values()) else None
 
 
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure(scale: Scale, rows: Sequence[Row], runs: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+def measure(scale: Scale, rows: Sequence[Row], runs: Path, before: Mapping[str, Any]) -> dict[str, Any]:
     """Curvature and rounds of the pilot of each place, and the periods that follow; see `Staged`."""
     ended = {row.run for row in rows if row.state == "finished"}
-    found = dict(known)
-    for place in places(scale):
-        run = pilot(scale, place)
-        if run in ended and run not in found:
-            found[run] = _measured(scale, runs / run)
-    return found
+    pilots = [pilot(scale, place) for place in places(scale)]
+    return {**before, **{run: _measured(scale, runs / run) for run in pilots if run in ended and run not in before}}
 
 
 def _measured(scale: Scale, run: Path) -> dict[str, Any]:
@@ -258,40 +258,34 @@ def _measured(scale: Scale, run: Path) -> dict[str, Any]:
     shown = spectrum.seen(read_record(run), setting)
     rounds = [shown[name].whole for name in BLOCKS]
     policies = {
-        MEAN: [one.at_mean for one in forecasts],
-        ALL: [one.chosen.period for one in forecasts],
+        MEAN: [forecast.at_mean for forecast in forecasts],
+        ALL: [forecast.chosen.period for forecast in forecasts],
         # The estimate itself, whether or not it may be shown: the study asks what it is worth.
-        ROUNDS: [spectrum.first_cancellation(setting, one.sigma) for one in rounds],
+        ROUNDS: [spectrum.first_cancellation(setting, block.sigma) for block in rounds],
     }
     facts = {
-        "periods": {arm: [NEVER if one is None else str(one) for one in found] for arm, found in policies.items()},
-        "sigma": [one.progress["mid"].mean for one in forecasts],
-        "low": [one.spread(0.05) for one in forecasts],
-        "high": [one.spread(0.95) for one in forecasts],
-        "unstable": [max(place.unstable for place in one.progress.values()) for one in forecasts],
-        "rounds_sigma": [one.sigma for one in rounds],
-        "rounds_error": [one.standard_error for one in rounds],
+        "periods": {arm: [NEVER if k is None else str(k) for k in periods] for arm, periods in policies.items()},
+        "sigma": [forecast.progress["mid"].mean for forecast in forecasts],
+        "low": [forecast.spread(0.05) for forecast in forecasts],
+        "high": [forecast.spread(0.95) for forecast in forecasts],
+        "unstable": [max(place.unstable for place in forecast.progress.values()) for forecast in forecasts],
+        "rounds_sigma": [block.sigma for block in rounds],
+        "rounds_error": [block.standard_error for block in rounds],
         "rounds_shown": [shown[name].interval is not None for name in BLOCKS],
-        "log_loss": _predicted(forecasts, setting, design(scale).policies),
+        "log_loss": {policy: _predicted(forecasts, setting, policy) for policy in design(scale).policies},
     }
     return standard(facts)
 
 
-def _predicted(forecasts: Sequence[Forecast], setting: Setting, policies: Sequence[str]) -> dict[str, float]:
-    """Logarithm of the loss at the end over that at the start, of all blocks together, for each policy for all."""
-    shares = [one.curvature.parameters * float(one.curvature.nodes @ one.curvature.weights) for one in forecasts]
-    total = math.fsum(shares)
-    found = {}
-    for policy in policies:
-        period = setting.rounds if policy == NEVER else int(policy)
-        logs = [
-            math.log(share / total)
-            + float(
-                log_final_loss(setting.rule, one.sigma, setting.rounds, period, one.curvature.loss_weights)
-                - math.log(0.5)
-            )
-            for share, one in zip(shares, forecasts, strict=True)
-            if share > 0
-        ]
-        found[policy] = float(logsumexp(logs))
-    return found
+def _predicted(forecasts: Sequence[Forecast], setting: Setting, policy: str) -> float:
+    """Logarithm of the loss at the end over that at the start, of all blocks together, with one policy for all."""
+    curvatures = [forecast.curvature for forecast in forecasts]
+    shares = [block.parameters * float(block.nodes @ block.weights) for block in curvatures]
+    period, total = setting.rounds if policy == NEVER else int(policy), math.fsum(shares)
+    logs = []
+    for share, forecast in zip(shares, forecasts, strict=True):
+        if share > 0:
+            weights = forecast.curvature.loss_weights
+            loss = log_final_loss(setting.rule, forecast.sigma, setting.rounds, period, weights)
+            logs.append(math.log(share / total) + float(loss - math.log(0.5)))
+    return float(logsumexp(logs))

@@ -24,17 +24,17 @@ _FARTHEST = 60.0
 
 def draw(result: Result) -> Figure:
     """Rows: the arms with their periods; across: perplexity against the chosen K for all, in per cent."""
-    found = result.numbers["places"]
-    columns = min(len(found), 2)
-    rows = -(-len(found) // columns)
-    count = max(len(facts["arms"]) for facts in found.values())
+    places = result.numbers["places"]
+    columns = min(len(places), 2)
+    rows = -(-len(places) // columns)
+    count = max(len(facts["arms"]) for facts in places.values())
     figure, grid = new_figure(0.7 + rows * (0.7 + 0.19 * count), rows, columns)
     panels = list(grid.flat)
-    for panel, facts in zip(panels, found.values(), strict=False):
+    for panel, facts in zip(panels, places.values(), strict=False):
         _panel(panel, facts)
-    for panel in panels[len(found) :]:
+    for panel in panels[len(places) :]:
         panel.set_axis_off()
-    name_panels(panels[: len(found)], [f"{name}, {facts['rounds']} rounds" for name, facts in found.items()])
+    name_panels(panels[: len(places)], [f"{name}, {facts['rounds']} rounds" for name, facts in places.items()])
     settings = result.settings
     several = len(settings["seeds"]) > 1
     bars = f"Bars: {settings['clear']:g} standard errors; strokes: the seeds. " if several else "One seed. "
@@ -49,23 +49,23 @@ def draw(result: Result) -> Figure:
 
 def _panel(panel: Axes, facts: Mapping[str, Any]) -> None:
     names = []
-    for row, (arm, one) in enumerate(facts["arms"].items()):
+    for row, (arm, line) in enumerate(facts["arms"].items()):
         number = next(look_ for start, look_ in _COLOURS.items() if arm.startswith(start))
         style = look(number, every=1)
-        names.append(_name(arm, one))
-        if one["ratio"] is None:
-            panel.text(0, row, one["state"], color=style["color"], fontsize=6, ha="center", va="center")
+        names.append(_name(arm, line))
+        if line["ratio"] is None:
+            panel.text(0, row, line["state"], color=style["color"], fontsize=6, ha="center", va="center")
             continue
-        percent = 100 * (one["ratio"] - 1)
+        percent = 100 * (line["ratio"] - 1)
         if percent > _FARTHEST:  # at the edge of the panel, wherever that will be
             words = f"+{percent:.0f} % \N{RIGHTWARDS ARROW}"
             panel.text(0.98, row, words, transform=panel.get_yaxis_transform(), fontsize=6, ha="right", va="center")
             continue
-        if one["low"] is not None:
-            ends = [100 * (one[end] - 1) for end in ("low", "high")]
+        if line["low"] is not None:
+            ends = [100 * (line[end] - 1) for end in ("low", "high")]
             panel.plot(ends, [row, row], color=style["color"], linewidth=1.0)
         panel.plot(
-            [100 * (ratio - 1) for ratio in one["ratios"]], [row] * len(one["ratios"]), "|", color=style["color"],
+            [100 * (ratio - 1) for ratio in line["ratios"]], [row] * len(line["ratios"]), "|", color=style["color"],
             markersize=4.5, markeredgewidth=0.7,
         )  # fmt: skip
         panel.plot([percent], [row], marker=style["marker"], color=style["color"], markersize=3.5)
@@ -79,12 +79,12 @@ def _panel(panel: Axes, facts: Mapping[str, Any]) -> None:
     panel.set_xlim(low, min(high, _FARTHEST * 1.02) if math.isfinite(high) else _FARTHEST)
 
 
-def _name(arm: str, one: Mapping[str, Any]) -> str:
+def _name(arm: str, line: Mapping[str, Any]) -> str:
     """`K_b, rounds: 2 5 – 3  14.2`: the arm, its periods if they are one set, and its perplexity."""
     short = (
         arm.replace("curvature, ", "").replace("one K for all: never", "no restart").replace("one K for all:", "K =")
     )
     periods = ""
     if arm.startswith("K_b"):
-        periods = ": " + " ".join("\N{EN DASH}" if word == "never" else word for word in one["periods"][0])
-    return f"{short}{periods}  ({readable(one['perplexity']) or one['state']})"
+        periods = ": " + " ".join("\N{EN DASH}" if word == "never" else word for word in line["periods"][0])
+    return f"{short}{periods}  ({readable(line['perplexity']) or line['state']})"
