@@ -59,12 +59,13 @@ QUESTION = "Is a soft restart of the outer momentum worth its two more hyperpara
 SMALL = 0.01
 """A gain at or below this share of the perplexity is small."""
 _OTHERS = {
-    "hard": "the hard restart",
-    "never": "no restart",
-    "gain_matched": "its own gain-matched control",
-    "momentum_free": "momentum-free SGD at its best learning rate",
-    "averaging": "plain averaging",
+    "hard": ("hard", "the hard restart"),
+    "never": ("never", "no restart"),
+    "gain_matched": ("gain-matched", "its own gain-matched control"),
+    "momentum_free": ("momentum-free", "momentum-free SGD at its best learning rate"),
+    "averaging": ("averaging", "plain averaging"),
 }
+"""What soft restarts are compared with: in a table's head, and in a sentence."""
 
 
 def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
@@ -83,8 +84,7 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
         for inject in scale.inject
     }
     for line in lines:
-        place = of_text.get(line["of_restart"] or line["restart"], (None, None))
-        line["retain"], line["inject"] = place
+        line["retain"], line["inject"] = of_text.get(line["of_restart"] or line["restart"], (None, None))
     kind, lr, momentum = SOFT_RULE
     places = {
         place_name(form, kind, inner_steps): _facts(lines, form, inner_steps, period)
@@ -113,9 +113,7 @@ def _facts(lines: Sequence[Line], form: str, inner_steps: int, period: int) -> d
     free, averaging = free_and_averaging(here, inner_steps)
     top = best(line for line in soft if line is not hard)
     control = None if top is None else control_of(here, matched, top)
-    others = {
-        "hard": hard, "never": never, "gain_matched": control, "momentum_free": free, "averaging": averaging,
-    }  # fmt: skip
+    others = dict(zip(_OTHERS, (hard, never, control, free, averaging), strict=True))
     return {
         "inner_steps": inner_steps,
         "form": form,
@@ -140,7 +138,16 @@ def answer(result: Result) -> str:
     """What the best soft restart gains over the hard one and over every control, and whether its place moves."""
     places = result.numbers["places"]
     settings = result.settings
-    header = ["", "K", "restarts", "soft", "keeps", "adds", *(_SHORT[name] for name in _OTHERS), "gain-matched/soft"]
+    header = [
+        "",
+        "K",
+        "restarts",
+        "soft",
+        "keeps",
+        "adds",
+        *(short for short, _ in _OTHERS.values()),
+        "gain-matched/soft",
+    ]
     body = [_table_line(name, facts) for name, facts in places.items()]
     lines = [
         f"Validation perplexity, {settings['rule']}, lr {settings['lr']:g}, momentum {settings['momentum']:g} "
@@ -148,7 +155,7 @@ def answer(result: Result) -> str:
         "settings, chosen in hindsight; ratio: geometric mean over all settings, above 1 favours the restart.",
         format_table(header, body),
     ]
-    for key, words in _OTHERS.items():
+    for key, (_, words) in _OTHERS.items():
         claim = f"the best soft restart has a lower perplexity, for every seed, than {words}"
         lines.append(tally_lower(claim, {name: facts["soft_minus"][key] for name, facts in places.items()}))
     gains = {name: _gain(facts) for name, facts in places.items()}
@@ -167,15 +174,6 @@ def answer(result: Result) -> str:
         f"{1 / (1 - settings['momentum']):.1f} pseudo-gradients long, in EMA form one.",
     ]
     return "\n".join(lines)
-
-
-_SHORT = {
-    "hard": "hard",
-    "never": "never",
-    "gain_matched": "gain-matched",
-    "momentum_free": "momentum-free",
-    "averaging": "averaging",
-}
 
 
 def _table_line(name: str, facts: Mapping[str, Any]) -> list[Any]:
@@ -202,18 +200,17 @@ def _gain(facts: Mapping[str, Any]) -> float | None:
 
 def _moves(places: Mapping[str, Any]) -> str:
     """Whether the best setting is another one at the other communication period."""
-    holds, detail = {}, {}
+    is_moved, detail = {}, {}
     for form in BOTH_FORMS:
-        group = [facts for facts in places.values() if facts["form"] == form]
-        at = [(facts["soft"]["retain"], facts["soft"]["inject"]) if facts["soft"] else None for facts in group]
-        holds[form] = None if None in at else len(set(at)) > 1
-        ends = [
-            f"S={facts['inner_steps']}: keeps {place[0]:g}, adds {place[1]:g}"
-            for facts, place in zip(group, at, strict=True)
-            if place
-        ]
-        detail[form] = ", ".join(ends)
-    return tally("the best setting is another one at the other communication period", holds, detail)
+        at = {facts["inner_steps"]: facts["soft"] for facts in places.values() if facts["form"] == form}
+        different = {(soft["retain"], soft["inject"]) for soft in at.values() if soft}
+        is_moved[form] = len(different) > 1 if all(at.values()) else None
+        detail[form] = ", ".join(
+            f"S={inner_steps}: keeps {soft['retain']:g}, adds {soft['inject']:g}"
+            for inner_steps, soft in at.items()
+            if soft
+        )
+    return tally("the best setting is another one at the other communication period", is_moved, detail)
 
 
 def draw(result: Result) -> Figure:
@@ -240,15 +237,9 @@ def draw(result: Result) -> Figure:
         row[0].set_ylabel(
             f"{FORM_WORDS[facts['form']]}\nS={facts['inner_steps']}, K={facts['period']}\nkept share", fontsize=7
         )
-        row[0].set_title(
-            f"never {perplexity_words(facts['controls']['never'])}, hard {perplexity_words(facts['controls']['hard'])}",
-            fontsize=7,
-        )
-        row[1].set_title(
-            f"momentum-free {perplexity_words(facts['controls']['momentum_free'])}, "
-            f"plain averaging {perplexity_words(facts['controls']['averaging'])}",
-            fontsize=7,
-        )
+        words = {name: f"{short} {perplexity_words(facts['controls'][name])}" for name, (short, _) in _OTHERS.items()}
+        row[0].set_title(f"{words['never']}, {words['hard']}", fontsize=7)
+        row[1].set_title(f"{words['momentum_free']}, plain {words['averaging']}", fontsize=7)
     for panel, what in zip(axes[0], ("Soft restarts", "No restart, same mean gain"), strict=True):
         panel.set_title(f"$\\bf{{{what.replace(' ', '~')}}}$\n{panel.get_title()}", fontsize=7)
     for panel in axes[-1]:
