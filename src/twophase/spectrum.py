@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from twophase.rule import OuterRule
 from twophase.runs.record import Block, RunRecord
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.restored import Restored
-from twophase.theory.eigenvalues import Product, density, largest_eigenpairs
+from twophase.theory.eigenvalues import density, largest_eigenpairs
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import scheduled_progress
 from twophase.theory.observed import Observed, observe
@@ -99,10 +100,8 @@ class GaussNewton:
         v = torch.from_numpy(np.ascontiguousarray(vector, dtype=np.float64)).to(next(iter(self._block.values())))
         if self._scale is not None:
             v = v * self._scale
-        parts = v.split([weight.numel() for weight in self._block.values()])
-        tangent = {
-            name: part.view(weight.shape) for (name, weight), part in zip(self._block.items(), parts, strict=True)
-        }
+        parts = iter(v.split([weight.numel() for weight in self._block.values()]))
+        tangent = {name: next(parts).view(weight.shape) for name, weight in self._block.items()}
         total = torch.zeros_like(v)
         with sdpa_kernel(SDPBackend.MATH):  # the others cannot be differentiated twice
             for graph in self._graphs():
@@ -264,16 +263,15 @@ def measure(
         raw = GaussNewton(restored.model, tokens, names)
         scaled = GaussNewton(restored.model, tokens, names, restored.scale)
 
-        def shown(matrix: GaussNewton, name: str = name, pair: tuple[GaussNewton, ...] = (raw, scaled)) -> Product:
-            def product(vector: Floats) -> Floats:
-                show(len(blocks), f"{name}, {sum(each.products for each in pair)} products")
-                return matrix(vector)
+        def product(vector: Floats, matrix: GaussNewton, name: str = name) -> Floats:
+            show(len(blocks), f"{name}, {matrix.products} products")
+            return matrix(vector)
 
-            return product
-
-        largest, _ = largest_eigenpairs(shown(raw), raw.size, top)
-        pairs = largest_eigenpairs(shown(scaled), scaled.size, max(top, _APART))
-        nodes, weights = density(shown(scaled), scaled.size, steps=STEPS, probes=PROBES, largest=pairs)
+        largest, _ = largest_eigenpairs(partial(product, matrix=raw), raw.size, top)
+        pairs = largest_eigenpairs(partial(product, matrix=scaled), scaled.size, max(top, _APART))
+        nodes, weights = density(
+            partial(product, matrix=scaled), scaled.size, steps=STEPS, probes=PROBES, largest=pairs
+        )
         blocks.append(Curvature(name, raw.size, largest, pairs[0][:top], nodes, weights))
     show(len(blocks), "done")
     return blocks

@@ -63,9 +63,9 @@ def dense(model: nn.Module, batches: list[Tensor], names: list[str], scale: dict
             return functional_call(model, parameters, (tokens,))
 
         with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for several directions at a time
-            found = jacrev(logits)(block)
+            slopes = jacrev(logits)(block)
         z = logits(block).detach().flatten(0, 1)
-        jacobian = torch.cat([found[name].flatten(0, 1).flatten(2) for name in names], 2)
+        jacobian = torch.cat([slopes[name].flatten(0, 1).flatten(2) for name in names], 2)
         for row, p in zip(jacobian, z.softmax(-1), strict=True):
             share = row.T @ (torch.diag(p) - p[:, None] * p[None, :]) @ row
             total = share if total is None else total + share
@@ -95,8 +95,8 @@ def test_a_product_is_that_of_the_matrix(
     for vector in rng.standard_normal((4, operator.size)):
         np.testing.assert_allclose(operator(vector), wanted @ vector, rtol=0, atol=1e-12 * np.abs(wanted).max())
     if operator.size <= 64:
-        found = columns(operator, operator.size)
-        np.testing.assert_allclose(found, found.T, atol=1e-13 * np.abs(found).max())
+        matrix = columns(operator, operator.size)
+        np.testing.assert_allclose(matrix, matrix.T, atol=1e-13 * np.abs(matrix).max())
     assert np.linalg.eigvalsh(wanted)[0] > -1e-12 * np.abs(wanted).max()
     for vector in rng.standard_normal((3, operator.size)):
         other = rng.standard_normal(operator.size)
@@ -169,8 +169,8 @@ def test_lanczos_in_full_length_has_the_eigenvalues() -> None:
     matrix, values = spectrum_of(70, 70, 5)
     diagonal, beside = lanczos(lambda v: matrix @ v, np.ones(70), 200)
     assert (len(diagonal), len(beside)) == (70, 69)
-    found = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
-    np.testing.assert_allclose(found, values, atol=1e-10 * values[-1])
+    eigenvalues = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
+    np.testing.assert_allclose(eigenvalues, values, atol=1e-10 * values[-1])
 
 
 def test_a_density_has_the_moments_of_its_probes() -> None:

@@ -92,7 +92,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return trained(tmp_path_factory.mktemp("cut") / "run", config)
 
 
-def told(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def answer_of(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     status = main(["spectrum", *words])
     out, err = capsys.readouterr()
     return status, out, err
@@ -103,13 +103,13 @@ def told(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 def test_a_run_is_measured_and_drawn(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The five usual blocks in words and numbers, the four files, and progress on stderr."""
-    status, out, err = told([str(run), "--out", str(tmp_path / "out"), "--batches", "2", "--top", "2"], capsys)
+    status, out, err = answer_of([str(run), "--out", str(tmp_path / "out"), "--batches", "2", "--top", "2"], capsys)
     assert status == 0
     assert "spectrum 5/5" in err
     facts = json.loads((tmp_path / "out" / "spectrum.json").read_text())
     assert [block["name"] for block in facts["blocks"]] == list(BLOCKS)
     model = restore(run).model
-    assert sum(block["parameters"] for block in facts["blocks"]) == sum(one.numel() for one in model.parameters())
+    assert sum(block["parameters"] for block in facts["blocks"]) == sum(weight.numel() for weight in model.parameters())
     for block in facts["blocks"]:
         assert block["name"] in out
         assert len(block["largest"]) == len(block["largest_preconditioned"]) == 2
@@ -130,7 +130,7 @@ def test_a_run_is_measured_and_drawn(run: Path, tmp_path: Path, capsys: pytest.C
 
 def test_a_runs_own_fragments_are_its_blocks(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Named fragments are measured as they were trained, each beside what its own rounds show; --json is the file."""
-    status, out, err = told([str(cut), "--json", "--quiet", "--batches", "1", "--out", str(tmp_path)], capsys)
+    status, out, err = answer_of([str(cut), "--json", "--quiet", "--batches", "1", "--out", str(tmp_path)], capsys)
     assert (status, err) == (0, "")
     facts = json.loads(out)
     assert facts == json.loads((tmp_path / "spectrum.json").read_text())
@@ -139,14 +139,14 @@ def test_a_runs_own_fragments_are_its_blocks(cut: Path, tmp_path: Path, capsys: 
         ("rest", "."),
     ]
     assert list(facts["from_rounds"]) == ["ends", "rest"]
-    for one in facts["from_rounds"].values():
-        assert one["shown"] or one["why_not"]
+    for block in facts["from_rounds"].values():
+        assert block["shown"] or block["why_not"]
 
 
 def test_blocks_may_be_named(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--blocks` cuts the model in another way, which the rounds know nothing of."""
     words = [str(cut), "--blocks", "down=down", "rest=.", "--batches", "1", "--quiet", "--out", str(tmp_path)]
-    status, out, _ = told(words, capsys)
+    status, out, _ = answer_of(words, capsys)
     assert status == 0
     assert "The rounds were recorded of fragment ends, fragment rest" in " ".join(out.split())
     facts = json.loads((tmp_path / "spectrum.json").read_text())
@@ -159,7 +159,7 @@ def test_bad_input_is_told_in_one_message(
     """What is no run, has no checkpoint, has diverged, lacks moments or blocks: status 2, the fault and the remedy."""
 
     def refused(words: Sequence[object]) -> str:
-        status, out, err = told([*map(str, words), "--quiet"], capsys)
+        status, out, err = answer_of([*map(str, words), "--quiet"], capsys)
         assert (status, out) == (2, "")
         assert err.startswith("twophase spectrum: error: ")
         assert len(err.splitlines()) == 1
@@ -191,7 +191,7 @@ def test_bad_input_is_told_in_one_message(
 def test_a_diverged_run_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights that have blown up have no curvature."""
     config = config_of(text, **{"outer.lr": 1e9, "divergence_loss": 6.0})
-    status, _, err = told([str(trained(tmp_path / "run", config)), "--quiet"], capsys)
+    status, _, err = answer_of([str(trained(tmp_path / "run", config)), "--quiet"], capsys)
     assert status == 2
     assert "has diverged" in err
 
@@ -202,7 +202,7 @@ def test_text_that_has_changed_is_refused(tmp_path: Path, capsys: pytest.Capture
     folder = trained(tmp_path / "run", config_of(text))
     textmaker.write(text, seed=1)
     corpus_of.cache_clear()
-    status, _, err = told([str(folder), "--quiet"], capsys)
+    status, _, err = answer_of([str(folder), "--quiet"], capsys)
     assert status == 2
     assert "the text is not the one" in err
 
@@ -211,7 +211,7 @@ def test_a_run_without_momentum_is_measured(text: Path, tmp_path: Path, capsys: 
     """Without momentum there is nothing to restart, and the words say so; a tied head is no block of its own."""
     config = config_of(text, **{"outer.momentum": 0.0, "outer.lr": 1.0, "model.tie_embeddings": True})
     folder = trained(tmp_path / "run", replace(config, replicas=1))
-    status, out, _ = told([str(folder), "--quiet", "--batches", "1"], capsys)
+    status, out, _ = answer_of([str(folder), "--quiet", "--batches", "1"], capsys)
     assert status == 0
     assert "The rule has no momentum" in out
     facts = json.loads((folder / "spectrum.json").read_text())
@@ -262,15 +262,17 @@ def test_batches_are_those_that_have_been_trained_on(run: Path) -> None:
         assert seen == steps
 
 
-@pytest.mark.parametrize(("values", "own"), [({"outer.restart": "auto"}, True), ({"outer.restart": "gradient"}, False)])
+@pytest.mark.parametrize(
+    ("values", "is_told"), [({"outer.restart": "auto"}, True), ({"outer.restart": "gradient"}, False)]
+)
 def test_steps_of_a_policys_own_are_told(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], own: bool
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], is_told: bool
 ) -> None:
     """Periods are the rule's; a run whose policy takes other steps than its rule is told so."""
     folder = trained(tmp_path / "run", config_of(text, **values, steps=6))
-    status, out, _ = told([str(folder), "--quiet", "--batches", "1", "--top", "1"], capsys)
+    status, out, _ = answer_of([str(folder), "--quiet", "--batches", "1", "--top", "1"], capsys)
     assert status == 0
-    assert ("restart  auto takes steps of its own" in out) is own
+    assert ("restart  auto takes steps of its own" in out) is is_told
 
 
 def test_several_replicas_take_the_mean_step(run: Path) -> None:
@@ -334,17 +336,17 @@ def test_on_a_quadratic_the_forecast_is_exact() -> None:
     h, d = root @ root.T + np.eye(5), rng.uniform(0.5, 4, 5)
     values = np.linalg.eigvalsh(h / np.sqrt(d[:, None] * d[None, :]))
     setting = setting_at(0.12 / values[-1])
-    found = forecast(block_of(values), setting)
-    np.testing.assert_allclose(found.sigma, effective_progress(values, 0.12 / values[-1], 4))
-    left = np.array([simulated(h, d, setting, period) for period in range(1, setting.rounds + 1)])
-    without = left[-1]
+    forecasted = forecast(block_of(values), setting)
+    np.testing.assert_allclose(forecasted.sigma, effective_progress(values, 0.12 / values[-1], 4))
+    losses = np.array([simulated(h, d, setting, period) for period in range(1, setting.rounds + 1)])
+    without = losses[-1]
     np.testing.assert_allclose(
-        loss_curve(setting, found, range(1, setting.rounds + 1)), np.log(left / without), rtol=0, atol=1e-9
+        loss_curve(setting, forecasted, range(1, setting.rounds + 1)), np.log(losses / without), rtol=0, atol=1e-9
     )
-    best = int(np.argmin(left)) + 1
-    assert (found.chosen.period or setting.rounds) == best
-    assert found.chosen.log_gain == pytest.approx(np.log(left.min() / without), abs=1e-9)
-    assert found.chosen.period is not None  # or the test would show little
+    best = int(np.argmin(losses)) + 1
+    assert (forecasted.chosen.period or setting.rounds) == best
+    assert forecasted.chosen.log_gain == pytest.approx(np.log(losses.min() / without), abs=1e-9)
+    assert forecasted.chosen.period is not None  # or the test would show little
 
 
 def test_slow_modes_outvote_the_mean() -> None:
@@ -362,13 +364,13 @@ def test_slow_modes_outvote_the_mean() -> None:
 def test_steep_modes_are_named() -> None:
     """Modes that an inner step carries past the minimum count as removed, and the words say how much lies in them."""
     setting = setting_at(0.5)
-    found = forecast(block_of([0.2, 3.0, 8.0]), setting)
-    there = found.progress["mid"]
+    block = forecast(block_of([0.2, 3.0, 8.0]), setting)
+    there = block.progress["mid"]
     assert there.step == 4
     assert there.passing == pytest.approx(11 / 11.2)
     assert there.unstable == pytest.approx(8 / 11.2)
-    assert found.sigma[1:].tolist() == [1, 1]
-    text = " ".join(describe([], setting, [found], {}).split())
+    assert block.sigma[1:].tolist() == [1, 1]
+    text = " ".join(describe([], setting, [block], {}).split())
     assert "passes the minimum of the steepest mode (early: lr times eigenvalue 4; 98 % of the loss" in text
     assert "beyond 2, where gradient descent would diverge, 71 %" in text
 
@@ -376,10 +378,10 @@ def test_steep_modes_are_named() -> None:
 def test_a_block_without_curvature_is_left_alone() -> None:
     """Parameters that the text does not use have no progress and no period, and are named."""
     setting = setting_at(0.5)
-    found = forecast(block_of([0.0, 0.0], "idle"), setting)
-    assert isinstance(found, Forecast)
-    assert (found.chosen.period, found.at_mean, found.progress["mid"].mean) == (None, None, 0)
-    assert "idle: no curvature was found" in describe([], setting, [found], {})
+    block = forecast(block_of([0.0, 0.0], "idle"), setting)
+    assert isinstance(block, Forecast)
+    assert (block.chosen.period, block.at_mean, block.progress["mid"].mean) == (None, None, 0)
+    assert "idle: no curvature was found" in describe([], setting, [block], {})
     assert choose(setting, np.zeros(2), np.zeros(2)).period is None
 
 
@@ -389,13 +391,13 @@ def test_the_rounds_show_the_progress_of_each_block(tmp_path: Path) -> None:
     rule = OuterRule(0.7, 0.9)
     folder = runmaker.write_run(tmp_path / "run", rule, [0.5], rounds=40, blocks=blocks)
     setting = Setting(rule, 40, dict.fromkeys(PLACES, (0.1,)), 0.0)
-    found = seen(read_record(folder), setting)
-    assert list(found) == ["fast", "slow"]
+    shown = seen(read_record(folder), setting)
+    assert list(shown) == ["fast", "slow"]
     for name, (sigma,) in blocks.items():
-        interval = found[name].interval
+        interval = shown[name].interval
         assert interval is not None
         assert interval[1] == pytest.approx(sigma, rel=1e-6)
-        assert set(found[name].periods) == {rounded_period(rule, sigma)}
-        assert all(one.sigma == pytest.approx(sigma, rel=1e-4) for one in found[name].thirds.values())
-    text = describe([], setting, [forecast(block_of([1.0], "fast"), setting)], found)
+        assert set(shown[name].periods) == {rounded_period(rule, sigma)}
+        assert all(part.sigma == pytest.approx(sigma, rel=1e-4) for part in shown[name].thirds.values())
+    text = describe([], setting, [forecast(block_of([1.0], "fast"), setting)], shown)
     assert "slow, from the rounds: sigma 0.1 to 0.1" in text

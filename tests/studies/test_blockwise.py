@@ -47,7 +47,7 @@ def found_in(pilot: str, periods: Mapping[str, tuple[str, ...]]) -> dict[str, An
         name: [0.5, 0.4, 0.3, 0.2] for name in ("sigma", "low", "high", "unstable", "rounds_sigma", "rounds_error")
     }
     shown = {"rounds_shown": [True, False, False, False], "log_loss": FORETOLD}
-    return {pilot: {"periods": {arm: list(one) for arm, one in arms.items()}} | numbers | shown}
+    return {pilot: {"periods": {arm: list(each) for arm, each in arms.items()}} | numbers | shown}
 
 
 def staged(value: Value, periods: Mapping[str, tuple[str, ...]], scale: Scale = LAPTOP) -> tuple[list[Row], Any, Sweep]:
@@ -58,10 +58,10 @@ def staged(value: Value, periods: Mapping[str, tuple[str, ...]], scale: Scale = 
         sweep = blockwise.sweep(scale, rows, measured)
         summaries = {}
         for cell in sweep.cells:
-            found = value(cell)
-            number = None if isinstance(found, str) else found
-            told = {"perplexity": number, "validation_loss": number, "seconds": 1.0, "diverged": number is None}
-            summaries[cell.run_id] = told
+            result = value(cell)
+            number = None if isinstance(result, str) else result
+            losses = {"perplexity": number, "validation_loss": number}
+            summaries[cell.run_id] = losses | {"seconds": 1.0, "diverged": number is None}
         rows = rows_of(sweep, summaries)
         for place in cells.places(scale):
             measured |= found_in(cells.pilot(scale, place), periods)
@@ -82,6 +82,7 @@ def line_of(text: str, words: str) -> str:
 RIGHT = {MEAN: tuple(BEST.values()), ROUNDS: ("1", "1", "1", "1")}
 
 
+@pytest.mark.slow
 def test_where_blocks_differ_the_oracle_finds_what_each_likes() -> None:
     """With separate blocks the search ends at each block's best, and so does a theory that is right; both are told."""
     result = result_of(separate, RIGHT)
@@ -107,7 +108,7 @@ def test_where_nothing_matters_nothing_is_better() -> None:
     """In a world of seeds alone every change is 0, and no claim holds."""
     result = result_of(lambda cell: 10 * SEED_FACTOR[cell.config.seed], RIGHT)
     for facts in result.numbers["places"].values():
-        assert all(one["ratio"] == pytest.approx(1) for one in facts["arms"].values())
+        assert all(arm["ratio"] == pytest.approx(1) for arm in facts["arms"].values())
         assert facts["order"] is None or abs(facts["order"]) <= 1
     claims = [line for line in blockwise.answer(result).splitlines() if ": better than" in line]
     assert len(claims) == 8
@@ -166,8 +167,8 @@ def test_runs_differ_in_periods_seed_and_place_alone(scale: Scale) -> None:
         alike = {"sync.restart": (), "seed": 0, "outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False}
         assert len({repr(with_values(cell.config, alike)) for cell in here}) == 1
         for arm, control in SHUFFLED.items():
-            own = {tuple(sorted(periods_of(cell).values())) for cell in here if cell.arm == arm}
-            assert {tuple(sorted(periods_of(cell).values())) for cell in here if cell.arm == control} in (own, set())
+            sets = {tuple(sorted(periods_of(cell).values())) for cell in here if cell.arm == arm}
+            assert {tuple(sorted(periods_of(cell).values())) for cell in here if cell.arm == control} in (sets, set())
             pairs = {tuple(periods_of(cell).values()) for cell in here if cell.arm == arm}
             assert not pairs & {tuple(periods_of(cell).values()) for cell in here if cell.arm == control}
 
@@ -181,6 +182,7 @@ def small(tmp_path: Path) -> Scale:
     )
 
 
+@pytest.mark.slow
 def test_it_really_trains_and_measures_and_is_resumed(small: Scale, tmp_path: Path) -> None:
     """Quick, end to end: the files are there, every run is finished once, and a repeated call trains nothing."""
     seen: list[Status] = []
@@ -188,7 +190,7 @@ def test_it_really_trains_and_measures_and_is_resumed(small: Scale, tmp_path: Pa
     facts = json.loads((tmp_path / "out" / "blockwise.json").read_text())
     (place,) = facts["numbers"]["places"].values()
     assert set(place["arms"]) >= {"averaging", MEAN, ALL, ROUNDS, ORACLE}
-    assert all(one["state"] == "finished" for one in place["arms"].values())
+    assert all(arm["state"] == "finished" for arm in place["arms"].values())
     assert len(place["measured"]["sigma"]) == 4
     assert "width 8, S=4" in outcome.answer
     trained = [status.run for status in seen if status.event == "finished"]
@@ -203,14 +205,14 @@ def test_it_really_trains_and_measures_and_is_resumed(small: Scale, tmp_path: Pa
 @pytest.mark.slow
 def test_several_workers_train_what_one_does(small: Scale, tmp_path: Path) -> None:
     """Two processes leave the same runs, bit for bit."""
-    found = []
+    perplexities = []
     for workers in (1, 2):
         rows, *_ = _singly.train_in_stages(
             OneStage(), small, tmp_path / str(workers), runs=tmp_path / f"runs{workers}", workers=workers
         )
-        found.append([(row.run, row.perplexity) for row in rows])
-    assert found[0] == found[1]
-    assert all(perplexity is not None for _, perplexity in found[0])
+        perplexities.append([(row.run, row.perplexity) for row in rows])
+    assert perplexities[0] == perplexities[1]
+    assert all(perplexity is not None for _, perplexity in perplexities[0])
 
 
 class OneStage:
@@ -221,7 +223,7 @@ class OneStage:
         del rows, measured
         return Sweep("one stage", scale.base, blockwise.sweep(scale, [], {}).cells[:2])
 
-    def measure(self, scale: Scale, rows: object, runs: Path, known: object) -> dict[str, Any]:
+    def measure(self, scale: Scale, rows: object, runs: Path, before: object) -> dict[str, Any]:
         """Nothing."""
-        del scale, rows, runs, known
+        del scale, rows, runs, before
         return {}

@@ -37,15 +37,15 @@ def mechanism() -> Result:
 
 def test_single_mode(mechanism: Result) -> None:
     """Anchor A1: one mode, 80 rounds, heavy ball by period, Nesterov, and outer SGD."""
-    one = mechanism.numbers["single"]
-    assert one["none"] == printed("-3.96")
-    assert (one["best_period"], one["rate_period"], one["factor_period"]) == (5, 5, 75)
-    assert one["best"] == printed("-64.54")
+    mode = mechanism.numbers["single"]
+    assert mode["none"] == printed("-3.96")
+    assert (mode["best_period"], mode["rate_period"], mode["factor_period"]) == (5, 5, 75)
+    assert mode["best"] == printed("-64.54")
     expected = {5: "-64.54", 15: "-24.5", 4: "-23.7", 6: "-17.9", 75: "-10.0"}
-    assert one["by_period"] == {k: printed(v) for k, v in expected.items()}
-    assert one["nag_none"] == printed("-7.45")
-    assert one["nag_best"] == printed("-36.8")
-    assert one["sgd"] == printed("-208")
+    assert mode["by_period"] == {k: printed(v) for k, v in expected.items()}
+    assert mode["nag_none"] == printed("-7.45")
+    assert mode["nag_best"] == printed("-36.8")
+    assert mode["sgd"] == printed("-208")
 
 
 def test_tuned_nesterov_is_what_its_grid_makes_it(mechanism: Result) -> None:
@@ -63,11 +63,11 @@ def test_tuned_nesterov_is_what_its_grid_makes_it(mechanism: Result) -> None:
 
 def test_momentum_that_beats_the_restart(mechanism: Result) -> None:
     """Up to the momentum stated every one on the grid beats K=5, and the next one does not (direct evaluation)."""
-    one = mechanism.numbers["single"]
+    mode = mechanism.numbers["single"]
     grid = np.linspace(0, 0.999, 2001)
     for kind, nesterov in (("HB", False), ("NAG", True)):
-        end = one["momentum_up_to_which_all_beat_restart"][kind]
-        beats = log_final_loss(rule_grid(1.0, grid, nesterov, "ema"), 0.95, 80, 80) / np.log(10) < one["best"]
+        end = mode["momentum_up_to_which_all_beat_restart"][kind]
+        beats = log_final_loss(rule_grid(1.0, grid, nesterov, "ema"), 0.95, 80, 80) / np.log(10) < mode["best"]
         assert beats[grid <= end].all()
         assert not beats[grid > end][0]
 
@@ -128,15 +128,15 @@ def test_curves_end_at_the_exact_losses(mechanism: Result) -> None:
         for panel in "abc"
         for kind in dict.fromkeys(row["kind"] for row in select(mechanism.rows, panel=panel))
     }
-    one, six, nine = numbers["single"], numbers["six"], numbers["blocks"]["9"]
+    mode, six, nine = numbers["single"], numbers["six"], numbers["blocks"]["9"]
     exact = {
-        ("a", "none"): one["none"],
-        ("a", "factor"): one["by_period"][75],
-        ("a", "heuristic"): one["nag_none"],
-        ("a", "nag"): one["nag_tuned"]["[0.5, 1)"]["log10_loss"],
-        ("a", "global"): one["best"],
-        ("a", "gain"): one["sgd_same_gain"],
-        ("a", "sgd"): one["sgd"],
+        ("a", "none"): mode["none"],
+        ("a", "factor"): mode["by_period"][75],
+        ("a", "heuristic"): mode["nag_none"],
+        ("a", "nag"): mode["nag_tuned"]["[0.5, 1)"]["log10_loss"],
+        ("a", "global"): mode["best"],
+        ("a", "gain"): mode["sgd_same_gain"],
+        ("a", "sgd"): mode["sgd"],
         ("b", "none"): six["none"],
         ("b", "factor"): six["factor"],
         ("b", "gain"): six["sgd_same_gain"],
@@ -182,6 +182,7 @@ GOOD = {  # anchor A5: shares of good cells without restarts, with the best peri
 }
 
 
+@pytest.mark.slow
 def test_good_cells(robustness: Result) -> None:
     """Anchor A5's table: for both spectra, forms and rules."""
     assert list(robustness.numbers) == list(GOOD)
@@ -190,6 +191,7 @@ def test_good_cells(robustness: Result) -> None:
         assert [good["none"], good["best"], good["every_3"]] == [printed(text) for text in texts], name
 
 
+@pytest.mark.slow
 def test_diverged_cells(robustness: Result) -> None:
     """Anchor A5, in line with R18: the best period rescues no cell, K=3 loses some."""
     for rule, texts in {"HB": (".092", ".105"), "NAG": (".220", ".227")}.items():
@@ -199,6 +201,7 @@ def test_diverged_cells(robustness: Result) -> None:
         assert facts["diverged"]["best"] == facts["diverged"]["none"] <= facts["diverged"]["every_3"]
 
 
+@pytest.mark.slow
 def test_one_period_helps_and_hurts(robustness: Result) -> None:
     """Anchor A5: share of cells in which K=3 helps and hurts by more than 0.1 dex (heavy ball)."""
     expected = {
@@ -213,12 +216,14 @@ def test_one_period_helps_and_hurts(robustness: Result) -> None:
         assert facts["every_3_hurts"] == printed(hurts), name
 
 
+@pytest.mark.slow
 def test_no_restart_must_compete(robustness: Result) -> None:
     """Anchor A5: the best K of 1 to 20 alone hurts in 16 to 39 % of the six-mode cells."""
     hurt = [facts["best_restart_hurts"] for name, facts in robustness.numbers.items() if name.startswith("six")]
     assert (min(hurt), max(hurt)) == (printed(".16"), printed(".39"))
 
 
+@pytest.mark.slow
 def test_minima(robustness: Result) -> None:
     """Anchor A5: over the EMA grid restarts do not deepen heavy ball's minimum, and Nesterov's from -47.0 to -59.6."""
     heavy, nesterov = (robustness.numbers[f"six modes, ema, {rule}"]["minimum"] for rule in ("HB", "NAG"))
@@ -226,6 +231,7 @@ def test_minima(robustness: Result) -> None:
     assert (nesterov["none"], nesterov["best"]) == (printed("-47.0"), printed("-59.6"))
 
 
+@pytest.mark.slow
 def test_cells_against_simulation(robustness: Result) -> None:
     """Cells drawn at random equal a simulation, the momentum-free controls included (rows are rounded to 1e-6)."""
     stream = np.random.default_rng(0)
@@ -342,6 +348,7 @@ GAINS = {
 }
 
 
+@pytest.mark.slow
 def test_rates_of_mixes(mixed: Result) -> None:
     """R24's table: no restart, best single period, mix; and the gain of the mix on three intervals."""
     rates = mixed.numbers["rates"]
@@ -353,6 +360,7 @@ def test_rates_of_mixes(mixed: Result) -> None:
         assert rates[case]["mix"] / rates[case]["fixed"] == printed(gain), case
 
 
+@pytest.mark.slow
 def test_ceiling(mixed: Result) -> None:
     """R25: Chebyshev's limits; no mix, and no rule without restarts, is above them; SGD's rates at ν=1 and tuned."""
     rates = mixed.numbers["rates"]
@@ -366,6 +374,7 @@ def test_ceiling(mixed: Result) -> None:
     assert (plain["sgd_ema"], plain["sgd_tuned"]) == (printed(".357"), printed(".654"))
 
 
+@pytest.mark.slow
 def test_schedules(mixed: Result) -> None:
     """R24, finite horizon: the losses and cycles of the best schedules on the spectra of A2 and A3."""
     six, three = mixed.numbers["schedules"].values()
@@ -383,6 +392,7 @@ def test_schedules(mixed: Result) -> None:
         assert end == pytest.approx(facts["mix"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_tuned_rules(mixed: Result) -> None:
     """R25, learning rate and momentum tuned, 24 rounds: a period adds nothing to heavy ball and a little to Nesterov.
 
@@ -405,18 +415,20 @@ def test_tuned_rules(mixed: Result) -> None:
     assert ceilings == [printed("1.2425"), printed(".6260"), printed(".2559")]
 
 
+@pytest.mark.slow
 def test_a_tuned_rate_is_what_the_rule_does(mixed: Result) -> None:
     """The rule and period that a tuned rate names have that rate in a simulation of the interval's modes."""
     facts = mixed.numbers["tuned"]["coarse"]["0.1 to 1, NAG"]
-    found = facts["at"]["restart"]
-    rule = OuterRule(found["lr"], found["momentum"], nesterov=True)
-    worst = np.abs(rollout(rule, np.linspace(0.1, 1, 241), 24, found["period"]).residual[-1]).max()
+    tuned = facts["at"]["restart"]
+    rule = OuterRule(tuned["lr"], tuned["momentum"], nesterov=True)
+    worst = np.abs(rollout(rule, np.linspace(0.1, 1, 241), 24, tuned["period"]).residual[-1]).max()
     assert -np.log(worst) / 24 == pytest.approx(facts["restart"], rel=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------------ the answers
 
 
+@pytest.mark.slow
 def test_verdicts_are_computed(mechanism: Result, robustness: Result, criteria: Result, mixed: Result) -> None:
     """Each answer states what holds and what does not, and a verdict turns when its numbers do."""
     results = (mechanism, robustness, criteria, mixed)
@@ -433,6 +445,7 @@ def test_verdicts_are_computed(mechanism: Result, robustness: Result, criteria: 
     assert "Holds: 'without the horizon" in period_criteria.answer(criteria)
 
 
+@pytest.mark.slow
 def test_reproduce_page(mechanism: Result, robustness: Result, criteria: Result, mixed: Result) -> None:
     """docs/reproduce.md shows what the commands print (of the longest one, all but the lines about the finer grid)."""
     page = (Path(__file__).parents[2] / "docs" / "reproduce.md").read_text(encoding="utf-8")

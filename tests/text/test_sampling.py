@@ -26,13 +26,13 @@ def slow(place: int, n: int, key: tuple[int, int]) -> int:
         half += 1
     round_keys = np.random.Philox(key=key[0] + 2**64 * key[1]).random_raw(8).tolist()
     while True:
-        left, right = divmod(place, 2**half)
+        high, low = divmod(place, 2**half)
         for round_key in round_keys:
-            z = (right + round_key) & M
+            z = (low + round_key) & M
             z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & M
             z = ((z ^ z >> 27) * 0x94D049BB133111EB) & M
-            left, right = right, left ^ ((z ^ z >> 31) % 2**half)
-        place = left * 2**half + right
+            high, low = low, high ^ ((z ^ z >> 31) % 2**half)
+        place = high * 2**half + low
         if place < n:
             return place
 

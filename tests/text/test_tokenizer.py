@@ -122,8 +122,8 @@ def test_a_saved_folder_is_the_same_tokenizer_here_and_in_transformers(name: str
     assert again.token_bytes.tolist() == tokenizer.token_bytes.tolist()
     theirs = auto.from_pretrained(str(tmp_path / "saved"))
     documents = [*ODD, *oddly_spaced(20, seed=2)]
-    for text, ids, ours in zip(documents, tokenizer.encode(documents), again.encode(documents), strict=True):
-        assert theirs(text)["input_ids"] == ids.tolist() == ours.tolist(), repr(text[:100])
+    for text, ids, reloaded in zip(documents, tokenizer.encode(documents), again.encode(documents), strict=True):
+        assert theirs(text)["input_ids"] == ids.tolist() == reloaded.tolist(), repr(text[:100])
     assert theirs.eos_token_id == tokenizer.end_of_text
     assert len(theirs) == tokenizer.vocabulary_size
     assert theirs.decode(tokenizer.encode(["two  blanks"])[0]) == "two  blanks"
