@@ -236,8 +236,9 @@ def test_tables_next_to_the_upper_edge():
     rule, sigma = columns(points)
     logs = restart_table(rule, sigma, 200)[1]
     single = log_restart_factor(rule, sigma, np.arange(1, 201)[:, None])[1]
-    for point, worst in zip(points, np.argmax(np.abs(logs - single) / np.abs(single), axis=0), strict=True):
-        assert_table(*point, 200, [worst + 1])
+    worst = np.argmax(np.abs(logs - single) / np.abs(single), axis=0)
+    for (rule, sigma), place in zip(points, worst, strict=True):
+        assert_table(rule, sigma, 200, [place + 1])
 
 
 @pytest.mark.parametrize(
@@ -654,7 +655,8 @@ def test_tables_around_the_ends_of_chunks(modes: int):
 def test_long_tables_of_several_modes():
     """Tables of 2e4 rounds for few modes, where groups of stretches follow one another: some entries of each mode."""
     points, rng = mixed(26, 3), random.Random(1)
-    signs, logs = restart_table(*columns(points), 20_000)
+    rules, sigmas = columns(points)
+    signs, logs = restart_table(rules, sigmas, 20_000)
     for (j, point), _ in itertools.product(enumerate(points), range(8)):
         period = int(10 ** rng.uniform(0, math.log10(20_000)))
         exact = Exact(*point, period)

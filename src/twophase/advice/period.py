@@ -115,7 +115,7 @@ def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
         return sigma, weights if column is None else column
     if question.sigma_range:
         return _range(question.sigma_range), weights
-    if question.eigenvalues:
+    if question.inner_lr is not None and inner_steps is not None:
         return effective_progress(question.eigenvalues, question.inner_lr, inner_steps), weights
     return np.array(question.sigma), weights
 

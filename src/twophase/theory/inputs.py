@@ -75,7 +75,8 @@ def rule_arrays(where: str, rule: Rules) -> RuleArrays:
         return np.array([getattr(item, name) for item in array.flat], dtype=dtype).reshape(array.shape)
 
     ema = np.array([item.form == "ema" for item in array.flat]).reshape(array.shape)
-    return RuleArrays(*(column(name, float) for name in ("lr", "momentum", "injection")), column("nesterov", bool), ema)
+    lr, momentum, injection = (column(name, float) for name in ("lr", "momentum", "injection"))
+    return RuleArrays(lr, momentum, injection, column("nesterov", bool), ema)
 
 
 def check_sigma(where: str, sigma: ArrayLike) -> Floats:
