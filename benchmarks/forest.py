@@ -18,8 +18,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,7 +25,6 @@ import torch
 from bounds import finish
 from twophase.base.config import with_values
 from twophase.diloco.comm import SingleProcess
-from twophase.runs.folder import RunFolder, read_summary
 from twophase.sweep.forest import Grower
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.plan import Plan, plan
@@ -62,27 +59,10 @@ def count() -> None:
             )
 
 
-class Shelf:
-    """The run folders."""
-
-    def __init__(self, path: Path, made: Plan) -> None:
-        self.path, self.made = path, made
-
-    def finished(self, run: str) -> bool:
-        """As `twophase.sweep.forest.Place`."""
-        return read_summary(self.path / run, run) is not None
-
-    @contextmanager
-    def claim(self, run: str) -> Iterator[RunFolder]:
-        """As `twophase.sweep.forest.Place`."""
-        with RunFolder.claim(self.path / run, self.made.runs[run]) as folder:
-            yield folder
-
-
 def walk(made: Plan) -> tuple[Grower, float]:
     """Walk a forest; returns what walked it, and the wall time in seconds."""
     with tempfile.TemporaryDirectory() as folder:
-        grower = Grower(made.forest, made.runs, Shelf(Path(folder) / "runs", made), Path(folder) / "states")
+        grower = Grower(made.forest, made.runs, Path(folder) / "runs", Path(folder) / "states")
         began = time.perf_counter()
         for root in made.forest.roots:
             grower.grow(root.id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import types
@@ -18,18 +17,17 @@ from commands import scalars
 from twophase.base.config import UsageError, to_tree, with_values
 from twophase.runs import trackers as tracking
 from twophase.runs.folder import RunFolder, read_lines
-from twophase.runs.trackers import Tracked, Tracker, check, identity, numbers, tracked
+from twophase.runs.trackers import Tracker, check, identity, numbers, tracked
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
 
 
 class Backend:
-    """A stand-in for wandb and trackio: keeps what it is given, fails or blocks where it is told to."""
+    """A stand-in for wandb and trackio: remembers what it gets, fails or blocks at a place."""
 
-    def __init__(self, first: int = 0) -> None:
-        self.step = first
-        self._next_step = first
+    def __init__(self) -> None:
+        self.step = self._next_step = 0
         self.lines: list[tuple[int, dict[str, float]]] = []
         self.arguments: dict[str, Any] = {}
         self.finished = 0
@@ -61,32 +59,25 @@ class Backend:
         self.finished += 1
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> Backend:
+    backend, module = Backend(), types.ModuleType(name)
+    session = types.SimpleNamespace(settings=types.SimpleNamespace(mode="offline"))
+    vars(module).update(init=backend.init, Settings=dict, setup=lambda **_: session, login=lambda **_: False)
+    vars(module)["session"] = session
+    monkeypatch.setitem(sys.modules, name, module)
+    return backend
+
+
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A stand-in for the package wandb."""
-    backend = Backend()
-    module = types.ModuleType("wandb")
-    session = types.SimpleNamespace(settings=types.SimpleNamespace(mode="offline"))
-    for name, value in {
-        "Settings": lambda **values: values,
-        "setup": lambda **_: session,
-        "login": lambda **_: False,
-        "init": backend.init,
-        "session": session,
-    }.items():
-        setattr(module, name, value)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return backend
+    return stand_in(monkeypatch, "wandb")
 
 
 @pytest.fixture
 def trackio(monkeypatch: pytest.MonkeyPatch) -> Backend:
     """A stand-in for the package trackio."""
-    backend = Backend()
-    module = types.ModuleType("trackio")
-    module.init = backend.init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    return backend
+    return stand_in(monkeypatch, "trackio")
 
 
 @pytest.fixture
@@ -117,17 +108,20 @@ def logs(path: Path) -> list[list[dict[str, Any]]]:
 
 
 def start(name: str, folder: Path) -> Tracker:
-    return Tracker(name, run_name="one", run_id="id0", folder=folder, config={"outer": {"lr": 0.7}})
+    return Tracker(name, run_name="first", run_id="id0", folder=folder, config={"outer": {"lr": 0.7}})
 
 
 # --- what is logged -----------------------------------------------------------------------------------------------
 
 
 def test_tensorboard_reads_the_logs(config: TrainConfig, tmp_path: Path) -> None:
-    """TensorBoard's own reader finds the numbers of both logs at their steps, to float32."""
+    """TensorBoard's own reader finds the numbers of the logs at their steps, to float32.
+
+    A run that lost its last rounds and takes them again shows every step once.
+    """
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     run(replace(config, log_every=1), tmp_path / "run", "tensorboard")
-    found = scalars(tmp_path / "run")
+    shown = scalars(tmp_path / "run")
     metrics, rounds = logs(tmp_path / "run")
     for name, key, lines in (
         ("loss/train", "train_loss", metrics),
@@ -136,26 +130,18 @@ def test_tensorboard_reads_the_logs(config: TrainConfig, tmp_path: Path) -> None
         ("round/restarted", "restarted", rounds),
         ("round/number", "round", rounds),
     ):
-        assert found[name] == [(line["step"], pytest.approx(float(line[key]), rel=1e-6)) for line in lines], name
-    assert [step for step, _ in found["loss/validation"]] == [5]
-    assert [step for step, _ in found["loss/step"]] == [step for step, _ in found["speed/tokens_per_second"]]
-    assert [step for step, _ in found["loss/step"]] == [1, 2, 3, 4, 5]
-    assert [step for step, _ in found["round/seconds/outer"]] == [2, 4, 5]
-
-
-def test_resumed_run_in_tensorboard(config: TrainConfig, tmp_path: Path) -> None:
-    """A run that lost its last rounds and takes them again shows every step once."""
-    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    run(config, tmp_path / "run", "tensorboard")
-    before = scalars(tmp_path / "run")["loss/train"]
+        assert shown[name] == [(line["step"], pytest.approx(float(line[key]), rel=1e-6)) for line in lines], name
+    assert [step for step, _ in shown["loss/validation"]] == [5]
+    assert [step for step, _ in shown["loss/step"]] == [step for step, _ in shown["speed/tokens_per_second"]]
+    assert [step for step, _ in shown["loss/step"]] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in shown["round/seconds/outer"]] == [2, 4, 5]
     (tmp_path / "run" / "summary.json").unlink()
     for lost in ("step-00000004", "step-00000005"):
         folder = tmp_path / "run" / "checkpoint" / lost
         if folder.exists():
             folder.rename(tmp_path / lost)
-    run(config, tmp_path / "run", "tensorboard")
-    assert scalars(tmp_path / "run")["loss/train"] == before
-    assert [step for step, _ in before] == [2, 4, 5]
+    run(replace(config, log_every=1), tmp_path / "run", "tensorboard")
+    assert scalars(tmp_path / "run")["loss/train"] == shown["loss/train"]
 
 
 def test_same_lines_to_all(wandb: Backend, trackio: Backend, config: TrainConfig, tmp_path: Path) -> None:
@@ -177,10 +163,10 @@ def test_known_steps_are_not_sent_again(name: str, request: pytest.FixtureReques
     """A tracker that has steps below 4 gets only the others of what a resumed run logs again."""
     backend: Backend = request.getfixturevalue(name)
     backend.step = backend._next_step = 4
-    to = start(name, tmp_path)
+    tracker = start(name, tmp_path)
     for step in (2, 3, 4, 5):
-        to.log({"x": 1.0}, step)
-    to.close()
+        tracker.log({"x": 1.0}, step)
+    tracker.close()
     assert [step for step, _ in backend.lines] == [4, 5]
 
 
@@ -188,20 +174,6 @@ def test_numbers_only() -> None:
     """Text, nothing, lists, NaN and infinities are left out; nested names are joined; truth becomes 0 or 1."""
     values = {"a": 1, "b": None, "c": "x", "d": [1.0], "e": float("nan"), "f": float("-inf"), "g": {"h": {"i": False}}}
     assert numbers(values) == {"a": 1, "g/h/i": 0}
-
-
-def test_step_lines(wandb: Backend, tmp_path: Path) -> None:
-    """Lines about inner steps go to the folder and, under names of their own, to the tracker."""
-    kept: list[dict[str, Any]] = []
-    folder = types.SimpleNamespace(log_step=kept.append, path=tmp_path, other=7)
-    to = start("wandb", tmp_path)
-    recorder = Tracked(folder, [to])
-    line = {"step": 3, "train_loss": 2.5, "tokens_per_second": 10.0}
-    recorder.log_step(line)
-    to.close()
-    assert kept == [line]
-    assert wandb.lines == [(3, {"loss/step": 2.5, "speed/tokens_per_second": 10.0})]
-    assert recorder.other == 7
 
 
 # --- the run is not touched ---------------------------------------------------------------------------------------
@@ -225,22 +197,11 @@ def test_run_is_the_same(
     assert err == ("" if place == "none" else told)
 
 
-def test_the_others_go_on(wandb: Backend, trackio: Backend, tmp_path: Path) -> None:
-    """A tracker that fails takes no other with it."""
-    wandb.fail_at = "log"
-    folder = types.SimpleNamespace(path=tmp_path, log_round=lambda _: None)
-    with tracked(folder, ["wandb", "trackio"], run_name="one", config={}) as recorder:
-        for step in range(20):
-            recorder.log_round({"step": step, "round": step})
-    assert [step for step, _ in trackio.lines] == list(range(20))
-    assert (wandb.lines, trackio.finished) == ([], 1)
-
-
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Short patience; the event lets blocked stand-ins go."""
     monkeypatch.setattr(tracking, "START_SECONDS", 0.05)
-    monkeypatch.setattr(tracking, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "CLOSE_SECONDS", 0.5)
     release = threading.Event()
     yield release
     release.set()
@@ -252,36 +213,42 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.mark.parametrize("place", ["init", "log", "finish"])
 def test_blocked(
-    wandb: Backend, hurried: threading.Event, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str
+    wandb: Backend,
+    trackio: Backend,
+    hurried: threading.Event,
+    tmp_path: Path,
+    *,
+    capfd: pytest.CaptureFixture[str],
+    place: str,
 ) -> None:
-    """A tracker that never answers holds up neither the lines nor the end, and stdout is as before."""
+    """A tracker that never answers holds up neither the run nor another tracker, and is reported once."""
     wandb.fail_at, wandb.block = place, hurried
-    stdout = sys.stdout
-    to = start("wandb", tmp_path)
-    for step in range(10):
-        to.log({"x": 1.0}, step)
-    to.close()
-    to.close()
-    assert sys.stdout is stdout
+    folder = types.SimpleNamespace(path=tmp_path, log_round=lambda _: None)
+    with tracked(folder, ["wandb", "trackio"], run_name="first", config={}) as recorder:
+        for step in range(20):
+            recorder.log_round({"step": step, "round": step})
     out, err = capfd.readouterr()
-    assert err.count("tracker wandb failed (it has not finished") == 1
+    assert [step for step, _ in trackio.lines] == list(range(20))
     assert out == ""
+    assert err.count("tracker wandb failed (it has not finished") == 1
 
 
 def test_far_behind(
     wandb: Backend,
     hurried: threading.Event,
     tmp_path: Path,
+    *,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """What a slow tracker may be behind is bounded; then it is left out, and told so once."""
+    """What a slow tracker may be behind is bounded; then it is left out, and that is said once."""
     monkeypatch.setattr(tracking, "_WAITING", 5)
     wandb.fail_at, wandb.block = "log", hurried
-    to = start("wandb", tmp_path)
+    tracker = start("wandb", tmp_path)
     for step in range(100):
-        to.log({"x": 1.0}, step)
-    to.close()
+        tracker.log({"x": 1.0}, step)
+    tracker.close()
+    tracker.close()
     assert capfd.readouterr().err == "tracker wandb failed (it is 5 lines behind); the run goes on without it\n"
 
 
@@ -319,34 +286,25 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(["none"]) == ()
 
 
-def test_nothing_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("names", "lead"), [((), True), (("none",), True), (("none",), False), (("wandb",), False)])
+def test_nothing_tracked(wandb: Backend, tmp_path: Path, names: tuple[str, ...], lead: bool) -> None:
     """Without trackers, and on the processes that do not lead, the folder itself is used and nothing is written."""
     folder = types.SimpleNamespace(path=tmp_path)
-    for names, lead in (((), True), (("none",), True), (("none",), False)):
-        with tracked(folder, names, run_name="one", config={}, lead=lead) as recorder:
-            assert recorder is folder
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_only_the_lead(wandb: Backend, tmp_path: Path) -> None:
-    """Processes other than the first start no tracker."""
-    folder = types.SimpleNamespace(path=tmp_path)
-    with tracked(folder, ["wandb"], run_name="one", config={}, lead=False) as recorder:
+    with tracked(folder, names, run_name="first", config={}, lead=lead) as recorder:
         assert recorder is folder
+    assert list(tmp_path.iterdir()) == []
     assert wandb.arguments == {}
 
 
 def test_identity(tmp_path: Path) -> None:
-    """A folder keeps its id, another folder has another one, and a damaged record is written anew."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    name = identity(one)
-    assert identity(one) == name != identity(two)
-    one.rename(tmp_path / "moved")
+    """A folder keeps its id, also when it moves, and another folder has another one."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    name = identity(first)
+    assert identity(first) == name != identity(second)
+    first.rename(tmp_path / "moved")
     assert identity(tmp_path / "moved") == name
-    (two / "tracking.json").write_text("{")
-    assert identity(two) == json.loads((two / "tracking.json").read_text())["id"]
 
 
 # --- the packages themselves, where they are installed ------------------------------------------------------------
@@ -362,9 +320,9 @@ def test_the_real_one(
         pytest.skip(f"the extra {name} is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    to = start(name, tmp_path)
+    tracker = start(name, tmp_path)
     for step in range(5):
-        to.log({"loss/train": 1.0 / (step + 1)}, step)
-    to.close()
+        tracker.log({"loss/train": 1.0 / (step + 1)}, step)
+    tracker.close()
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.rglob("*.db" if name == "trackio" else "*.wandb"))

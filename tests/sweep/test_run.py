@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +122,10 @@ sys.exit(143 if stop.is_set() else 0)
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words that start a fake worker."""
     path = tmp_path_factory.mktemp("worker") / "worker.py"
     path.write_text(WORKER)
-    return [sys.executable, "-I", str(path)]
+    return [sys.executable, "-P", str(path)]
 
 
 def sweep_of(*modes: str) -> Sweep:
@@ -167,7 +167,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 
 
 def runs_now(pid: int) -> bool:
-    """Whether the process is there and has not ended; who inherits an orphan may let it stay as a zombie."""
+    """Whether the process is there and has not ended; an orphan may stay as a zombie."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -181,16 +181,20 @@ def assert_all_ended(folder: Path) -> None:
     assert not [pid for pid, *_ in started(folder) if runs_now(int(pid))]
 
 
-def wait_for(path: Path) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not path.exists():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def wait_for_hanging(folder: Path, cells: Sequence[Cell]) -> None:
-    for cell in cells:
-        wait_for(folder / "runs" / cell.run_id / "hanging")
+    wait_until(lambda: all((folder / "runs" / cell.run_id / "hanging").exists() for cell in cells))
+
+
+def saved(folder: Path) -> int:
+    """How many hanging runs have been told to stop, and have saved."""
+    return sum(lines(path) == ["yes"] for path in folder.glob("runs/*/saved"))
 
 
 def finish(path: Path, config: Config) -> None:
@@ -204,32 +208,47 @@ def must_not(*_: Any, **__: Any) -> Any:
     raise AssertionError("this must not be called")
 
 
+def trials_of(folder: Path, url: str | None = None) -> list[tuple[str, str]]:
+    """Arm and state of each trial of a sweep's study."""
+    plan = Work.read(folder)
+    assert plan is not None
+    study = optuna.load_study(study_name=plan.study, storage=open_storage(folder, url))
+    return sorted((trial.user_attrs["arm"], trial.user_attrs["state"]) for trial in study.trials)
+
+
+# ------------------------------------------------------------------------------------------------------- what is run
+
+
 def test_sweep_runs_and_resumes(tmp_path: Path, command: list[str]) -> None:
-    """All runs end, the folder holds what was promised, and the second call starts no process at all."""
-    sweep = sweep_of("ok", "diverges", "ok", "ok")
-    outcome = run_sweep(sweep, tmp_path / "out", workers=2, command=command, threads=3)
-    assert counts(outcome) == (3, 1, 0, 0)
+    """All runs end, the folder holds what was promised, progress counts up, and the second call starts no process."""
+    sweep, seen = sweep_of("ok", "diverges", "ok", "fails"), []
+    outcome = run_sweep(sweep, tmp_path, workers=2, command=command, threads=3, progress=seen.append)
+    assert counts(outcome) == (2, 1, 1, 0)
     assert outcome.changed
-    found = {path.name for path in (tmp_path / "out").iterdir()} - {"started"}
-    assert found == {
+    assert {path.name for path in tmp_path.iterdir()} - {"started"} == {
         ".lock", "cells.csv", "claims", "figures", "plan.json", "runs", "sweep.json", "trials.journal", "worker-0.log",
         "worker-1.log",
     }  # fmt: skip
-    assert json.loads((tmp_path / "out/sweep.json").read_text()) == sweep.spec()
-    rows = read_rows(tmp_path / "out/cells.csv")
-    assert [(row.run, row.state, row.perplexity) for row in rows] == [
-        (cell.run_id, "diverged" if cell.arm == "diverges" else "finished", None if cell.arm == "diverges" else 2.0)
-        for cell in sweep.cells
-    ]
-    assert [threads for _, threads, _ in started(tmp_path / "out")] == ["3", "3"]
-    said = [line for n in (0, 1) for line in lines(tmp_path / f"out/worker-{n}.log")]
-    assert sorted(said) == sorted(f"run {run}" for run in sweep.runs)
-    assert list((tmp_path / "out/claims").iterdir()) == []
-    assert_all_ended(tmp_path / "out")
-    again = run_sweep(sweep, tmp_path / "out", workers=2, command=["/nonexistent"])
-    assert (counts(again), again.changed) == ((0, 0, 0, 4), False)
-    assert tries(tmp_path / "out", sweep) == [1, 1, 1, 1]
-    assert set(read_summaries(list(sweep.runs), tmp_path / "out")) == set(sweep.runs)
+    assert json.loads((tmp_path / "sweep.json").read_text()) == sweep.spec()
+    rows = read_rows(tmp_path / "cells.csv")
+    assert [(row.run, row.state) for row in rows] == list(
+        zip(sweep.runs, ["finished", "diverged", "finished", "failed"], strict=True)
+    )
+    assert [row.perplexity for row in rows] == [2.0, None, 2.0, None]
+    assert [threads for _, threads, _ in started(tmp_path)] == ["3", "3"]
+    assert [status.done for status in seen] == [0, 1, 2, 3, 4]
+    assert seen[0].event == "begun"
+    assert sorted(status.event for status in seen[1:]) == ["diverged", "failed", "finished", "finished"]
+    assert {status.run for status in seen[1:]} == set(sweep.runs)
+    assert_all_ended(tmp_path)
+    (tmp_path / "runs" / rows[3].run).rename(tmp_path / "failed")
+    finish(tmp_path / "runs" / rows[3].run, sweep.runs[rows[3].run])
+    again = run_sweep(sweep, tmp_path, workers=2, command=["/nonexistent"])
+    assert (counts(again), again.changed) == ((0, 0, 0, 4), True)
+    assert not run_sweep(sweep, tmp_path, workers=2, command=["/nonexistent"]).changed
+    assert tries(tmp_path, sweep) == [1, 1, 1, 0]
+    assert list((tmp_path / "claims").iterdir()) == []
+    assert set(read_summaries(list(sweep.runs), tmp_path)) == set(sweep.runs)
 
 
 def test_shared_stretches_are_done_once(tmp_path: Path, command: list[str]) -> None:
@@ -246,275 +265,54 @@ def test_shared_stretches_are_done_once(tmp_path: Path, command: list[str]) -> N
 
 
 def test_finished_sweep_resumes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finished sweep of 420 cells is recognised from its files: nothing is planned, claimed or started."""
-    sweep = Sweep("big", Config(), product(Config(), [Axis("seed", tuple(range(420)))]))
+    """A finished sweep is recognised from its files: nothing is planned, claimed or started."""
+    sweep = Sweep("big", Config(), product(Config(), [Axis("seed", tuple(range(60)))]))
     assert counts(run_sweep(sweep, tmp_path, workers=0)) == (0, 0, 0, 0)  # leaves the folder as a killed sweep would
     for run, config in sweep.runs.items():
         finish(tmp_path / "runs" / run, config)
     monkeypatch.setattr(launch, "plan", must_not)
     monkeypatch.setattr(launch, "Queue", must_not)
     monkeypatch.setattr(subprocess, "Popen", must_not)
-    assert counts(run_sweep(sweep, tmp_path, workers=8)) == (0, 0, 0, 420)
-    assert states(tmp_path) == ["finished"] * 420
+    assert counts(run_sweep(sweep, tmp_path, workers=8)) == (0, 0, 0, 60)
+    assert states(tmp_path) == ["finished"] * 60
 
 
-def test_no_workers_here(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 0 workers the call writes the plan and returns; a worker started by hand does the work, a repeat sees it."""
-    sweep = sweep_of("ok", "diverges", "ok")
+def test_workers_elsewhere(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher gets the command, without the storage's URL; no worker is started here, a repeat sees the results."""
+    sweep, commands, url = sweep_of("ok", "diverges", "ok"), [], f"sqlite:///{tmp_path}/trials.db"
+    folder = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", must_not)
-        assert counts(run_sweep(sweep, tmp_path, workers=0)) == (0, 0, 0, 0)
-    assert states(tmp_path) == ["missing"] * 3
-    subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True)
-    monkeypatch.setattr(subprocess, "Popen", must_not)
-    assert counts(run_sweep(sweep, tmp_path, workers=0)) == (0, 0, 0, 3)
-    assert states(tmp_path) == ["finished", "diverged", "finished"]
-
-
-def test_launcher_gets_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher is given the command, without the URL and its password; nothing is started or awaited here."""
-    monkeypatch.setattr(subprocess, "Popen", must_not)
-    url, commands = f"sqlite:///{tmp_path}/trials.db", []
-    sweep = sweep_of("ok", "ok")
-    run_sweep(sweep, tmp_path / "out", workers=4, command=["go"], storage=url, launch=commands.append)
-    assert commands == [["go", "--out", str(tmp_path / "out")]]
-    for run, config in sweep.runs.items():
-        finish(tmp_path / "out" / "runs" / run, config)
-    outcome = run_sweep(sweep, tmp_path / "out", workers=4, command=["go"], storage=url, launch=must_not)
-    assert outcome.skipped == 2
-
-
-def trials_of(folder: Path, url: str | None = None) -> list[tuple[str, str]]:
-    """Arm and state of each trial of a sweep's study."""
-    plan = Work.read(folder)
-    assert plan is not None
-    study = optuna.load_study(study_name=plan.study, storage=open_storage(folder, url))
-    return sorted((trial.user_attrs["arm"], trial.user_attrs["state"]) for trial in study.trials)
-
-
-def test_every_run_is_a_trial(tmp_path: Path, command: list[str]) -> None:
-    """The study in the folder shows every run of the sweep once, also of those that ended while no call watched."""
-    sweep = sweep_of("ok", "diverges", "fails once")
-    run_sweep(sweep, tmp_path, workers=2, command=command)
-    wanted = [("diverges", "diverged"), ("fails once", "failed"), ("ok", "finished")]
-    assert trials_of(tmp_path) == wanted
-    run_sweep(sweep, tmp_path, workers=0)
-    subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True)
-    for _ in range(2):
-        run_sweep(sweep, tmp_path, workers=0)
-        assert trials_of(tmp_path) == sorted([*wanted, ("fails once", "finished")])
-    more = sweep_of("ok", "diverges", "fails once", "ok")
-    run_sweep(more, tmp_path, workers=1, command=command)
-    ended = [("fails once", "finished"), ("ok", "finished"), ("ok", "finished")]
-    assert trials_of(tmp_path) == [("diverges", "diverged"), *ended]  # a new study
-
-
-def test_trials_in_a_database(tmp_path: Path, command: list[str]) -> None:
-    """With a storage URL the study lies there and not in the folder; the choice may change from call to call."""
-    url = f"sqlite:///{tmp_path}/trials.db"
-    sweep = sweep_of("ok", "ok", "killed once")
-    assert counts(run_sweep(sweep, tmp_path / "out", workers=2, command=command, storage=url)) == (3, 0, 0, 0)
-    assert not list((tmp_path / "out").glob("trials.journal*"))
-    assert len(trials_of(tmp_path / "out", url)) == 3
-    more = sweep_of("ok", "ok", "killed once", "ok")
-    assert counts(run_sweep(more, tmp_path / "out", workers=1, command=command)) == (1, 0, 0, 3)
-    assert len(trials_of(tmp_path / "out")) == 4
-
-
-def test_storage_that_cannot_be_reached(tmp_path: Path, command: list[str]) -> None:
-    """It is a mistake with a single message; what is finished stays, and the call works when the storage is back."""
-    run_sweep(sweep_of("ok"), tmp_path / "out", workers=1, command=command)
-    before = content(tmp_path / "out")
-    more, url = sweep_of("ok", "ok"), f"sqlite:///{tmp_path}/absent/trials.db"
-    with pytest.raises(UsageError, match=r"--storage sqlite:.*absent.* cannot be used"):
-        run_sweep(more, tmp_path / "out", workers=1, command=command, storage=url)
-    assert content(tmp_path / "out") == before
-    (tmp_path / "absent").mkdir()
-    assert counts(run_sweep(more, tmp_path / "out", workers=1, command=command, storage=url)) == (1, 0, 0, 1)
-
-
-@pytest.mark.parametrize("failures", [1, 99])
-def test_storage_that_fails_meanwhile(
-    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
-    """A storage that is away does not stop the runs; it is asked again, at the latest by the next call."""
-    record, left = Trials.record, [failures]
-
-    def flaky(*words: Any) -> None:
-        if left[0]:
-            left[0] -= 1
-            raise OSError("connection lost")
-        record(*words)
-
-    sweep = sweep_of("ok", "diverges")
-    with monkeypatch.context() as patch:
-        patch.setattr(Trials, "record", flaky)
-        if failures == 99:
-            with pytest.raises(RuntimeError, match=r"the trials cannot be written \(connection lost\)"):
-                run_sweep(sweep, tmp_path, workers=1, command=command)
-        else:
-            run_sweep(sweep, tmp_path, workers=1, command=command)
-    assert states(tmp_path) == ["finished", "diverged"]
-    assert run_sweep(sweep, tmp_path, workers=1, command=["/nonexistent"]).skipped == 2
-    assert trials_of(tmp_path) == [("diverges", "diverged"), ("ok", "finished")]
-
-
-def test_sweep_of_an_older_version(tmp_path: Path, command: list[str]) -> None:
-    """A sweep whose jobs an Optuna study handed out is resumed, and a finished one shows its runs as trials."""
-    sweep = sweep_of("ok", "fails once", "ok")
-    assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"format": 1, "storage": None}))
-    (tmp_path / "trials.journal").unlink()
-    (tmp_path / "queue.journal").write_text("{}\n")
-    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1, 0, 0, 2)
-    (tmp_path / "trials.journal").unlink()
-    assert counts(run_sweep(sweep, tmp_path, workers=1, command=["/nonexistent"])) == (0, 0, 0, 3)
-    assert len(trials_of(tmp_path)) == 3
+        assert counts(run_sweep(sweep, folder, workers=0)) == (0, 0, 0, 0)
+        run_sweep(sweep, folder, workers=4, command=["go"], storage=url, in_memory=2, launch=commands.append)
+    assert commands == [["go", "--out", str(folder), "--in-memory", "2"]]
+    assert states(folder) == ["missing"] * 3
+    subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True)
+    assert counts(run_sweep(sweep, folder, workers=4, storage=url, launch=must_not)) == (0, 0, 0, 3)
+    assert states(folder) == ["finished", "diverged", "finished"]
 
 
 def test_devices_are_dealt_out(tmp_path: Path, command: list[str]) -> None:
-    """Each worker sees the device that it was given, and one that replaces it sees the same."""
+    """Each worker sees the device that it was given, and one that replaces it sees the same.
+
+    A slow run holds up one worker only: the other takes all the rest.
+    """
     sweep = sweep_of("waits for 12", "killed once", *["ok"] * 12)
     run_sweep(sweep, tmp_path, workers=2, command=command, devices=["5", "7"])
     seen = [device for _, _, device in started(tmp_path)]
     assert len(seen) == 3
     assert set(seen) == {"5", "7"}
+    assert tries(tmp_path, sweep) == [1, 2, *[1] * 12]
 
 
 def test_run_folders_may_be_shared(tmp_path: Path, command: list[str]) -> None:
     """Two sweeps with one folder of runs do the runs that they have in common once."""
-    one, other = sweep_of("ok", "ok"), sweep_of("ok", "ok", "ok")
+    small, large = sweep_of("ok", "ok"), sweep_of("ok", "ok", "ok")
     runs = tmp_path / "runs"
-    assert counts(run_sweep(one, tmp_path / "one", workers=1, command=command, runs=runs)) == (2, 0, 0, 0)
-    assert counts(run_sweep(other, tmp_path / "other", workers=1, command=command, runs=runs)) == (1, 0, 0, 2)
-    assert tries(tmp_path, other) == [1, 1, 1]
-    assert states(tmp_path / "other") == ["finished"] * 3
-
-
-def test_killed_worker_is_replaced(tmp_path: Path, command: list[str]) -> None:
-    """A run whose worker is killed is tried again, at most twice more; the others are not disturbed."""
-    sweep = sweep_of("killed once", "ok", "killed always", "ok")
-    statuses: list[Status] = []
-    outcome = run_sweep(sweep, tmp_path, workers=1, command=command, progress=statuses.append)
-    assert counts(outcome) == (3, 0, 1, 0)
-    assert tries(tmp_path, sweep) == [2, 1, 3, 1]
-    (error,) = outcome.errors.values()
-    assert "was killed" in error
-    assert "attempt 3 of 3" in error
-    replaced = [status.error for status in statuses if status.event == "replaced"]
-    assert replaced == ["worker 0 was killed by signal 9; see worker-0.log"] * 4
-    assert states(tmp_path) == ["finished", "finished", "failed", "finished"]
-    assert_all_ended(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("modes", "ended", "wanted_tries"),
-    [
-        # Runs that kill every worker fail one after the other; those behind them are done in the same call.
-        (["killed always", "killed always", "ok"], (1, 0, 2, 0), [3, 3, 1]),
-        # A worker killed between its summary and its report has finished the run: it is neither lost nor repeated.
-        (["killed after", "ok"], (2, 0, 0, 0), [1, 1]),
-        # A job that ends without a valid summary has failed: the folder is believed and not the worker.
-        (["lies", "ok"], (1, 0, 1, 0), [1, 1]),
-    ],
-)
-def test_runs_that_fail_their_workers(
-    tmp_path: Path, command: list[str], modes: list[str], ended: tuple[int, ...], wanted_tries: list[int]
-) -> None:
-    """Whatever a run does to its workers, it is counted once and the others are done."""
-    sweep = sweep_of(*modes)
-    outcome = run_sweep(sweep, tmp_path, workers=1, command=command)
-    assert counts(outcome) == ended
-    assert tries(tmp_path, sweep) == wanted_tries
-    if "lies" in modes:
-        assert "no valid summary" in outcome.errors[sweep.cells[0].run_id]
-
-
-def test_failed_run_is_tried_again_by_the_next_call(tmp_path: Path, command: list[str]) -> None:
-    """A run whose job fails is not retried now, and is when the command is repeated."""
-    sweep = sweep_of("fails once", "ok", "fails")
-    outcome = run_sweep(sweep, tmp_path, workers=2, command=command)
-    assert counts(outcome) == (1, 0, 2, 0)
-    assert set(outcome.errors.values()) == {"ValueError: the corpus is too small"}
-    assert tries(tmp_path, sweep) == [1, 1, 1]
-    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (1, 0, 1, 1)
-    assert tries(tmp_path, sweep) == [2, 1, 2]
-    assert states(tmp_path) == ["finished", "finished", "failed"]
-
-
-def test_failed_shared_stretch_fails_the_runs_below(tmp_path: Path, command: list[str]) -> None:
-    """When the piece that runs share cannot be done, each of them has failed with its reason, and nobody waits."""
-    sweep = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9))
-    run_sweep(sweep, tmp_path, workers=0)
-    (tmp_path / "forest").touch()  # in the way of the folder of states
-    outcome = run_sweep(sweep, tmp_path, workers=2, command=command)
-    assert counts(outcome) == (0, 0, 6, 0)
-    (reason,) = set(outcome.errors.values())
-    assert reason.startswith("FileExistsError")
-    (tmp_path / "forest").unlink()
-    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (6, 0, 0, 0)
-
-
-def test_summary_that_is_gone_is_made_again(tmp_path: Path, command: list[str]) -> None:
-    """A run whose summary was there and is damaged now is done again by the next call."""
-    sweep = sweep_of("ok", "ok")
-    run_sweep(sweep, tmp_path, workers=1, command=command)
-    (tmp_path / "runs" / sweep.cells[0].run_id / "summary.json").write_text("{")
-    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1, 0, 0, 1)
-    assert tries(tmp_path, sweep) == [2, 1]
-
-
-@pytest.mark.parametrize("lost", ["claims", "trials.journal", "plan.json"])
-def test_lost_files_cost_nothing_that_is_finished(tmp_path: Path, command: list[str], lost: str) -> None:
-    """Without its claims, trials or plan a half-done sweep goes on from its runs' folders."""
-    sweep = sweep_of("ok", "fails once", "ok")
-    assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
-    shutil.rmtree(tmp_path / lost) if lost == "claims" else (tmp_path / lost).unlink()
-    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1, 0, 0, 2)
-    assert tries(tmp_path, sweep) == [1, 2, 1]
-
-
-def test_lingering_worker_is_ended(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that does not end when nothing is left is ended."""
-    monkeypatch.setattr(Crew.finish, "__defaults__", (0.2,))
-    assert counts(run_sweep(sweep_of("lingers", "ok"), tmp_path, workers=1, command=command)) == (2, 0, 0, 0)
-    assert_all_ended(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["/nonexistent/worker"], r"cannot be run with '/nonexistent/worker"),
-        ([sys.executable, "-c", "pass"], r"worker \d ended with status 0; see worker-\d\.log: it said nothing"),
-        (
-            [sys.executable, "-c", "import sys; sys.exit('warned\\nImportError: no module named torch')"],
-            r"worker \d ended with status 1; see worker-\d\.log: ImportError: no module named torch",
-        ),
-    ],
-)
-def test_broken_command_ends_the_sweep(tmp_path: Path, words: list[str], message: str) -> None:
-    """A command that cannot be started, or only ends, is an error with its last words and not one failure a run."""
-    with pytest.raises(RuntimeError, match=message):
-        run_sweep(sweep_of(*["ok"] * 50), tmp_path, workers=2, command=words)
-    assert states(tmp_path) == ["missing"] * 50
-
-
-def test_refused_command_is_not_repeated(tmp_path: Path) -> None:
-    """Status 2 at the start is a mistake that every worker would make: the first one's words end the sweep."""
-    script = f"import sys; open({str(tmp_path / 'calls')!r}, 'a').write('x'); print('error: no'); sys.exit(2)"
-    with pytest.raises(RuntimeError, match=r"ended with status 2; see worker-0\.log: error: no"):
-        run_sweep(sweep_of("ok", "ok"), tmp_path / "out", workers=1, command=[sys.executable, "-c", script])
-    assert (tmp_path / "calls").read_text() == "x"
-
-
-def test_queue_is_dynamic(tmp_path: Path, command: list[str]) -> None:
-    """A slow run holds up one worker only: the other takes all the rest."""
-    sweep = sweep_of("waits for 12", *["ok"] * 12)
-    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (13, 0, 0, 0)
-    by_pid = [lines(tmp_path / "runs" / cell.run_id / "tries") for cell in sweep.cells]
-    assert len({pid for pids in by_pid for pid in pids}) == 2
-    assert all(len(pids) == 1 for pids in by_pid)
+    assert counts(run_sweep(small, tmp_path / "small", workers=1, command=command, runs=runs)) == (2, 0, 0, 0)
+    assert counts(run_sweep(large, tmp_path / "large", workers=1, command=command, runs=runs)) == (1, 0, 0, 2)
+    assert tries(tmp_path, large) == [1, 1, 1]
+    assert states(tmp_path / "large") == ["finished"] * 3
 
 
 def test_shared_run_is_run_once(tmp_path: Path, command: list[str]) -> None:
@@ -549,17 +347,160 @@ def test_twins(tmp_path: Path, command: list[str], merge: bool) -> None:
     assert (plan.counts["cells"], plan.counts["runs"]) == (8, 3)
 
 
-def test_progress_counts_up(tmp_path: Path, command: list[str]) -> None:
-    """Progress is told once a run, counts up to the total, and ends with the numbers of the outcome."""
-    sweep, seen = sweep_of("ok", "fails", "diverges", "ok"), []
-    outcome = run_sweep(sweep, tmp_path, workers=2, command=command, progress=seen.append)
-    assert [status.done for status in seen] == [0, 1, 2, 3, 4]
-    assert seen[0].event == "begun"
-    assert sorted(status.event for status in seen[1:]) == ["diverged", "failed", "finished", "finished"]
-    assert {status.run for status in seen[1:]} == set(sweep.runs)
-    assert all(status.total == 4 for status in seen)
-    last = seen[-1]
-    assert (last.finished, last.diverged, last.failed, last.skipped) == counts(outcome) == (2, 1, 1, 0)
+# ------------------------------------------------------------------------------------------------------------- trials
+
+
+@pytest.mark.parametrize("database", [False, True])
+def test_every_run_is_a_trial(tmp_path: Path, command: list[str], database: bool) -> None:
+    """The study, in the folder or a database, shows every run once, also those that ended while no call watched."""
+    url = f"sqlite:///{tmp_path}/trials.db" if database else None
+    sweep, folder = sweep_of("ok", "diverges", "fails once"), tmp_path / "out"
+    run_sweep(sweep, folder, workers=2, command=command, storage=url)
+    wanted = [("diverges", "diverged"), ("fails once", "failed"), ("ok", "finished")]
+    assert trials_of(folder, url) == wanted
+    run_sweep(sweep, folder, workers=0, storage=url)
+    subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True)
+    for _ in range(2):
+        run_sweep(sweep, folder, workers=0, storage=url)
+        assert trials_of(folder, url) == sorted([*wanted, ("fails once", "finished")])
+    assert (folder / "trials.journal").exists() != database
+    more = sweep_of("ok", "diverges", "fails once", "ok")  # a new study, and in another place
+    run_sweep(more, folder, workers=1, command=command)
+    ended = [("fails once", "finished"), ("ok", "finished"), ("ok", "finished")]
+    assert trials_of(folder) == [("diverges", "diverged"), *ended]
+
+
+@pytest.mark.parametrize("failures", [1, 99])
+def test_storage_that_fails_meanwhile(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """A storage that is away does not stop the runs; it is asked again, at the latest by the next call."""
+    record, calls = Trials.record, iter(range(failures))
+
+    def flaky(*words: Any) -> None:
+        if next(calls, None) is not None:
+            raise OSError("connection lost")
+        record(*words)
+
+    sweep = sweep_of("ok", "diverges")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trials, "record", flaky)
+        if failures == 99:
+            with pytest.raises(RuntimeError, match=r"the trials cannot be written \(connection lost\)"):
+                run_sweep(sweep, tmp_path, workers=1, command=command)
+        else:
+            run_sweep(sweep, tmp_path, workers=1, command=command)
+    assert states(tmp_path) == ["finished", "diverged"]
+    assert run_sweep(sweep, tmp_path, workers=1, command=["/nonexistent"]).skipped == 2
+    assert trials_of(tmp_path) == [("diverges", "diverged"), ("ok", "finished")]
+
+
+def test_sweep_of_an_older_version(tmp_path: Path, command: list[str]) -> None:
+    """A sweep whose jobs an Optuna study handed out is resumed, and a finished one shows its runs as trials."""
+    sweep = sweep_of("ok", "fails once", "ok")
+    assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"format": 1, "storage": None}))
+    (tmp_path / "trials.journal").unlink()
+    (tmp_path / "queue.journal").write_text("{}\n")
+    (tmp_path / "claims" / "call").write_text("3\n")
+    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1, 0, 0, 2)
+    assert len(trials_of(tmp_path)) == 3
+
+
+# -------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_no_run_is_lost_or_counted_twice(tmp_path: Path, command: list[str]) -> None:
+    """With workers that die, lie and fail, every run is counted once and finished at most once."""
+    modes = ("ok", "killed once", "killed after", "killed always", "fails", "diverges", "lies", "killed always", "ok")
+    sweep, statuses = sweep_of(*modes), []
+    outcome = run_sweep(sweep, tmp_path, workers=3, command=command, progress=statuses.append)
+    wanted = {"killed always": "failed", "fails": "failed", "lies": "failed", "diverges": "diverged"}
+    assert states(tmp_path) == [wanted.get(mode, "finished") for mode in modes]
+    assert counts(outcome) == (4, 1, 4, 0)
+    assert tries(tmp_path, sweep) == [1, 2, 1, 3, 1, 1, 1, 3, 1]
+    for cell, phrase in zip(sweep.cells[3:8], ("attempt 3 of 3", "ValueError", "", "no valid", "killed"), strict=True):
+        assert phrase in outcome.errors.get(cell.run_id, "")
+    ended = [status.run for status in statuses if status.event in {"finished", "diverged", "failed"}]
+    assert sorted(ended) == sorted(sweep.runs)
+    replaced = [status.error for status in statuses if status.event == "replaced"]
+    assert 1 <= len(replaced) <= 8  # two may die between two looks, and the last of all is not replaced
+    assert all(" was killed by signal 9; see worker-" in error for error in replaced)
+    assert_all_ended(tmp_path)
+
+
+def test_failed_run_is_tried_again_by_the_next_call(tmp_path: Path, command: list[str]) -> None:
+    """A run whose job fails is not retried now, and is when the command is repeated."""
+    sweep = sweep_of("fails once", "ok", "fails")
+    outcome = run_sweep(sweep, tmp_path, workers=2, command=command)
+    assert counts(outcome) == (1, 0, 2, 0)
+    assert set(outcome.errors.values()) == {"ValueError: the corpus is too small"}
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (1, 0, 1, 1)
+    assert tries(tmp_path, sweep) == [2, 1, 2]
+    assert states(tmp_path) == ["finished", "finished", "failed"]
+
+
+def test_failed_shared_stretch_fails_the_runs_below(tmp_path: Path, command: list[str]) -> None:
+    """When the piece that runs share cannot be done, each of them has failed with its reason, and no worker waits."""
+    sweep = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9))
+    run_sweep(sweep, tmp_path, workers=0)
+    (tmp_path / "forest").touch()  # in the way of the folder of states
+    outcome = run_sweep(sweep, tmp_path, workers=2, command=command)
+    assert counts(outcome) == (0, 0, 6, 0)
+    (reason,) = set(outcome.errors.values())
+    assert reason.startswith("FileExistsError")
+    (tmp_path / "forest").unlink()
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (6, 0, 0, 0)
+
+
+@pytest.mark.parametrize("lost", ["claims", "trials.journal", "plan.json", "summary.json"])
+def test_lost_files_cost_nothing_else(tmp_path: Path, command: list[str], lost: str) -> None:
+    """Without its claims, trials or plan a half-done sweep goes on; a run whose summary is damaged is done again."""
+    sweep = sweep_of("ok", "fails once", "ok")
+    assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
+    again = lost == "summary.json"
+    if again:
+        (tmp_path / "runs" / sweep.cells[0].run_id / lost).write_text("{")
+    else:
+        shutil.rmtree(tmp_path / lost) if lost == "claims" else (tmp_path / lost).unlink()
+    assert counts(run_sweep(sweep, tmp_path, workers=1, command=command)) == (1 + again, 0, 0, 2 - again)
+    assert tries(tmp_path, sweep) == [1 + again, 2, 1]
+
+
+def test_lingering_worker_is_ended(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that does not end when nothing is left is ended."""
+    monkeypatch.setattr(Crew.finish, "__defaults__", (0.2,))
+    assert counts(run_sweep(sweep_of("lingers", "ok"), tmp_path, workers=1, command=command)) == (2, 0, 0, 0)
+    assert_all_ended(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "starts"),
+    [
+        (["/nonexistent/worker"], r"cannot be run with '/nonexistent/worker", 0),
+        (["pass"], r"worker \d ended with status 0; see worker-\d\.log: it said nothing", 6),
+        (
+            ["sys.exit('warned\\nImportError: no module named torch')"],
+            r"worker \d ended with status 1; see worker-\d\.log: ImportError: no module named torch",
+            6,
+        ),
+        # A mistake that every worker would make: the first one's words end the sweep.
+        (["print('error: no'); sys.exit(2)"], r"ended with status 2; see worker-0\.log: error: no", 1),
+    ],
+)
+def test_broken_command_ends_the_sweep(tmp_path: Path, words: list[str], message: str, starts: int) -> None:
+    """A command that cannot be started, or only ends, is an error with its last words and not one failure a run."""
+    if starts:
+        begin = f"import sys; open({str(tmp_path / 'calls')!r}, 'a').write('x');"
+        words = [sys.executable, "-S", "-c", f"{begin} {words[0]}"]
+    with pytest.raises(RuntimeError, match=message):
+        run_sweep(sweep_of(*["ok"] * 5), tmp_path / "out", workers=1, command=words)
+    assert states(tmp_path / "out") == ["missing"] * 5
+    assert sum(map(len, lines(tmp_path / "calls"))) == starts
+
+
+# ------------------------------------------------------------------------------------------------------ interruptions
 
 
 def test_table_follows_the_runs(tmp_path: Path, command: list[str]) -> None:
@@ -581,9 +522,8 @@ def test_interrupt_stops_the_workers_in_good_order(tmp_path: Path, command: list
     with pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, tmp_path, workers=3, command=command, progress=interrupt)
     assert_all_ended(tmp_path)
-    assert [path.name for path in (tmp_path / "claims").iterdir()] == ["call"]
-    for cell in sweep.cells[1:3]:
-        assert lines(tmp_path / "runs" / cell.run_id / "saved") == ["yes"]
+    assert list((tmp_path / "claims").iterdir()) == []
+    assert saved(tmp_path) == 2
     assert states(tmp_path)[1:3] == ["missing", "missing"]
     done = states(tmp_path).count("finished")
     assert done >= 1
@@ -593,13 +533,12 @@ def test_interrupt_stops_the_workers_in_good_order(tmp_path: Path, command: list
 
 def test_table_that_cannot_be_written(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full for the parent stops the workers in good order, with the reason; a repeat resumes."""
-    sweep, allowed = sweep_of("ok", "hang", "hang"), [1]
+    sweep, calls = sweep_of("ok", "hang", "hang"), iter(range(1))
 
     def write(*words: Any) -> None:
-        if allowed[0] == 0:
+        if next(calls, None) is None:
             wait_for_hanging(tmp_path, sweep.cells[1:])
             raise OSError(errno.ENOSPC, "No space left on device")
-        allowed[0] -= 1
         write_rows(*words)
 
     with monkeypatch.context() as patch:
@@ -607,7 +546,7 @@ def test_table_that_cannot_be_written(tmp_path: Path, command: list[str], monkey
         with pytest.raises(OSError, match="No space left"):
             run_sweep(sweep, tmp_path, workers=3, command=command)
     assert_all_ended(tmp_path)
-    assert [lines(path) for path in tmp_path.glob("runs/*/saved")] == [["yes"], ["yes"]]
+    assert saved(tmp_path) == 2
     assert sum(counts(run_sweep(sweep, tmp_path, workers=2, command=command))) == 3
     assert states(tmp_path) == ["finished"] * 3
 
@@ -631,64 +570,38 @@ import signal, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
-from test_run import sweep_of
+from fakerun import Config
+from twophase.sweep.grid import Sweep, product
 from twophase.sweep.run import run_sweep
+cells = [product(Config(), [], "hang", {"mode": "hang", "seed": seed})[0] for seed in range(2)]
 try:
-    run_sweep(sweep_of("hang", "hang"), Path(sys.argv[2]), workers=2, command=sys.argv[3:])
+    run_sweep(Sweep("fake", Config(), cells), Path(sys.argv[2]), workers=2, command=sys.argv[3:])
 except KeyboardInterrupt:
     sys.exit(77)
 """
 
 
-def start_parent(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
-    """A process of its own that runs two hanging runs, and both hang."""
-    words = [sys.executable, "-c", PARENT, str(Path(__file__).parent), str(folder), *command]
-    process = subprocess.Popen(words, start_new_session=True)
-    wait_for_hanging(folder, sweep_of("hang", "hang").cells)
-    return process
+@pytest.mark.parametrize("how", ["ctrl-c", "kill"])
+def test_workers_of_a_parent_that_ends(tmp_path: Path, command: list[str], how: str) -> None:
+    """SIGINT to the parent's process group, as a terminal sends it, or its death: the workers save and end.
 
-
-def test_ctrl_c_reaches_the_parent_only(tmp_path: Path, command: list[str]) -> None:
-    """SIGINT to the whole process group of the parent, as a terminal sends it, lets the workers save and end."""
-    with start_parent(tmp_path, command) as process:
-        os.killpg(process.pid, signal.SIGINT)
-    assert process.returncode == 77
-    assert_all_ended(tmp_path)
-    assert [lines(path) for path in tmp_path.glob("runs/*/saved")] == [["yes"], ["yes"]]
-    assert not list(tmp_path.glob("runs/*/interrupted"))
-
-
-def test_workers_do_not_outlive_the_parent(tmp_path: Path, command: list[str]) -> None:
-    """When the parent is killed its workers notice, save and end; the next call needs to wait for nobody."""
-    with start_parent(tmp_path, command) as process:
-        process.kill()
+    The next call goes on.
+    """
     sweep = sweep_of("hang", "hang")
-    deadline = time.monotonic() + 60
-    while any(runs_now(int(pid)) for pid, *_ in started(tmp_path)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert [lines(path) for path in tmp_path.glob("runs/*/saved")] == [["yes"], ["yes"]]
-    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (2, 0, 0, 0)
-    assert tries(tmp_path, sweep) == [2, 2]
-    assert_all_ended(tmp_path)
+    words = [sys.executable, "-c", PARENT, str(Path(__file__).parent), str(tmp_path), *command]
+    with subprocess.Popen(words, start_new_session=True) as process:
+        wait_for_hanging(tmp_path, sweep.cells)
+        os.killpg(process.pid, signal.SIGINT) if how == "ctrl-c" else process.kill()
+    assert process.returncode == (77 if how == "ctrl-c" else -signal.SIGKILL)
+    wait_until(lambda: not any(runs_now(int(pid)) for pid, *_ in started(tmp_path)))
+    assert saved(tmp_path) == 2
+    assert not list(tmp_path.glob("runs/*/interrupted"))
+    if how == "kill":
+        assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (2, 0, 0, 0)
+        assert tries(tmp_path, sweep) == [2, 2]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_run_is_lost_or_counted_twice(tmp_path: Path, command: list[str], seed: int) -> None:
-    """With workers that die, lie and fail at random, every run is counted once and finished at most once."""
-    modes = ["ok", "killed once", "killed after", "killed always", "fails", "diverges", "lies"]
-    sweep = sweep_of(*random.Random(seed).choices(modes, k=10))
-    statuses: list[Status] = []
-    outcome = run_sweep(sweep, tmp_path, workers=3, command=command, progress=statuses.append)
-    wanted = {"killed always": "failed", "fails": "failed", "lies": "failed", "diverges": "diverged"}
-    assert states(tmp_path) == [wanted.get(cell.arm, "finished") for cell in sweep.cells]
-    assert sum(counts(outcome)) == len(sweep.cells)
-    ended = [status.run for status in statuses if status.event in {"finished", "diverged", "failed"}]
-    assert sorted(ended) == sorted(sweep.runs)
-    for cell in sweep.cells:
-        finished = lines(tmp_path / "runs" / cell.run_id / "finished")
-        assert len(finished) == (wanted.get(cell.arm, "finished") != "failed")
-    assert_all_ended(tmp_path)
+# --------------------------------------------------------------------------------------------------------- extensions
 
 
 def test_a_sweep_can_be_extended(tmp_path: Path, command: list[str]) -> None:
@@ -712,79 +625,65 @@ def test_finished_run_stays_canonical(tmp_path: Path, command: list[str]) -> Non
 
 
 def test_extension_of_a_stopped_sweep(tmp_path: Path, command: list[str]) -> None:
-    """Jobs of the former plan that still wait are dropped; no finished run and no shared stretch is repeated for it."""
+    """Jobs of the former plan that still wait are dropped, and states that say nothing about added runs removed."""
     run_sweep(grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9)), tmp_path, workers=0)
+    old = Work.read(tmp_path)
+    assert old is not None
+    (root,) = old.forest.roots
+    old.state(root.id).parent.mkdir()
+    old.state(root.id).touch()
     large = grid(lr=(0.3, 0.5, 0.7, 0.9), momentum=(0.5, 0.9))
+    run_sweep(large, tmp_path, workers=0)
+    assert not old.state(root.id).exists()
     assert counts(run_sweep(large, tmp_path, workers=2, command=command)) == (8, 0, 0, 0)
     assert tries(tmp_path, large) == [1] * 8
     assert len(lines(tmp_path / "trunks")) == len(set(lines(tmp_path / "trunks")))
 
 
-def test_another_sweep_is_refused(tmp_path: Path, command: list[str]) -> None:
-    """A folder of another sweep, a larger one included, is refused with what differs, and keeps every byte."""
-    run_sweep(sweep_of("ok", "ok"), tmp_path, workers=1, command=command)
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+LARGER = sweep_of("ok", "ok", "ok")
+DAMAGED = r"its plan\.json cannot be used .*; remove that file and repeat"
+
+
+@pytest.mark.parametrize(
+    ("damage", "sweep", "options", "message"),
+    [
+        ({}, sweep_of("ok"), {}, r"another sweep: axis seed is \[0, 1\] there, \[0\] here; choose another --out"),
+        ({}, LARGER, {"merge": False}, "was begun without --no-merge there, with it here"),
+        ({}, LARGER, {"texts": {"a": "2"}}, "the text is not the one"),
+        *(({"sweep.json": text}, LARGER, {}, r"sweep\.json is damaged") for text in ("", "[]", '{"name": 1}')),
+        *(({"plan.json": text}, LARGER, {}, DAMAGED) for text in ("", "null", "{}", '{"format": 99}')),
+    ],
+)
+def test_refusals(tmp_path: Path, damage: dict[str, str], sweep: Sweep, options: dict[str, Any], message: str) -> None:
+    """A folder of another sweep, one begun otherwise, and a damaged one are refused, and keep every byte."""
+    run_sweep(sweep_of("ok", "ok"), tmp_path, workers=0, texts={"a": "1"})
+    for name, text in damage.items():
+        (tmp_path / name).write_text(text)
     before = content(tmp_path)
-    with pytest.raises(UsageError) as error:
-        run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command)
-    for part in (str(tmp_path), "another sweep", "axis seed is [0, 1] there, [0] here", "choose another --out"):
-        assert part in str(error.value)
+    with pytest.raises(UsageError, match=message) as error:
+        run_sweep(sweep, tmp_path, workers=0, **options)
+    assert str(error.value).startswith(f"--out {tmp_path}: ")
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("merge", [True, False])
-def test_other_merging_is_refused(tmp_path: Path, command: list[str], merge: bool) -> None:
-    """A sweep goes on as it was begun, merged or not; the refusal, of an extension too, keeps every byte."""
-    run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command, merge=merge)
-    before = content(tmp_path)
-    there, here = ("without", "with it") if merge else ("with", "without")
-    for sweep in (sweep_of("ok"), sweep_of("ok", "ok")):
-        with pytest.raises(UsageError, match=f"was begun {there} --no-merge there, {here} here"):
-            run_sweep(sweep, tmp_path, workers=1, command=command, merge=not merge)
-        assert content(tmp_path) == before
-    assert run_sweep(sweep_of("ok"), tmp_path, workers=1, merge=merge).skipped == 1
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": 1}', '{"name": "fake", "base": 1, "axes": 2}'])
-def test_damaged_spec_is_refused(tmp_path: Path, text: str) -> None:
-    """A sweep.json that is damaged is refused and kept."""
-    (tmp_path / "sweep.json").write_text(text)
-    with pytest.raises(UsageError, match=r"sweep\.json is damaged.*choose another --out"):
-        run_sweep(sweep_of("ok"), tmp_path, workers=1)
-    assert (tmp_path / "sweep.json").read_text() == text
-
-
-@pytest.mark.parametrize("damage", ["", "null", "[]", "{}", '{"format": 99}', "half"])
-def test_damaged_plan_is_refused(tmp_path: Path, command: list[str], damage: str) -> None:
-    """A plan.json that is damaged is refused with the remedy, and the folder kept, which works: finished runs stay."""
-    run_sweep(sweep_of("ok", "fails once"), tmp_path, workers=1, command=command)
-    path = tmp_path / "plan.json"
-    path.write_text(path.read_text()[: path.stat().st_size // 2] if damage == "half" else damage)
-    before = content(tmp_path)
-    for sweep in (sweep_of("ok", "fails once"), sweep_of("ok", "fails once", "ok")):
-        with pytest.raises(UsageError, match=r"its plan\.json cannot be used .*; remove that file and repeat"):
-            run_sweep(sweep, tmp_path, workers=1, command=command)
-        assert content(tmp_path) == before
-    path.unlink()
-    assert counts(run_sweep(sweep_of("ok", "fails once"), tmp_path, workers=1, command=command)) == (1, 0, 0, 1)
-
-
 def test_other_places_are_refused(tmp_path: Path) -> None:
-    """A folder of something else and a file are refused untouched; less than 0 workers and a busy folder are too."""
+    """A folder of something else and a file are refused untouched; impossible numbers and a busy folder are too."""
     folder, file, busy = tmp_path / "folder", tmp_path / "file", tmp_path / "busy"
     folder.mkdir()
     (folder / "notes.txt").touch()
     file.touch()
     sweep = sweep_of("ok")
-    with pytest.raises(UsageError, match=r"notes\.txt.*not the folder of a sweep"):
-        run_sweep(sweep, folder, workers=1)
-    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
-    with pytest.raises(UsageError, match="is a file"):
-        run_sweep(sweep, file, workers=1)
-    with pytest.raises(UsageError, match=r"--workers is -1; it must be a whole number >= 1, or 0 to start none here"):
-        run_sweep(sweep, busy, workers=-1)
-    with pytest.raises(UsageError, match=r"--in-memory is -1; it must be a whole number >= 0"):
-        run_sweep(sweep, busy, workers=1, in_memory=-1)
-    assert not busy.exists()
+    for place, options, message in (
+        (folder, {}, r"notes\.txt.*not the folder of a sweep"),
+        (file, {}, "is a file"),
+        (busy, {"workers": -1}, "--workers is -1; it must be a whole number"),
+        (busy, {"in_memory": -1}, "--in-memory is -1; it must be a whole number"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            run_sweep(sweep, place, **{"workers": 1} | options)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "notes.txt"]
     lock = lock_folder(busy, "is running a sweep")
     with pytest.raises(UsageError, match="another process is running a sweep in this folder"):
         run_sweep(sweep, busy, workers=1)

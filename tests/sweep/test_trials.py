@@ -89,17 +89,19 @@ def test_an_extended_sweep_has_a_study_of_its_own(tmp_path: Path, url: str | Non
     Trials(large, tmp_path, url, "large", replaces="small")
 
 
-@pytest.mark.parametrize("damage", ["", "hello\n\nworld\n", '{"op_code":4,"worker_'])
-def test_a_damaged_journal_is_written_anew(tmp_path: Path, damage: str) -> None:
-    """Half a line that a crash has left, or anything else, costs no trial: the study is a view of the folder."""
+def test_a_torn_journal_is_written_anew(tmp_path: Path) -> None:
+    """Half a line that a crash has left costs no trial: the study is a view of the folder. Other damage is refused."""
     sweep = sweep_of(0.3)
     runs = list(sweep.runs)
     Trials(sweep, tmp_path, None, "test").record({runs[0]: summary(3.0)}, {})
     with (tmp_path / TRIALS).open("a") as file:
-        file.write(damage)
+        file.write('{"op_code":4,"worker_')
     for _ in range(2):
         Trials(sweep, tmp_path, None, "test").record(dict.fromkeys(runs[:2], summary(3.0)), {})
     assert [trial.user_attrs["run"] for trial in study(tmp_path, None).trials] == runs[:2]
+    (tmp_path / TRIALS).write_text("hello\n\nworld\n")
+    with pytest.raises(UsageError, match=r"trials\.journal: is damaged .*; remove it"):
+        open_storage(tmp_path, None)
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,11 @@ def dump_yaml(config: Any, *, every: bool = False) -> str:
     """Return the configuration as YAML, in the order of its fields.
 
     Args:
-        config: the configuration.
+        config: the configuration, or (without `every`) its tree.
         every: write also what `to_tree` leaves out, for people; a file that is compared must not have it.
     """
-    return yaml.safe_dump(to_tree(config, every=every), sort_keys=False, default_flow_style=False, width=120)
+    tree = to_tree(config, every=every) if dataclasses.is_dataclass(config) else config
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=120)
 
 
 def load_yaml(path: Path) -> Tree:

@@ -9,7 +9,7 @@ from twophase.base.config import UsageError, dump_yaml
 from twophase.cli.commands import PROGRAM, command_line, config_options, run_parser, train_config
 
 if TYPE_CHECKING:
-    from twophase.sweep.grid import Sweep
+    from twophase.sweep.grid import Cell, Sweep
     from twophase.sweep.table import Row
 
 
@@ -18,7 +18,6 @@ def main(words: list[str]) -> int:
     from twophase.cli.sweeping import add_options, run, take_slurm_options
     from twophase.recipes.arms import controls, in_arms
     from twophase.sweep.grid import Sweep, parse_axes
-    from twophase.tasks.lm.config import check
 
     parser = run_parser("sweep", add_help=False)
     config_options(parser)
@@ -48,14 +47,20 @@ def main(words: list[str]) -> int:
             "no --axis; name at least one, for example --axis outer.lr 0.3 0.7 --axis outer.restart never 3"
         )
     axes = parse_axes(options.axis, config)
-    cells = in_arms(config, axes)
-    if options.controls:  # which are derived from checked cells; `run` checks all runs
-        for cell in cells:
-            check(cell.config)
-        cells += controls(config, axes, cells)
+    cells = _checked(in_arms(config, axes))
+    if options.controls:
+        cells += _checked(controls(config, axes, cells))
     sweep = Sweep("sweep", config, cells)
     out = options.out or Path("runs") / "sweep"
     return run(sweep, out, options, repeat=command_line(["sweep", *words]), results=_sweep_results, slurm=slurm)
+
+
+def _checked(cells: list[Cell]) -> list[Cell]:
+    from twophase.tasks.lm.config import check
+
+    for cell in cells:
+        check(cell.config)
+    return cells
 
 
 def _sweep_results(rows: list[Row], sweep: Sweep, out: Path) -> str:

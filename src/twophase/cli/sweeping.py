@@ -17,10 +17,11 @@ from twophase.base.config import UsageError
 from twophase.base.progress import duration, meter
 from twophase.runs.folder import list_some
 from twophase.sweep.grid import Sweep
-from twophase.sweep.plan import Plan, plan
+from twophase.sweep.plan import plan
 from twophase.sweep.run import STORAGE_VARIABLE, TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
 from twophase.sweep.table import Row, format_table, read_rows
 from twophase.sweep.trials import TRIALS
+from twophase.sweep.work import Work
 
 if TYPE_CHECKING:
     from twophase.tasks.lm.config import TrainConfig
@@ -70,7 +71,7 @@ def add_workers(parser: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def workers_of(options: argparse.Namespace) -> int:
-    """How many workers that option asks for, where the device is not known yet."""
+    """Return how many workers that option asks for, where the device is not known yet."""
     return _cores() if options.workers is None else options.workers
 
 
@@ -78,21 +79,20 @@ def workers_of(options: argparse.Namespace) -> int:
 def watched(what: str, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
     """Show the progress of sweeps one after the other, each on a display of its own; yields what `run_sweep` calls."""
     with ExitStack() as displays:
-        show: Callable[[int, str], None] | None = None
+        show: Callable[[int, str], None] = lambda *_: None  # noqa: E731
 
         def tell(status: Status) -> None:
             nonlocal show
             if status.event == "begun":
                 displays.close()
                 show = displays.enter_context(meter(what, status.total, quiet=quiet))
-            if show is not None:
-                show(status.done, _status_text(status))
+            show(status.done, _status_text(status))
 
         yield tell
 
 
 def take_slurm_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words without `--slurm-NAME VALUE`, and these by name.
+    """Return the words without `--slurm-NAME VALUE`, and these by name.
 
     >>> take_slurm_options(["--workers", "4", "--slurm-time", "60", "--slurm-mem=8GB"])
     (['--workers', '4'], {'time': '60', 'mem': '8GB'})
@@ -139,15 +139,21 @@ def run(
         raise UsageError(f"--slurm-{next(iter(slurm))} is given without --launcher slurm; add that, or leave it out")
     if options.launcher == "slurm" and options.workers is None:
         raise UsageError("--launcher slurm needs --workers, the number of jobs in the array; for example --workers 16")
+    if len(sweep.cells) > MOST_CELLS and not (options.yes or options.dry_run):
+        raise UsageError(
+            f"the grid has {len(sweep.cells)} cells ({len(sweep.runs)} runs), more than {MOST_CELLS}; look at them "
+            "with --dry-run, then add --yes"
+        )
     workers, devices = _workers(sweep, options)
-    if options.in_memory is not None and options.in_memory < 0:
-        raise UsageError(f"--in-memory is {options.in_memory}; it must be a whole number >= 0")
-    check(sweep, yes=options.yes or options.dry_run)
+    merge = not options.no_merge
+    texts = None
+    if options.dry_run or not _is_finished(sweep, out):
+        from twophase.tasks.build import preflight_all
+
+        texts = preflight_all(sweep.runs.values())  # refuses what cannot be used here before a folder is made
     if options.dry_run:
-        _texts(sweep)
-        print(dry_run(sweep, out, workers=max(workers, 1), merge=not options.no_merge))
+        print(dry_run(sweep, out, workers=max(workers, 1), merge=merge))
         return 0
-    texts = None if _is_finished(sweep, out) else _texts(sweep)  # refuses a bad one before a folder is made
     launched: list[str] = []
 
     def launch(command: Sequence[str]) -> None:
@@ -155,15 +161,14 @@ def run(
 
         launched.extend(submit(out, command, workers, slurm or {}))
 
-    threads = max(config.threads for config in sweep.runs.values())
     with watched(sweep.name, quiet=options.quiet) as progress:
         try:
             outcome = run_sweep(
                 sweep,
                 out,
                 workers=workers,
-                threads=threads,
-                merge=not options.no_merge,
+                threads=max(config.threads for config in sweep.runs.values()),
+                merge=merge,
                 storage=options.storage,
                 devices=devices,
                 launch=launch if options.launcher == "slurm" and workers > 0 else None,
@@ -175,51 +180,46 @@ def run(
             print(f"{name}: failed: {error}", file=sys.stderr)
             return 1
     print(f"{out}: {_outcome_text(outcome)} in {duration(outcome.seconds)}")
-    plan_of = read_plan(sweep, out)
-    if plan_of is not None and plan_of.counts["runs"] < plan_of.counts["cells"]:
-        print(_saving(plan_of.counts))
-    if launched:
-        print(f"submitted {len(launched)} workers to Slurm: {', '.join(launched[:4])}{' …' * (len(launched) > 4)}")
-    if outcome.errors:
-        print(*(f"{name}: {line}" for line in _failures(outcome.errors)), sep="\n", file=sys.stderr)
-        print(f"try the failed runs again with: {repeat}", file=sys.stderr)
-    if launched or (workers == 0 and plan_of is not None and outcome.skipped < len(plan_of.runs)):
-        again = repeat if workers == 0 else f"{repeat} --workers 0"
-        print(f"see how far it is, and draw what is there, with: {again}")
+    _explain(name, outcome, read_plan(sweep, out), launched=launched, repeat=repeat, workers=workers)
+    status = 1 if outcome.errors else 0
     if not outcome.changed and any((out / "figures").iterdir()):
         print(f"nothing has changed: table {out / TABLE}, figures in {out / 'figures'}")
-        return 1 if outcome.errors else 0
+        return status
     try:
         print(results(read_rows(out / TABLE), sweep, out))
     except UsageError as error:
         if not outcome.errors:
             raise
         print(f"{name}: {error}", file=sys.stderr)  # on a full disk there is no room for a figure either
-    return 1 if outcome.errors else 0
+    return status
 
 
-def check(sweep: Sweep, *, yes: bool) -> None:
-    """Refuse what cannot be run, before anything is made on disk.
-
-    Raises:
-        UsageError: too many cells, or a configuration that cannot be run.
-    """
-    from twophase.tasks.lm.config import check as check_config
-
-    if len(sweep.cells) > MOST_CELLS and not yes:
-        raise UsageError(
-            f"the grid has {len(sweep.cells)} cells ({len(sweep.runs)} runs), more than {MOST_CELLS}; look at them "
-            "with --dry-run, then add --yes"
+def _explain(
+    name: str, outcome: Outcome, work: Work | None, *, launched: Sequence[str], repeat: str, workers: int
+) -> None:
+    """Print what merging saved, what failed, and how to go on."""
+    if work is not None and work.counts["runs"] < work.counts["cells"]:
+        print(
+            f"{work.counts['cells']} cells are {work.counts['runs']} different runs; {work.counts['steps_asked']} "
+            f"inner steps asked, {work.counts['steps']} in the plan"
         )
-    for config in sweep.runs.values():
-        check_config(config)
-
-
-def _texts(sweep: Sweep) -> dict[str, str]:
-    """Refuse texts and devices that cannot be used here; the fingerprints of the texts."""
-    from twophase.tasks.build import preflight_all
-
-    return preflight_all(sweep.runs.values())
+    if launched:
+        print(f"submitted {len(launched)} workers to Slurm: {', '.join(launched[:4])}{' …' * (len(launched) > 4)}")
+    runs_by_error: dict[str, list[str]] = {}  # a full disk or a missing text fails many in the same way
+    for run, error in outcome.errors.items():
+        runs_by_error.setdefault(error, []).append(run)
+    for error, runs in runs_by_error.items():
+        text = (
+            f"run {runs[0]} failed: {error}"
+            if len(runs) == 1
+            else f"{len(runs)} runs failed: {error} ({list_some(runs)})"
+        )
+        print(f"{name}: {text}", file=sys.stderr)
+    if outcome.errors:
+        print(f"try the failed runs again with: {repeat}", file=sys.stderr)
+    if launched or (workers == 0 and work is not None and outcome.skipped < len(work.runs)):
+        again = repeat if workers == 0 else f"{repeat} --workers 0"
+        print(f"see how far it is, and draw what is there, with: {again}")
 
 
 def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
@@ -233,8 +233,9 @@ def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
     """
     finished = set(read_summaries(list(sweep.runs), out)) if out.is_dir() else set()
     made = plan(sweep, merge=merge, finished=finished)
-    pending = [run for run in made.runs if run not in finished]
-    steps = _steps_pending(made, set(pending))
+    pending = set(made.runs) - finished
+    # What a started forest has on disk is not counted.
+    steps = sum(node.steps for node in made.forest.nodes.values() if not pending.isdisjoint(node.runs))
     step_seconds, run_seconds = _timed(next(iter(sweep.runs.values())))
     seconds = (steps * step_seconds + len(pending) * run_seconds) / workers
     table = [
@@ -245,23 +246,15 @@ def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
         ["inner steps to execute", steps],
         ["asked / to execute", f"{made.steps_asked / steps:.2f}" if steps else "nothing left"],
     ]
-    lines = [format_table(["", ""], table).lstrip("\n "), ""]
-    lines.append(
+    return (
+        f"{format_table(['', ''], table).lstrip()}\n\n"
         f"Merging leaves {len(made.runs)} of {len(sweep.runs)} runs, sharing leaves {made.steps} of "
         f"{sum(config.steps for config in made.runs.values())} inner steps (exact arithmetic would allow "
-        f"{made.steps_algebra})."
-    )
-    lines.append(
+        f"{made.steps_algebra}).\n"
         f"Estimated time: {duration(seconds)} with {workers} worker{'s' * (workers > 1)} "
         f"({1e3 * step_seconds:.1f} ms an inner step of all replicas, {1e3 * run_seconds:.0f} ms a run for validation; "
         f"measured here on one run's first {_TIMED_STEPS} steps)."
     )
-    return "\n".join(lines)
-
-
-def _steps_pending(made: Plan, pending: set[str]) -> int:
-    """Inner steps of the nodes above runs that are not finished; what a started forest has on disk is not counted."""
-    return sum(node.steps for node in made.forest.nodes.values() if not pending.isdisjoint(node.runs))
 
 
 def _timed(config: TrainConfig) -> tuple[float, float]:
@@ -291,18 +284,14 @@ def _timed(config: TrainConfig) -> tuple[float, float]:
 
 
 def _workers(sweep: Sweep, options: argparse.Namespace) -> tuple[int, list[str]]:
-    """How many workers, and the GPU of each."""
+    """Return how many workers there are to be, and the GPU of each."""
     devices: list[str] = []
     if options.launcher == "local" and any(config.device == "cuda" for config in sweep.runs.values()):
         import torch
 
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-    if options.workers is not None:
-        if options.workers < 0:
-            raise UsageError(f"--workers is {options.workers}; it must be a whole number >= 1, or 0 to start none")
-        return options.workers, devices
-    return len(devices) or _cores(), devices
+    return (len(devices) or _cores()) if options.workers is None else options.workers, devices
 
 
 def _cores() -> int:
@@ -310,11 +299,9 @@ def _cores() -> int:
 
 
 def _is_finished(sweep: Sweep, out: Path) -> bool:
-    """Whether the folder holds this sweep with all its runs finished."""
-    if not (out / "plan.json").is_file():
-        return False
+    """Return whether the folder holds this sweep with all its runs finished."""
     work = read_plan(sweep, out)
-    return work is not None and len(read_summaries(list(work.runs), out)) == len(work.runs)
+    return work is not None and all(map(work.finished, work.runs))
 
 
 def _status_text(status: Status) -> str:
@@ -332,21 +319,3 @@ def _outcome_text(outcome: Outcome) -> str:
         "were finished before": outcome.skipped,
     }
     return ", ".join(f"{count} {name}" for name, count in parts.items() if count or name == "runs finished")
-
-
-def _failures(errors: Mapping[str, str]) -> list[str]:
-    """Why runs failed, a line a reason: a full disk or a missing text fails many of them in the same way."""
-    runs: dict[str, list[str]] = {}
-    for run, error in errors.items():
-        runs.setdefault(error, []).append(run)
-    return [
-        f"run {some[0]} failed: {error}" if len(some) == 1 else f"{len(some)} runs failed: {error} ({list_some(some)})"
-        for error, some in runs.items()
-    ]
-
-
-def _saving(counts: Mapping[str, int]) -> str:
-    return (
-        f"{counts['cells']} cells are {counts['runs']} different runs; {counts['steps_asked']} inner steps asked, "
-        f"{counts['steps']} in the plan"
-    )

@@ -15,16 +15,14 @@ Nothing here knows what is trained: a configuration is any tree of frozen datacl
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from twophase.base.config import Tree, UsageError, differences, dump_yaml, fingerprint, load_yaml, to_tree
@@ -41,9 +39,7 @@ class BusyError(UsageError):
 
 
 class RunFolder:
-    """One run's folder, claimed by this process until `release()` or its death.
-
-    Use `RunFolder.claim`, which also serves as a context manager. All writing goes through this object.
+    """One run's folder, claimed by this process until `release()` or its death; use `RunFolder.claim`.
 
     Attributes:
         path: the folder.
@@ -82,21 +78,18 @@ class RunFolder:
         try:
             saved = _saved_tree(path, tree)  # once more, now that no other process can write
             if saved is None:
-                write_atomic(path / CONFIG, dump_yaml(config))
-        except OSError as error:
+                write_atomic(path / CONFIG, dump_yaml(tree))
+        except BaseException as error:
             os.close(lock)
-            raise _unwritable(path, error) from None
-        except BaseException:
-            os.close(lock)
+            if isinstance(error, OSError):
+                raise _unwritable(path, error) from None
             raise
         return cls(path, fingerprint(tree if saved is None else saved), lock, resumed=saved is not None)
 
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
@@ -123,8 +116,8 @@ class RunFolder:
         """Write `summary.json`, which makes the run finished; numbers that are not finite become null.
 
         Args:
-            summary: `validation_loss` (nats a token) and `perplexity`, numbers, or null in a diverged run; `tokens`, a
-                whole number; `seconds`; `diverged`, bool; `exit_reason`, text; and whatever else is worth keeping.
+            summary: `validation_loss`, a number, or null in a diverged run; `tokens`, a whole number; `seconds`;
+                `diverged`, bool; `exit_reason`, text; and whatever else the task says of its run, such as `perplexity`.
 
         Raises:
             ValueError: a required value is missing or of the wrong type.
@@ -155,7 +148,8 @@ class RunFolder:
 
     def position(self) -> dict[str, int]:
         """Return the present length of each log in bytes; a checkpoint keeps it for `rewind`."""
-        return {name: _size(self.path / name) for name in _LOGS}
+        paths = {name: self.path / name for name in _LOGS}
+        return {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
 
     def rewind(self, position: Mapping[str, int] | None = None) -> None:
         """Cut the logs back to where a checkpoint was taken, so that a resumed run repeats no line.
@@ -172,13 +166,9 @@ class RunFolder:
                     file.truncate(_end_of_lines(file.read((position or {}).get(name, 0))))
 
     def last_round(self) -> dict[str, Any] | None:
-        """Return the newest whole line of `rounds.jsonl`; None where there is none, or it is damaged."""
-        try:
-            data = (self.path / ROUNDS).read_bytes()
-            record = json.loads(data[: _end_of_lines(data)].splitlines()[-1])  # of many, the others need not be sound
-        except (FileNotFoundError, IndexError, ValueError):
-            return None
-        return record if isinstance(record, dict) and {"step", "checksum"} <= record.keys() else None
+        """Return the newest whole line of `rounds.jsonl`; None where there is none."""
+        records = read_lines(self.path / ROUNDS)
+        return records[-1] if records else None
 
     def set_aside(self, name: str) -> Path:
         """Move the logs and the checkpoints into a folder of that name in this one, and begin anew.
@@ -189,7 +179,8 @@ class RunFolder:
         Returns:
             The folder.
         """
-        place = next(place for place in _numbered(self.path / name) if not place.exists())
+        places = (self.path / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
+        place = next(place for place in places if not place.exists())
         place.mkdir()
         for path in (*(self.path / log for log in _LOGS), self.checkpoint_dir):
             if path.exists():
@@ -221,11 +212,6 @@ def read_summary(path: Path, expected: str | None = None) -> dict[str, Any] | No
     except (OSError, ValueError):  # unreadable, not UTF-8, not JSON, or (UsageError) no sound config.yaml
         return None
     return record if _fault(record, wanted) is None else None
-
-
-def _numbered(path: Path) -> Iterator[Path]:
-    yield path
-    yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -349,29 +335,24 @@ def _fault(record: Any, wanted: str) -> str | None:
     """Return what keeps a summary from being valid, or None."""
     if not isinstance(record, dict):
         return "the summary is not a JSON object"
-    diverged = record.get("diverged")
-    checks = {
-        "diverged": isinstance(diverged, bool),
-        # A run that has blown up may have no loss to report; a run that has not must have one.
-        "validation_loss": _is_number(record.get("validation_loss"), or_null=diverged is True),
-        "perplexity": _is_number(record.get("perplexity"), or_null=diverged is True),
-        "tokens": isinstance(record.get("tokens"), int) and not isinstance(record.get("tokens"), bool),
-        "seconds": _is_number(record.get("seconds")),
-        "exit_reason": isinstance(record.get("exit_reason"), str),
-        "config": record.get("config") == wanted,
+    # A run that has blown up may have no loss to report; a run that has not must have one.
+    optional = type(None) if record.get("diverged") is True else float
+    kinds: dict[str, tuple[type, ...]] = {
+        "diverged": (bool,),
+        "validation_loss": (int, float, optional),
+        "tokens": (int,),
+        "seconds": (int, float),
+        "exit_reason": (str,),
+        "config": (str,),
     }
-    for key, holds in checks.items():
+    for key, kind in kinds.items():
         if key not in record:
             return f"the summary has no {key!r}"
-        if not holds:
-            return f"the summary's {key!r} is {record[key]!r}, which does not fit"
+        value = record[key]
+        fits = isinstance(value, kind) and (bool in kind or not isinstance(value, bool))
+        if not fits or (key == "config" and value != wanted):
+            return f"the summary's {key!r} is {value!r}, which does not fit"
     return None
-
-
-def _is_number(value: Any, *, or_null: bool = False) -> bool:
-    if value is None:
-        return or_null
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def standard(value: Any) -> Any:
@@ -381,12 +362,6 @@ def standard(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [standard(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0
 
 
 def _end_of_lines(data: bytes) -> int:

@@ -106,11 +106,8 @@ class RunRecord:
 
     def policy(self, block: str = WHOLE) -> RestartPolicy | None:
         """Return the restart policy of a block, if the configuration holds one."""
-        text = self.config.get("outer.restart")
-        for word in self.config.get("sync.restart") or ():
-            name, equals, value = str(word).partition("=")
-            if equals and name == block:
-                text = value
+        by_block = dict(str(word).split("=", 1) for word in self.config.get("sync.restart") or ())
+        text = by_block.get(block, self.config.get("outer.restart"))
         try:
             return parse(str(text)) if isinstance(text, (str, int)) else None
         except ValueError:
@@ -119,9 +116,8 @@ class RunRecord:
     @property
     def restart(self) -> str:
         """The restart policy in words: a policy for each fragment, or the same for all."""
-        return ", ".join(map(str, self.config.get("sync.restart") or ())) or str(
-            self.config.get("outer.restart", "unknown")
-        )
+        words = self.config.get("sync.restart") or [self.config.get("outer.restart", "unknown")]
+        return ", ".join(map(str, words))
 
     def number(self, path: str) -> float:
         """Return a value of the configuration as a number; nan if it is none."""
@@ -203,12 +199,11 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise UsageError(f"{path}: is damaged (it holds no JSON object); put it back, or move it out of the folder")
-    return value
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise UsageError(
+            f"{path}: is damaged (it holds no JSON object); put it back, or move it out of the folder"
+        ) from None
 
 
 def _log(record: RunRecord, name: str) -> list[dict[str, Any]]:
@@ -224,7 +219,7 @@ def _log(record: RunRecord, name: str) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float:
-    """Return a value of JSON as a float; true and false are 1 and 0, and nan stands for all that is no number."""
+    """Return a value of JSON as a float, nan where it is no number."""
     return float(value) if isinstance(value, (int, float)) and abs(value) <= LARGEST else math.nan
 
 
@@ -247,9 +242,10 @@ def _read_rounds(record: RunRecord) -> None:
                 rows.setdefault(name, []).append((index, row))
             for part in line.get("fragments") or [{}]:
                 name = f" of fragment {part['name']}" if part else ""
-                numbers.setdefault(name, []).append(_round(part, line))
-                if numbers[name][-1] <= max(numbers[name][-2:-1], default=0):
-                    raise ValueError(f"round {numbers[name][-1]}{name} does not come after the round before")
+                number, rounds = part.get("round", line["round"]), numbers.setdefault(name, [])
+                if not isinstance(number, int) or number <= max(rounds[-1:], default=0):
+                    raise ValueError(f"round {number}{name} does not come after the round before")
+                rounds.append(number)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{record.path / ROUNDS}: line {index + 1} is no round as twophase writes it ({error}); the file is "
@@ -267,10 +263,12 @@ def _read_rounds(record: RunRecord) -> None:
             f"{odd:,} of {len(lines):,} rounds have no finite number for the norm or the cosine of the pseudo-gradient."
         )
     record.phases = _columns([line.get("seconds") or {} for line in lines])
-    record.blocks = [
-        _block(WHOLE if len(rows) == 1 else name.removeprefix("fragment "), *zip(*mine, strict=True))
-        for name, mine in rows.items()
-    ]
+    for name, rows_of_block in rows.items():
+        index, block_lines = zip(*rows_of_block, strict=True)
+        columns = _columns(block_lines, ("round", "restarted", *_MEASURED))
+        columns["number"], columns["restarted"] = columns.pop("round"), columns["restarted"] == 1
+        shown = WHOLE if len(rows) == 1 else name.removeprefix("fragment ")
+        record.blocks.append(Block(shown, np.array(index, dtype=np.int64), **columns))  # type: ignore[arg-type]
     record.recorded = min(map(len, numbers.values()), default=0)
 
 
@@ -280,23 +278,4 @@ def _block_rows(line: Line) -> Iterator[tuple[str, Line]]:
     for place, group in enumerate(groups):
         part = parts[place] if len(parts) == len(groups) else {}
         name = f"fragment {part['name']}" if part else f"param group {place}"
-        yield name, {**group, "round": _round(part, line)}
-
-
-def _round(part: Line, line: Line) -> int:
-    """Return the round number of a line's fragment, or else of the line."""
-    number = part.get("round", line.get("round"))
-    if type(number) is not int:
-        raise TypeError(f"its round is {number!r}")
-    return number
-
-
-def _block(name: str, index: Sequence[int], rows: Sequence[Line]) -> Block:
-    columns = _columns(rows, ("round", "restarted", *_MEASURED))
-    return Block(
-        name,
-        np.array(index, dtype=np.int64),
-        columns["round"],
-        columns["restarted"] == 1,
-        *(columns[measured] for measured in _MEASURED),
-    )
+        yield name, {**group, "round": part.get("round", line["round"])}

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import Tree, UsageError
+from twophase.base.config import Tree, UsageError, flatten
 from twophase.base.files import write_atomic
 
 NAMES = ("none", "tensorboard", "trackio", "wandb")
@@ -72,7 +72,7 @@ def check(names: Sequence[str]) -> tuple[str, ...]:
 def identity(folder: Path) -> str:
     """Return the id under which trackers know the run of a folder, the same after resuming or moving it."""
     path = folder / _IDENTITY
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    if path.exists():
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
     # Not the fingerprint of the configuration: a run that is deleted and repeated is another run to the trackers.
     fresh = secrets.token_hex(6)
@@ -80,26 +80,22 @@ def identity(folder: Path) -> str:
     return fresh
 
 
-def numbers(values: Mapping[str, Any], prefix: str = "") -> Numbers:
+def numbers(values: Mapping[str, Any]) -> Numbers:
     """Return the finite numbers among some values, true and false as 1 and 0; `/` joins the names of nested mappings.
 
     >>> numbers({"gain": 1.5, "restarted": True, "seconds": {"outer": 0.25}, "checksum": "0f", "cosine": None})
     {'gain': 1.5, 'restarted': 1, 'seconds/outer': 0.25}
     """
-    flat: Numbers = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= numbers(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float)) and math.isfinite(value):
-            flat[f"{prefix}{key}"] = int(value) if isinstance(value, bool) else value
-    return flat
+    flat = {name.replace(".", "/"): value for name, value in flatten(values).items()}
+    plain = {name: int(value) if isinstance(value, bool) else value for name, value in flat.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, (int, float)) and math.isfinite(value)}
 
 
 class Tracked:
     """A run's folder that also sends its lines to trackers; everything else is the folder's.
 
     Args:
-        folder: a recorder of `twophase.training.train`.
+        folder: the run's folder.
         trackers: take the numbers, too. They recognise lines that a resumed run repeats by their step.
     """
 
@@ -173,9 +169,9 @@ class Tracker:
     def __init__(self, name: str, *, run_name: str, run_id: str, folder: Path, config: Tree) -> None:
         self._name = name
         self._start = partial(_BACKENDS[name], run_name, run_id, folder, config)
-        self._lines: queue.SimpleQueue[tuple[Numbers, int] | None] = queue.SimpleQueue()
-        self._ready, self._lock = threading.Event(), threading.Lock()
-        self._failed = self._closed = False
+        self._lines: queue.Queue[tuple[Numbers, int] | None] = queue.Queue()
+        self._ready = threading.Event()
+        self._failed = False
         # A daemon: a tracker that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         with _no_greetings():
@@ -184,16 +180,13 @@ class Tracker:
 
     def log(self, values: Numbers, step: int) -> None:
         """Show the numbers of an inner step."""
-        if not self._failed and self._lines.qsize() >= _WAITING:
+        if self._lines.qsize() >= _WAITING:
             self._drop(f"it is {_WAITING:,} lines behind")
         if values and not self._failed:
             self._lines.put((values, step))
 
     def close(self) -> None:
         """Send the last lines; safe to repeat."""
-        if self._closed:
-            return
-        self._closed = True
         self._lines.put(None)
         with _no_greetings():
             self._thread.join(CLOSE_SECONDS)
@@ -223,9 +216,8 @@ class Tracker:
             self._drop(textwrap.shorten(str(error), 200) or type(error).__name__)
 
     def _drop(self, why: str, then: str = "the run goes on without it") -> None:
-        with self._lock:  # the tracker's thread and the run's may both give up on it, and it is reported once
-            first, self._failed = not self._failed, True
-        if first:
+        if not self._failed:
+            self._failed = True
             print(f"tracker {self._name} failed ({why}); {then}", file=sys.stderr, flush=True)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,12 +67,12 @@ def train_in_stages(
 def _train(sweep: Sweep, runs: Path, workers: int, progress: Progress | None) -> Summaries:
     """Train the runs that have not ended; return the summaries of all."""
     summaries = {run: summary for run in sweep.runs if (summary := read_summary(runs / run, run)) is not None}
-    skipped, began, diverged = len(summaries), time.monotonic(), 0
+    skipped, diverged = len(summaries), 0
 
     def report(event: Happening, run: str = "") -> None:
         if progress is not None:
-            finished, seconds = len(summaries) - skipped - diverged, time.monotonic() - began
-            progress(Status(len(sweep.runs), finished, diverged, 0, skipped, seconds, run, event, ""))
+            finished = len(summaries) - skipped - diverged
+            progress(Status(len(sweep.runs), finished, diverged, 0, skipped, run, event))
 
     waiting = [(runs / run, config) for run, config in sweep.runs.items() if run not in summaries]
     if waiting:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 DEATHS = 5
@@ -41,13 +41,10 @@ class Crew:
         for number in range(self.size):
             self._start(number)
 
-    def over(self) -> bool:
-        """Whether all have ended by themselves."""
-        return all(process.poll() is not None for process in self.processes.values())
-
-    def lost(self) -> bool:
-        """Whether one has ended otherwise than well."""
-        return any(process.poll() not in (None, 0) for process in self.processes.values())
+    def in_trouble(self) -> bool:
+        """Return whether a worker has failed, or all have ended."""
+        codes = self._codes()
+        return all(code is not None for code in codes) or any(codes)
 
     def replace(self, progressed: int) -> list[str]:
         """Start the dead ones anew.
@@ -64,9 +61,9 @@ class Crew:
         if progressed > self.progressed:
             self.deaths, self.progressed = 0, progressed
         causes = []
-        for number, process in list(self.processes.items()):
-            code = process.poll()
-            if code is None or (code == 0 and not self.over()):
+        codes = self._codes()
+        for number, code in enumerate(codes):
+            if code is None or (code == 0 and None in codes):
                 continue
             # All have ended well, on an empty queue, and yet something is left: let another one look again.
             how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
@@ -75,7 +72,7 @@ class Crew:
             if self.deaths > DEATHS * self.size or (code == 2 and progressed == 0):
                 raise RuntimeError(f"{cause}: {self._last_words(number)}")
             causes.append(cause)
-            process.stdin.close() if process.stdin else None
+            self._unleash(self.processes[number])
             self._start(number)
         return causes
 
@@ -83,27 +80,27 @@ class Crew:
         """Let them end by themselves, now that nothing is left."""
         deadline = time.monotonic() + patience
         for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0.0))
 
     def stop(self, grace_seconds: float) -> None:
         """Ask all to end, wait, and end those that do not; safe to repeat."""
-        alive = [process for process in self.processes.values() if process.poll() is None]
         try:
-            for process in alive:
-                process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace_seconds
-            for process in alive:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(deadline - time.monotonic(), 0.0))
+            for process in self.processes.values():
+                process.send_signal(signal.SIGTERM)  # nothing, where it has ended
+            self.finish(grace_seconds)
         finally:
-            for process in alive:
+            for process in self.processes.values():
                 process.kill()
                 process.wait()
-            for process in self.processes.values():
-                if process.stdin is not None:
-                    with contextlib.suppress(OSError):
-                        process.stdin.close()
+                self._unleash(process)
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes.values()]
+
+    def _unleash(self, process: subprocess.Popen[bytes]) -> None:
+        with suppress(OSError):
+            process.stdin.close() if process.stdin else None
 
     def _start(self, number: int) -> None:
         environment = self.environment

@@ -20,9 +20,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
@@ -30,7 +30,7 @@ from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.diloco.comm import SingleProcess
 from twophase.optim.outer import OuterSGD
-from twophase.runs.folder import RunFolder
+from twophase.runs.folder import RunFolder, read_summary
 from twophase.sweep.outers import Outers
 from twophase.sweep.plan import Forest, Node
 from twophase.sweep.states import FORMAT, Branch, State, States, Tally, free_memory
@@ -42,25 +42,13 @@ from twophase.training.train import train
 from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
 
 
-class Place(Protocol):
-    """Where the runs are written."""
-
-    def finished(self, run: str) -> bool:
-        """Whether the run is finished and need not be done again."""
-        ...
-
-    def claim(self, run: str) -> AbstractContextManager[RunFolder]:
-        """The run's folder, for this process alone."""
-        ...
-
-
 class Grower:
     """Walks a forest, or pieces of one.
 
     Args:
         tree: the nodes.
         configs: from run id to configuration, for every run of the tree.
-        place: where the runs are written.
+        runs: folder of the run folders, by run id.
         states: folder of the states on disk.
         in_memory: branch states held in main memory at most; those beyond are read back from disk.
         save_seconds: time between saves, and so about the most work that a kill can undo.
@@ -73,7 +61,7 @@ class Grower:
         self,
         tree: Forest,
         configs: Mapping[str, TrainConfig],
-        place: Place,
+        runs: Path,
         states: Path,
         *,
         in_memory: int = 8,
@@ -84,14 +72,16 @@ class Grower:
     ) -> None:
         self.tree = tree
         self.configs = configs
-        self.place = place
+        self.runs = runs
         self.save_seconds = save_seconds
         self.should_stop = should_stop
         self.on_progress = on_progress
         self.tally = Tally()
-        self._states = States(states, self.tally, in_memory=in_memory, free=free, on_progress=on_progress)
-        self._trainer: Trainer | None = None
+        self.states = States(states, self.tally, in_memory=in_memory, free=free, on_progress=on_progress)
+        self._ended: set[str] = set()
+        """Runs that have been seen to be finished, which they then stay."""
         self._saved_at = time.perf_counter()
+        self._trainer: Trainer | None = None
         self._clear()
 
     def grow(self, name: str, *, deep: bool = True) -> None:
@@ -105,7 +95,7 @@ class Grower:
             Stopped: `should_stop` said so.
             UsageError: a run's folder cannot be claimed.
         """
-        self._states.folder.mkdir(parents=True, exist_ok=True)
+        self.states.folder.mkdir(parents=True, exist_ok=True)
         self._saved_at = time.perf_counter()
         node: Node = self.tree.nodes[name]
         if deep:
@@ -115,33 +105,34 @@ class Grower:
             self._keep_end(node)  # other jobs go on from there
         above: Node | None = node
         while above is not None and not self._unfinished(above):  # the last job below a node tidies it up
-            self._states.forget(above)
+            self.states.forget(above)
             above = None if above.parent is None else self.tree.nodes[above.parent]
 
     def _walk(self, node: Node) -> None:
-        """A node and everything below it, depth first."""
+        """Do a node and everything below it, depth first."""
         failed: Exception | None = None
-        self._states.branches.clear()
+        self.states.held.clear()
         waiting: list[tuple[Node, Branch | None]] = [(node, None)]
         while waiting:
             node, branch = waiting.pop()
             if branch is not None and node is branch.node:  # its children are done
-                self._states.forget(node)
+                self.states.forget(node)
                 continue
-            state = self._states.leave(branch, here=self._at == branch.node.id) if branch is not None else None
+            state = self.states.leave(branch, here=self._at == branch.node.id) if branch is not None else None
             if not self._unfinished(node):
                 continue
             if not self.tree.below(node):
                 failed = self._try_leaf(node, state) or failed
                 continue
-            children = sorted(self._open(node), key=self._size)
+            # By runs, which bounds the states held by the logarithm of their number; then by inner steps.
+            children = sorted(self._open(node), key=lambda child: (len(child.runs), self.tree.total[child.id]))
             if len(children) > 1 or not self._begun(children[0]):
                 self._reach(node, state)
             branch = Branch(node, len(children))
             waiting.append((node, branch))
             waiting += [(child, branch) for child in reversed(children)]
             # For the children that come after the first one.
-            if len(children) > 1 and not self._states.hold(branch, self._state(), self._run.compute.device):
+            if len(children) > 1 and not self.states.hold(branch, self._state(), self._run.compute.device):
                 self._keep_end(node)
         if failed is not None:
             raise failed
@@ -159,14 +150,14 @@ class Grower:
             self._at = None
             error.add_note(f"run {', '.join(node.runs)}")
             return error
-        self._states.forget(node)
+        self.states.forget(node)
         return None
 
     def _train(self, run: str) -> None:
-        """A run that shares nothing, from its newest checkpoint to its end."""
+        """Train a run that shares nothing, from its newest checkpoint to its end."""
         self._trainer = None  # it makes replicas of its own, and the memory may not hold both
         self._clear()
-        with self.place.claim(run) as folder:
+        with self._claim(run) as folder:
             before, clock = checkpoint.latest_step(folder.checkpoint_dir) or 0, time.perf_counter()
             summary = train(build_task(self.configs[run]), self.configs[run], folder, should_stop=self.should_stop)
         steps = summary["steps"] - before
@@ -178,23 +169,24 @@ class Grower:
     # --------------------------------------------------------------------------------------------------- branches
 
     def _open(self, node: Node) -> list[Node]:
-        """The children of a node that are not done."""
+        """Return the children of a node that are not done."""
         return [child for child in self.tree.below(node) if self._unfinished(child)]
 
     def _begun(self, node: Node) -> bool:
-        """Whether a state on disk lies inside or below a node, so that its parent's end is of no use any more."""
-        if any(self._states.path(node, what).exists() for what in ("end", "part")):
+        """Return whether a state inside or below a node is on disk, so that its parent's end is of no use any more."""
+        if any(self.states.path(node, what).exists() for what in ("end", "part")):
             return True
         children = self._open(node)
         return len(children) == 1 and self._begun(children[0])
 
     def _unfinished(self, node: Node) -> list[str]:
-        """The runs below a node that are not finished."""
-        return [run for run in node.runs if not self.place.finished(run)]
+        """Return the runs below a node that are not finished."""
+        return [run for run in node.runs if not self._is_finished(run)]
 
-    def _size(self, node: Node) -> tuple[int, int]:
-        """By runs, which bounds the states held by the logarithm of their number; then by inner steps."""
-        return len(node.runs), self.tree.total[node.id]
+    def _is_finished(self, run: str) -> bool:
+        if run not in self._ended and read_summary(self.runs / run, run) is not None:
+            self._ended.add(run)
+        return run in self._ended
 
     # --------------------------------------------------------------------------------------------------- stretches
 
@@ -206,12 +198,12 @@ class Grower:
             start: the state at its parent's end, where it is at hand.
         """
         runs = self._unfinished(node)
-        saved = self._states.read(node, "end", runs)
+        saved = self.states.read(node, "end", runs)
         if saved is not None:
             self._restore(saved, node)
             return
-        self._states.path(node, "end").unlink(missing_ok=True)  # what lies there is torn, or of other runs
-        saved = self._states.read(node, "part", runs)
+        self.states.path(node, "end").unlink(missing_ok=True)  # what lies there is torn, or of other runs
+        saved = self.states.read(node, "part", runs)
         if saved is not None:
             self._restore(saved, node)
         elif node.parent is None:
@@ -226,7 +218,7 @@ class Grower:
         self._stretch(node, runs)
 
     def _stretch(self, node: Node, runs: list[str]) -> None:
-        """From the end of the parent, or from inside the stretch, to its end."""
+        """Go from the end of the parent, or from inside the stretch, to its end."""
         run = self._run
         self._at = self._launched = None
         # Those that are done with this stretch only: a state must not speak for others: their counters stand still.
@@ -251,7 +243,11 @@ class Grower:
                 stopping = self.should_stop()
                 if stopping or now - self._saved_at > self.save_seconds:
                     self._save(node, "part")
-                    self.on_progress(self._progress_text(node))
+                    self.on_progress(
+                        f"step {run.done.step} of {node.start}..{node.stop} for {len(node.runs)} runs; holding "
+                        f"{self.states.held_text()}, at most {self.tally.most_held} at once; {self.tally.spilled} "
+                        "spilled"
+                    )
                 if stopping:
                     raise Stopped
             run.done.seconds = before + time.perf_counter() - started
@@ -259,27 +255,26 @@ class Grower:
                 self._finish(logs)
         if run.done.exit_reason == DIVERGED:
             for name in runs:  # below a shared stretch all of them have diverged
-                if not self.place.finished(name):
+                if not self._is_finished(name):
                     with ExitStack() as claims:
                         self._finish({name: self._log(claims, name)})
         self._at = node.id
         if leaf or run.done.exit_reason != RUNNING:
-            self._states.path(node, "part").unlink(missing_ok=True)
+            self.states.path(node, "part").unlink(missing_ok=True)
         elif time.perf_counter() - self._saved_at > self.save_seconds:
             self._save(node, "end")
 
     def _inner_step(self, node: Node) -> None:
-        """One inner step and its duration; a GPU does it later, and is waited for at the end of a round."""
+        """Take an inner step and its duration; a GPU does it later, and is waited for at the end of a round."""
         run = self._run
-        self._launched = self._launched or (0, time.perf_counter())
-        count, clock = self._launched[0] + 1, self._launched[1]
-        self._launched = count, clock
+        steps, clock = self._launched or (0, time.perf_counter())
+        self._launched = steps + 1, clock
         run.inner_step()
         self.tally.steps += 1
         ends = run.engine.inner_step + 1 >= run.engine.inner_steps or run.done.step == node.stop
         if ends or run.compute.device.type == "cpu":
             run.settle()
-            self.tally.step_seconds += count * [(time.perf_counter() - clock) / count]
+            self.tally.step_seconds += (steps + 1) * [(time.perf_counter() - clock) / (steps + 1)]
             self._launched = None
 
     def _synchronize(self, runs: list[str], logs: Mapping[str, RunFolder]) -> None:
@@ -313,9 +308,12 @@ class Grower:
 
     # --------------------------------------------------------------------------------------------------------- runs
 
+    def _claim(self, run: str) -> RunFolder:
+        return RunFolder.claim(self.runs / run, self.configs[run])
+
     def _log(self, claims: ExitStack, run: str) -> RunFolder:
         """Claim a run's folder and write what has happened so far."""
-        log = claims.enter_context(self.place.claim(run))
+        log = claims.enter_context(self._claim(run))
         log.write_env(self._run.environment())
         log.rewind({})
         for entry in self._lines:
@@ -345,14 +343,14 @@ class Grower:
         self._lines: list[dict[str, Any]] = []
 
     def _begin(self, node: Node) -> None:
-        """A new tree: fresh replicas."""
+        """Begin a new tree with fresh replicas."""
         first = self.configs[node.runs[0]]
         self._trainer = Trainer(build_task(first), first, SingleProcess())
         self._clear()
         self._outers.begin(node.runs)
 
     def _state(self) -> State:
-        """Everything, live: clone it or write it before the next step."""
+        """Return everything, live: clone it or write it before the next step."""
         run = self._run
         run.settle()
         engine = run.engine.state_dict()
@@ -394,36 +392,24 @@ class Grower:
 
         Finished runs are on disk already, so nothing that was done before would be done again.
         """
-        self._states.save_branches()
-        self._states.write(node, what, self._state())
+        self.states.save_held()
+        self.states.write(node, what, self._state())
         self._saved_at = time.perf_counter()
 
     def _keep_end(self, node: Node) -> None:
         """See that the state at a node's end, where the replicas stand, is on disk."""
-        if (
-            self._at == node.id
-            and self._run.done.exit_reason == RUNNING
-            and not self._states.path(node, "end").exists()
-        ):
-            self._states.write(node, "end", self._state())
-
-    def _progress_text(self, node: Node) -> str:
-        tally, run = self.tally, self._run
-        return (
-            f"step {run.done.step} of {node.start}..{node.stop} for {len(node.runs)} runs; holding "
-            f"{tally.in_memory} states in memory ({tally.memory_bytes / 2**20:.0f} MiB) and {tally.on_device} on the "
-            f"GPU ({tally.device_bytes / 2**20:.0f} MiB), at most {tally.most_held} at once; {tally.spilled} spilled"
-        )
+        stands_there = self._at == node.id and self._run.done.exit_reason == RUNNING
+        if stands_there and not self.states.path(node, "end").exists():
+            self.states.write(node, "end", self._state())
 
 
 def _write_line(log: RunFolder, entry: Mapping[str, Any], run: str) -> None:
-    """A round's lines in a run's logs."""
+    """Write a round's lines into a run's logs."""
     line = next(line for runs, line in entry["rounds"] if runs is None or run in runs)
     log.log_round(line)
     log.log_metrics(entry["metrics"])
 
 
 def _trunk(config: TrainConfig) -> TrainConfig:
-    """What the runs of a tree have in common."""
-    plain = TrainConfig()
-    return dataclasses.replace(config, outer=plain.outer, inner_steps=1)
+    """Return what the runs of a tree have in common."""
+    return dataclasses.replace(config, outer=TrainConfig().outer, inner_steps=1)

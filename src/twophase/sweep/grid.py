@@ -52,9 +52,14 @@ class Cell:
     control_of: str | None = None
 
     @cached_property
+    def tree(self) -> Tree:
+        """The configuration as plain values."""
+        return to_tree(self.config)
+
+    @cached_property
     def run_id(self) -> str:
         """Fingerprint of the configuration: the name of the run's folder, the same in every sweep."""
-        return fingerprint(self.config)
+        return fingerprint(self.tree)
 
 
 @dataclass(frozen=True)
@@ -85,25 +90,25 @@ class Sweep:
         """Refuse an empty sweep and run ids that do not identify."""
         if not self.cells:
             raise UsageError(f"sweep {self.name}: there are no cells to run; give at least one --axis")
-        runs: dict[str, Any] = {}
+        trees: dict[str, Tree] = {}
         for cell in self.cells:
-            if to_tree(runs.setdefault(cell.run_id, cell.config)) != to_tree(cell.config):
+            if trees.setdefault(cell.run_id, cell.tree) != cell.tree:
                 raise ValueError(
                     f"Sweep: two configurations share the run id {cell.run_id}; change a seed in one of them"
                 )
         for cell in self.cells:
-            if cell.control_of is not None and cell.control_of not in runs:
+            if cell.control_of is not None and cell.control_of not in trees:
                 raise ValueError(f"Sweep: a cell of {cell.arm!r} is the control of {cell.control_of}, which is no cell")
         object.__setattr__(self, "cells", tuple(self.cells))
-        object.__setattr__(self, "runs", runs)
+        object.__setattr__(self, "runs", {cell.run_id: cell.config for cell in self.cells})
         object.__setattr__(self, "paths", tuple(dict.fromkeys(path for cell in self.cells for path in cell.values)))
 
     def values(self, cell: Cell) -> dict[str, Any]:
-        """A cell's value at every path that varies in the sweep, whether its own arm varies it or not."""
+        """Return a cell's value at every path that varies in the sweep, whether its own arm varies it or not."""
         return {path: get(cell.config, path) for path in self.paths}
 
     def spec(self) -> Tree:
-        """What identifies the sweep, as plain JSON values: name, base, axes and cells."""
+        """Describe what identifies the sweep as plain JSON values: name, base, axes and cells."""
         rows = [self.values(cell) for cell in self.cells]
         return {
             "name": self.name,
@@ -122,11 +127,11 @@ class Sweep:
 
 
 def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, Any] | None = None) -> list[Cell]:
-    """Every combination of the axes' values on top of a base configuration; the last axis runs fastest.
+    """Combine the axes' values on top of a base configuration in every way; the last axis runs fastest.
 
     Args:
         base: a tree of frozen dataclasses.
-        axes: what varies.
+        axes: what varies. A value may also be given as the text that the command line takes.
         arm: name of the arm that these cells form.
         fixed: values that all of them share, from dotted path to value; they are part of each cell's `values`.
 
@@ -137,10 +142,8 @@ def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, 
     Raises:
         UsageError: an unknown path, a value of the wrong type, an axis without values or with a repeated one.
     """
-    shared = {path: _fitted(base, path, value) for path, value in (fixed or {}).items()}
-    columns = [[_fitted(base, axis.path, value) for value in axis.values] for axis in axes]
-    for axis, column in zip(axes, columns, strict=True):
-        _check_distinct(axis.path, column)
+    shared = {path: _fitted(base, path, [value])[0] for path, value in (fixed or {}).items()}
+    columns = [_fitted(base, axis.path, axis.values) for axis in axes]
     cells = []
     for combination in itertools.product(*columns):
         values = shared | dict(zip((axis.path for axis in axes), combination, strict=True))
@@ -149,7 +152,7 @@ def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, 
 
 
 def parse_axes(words: Sequence[Sequence[str]], base: Any) -> list[Axis]:
-    """Axes from the command line: each entry is `[path, value, value, ...]`, from `--axis outer.lr 0.3 0.7`.
+    """Parse axes of the command line: each entry is `[path, value, value, ...]`, from `--axis outer.lr 0.3 0.7`.
 
     Args:
         words: one entry an `--axis`.
@@ -159,22 +162,19 @@ def parse_axes(words: Sequence[Sequence[str]], base: Any) -> list[Axis]:
     Raises:
         UsageError: an unknown path, no values, a value of the wrong type, a repeated axis or a repeated value.
     """
-    axes: list[Axis] = []
+    axes: dict[str, Axis] = {}
     for entry in words:
         if not entry:
             raise UsageError("--axis is empty; write a path and its values, for example --axis outer.lr 0.3 0.7")
-        path, texts = entry[0].replace("-", "_"), entry[1:]
-        like = _current(base, path)
-        if path in {axis.path for axis in axes}:
+        path = entry[0].replace("-", "_")
+        if path in axes:
             raise UsageError(f"--axis {path} is given twice; put all its values behind one --axis")
-        values = [_fitted(base, path, _from_text(path, text, like)) for text in texts]
-        _check_distinct(path, values)
-        axes.append(Axis(path, tuple(values)))
-    return axes
+        axes[path] = Axis(path, tuple(_fitted(base, path, entry[1:])))
+    return list(axes.values())
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The words of a setting that has several, such as `sync.restart`, from the one text that an axis has for them.
+    """Split the one text that an axis has for a setting of several words, such as `sync.restart`, into these words.
 
     A comma ends a word where `NAME=` follows it; other commas belong to the word. `none` is no words at all.
 
@@ -185,7 +185,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def text_of(words: tuple[str, ...]) -> str:
-    """The text of a setting that has several words; `words_of` reads it.
+    """Join the words of a setting that has several; `words_of` reads the text.
 
     >>> text_of(("a=3", "b=cycle:5,6")), text_of(())
     ('a=3,b=cycle:5,6', 'none')
@@ -194,14 +194,16 @@ def text_of(words: tuple[str, ...]) -> str:
 
 
 def extends(new: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether a `Sweep.spec()` holds all cells of another of the same name and base, and perhaps more."""
-    alike = all(new[key] == saved[key] for key in ("name", "base"))
-    cells = [{key: cell[key] for key in ("arm", "run", "control_of")} for cell in new["cells"]]
-    return alike and all({key: cell[key] for key in ("arm", "run", "control_of")} in cells for cell in saved["cells"])
+    """Return whether a `Sweep.spec()` holds all cells of another of the same name and base, and perhaps more."""
+
+    def cells(spec: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        return [(cell["arm"], cell["run"], cell["control_of"]) for cell in spec["cells"]]
+
+    return all(new[key] == saved[key] for key in ("name", "base")) and set(cells(saved)) <= set(cells(new))
 
 
 def spec_differences(new: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """What differs between two `Sweep.spec()`s, one phrase each, in the words of the command."""
+    """List what differs between two `Sweep.spec()`s, one phrase each, in the words of the command."""
     phrases = [f"its name is {saved['name']} there, {new['name']} here"] if saved["name"] != new["name"] else []
     phrases += differences(new["base"], saved["base"])
     phrases += [f"axis {phrase}" for phrase in differences(new["axes"], saved["axes"])]
@@ -210,83 +212,83 @@ def spec_differences(new: Mapping[str, Any], saved: Mapping[str, Any]) -> list[s
     return phrases
 
 
-def _check_distinct(path: str, values: Sequence[Any]) -> None:
+def _fitted(base: Any, path: str, values: Sequence[Any]) -> list[Any]:
+    """Convert the values of an axis, or their texts, to the one writing that its path has; refuse what does not fit."""
     if not values:
         raise UsageError(f"--axis {path} has no values; write them behind it")
-    # The policies of blocks are the same in any order.
-    alike = [sorted(value) if isinstance(value, tuple) and _takes_policies(path) else value for value in values]
-    for index, value in enumerate(values):
-        if alike[index] in alike[:index]:
-            text = text_of(value) if isinstance(value, tuple) else value
+    like, hint = _field(base, path)
+    fitted: list[Any] = []
+    alike: list[Any] = []
+    for value in values:
+        if isinstance(like, tuple):
+            fitted.append(_fitted_words(path, words_of(value) if isinstance(value, str) else value))
+        elif isinstance(like, str):
+            is_policy = isinstance(value, (int, RestartPolicy))
+            fitted.append(_canonical(path, value if is_policy else str(value)) if _takes_policies(path) else value)
+        else:
+            fitted.append(_fitted_number(path, value, like))
+        if not isinstance(fitted[-1], type(like)):
+            raise _misfit(path, value, like)
+        if typing.get_origin(hint) is typing.Literal and fitted[-1] not in typing.get_args(hint):
+            raise UsageError(f"--axis {path}: {value!r} is not one of {', '.join(map(str, typing.get_args(hint)))}")
+        # The policies of blocks are the same in any order.
+        alike.append(sorted(fitted[-1]) if isinstance(like, tuple) and _takes_policies(path) else fitted[-1])
+        if alike[-1] in alike[:-1]:
+            text = text_of(fitted[-1]) if isinstance(like, tuple) else fitted[-1]
             raise UsageError(f"--axis {path}: the value {text} is given twice; leave one out")
+    return fitted
 
 
-def _current(base: Any, path: str) -> Any:
-    """The base's value at a path, if it is one that an axis can vary."""
+def _field(base: Any, path: str) -> tuple[Any, Any]:
+    """Return the base's value at a path that an axis can vary, and what the field is declared as."""
+    parent, _, leaf = path.rpartition(".")
     try:
-        value = get(base, path)
+        holder = get(base, parent) if parent else base
+        hint = typing.get_type_hints(type(holder)).get(leaf) if is_dataclass(holder) else None
     except AttributeError:
-        value = None
-    values = values_of(base)
-    if is_dataclass(value):
-        inside = [name for name in values if name.startswith(f"{path}.")]
-        raise UsageError(f"--axis {path} is a group of values; name one of them: {', '.join(inside)}")
-    if path not in values:
-        leaf = path.rpartition(".")[2]
-        nearest = [name for name in values if name.rpartition(".")[2] == leaf]
-        nearest += [name for name in difflib.get_close_matches(path, values, n=3) if name not in nearest]
-        hint = f"did you mean {', '.join(nearest)}?" if nearest else f"the values are: {', '.join(values)}"
+        hint = None
+    paths = values_of(base) if hint is None or is_dataclass(hint) else {}
+    if hint is None:
+        nearest = [name for name in paths if name.rpartition(".")[2] == leaf]
+        nearest += [name for name in difflib.get_close_matches(path, paths, n=3) if name not in nearest]
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else f"the values are: {', '.join(paths)}"
         raise UsageError(f"--axis {path}: there is no such configuration value; {hint}")
-    if not (isinstance(value, (bool, int, float, str)) or _hint(base, path) == tuple[str, ...]):
+    if is_dataclass(hint):
+        inside = [name for name in paths if name.startswith(f"{path}.")]
+        raise UsageError(f"--axis {path} is a group of values; name one of them: {', '.join(inside)}")
+    value = get(base, path)
+    if not (isinstance(value, (bool, int, float, str)) or hint == tuple[str, ...]):
         raise UsageError(
             f"--axis {path}: its value is {value!r}; an axis varies a single number, word or true/false, or words"
         )
-    return value
+    return value, hint
 
 
-def _from_text(path: str, text: str, like: bool | int | float | str | tuple[str, ...]) -> Any:
-    """A word of the command line as a value of the type of `like`."""
-    if isinstance(like, tuple):
-        return words_of(text)
+def _fitted_number(path: str, value: Any, like: bool | int | float) -> bool | int | float:
+    """Convert a number, truth or text to the type of `like`, if that loses nothing."""
     if isinstance(like, bool):
-        if text.lower() in {"true", "false"}:
-            return text.lower() == "true"
-    elif isinstance(like, str):
-        return text
-    else:
+        truths = {"true": True, "false": False}
+        if str(value).lower() in truths:
+            return truths[str(value).lower()]
+    elif not isinstance(value, bool):
         try:
-            return type(like)(text)
-        except ValueError:
+            number = type(like)(value)
+            if math.isfinite(number) and (isinstance(value, str) or number == value):
+                return number
+        except (ValueError, TypeError, OverflowError):
             pass
-    raise _misfit(path, text, like)
+    raise _misfit(path, value, like)
 
 
-def _fitted(base: Any, path: str, value: Any) -> Any:
-    """A value in the one writing that its path has; a UsageError when it does not fit there."""
-    like = _current(base, path)
-    if isinstance(like, tuple):
-        return _fitted_words(path, value)
-    if _takes_policies(path) and isinstance(like, str):
-        return _canonical(path, value if isinstance(value, (int, RestartPolicy)) else str(value))
-    if isinstance(like, float) and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not type(like) or (isinstance(value, float) and not math.isfinite(value)):
-        raise _misfit(path, value, like)
-    choices = _choices(base, path)
-    if choices and value not in choices:
-        raise UsageError(f"--axis {path}: {value!r} is not one of {', '.join(map(str, choices))}")
-    return value
-
-
-def _fitted_words(path: str, value: Any) -> tuple[str, ...]:
-    """A set of words with a text that can be read in one way only, restart policies in their one writing."""
-    if not isinstance(value, tuple) or not all(isinstance(word, str) for word in value):
-        raise UsageError(f"--axis {path}: {value!r} is no set of words")
+def _fitted_words(path: str, words: Any) -> tuple[str, ...]:
+    """Return a set of words with a text that can be read in one way only, restart policies in their one writing."""
+    if not isinstance(words, tuple) or not all(isinstance(word, str) for word in words):
+        raise UsageError(f"--axis {path}: {words!r} is no set of words")
     policies, pairs = _takes_policies(path), []
-    for word in value:
+    for word in words:
         name, equals, rest = word.partition("=")
         # With an `=` in a value, no reader could tell the comma before NAME= from one inside of that value.
-        if "=" in rest or not (equals or (len(value) == 1 and not policies)):
+        if "=" in rest or not (equals or (len(words) == 1 and not policies)):
             raise UsageError(
                 f"--axis {path}: {word!r} is not NAME=VALUE; write one for each name with a comma between them, such "
                 f"as {'a=3,b=cycle:5,6' if policies else 'a=embedding|head,b=.'}, and no other ="
@@ -300,23 +302,11 @@ def _takes_policies(path: str) -> bool:
 
 
 def _canonical(path: str, policy: str | int | RestartPolicy) -> str:
-    """A restart policy in its one writing."""
+    """Return a restart policy in its one writing."""
     try:
         return str(parse(policy))
     except ValueError as error:
         raise UsageError(f"--axis {path}: {error}") from None
-
-
-def _choices(base: Any, path: str) -> tuple[Any, ...]:
-    """The values that a field declared as Literal allows; empty for every other field."""
-    hint = _hint(base, path)
-    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-
-
-def _hint(base: Any, path: str) -> Any:
-    """What a field is declared as."""
-    parent, _, leaf = path.rpartition(".")
-    return typing.get_type_hints(type(get(base, parent) if parent else base)).get(leaf)
 
 
 def _json(value: Any) -> Any:

@@ -120,20 +120,21 @@ class Outers:
         Raises:
             RuntimeError: the copy does not come out as the anchor.
         """
-        if self._scratch is None:
-            self._scratch = OuterSGD([torch.empty_like(view) for view in anchor], lr=0.0)
-        params = self._scratch.param_groups[0]["params"]
+        scratch = self._scratch = self._scratch or OuterSGD([torch.empty_like(view) for view in anchor], lr=0.0)
+        params = scratch.param_groups[0]["params"]
         for param, old, view in zip(params, before, anchor, strict=True):
             param.copy_(old)
             param.grad = view.grad
-        self.load(self._scratch, run)
-        self._scratch.step(measure=True, signals=signals)
-        if not all(map(_same, params, anchor)):
+        self.load(scratch, run)
+        scratch.step(measure=True, signals=signals)
+        if not all(
+            torch.allclose(*pair, rtol=0.0, atol=0.0, equal_nan=True) for pair in zip(params, anchor, strict=True)
+        ):
             raise RuntimeError(
                 f"forest: run {run} does not take the update of the runs that it should share this round with: a fault "
                 "of the plan; please report it with the sweep's plan.json"
             )
-        return self._scratch
+        return scratch
 
     def _history(self, run: str) -> list[str]:
         if run not in self._histories:
@@ -152,7 +153,3 @@ def _counted(
     restarts = counters["restarts"] + answer.restarted
     after = {"rounds": number, "rounds_since_restart": answer.age(age), "restarts": restarts}
     return after | {"policy_state": answer.state}, answer
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(first, second) or bool(((first == second) | (first.isnan() & second.isnan())).all())

@@ -25,38 +25,17 @@ synchronised otherwise (in fragments, with a policy each, with a delay) is a tre
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from twophase.base.config import fingerprint, to_tree
-from twophase.policies.base import Never, RestartPolicy
-from twophase.rule import OuterRule
+from twophase.base.config import Tree, fingerprint
+from twophase.policies.base import Never
 from twophase.sweep.grid import Sweep
 from twophase.sweep.history import algebra, bits
 
-
-class _Outer(Protocol):
-    def rule(self) -> OuterRule: ...
-    def policy(self) -> RestartPolicy: ...
-
-
-class Config(Protocol):
-    """What planning reads of a configuration; everything else must be equal for runs to share anything."""
-
-    outer: _Outer
-    steps: int
-    inner_steps: int
-
-    @property
-    def probed(self) -> int:
-        """Sequences that a policy which probes is shown; 0 means all of a batch."""
-        ...
-
-    @property
-    def shares_steps(self) -> bool:
-        """Whether there is one outer optimizer for the whole model, which steps at a round's end."""
-        ...
+if TYPE_CHECKING:
+    from twophase.tasks.lm.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +166,15 @@ def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) ->
     """Find the canonical runs of a sweep and the forest that they form.
 
     Args:
-        sweep: its configurations have an outer rule and policy, `steps` and `inner_steps`.
+        sweep: its configurations have an outer rule and policy, `steps`, `inner_steps`, `probed` and `shares_steps`.
         merge: let one run stand for all that are the same in exact arithmetic.
         finished: ids of runs that are there already; a class that has one takes it as its canonical run.
 
     Returns:
         The plan; the same for the same arguments, on every machine.
     """
-    histories = {run: _History.of(config) for run, config in sweep.runs.items()}
+    trees = {cell.run_id: cell.tree for cell in sweep.cells}
+    histories = {run: _History.of(config, trees[run]) for run, config in sweep.runs.items()}
     classes: dict[Any, list[str]] = {}
     for run, history in histories.items():
         classes.setdefault((history.trunk, history.algebra) if merge else run, []).append(run)
@@ -213,16 +193,6 @@ def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) ->
     )
 
 
-def to_json(forest: Forest) -> list[list[Any]]:
-    """The nodes as JSON values: id, parent, start, stop, runs. Inverse of `from_json`."""
-    return [[node.id, node.parent, node.start, node.stop, list(node.runs)] for node in forest.nodes.values()]
-
-
-def from_json(data: Iterable[Sequence[Any]]) -> Forest:
-    """The forest that `to_json` wrote."""
-    return Forest(Node(name, parent, start, stop, tuple(runs)) for name, parent, start, stop, runs in data)
-
-
 Updates = tuple[tuple[int, str], ...]
 """The outer updates of a run: the inner step at which each is taken, and its name."""
 
@@ -237,19 +207,18 @@ class _History:
     algebra: Updates
 
     @classmethod
-    def of(cls, config: Config) -> _History:
-        tree = to_tree(config)
+    def of(cls, config: TrainConfig, tree: Tree) -> _History:
         if not config.shares_steps:
             alone = ((config.steps, "alone"),)
             return cls(fingerprint(tree), config.steps, alone, alone)
-        del tree["outer"], tree["inner_steps"]
+        trunk = {path: value for path, value in tree.items() if path not in {"outer", "inner_steps"}}
         rule, policy = config.outer.rule(), config.outer.policy()
         # The last round may be shorter.
         syncs = [*range(config.inner_steps, config.steps, config.inner_steps), config.steps]
         same_bits = (update.update for update in bits(rule, policy, len(syncs), config.probed))
         same_algebra = algebra(rule, policy, len(syncs), config.probed)
         return cls(
-            fingerprint(tree),
+            fingerprint(trunk),
             config.steps,
             tuple(zip(syncs, same_bits, strict=True)),
             tuple(zip(syncs, same_algebra, strict=True)),
@@ -292,7 +261,7 @@ def _grow(
         ]
 
 
-def _plainness(config: Config) -> tuple[bool, bool, bool, bool, bool]:
+def _plainness(config: TrainConfig) -> tuple[bool, bool, bool, bool, bool]:
     """Of runs that are the same, the one that says so most plainly comes first."""
     rule = config.outer.rule()
     restarts = config.outer.policy() != Never()

@@ -4,17 +4,17 @@ A worker takes a job by creating `claims/JOB.N`, where N follows the last claim 
 on NFS, so exactly one of several workers gets the job. The claim ends in one of three ways:
 
 * the worker removes the file: the job is done, as the sweep's folder shows, or was given back;
-* the worker writes an `error` into it: the job has failed until the sweep's command is repeated;
-* the worker dies. The file stays, the next claim is N + 1, and the third such death in a row is the job's failure.
+* the worker writes an `error` into it: the job has failed;
+* the worker dies: the file stays, the next claim is N + 1, and the third death is the job's failure.
 
 A living worker holds a lock on its claim and refreshes the file's time. A claim counts as dead when
 
 * worker and observer run on one host and the lock is free: the system frees it at the instant of death; or
-* the file has not been refreshed for long: the only evidence from another host, and against a suspended process. Times
-  are compared on the file server's clock, because the clocks of two machines differ. The verdict waits for two more
-  beats of the observer's time: after a laptop's sleep or a pause of the file server every claim looks old for a moment.
+* the observer has watched the file for two minutes without a refresh: the only evidence from another host, and against
+  a suspended process. Only the observer's clock is read, because the clocks of two machines differ.
 
-The queue only prevents duplicate work. Results never depend on it, so the folder `claims/` may be lost.
+Repeating the sweep's command removes failed and dead claims. The queue only prevents duplicate work: results never
+depend on it, so the folder `claims/` may be lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import secrets
 import socket
 import threading
 import time
@@ -31,25 +30,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
-
-from twophase.base.files import TEMPORARY, write_atomic
 
 CLAIMS = "claims"
 ATTEMPTS = 3
 """Deaths of workers under a job that make it fail."""
 BEAT_SECONDS, STALE_SECONDS = 10.0, 120.0
-_CALL = "call"
+"""Time between two refreshes of a claim, and the silence that counts as a death."""
 _REASON_LENGTH = 2000
 
 
 @cache
 def host() -> str:
-    """This machine, or this container on it, since its last start."""
+    """Identify this machine, or this container on it, since its last start."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # not Linux: after a restart the old claims only look stale
+    except OSError:  # not Linux: after a restart the old claims only fall silent
         boot = "unknown"
     return f"{socket.gethostname()} {boot}"
 
@@ -65,7 +61,7 @@ class Standing:
     """
 
     state: Literal["waiting", "running", "failed"]
-    last: int
+    last: int = 0
     error: str = ""
 
 
@@ -75,47 +71,47 @@ class Claim:
     Args:
         job: the job's id.
         path: the claim's file, which must not exist.
-        record: what the file says of this worker.
 
     Raises:
         FileExistsError: another worker was faster.
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, job: str, path: Path, record: Mapping[str, Any]) -> None:
+    def __init__(self, job: str, path: Path) -> None:
         self.job = job
         self.path = path
-        self._record = dict(record)
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._thread = threading.Thread(target=self._beat, args=(self._file,), name="sweep-beat", daemon=True)
         try:
-            # Before the record is written: an observer trusts the lock only where the record says `locked`.
-            self._record["locked"] = _lock(self._file, fcntl.LOCK_EX)
+            # The lock comes first: an observer trusts a free lock only where the record says `locked`.
+            self._record = {"host": host(), "pid": os.getpid(), "locked": _lock(self._file, fcntl.LOCK_EX)}
             self._write()
+            self._thread.start()
         except BaseException:
-            self._close(remove=True)
+            self.release()
             raise
-        self._thread = threading.Thread(target=self._beat, name="sweep-beat", daemon=True)
-        self._thread.start()
 
     def __enter__(self) -> Claim:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
         """End the claim; safe to repeat."""
-        self._end(remove=True)
+        if self._file is not None:
+            # Removed before the lock is freed: a free lock on a file that is still there means death.
+            with suppress(OSError):
+                self.path.unlink()
+            self._close()
 
     def fail(self, error: str) -> None:
         """End the claim with a reason; the job waits until the sweep's command is repeated."""
         self._record["error"] = error[:_REASON_LENGTH]
         with suppress(OSError):  # a full disk: the claim then counts as a worker's death
             self._write()
-        self._end(remove=False)
+        self._close()
 
     def _write(self) -> None:
         assert self._file is not None
@@ -123,25 +119,16 @@ class Claim:
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, (json.dumps(self._record, indent=1) + "\n").encode(), 0)
 
-    def _beat(self) -> None:
-        while not self._over.wait(self._record["beat_seconds"]):
-            with suppress(OSError):  # a file server that is away for a while: the next beat tries again
-                assert self._file is not None
-                os.utime(self._file)  # without times: the server puts its own
+    def _beat(self, file: int) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            with suppress(OSError):  # an unreachable file server: the next beat tries again
+                os.utime(file)  # without times: the server puts its own
 
-    def _end(self, *, remove: bool) -> None:
-        if self._file is not None:
-            self._over.set()
-            self._thread.join()
-            self._close(remove=remove)
-
-    def _close(self, *, remove: bool) -> None:
+    def _close(self) -> None:
         assert self._file is not None
-        # Removed before the lock is freed: a free lock on a file that is still there means death. The file may be gone,
-        # or another worker's by now, if `claims/` was removed by hand.
-        with suppress(OSError):
-            if remove and _is_same_file(self._file, self.path):
-                self.path.unlink()
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()  # it must not refresh whatever file gets this descriptor next
         os.close(self._file)
         self._file = None
 
@@ -151,45 +138,28 @@ class Queue:
 
     Args:
         folder: the sweep's folder, which all its workers see.
-        beat_seconds: time between two refreshes of a claim, > 0.
-        stale_seconds: silence after which other hosts may count a worker as dead, at least three beats.
-
-    Raises:
-        ValueError: times that do not fit.
     """
 
-    def __init__(
-        self, folder: Path, *, beat_seconds: float = BEAT_SECONDS, stale_seconds: float = STALE_SECONDS
-    ) -> None:
-        if not 0 < 3 * beat_seconds <= stale_seconds:
-            raise ValueError(
-                f"Queue: beat_seconds is {beat_seconds} and stale_seconds {stale_seconds}; "
-                "the first must be > 0 and the second at least three times as long"
-            )
+    def __init__(self, folder: Path) -> None:
         self.folder = Path(folder).absolute() / CLAIMS
-        self._times = {"beat_seconds": beat_seconds, "stale_seconds": stale_seconds}
-        self._silences: dict[Path, tuple[float, float]] = {}
-        """From a stale claim to the time of its file, and when (on this process's clock) it was first seen so."""
+        self._silences: dict[Path, tuple[float, float, float]] = {}
+        """From a claim to the time of its file, when it was first seen so, and the last look (on this clock)."""
 
     def begin_call(self) -> None:
-        """Forget all failures and deaths so far, because the sweep's command is repeated."""
-        self.folder.mkdir(exist_ok=True)
-        write_atomic(self.folder / _CALL, f"{self._call() + 1}\n")
+        """Forget failures and deaths so far, because the sweep's command is repeated."""
+        for job, numbers in self._claims().items():
+            running = self._standing(job, numbers).state == "running"
+            for number in numbers[: len(numbers) - running]:
+                self._path(job, number).unlink(missing_ok=True)
 
     def look(self, jobs: Iterable[str]) -> dict[str, Standing]:
-        """Where each of these jobs stands.
+        """Return where each of these jobs stands.
 
         Raises:
             OSError: the folder cannot be read.
         """
-        claims: dict[str, list[int]] = {}
-        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
-            for entry in entries:
-                job, _, number = entry.name.rpartition(".")
-                if number.isdecimal():
-                    claims.setdefault(job, []).append(int(number))
-        call, clock = self._call(), _ServerClock(self.folder)
-        return {job: self._standing(job, sorted(claims.get(job, [])), call, clock) for job in jobs}
+        claims = self._claims()
+        return {job: self._standing(job, claims.get(job, [])) for job in jobs}
 
     def take(self, standings: Mapping[str, Standing]) -> Claim | None:
         """Take the first job that waits.
@@ -204,90 +174,62 @@ class Queue:
             OSError: the folder cannot be written.
         """
         self.folder.mkdir(exist_ok=True)
-        worker = {"host": host(), "pid": os.getpid(), "call": self._call(), **self._times}
         for job, standing in standings.items():
             if standing.state == "waiting":
                 with suppress(FileExistsError):  # another worker was faster
-                    return Claim(job, self._path(job, standing.last + 1), worker)
+                    return Claim(job, self._path(job, standing.last + 1))
         return None
 
     def _path(self, job: str, number: int) -> Path:
         return self.folder / f"{job}.{number}"
 
-    def _call(self) -> int:
-        try:
-            return int((self.folder / _CALL).read_text(encoding="ascii"))
-        except (FileNotFoundError, ValueError):
-            return 0
+    def _claims(self) -> dict[str, list[int]]:
+        """Return the numbers of the claims on each job, in ascending order."""
+        claims: dict[str, list[int]] = {}
+        with suppress(FileNotFoundError):
+            for path in self.folder.iterdir():
+                job, _, number = path.name.rpartition(".")
+                if number.isdecimal():
+                    claims.setdefault(job, []).append(int(number))
+        return {job: sorted(numbers) for job, numbers in claims.items()}
 
-    def _standing(self, job: str, numbers: list[int], call: int, clock: _ServerClock) -> Standing:
+    def _standing(self, job: str, numbers: list[int]) -> Standing:
         if not numbers:
-            return Standing("waiting", 0)
+            return Standing("waiting")
         last, path = numbers[-1], self._path(job, numbers[-1])
         try:
-            file = os.open(path, os.O_RDONLY)  # on NFS this also fetches its present time from the server
+            with path.open("rb") as file:  # on NFS, opening also fetches the file's present time from the server
+                record = _record(file.read())
+                death = "" if "error" in record else self._death(path, file.fileno(), record)
         except FileNotFoundError:  # it has just ended
             return Standing("waiting", last - 1)
-        try:
-            record = _record(file)
-            if "error" in record:
-                failed = record.get("call") == call
-                return Standing("failed", last, record["error"]) if failed else Standing("waiting", last)
-            death = self._death(path, file, record, clock)
-        finally:
-            os.close(file)
-        if death is None:
+        if "error" in record:
+            return Standing("failed", last, record["error"])
+        if not death:
             return Standing("running", last)
-        deaths = sum(self._call_of(self._path(job, number)) == call for number in numbers)
-        if deaths >= ATTEMPTS:
-            return Standing("failed", last, f"{death} (attempt {deaths} of {ATTEMPTS})")
+        if len(numbers) >= ATTEMPTS:  # of the former claims only those of dead workers are still there
+            return Standing("failed", last, f"{death} (attempt {len(numbers)} of {ATTEMPTS})")
         return Standing("waiting", last)
 
-    def _call_of(self, path: Path) -> int | None:
-        with suppress(OSError, ValueError, AttributeError):
-            return json.loads(path.read_bytes()).get("call")
-        return None
-
-    def _death(self, path: Path, file: int, record: Mapping[str, Any], clock: _ServerClock) -> str | None:
-        """How the worker of a claim has died, None if it may be alive."""
+    def _death(self, path: Path, file: int, record: Mapping[str, Any]) -> str:
+        """Say how the worker of a claim has died; nothing if it may be alive."""
         worker = f"worker {record.get('pid', 'unknown')} on {str(record.get('host', 'unknown host')).split()[0]}"
         if record.get("locked") and record.get("host") == host() and _lock(file, fcntl.LOCK_SH):
-            # Seen free, but the claim may have ended in good order since the file was opened.
-            return f"{worker} was killed" if _is_same_file(file, path) else None
-        touched, now = os.fstat(file).st_mtime, clock.now()
-        if now is None or now - touched <= record.get("stale_seconds", STALE_SECONDS):
-            self._silences.pop(path, None)
-            return None
-        before, since = self._silences.get(path, (None, 0.0))
-        if before != touched:
-            self._silences[path] = (touched, time.monotonic())
-        elif time.monotonic() - since >= 2 * record.get("beat_seconds", BEAT_SECONDS):
-            return f"{worker} gave no sign of life for {now - touched:.0f} s"
-        return None
+            path.stat()  # a claim that has ended in good order since it was opened is gone, and its lock free, too
+            return f"{worker} was killed"
+        touched, now = os.fstat(file).st_mtime, time.monotonic()
+        before, since, looked = self._silences.get(path, (touched, now, now))
+        # After a pause of the observer or of the file server every claim looks old for a moment.
+        if touched != before or now - looked > BEAT_SECONDS:
+            since = now
+        self._silences[path] = touched, since, now
+        return f"{worker} gave no sign of life for {now - since:.0f} s" if now - since >= STALE_SECONDS else ""
 
 
-class _ServerClock:
-    """The file server's clock, read at most once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._now: float | None = None
-
-    def now(self) -> float | None:
-        """Seconds; None while the folder cannot be written, which is no evidence against any worker."""
-        if self._now is None:
-            probe = self._folder / f"{TEMPORARY}clock-{secrets.token_hex(8)}"
-            with suppress(OSError):
-                probe.touch()
-                self._now = probe.stat().st_mtime
-                probe.unlink()
-        return self._now
-
-
-def _record(file: int) -> dict[str, Any]:
-    """What an open claim says; nothing where it is being written, or damaged."""
+def _record(data: bytes) -> dict[str, Any]:
+    """Parse a claim; it is empty where the worker died before it had written it."""
     with suppress(ValueError):
-        record = json.loads(os.pread(file, 1 << 20, 0))
+        record = json.loads(data)
         if isinstance(record, dict):
             return record
     return {}
@@ -303,11 +245,3 @@ def _lock(file: int, kind: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _is_same_file(file: int, path: Path) -> bool:
-    """Whether a name still stands for an open file."""
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False

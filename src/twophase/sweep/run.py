@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from twophase.base.config import UsageError
+from twophase.base.config import UsageError, fingerprint
 from twophase.base.files import write_atomic
 from twophase.runs.folder import check_place, list_some, lock_folder, read_summary
 from twophase.sweep.crew import Crew
@@ -42,7 +42,7 @@ from twophase.sweep.plan import plan
 from twophase.sweep.queue import CLAIMS, Queue
 from twophase.sweep.table import rows_of, write_rows
 from twophase.sweep.trials import Trials, open_storage, short_reason
-from twophase.sweep.work import PLAN, RUNS, STATES, Work, spec_id
+from twophase.sweep.work import RUNS, STATES, Work
 
 SPEC, TABLE, FIGURES = "sweep.json", "cells.csv", "figures"
 STORAGE_VARIABLE = "TWOPHASE_STORAGE"
@@ -75,7 +75,6 @@ class Status:
         diverged: ended early by divergence in this call.
         failed: could not be run in this call.
         skipped: had ended before this call.
-        seconds: since the call began.
         run: id of the run that this report is about; empty at the start and when a worker is replaced.
         event: what has just happened: the sweep began, this run ended so, or a worker was replaced.
         error: why a run failed or a worker was replaced.
@@ -86,10 +85,9 @@ class Status:
     diverged: int
     failed: int
     skipped: int
-    seconds: float
-    run: str
-    event: Happening
-    error: str
+    run: str = ""
+    event: Happening = "begun"
+    error: str = ""
 
     @property
     def done(self) -> int:
@@ -177,9 +175,12 @@ def run_sweep(
         open_storage(folder, storage)
     lock = lock_folder(folder, "is running a sweep")
     try:
-        _claim(sweep, folder, runs, merge=merge, texts=texts)
-        old, work = _planned(sweep, folder, merge=merge, workers=workers, texts=texts)
-        trials = Trials(sweep, folder, storage, work.study, old.study if old is not None and old != work else None)
+        old = _work_there(sweep, folder, merge=merge, texts=texts or {})
+        try:
+            work = _planned(sweep, folder, old, merge=merge, workers=workers, runs=runs, texts=texts or {})
+        except OSError as error:
+            raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
+        trials = Trials(sweep, folder, storage, work.study, None if old is None or old is work else old.study)
         call = _Call(sweep, work, trials, progress)
         if call.pending:
             Queue(folder).begin_call()
@@ -190,118 +191,96 @@ def run_sweep(
             elif workers:
                 environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
                 call.watch(Crew(folder, words, min(workers, len(work.jobs)), environment, devices), grace_seconds)
-        if len(call.summaries) == len(work.runs):
-            _tidy(folder / STATES)
-            _tidy(folder / CLAIMS)
+        if len(call.summaries) == len(work.runs):  # of a plan before an extension, or left by killed workers
+            for path in (*(folder / STATES).glob("*"), *(folder / CLAIMS).glob("*")):
+                with contextlib.suppress(OSError):
+                    path.unlink()
         return call.outcome()
     finally:
         os.close(lock)
 
 
 def read_plan(sweep: Sweep, folder: Path) -> Work | None:
-    """The plan in a sweep's folder if it is this sweep's, else None."""
+    """Return the plan in a sweep's folder if it is this sweep's, else None."""
     work = Work.read(Path(folder).absolute())
-    return work if work is not None and work.spec == spec_id(sweep.spec()) else None
+    return work if work is not None and work.spec == fingerprint(sweep.spec()) else None
 
 
 def read_summaries(runs: Collection[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """The summaries of the runs that are finished in a sweep's folder, by run id."""
+    """Return the summaries of the runs that are finished in a sweep's folder, by run id."""
     summaries = {run: read_summary(folder / RUNS / run, run) for run in runs}
     return {run: summary for run, summary in summaries.items() if summary is not None}
 
 
-def _make_runs(path: Path, runs: Path | None) -> None:
-    """The folder of the runs, or a link to the one that is shared."""
-    if runs is None or path.exists():
-        path.mkdir(exist_ok=True)
-        return
-    runs.mkdir(parents=True, exist_ok=True)
-    path.symlink_to(os.path.relpath(runs, path.parent), target_is_directory=True)
+def _work_there(sweep: Sweep, folder: Path, *, merge: bool, texts: Mapping[str, str]) -> Work | None:
+    """Return the work of a folder of this sweep, or of one that this sweep extends; refuse every other folder."""
+    if not check_place(folder, SPEC, "sweep"):
+        return None
+    spec = sweep.spec()
+    try:
+        saved = json.loads((folder / SPEC).read_text(encoding="utf-8"))
+        different = [] if extends(spec, saved) else spec_differences(spec, saved)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"--out {folder}: its {SPEC} is damaged; put it back or choose another --out") from None
+    if different:
+        raise UsageError(
+            f"--out {folder}: belongs to another sweep: {list_some(different)}; "
+            "choose another --out, or repeat that sweep's command to resume it"
+        )
+    work = Work.read(folder)
+    if work is not None and work.merge != merge:
+        words = ("with --no-merge there, without here", "without --no-merge there, with it here")[work.merge]
+        raise UsageError(f"--out {folder}: the sweep was begun {words}; repeat its command or choose another --out")
+    if work is not None and any(work.texts.get(name, text) != text for name, text in texts.items()):
+        raise UsageError(
+            f"--out {folder}: the text is not the one that this sweep was begun with; put the old text back, or choose "
+            "another --out"
+        )
+    return work
 
 
 def _planned(
-    sweep: Sweep, folder: Path, *, merge: bool, workers: int, texts: Mapping[str, str] | None
-) -> tuple[Work | None, Work]:
-    """The plan in the folder, and the one to follow: another if there was none or the sweep has been extended."""
-    spec = spec_id(sweep.spec())
-    old = _old_plan(folder, merge=merge, texts=texts)
-    if old is not None and old.spec == spec:
-        return old, old
+    sweep: Sweep,
+    folder: Path,
+    old: Work | None,
+    *,
+    merge: bool,
+    workers: int,
+    runs: Path | None,
+    texts: Mapping[str, str],
+) -> Work:
+    """Prepare the folder; return the plan to follow: another than the old one if the sweep has been extended."""
+    path, place = folder / SPEC, folder / RUNS
+    text = json.dumps(sweep.spec(), indent=1) + "\n"
+    if not path.exists() or path.read_text(encoding="utf-8") != text:  # new, or extended
+        write_atomic(path, text)
+    (folder / FIGURES).mkdir(exist_ok=True)
+    if runs is not None and not place.exists():
+        runs.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(os.path.relpath(runs, folder), target_is_directory=True)
+    place.mkdir(exist_ok=True)
+    if old is not None and old.spec == fingerprint(sweep.spec()):
+        return old
     made = plan(sweep, merge=merge, finished=set(read_summaries(list(sweep.runs), folder)))
     # At least two runs' length: below that, handing a state from one process to another would not pay.
     longest = max(config.steps for config in sweep.runs.values())
     work = Work.of(
         folder,
+        sweep,
         made,
-        spec=spec,
         merge=merge,
         study=f"twophase-{folder.name}-{secrets.token_hex(4)}",
         most=max(2 * longest, made.steps // (JOBS_A_WORKER * max(workers, 2))),
-        base=sweep.base,
-        texts=dict(old.texts if old is not None else {}) | dict(texts or {}),
+        texts={**(old.texts if old is not None else {}), **texts},
     )
-    if old is not None:
-        _drop_states(old, work)
-    try:
-        work.write()
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {PLAN} cannot be written ({error.strerror}); choose another --out") from None
-    return old, work
-
-
-def _drop_states(old: Work, new: Work) -> None:
-    """Remove the states of nodes that have more runs now: they say nothing about these."""
-    for name, node in new.forest.nodes.items():
-        if name in old.forest.nodes and not set(node.runs) <= set(old.forest.nodes[name].runs):
-            new.state(name).unlink(missing_ok=True)
-
-
-def _tidy(folder: Path) -> None:
-    """Remove files that no worker needs any more: of a plan before an extension, or left by killed workers."""
-    for path in folder.glob("*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _old_plan(folder: Path, *, merge: bool, texts: Mapping[str, str] | None) -> Work | None:
-    """The plan in the folder, of this sweep or of the one that it extends, unless it was made in another way."""
-    old = Work.read(folder)
-    if old is not None and old.merge != merge:
-        words = ("with --no-merge there, without here", "without --no-merge there, with it here")[old.merge]
-        raise UsageError(f"--out {folder}: the sweep was begun {words}; repeat its command or choose another --out")
-    if old is not None and any(old.texts.get(name, text) != text for name, text in (texts or {}).items()):
-        raise UsageError(
-            f"--out {folder}: the text is not the one that this sweep was begun with; put the old text back, or choose "
-            "another --out"
-        )
-    return old
-
-
-def _claim(sweep: Sweep, folder: Path, runs: Path | None, *, merge: bool, texts: Mapping[str, str] | None) -> None:
-    """Write `sweep.json`, or make sure that it is this sweep's."""
-    spec = json.loads(json.dumps(sweep.spec()))
-    new = not check_place(folder, SPEC, "sweep")
-    try:
-        saved = spec if new else json.loads((folder / SPEC).read_text(encoding="utf-8"))
-        different = spec_differences(spec, saved)
-        more = bool(different) and extends(spec, saved)  # more seeds or values: what is there stays and counts
-    except OSError as error:
-        raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(f"--out {folder}: its {SPEC} is damaged; put it back or choose another --out") from None
-    if different and not more:
-        raise UsageError(
-            f"--out {folder}: belongs to another sweep: {list_some(different)}; "
-            "choose another --out, or repeat that sweep's command to resume it"
-        )
-    _old_plan(folder, merge=merge, texts=texts)  # refuse before anything is changed
-    try:
-        if new or more:
-            write_atomic(folder / SPEC, json.dumps(spec, indent=1) + "\n")
-        _make_runs(folder / RUNS, runs)
-        (folder / FIGURES).mkdir(exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
+    for node in old.forest.nodes.values() if old is not None else ():
+        # The state of a node that has more runs now says nothing about these.
+        if node.id in work.forest.nodes and not set(work.forest.nodes[node.id].runs) <= set(node.runs):
+            work.state(node.id).unlink(missing_ok=True)
+    work.write()
+    return work
 
 
 class _Call:
@@ -327,6 +306,11 @@ class _Call:
         """The runs that have neither ended nor failed."""
         return [run for run in self.work.runs if run not in self.summaries and run not in self.errors]
 
+    @property
+    def ended(self) -> int:
+        """Runs that have ended or failed in this call."""
+        return self.finished + self.diverged + len(self.errors)
+
     def watch(self, crew: Crew, grace_seconds: float) -> None:
         """Wait until nothing is left, with the table up to date; stop the crew whatever happens."""
         queue = Queue(self.work.folder)
@@ -335,17 +319,16 @@ class _Call:
             asked = time.monotonic()
             while self.pending:
                 began = time.monotonic()
-                trouble = crew.over() or crew.lost()  # before the look: a worker that finds nothing left may end, too
+                trouble = crew.in_trouble()  # before the look: a worker that finds nothing left may end, too
                 self._look()
                 if trouble or began - asked > _ERRORS_SECONDS:
                     asked = began
                     self._ask(queue)
                 if not self.pending:
                     break
-                ended = self.finished + self.diverged + len(self.errors)
-                for death in crew.replace(progressed=ended) if trouble else ():
+                for death in crew.replace(progressed=self.ended) if trouble else ():
                     self._report("replaced", error=death)
-                if ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
+                if self.ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
                     self._write()
                 time.sleep(min(max(_LOOK_SECONDS, 49 * (time.monotonic() - began)), _LONGEST_SECONDS))
             crew.finish()
@@ -358,7 +341,7 @@ class _Call:
             self._write()
 
     def outcome(self) -> Outcome:
-        """What the call did.
+        """Sum up the call.
 
         Raises:
             RuntimeError: the storage of the trials has failed.
@@ -374,47 +357,39 @@ class _Call:
 
     def _look(self) -> None:
         """Take note of the runs that have ended."""
-        for run in self.pending:
-            summary = read_summary(self.work.run_folder(run), run)
-            if summary is not None:
-                self.summaries[run] = summary
-                self.diverged += summary["diverged"]
-                self.finished += not summary["diverged"]
-                self._report("diverged" if summary["diverged"] else "finished", run)
+        for run, summary in read_summaries(self.pending, self.work.folder).items():
+            self.summaries[run] = summary
+            self.diverged += summary["diverged"]
+            self.finished += not summary["diverged"]
+            self._report("diverged" if summary["diverged"] else "finished", run)
 
     def _ask(self, queue: Queue) -> None:
         """Take note of the jobs that have failed."""
-        standings = queue.look(name for name, job in self.work.jobs.items() if not self._settled(job.runs))
-        failures = {name: standing.error for name, standing in standings.items() if standing.state == "failed"}
-        if not failures:
-            return
-        self._look()  # what its jobs had finished before
+        pending = set(self.pending)
+        jobs = {name: job for name, job in self.work.jobs.items() if not pending.isdisjoint(job.runs)}
+        failures = {name: standing.error for name, standing in queue.look(jobs).items() if standing.state == "failed"}
+        if failures:
+            self._look()  # what its jobs had finished before
         for name, reason in failures.items():
-            for run in self.work.jobs[name].runs:
-                if not self._settled([run]):
+            for run in jobs[name].runs:
+                if run not in self.summaries and run not in self.errors:
                     self.errors[run] = reason
                     self._report("failed", run, reason)
-
-    def _settled(self, runs: Sequence[str]) -> bool:
-        return all(run in self.summaries or run in self.errors for run in runs)
 
     def _write(self) -> None:
         """Bring trials and table up to date."""
         try:
             self.trials.record(self.summaries, self.errors)
             self.unrecorded = ""
-        except (
-            Exception
-        ) as error:  # a database that is away, or a full disk: the runs go on, the next write tries again
+        except Exception as error:  # an unreachable database, or a full disk: the next write tries again
             self.unrecorded = short_reason(error)
         path = self.work.folder / TABLE
         before = path.read_bytes() if path.exists() else b""
-        failed = self.errors.keys()
-        write_rows(path, rows_of(self.sweep, self.summaries, failed, self.work.stands_for))
+        write_rows(path, rows_of(self.sweep, self.summaries, self.errors, self.work.stands_for))
         self.changed |= path.read_bytes() != before
-        self.table_at, self.tabled = time.monotonic(), self.finished + self.diverged + len(self.errors)
+        self.table_at, self.tabled = time.monotonic(), self.ended
 
     def _report(self, event: Happening, run: str = "", error: str = "") -> None:
         if self.progress is not None:
             counts = (len(self.work.runs), self.finished, self.diverged, len(self.errors), self.skipped)
-            self.progress(Status(*counts, time.monotonic() - self.began, run, event, error))
+            self.progress(Status(*counts, run, event, error))

@@ -7,6 +7,7 @@ or a more important job needs the node, starts again with the same command and g
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -34,11 +35,7 @@ _RESTARTS = 1000
 
 
 class Payload:
-    """What each job of the array does: run a command and see that it ends well.
-
-    Args:
-        command: its words.
-    """
+    """What each job of the array does: run a command and see that it ends well."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.command = list(command)
@@ -76,14 +73,14 @@ class Payload:
     def _stop(self) -> None:
         """Tell the worker to end, once (a second signal would keep it from saving), and wait."""
         process = self._process
-        if process is None or process.returncode is not None or self._wait(0.0):
+        if process is None or process.returncode is not None or self._ends_within(0.0):
             return
         process.terminate()
-        if not self._wait(_GRACE_SECONDS):
+        if not self._ends_within(_GRACE_SECONDS):
             process.kill()
 
-    def _wait(self, seconds: float) -> bool:
-        """Whether the worker ends in this time. Not by Popen's own wait, which this may have interrupted."""
+    def _ends_within(self, seconds: float) -> bool:
+        """Wait for the worker, but not by Popen's own wait, which this may have interrupted."""
         assert self._process is not None
         deadline = time.monotonic() + seconds
         with suppress(ChildProcessError):  # its status has been collected
@@ -167,18 +164,15 @@ def _parameters(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _minutes(value: Any) -> int:
-    """Whole minutes in a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; rounded up."""
+    """Convert a time as sbatch takes it to whole minutes, rounded up: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
     if match is not None:
         days, *parts = match.groups()
         numbers = [int(part) for part in parts if part is not None]
-        if days is not None:
-            hours, minutes, seconds = [*numbers, 0, 0][:3]
-        elif len(numbers) == 3:
-            hours, minutes, seconds = numbers
-        else:
-            hours, (minutes, seconds) = 0, [*numbers, 0][:2]
-        total = ((int(days or 0) * 24 + hours) * 60 + minutes) + -(-seconds // 60)
+        if days is None and len(numbers) < 3:
+            numbers = [0, *numbers]
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        total = (int(days or 0) * 24 + hours) * 60 + minutes + math.ceil(seconds / 60)
         if total > 0:
             return total
     raise UsageError(f"--slurm-time {value}: not a time; write minutes, H:MM:SS or D-HH:MM, at least one minute")

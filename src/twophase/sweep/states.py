@@ -1,12 +1,15 @@
-"""States at the branches of a forest: in memory or on a GPU while there is room, and on disk."""
+"""States at the branches of a forest: on disk, and in memory or on a GPU while there is room.
+
+`write` and `read` alone know what a file in `forest/` looks like.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +24,23 @@ State = dict[str, Any]
 FORMAT = 5
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class Tally:
-    """What a walk has done.
-
-    Args:
-        steps: inner steps executed.
-        step_seconds: duration of each; on a GPU, which does them later, the mean of each round.
-        in_memory: branch states in main memory now.
-        memory_bytes: their size.
-        on_device: branch states in a GPU's memory now; on a CPU there are none.
-        device_bytes: their size.
-        most_held: branch states in either memory at once so far.
-        spilled: branch states that were kept on disk only, because of the limit.
-        restored: times that a branch state was taken up again, from memory or disk.
-    """
+    """What a walk has done."""
 
     steps: int = 0
-    step_seconds: list[float] = dataclasses.field(default_factory=list)
-    in_memory: int = 0
-    memory_bytes: int = 0
-    on_device: int = 0
-    device_bytes: int = 0
+    step_seconds: list[float] = field(default_factory=list)
+    """Duration of each inner step; on a GPU, which does them later, the mean of each round."""
     most_held: int = 0
+    """Branch states in memory at once so far, on a GPU or beside it."""
     spilled: int = 0
+    """Branch states that are on disk only, because of the limit."""
     restored: int = 0
-
-    def count(self, size: int, *, on_device: bool, sign: int) -> None:
-        """Count a state of so many bytes that is held from now on (sign 1), or not any more (-1)."""
-        if on_device:
-            self.on_device += sign
-            self.device_bytes += sign * size
-        else:
-            self.in_memory += sign
-            self.memory_bytes += sign * size
-        self.most_held = max(self.most_held, self.in_memory + self.on_device)
+    """Times that a branch state was taken up again, from memory or disk."""
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU's memory that copies may take; none of a CPU, where states are counted instead.
+    """Return the bytes of a GPU's memory that copies may take; none of a CPU, where states are counted instead.
 
     What a step has needed beside the parameters at its peak is left to it, and a tenth of the memory, for a longer
     evaluation, another process, or an allocator with free pieces that are too small.
@@ -71,23 +52,14 @@ def free_memory(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - peak - total // 10 if peak > allocated else 0
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Branch:
-    """The end of a node with children that are being walked.
-
-    Args:
-        node: the node.
-        pending: children that have not been reached yet.
-        state: the state there, unless it is on disk only.
-        size: its bytes.
-        on_device: whether it lies in a GPU's memory.
-        saved: whether it is on disk, too.
-    """
+    """The end of a node with children that are being walked, and how many of these have not been reached yet."""
 
     node: Node
     pending: int
     state: State | None = None
-    size: int = 0
+    """The state there, unless it is on disk only."""
     on_device: bool = False
     saved: bool = False
 
@@ -117,29 +89,27 @@ class States:
         self.in_memory = in_memory
         self.free = free
         self.on_progress = on_progress
-        self.branches: list[Branch] = []
-        """Those with a state in memory."""
+        self.held: list[Branch] = []
+        """The branches with a state in memory."""
 
     def hold(self, branch: Branch, state: State, device: torch.device) -> bool:
         """Copy a branch's state into memory; False where that is full, and the state must go to disk."""
-        branch.saved = self.path(branch.node, "end").exists()
-        size = _size_bytes(state)
-        if size <= self.free(device):
+        if _size_bytes(state) <= self.free(device):
             # A round of a small model takes less than a copy of its state through main memory.
             with suppress(torch.OutOfMemoryError):  # in pieces that are too small
                 branch.state, branch.on_device = _cloned(state), True
         if branch.state is None:
-            if self.tally.in_memory >= self.in_memory:
+            if sum(not other.on_device for other in self.held) >= self.in_memory:
                 self.tally.spilled += 1
                 return False
             branch.state = _cloned(state, "cpu")
-        branch.size = size
-        self.branches.append(branch)
-        self.tally.count(size, on_device=branch.on_device, sign=1)
+        branch.saved = self.path(branch.node, "end").exists()
+        self.held.append(branch)
+        self.tally.most_held = max(self.tally.most_held, len(self.held))
         return True
 
     def leave(self, branch: Branch, *, here: bool) -> State | None:
-        """The state for a branch's next child.
+        """Return the state for a branch's next child.
 
         Args:
             branch: the branch.
@@ -152,21 +122,25 @@ class States:
         state = branch.state
         if state is not None and branch.pending == 0:
             branch.state = None
-            self.branches.remove(branch)
-            self.tally.count(branch.size, on_device=branch.on_device, sign=-1)
+            self.held.remove(branch)
         elif state is not None and not here:
             state = _cloned(state)  # the other children need it, too
         return None if here else state
 
-    def save_branches(self) -> None:
+    def save_held(self) -> None:
         """Write the states that are in memory only."""
-        for branch in self.branches:
+        for branch in self.held:
             if branch.state is not None and not branch.saved:
                 self.write(branch.node, "end", branch.state)
                 branch.saved = True
 
+    def held_text(self) -> str:
+        """Describe the states in memory, for people."""
+        on_gpu = sum(branch.on_device for branch in self.held)
+        return f"{len(self.held) - on_gpu} states in memory and {on_gpu} on the GPU"
+
     def path(self, node: Node, what: str) -> Path:
-        """The file of a state at a node's end (`end`) or inside the node (`part`)."""
+        """Return the file of a state at a node's end (`end`) or inside the node (`part`)."""
         return self.folder / f"{node.id}.{what}.pt"
 
     def write(self, node: Node, what: str, state: State) -> None:
@@ -184,7 +158,7 @@ class States:
             self.path(node, "part").unlink(missing_ok=True)
 
     def read(self, node: Node, what: str, runs: Sequence[str]) -> State | None:
-        """A saved state that covers the runs, or None."""
+        """Return a saved state that covers the runs, or None."""
         path = self.path(node, what)
         if not path.exists():
             return None
@@ -204,12 +178,9 @@ class States:
 
 
 def _cloned(value: Any, device: str | None = None) -> Any:
-    """A copy of a state, on a device or where each tensor lies; plain values and finished lines are shared.
-
-    They never change.
-    """
+    """Copy a state, to a device or in place; share plain values and finished lines, which never change."""
     if isinstance(value, Tensor):
-        return value.clone() if device is None else value.to(device, copy=True)
+        return value.to(device=device, copy=True)
     if isinstance(value, dict):
         return {key: _cloned(item, device) for key, item in value.items()}
     if isinstance(value, list) and value and isinstance(value[0], dict) and "metrics" in value[0]:
@@ -220,6 +191,5 @@ def _cloned(value: Any, device: str | None = None) -> Any:
 def _size_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(map(_size_bytes, value.values()))
-    return sum(map(_size_bytes, value)) if isinstance(value, list) else 0
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_size_bytes, parts))

@@ -108,7 +108,7 @@ def rows_of(
     failed: Collection[str] = (),
     stands_for: Mapping[str, str] | None = None,
 ) -> list[Row]:
-    """The rows of a sweep, in the order of its cells.
+    """Return the rows of a sweep, in the order of its cells.
 
     Args:
         sweep: the sweep.
@@ -118,16 +118,15 @@ def rows_of(
     """
     rows = []
     for cell in sweep.cells:
-        values, twin = sweep.values(cell), (stands_for or {}).get(cell.run_id)
-        done = cell.run_id if twin is None else twin
-        summary = summaries.get(done)
+        twin = (stands_for or {}).get(cell.run_id)
+        summary = summaries.get(twin or cell.run_id)
         if summary is None:
-            state: State = "failed" if done in failed else "missing"
-            rows.append(Row(cell.arm, cell.run_id, values, state, control_of=cell.control_of, twin_of=twin))
-            continue
-        state = "diverged" if summary["diverged"] else "finished"
-        numbers = (summary["perplexity"], summary["validation_loss"], summary["seconds"])
-        rows.append(Row(cell.arm, cell.run_id, values, state, *numbers, cell.control_of, twin))
+            state: State = "failed" if (twin or cell.run_id) in failed else "missing"
+            numbers = (None, None, None)
+        else:
+            state = "diverged" if summary["diverged"] else "finished"
+            numbers = (summary["perplexity"], summary["validation_loss"], summary["seconds"])
+        rows.append(Row(cell.arm, cell.run_id, sweep.values(cell), state, *numbers, cell.control_of, twin))
     return rows
 
 
@@ -145,7 +144,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a `cells.csv`.
+    """Read the rows of a `cells.csv`.
 
     Axis values come back as true/false, whole numbers, numbers or text, whichever fits first; restart policies stay
     text, and so do sets of words (`grid.words_of`). A table written before there was a column `twin_of` has no twins.
@@ -155,37 +154,29 @@ def read_rows(path: Path) -> list[Row]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = list(csv.reader(file))
+            header, *lines = list(csv.reader(file)) or [[]]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
-    rows, faults = _parsed(path, lines)
-    if faults:
-        raise UsageError(f"{path}: is damaged ({faults[0]}); repeat the sweep's command to write it again")
-    if not rows:  # a sweep has cells, and a table has a line for each from its beginning
-        raise UsageError(f"{path}: holds no cells, only their header; repeat the sweep's command to write it again")
-    return rows
-
-
-def _parsed(path: Path, lines: Sequence[list[str]]) -> tuple[list[Row], list[str]]:
-    header = lines[0] if lines else []
-    if tuple(header[: len(_BEFORE)]) != _BEFORE or not any(
-        tuple(header[-len(after) :]) == after for after in (_AFTER, _AFTER[:-1])
-    ):
+    is_table = tuple(header[: len(_BEFORE)]) == _BEFORE
+    if not is_table or not any(tuple(header[-len(after) :]) == after for after in (_AFTER, _AFTER[:-1])):
         raise UsageError(f"{path}: is not a table of cells; repeat the sweep's command to write it again")
-    rows: list[Row] = []
-    faults: list[str] = []
-    for number, line in enumerate(lines[1:], start=2):
+    if not lines:  # a sweep has cells, and a table has a line for each from its beginning
+        raise UsageError(f"{path}: holds no cells, only their header; repeat the sweep's command to write it again")
+    rows = []
+    for number, line in enumerate(lines, start=2):
         try:
             if len(line) != len(header):
                 raise ValueError(f"has {len(line)} of {len(header)} values")
             rows.append(_row(dict(zip(header, line, strict=True))))
         except ValueError as error:
-            faults.append(f"line {number}: {error}")
-    return rows, faults
+            raise UsageError(
+                f"{path}: is damaged (line {number}: {error}); repeat the sweep's command to write it again"
+            ) from None
+    return rows
 
 
 def settings(rows: Iterable[Row]) -> list[Setting]:
-    """The rows with the seeds of a setting taken together, in order of first appearance."""
+    """Take the seeds of a setting together, in order of first appearance."""
     groups: dict[tuple[str, tuple[tuple[str, Any], ...]], list[Row]] = {}
     for row in rows:
         key = tuple((path, value) for path, value in row.values.items() if path != SEED)
@@ -194,12 +185,12 @@ def settings(rows: Iterable[Row]) -> list[Setting]:
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """The geometric mean of positive numbers, None when there are none.
+    """Return the geometric mean of positive numbers, None when there are none.
 
     >>> geometric_mean([2.0, 8.0])
     4.0
     """
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
+    return math.exp(statistics.fmean(map(math.log, values))) if values else None
 
 
 def readable(value: float | None) -> str:
@@ -227,45 +218,42 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdo
     a      7.67
     long  13.90
     """
-    body = [[_text(item) for item in row] for row in rows]
-    widths = [max(len(line[i]) for line in [list(header), *body]) for i in range(len(header))]
-    right = [bool(body) and all(_reads_as_number(line[i]) for line in body) for i in range(len(header))]
-    edge, between = ("| ", " | ") if markdown else ("", "  ")
+    lines = [list(header), *([_text(item) for item in row] for row in rows)]
+    columns = list(zip(*lines, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [len(lines) > 1 and all(map(_reads_as_number, column[1:])) for column in columns]
     lines = [
-        edge
-        + between.join(
+        [
             item.rjust(width) if to_right else item.ljust(width)
             for item, width, to_right in zip(line, widths, right, strict=True)
-        )
-        + edge[::-1]
-        for line in [list(header), *body]
-    ]
-    if markdown:
-        rule = [
-            "-" * (max(width, 3) - 1) + (":" if to_right else "-")
-            for width, to_right in zip(widths, right, strict=True)
         ]
-        lines.insert(1, edge + between.join(rule) + edge[::-1])
-    return "\n".join(line.rstrip() for line in lines)
+        for line in lines
+    ]
+    if not markdown:
+        return "\n".join("  ".join(line).rstrip() for line in lines)
+    marks = [
+        "-" * (max(width, 3) - 1) + (":" if to_right else "-") for width, to_right in zip(widths, right, strict=True)
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], marks, *lines[1:]))
 
 
 def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setting:
     # Two cells of an arm may be one run; its result must not count twice.
     once = list({(row.run, row.values.get(SEED)): row for row in group}.values())
     perplexities = tuple(result(row) for row in once)
-    values_by_seed = [value for value in perplexities if value is not None]
+    numbers = [value for value in perplexities if value is not None]
     states: tuple[State, ...] = tuple(
         "finished" if value is not None else "diverged" if row.state == "diverged" else "missing"
         for row, value in zip(once, perplexities, strict=True)
     )
-    state: State = "finished" if len(values_by_seed) == len(once) else "diverged" if "diverged" in states else "missing"
+    state: State = "diverged" if "diverged" in states else "missing" if "missing" in states else "finished"
     return Setting(
         arm,
         values,
         state,
-        math.fsum(values_by_seed) / len(values_by_seed) if state == "finished" else None,
+        statistics.fmean(numbers) if state == "finished" else None,
         tuple(row.run for row in once),
-        statistics.stdev(values_by_seed) if state == "finished" and len(values_by_seed) > 1 else None,
+        statistics.stdev(numbers) if state == "finished" and len(numbers) > 1 else None,
         tuple(row.values.get(SEED) for row in once),
         states,
         perplexities,

@@ -2,7 +2,7 @@
 
 Each run that has ended is a trial: its values on the sweep's axes are the parameters, its validation loss is the value,
 and user attributes name the run. A run that diverged or failed is a trial of state FAIL. The study is a view of the
-sweep's folder: only the process that runs the sweep writes it, and a damaged or missing journal is written anew.
+sweep's folder: only the process that runs the sweep writes it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Trials:
     """
 
     def __init__(self, sweep: Sweep, folder: Path, url: str | None, name: str, replaces: str | None = None) -> None:
-        optuna = _optuna()
         storage = open_storage(folder, url)
+        optuna = _optuna()
         if replaces is not None:
             with suppress(KeyError):
                 optuna.delete_study(study_name=replaces, storage=storage)
@@ -52,14 +52,15 @@ class Trials:
         trials = self.study.get_trials(deepcopy=False)
         self._recorded = {(trial.user_attrs.get("run"), trial.user_attrs.get("state")) for trial in trials}
         self._arms = {cell.run_id: cell.arm for cell in reversed(sweep.cells)}
-        rows = [[_choice(value) for value in sweep.values(cell).values()] for cell in sweep.cells]
-        columns = zip(*rows, strict=True)
-        self._distributions: dict[str, Any] = {
-            path: optuna.distributions.CategoricalDistribution(tuple(dict.fromkeys(column)))
-            for path, column in zip(sweep.paths, columns, strict=True)
+        self._params = {
+            cell.run_id: {path: _choice(value) for path, value in sweep.values(cell).items()} for cell in sweep.cells
         }
-        self._values = {cell.run_id: dict(zip(sweep.paths, row, strict=True))
-                        for cell, row in zip(sweep.cells, rows, strict=True)}  # fmt: skip
+        self._distributions: dict[str, Any] = {
+            path: optuna.distributions.CategoricalDistribution(
+                tuple(dict.fromkeys(params[path] for params in self._params.values()))
+            )
+            for path in sweep.paths
+        }
 
     def record(self, summaries: Mapping[str, Mapping[str, Any]], errors: Mapping[str, str]) -> None:
         """Add the runs that are not in the study yet.
@@ -86,7 +87,7 @@ class Trials:
         trial = create_trial(
             state=TrialState.COMPLETE if complete else TrialState.FAIL,
             value=loss if complete else None,
-            params=self._values[run],
+            params=self._params[run],
             distributions=self._distributions,
             user_attrs={"run": run, "arm": self._arms[run], "state": state} | numbers | notes,
         )
@@ -107,38 +108,43 @@ def open_storage(folder: Path, url: str | None) -> BaseStorage:
         UsageError: Optuna or the database's driver is not installed; URL or folder cannot be used.
     """
     optuna = _optuna()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        if url is not None:
-            try:
-                return optuna.storages.RDBStorage(url)
-            except Exception as error:  # a dozen kinds, from three packages and a driver
-                raise _unusable(url, error) from None
+    if url is not None:
         try:
-            return _journal(folder / TRIALS)
-        except OSError as error:
-            raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
-        except Exception:  # whatever a crash or a full disk has left: every trial can be written again
-            (folder / TRIALS).unlink()
-            return _journal(folder / TRIALS)
+            return optuna.storages.RDBStorage(url)
+        except Exception as error:  # a dozen kinds, from three packages and a driver
+            # Others may repeat parts of the URL, and so of its password; `orig` is a driver's own error.
+            plain = isinstance(error, (ImportError, OSError)) or hasattr(error, "orig")
+            reason = short_reason(error) if plain else "not the URL of a database that SQLAlchemy knows"
+            raise UsageError(
+                f"--storage {hide_password(url)}: cannot be used ({reason}); check driver, host, port, name and "
+                "password, or leave --storage out to keep the trials in the sweep's folder"
+            ) from None
+    path = folder / TRIALS
+    journal = optuna.storages.journal
+    try:
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            path.unlink()  # a crash has torn the last line, to which Optuna would append; every trial is written again
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            lock = journal.JournalFileOpenLock(str(path), _LOCK_SECONDS)
+            return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path), lock_obj=lock))
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"{path}: is damaged ({error}); remove it and repeat the sweep's command") from None
 
 
 def hide_password(text: str) -> str:
-    """The text with the password of every URL in it replaced by three stars."""
+    """Replace the password of every URL in a text by three stars."""
     # Up to the last @: a password that should have been percent-encoded, and was not, is hidden as well.
-    return re.sub(r"(://[^\s:/@]*):\S*@|([?&]password=)[^&\s]*", _without_password, text)
-
-
-def _without_password(match: re.Match[str]) -> str:
-    return f"{match[1]}:***@" if match[1] is not None else f"{match[2]}***"
+    return re.sub(r"(://[^\s:/@]*:)\S*(@)|([?&]password=)[^&\s]*", r"\1\3***\2", text)
 
 
 def short_reason(error: BaseException) -> str:
-    """The first line of an error's root cause, without a password."""
+    """Return the first line of an error's root cause, without a password."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return hide_password(lines[0] if lines else type(error).__name__)[:200]
+    return hide_password(str(error).strip().partition("\n")[0].strip() or type(error).__name__)[:200]
 
 
 def _optuna() -> Any:
@@ -150,27 +156,6 @@ def _optuna() -> Any:
     return optuna
 
 
-def _journal(path: Path) -> BaseStorage:
-    from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
-    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock  # noqa: PLC0415
-
-    if path.exists() and not path.read_bytes().endswith(b"\n"):
-        path.unlink()  # Optuna would glue its next line to the half one that a crash has left
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path), _LOCK_SECONDS)))
-
-
-def _unusable(url: str, error: Exception) -> UsageError:
-    from sqlalchemy.exc import DBAPIError  # noqa: PLC0415 - an extra
-
-    # Only these name a reason without repeating parts of the URL, and so perhaps of its password.
-    plain = isinstance(error, (ImportError, OSError, DBAPIError))
-    reason = short_reason(error) if plain else "not the URL of a database that SQLAlchemy knows"
-    return UsageError(
-        f"--storage {hide_password(url)}: cannot be used ({reason}); check driver, host, port, name and password, or "
-        "leave --storage out to keep the trials in the sweep's folder"
-    )
-
-
 def _choice(value: Any) -> Any:
-    """A value as Optuna takes it for a choice."""
+    """Convert a value to what Optuna takes for a choice."""
     return text_of(value) if isinstance(value, tuple) else value

@@ -11,16 +11,17 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError, fingerprint, to_tree, values_of
+from twophase.base.config import UsageError, fingerprint, values_of
 from twophase.base.files import write_atomic
 from twophase.runs.folder import BusyError, read_summary
-from twophase.sweep.plan import Forest, Job, Plan, from_json, to_json
+from twophase.sweep.grid import Sweep
+from twophase.sweep.plan import Forest, Job, Node, Plan
 from twophase.sweep.queue import Claim, Queue
 
 PLAN, RUNS, STATES, DONE_LOG = "plan.json", "runs", "forest", "jobs.jsonl"
@@ -61,13 +62,14 @@ class Work:
     jobs: Mapping[str, Job]
     counts: Mapping[str, int]
     texts: Mapping[str, str]
+    _ended: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, folder: Path, made: Plan, *, spec: str, merge: bool, study: str, most: int, base: Any,
-           texts: Mapping[str, str]) -> Work:  # fmt: skip
-        """The work of a plan, cut into jobs of at most `most` inner steps."""
-        tree = to_tree(base)
-        usual = values_of(base)
+    def of(
+        cls, folder: Path, sweep: Sweep, made: Plan, *, merge: bool, study: str, most: int, texts: Mapping[str, str]
+    ) -> Work:
+        """Return the work of a sweep's plan, cut into jobs of at most `most` inner steps."""
+        spec, usual = sweep.spec(), values_of(sweep.base)
         runs = {
             run: {path: value for path, value in values_of(config).items() if value != usual[path]}
             for run, config in made.runs.items()
@@ -80,11 +82,14 @@ class Work:
             "steps_algebra": made.steps_algebra,
         }
         jobs = {job.id: job for job in made.forest.jobs(most)}
-        return cls(folder, spec, merge, study, tree, runs, made.stands_for, made.forest, jobs, counts, texts)
+        identity = fingerprint(spec)
+        return cls(
+            folder, identity, merge, study, spec["base"], runs, made.stands_for, made.forest, jobs, counts, texts
+        )
 
     @classmethod
     def read(cls, folder: Path) -> Work | None:
-        """What `write` left in a sweep's folder, or None when there is nothing.
+        """Return what `write` left in a sweep's folder, or None when there is nothing.
 
         Raises:
             UsageError: it cannot be read, or is damaged.
@@ -94,7 +99,9 @@ class Work:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] not in (1, _FORMAT):
                 raise ValueError(f"its format is {data['format']}, this version reads {_FORMAT}")
-            forest = from_json(data["nodes"])
+            forest = Forest(
+                Node(name, parent, start, stop, tuple(runs)) for name, parent, start, stop, runs in data["nodes"]
+            )
             jobs = [Job(name, node, deep, forest.nodes[node].runs, after) for name, node, deep, after in data["jobs"]]
             return cls(
                 folder=folder,
@@ -119,40 +126,42 @@ class Work:
             "spec": self.spec,
             "merge": self.merge,
             "study": self.study,
-            "counts": dict(self.counts),
-            "texts": dict(self.texts),
-            "base": dict(self.base),
-            "runs": {run: dict(values) for run, values in self.runs.items()},
-            "stands_for": dict(self.stands_for),
-            "nodes": to_json(self.forest),
+            "counts": self.counts,
+            "texts": self.texts,
+            "base": self.base,
+            "runs": self.runs,
+            "stands_for": self.stands_for,
+            "nodes": [[node.id, node.parent, node.start, node.stop, node.runs] for node in self.forest.nodes.values()],
             "jobs": [[job.id, job.node, job.deep, job.after] for job in self.jobs.values()],
         }
         write_atomic(self.folder / PLAN, json.dumps(data, separators=(",", ":")) + "\n")
 
     def run_folder(self, run: str) -> Path:
-        """The folder of a canonical run."""
+        """Return the folder of a canonical run."""
         return self.folder / RUNS / run
 
     def finished(self, run: str) -> bool:
-        """Whether a canonical run is finished."""
-        return read_summary(self.run_folder(run), run) is not None
+        """Return whether a canonical run is finished, which it then stays."""
+        if run not in self._ended and read_summary(self.run_folder(run), run) is not None:
+            self._ended.add(run)
+        return run in self._ended
 
     def state(self, node: str) -> Path:
-        """The file of the state at a node's end."""
+        """Return the file of the state at a node's end."""
         return self.folder / STATES / f"{node}.end.pt"
 
-    def ready(self, finished: Callable[[str], bool]) -> list[str]:
-        """The jobs that can be done now and are not done yet; `finished` says whether a run is."""
-        return [name for name, job in self.jobs.items() if self.is_ready(job, finished)]
+    def ready(self) -> list[str]:
+        """List the jobs that can be done now and are not done yet."""
+        return [name for name, job in self.jobs.items() if self.is_ready(job)]
 
-    def is_ready(self, job: Job, finished: Callable[[str], bool]) -> bool:
-        """Whether a job can be done now and is not done yet."""
+    def is_ready(self, job: Job) -> bool:
+        """Return whether a job can be done now and is not done yet."""
         parent = self.forest.nodes[job.node].parent
         if parent is not None and not self.state(parent).exists():
             return False
         if not job.deep and self.state(job.node).exists():
             return False
-        return not all(map(finished, job.runs))
+        return not all(map(self.finished, job.runs))
 
 
 Execute = Callable[[Work, Job], None]
@@ -188,22 +197,18 @@ def work(
         UsageError: no sweep's folder.
     """
     folder = Path(folder).absolute()
-    version = _version(folder)
-    plan = _plan(folder)
-    prepare(plan)
     queue, done, pause = Queue(folder), 0, _PAUSE_SECONDS
-    ended: set[str] = set()
-
-    def finished(run: str) -> bool:
-        if run not in ended and plan.finished(run):
-            ended.add(run)
-        return run in ended
-
+    version, plan = None, None
     while not stopped():
-        if (newer := _version(folder)) != version:  # the sweep has been extended
-            plan, version = _plan(folder), newer
+        newest = _version(folder)
+        if plan is None or newest != version:  # at first, and when the sweep has been extended
+            plan, version = Work.read(folder), newest
+            if plan is None:
+                raise UsageError(
+                    f"--out {folder}: holds no {PLAN}; start the sweep there first, with twophase sweep --out"
+                )
             prepare(plan)
-        standings = queue.look(plan.ready(finished))
+        standings = queue.look(plan.ready())
         claim = queue.take(standings)
         if claim is None:
             if all(standing.state == "failed" for standing in standings.values()):
@@ -214,17 +219,17 @@ def work(
         pause = _PAUSE_SECONDS
         with claim:
             # Meanwhile another worker may have done this job, or been stopped and given it back.
-            if not stopped() and plan.is_ready(plan.jobs[claim.job], finished):
+            if not stopped() and plan.is_ready(plan.jobs[claim.job]):
                 done += _do(plan, claim, execute)
     return done
 
 
 def _do(plan: Work, claim: Claim, execute: Execute) -> bool:
-    """Do a job that was taken; whether it is done now."""
+    """Do a job that was taken; return whether it is done now."""
     job = plan.jobs[claim.job]
     try:
         execute(plan, job)
-        missing = unfinished(plan, job.runs)
+        missing = [run for run in job.runs if not plan.finished(run)]
         if missing and (job.deep or not plan.state(job.node).exists()):
             raise RuntimeError(f"the worker left no valid summary of {', '.join(missing[:3])}")
     except Stopped:
@@ -242,48 +247,9 @@ def _do(plan: Work, claim: Claim, execute: Execute) -> bool:
     return True
 
 
-def _plan(folder: Path) -> Work:
-    plan = Work.read(folder)
-    if plan is None:
-        raise UsageError(f"--out {folder}: holds no {PLAN}; start the sweep there first, with twophase sweep --out")
-    return plan
-
-
 def _version(folder: Path) -> tuple[int, ...]:
-    """What changes when `plan.json` is written anew."""
+    """Return what changes when `plan.json` is written anew."""
     with suppress(FileNotFoundError), (folder / PLAN).open("rb") as file:  # opened: NFS then asks the server
         status = os.fstat(file.fileno())
         return status.st_ino, status.st_mtime_ns, status.st_size
     return ()
-
-
-def spec_id(spec: Mapping[str, Any]) -> str:
-    """What `plan.json` remembers of the sweep that it is the plan of."""
-    return fingerprint(dict(spec))
-
-
-def executed(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """What workers have reported in `jobs.jsonl`: a line a piece of work, with its inner steps and seconds."""
-    try:
-        lines = (folder / DONE_LOG).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # a line that a kill has cut
-            continue
-        if isinstance(record, dict):
-            yield record
-
-
-def report(folder: Path, record: Mapping[str, Any]) -> None:
-    """Append a line to `jobs.jsonl`."""
-    # One unbuffered write of a whole line: workers of several processes do not mix theirs.
-    with (folder / DONE_LOG).open("ab", buffering=0) as file:
-        file.write((json.dumps(record) + "\n").encode())
-
-
-def unfinished(work: Work, runs: Iterable[str]) -> list[str]:
-    """Those of the runs that are not finished."""
-    return [run for run in runs if not work.finished(run)]
