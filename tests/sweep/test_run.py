@@ -681,8 +681,9 @@ def test_other_places_are_refused(tmp_path: Path) -> None:
         (busy, {"workers": -1}, "--workers is -1; it must be a whole number"),
         (busy, {"in_memory": -1}, "--in-memory is -1; it must be a whole number"),
     ):
+        chosen: dict[str, Any] = {"workers": 1} | options
         with pytest.raises(UsageError, match=message):
-            run_sweep(sweep, place, **{"workers": 1} | options)
+            run_sweep(sweep, place, **chosen)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "notes.txt"]
     lock = lock_folder(busy, "is running a sweep")
     with pytest.raises(UsageError, match="another process is running a sweep in this folder"):

@@ -291,7 +291,10 @@ def _workers(sweep: Sweep, options: argparse.Namespace) -> tuple[int, list[str]]
 
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-    return (len(devices) or _cores()) if options.workers is None else options.workers, devices
+    workers = (len(devices) or _cores()) if options.workers is None else options.workers
+    if workers < 0:
+        raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none")
+    return workers, devices
 
 
 def _cores() -> int:

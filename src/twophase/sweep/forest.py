@@ -38,6 +38,7 @@ from twophase.sweep.work import Stopped
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import checkpoint
+from twophase.training.config import RunConfig
 from twophase.training.train import train
 from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
 
@@ -410,6 +411,6 @@ def _write_line(log: RunFolder, entry: Mapping[str, Any], run: str) -> None:
     log.log_metrics(entry["metrics"])
 
 
-def _trunk(config: TrainConfig) -> TrainConfig:
+def _trunk(config: RunConfig) -> RunConfig:
     """Return what the runs of a tree have in common."""
     return dataclasses.replace(config, outer=TrainConfig().outer, inner_steps=1)
