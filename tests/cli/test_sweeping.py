@@ -267,9 +267,9 @@ def test_extension(tmp_path: Path, corpus: str, call: Call) -> None:
         before, steps = snapshot(folder / "runs") if finished else {}, steps_done(folder)
         made = planned(corpus, axes, finished=finished)
         assert finished <= set(made.runs)  # what is finished stands for its twins, though there are plainer ones now
-        left = set(made.runs) - finished
+        missing = set(made.runs) - finished
         complete(call, folder, *axes)
-        nodes = [node for node in made.forest.nodes.values() if not left.isdisjoint(node.runs)]
+        nodes = [node for node in made.forest.nodes.values() if not missing.isdisjoint(node.runs)]
         assert steps_done(folder) - steps == sum(node.steps for node in nodes)
         after = snapshot(folder / "runs")
         assert {name: after[name] for name in before} == before
@@ -285,11 +285,11 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, signal.Signals
     """Lets this process get a signal in its so-manyth inner step from now."""
 
     def arm(steps: int, number: signal.Signals) -> None:
-        step, left = Trainer.inner_step, [steps]
+        step, budget = Trainer.inner_step, [steps]
 
         def counted(self: Trainer) -> None:
-            left[0] -= 1
-            if left[0] == 0:
+            budget[0] -= 1
+            if budget[0] == 0:
                 os.kill(os.getpid(), number)
             step(self)
 

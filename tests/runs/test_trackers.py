@@ -193,8 +193,8 @@ def test_run_is_the_same(
     assert weights[0] == weights[1]
     out, err = capfd.readouterr()
     assert out == ""  # neither welcome nor goodbye
-    told = "tracker wandb failed (the server is gone); the run goes on without it\n"
-    assert err == ("" if place == "none" else told)
+    message = "tracker wandb failed (the server is gone); the run goes on without it\n"
+    assert err == ("" if place == "none" else message)
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ def test_leaves_are_the_runs_alone(base: TrainConfig, tmp_path: Path, alone: Alo
     made = plan(draw(base, generator, count=10), merge=seed % 2 == 0)
     walker = grow(made, tmp_path, in_memory=generator.choice([0, 1, 8]))
     assert walker.tally.steps == made.steps
-    assert walker.states.held == []
+    assert walker.states.branches == []
     check(made, tmp_path, alone(made))
 
 
@@ -538,7 +538,7 @@ def test_states_stay_on_the_device_while_there_is_room(
         return usual(value, device)
 
     def free(device: torch.device) -> int:
-        on_device.append(any(branch.on_device for branch in walker.states.held))
+        on_device.append(any(branch.on_device for branch in walker.states.branches))
         assert device.type == "cpu"
         return 0 if room == "some" and on_device[-1] else 10**9
 
@@ -549,7 +549,7 @@ def test_states_stay_on_the_device_while_there_is_room(
         walker.grow(root.id)
     assert walker.tally.steps == made.steps
     check(made, tmp_path, alone(made))
-    assert written == walker.states.held == []
+    assert written == walker.states.branches == []
     assert any(on_device) == (room != "one piece too small")
     assert ("cpu" in copied) == (room != "all")
     assert (walker.tally.most_held, walker.tally.spilled) == (2, 0)

@@ -109,7 +109,7 @@ def test_the_array_is_what_was_asked_for(tmp_path: Path, cluster: Path) -> None:
     }
     ids = submit(tmp_path / "sweep", ["twophase", "sweep-worker"], 3, options)
     assert ids == ["42_0", "42_1", "42_2"]
-    given = flags(cluster / "submitted.sh")
+    options_of_sbatch = flags(cluster / "submitted.sh")
     for name, value in {
         "array": "0-2%2",
         "time": str(26 * 60 + 30),
@@ -125,8 +125,8 @@ def test_the_array_is_what_was_asked_for(tmp_path: Path, cluster: Path) -> None:
         "job-name": "twophase-sweep",
         "output": f"{tmp_path}/sweep/slurm/%A_%a_0_log.out",
     }.items():
-        assert given[name] == value, name
-    assert "constraint" not in given
+        assert options_of_sbatch[name] == value, name
+    assert "constraint" not in options_of_sbatch
 
 
 def test_every_job_runs_the_command(tmp_path: Path, cluster: Path) -> None:

@@ -140,7 +140,7 @@ def test_any_rows_survive_the_disk(
         Row(arm, str(i), {"corpus": word}, state, number, number, number)
         for i, (arm, state, number, word) in enumerate(records)
     ]
-    path = tmp_path_factory.mktemp("table") / "cells.csv"
+    path = tmp_path_factory.getbasetemp() / "cells.csv"
     write_rows(path, rows)
     assert read_rows(path) == rows
 
@@ -180,21 +180,21 @@ def test_settings_take_seeds_together() -> None:
         row("a", None, "failed", lr=1.1, seed=1),
         row("a", 7.0, "diverged", lr=1.5, seed=0),
     ]
-    found = settings(rows)
-    assert [(s.values["lr"], s.state, s.perplexity) for s in found] == [
+    merged = settings(rows)
+    assert [(s.values["lr"], s.state, s.perplexity) for s in merged] == [
         (0.3, "finished", 9.0),
         (0.7, "diverged", None),
         (1.1, "missing", None),
         (1.5, "diverged", None),
     ]
-    assert found[0].runs == ("a,lr=0.3,seed=0", "a,lr=0.3,seed=1")
-    assert found[0].perplexities == (8.0, 10.0)
-    assert found[0].spread == pytest.approx(math.sqrt(2), rel=1e-15)
-    assert [(s.finished, s.diverged, s.missing) for s in found] == [(2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0)]
-    assert [s.perplexities for s in found[1:]] == [(None, 5.0), (9.0, None), (None,)]
-    assert [s.spread for s in found[1:]] == [None, None, None]
-    assert found[2].states == ("finished", "missing")  # a run that could not be done is not there
-    assert found[2].seeds == (0, 1)
+    assert merged[0].runs == ("a,lr=0.3,seed=0", "a,lr=0.3,seed=1")
+    assert merged[0].perplexities == (8.0, 10.0)
+    assert merged[0].spread == pytest.approx(math.sqrt(2), rel=1e-15)
+    assert [(s.finished, s.diverged, s.missing) for s in merged] == [(2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0)]
+    assert [s.perplexities for s in merged[1:]] == [(None, 5.0), (9.0, None), (None,)]
+    assert [s.spread for s in merged[1:]] == [None, None, None]
+    assert merged[2].states == ("finished", "missing")  # a run that could not be done is not there
+    assert merged[2].seeds == (0, 1)
 
 
 def test_one_seed_has_no_spread() -> None:

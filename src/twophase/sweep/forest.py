@@ -112,7 +112,7 @@ class Grower:
     def _walk(self, node: Node) -> None:
         """Do a node and everything below it, depth first."""
         failed: Exception | None = None
-        self.states.held.clear()
+        self.states.branches.clear()
         waiting: list[tuple[Node, Branch | None]] = [(node, None)]
         while waiting:
             node, branch = waiting.pop()
@@ -246,7 +246,7 @@ class Grower:
                     self._save(node, "part")
                     self.on_progress(
                         f"step {run.done.step} of {node.start}..{node.stop} for {len(node.runs)} runs; holding "
-                        f"{self.states.held_text()}, at most {self.tally.most_held} at once; {self.tally.spilled} "
+                        f"{self.states.branches_text()}, at most {self.tally.most_held} at once; {self.tally.spilled} "
                         "spilled"
                     )
                 if stopping:
@@ -393,7 +393,7 @@ class Grower:
 
         Finished runs are on disk already, so nothing that was done before would be done again.
         """
-        self.states.save_held()
+        self.states.save_branches()
         self.states.write(node, what, self._state())
         self._saved_at = time.perf_counter()
 

@@ -89,7 +89,7 @@ class States:
         self.in_memory = in_memory
         self.free = free
         self.on_progress = on_progress
-        self.held: list[Branch] = []
+        self.branches: list[Branch] = []
         """The branches with a state in memory."""
 
     def hold(self, branch: Branch, state: State, device: torch.device) -> bool:
@@ -99,13 +99,13 @@ class States:
             with suppress(torch.OutOfMemoryError):  # in pieces that are too small
                 branch.state, branch.on_device = _cloned(state), True
         if branch.state is None:
-            if sum(not other.on_device for other in self.held) >= self.in_memory:
+            if sum(not other.on_device for other in self.branches) >= self.in_memory:
                 self.tally.spilled += 1
                 return False
             branch.state = _cloned(state, "cpu")
         branch.saved = self.path(branch.node, "end").exists()
-        self.held.append(branch)
-        self.tally.most_held = max(self.tally.most_held, len(self.held))
+        self.branches.append(branch)
+        self.tally.most_held = max(self.tally.most_held, len(self.branches))
         return True
 
     def leave(self, branch: Branch, *, here: bool) -> State | None:
@@ -122,22 +122,22 @@ class States:
         state = branch.state
         if state is not None and branch.pending == 0:
             branch.state = None
-            self.held.remove(branch)
+            self.branches.remove(branch)
         elif state is not None and not here:
             state = _cloned(state)  # the other children need it, too
         return None if here else state
 
-    def save_held(self) -> None:
+    def save_branches(self) -> None:
         """Write the states that are in memory only."""
-        for branch in self.held:
+        for branch in self.branches:
             if branch.state is not None and not branch.saved:
                 self.write(branch.node, "end", branch.state)
                 branch.saved = True
 
-    def held_text(self) -> str:
+    def memory_text(self) -> str:
         """Describe the states in memory, for people."""
-        on_gpu = sum(branch.on_device for branch in self.held)
-        return f"{len(self.held) - on_gpu} states in memory and {on_gpu} on the GPU"
+        on_gpu = sum(branch.on_device for branch in self.branches)
+        return f"{len(self.branches) - on_gpu} states in memory and {on_gpu} on the GPU"
 
     def path(self, node: Node, what: str) -> Path:
         """Return the file of a state at a node's end (`end`) or inside the node (`part`)."""
