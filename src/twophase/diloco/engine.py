@@ -364,7 +364,8 @@ class DiLoCo:
         Raises:
             ValueError: a reduction is `under_way` where processes come and go: its result may never be.
         """
-        return states.save(self._setting, self._position, self._under_way, self._membership, self._schedule)
+        schedule = self._schedule | {"inner_steps": self.inner_steps}  # a sweep sets it anew where runs part
+        return states.save(self._setting, self._position, self._under_way, self._membership, schedule)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
@@ -376,7 +377,7 @@ class DiLoCo:
             ValueError: no engine's state, the state of another model, a position that this engine's rounds do not
                 have, or a restart policy that needs what this one was not promised; nothing has been changed.
         """
-        states.check(state, self._setting, self._schedule)
+        states.check(state, self._setting, self._schedule | {"inner_steps": self.inner_steps})
         build.check_needs(states.policy_groups(state, self._setting), self._supplied)
         for sync in self._under_way:  # it must not end later, in what is loaded meanwhile
             sync.settle()
