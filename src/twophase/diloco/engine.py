@@ -105,7 +105,7 @@ class DiLoCo:
         probe: Probe | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
-        self.inner_steps = inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
+        inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
         self.stagger, self.delay, self.mixing, self.wire = stagger, delay, mixing, check_wire(wire)
         build.check_schedule(stagger, delay, mixing, inner_steps)
         self._schedule: dict[str, Any] = {"inner_steps": inner_steps, "stagger": stagger, "delay": delay}
@@ -263,6 +263,18 @@ class DiLoCo:
 
     # -------------------------------------------------------------------------------------------------- the schedule
 
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps a round; a sweep sets them anew where runs of different rounds part."""
+        return self._schedule["inner_steps"]
+
+    @inner_steps.setter
+    def inner_steps(self, count: int) -> None:
+        self._schedule["inner_steps"] = count
+        for fragment in self.fragments:
+            share = -(-(fragment.number + 1) * count // len(self.fragments))
+            fragment.offset = share if self.stagger else count
+
     def _due(self, inner_step: int) -> list[Fragment]:
         """Return the fragments whose pseudo-gradient is taken after an inner step of a round, from 1."""
         return [fragment for fragment in self.fragments if fragment.offset == inner_step]
@@ -364,8 +376,7 @@ class DiLoCo:
         Raises:
             ValueError: a reduction is `under_way` where processes come and go: its result may never be.
         """
-        schedule = self._schedule | {"inner_steps": self.inner_steps}  # a sweep sets it anew where runs part
-        return states.save(self._setting, self._position, self._under_way, self._membership, schedule)
+        return states.save(self._setting, self._position, self._under_way, self._membership, self._schedule)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
@@ -377,7 +388,7 @@ class DiLoCo:
             ValueError: no engine's state, the state of another model, a position that this engine's rounds do not
                 have, or a restart policy that needs what this one was not promised; nothing has been changed.
         """
-        states.check(state, self._setting, self._schedule | {"inner_steps": self.inner_steps})
+        states.check(state, self._setting, self._schedule)
         build.check_needs(states.policy_groups(state, self._setting), self._supplied)
         for sync in self._under_way:  # it must not end later, in what is loaded meanwhile
             sync.settle()

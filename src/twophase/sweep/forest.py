@@ -246,7 +246,7 @@ class Grower:
                     self._save(node, "part")
                     self.on_progress(
                         f"step {run.done.step} of {node.start}..{node.stop} for {len(node.runs)} runs; holding "
-                        f"{self.states.branches_text()}, at most {self.tally.most_held} at once; {self.tally.spilled} "
+                        f"{self.states.memory_text()}, at most {self.tally.most_held} at once; {self.tally.spilled} "
                         "spilled"
                     )
                 if stopping:
