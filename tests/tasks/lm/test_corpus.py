@@ -291,7 +291,7 @@ def test_processes_may_race_for_the_cache(library: Path, tmp_path: Path):
         import pathlib, sysconfig
         sysconfig.get_path = lambda _: {str(library)!r}
         from twophase.tasks.lm import corpus
-        for _ in range(20):
+        for _ in range(5):
             print(corpus.load_documents("python").fingerprint)
             corpus._cache_file(pathlib.Path(sysconfig.get_path("stdlib"))).unlink(missing_ok=True)
         corpus.load_documents("python")
@@ -307,6 +307,7 @@ def test_processes_may_race_for_the_cache(library: Path, tmp_path: Path):
     assert json.loads(file.read_text())["texts"]
 
 
+@pytest.mark.slow
 def test_the_python_corpus_is_large_and_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The running Python gives more than a million characters in thousands of documents.
 

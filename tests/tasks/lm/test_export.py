@@ -421,6 +421,6 @@ def test_without_transformers(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_imports_nothing_heavy() -> None:
-    """The module itself does not import transformers, which takes seconds."""
-    code = "import sys, twophase.tasks.lm.export; sys.exit('transformers' in sys.modules)"
+    """Neither the module nor the model imports transformers, which takes seconds."""
+    code = "import sys, twophase.tasks.lm.export, twophase.tasks.lm.model; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -112,6 +112,7 @@ def test_the_whole_batchs_logits_never_exist(monkeypatch: pytest.MonkeyPatch, gr
     assert seen.numel == 64 * 500
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_pieces_that_wait_give_the_plain_loss(monkeypatch: pytest.MonkeyPatch):
     """As on a GPU, each piece waits for the one before, all of it; traced for a compiler, the loss is exact."""

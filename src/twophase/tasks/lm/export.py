@@ -28,6 +28,7 @@ from torch import Tensor
 from twophase.base.config import UsageError, fingerprint, from_tree, load_yaml
 from twophase.base.files import TEMPORARY, sync_folder, write_atomic
 from twophase.diloco.flat import checksum, plan
+from twophase.runs.folder import CONFIG, ENV, SUMMARY
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
 from twophase.tasks.lm.model import Llama
@@ -35,7 +36,6 @@ from twophase.training import checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECORD = "twophase.json"
-_CONFIG, _ENV, _SUMMARY = "config.yaml", "env.json", "summary.json"  # as in twophase.runs.folder
 _WEIGHTS, _CHECKPOINTS = "weights.safetensors", "checkpoint"
 
 
@@ -67,7 +67,7 @@ def export(run: Path, out: Path, *, dtype: str = "float32", data: Path | None = 
     run, out = Path(run), Path(out)
     config, identity = run_config(run)
     _check_place(out)
-    source = tokenizer_source(config, _json(run / _ENV), data) if tokenizer else None
+    source = tokenizer_source(config, _json(run / ENV), data) if tokenizer else None
     anchor = _anchor(run, config, identity)
     model = _model(config, anchor)
     with _replacing(out) as folder:
@@ -123,18 +123,16 @@ def run_config(run: Path) -> tuple[TrainConfig, str]:
     Raises:
         UsageError: no folder, none of a run, or a configuration that this version cannot read.
     """
-    path = run / _CONFIG
+    path = run / CONFIG
     if not path.is_file():
-        what = (
-            "there is no such folder" if not run.is_dir() else f"holds no {_CONFIG}, so it is not the folder of a run"
-        )
+        what = "there is no such folder" if not run.is_dir() else f"holds no {CONFIG}, so it is not the folder of a run"
         raise UsageError(f"{run}: {what}; give the --out of `twophase train`, or the folder of one run of a sweep")
     try:
         tree = load_yaml(path)
         return from_tree(TrainConfig, tree), fingerprint(tree)
     except (UsageError, TypeError, ValueError, AttributeError) as error:
         fault = str(error).removeprefix(f"--config {path}: ")
-        raise UsageError(f"{path} cannot be used ({fault}); put the run's own {_CONFIG} back") from None
+        raise UsageError(f"{path} cannot be used ({fault}); put the run's own {CONFIG} back") from None
 
 
 def _anchor(run: Path, config: TrainConfig, identity: str) -> _Anchor:
@@ -143,18 +141,19 @@ def _anchor(run: Path, config: TrainConfig, identity: str) -> _Anchor:
         weights = _final(path, config, identity)
     else:
         newest = checkpoint.latest(run / _CHECKPOINTS)
-        ended = _json(run / _SUMMARY).get("config") == identity
+        ended = _json(run / SUMMARY).get("config") == identity
         if newest is None and ended:  # a sweep's run keeps no checkpoints
             raise UsageError(
                 f"{run}: the run has ended, but there is neither its {_WEIGHTS} nor a checkpoint; put that file back, "
-                f"or delete {_SUMMARY} and repeat the run's command, or its sweep's, which then trains it again"
+                f"or delete {SUMMARY} and repeat the run's command, or its sweep's, which then trains it again"
             )
         if newest is None:
             raise UsageError(
                 f"{run}: the run is not finished and has no checkpoint yet; repeat its `twophase train` command first"
             )
         state = f"has ended and has no {_WEIGHTS} any more" if ended else "is not finished"
-        weights = _checkpointed(newest, identity, f"checkpoint {newest.name} of a run that {state}")
+        saved = checkpoint.Checkpoint(newest, identity)
+        weights = _Anchor(anchor_of(saved), f"checkpoint {newest.name} of a run that {state}", saved.step)
     if not all(bool(weight.isfinite().all()) for weight in weights.weights.values()):
         raise UsageError(
             f"{run}: its weights hold numbers that are not finite (the run has diverged); nothing was written; export "
@@ -173,13 +172,13 @@ def _final(path: Path, config: TrainConfig, identity: str) -> _Anchor:
         raise _damaged(path, str(error)) from None
     if owner != identity:
         raise UsageError(f"{path} belongs to another run ({owner}, here {identity}); put the run's own file back")
-    summary = _json(path.with_name(_SUMMARY))
+    summary = _json(path.with_name(SUMMARY))
     recorded, steps = summary.get("checksum"), summary.get("steps", 0)
     if isinstance(recorded, str) and _checksum(path, weights, config) != recorded:
-        raise _damaged(path, f"its content differs from the checksum in {_SUMMARY}")
+        raise _damaged(path, f"its content differs from the checksum in {SUMMARY}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise UsageError(
-            f"{path.with_name(_SUMMARY)} is damaged: its steps is {steps!r}, not a whole number >= 0; delete it and "
+            f"{path.with_name(SUMMARY)} is damaged: its steps is {steps!r}, not a whole number >= 0; delete it and "
             "repeat the run's `twophase train` command, which writes it again from the last checkpoint"
         )
     return _Anchor(weights, "the end of the run", steps)
@@ -195,18 +194,16 @@ def _checksum(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) ->
     flat = torch.zeros(layout.numel)
     for slot, view in zip(layout.slots, layout.views(flat), strict=True):
         if slot.name not in weights or weights[slot.name].shape != slot.shape:
-            raise _damaged(path, f"{slot.name} is missing or has another shape than {_CONFIG} says")
+            raise _damaged(path, f"{slot.name} is missing or has another shape than {CONFIG} says")
         view.copy_(weights[slot.name])
     return checksum(flat)
 
 
-def _checkpointed(newest: Path, identity: str, source: str) -> _Anchor:
-    saved = checkpoint.Checkpoint(newest, identity)
+def anchor_of(saved: checkpoint.Checkpoint) -> dict[str, Tensor]:
+    """Read the anchor of a checkpoint as weights by name."""
     state = saved.part(checkpoint.ENGINE)
     layout = plan((name, tuple(shape)) for name, shape in state["layout"])
-    views = layout.views(state["anchor"])
-    weights = {slot.name: view for slot, view in zip(layout.slots, views, strict=True)}
-    return _Anchor(weights, source, saved.step)
+    return {slot.name: view for slot, view in zip(layout.slots, layout.views(state["anchor"]), strict=True)}
 
 
 def _model(config: TrainConfig, anchor: _Anchor) -> Llama:
@@ -215,9 +212,7 @@ def _model(config: TrainConfig, anchor: _Anchor) -> Llama:
         model.load_state_dict(anchor.weights)
     except RuntimeError as error:
         fault = " ".join(str(error).split())
-        raise UsageError(
-            f"the weights do not fit the run's {_CONFIG} ({fault}); put the run's own files back"
-        ) from None
+        raise UsageError(f"the weights do not fit the run's {CONFIG} ({fault}); put the run's own files back") from None
     return model
 
 
@@ -232,7 +227,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, why: str) -> UsageError:
     return UsageError(
-        f"{path} is damaged: {why}; delete it and {_SUMMARY} and repeat the run's `twophase train` command, which "
+        f"{path} is damaged: {why}; delete it and {SUMMARY} and repeat the run's `twophase train` command, which "
         "writes both again from the last checkpoint"
     )
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from twophase.base.config import UsageError, with_values
-from twophase.diloco.flat import plan
 from twophase.tasks.lm.config import TrainConfig, check
 from twophase.tasks.lm.corpus import AnyCorpus
-from twophase.tasks.lm.export import run_config
+from twophase.tasks.lm.export import anchor_of, run_config
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training import checkpoint
@@ -78,7 +77,7 @@ def restore(run: Path) -> Restored:
         )
     saved = checkpoint.Checkpoint(newest, identity)
     progress = saved.progress()
-    weights = _anchor(saved)
+    weights = anchor_of(saved)
     if progress.get("exit_reason") == DIVERGED or not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise UsageError(
             f"{run}: the run has diverged, and its weights have no curvature to speak of; give another run"
@@ -102,13 +101,6 @@ def restore(run: Path) -> Restored:
         )
     mean = {name: torch.stack([scale[name] for scale in scales]).mean(0).sqrt() for name in scales[0]}
     return Restored(config, saved.step, model, mean, len(scales), task.corpus)
-
-
-def _anchor(saved: checkpoint.Checkpoint) -> dict[str, Tensor]:
-    state = saved.part(checkpoint.ENGINE)
-    layout = plan((name, tuple(shape)) for name, shape in state["layout"])
-    views = layout.views(state["anchor"])
-    return {slot.name: view for slot, view in zip(layout.slots, views, strict=True)}
 
 
 def _scales(saved: checkpoint.Checkpoint, config: TrainConfig, names: list[str]) -> list[dict[str, Tensor]]:
