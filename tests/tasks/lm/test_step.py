@@ -311,9 +311,9 @@ def test_compiled_code_takes_the_kernel_that_was_chosen():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("traced_only")
-def test_many_shapes_in_one_process(monkeypatch: pytest.MonkeyPatch):
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_many_shapes_in_one_process():
     """More shapes than torch compiles by default for one function go through, as a sweep over sizes needs."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     config = with_values(config_of(compile=True), {"model.layers": 1, "data.batch_size": 1})
     model = model_of(config, VOCABULARY, CPU)
     compute = Step(config, VOCABULARY, CPU, 1)
