@@ -61,7 +61,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	  echo "no chromium here: the tests of pages will be skipped (apt-get install chromium brings it)"
 	@touch $@
 
-$(VENV)/.installed-gate: $(VENV)/.installed
+$(VENV)/.installed-gate: $(VENV)/.installed-dev
 	@echo "installing Triton"
 	@$(PIP) -e '.[gate]'
 	@touch $@

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mpmath
 import numpy as np
@@ -83,7 +83,7 @@ def test_each_criterion_and_its_numbers() -> None:
         for criterion in (*advice.criteria, advice.without):
             period = None
             if criterion.objective != "none":
-                period = best_period(rule, advice.sigma, **options | {"objective": criterion.objective})
+                period = best_period(rule, advice.sigma, objective=cast(Any, criterion.objective), **options)
                 rate = np.min(restart_rate(rule, advice.sigma, period))
                 is_slower = rounds is None and criterion.objective == "minimax" and rate <= slowest
                 period = None if is_slower or (rounds and period >= rounds) else period

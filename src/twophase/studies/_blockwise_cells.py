@@ -204,7 +204,7 @@ def _with_shuffled(scale: Scale, place: Place, arm: str, periods: Periods) -> It
 def best_alike(scale: Scale, place: Place, scores: Mapping[str, float]) -> str | None:
     """The policy for all blocks that is best on the search seed; None as long as a score is missing."""
     best = _best(scale, place, ONE, [_alike(policy) for policy in design(scale).policies], scores)
-    return best and best[0]
+    return None if best is None else best[0]
 
 
 def searched(scale: Scale, place: Place, scores: Mapping[str, float]) -> tuple[list[Periods], Periods | None]:

@@ -141,9 +141,10 @@ class Arm:
 
 def _order(reached: Mapping[str, float | None], facts: Mapping[str, Any] | None) -> float | None:
     """Rank correlation between the predicted losses of one K for all and the perplexities; 1 where both order alike."""
-    if facts is None or len(reached) < 3 or None in reached.values():
+    perplexities = {policy: value for policy, value in reached.items() if value is not None}
+    if facts is None or len(reached) < 3 or len(perplexities) < len(reached):
         return None
-    columns = [[values[policy] for policy in reached] for values in (facts["log_loss"], reached)]
+    columns: list[list[float]] = [[values[p] for p in reached] for values in (facts["log_loss"], perplexities)]
     ranks = [[sorted(values).index(value) for value in values] for values in columns]
     return statistics.correlation(*ranks) if all(len(set(each)) > 1 for each in ranks) else None
 

@@ -89,11 +89,19 @@ def _buffers(live: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
     buffers: dict[_Key, Tensor] = {}
     for device in {tensor.device for tensor in live.values()}:
         wanted = {key: tensor for key, tensor in live.items() if tensor.device == device}
-        place: dict[str, Any] = {}
+        places: list[dict[str, Any]] = [{}]
         if device.type == "cuda":
-            needed = sum(tensor.nbytes for tensor in wanted.values())
+            places = [{"pin_memory": True}]  # pinned copies have the bus's full speed
             free, total = torch.cuda.mem_get_info(device)
-            roomy = free - needed >= _RESERVE * total
-            place = {"device": device} if roomy else {"pin_memory": True}  # pinned copies have the bus's full speed
-        buffers |= {key: torch.empty(tensor.shape, dtype=tensor.dtype, **place) for key, tensor in wanted.items()}
+            if free - sum(tensor.nbytes for tensor in wanted.values()) >= _RESERVE * total:
+                places.insert(0, {"device": device})
+        for place in places:
+            try:
+                buffers |= {
+                    key: torch.empty(tensor.shape, dtype=tensor.dtype, **place) for key, tensor in wanted.items()
+                }
+                break
+            except torch.OutOfMemoryError:  # free memory may be in pieces, or under a limit of this process
+                if place is places[-1]:
+                    raise
     return buffers
