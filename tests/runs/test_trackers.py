@@ -305,6 +305,9 @@ def test_identity(tmp_path: Path) -> None:
     assert identity(first) == name != identity(second)
     first.rename(tmp_path / "moved")
     assert identity(tmp_path / "moved") == name
+    for damaged in ("", "{}", "[]"):
+        (second / "tracking.json").write_text(damaged)
+        assert identity(second) == identity(second) != name
 
 
 # --- the packages themselves, where they are installed ------------------------------------------------------------

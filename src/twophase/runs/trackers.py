@@ -72,7 +72,8 @@ def check(names: Sequence[str]) -> tuple[str, ...]:
 def identity(folder: Path) -> str:
     """Return the id under which trackers know the run of a folder, the same after resuming or moving it."""
     path = folder / _IDENTITY
-    if path.exists():
+    # A power cut may leave an empty file, since it is not synced; the trackers then see a new run.
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
     # Not the fingerprint of the configuration: a run that is deleted and repeated is another run to the trackers.
     fresh = secrets.token_hex(6)
