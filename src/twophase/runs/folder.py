@@ -350,6 +350,7 @@ def _fault(record: Any, wanted: str) -> str | None:
             return f"the summary has no {key!r}"
         value = record[key]
         fits = isinstance(value, kind) and (bool in kind or not isinstance(value, bool))
+        fits = fits and not (isinstance(value, float) and not math.isfinite(value))
         if not fits or (key == "config" and value != wanted):
             return f"the summary's {key!r} is {value!r}, which does not fit"
     return None

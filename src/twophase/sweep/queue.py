@@ -101,9 +101,11 @@ class Claim:
     def release(self) -> None:
         """End the claim; safe to repeat."""
         if self._file is not None:
-            # Removed before the lock is freed: a free lock on a file that is still there means death.
+            # Removed before the lock is freed: a free lock on a file that is still there means death. After a long
+            # suspension the claim may have been removed, and its name may be another worker's.
             with suppress(OSError):
-                self.path.unlink()
+                if os.path.samestat(os.fstat(self._file), self.path.stat()):
+                    self.path.unlink()
             self._close()
 
     def fail(self, error: str) -> None:
@@ -215,8 +217,8 @@ class Queue:
         """Say how the worker of a claim has died; nothing if it may be alive."""
         worker = f"worker {record.get('pid', 'unknown')} on {str(record.get('host', 'unknown host')).split()[0]}"
         if record.get("locked") and record.get("host") == host() and _lock(file, fcntl.LOCK_SH):
-            path.stat()  # a claim that has ended in good order since it was opened is gone, and its lock free, too
-            return f"{worker} was killed"
+            # The claim may have ended in good order since it was opened, and another worker's may have its name.
+            return f"{worker} was killed" if os.path.samestat(os.fstat(file), path.stat()) else ""
         touched, now = os.fstat(file).st_mtime, time.monotonic()
         before, since, looked = self._silences.get(path, (touched, now, now))
         # After a pause of the observer or of the file server every claim looks old for a moment.

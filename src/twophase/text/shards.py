@@ -53,8 +53,15 @@ class TokenFile:
         """Return its ids, (tokens,), read from the disk when they are used."""
         if not self.tokens:
             return np.empty(0, self.dtype)  # nothing cannot be mapped
-        # A plain array over the map: what is cut out of a np.memmap would be one as well, to no use.
-        return np.asarray(np.memmap(self.path, np.dtype(self.dtype).newbyteorder("<"), "r", self.offset, self.tokens))
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        try:
+            # A plain array over the map: what is cut out of a np.memmap would be one as well, to no use.
+            return np.asarray(np.memmap(self.path, dtype, "r", self.offset, self.tokens))
+        except OSError as error:
+            raise UsageError(
+                f"{self.path} cannot be mapped into memory ({error.strerror}); check its permissions and, where "
+                f"shards are many, `ulimit -n`"
+            ) from None
 
 
 class Windows:
