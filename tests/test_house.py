@@ -184,20 +184,11 @@ def test_the_guide_names_files_that_exist():
             assert (ROOT / place).exists(), f"{change.strip()}: {place}"
 
 
-STILL_UNCLEAR = {
-    f"studies.{name}"
-    for name in "_blockwise_cells _blockwise_figure _digits _linear_network_figure blockwise linear_network "
-    "mixed_periods restart_mechanism robustness_toy".split()
-}
-"""Modules with names that are still to be replaced."""
-
-
 def test_names_and_words():
     """No name is on the list of those that say nothing, and no text has a subject that hides its noun."""
     for module, tree in measure_house.modules().items():
-        if module not in STILL_UNCLEAR:
-            text = measure_house.path_of(module).read_text(encoding="utf-8")
-            assert (measure_house.empty_names(tree), measure_house.empty_words(text)) == ([], []), module
+        text = measure_house.path_of(module).read_text(encoding="utf-8")
+        assert (measure_house.empty_names(tree), measure_house.empty_words(text)) == ([], []), module
 
 
 def test_an_empty_name_is_seen():
