@@ -144,6 +144,8 @@ def run(
             f"the grid has {len(sweep.cells)} cells ({len(sweep.runs)} runs), more than {MOST_CELLS}; look at them "
             "with --dry-run, then add --yes"
         )
+    if options.in_memory is not None and options.in_memory < 0:
+        raise UsageError(f"--in-memory is {options.in_memory}; it must be a whole number >= 0")
     workers, devices = _workers(sweep, options)
     merge = not options.no_merge
     texts = None

@@ -48,6 +48,7 @@ def take_apart(tree: Any) -> Part:
     Raises:
         ValueError: anything else in the tree, by its path.
 
+    >>> import torch
     >>> part = take_apart({"state": {0: {"step": torch.tensor(3.0)}}, "betas": (0.9, 0.95)})
     >>> list(part.tensors)
     ['state.0.step']
