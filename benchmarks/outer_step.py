@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+import twophase.studies.policies  # noqa: F401 - makes `gradient` known
 from bounds import finish
 from twophase.optim.outer import OuterSGD
 
