@@ -213,6 +213,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "command", "output"), SHOWN, ids=[page for page, *_ in SHOWN])
 def test_shown_output(page: str, command: str, output: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a page shows below a command that needs no training is what the command prints."""

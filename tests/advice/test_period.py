@@ -358,6 +358,7 @@ def table(path: Path) -> dict[tuple[str, str], list[tuple[float, float]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".png", ".pdf"])
 def test_figure_and_its_numbers(ending: str, tmp_path: Path, capsys: Capture) -> None:
     """--plot writes the picture and a csv of what it shows; its numbers are the theory's, to 11 digits."""
@@ -395,6 +396,7 @@ def test_figure_and_its_numbers(ending: str, tmp_path: Path, capsys: Capture) ->
     assert np.all(np.abs(shown) <= np.interp(rounds, times, bound) * 1.01)
 
 
+@pytest.mark.slow
 def test_figure_beside_json(tmp_path: Path, capsys: Capture) -> None:
     """With --json the figure is drawn too and stdout is JSON alone; without a horizon there is no loss panel."""
     path = tmp_path / "figure.png"
@@ -424,6 +426,7 @@ def test_figures_of_extreme_answers(rule: OuterRule, sigma: list[float], rounds:
         assert path.stat().st_size > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [None, 20])
 def test_figure_of_a_mode_that_vanishes(rounds: int | None, tmp_path: Path) -> None:
     """A nilpotent mode has infinite rates with restarts and without; its figure is drawn all the same."""
@@ -448,6 +451,7 @@ def test_residuals(period: int | None) -> None:
 # --- without torch ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_works_without_torch(tmp_path: Path) -> None:
     """Words, JSON and a figure where torch cannot be imported at all."""
     code = (

@@ -233,6 +233,7 @@ def test_equals_a_plain_loop_at_every_step(schedule: Schedule, rule: OuterRule):
     assert [(int(fragment.name), fragment.round) for fragment in (last.fragments if last else ())] == rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s.inner_steps > 1], ids=str)
 def test_finish_in_every_position(schedule: Schedule):
     """Ended after any number of inner steps, a run has the bits of the plain loop, and so it has if it goes on.
@@ -328,6 +329,7 @@ def test_each_block_is_as_if_alone(rule: OuterRule, wire: str):
 # --- resumed ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     "schedule",

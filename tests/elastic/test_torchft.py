@@ -671,6 +671,7 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(mean, original)
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.dist
 def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pytest.MonkeyPatch):
@@ -718,6 +719,7 @@ def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pyte
     assert {report.attempts for report in here[3:]} == {1}
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.dist
 def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 
+@pytest.mark.slow
 def test_everyone_can_use_it(browser: Browser, tmp_path: Path) -> None:
     """On a phone, a tablet and a desk, in both themes: axe-core finds no violation of WCAG's levels A and AA, with a
     message about a mistake in sight and all settings open. The theme is the system's until it is chosen.

@@ -102,6 +102,7 @@ def test_every_scale_is_consistent(scale: Scale) -> None:
     check(scale.base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_every_sweep_is_sound(scale: Scale) -> None:
     """Runs can be run; arms tell the truth about form, rule and restart; no cell is there twice; no arm is half."""
@@ -124,6 +125,7 @@ def test_every_sweep_is_sound(scale: Scale) -> None:
             assert (cell.control_of is not None) == ("gain of" in what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_gain_matched_controls(scale: Scale) -> None:
     """Every control has the mean gain of the run that it controls, is of its arm's controls, and differs in no more."""
@@ -210,6 +212,7 @@ def test_first_stage_is_a_part_of_the_heatmaps() -> None:
         assert {cell.config.outer.restart for cell in first.cells} == {"never", "3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_second_stage_extends_the_first(scale: Scale) -> None:
     """The second stage begins with the first's cells, unchanged, and adds nothing further when its rows are known."""

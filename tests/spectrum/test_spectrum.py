@@ -262,6 +262,7 @@ def test_batches_are_those_that_have_been_trained_on(run: Path) -> None:
         assert seen == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "is_told"), [({"outer.restart": "auto"}, True), ({"outer.restart": "gradient"}, False)]
 )

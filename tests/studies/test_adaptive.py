@@ -104,6 +104,7 @@ def test_a_place_without_the_chosen_arm_has_no_ratios() -> None:
     assert "[" not in text
 
 
+@pytest.mark.slow
 @each_study
 def test_a_policy_that_fails_is_said_to(name: str) -> None:
     """Where `auto` is worse than everything, or has diverged, no aim is reached."""
@@ -151,6 +152,7 @@ def test_one_setting_that_is_worse_for_every_seed_is_counted() -> None:
         assert against["largest_of_a_seed"] / against["largest_ratio"] == pytest.approx((6 / 5) ** (1 - 1 / seeds))
 
 
+@pytest.mark.slow
 def test_figures_come_out() -> None:
     """The figure of a world in which some runs have diverged is drawn, in colour and as a vector."""
 

@@ -79,6 +79,7 @@ def line_of(text: str, words: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- analysis
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [QUICK, LAPTOP], ids=["quick", "laptop"])
 def test_where_only_gain_matters_restarts_gain_nothing_over_their_control(name: str, scale: Scale) -> None:
@@ -97,6 +98,7 @@ def test_where_only_gain_matters_restarts_gain_nothing_over_their_control(name: 
     assert all(line.startswith("Does not hold: '") for line in claims)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_where_restarts_help_the_answers_say_so(name: str) -> None:
     """In a world where every restart that fires helps, the claims against each control hold, with the numbers."""
@@ -137,6 +139,7 @@ def test_region_and_bests_of_the_heatmaps() -> None:
     assert "ema HB S=5 no 15 to 15 of 15" in claim
 
 
+@pytest.mark.slow
 def test_retuning_finds_flatness_and_the_price_of_not_retuning() -> None:
     """Spread, kept value and its price follow from a known optimum that moves with S over beta and not over K."""
 
@@ -165,6 +168,7 @@ def test_retuning_finds_flatness_and_the_price_of_not_retuning() -> None:
     assert "S=80 has 6 rounds: K = 7, 9, 11 never fires there" in text
 
 
+@pytest.mark.slow
 def test_periods_that_never_fire_are_in_no_number() -> None:
     """A period that the run is too short for is listed and drawn, and left out of spread, best and comparisons."""
 
@@ -272,6 +276,7 @@ def holes(cell: Cell) -> float | str | None:
     return "diverged" if number == 3 else None if number == 7 and not first else gain_only(cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_diverged_and_missing_settings_stay(name: str) -> None:
     """Every setting is a row; diverged and missing ones say so and have no perplexity, and the page is drawn."""
@@ -292,6 +297,7 @@ def test_diverged_and_missing_settings_stay(name: str) -> None:
     assert texts["missing"] + texts["miss."] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_known_yet(name: str) -> None:
     """Before any run has ended, table, answer and page say so instead of failing."""
@@ -374,6 +380,7 @@ def test_a_sweep_study_is_complete(name: str) -> None:
     assert all(callable(getattr(module, part)) for part in ("sweep", "table", "answer", "draw"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The heatmaps and soft restarts are one sweep, the retuning two; repeated, it begins where it had arrived."""
@@ -414,6 +421,7 @@ def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "out").glob("soft_restart.*"))
 
 
+@pytest.mark.slow
 def test_scales_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Laptop by default, in NAME; quick and paper by their names, each in a folder of its own."""
     pytest.importorskip("matplotlib")

@@ -121,6 +121,7 @@ def begun(name: str, out: Path, scale: Scale, lacks: Callable[[Row], bool]) -> l
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_it_says_what_the_study_says_of_those_runs_and_writes_nothing(name: str, tmp_path: Path) -> None:
     """With all runs the study's own answer; without the last seed's that of a study of the first two."""
@@ -153,6 +154,7 @@ def test_nothing_whole_is_said_and_not_computed(tmp_path: Path) -> None:
 NAMES = ("adaptive_confirmation", "robustness_heatmaps", "soft_restart", "wires")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_is_missing_something_is_said(name: str, tmp_path: Path) -> None:
     """Half of the runs, a few, or whole arms are missing at random, as while a study trains: never an error."""
@@ -224,6 +226,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["robustness_heatmaps-quick"]
 
 
+@pytest.mark.slow
 def test_tables_from_several_places_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three seeds trained in three places say what they say from one; a part's table may lack axes that it has not."""
     name = "adaptive_confirmation"
@@ -256,6 +259,7 @@ def test_tables_from_several_places_are_joined(tmp_path: Path, capsys: pytest.Ca
     assert sorted(path.suffix for path in (tmp_path / "nowhere").iterdir()) == [".csv", ".json", ".pdf", ".png"]
 
 
+@pytest.mark.slow
 def test_tables_that_hold_every_run_are_drawn_and_nothing_is_trained(tmp_path: Path) -> None:
     """What `begun` has made up cannot be trained, so whatever is said is the tables'; a run that lacks is told."""
     name, out = "adaptive_confirmation", tmp_path / "out"
@@ -278,6 +282,7 @@ def test_tables_that_hold_every_run_are_drawn_and_nothing_is_trained(tmp_path: P
             study.run(other, tmp_path / "none", tables=tables)
 
 
+@pytest.mark.slow
 def test_a_folder_of_an_older_set_of_runs_is_no_whole_study(tmp_path: Path) -> None:
     """What counts as every run is the study's set of today: a run that the folder's table lacks is missing."""
     name = "adaptive_confirmation"

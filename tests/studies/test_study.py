@@ -173,6 +173,7 @@ def test_folder_that_cannot_be_made(toy: Any, tmp_path: Path) -> None:
     assert toy.CALLS == []
 
 
+@pytest.mark.slow
 def test_theory_studies_need_no_torch_and_repeat(tmp_path: Path) -> None:
     """Every theory study, run from the command line, loads no torch; in another process it repeats bit for bit.
 

@@ -581,6 +581,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ctrl-c", "kill"])
 def test_workers_of_a_parent_that_ends(tmp_path: Path, command: list[str], how: str) -> None:
     """SIGINT to the parent's process group, as a terminal sends it, or its death: the workers save and end.
@@ -624,6 +625,7 @@ def test_finished_run_stays_canonical(tmp_path: Path, command: list[str]) -> Non
     assert states(tmp_path) == ["finished"] * 3
 
 
+@pytest.mark.slow
 def test_extension_of_a_stopped_sweep(tmp_path: Path, command: list[str]) -> None:
     """Jobs of the former plan that still wait are dropped, and states that say nothing about added runs removed."""
     run_sweep(grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9)), tmp_path, workers=0)
