@@ -1,6 +1,6 @@
 """What communicators promise: sums, broadcasts and gathers after which all processes hold the same bits.
 
-Run as a program, this file is one of the three processes of its own test.
+Run as a program, this file is one of the three processes of its own tests, which also try the wires.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from channels import channel, contribution, contributions, simulate
 from forked import in_processes
 from twophase.base.config import RunError
 from twophase.diloco import comm
-from twophase.diloco.comm import Communicator, ProcessGroup, SingleProcess, default_communicator
+from twophase.diloco import transfer as transfer_module
+from twophase.diloco.comm import Communicator, Pending, ProcessGroup, SingleProcess, default_communicator
 from twophase.diloco.engine import DiLoCo
+from twophase.diloco.flat import checksum
+from twophase.diloco.transfer import WIRES
 from twophase.rule import OuterRule
 
 SIZE = 3
 SUBGROUP = [1, 2]  # its process 0 is process 1 of all
+ROUNDS = 3
+LENGTHS = [1, 127, 128, 129, 1_000_003]
 
 
 def join(rank: int, size: int, store: Path) -> None:
@@ -40,33 +46,6 @@ def vector(rank: int) -> Tensor:
 # --- one process --------------------------------------------------------------------------------------------------
 
 
-def check_alone(communicator: Communicator) -> None:
-    """What every communicator of one process does: nothing, visibly."""
-    assert (communicator.rank, communicator.size) == (0, 1)
-    tensor = vector(0)
-    pending = communicator.launch_sum(tensor)
-    pending.wait()
-    assert torch.equal(tensor, vector(0))
-    communicator.broadcast(tensor)
-    assert torch.equal(tensor, vector(0))
-    assert communicator.gather({"a": (1, "b")}) == [{"a": (1, "b")}]
-
-
-def test_single_process_leaves_everything_alone():
-    """A sum over one process is the tensor itself, nothing is sent, and a gather is the one value."""
-    communicator = SingleProcess()
-    check_alone(communicator)
-    assert communicator.launch_sum(vector(0)).bytes_sent == 0
-    value = object()
-    assert communicator.gather(value)[0] is value
-
-
-def test_process_group_must_be_initialised():
-    """Without torch.distributed the constructor says what to call first."""
-    with pytest.raises(RuntimeError, match=r"not initialised; call torch\.distributed\.init_process_group\(\)"):
-        ProcessGroup()
-
-
 @pytest.fixture
 def group_of_one(tmp_path: Path) -> Iterator[None]:
     join(0, 1, tmp_path / "store")
@@ -74,23 +53,37 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_process_group_of_one():
-    """A process group of one process behaves like a single process."""
-    check_alone(ProcessGroup())
+def check_alone(communicator: Communicator) -> None:
+    """What every communicator of one process does: nothing, visibly."""
+    assert (communicator.rank, communicator.size) == (0, 1)
+    tensor = vector(0)
+    pending = communicator.launch_sum(tensor)
+    pending.wait()
+    communicator.broadcast(tensor)
+    assert torch.equal(tensor, vector(0))
+    assert pending.bytes_sent == 0
+    assert communicator.gather({"a": (1, "b")}) == [{"a": (1, "b")}]
 
 
-def test_default_without_torch_distributed():
-    """Where torch.distributed is not initialised the default is a single process."""
+def test_without_torch_distributed():
+    """The default is a single process, which leaves everything alone; a process group says what to call first."""
     assert isinstance(default_communicator(), SingleProcess)
+    check_alone(default_communicator())
+    with pytest.raises(RuntimeError, match=r"not initialised; call torch\.distributed\.init_process_group\(\)"):
+        ProcessGroup()
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_default_with_torch_distributed():
-    """Where torch.distributed is initialised the default is its default group."""
+def test_with_torch_distributed():
+    """The default is the default group, which in one process behaves like a single process, and takes any device."""
     communicator = default_communicator()
     assert isinstance(communicator, ProcessGroup)
     assert communicator.group is None
+    check_alone(communicator)
+    communicator.bind(torch.device("cuda:5"))  # small messages go through main memory
+    for timeout in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"timeout is .*; it must be a positive number of seconds"):
+            ProcessGroup(timeout=timeout)
 
 
 # --- NCCL, by what it does and not with it ------------------------------------------------------------------------
@@ -141,21 +134,39 @@ def test_the_host_waits_for_a_sum_on_a_gpu(on_gpus: ProcessGroup, monkeypatch: p
     assert len(work.limits) == 1
 
 
-@pytest.mark.parametrize("looks", [0, 3])
-def test_a_failed_sum_is_one_message(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch, looks: int):
-    """NCCL's error, which a plain `wait()` keeps to itself, ends the run, with the remedy."""
-    pending = summed(on_gpus, Work(looks, "NCCL error: remote process exited\nmore"), monkeypatch)
-    with pytest.raises(RunError, match=r"is lost \(NCCL error: remote process exited\).*repeat the command"):
-        pending.wait()
+FAULTS = [
+    (
+        0,
+        "NCCL error: remote process exited\nmore",
+        r"is lost \(NCCL error: remote process exited\).*repeat the command",
+    ),
+    (
+        3,
+        "NCCL error: remote process exited\nmore",
+        r"is lost \(NCCL error: remote process exited\).*repeat the command",
+    ),
+    (
+        0,
+        "NCCL error in: init.cpp\nDuplicate GPU detected : rank 1 and rank 0",
+        r"one GPU; call torch\.cuda\.set_device",
+    ),
+    (None, "", r"no answer for 0\.05 s"),
+    (None, "timed out in blocking wait", "timed out in blocking wait"),
+]
 
 
-@pytest.mark.parametrize("fault", ["", "timed out in blocking wait"])
-def test_a_sum_that_never_ends(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch, fault: str):
-    """After the timeout the backend is asked to wait with a limit, which frees the GPU, and the run ends."""
-    work = Work(None, fault)
-    with pytest.raises(RunError, match=fault or r"no answer for 0\.05 s"):
+@pytest.mark.parametrize(("looks", "fault", "message"), FAULTS)
+def test_a_failed_sum_is_one_message(
+    on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch, looks: int | None, fault: str, message: str
+):
+    """NCCL's error, which a plain `wait()` keeps to itself, ends the run with the remedy; so does a sum without end.
+
+    After the timeout the backend is asked to wait with a limit, which frees the GPU.
+    """
+    work = Work(looks, fault)
+    with pytest.raises(RunError, match=message):
         summed(on_gpus, work, monkeypatch).wait()
-    assert work.limits == [timedelta(milliseconds=1)]
+    assert looks is not None or work.limits == [timedelta(milliseconds=1)]
 
 
 def test_a_broadcast_is_waited_for_likewise(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
@@ -163,13 +174,6 @@ def test_a_broadcast_is_waited_for_likewise(on_gpus: ProcessGroup, monkeypatch: 
     monkeypatch.setattr(comm.dist, "broadcast", lambda *_, **__: Work(None))
     with pytest.raises(RunError, match="no answer"):
         on_gpus.broadcast(torch.empty(4, device="meta"))
-
-
-def test_ranks_that_share_a_gpu_are_told(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
-    """NCCL's own words name PCI numbers; the remedy is a call."""
-    fault = "NCCL error in: init.cpp\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 17000"
-    with pytest.raises(RunError, match=r"on one GPU; call torch\.cuda\.set_device\(local_rank\)"):
-        summed(on_gpus, Work(0, fault), monkeypatch).wait()
 
 
 def test_small_messages_go_through_the_parameters_device(on_gpus: ProcessGroup, monkeypatch: pytest.MonkeyPatch):
@@ -187,41 +191,17 @@ def test_small_messages_go_through_the_parameters_device(on_gpus: ProcessGroup, 
     assert devices == [torch.device("meta")] * 2
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        (
-            "cuda:1",
-            r"are on cuda:1, and .* device is cuda:0; call torch\.cuda\.set_device\(local_rank\) before",
-        ),
-        ("cpu", r"are on the CPU, .* \(cuda:nccl\) takes tensors of a GPU only; .* init_process_group"),
-    ],
-)
-def test_a_device_that_is_not_the_ranks_own_is_refused(on_gpus: ProcessGroup, device: str, message: str):
-    """Two ranks that exchange on the same GPU would wait for each other for ever."""
+def test_a_device_that_is_not_the_ranks_own_is_refused(on_gpus: ProcessGroup):
+    """Two ranks that exchange on the same GPU would wait for each other for ever; the engine asks before it begins."""
     on_gpus.bind(torch.device("cuda:0"))
-    with pytest.raises(ValueError, match=message):
-        on_gpus.bind(torch.device(device))
-
-
-def test_the_engine_asks(on_gpus: ProcessGroup):
-    """Before its first collective, a device on which the group cannot work is refused."""
+    for device, message in {
+        "cuda:1": r"are on cuda:1, and .* device is cuda:0; call torch\.cuda\.set_device\(local_rank\) before",
+        "cpu": r"are on the CPU, .* \(cuda:nccl\) takes tensors of a GPU only; .* init_process_group",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            on_gpus.bind(torch.device(device))
     with pytest.raises(ValueError, match="are on the CPU"):
         DiLoCo(torch.nn.Linear(2, 2), OuterRule(0.7, 0.9), inner_steps=1, communicator=on_gpus)
-
-
-@pytest.mark.usefixtures("group_of_one")
-def test_with_a_cpu_backend_any_device_will_do():
-    """Small messages then go through main memory, whatever the current device is."""
-    ProcessGroup().bind(torch.device("cuda:5"))
-
-
-@pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("timeout", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_timeout_is_positive_and_finite(timeout: float):
-    """Without one a dead peer would be waited for until the machine is turned off."""
-    with pytest.raises(ValueError, match=r"timeout is .*; it must be a positive number of seconds"):
-        ProcessGroup(timeout=timeout)
 
 
 # --- three processes ----------------------------------------------------------------------------------------------
@@ -233,33 +213,87 @@ def talk(communicator: Communicator, rank: int) -> dict[str, Any]:
     pending = [communicator.launch_sum(first), communicator.launch_sum(second)]  # two under way at once
     for work in reversed(pending):
         work.wait()
-    told = vector(10 + rank)
-    communicator.broadcast(told)
+    copied = vector(10 + rank)
+    communicator.broadcast(copied)
     return {
         "place": [communicator.rank, communicator.size],
         "sum": first,
         "ranks": second,
         "bytes": [work.bytes_sent for work in pending],
-        "told": told,
+        "copied": copied,
         "gathered": communicator.gather({"rank": rank, "text": "é" * (rank + 1)}),
     }
 
 
+class Counting(ProcessGroup):
+    """Counts the bytes of what it is given to send to others."""
+
+    counted = 0
+
+    def launch_sum(self, tensor: Tensor) -> Pending:
+        """Sum."""
+        self.counted += 2 * (tensor.nbytes * (self.size - 1) // self.size)
+        return super().launch_sum(tensor)
+
+    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
+        """All-to-all."""
+        self.counted += sum(part.nbytes for part in sent.chunk(self.size)[: self.size - 1])
+        return super().launch_scatter(received, sent)
+
+    def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """All-gather."""
+        self.counted += sent.nbytes * (self.size - 1)
+        return super().launch_gather(received, sent)
+
+
+def sums(rank: int, name: str, numel: int) -> tuple[list[str], int, int]:
+    """The digits of the sums of each round over a wire, the bytes that the transfers report, and those counted."""
+    wire, group, digits, reported = channel(name, numel), Counting(), [], 0
+    for number in range(ROUNDS):
+        # Whole numbers for float32: no order of adding changes their sum.
+        total = contribution(numel, rank, number)
+        total = total.mul_(1000).round_() if name == "float32" else total
+        transfer = wire.launch(group, total)
+        transfer.wait()
+        digits.append(checksum(total))
+        reported += transfer.bytes_sent
+    return digits, reported, group.counted
+
+
+def after_failure(rank: int) -> list[str]:
+    """Two rounds; the second is undone and repeated, with another fragment's sum between the stages of both."""
+    large, small = channel("int8", 5000, transactional=True), channel("bfloat16", 700)
+    digits = []
+    for number, succeeds in [(0, True), (1, False), (1, True)]:
+        first, second = contribution(5000, rank, number), contribution(700, rank, number)
+        transfers = [large.launch(ProcessGroup(), first), small.launch(ProcessGroup(), second)]
+        for transfer in transfers:
+            transfer.advance()
+        for transfer in reversed(transfers):
+            transfer.wait()
+        digits += [checksum(first), checksum(second)]
+        if succeeds:
+            large.commit()
+        else:
+            large.withdraw()
+    return digits
+
+
 @pytest.fixture(scope="session")
-def heard(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """What each of three processes heard, in the whole group and in a group of two."""
+def heard(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of three processes heard."""
     return in_processes(__file__, tmp_path_factory.mktemp("comm"), SIZE)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_three_processes_hear_the_same(heard: list[dict[str, dict[str, Any]]]):
+def test_three_processes_hear_the_same(heard: list[dict[str, Any]]):
     """Sum, broadcast and gather leave the same bits on all three, and they are the sum, process 0's, and everyone's."""
     whole = [answers["whole"] for answers in heard]
     assert [answer["place"] for answer in whole] == [[rank, SIZE] for rank in range(SIZE)]
     for answer in whole:
         assert torch.equal(answer["sum"], whole[0]["sum"])
-        assert torch.equal(answer["told"], vector(10))
+        assert torch.equal(answer["copied"], vector(10))
         assert answer["ranks"].tolist() == [0.0 + 1.0 + 2.0] * 5
         assert answer["gathered"] == [{"rank": rank, "text": "é" * (rank + 1)} for rank in range(SIZE)]
         assert answer["bytes"] == [2 * 2 * size // 3 for size in (4 * 1001, 8 * 5)]  # two thirds, there and back
@@ -268,24 +302,59 @@ def test_three_processes_hear_the_same(heard: list[dict[str, dict[str, Any]]]):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_group_of_two_counts_its_own_ranks(heard: list[dict[str, dict[str, Any]]]):
+def test_group_of_two_counts_its_own_ranks(heard: list[dict[str, Any]]):
     """In a group of processes 1 and 2, ranks, sums, broadcasts (from process 1) and gathers are the group's own."""
     pair = [heard[rank]["pair"] for rank in SUBGROUP]
     assert [answer["place"] for answer in pair] == [[0, 2], [1, 2]]
     for answer in pair:
         assert torch.equal(answer["sum"], vector(1) + vector(2))
-        assert torch.equal(answer["told"], vector(11))
+        assert torch.equal(answer["copied"], vector(11))
         assert answer["gathered"] == [{"rank": rank, "text": "é" * (rank + 1)} for rank in SUBGROUP]
     assert "pair" not in heard[0]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_wires_of_three_processes(heard: list[dict[str, Any]], name: str, numel: int):
+    """Each wire sums to the bits that one process with three replicas has; bytes reported are bytes handed over."""
+    rounds = [contributions(numel, SIZE, number) for number in range(ROUNDS)]
+    if name == "float32":
+        expected = [checksum(sum(x.mul_(1000).round_() for x in parts)) for parts in rounds]
+    else:
+        alone = channel(name, numel, SIZE)
+        expected = [checksum(simulate(alone, parts)) for parts in rounds]
+    for answers in heard:
+        digits, reported, counted = answers[f"{name} {numel}"]
+        assert digits == expected
+        assert abs(counted - reported) <= (2 * ROUNDS if name == "float32" else 0)
+        ratio = reported / answers[f"float32 {numel}"][1]
+        assert numel < 1000 or ratio == pytest.approx({"float32": 1.0, "bfloat16": 0.5, "int8": 0.26}[name], abs=0.01)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_an_undone_round_repeats_itself(heard: list[dict[str, Any]]):
+    """A round that was withdrawn and repeated gives the same bits, on all processes, beside another fragment's."""
+    for answers in heard:
+        assert answers["failed"] == heard[0]["failed"]
+        first, _, undone, _, repeated, _ = answers["failed"]
+        assert undone == repeated != first
+        assert answers["pieces"] == answers["float32 1000003"][0]
 
 
 def worker(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     join(rank, SIZE, folder / "store")
-    answers = {"whole": talk(default_communicator(), rank)}
+    answers: dict[str, Any] = {"whole": talk(default_communicator(), rank)}
     group: Any = dist.new_group(SUBGROUP)
     if rank in SUBGROUP:
         answers["pair"] = talk(ProcessGroup(group), rank)
+    answers |= {f"{name} {numel}": sums(rank, name, numel) for name in WIRES for numel in LENGTHS}
+    answers["failed"] = after_failure(rank)
+    transfer_module._SUM_PIECE_BYTES = 1 << 16
+    answers["pieces"] = sums(rank, "float32", LENGTHS[-1])[0]
     torch.save(answers, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

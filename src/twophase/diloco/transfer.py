@@ -191,13 +191,10 @@ class Channel:
         return None if wire is None else f"the state has residuals of wire {wire}, this channel no residuals"
 
     def commit(self) -> None:
-        """Keep the residuals as they are now."""
-
-    def rollback(self) -> None:
-        """Set the residuals back to the last `commit()`, and give up a transfer under way: the sum has failed."""
+        """Keep the residuals as they are now, for `withdraw`."""
 
     def withdraw(self) -> None:
-        """Give up a transfer under way; its sum has not been applied."""
+        """Give up a transfer under way: its sum has failed, or is not applied."""
 
     def clear(self) -> None:
         """Forget all residuals, and give up a transfer under way: as after construction."""

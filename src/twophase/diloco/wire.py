@@ -8,8 +8,8 @@ A float32 sum is an all-reduce. The others lose digits, so they travel in two st
 
 Each process sends about two vectors of codes, however many processes there are; sums are made in the buffer's own type;
 and all processes hold the same bits, which several replicas in one process have as well, since both ways run the same
-functions on the same blocks. The residuals e (error feedback) carry what a round could not send into the next round, so
-that over many rounds nothing is lost.
+functions on the same blocks. The residuals e (error feedback, int8 only) carry what a round could not send into the
+next round, so that over many rounds nothing is lost.
 
 Source: error feedback, Karimireddy et al. 2019 (arXiv 1901.09847); both stages of it, Tang et al. 2019
 (DoubleSqueeze, arXiv 1905.05957).
@@ -18,27 +18,116 @@ Source: error feedback, Karimireddy et al. 2019 (arXiv 1901.09847); both stages 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from twophase.diloco.codec import BLOCK, Packet, decode, encode, packet, packet_bytes
 from twophase.diloco.communicator import Communicator, Pending
 from twophase.diloco.transfer import Channel, Transfer
 
+BLOCK = 128
+"""Elements that share a scale in int8; parts and pieces are whole numbers of blocks."""
+
+_LEVELS = 127
+_SMALLEST = 2.0**-149  # the least positive float32
+_LARGEST_SCALE = float.fromhex("0x1.020406p+121")  # `_LEVELS` times the next float32 above overflows
 _PIECE_ELEMENTS = 1 << 19  # on a CPU: what an encoding goes over several times stays in the cache
 _PIECE_ELEMENTS_ELSEWHERE = 1 << 22  # on an accelerator: fewer kernels to start
 
 
-class _Residual:
-    """What was not sent yet of elements `start` to `stop`; with `undoable`, also as it was at the last commit."""
+# ------------------------------------------------------------------------------------------------------------- codes
 
-    def __init__(self, start: int, stop: int, dtype: torch.dtype, device: torch.device, *, undoable: bool) -> None:
-        self.span = (start, stop)
-        self.value = torch.zeros(stop - start, dtype=dtype, device=device)
-        self.committed = torch.zeros_like(self.value) if undoable else None
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """Encoded elements.
+
+    Args:
+        codes: one an element, int8 or bfloat16.
+        scales: for int8, one a block of `BLOCK` elements (the last block may be shorter), float32; None for bfloat16.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+
+    def piece(self, start: int, stop: int) -> Packet:
+        """Return elements `start`, a multiple of `BLOCK`, to `stop`."""
+        scales = None if self.scales is None else self.scales[start // BLOCK : -(-stop // BLOCK)]
+        return Packet(self.codes[start:stop], scales)
+
+
+def packet_bytes(name: str, numel: int) -> int:
+    """Return bytes of `numel` encoded elements, a multiple of `BLOCK`: bfloat16 has 2 an element, int8 132 a block."""
+    return 2 * numel if name == "bfloat16" else numel + 4 * (numel // BLOCK)
+
+
+def packet(name: str, payload: Tensor, numel: int) -> Packet:
+    """Return the packet of `numel` elements, a multiple of `BLOCK`, that lies in `packet_bytes(name, numel)` bytes."""
+    if name == "bfloat16":
+        return Packet(payload.view(torch.bfloat16), None)
+    return Packet(payload[:numel].view(torch.int8), payload[numel:].view(torch.float32))
+
+
+def encode(values: Tensor, into: Packet, scratch: Tensor) -> None:
+    """Write the codes of `values`.
+
+    bfloat16 rounds to the nearest, ties to even. For int8, with the elements x of a block,
+
+        scale = max|x| / 127 + 2^-149,    code = round(x / scale), ties to even, in -127 ... 127,
+
+    so that code * scale is within scale / 2 of x, to rounding, for every finite float32. (2^-149 matters to subnormal
+    scales only: rounded down, they could not reach max|x|.) A block with an element that is not finite gets the scale
+    NaN and is NaN altogether when decoded: divergence shows on every process. In bfloat16 such an element stays what
+    it is.
+
+    Args:
+        values: 1-D, float32 or float64.
+        into: of as many elements.
+        scratch: of the same shape and dtype; overwritten.
+    """
+    if into.scales is None:
+        into.codes.copy_(values)
+        return
+    torch.abs(values, out=scratch)
+    scales = into.scales
+    for scale, magnitudes in _by_block(scales, scratch):
+        scale.copy_(torch.amax(magnitudes, dim=1, keepdim=True))
+    nan_unless_finite = scales * 0
+    scales.div_(_LEVELS).add_(_SMALLEST).clamp_(max=_LARGEST_SCALE).add_(nan_unless_finite)
+    for scale, x, quotient in _by_block(scales, values, scratch):
+        torch.div(x, scale, out=quotient)  # not times 1 / scale, which overflows for a subnormal scale
+    into.codes.copy_(scratch.round_())  # within -127 ... 127 by themselves, since scale >= max|x| / 127, to rounding
+
+
+def decode(source: Packet, out: Tensor) -> None:
+    """Write the elements of a packet to `out`, 1-D of as many elements, float32 or float64."""
+    out.copy_(source.codes)
+    if source.scales is not None:
+        for scale, codes in _by_block(source.scales, out):
+            codes.mul_(scale)
+
+
+def _by_block(scales: Tensor, *vectors: Tensor) -> Iterator[list[Tensor]]:
+    """Yield scales as a column and vectors as matrices, a row a block: the whole blocks, then a shorter last one."""
+    numel = vectors[0].numel()
+    whole = numel // BLOCK
+    if whole:
+        yield [scales[:whole, None], *(vector[: whole * BLOCK].view(whole, BLOCK) for vector in vectors)]
+    if numel > whole * BLOCK:
+        yield [scales[whole:, None], *(vector[None, whole * BLOCK :] for vector in vectors)]
+
+
+# ----------------------------------------------------------------------------------------------------------- channel
+
+
+class _Residual:
+    """What the elements from `start` on still lack; with `undoable`, also as it was at the last commit."""
+
+    def __init__(self, start: int, value: Tensor, *, undoable: bool) -> None:
+        self.start, self.value = start, value
+        self.committed = value.clone() if undoable else None
 
 
 class LossyChannel(Channel):
@@ -52,8 +141,7 @@ class LossyChannel(Channel):
         dtype: float32 or float64, of the tensors that are summed and of the residuals.
         device: of the tensors.
         senders: replicas in this process that `quantize` is called for, else 1; each has a residual of its own.
-        error_feedback: whether to carry what was not sent into the next round; None means for int8 only.
-        transactional: whether `rollback()` is possible; it costs a second copy of the residuals.
+        transactional: whether `withdraw()` also restores the residuals; it costs a second copy of them.
     """
 
     lossy = True
@@ -66,19 +154,16 @@ class LossyChannel(Channel):
         dtype: torch.dtype,
         device: torch.device,
         senders: int,
-        error_feedback: bool | None = None,
         transactional: bool = False,
     ) -> None:
         super().__init__(name, numel, dtype=dtype, device=device)
         self._transactional = transactional
-        self._feedback = name == "int8" if error_feedback is None else error_feedback
+        self._feedback = name == "int8"
         self._sent = [self._residual(0, numel) for _ in range(senders)] if self._feedback else []
         self._returned: _Residual | None = None  # of the part that this process owns, from the first sum on
         self._under_way: Transfer | None = None
         self._payloads: tuple[Tensor, Tensor] | None = None
         self._scratch: tuple[Tensor, Packet] | None = None
-
-    # ------------------------------------------------------------------------------------------------------ a sum
 
     def quantize(self, tensor: Tensor, sender: int) -> None:
         """Take stage one alone: replace a replica's contribution by what the others would receive of it."""
@@ -87,64 +172,54 @@ class LossyChannel(Channel):
 
     def launch(self, communicator: Communicator, tensor: Tensor, *, quantized: bool = False) -> Transfer:
         """Begin to replace `tensor` by its sum, in two stages; of a `quantized` tensor only the second is left."""
-        assert self._under_way is None, "wait for the transfer under way, or call rollback()"
+        assert self._under_way is None, "wait for the transfer under way, or call withdraw()"
         size, rank = communicator.size, communicator.rank
         if size == 1:
             if not quantized:
                 self.quantize(tensor, 0)
-            self._return(tensor, (0, self._numel), None)
+            self._return(tensor, 0, None)
             return Transfer()
         assert not quantized, "several processes do both stages"
         sent, received = self._buffers(size)
-        for owner, share in enumerate(self._packets(sent, size)):
-            start, stop = self._span(owner, size)
+        for start, stop, share in self._shares(sent, size):
             self._send(tensor[start:stop], start, share, self._sent[0] if self._feedback else None)
-        pending = communicator.launch_scatter(received, sent)
-        second = partial(self._second_stage, communicator, size, rank, tensor)
-        self._under_way = Transfer([pending], second, partial(self._finish, size, tensor))
+
+        def second_stage() -> Pending:
+            """As the owner of a part, add up what came, in the order of the ranks, and send the sum to all."""
+            shares = self._shares(received, size)
+            start, stop, _ = shares[rank]
+            total = tensor[start:stop]
+            for sender, (_, _, share) in enumerate(shares):
+                for first, last in self._pieces(len(total)):
+                    addend = self._workspace()[0][: last - first] if sender else total[first:last]
+                    decode(share.piece(first, last), addend)
+                    if sender:
+                        total[first:last].add_(addend)
+            # The first stage is over, its buffers are free.
+            self._return(total, start, self._shares(sent, size)[0][2])
+            return communicator.launch_gather(received, sent.chunk(size)[0])
+
+        def finish() -> None:
+            for start, stop, share in self._shares(received, size):
+                for first, last in self._pieces(stop - start):
+                    decode(share.piece(first, last), tensor[start + first : start + last])
+            self._under_way = None
+
+        self._under_way = Transfer([communicator.launch_scatter(received, sent)], second_stage, finish)
         return self._under_way
 
-    def _second_stage(self, communicator: Communicator, size: int, rank: int, tensor: Tensor) -> Pending:
-        """As the owner of a part, add up what came, in the order of the ranks, and send the sum to all."""
-        sent, received = self._buffers(size)
-        start, stop = self._span(rank, size)
-        total = tensor[start:stop]
-        for sender, share in enumerate(self._packets(received, size)):
-            for first, last in self._pieces(total.numel()):
-                if sender == 0:
-                    decode(share.piece(first, last), total[first:last])
-                else:
-                    addend = self._workspace()[0][: last - first]
-                    decode(share.piece(first, last), addend)
-                    total[first:last].add_(addend)
-        part = self._part(size)
-        answer = sent[: packet_bytes(self.name, part)]  # the first stage is over, its buffers are free
-        self._return(total, (start, stop), packet(self.name, answer, part))
-        return communicator.launch_gather(received, answer)
-
-    def _finish(self, size: int, tensor: Tensor) -> None:
-        for owner, share in enumerate(self._packets(self._buffers(size)[1], size)):
-            start, stop = self._span(owner, size)
-            for first, last in self._pieces(stop - start):
-                decode(share.piece(first, last), tensor[start + first : start + last])
-        self._under_way = None
-
-    def _return(self, total: Tensor, span: tuple[int, int], into: Packet | None) -> None:
+    def _return(self, total: Tensor, start: int, into: Packet | None) -> None:
         """Encode the part that this process owns, for stage two."""
-        if self._feedback and (self._returned is None or self._returned.span != span):
-            self._returned = self._residual(*span)  # another part than before: its former owner has what was left
-        self._send(total, span[0], into, self._returned)
+        owned = self._returned
+        if self._feedback and (owned is None or (owned.start, len(owned.value)) != (start, len(total))):
+            # Another part than before: its former owner has what was not sent of it.
+            self._returned = self._residual(start, len(total))
+        self._send(total, start, into, self._returned)
 
     def _send(self, tensor: Tensor, start: int, into: Packet | None, residual: _Residual | None) -> None:
-        """Encode `tensor` piece by piece, its codes in `into` and what they lack in the residual.
+        """Encode the elements from `start` on piece by piece; what their codes lack stays in the residual.
 
-        The tensor becomes what is received of it, or scratch where `into` is given.
-
-        Args:
-            tensor: 1-D.
-            start: where it starts in the fragment.
-            into: None where no other process reads the codes.
-            residual: None without error feedback.
+        The tensor becomes what is received of it, or scratch where `into` is given for other processes to read.
         """
         for first, last in self._pieces(tensor.numel()):
             work, codes = self._workspace()
@@ -155,7 +230,7 @@ class LossyChannel(Channel):
                 if into is None:  # else it comes back with the sum
                     decode(codes, values)
                 continue
-            offset = start - residual.span[0]
+            offset = start - residual.start
             owed = residual.value[offset + first : offset + last]
             torch.add(values, owed, out=work)
             encode(work, codes, values)
@@ -164,17 +239,9 @@ class LossyChannel(Channel):
 
     # ------------------------------------------------------------------------------------------------------ memory
 
-    def _part(self, size: int) -> int:
-        """Return the elements of each of `size` equal parts of the padded vector: whole blocks."""
-        return -(-self._numel // (size * BLOCK)) * BLOCK
-
-    def _span(self, rank: int, size: int) -> tuple[int, int]:
-        """Return the first element of a rank's part and the next part's, without padding; some may be empty."""
-        part = self._part(size)
-        return min(rank * part, self._numel), min((rank + 1) * part, self._numel)
-
-    def _residual(self, start: int, stop: int) -> _Residual:
-        return _Residual(start, stop, self._dtype, self._device, undoable=self._transactional)
+    def _residual(self, start: int, numel: int) -> _Residual:
+        zeros = torch.zeros(numel, dtype=self._dtype, device=self._device)
+        return _Residual(start, zeros, undoable=self._transactional)
 
     def _residuals(self) -> list[_Residual]:
         return self._sent if self._returned is None else [*self._sent, self._returned]
@@ -201,8 +268,16 @@ class LossyChannel(Channel):
             self._payloads = sent, torch.zeros_like(sent)
         return self._payloads
 
-    def _packets(self, payload: Tensor, size: int) -> list[Packet]:
-        return [packet(self.name, share, self._part(size)) for share in payload.chunk(size)]
+    def _part(self, size: int) -> int:
+        """Return the elements of each of `size` equal parts of the padded vector: whole blocks."""
+        return -(-self._numel // (size * BLOCK)) * BLOCK
+
+    def _shares(self, payload: Tensor, size: int) -> list[tuple[int, int, Packet]]:
+        """Return first element, end and packet of each owner's part; without padding, so that some are empty."""
+        part = self._part(size)
+        ends = [min(rank * part, self._numel) for rank in range(size + 1)]
+        packets = [packet(self.name, share, part) for share in payload.chunk(size)]
+        return list(zip(ends, ends[1:], packets, strict=False))
 
     # ------------------------------------------------------------------------------------------------------- state
 
@@ -212,7 +287,7 @@ class LossyChannel(Channel):
             return {}
         state: dict[str, Any] = {"wire": self.name, "sent": [residual.value for residual in self._sent]}
         if self._returned is not None:
-            state |= {"returned": self._returned.value, "returned_start": self._returned.span[0]}
+            state |= {"returned": self._returned.value, "returned_start": self._returned.start}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -223,9 +298,8 @@ class LossyChannel(Channel):
         for residual, saved in zip(self._sent, state["sent"], strict=True):
             residual.value.copy_(saved)
         if "returned" in state:
-            start, saved = state["returned_start"], state["returned"]
-            self._returned = self._residual(start, start + saved.numel())
-            self._returned.value.copy_(saved)
+            self._returned = self._residual(state["returned_start"], state["returned"].numel())
+            self._returned.value.copy_(state["returned"])
         self.commit()
 
     def _misfit(self, state: Mapping[str, Any]) -> str | None:
@@ -245,32 +319,23 @@ class LossyChannel(Channel):
         return None
 
     def commit(self) -> None:
-        """Keep the residuals as they are now."""
+        """Keep the residuals as they are now, for `withdraw`."""
         for residual in self._residuals():
             if residual.committed is not None:
                 residual.committed.copy_(residual.value)
 
-    def rollback(self) -> None:
-        """Set the residuals back to the last `commit()`, and give up a transfer under way: the sum has failed.
+    def withdraw(self) -> None:
+        """Give up a transfer under way; a transactional channel sets its residuals back to the last `commit()`.
 
-        A residual of the second stage that began later, because this process came to own another part, is zero then.
+        Elsewhere the residuals keep what the codes of this transfer lacked, in the place of what those before it did:
+        a rounding error either way, and the next sum takes all of the rest. A residual of the second stage that began
+        later, because this process came to own another part, is zero then.
         """
-        assert self._transactional or not self._feedback, "only a channel built with transactional=True can undo"
         for residual in self._residuals():
             if residual.committed is not None:
                 residual.value.copy_(residual.committed)
-        self._give_up()
-
-    def withdraw(self) -> None:
-        """Give up a transfer under way that was not applied: `rollback()` where that is possible.
-
-        Elsewhere the residuals keep what the codes of this transfer lacked, in the place of what those before it did:
-        a rounding error either way, and the next sum takes all of the rest.
-        """
-        if self._transactional:
-            self.rollback()
-        else:
-            self._give_up()
+        if self._under_way is not None:
+            self._under_way = self._payloads = None  # what has failed may still write into them
 
     def clear(self) -> None:
         """Forget all residuals, and give up a transfer under way: as after construction."""
@@ -278,8 +343,4 @@ class LossyChannel(Channel):
             residual.value.zero_()
         self._returned = None
         self.commit()
-        self._give_up()
-
-    def _give_up(self) -> None:
-        if self._under_way is not None:
-            self._under_way = self._payloads = None  # what has failed may still write into them
+        self.withdraw()

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr
 
-from twophase.diloco.codec import BLOCK, packet_bytes
 from twophase.diloco.transfer import WIRES
+from twophase.diloco.wire import BLOCK, packet_bytes
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, outcomes, worst
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, change_words, lines_of, perplexity_words, public, tally
