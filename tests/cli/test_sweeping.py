@@ -57,9 +57,8 @@ def corpus(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def call(corpus: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+def call(corpus: str, capsys: pytest.CaptureFixture[str]) -> Call:
     """A command in this process, which spares importing torch again; a sweep's is of small runs."""
-    monkeypatch.delenv("TWOPHASE_STORAGE", raising=False)
 
     def run(*words: str | Path) -> Said:
         capsys.readouterr()
@@ -235,8 +234,6 @@ def test_dry_run(tmp_path: Path, corpus: str, call: Call) -> None:
         (GRID, r"the grid has 8 cells \(8 runs\), more than 3; .* --yes"),
         (["--axis", "outer.lr", "0.3", "--slurm-time", "60"], "--slurm-time is given without --launcher slurm"),
         (["--axis", "outer.lr", "0.3", "--launcher", "slurm"], "--launcher slurm needs --workers"),
-        (["--axis", "outer.lr", "0.3", "--workers", "-1"], "--workers is -1"),
-        (["--axis", "outer.lr", "0.3", "--in-memory", "-1"], "--in-memory is -1"),
         (["--axis", "outer.lr", "0.3", "-1"], "--outer.lr is -1"),
         (
             ["--axis", "sync.fragments", "1", "a=embedding|head,b=tail"],
@@ -385,21 +382,6 @@ def test_workers_elsewhere(tmp_path: Path, call: Call) -> None:
     assert "nothing has changed" in call(*words).out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "holds no plan.json; start the sweep there first"),
-        (["--in-memory", "-1"], "--in-memory is -1"),
-    ],
-)
-def test_worker_in_the_wrong_place(tmp_path: Path, call: Call, words: list[str], message: str) -> None:
-    """A worker in a folder without a plan ends with status 2 and says so, and makes nothing."""
-    said = call("sweep-worker", "--out", tmp_path / "absent", *words)
-    assert (said.status, len(said.err.splitlines())) == (2, 1)
-    assert message in said.err
-    assert not (tmp_path / "absent").exists()
-
-
 def test_worker_with_another_text(tmp_path: Path, corpus: str, call: Call) -> None:
     """A worker that sees another text than the sweep was begun with takes no job."""
     folder = tmp_path / "sweep"
@@ -411,21 +393,6 @@ def test_worker_with_another_text(tmp_path: Path, corpus: str, call: Call) -> No
     assert said.status == 2
     assert "this machine's text is not the one" in said.err
     assert list((folder / "runs").iterdir()) == []
-
-
-def test_unreachable_storage(tmp_path: Path, call: Call) -> None:
-    """A database that is not there: status 2, one message without the password, and nothing is made."""
-    # Port 1 of the loopback is closed; without PostgreSQL's driver the message is that it is missing.
-    for url, reason in (
-        ("postgresql://me:hunter2@127.0.0.1:1/name", ""),
-        (f"sqlite:///{tmp_path}/absent/q.db", "unable to open"),
-    ):
-        said = call("sweep", *GRID, "--out", tmp_path / "sweep", "--workers", "0", "--storage", url, "--quiet")
-        assert (said.status, len(said.err.splitlines())) == (2, 1), said.err
-        assert f"--storage {url.replace('hunter2', '***')}" in said.err
-        assert reason in said.err
-        assert "hunter2" not in said.err
-        assert not (tmp_path / "sweep").exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- Slurm

@@ -359,7 +359,7 @@ def test_a_sweep_without_its_table(made: tuple[Path, Sweep], sweep_folder: Path,
     first, _, twin, done, *_ = sweep.runs
     if planned:  # a cell whose run another one stands for has its result
         shutil.rmtree(sweep_folder / "runs" / twin)
-        work = Work.of(sweep_folder, sweep, plan(sweep), merge=True, study="", most=100, texts={})
+        work = Work.of(sweep_folder, sweep, plan(sweep), merge=True, most=100, texts={})
         object.__setattr__(work, "stands_for", {twin: done})
         work.write()
         paths = (sweep_folder / "runs").iterdir()

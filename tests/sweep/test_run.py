@@ -208,11 +208,11 @@ def must_not(*_: Any, **__: Any) -> Any:
     raise AssertionError("this must not be called")
 
 
-def trials_of(folder: Path, url: str | None = None) -> list[tuple[str, str]]:
+def trials_of(folder: Path) -> list[tuple[str, str]]:
     """Arm and state of each trial of a sweep's study."""
-    plan = Work.read(folder)
-    assert plan is not None
-    study = optuna.load_study(study_name=plan.study, storage=open_storage(folder, url))
+    storage = open_storage(folder)
+    (name,) = optuna.get_all_study_names(storage)
+    study = optuna.load_study(study_name=name, storage=storage)
     return sorted((trial.user_attrs["arm"], trial.user_attrs["state"]) for trial in study.trials)
 
 
@@ -278,17 +278,17 @@ def test_finished_sweep_resumes_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_workers_elsewhere(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher gets the command, without the storage's URL; no worker is started here, a repeat sees the results."""
-    sweep, commands, url = sweep_of("ok", "diverges", "ok"), [], f"sqlite:///{tmp_path}/trials.db"
+    """A launcher gets the command; no worker is started here, a repeat sees the results."""
+    sweep, commands = sweep_of("ok", "diverges", "ok"), []
     folder = tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", must_not)
         assert counts(run_sweep(sweep, folder, workers=0)) == (0, 0, 0, 0)
-        run_sweep(sweep, folder, workers=4, command=["go"], storage=url, in_memory=2, launch=commands.append)
+        run_sweep(sweep, folder, workers=4, command=["go"], in_memory=2, launch=commands.append)
     assert commands == [["go", "--out", str(folder), "--in-memory", "2"]]
     assert states(folder) == ["missing"] * 3
     subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True)
-    assert counts(run_sweep(sweep, folder, workers=4, storage=url, launch=must_not)) == (0, 0, 0, 3)
+    assert counts(run_sweep(sweep, folder, workers=4, launch=must_not)) == (0, 0, 0, 3)
     assert states(folder) == ["finished", "diverged", "finished"]
 
 
@@ -350,43 +350,38 @@ def test_twins(tmp_path: Path, command: list[str], merge: bool) -> None:
 # ------------------------------------------------------------------------------------------------------------- trials
 
 
-@pytest.mark.parametrize("database", [False, True])
-def test_every_run_is_a_trial(tmp_path: Path, command: list[str], database: bool) -> None:
-    """The study, in the folder or a database, shows every run once, also those that ended while no call watched."""
-    url = f"sqlite:///{tmp_path}/trials.db" if database else None
-    sweep, folder = sweep_of("ok", "diverges", "fails once"), tmp_path / "out"
-    run_sweep(sweep, folder, workers=2, command=command, storage=url)
+def test_every_run_is_a_trial(tmp_path: Path, command: list[str]) -> None:
+    """The study shows every run once, also those that ended while no call watched, and those of an extension."""
+    sweep = sweep_of("ok", "diverges", "fails once")
+    run_sweep(sweep, tmp_path, workers=2, command=command)
     wanted = [("diverges", "diverged"), ("fails once", "failed"), ("ok", "finished")]
-    assert trials_of(folder, url) == wanted
-    run_sweep(sweep, folder, workers=0, storage=url)
-    subprocess.run([*command, "--out", str(folder)], check=True, capture_output=True)
+    assert trials_of(tmp_path) == wanted
+    run_sweep(sweep, tmp_path, workers=0)
+    subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True)
     for _ in range(2):
-        run_sweep(sweep, folder, workers=0, storage=url)
-        assert trials_of(folder, url) == sorted([*wanted, ("fails once", "finished")])
-    assert (folder / "trials.journal").exists() != database
-    more = sweep_of("ok", "diverges", "fails once", "ok")  # a new study, and in another place
-    run_sweep(more, folder, workers=1, command=command)
-    ended = [("fails once", "finished"), ("ok", "finished"), ("ok", "finished")]
-    assert trials_of(folder) == [("diverges", "diverged"), *ended]
+        run_sweep(sweep, tmp_path, workers=0)
+        assert trials_of(tmp_path) == sorted([*wanted, ("fails once", "finished")])
+    run_sweep(sweep_of("ok", "diverges", "fails once", "ok"), tmp_path, workers=1, command=command)
+    assert [arm for arm, _ in trials_of(tmp_path)] == ["diverges", "fails once", "ok", "ok"]
 
 
 @pytest.mark.parametrize("failures", [1, 99])
-def test_storage_that_fails_meanwhile(
+def test_trials_that_cannot_be_written(
     tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    """A storage that is away does not stop the runs; it is asked again, at the latest by the next call."""
+    """A journal that cannot be written does not stop the runs; it is tried again, at the latest by the next call."""
     record, calls = Trials.record, iter(range(failures))
 
     def flaky(*words: Any) -> None:
         if next(calls, None) is not None:
-            raise OSError("connection lost")
+            raise OSError("no space left")
         record(*words)
 
     sweep = sweep_of("ok", "diverges")
     with monkeypatch.context() as patch:
         patch.setattr(Trials, "record", flaky)
         if failures == 99:
-            with pytest.raises(RuntimeError, match=r"the trials cannot be written \(connection lost\)"):
+            with pytest.raises(RuntimeError, match=r"the trials cannot be written \(no space left\)"):
                 run_sweep(sweep, tmp_path, workers=1, command=command)
         else:
             run_sweep(sweep, tmp_path, workers=1, command=command)
@@ -400,7 +395,7 @@ def test_sweep_of_an_older_version(tmp_path: Path, command: list[str]) -> None:
     sweep = sweep_of("ok", "fails once", "ok")
     assert run_sweep(sweep, tmp_path, workers=1, command=command).finished == 2
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"format": 1, "storage": None}))
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"format": 1, "study": "x", "storage": None}))
     (tmp_path / "trials.journal").unlink()
     (tmp_path / "queue.journal").write_text("{}\n")
     (tmp_path / "claims" / "call").write_text("3\n")
@@ -681,7 +676,6 @@ def test_other_places_are_refused(tmp_path: Path) -> None:
         (folder, {}, r"notes\.txt.*not the folder of a sweep"),
         (file, {}, "is a file"),
         (busy, {"workers": -1}, "--workers is -1; it must be a whole number"),
-        (busy, {"in_memory": -1}, "--in-memory is -1; it must be a whole number"),
     ):
         chosen: dict[str, Any] = {"workers": 1} | options
         with pytest.raises(UsageError, match=message):

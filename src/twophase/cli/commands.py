@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,26 @@ def parse_known(parser: argparse.ArgumentParser, words: list[str], then: str) ->
         parser.print_help()
         print(f"\n{then}\n")
     return parser.parse_known_args(words)
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """Return an argument's type: whole numbers from the smallest on."""
+
+    def whole_number(word: str) -> int:
+        number = int(word)
+        if number < smallest:
+            raise argparse.ArgumentTypeError(f"is {number}; it must be a whole number >= {smallest}")
+        return number
+
+    return whole_number
+
+
+def print_config(config: TrainConfig) -> int:
+    """Print the resolved configuration; return the exit status."""
+    from twophase.base.config import dump_yaml
+
+    print(dump_yaml(config, every=True), end="")
+    return 0
 
 
 def config_paths() -> frozenset[str]:

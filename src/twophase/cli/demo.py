@@ -17,6 +17,7 @@ def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_options, run, take_slurm_options
     from twophase.recipes.demo import demo
+    from twophase.tasks.lm.config import check
 
     parser = run_parser("demo")
     add_options(parser)
@@ -33,6 +34,8 @@ def main(words: list[str]) -> int:
     rest, slurm = take_slurm_options(words)
     options = parser.parse_args(rest)
     sweep = demo(quick=options.quick, seeds=options.seeds, controls=not options.no_controls)
+    for config in sweep.runs.values():
+        check(config)
     out = options.out or Path("runs") / ("demo-quick" if options.quick else "demo")
     return run(sweep, out, options, repeat=command_line(["demo", *words]), results=_demo_results, slurm=slurm)
 

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from typing import Literal
 from twophase.cli.commands import plain_parser
 
 State = Literal["ok", "missing", "broken"]
+_MARKS: dict[State, str] = {"ok": "  ", "missing": "- ", "broken": "! "}
 _NAME = "twophase"
 _ROOM_BYTES = 1 << 30  # below it a checkpoint of a small model may not fit
 _TORCH_SECONDS = 180
@@ -61,14 +62,9 @@ print(json.dumps(answer))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """A line of the answer.
+    """A line of the answer, under the heading `group`: a thing, its state in words, and what to do about it.
 
-    Args:
-        group: heading that it stands under.
-        name: of the thing examined.
-        text: its state in words.
-        state: `ok`; `missing` for what only some commands need; `broken` for what all of them need.
-        remedy: what to do, where something is to be done.
+    `missing` is what only some commands need, `broken` what all of them need.
     """
 
     group: str
@@ -87,15 +83,14 @@ def main(words: list[str]) -> int:
     broken = [check.name for check in checks if check.state == "broken"]
     if options.json:
         keys = ("group", "name", "found", "state", "remedy")
-        rows = [dict(zip(keys, (c.group, c.name, c.text, c.state, c.remedy), strict=True)) for c in checks]
+        rows = [dict(zip(keys, dataclasses.astuple(check), strict=True)) for check in checks]
         print(json.dumps({"usable": not broken, "checks": rows}, indent=2))
         return 1 if broken else 0
     width = max(len(check.name) for check in checks)
     for group, members in groupby(checks, key=lambda check: check.group):
         print(group)
         for check in members:
-            mark = {"ok": "  ", "missing": "- ", "broken": "! "}[check.state]
-            print(f"  {mark}{check.name:{width}}  {check.text}")
+            print(f"  {_MARKS[check.state]}{check.name:{width}}  {check.text}")
             if check.remedy:
                 print(f"    {'':{width}}  > {check.remedy}")
         print()
@@ -109,11 +104,10 @@ def main(words: list[str]) -> int:
 def examine() -> list[Check]:
     """Look at everything; a look that fails becomes a line of its own, never an error."""
     checks: list[Check] = []
-    for look in (_here, _machine, _torch, _needed, _extras, _places):
+    for name, look in _LOOKS.items():
         try:
             checks += look()
         except Exception as error:
-            name = look.__name__.removeprefix("_")
             checks.append(Check(name, name, f"could not be examined ({type(error).__name__}: {error})", "missing"))
     return checks
 
@@ -136,9 +130,7 @@ def _here() -> Iterator[Check]:
 
 def _machine() -> Iterator[Check]:
     yield Check("Machine", "platform", platform.platform())
-    cpus = os.cpu_count() or 0
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cpus
-    yield Check("Machine", "processors", f"{cpus}" + (f", {mine} of them for this process" if mine != cpus else ""))
+    yield Check("Machine", "processors", f"{os.cpu_count()}, {len(os.sched_getaffinity(0))} of them for this process")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")  # a container may have less than the machine
     words = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
@@ -151,18 +143,70 @@ def _torch() -> Iterator[Check]:
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_TORCH_SECONDS)  # noqa: S603
         facts = json.loads(done.stdout) if done.returncode == 0 else None
+        fault = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        done, facts = subprocess.CompletedProcess(words, 1, "", str(error)), None
+        facts, fault = None, str(error)
     if facts is None:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         remedy = "pip install torch (on a machine without a GPU, from PyTorch's index of CPU wheels)"
-        yield Check("torch", "version", f"cannot be used: {last[:200]}", "broken", remedy)
+        yield Check("torch", "version", f"cannot be used: {fault[:200]}", "broken", remedy)
         return
     yield Check("torch", "version", facts["version"] + (f", CUDA {facts['cuda']}" if facts["cuda"] else ""))
     yield Check("torch", "devices", "; ".join(["cpu", *facts["devices"]]))
     yield Check("torch", "threads", f"{facts['threads']} by default (a run takes --threads)")
     for note in facts["notes"]:
         yield Check("torch", "device", note, "missing", "check the driver, or use --device cpu")
+
+
+def _packages() -> Iterator[Check]:
+    for name, spec in _requirements().items():
+        version = _version(name)
+        if _fits(version, spec):
+            yield Check("Packages", name, version)
+        elif name != "torch":  # which has a group of its own
+            words = f"{version or 'not installed'}; {spec} is needed"
+            yield Check("Packages", name, words, "broken", f"pip install '{name}{spec}'")
+
+
+def _extras() -> Iterator[Check]:
+    for extra in importlib.metadata.metadata(_NAME).get_all("Provides-Extra") or []:
+        ranges = _requirements(extra)
+        versions = {name: _version(name) for name in ranges}
+        lacking = [name for name, spec in ranges.items() if not _fits(versions[name], spec)]
+        words = ", ".join(f"{name} {version}" for name, version in versions.items()) or "nothing to install"
+        words = f"lacks {', '.join(lacking)}" if lacking else words
+        words += f"; for {_PURPOSES[extra]}" if extra in _PURPOSES else ""
+        remedy = f"pip install '{_NAME}[{extra}]'" if lacking else ""
+        yield Check("Extras", extra, words, "missing" if lacking else "ok", remedy)
+
+
+def _places() -> Iterator[Check]:
+    group, name = "Commands and places", "torchft_lighthouse"
+    path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    words = path or "not found; needed by one machine of a run with --lighthouse"
+    yield Check(group, name, words, "ok" if path else "missing", "" if path else f"pip install '{_NAME}[ft]'")
+    states: dict[str, State] = {"temporary files": "broken", "this folder": "missing"}
+    for (name, state), folder in zip(states.items(), (tempfile.gettempdir(), str(Path.cwd())), strict=True):
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-twophase-doctor-") as file:
+                file.write(b"x")
+                file.flush()
+        except OSError as error:
+            yield Check(group, name, f"{folder} cannot be written ({error.strerror})", state, "free it, or set TMPDIR")
+            continue
+        free = shutil.disk_usage(folder).free
+        low = free < _ROOM_BYTES
+        remedy = "free some space: checkpoints may not fit" if low else ""
+        yield Check(group, name, f"{folder}, {free / 2**30:.1f} GiB free", "missing" if low else "ok", remedy)
+
+
+_LOOKS: dict[str, Callable[[], Iterator[Check]]] = {
+    "here": _here,
+    "machine": _machine,
+    "torch": _torch,
+    "packages": _packages,
+    "extras": _extras,
+    "places": _places,
+}
 
 
 def _requirements(extra: str = "") -> dict[str, str]:
@@ -180,52 +224,6 @@ def _requirements(extra: str = "") -> dict[str, str]:
         else:
             ranges[wanted.name] = str(wanted.specifier)
     return ranges
-
-
-def _needed() -> Iterator[Check]:
-    for name, spec in _requirements().items():
-        if name == "torch":
-            continue
-        version = _version(name)
-        if _fits(version, spec):
-            yield Check("Packages", name, version)
-        else:
-            words = f"{version or 'not installed'}; {spec} is needed"
-            yield Check("Packages", name, words, "broken", f"pip install '{name}{spec}'")
-
-
-def _extras() -> Iterator[Check]:
-    for extra in importlib.metadata.metadata(_NAME).get_all("Provides-Extra") or []:
-        ranges = _requirements(extra)
-        versions = {name: _version(name) for name in ranges}
-        lacking = [name for name, spec in ranges.items() if not _fits(versions[name], spec)]
-        present = ", ".join(f"{name} {version}" for name, version in versions.items()) or "nothing to install"
-        words = f"lacks {', '.join(lacking)}" if lacking else present
-        words += f"; for {_PURPOSES[extra]}" if extra in _PURPOSES else ""
-        remedy = f"pip install '{_NAME}[{extra}]'" if lacking else ""
-        yield Check("Extras", extra, words, "missing" if lacking else "ok", remedy)
-
-
-def _places() -> Iterator[Check]:
-    group, name = "Commands and places", "torchft_lighthouse"
-    if path := shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent)):
-        yield Check(group, name, path)
-    else:
-        words = "not found; needed by one machine of a run with --lighthouse"
-        yield Check(group, name, words, "missing", f"pip install '{_NAME}[ft]'")
-    states: dict[str, State] = {"temporary files": "broken", "this folder": "missing"}
-    for (name, state), folder in zip(states.items(), (tempfile.gettempdir(), str(Path.cwd())), strict=True):
-        try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-twophase-doctor-") as file:
-                file.write(b"x")
-                file.flush()
-        except OSError as error:
-            yield Check(group, name, f"{folder} cannot be written ({error.strerror})", state, "free it, or set TMPDIR")
-            continue
-        free = shutil.disk_usage(folder).free
-        low = free < _ROOM_BYTES
-        remedy = "free some space: checkpoints may not fit" if low else ""
-        yield Check(group, name, f"{folder}, {free / 2**30:.1f} GiB free", "missing" if low else "ok", remedy)
 
 
 def _version(name: str) -> str:

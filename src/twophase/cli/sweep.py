@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twophase.base.config import UsageError, dump_yaml
-from twophase.cli.commands import PROGRAM, command_line, config_options, run_parser, train_config
+from twophase.base.config import UsageError
+from twophase.cli.commands import PROGRAM, command_line, config_options, print_config, run_parser, train_config
 
 if TYPE_CHECKING:
-    from twophase.sweep.grid import Cell, Sweep
+    from twophase.sweep.grid import Sweep
     from twophase.sweep.table import Row
 
 
@@ -18,6 +18,7 @@ def main(words: list[str]) -> int:
     from twophase.cli.sweeping import add_options, run, take_slurm_options
     from twophase.recipes.arms import controls, in_arms
     from twophase.sweep.grid import Sweep, parse_axes
+    from twophase.tasks.lm.config import check
 
     parser = run_parser("sweep", add_help=False)
     config_options(parser)
@@ -40,30 +41,26 @@ def main(words: list[str]) -> int:
     rest, slurm = take_slurm_options(words)
     options, config = train_config(parser, rest)
     if options.print_config:
-        print(dump_yaml(config, every=True), end="")
-        return 0
+        return print_config(config)
     if not options.axis:
         raise UsageError(
             "no --axis; name at least one, for example --axis outer.lr 0.3 0.7 --axis outer.restart never 3"
         )
     axes = parse_axes(options.axis, config)
-    cells = _checked(in_arms(config, axes))
-    if options.controls:
-        cells += _checked(controls(config, axes, cells))
-    sweep = Sweep("sweep", config, cells)
-    out = options.out or Path("runs") / "sweep"
-    return run(sweep, out, options, repeat=command_line(["sweep", *words]), results=_sweep_results, slurm=slurm)
-
-
-def _checked(cells: list[Cell]) -> list[Cell]:
-    from twophase.tasks.lm.config import check
-
+    cells = in_arms(config, axes)
     for cell in cells:
         check(cell.config)
-    return cells
+    if options.controls:
+        added = controls(config, axes, cells)
+        for cell in added:
+            check(cell.config)
+        cells += added
+    out = options.out or Path("runs") / "sweep"
+    repeat = command_line(["sweep", *words])
+    return run(Sweep("sweep", config, cells), out, options, repeat=repeat, results=_results, slurm=slurm)
 
 
-def _sweep_results(rows: list[Row], sweep: Sweep, out: Path) -> str:
+def _results(rows: list[Row], sweep: Sweep, out: Path) -> str:
     from twophase.figures.overview import describe, draw
     from twophase.rule import FORM_WORDS
 

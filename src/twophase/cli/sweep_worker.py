@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from twophase.base.config import UsageError
-from twophase.cli.commands import plain_parser
+from twophase.cli.commands import at_least, plain_parser
 
 
 def main(words: list[str]) -> int:
@@ -14,7 +13,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the sweep's folder")
     parser.add_argument(
         "--in-memory",
-        type=int,
+        type=at_least(0),
         default=8,
         metavar="N",
         help="states at branches held in memory at most, each about the size of a checkpoint; others are read back "
@@ -22,8 +21,6 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--leash", action="store_true", help="end when stdin does")
     options = parser.parse_args(words)
-    if options.in_memory < 0:
-        raise UsageError(f"--in-memory is {options.in_memory}; it must be a whole number >= 0")
     from twophase.sweep.worker import serve
 
     return serve(options.out, in_memory=options.in_memory, leash=options.leash)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import UsageError
 from twophase.base.progress import duration, meter
+from twophase.cli.commands import at_least
 from twophase.runs.folder import list_some
 from twophase.sweep.grid import Sweep
 from twophase.sweep.plan import plan
-from twophase.sweep.run import STORAGE_VARIABLE, TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
+from twophase.sweep.run import TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
 from twophase.sweep.table import Row, format_table, read_rows
-from twophase.sweep.trials import TRIALS
 from twophase.sweep.work import Work
 
 if TYPE_CHECKING:
@@ -43,15 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--yes", action="store_true", help=f"run more than {MOST_CELLS} cells without asking")
     parser.add_argument(
-        "--storage",
-        metavar="URL",
-        default=os.environ.get(STORAGE_VARIABLE),
-        help="database of the Optuna study that shows the runs, such as postgresql://user:password@host/name "
-        f"(default: {TRIALS} in the folder; also read from {STORAGE_VARIABLE})",
-    )
-    parser.add_argument(
         "--in-memory",
-        type=int,
+        type=at_least(0),
         metavar="N",
         help="states at branches that a worker holds in memory at most, each about the size of a checkpoint (8)",
     )
@@ -67,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_workers(parser: argparse.ArgumentParser, more: str = "") -> None:
     """The option `--workers`."""
     text = f"worker processes (default: one a core, here {_cores()}, or one a GPU){more}"
-    parser.add_argument("--workers", type=int, default=None, help=text)
+    parser.add_argument("--workers", type=at_least(0), default=None, metavar="N", help=text)
 
 
 def workers_of(options: argparse.Namespace) -> int:
@@ -86,7 +79,12 @@ def watched(what: str, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
             if status.event == "begun":
                 displays.close()
                 show = displays.enter_context(meter(what, status.total, quiet=quiet))
-            show(status.done, _status_text(status))
+            words = [
+                f"{count} {name}" for name in ("skipped", "diverged", "failed") if (count := getattr(status, name))
+            ]
+            words += [status.error] if status.event == "replaced" else []
+            words += [f"last {status.run}"] if status.run else []
+            show(status.done, ", ".join(words))
 
         yield tell
 
@@ -144,17 +142,15 @@ def run(
             f"the grid has {len(sweep.cells)} cells ({len(sweep.runs)} runs), more than {MOST_CELLS}; look at them "
             "with --dry-run, then add --yes"
         )
-    if options.in_memory is not None and options.in_memory < 0:
-        raise UsageError(f"--in-memory is {options.in_memory}; it must be a whole number >= 0")
-    workers, devices = _workers(sweep, options)
-    merge = not options.no_merge
-    texts = None
-    if options.dry_run or not _is_finished(sweep, out):
+    devices = _devices(sweep) if options.launcher == "local" else []
+    workers = (len(devices) or _cores()) if options.workers is None else options.workers
+    work, texts = read_plan(sweep, out), None
+    if options.dry_run or work is None or not all(map(work.finished, work.runs)):
         from twophase.tasks.build import preflight_all
 
         texts = preflight_all(sweep.runs.values())  # refuses what cannot be used here before a folder is made
     if options.dry_run:
-        print(dry_run(sweep, out, workers=max(workers, 1), merge=merge))
+        print(dry_run(sweep, out, workers=max(workers, 1), merge=not options.no_merge))
         return 0
     launched: list[str] = []
 
@@ -170,8 +166,7 @@ def run(
                 out,
                 workers=workers,
                 threads=max(config.threads for config in sweep.runs.values()),
-                merge=merge,
-                storage=options.storage,
+                merge=not options.no_merge,
                 devices=devices,
                 launch=launch if options.launcher == "slurm" and workers > 0 else None,
                 texts=texts,
@@ -181,7 +176,7 @@ def run(
         except RuntimeError as error:
             print(f"{name}: failed: {error}", file=sys.stderr)
             return 1
-    print(f"{out}: {_outcome_text(outcome)} in {duration(outcome.seconds)}")
+    print(f"{out}: {_counts_text(outcome)} in {duration(outcome.seconds)}")
     _explain(name, outcome, read_plan(sweep, out), launched=launched, repeat=repeat, workers=workers)
     status = 1 if outcome.errors else 0
     if not outcome.changed and any((out / "figures").iterdir()):
@@ -194,6 +189,16 @@ def run(
             raise
         print(f"{name}: {error}", file=sys.stderr)  # on a full disk there is no room for a figure either
     return status
+
+
+def _counts_text(outcome: Outcome) -> str:
+    parts = {
+        "runs finished": outcome.finished,
+        "diverged": outcome.diverged,
+        "failed": outcome.failed,
+        "were finished before": outcome.skipped,
+    }
+    return ", ".join(f"{count} {name}" for name, count in parts.items() if count or name == "runs finished")
 
 
 def _explain(
@@ -211,12 +216,8 @@ def _explain(
     for run, error in outcome.errors.items():
         runs_by_error.setdefault(error, []).append(run)
     for error, runs in runs_by_error.items():
-        text = (
-            f"run {runs[0]} failed: {error}"
-            if len(runs) == 1
-            else f"{len(runs)} runs failed: {error} ({list_some(runs)})"
-        )
-        print(f"{name}: {text}", file=sys.stderr)
+        several = f"{len(runs)} runs failed: {error} ({list_some(runs)})"
+        print(f"{name}: {f'run {runs[0]} failed: {error}' if len(runs) == 1 else several}", file=sys.stderr)
     if outcome.errors:
         print(f"try the failed runs again with: {repeat}", file=sys.stderr)
     if launched or (workers == 0 and work is not None and outcome.skipped < len(work.runs)):
@@ -233,7 +234,7 @@ def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
         workers: worker processes among which the time is shared.
         merge: as `run_sweep`.
     """
-    finished = set(read_summaries(list(sweep.runs), out)) if out.is_dir() else set()
+    finished = set(read_summaries(list(sweep.runs), out))
     made = plan(sweep, merge=merge, finished=finished)
     pending = set(made.runs) - finished
     # What a started forest has on disk is not counted.
@@ -264,10 +265,10 @@ def _timed(config: TrainConfig) -> tuple[float, float]:
     import torch
 
     from twophase.diloco.comm import SingleProcess
-    from twophase.tasks.build import build_task
+    from twophase.tasks.build import task_of
     from twophase.training.trainer import Trainer
 
-    trainer = Trainer(build_task(config), config, SingleProcess())
+    trainer = Trainer(task_of(config), config, SingleProcess())
     times = []
     for _ in range(min(_TIMED_STEPS, config.steps)):
         clock = time.perf_counter()
@@ -285,42 +286,15 @@ def _timed(config: TrainConfig) -> tuple[float, float]:
     return statistics.median(times), judged
 
 
-def _workers(sweep: Sweep, options: argparse.Namespace) -> tuple[int, list[str]]:
-    """Return how many workers there are to be, and the GPU of each."""
-    devices: list[str] = []
-    if options.launcher == "local" and any(config.device == "cuda" for config in sweep.runs.values()):
-        import torch
+def _devices(sweep: Sweep) -> list[str]:
+    """List the GPUs for the workers of a sweep; none where it needs none."""
+    if not any(config.device == "cuda" for config in sweep.runs.values()):
+        return []
+    import torch
 
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-    workers = (len(devices) or _cores()) if options.workers is None else options.workers
-    if workers < 0:
-        raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none")
-    return workers, devices
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _is_finished(sweep: Sweep, out: Path) -> bool:
-    """Return whether the folder holds this sweep with all its runs finished."""
-    work = read_plan(sweep, out)
-    return work is not None and all(map(work.finished, work.runs))
-
-
-def _status_text(status: Status) -> str:
-    words = [f"{count} {name}" for name in ("skipped", "diverged", "failed") if (count := getattr(status, name))]
-    if status.event == "replaced":
-        words.append(status.error)
-    return ", ".join([*words, f"last {status.run}"] if status.run else words)
-
-
-def _outcome_text(outcome: Outcome) -> str:
-    parts = {
-        "runs finished": outcome.finished,
-        "diverged": outcome.diverged,
-        "failed": outcome.failed,
-        "were finished before": outcome.skipped,
-    }
-    return ", ".join(f"{count} {name}" for name, count in parts.items() if count or name == "runs finished")

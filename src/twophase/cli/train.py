@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError, dump_yaml, fingerprint, to_tree
+from twophase.base.config import UsageError, fingerprint, to_tree
 from twophase.base.progress import meter, round_text, step_text
-from twophase.cli.commands import config_options, interrupted, run_parser, train_config
+from twophase.cli.commands import config_options, interrupted, print_config, run_parser, train_config
 from twophase.runs.folder import read_summary
 from twophase.tasks.lm.config import TrainConfig
 
@@ -29,8 +29,7 @@ def main(words: list[str]) -> int:
     _elastic_options(parser)
     options, config = train_config(parser, words)
     if options.print_config:
-        print(dump_yaml(config, every=True), end="")
-        return 0
+        return print_config(config)
     out = options.out or Path("runs") / fingerprint(config)
     _check_elastic(options)
     if options.lighthouse is not None:
@@ -87,14 +86,14 @@ def _check_elastic(options: argparse.Namespace) -> None:
 def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Train what is not finished yet."""
     from twophase.runs.trackers import check, tracked
-    from twophase.tasks.build import build_task
+    from twophase.tasks.build import task_of
     from twophase.training.session import claimed, communication, signals, take_device, world_size
     from twophase.training.task import preflight
     from twophase.training.train import train
 
     check(options.track)
     take_device(config)
-    task = build_task(config)
+    task = task_of(config)
     preflight(config, task, world_size())  # before a folder is made for what cannot be run
     with (
         communication(config, options) as communicator,

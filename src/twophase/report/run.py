@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -32,7 +33,6 @@ from twophase.report.page import (
 )
 from twophase.report.rounds import MOST_BLOCKS, block_name, finite, rounds
 from twophase.runs.record import RunRecord
-from twophase.sweep.trials import hide_password
 from twophase.theory.advice import Advice
 
 _MOST_FINDINGS, _MOST_LINES = 20, 100
@@ -237,7 +237,7 @@ def _repeat(record: RunRecord) -> Iterator[Html | None]:
             "p", "A worker of a sweep trained it:" if worker else "As it was started; from the same place, it resumes:"
         )
         start = ["python", "-m", "twophase"] if Path(words[0]).name == "__main__.py" else words[:1]
-        yield tag("pre", hide_password(shlex.join([*start, *words[1:]])))
+        yield tag("pre", _hide_password(shlex.join([*start, *words[1:]])))
     elif not record.config:
         yield tag("p", "Neither its configuration nor its command could be read.")
 
@@ -258,9 +258,9 @@ def _settings(record: RunRecord) -> Iterator[Html | None]:
 def _parts(value: Any) -> object:
     """Return a value of the environment; a value with named parts becomes a list of them."""
     if isinstance(value, Mapping) and value:
-        parts = [f"{str(name).replace('_', ' ')}: {hide_password(_plain(part))}" for name, part in value.items()]
+        parts = [f"{str(name).replace('_', ' ')}: {_hide_password(_plain(part))}" for name, part in value.items()]
         return notes(parts[:_MOST_LINES])
-    return hide_password(_plain(value))
+    return _hide_password(_plain(value))
 
 
 def _plain(value: Any) -> str:
@@ -269,3 +269,9 @@ def _plain(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(map(_plain, value))
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _hide_password(text: str) -> str:
+    """Replace the password of every URL in a text, such as that of a database, by three stars."""
+    # Up to the last @: a password that should have been percent-encoded, and was not, is hidden as well.
+    return re.sub(r"(://[^\s:/@]*:)\S*(@)|([?&]password=)[^&\s]*", r"\1\3***\2", text)

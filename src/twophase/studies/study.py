@@ -49,6 +49,7 @@ from twophase.studies._so_far import complete, joined, run_counts
 from twophase.sweep.plan import plan
 from twophase.sweep.run import RUNS, TABLE, Status, read_summaries, run_sweep
 from twophase.sweep.table import SEED, Row, read_rows, rows_of
+from twophase.tasks.lm.config import check
 
 _FOLDER = Path(__file__).parent
 _COLUMNS = 110
@@ -298,6 +299,8 @@ def _train(study: Any, scale: Scale, folder: Path, **options: Any) -> tuple[list
             rows = rows_of(first, read_summaries(first.runs, folder))
     sweep = study.sweep(scale, rows)
     while True:
+        for config in sweep.runs.values():
+            check(config)
         texts = preflight_all(sweep.runs.values())  # refuse what cannot be run here before a folder is made for it
         threads = max(config.threads for config in sweep.runs.values())
         outcome = run_sweep(sweep, folder, **({"threads": threads, "texts": texts} | options))

@@ -35,7 +35,7 @@ from twophase.sweep.outers import Outers
 from twophase.sweep.plan import Forest, Node
 from twophase.sweep.states import FORMAT, Branch, State, States, Tally, free_memory
 from twophase.sweep.work import Stopped
-from twophase.tasks.build import build_task
+from twophase.tasks.build import task_of
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig
@@ -160,7 +160,7 @@ class Grower:
         self._clear()
         with self._claim(run) as folder:
             before, clock = checkpoint.latest_step(folder.checkpoint_dir) or 0, time.perf_counter()
-            summary = train(build_task(self.configs[run]), self.configs[run], folder, should_stop=self.should_stop)
+            summary = train(task_of(self.configs[run]), self.configs[run], folder, should_stop=self.should_stop)
         steps = summary["steps"] - before
         self.tally.steps += steps
         self.tally.step_seconds += steps * [(time.perf_counter() - clock) / max(steps, 1)]
@@ -346,7 +346,7 @@ class Grower:
     def _begin(self, node: Node) -> None:
         """Begin a new tree with fresh replicas."""
         first = self.configs[node.runs[0]]
-        self._trainer = Trainer(build_task(first), first, SingleProcess())
+        self._trainer = Trainer(task_of(first), first, SingleProcess())
         self._clear()
         self._outers.begin(node.runs)
 
@@ -372,7 +372,7 @@ class Grower:
         """Continue from a state, at the end of a node or inside it; the state's tensors are used, not copied."""
         first = self.configs[node.runs[0]]
         if self._trainer is None or _trunk(self._trainer.config) != _trunk(first):
-            self._trainer, self._outers = Trainer(build_task(first), first, SingleProcess()), Outers(self.configs)
+            self._trainer, self._outers = Trainer(task_of(first), first, SingleProcess()), Outers(self.configs)
         run = self._trainer
         if state["text"] != run.text:
             raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")

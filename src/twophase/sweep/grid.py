@@ -103,6 +103,11 @@ class Sweep:
         object.__setattr__(self, "runs", {cell.run_id: cell.config for cell in self.cells})
         object.__setattr__(self, "paths", tuple(dict.fromkeys(path for cell in self.cells for path in cell.values)))
 
+    @cached_property
+    def identity(self) -> str:
+        """Fingerprint of `spec()`."""
+        return fingerprint(self.spec())
+
     def values(self, cell: Cell) -> dict[str, Any]:
         """Return a cell's value at every path that varies in the sweep, whether its own arm varies it or not."""
         return {path: get(cell.config, path) for path in self.paths}

@@ -161,6 +161,12 @@ class Plan:
         """Inner steps to be executed."""
         return self.forest.steps
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Cells, runs and steps, for people."""
+        names = ("cells", "steps_asked", "steps", "steps_algebra")
+        return {"runs": len(self.runs)} | {name: getattr(self, name) for name in names}
+
 
 def plan(sweep: Sweep, *, merge: bool = True, finished: Collection[str] = ()) -> Plan:
     """Find the canonical runs of a sweep and the forest that they form.

@@ -11,7 +11,7 @@ A sweep's folder holds
 | `figures/`       | what is drawn of it                                                                  |
 | `forest/`        | states at branches that are still needed; empty at the end                           |
 | `claims/`        | which worker has which job; empty at the end                                         |
-| `trials.journal` | the runs as an Optuna study, unless it lies in a database                            |
+| `trials.journal` | the runs as an Optuna study                                                          |
 | `jobs.jsonl`     | inner steps and seconds of each piece of work                                        |
 | `worker-<n>.log` | what a worker that was started here said                                             |
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from twophase.base.config import UsageError, fingerprint
+from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.runs.folder import check_place, list_some, lock_folder, read_summary
 from twophase.sweep.crew import Crew
@@ -41,12 +40,10 @@ from twophase.sweep.grid import Sweep, extends, spec_differences
 from twophase.sweep.plan import plan
 from twophase.sweep.queue import CLAIMS, Queue
 from twophase.sweep.table import rows_of, write_rows
-from twophase.sweep.trials import Trials, open_storage, short_reason
+from twophase.sweep.trials import Trials
 from twophase.sweep.work import RUNS, STATES, Work
 
 SPEC, TABLE, FIGURES = "sweep.json", "cells.csv", "figures"
-STORAGE_VARIABLE = "TWOPHASE_STORAGE"
-"""Environment variable from which `twophase sweep` takes its `--storage` when none is given."""
 JOBS_A_WORKER = 8
 """Into about how many jobs a worker's share is cut, so that all end at about the same time."""
 _THREAD_VARIABLES = (
@@ -128,7 +125,6 @@ def run_sweep(
     threads: int = 1,
     grace_seconds: float = 20.0,
     merge: bool = True,
-    storage: str | None = None,
     devices: Sequence[str] = (),
     runs: Path | None = None,
     texts: Mapping[str, str] | None = None,
@@ -147,7 +143,6 @@ def run_sweep(
         threads: CPU threads a worker, by environment variables that its libraries read when they are loaded.
         grace_seconds: how long a worker may take to save and end when the call is interrupted.
         merge: do runs that are the same in exact arithmetic once (see `twophase.sweep.plan`).
-        storage: URL of a database for the Optuna study that shows the runs; None keeps it in the folder.
         devices: values of CUDA_VISIBLE_DEVICES for the workers, dealt out in turn.
         runs: where the run folders lie, for sweeps that have runs in common: `runs/` becomes a link to it. None keeps
             them in the sweep's own folder.
@@ -160,19 +155,14 @@ def run_sweep(
         What this call did.
 
     Raises:
-        UsageError: workers or in_memory < 0, a folder of another sweep, in use, or not writable, or a storage that
-            cannot be used; nothing is overwritten.
-        RuntimeError: the workers cannot be started, or die one after the other, or the storage has failed meanwhile.
+        UsageError: workers < 0, or a folder of another sweep, in use, or not writable; nothing is overwritten.
+        RuntimeError: the workers cannot be started, or die one after the other, or the trials cannot be written.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
     if workers < 0:
         raise UsageError(f"--workers is {workers}; it must be a whole number >= 1, or 0 to start none here")
-    if in_memory is not None and in_memory < 0:
-        raise UsageError(f"--in-memory is {in_memory}; it must be a whole number >= 0")
     folder = Path(folder).absolute()
     check_place(folder, SPEC, "sweep")  # refuse before anything is touched
-    if storage is not None:
-        open_storage(folder, storage)
     lock = lock_folder(folder, "is running a sweep")
     try:
         old = _work_there(sweep, folder, merge=merge, texts=texts or {})
@@ -180,8 +170,7 @@ def run_sweep(
             work = _planned(sweep, folder, old, merge=merge, workers=workers, runs=runs, texts=texts or {})
         except OSError as error:
             raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
-        trials = Trials(sweep, folder, storage, work.study, None if old is None or old is work else old.study)
-        call = _Call(sweep, work, trials, progress)
+        call = _Call(sweep, work, progress)
         if call.pending:
             Queue(folder).begin_call()
             words = [*command, "--out", str(folder)]
@@ -203,7 +192,7 @@ def run_sweep(
 def read_plan(sweep: Sweep, folder: Path) -> Work | None:
     """Return the plan in a sweep's folder if it is this sweep's, else None."""
     work = Work.read(Path(folder).absolute())
-    return work if work is not None and work.spec == fingerprint(sweep.spec()) else None
+    return work if work is not None and work.spec == sweep.identity else None
 
 
 def read_summaries(runs: Collection[str], folder: Path) -> dict[str, dict[str, Any]]:
@@ -261,20 +250,14 @@ def _planned(
         runs.mkdir(parents=True, exist_ok=True)
         place.symlink_to(os.path.relpath(runs, folder), target_is_directory=True)
     place.mkdir(exist_ok=True)
-    if old is not None and old.spec == fingerprint(sweep.spec()):
+    if old is not None and old.spec == sweep.identity:
         return old
     made = plan(sweep, merge=merge, finished=set(read_summaries(list(sweep.runs), folder)))
     # At least two runs' length: below that, handing a state from one process to another would not pay.
     longest = max(config.steps for config in sweep.runs.values())
-    work = Work.of(
-        folder,
-        sweep,
-        made,
-        merge=merge,
-        study=f"twophase-{folder.name}-{secrets.token_hex(4)}",
-        most=max(2 * longest, made.steps // (JOBS_A_WORKER * max(workers, 2))),
-        texts={**(old.texts if old is not None else {}), **texts},
-    )
+    most = max(2 * longest, made.steps // (JOBS_A_WORKER * max(workers, 2)))
+    all_texts = {**(old.texts if old is not None else {}), **texts}
+    work = Work.of(folder, sweep, made, merge=merge, most=most, texts=all_texts)
     for node in old.forest.nodes.values() if old is not None else ():
         # The state of a node that has more runs now says nothing about these.
         if node.id in work.forest.nodes and not set(work.forest.nodes[node.id].runs) <= set(node.runs):
@@ -286,16 +269,16 @@ def _planned(
 class _Call:
     """One call of `run_sweep`: counts, trials and table."""
 
-    def __init__(self, sweep: Sweep, work: Work, trials: Trials, progress: Callable[[Status], None] | None) -> None:
-        self.sweep, self.work, self.trials, self.progress = sweep, work, trials, progress
+    def __init__(self, sweep: Sweep, work: Work, progress: Callable[[Status], None] | None) -> None:
+        self.sweep, self.work, self.progress = sweep, work, progress
         self.began = time.monotonic()
+        self.trials = Trials(sweep, work.folder)
         self.summaries: dict[str, Any] = read_summaries(list(work.runs), work.folder)
-        self.skipped = len(self.summaries)
+        self.skipped = frozenset(self.summaries)
         self.errors: dict[str, str] = {}
-        self.finished = self.diverged = 0
         self.changed = False
         self.table_at, self.tabled = 0.0, 0
-        """When the table was last written, and how many of this call's runs had ended then."""
+        """When the table was last written, and how many runs had ended or failed then."""
         self.unrecorded = ""
         """Why the last runs are not among the trials."""
         self._write()
@@ -308,8 +291,8 @@ class _Call:
 
     @property
     def ended(self) -> int:
-        """Runs that have ended or failed in this call."""
-        return self.finished + self.diverged + len(self.errors)
+        """Runs that have ended or failed, in this call or before."""
+        return len(self.summaries) + len(self.errors)
 
     def watch(self, crew: Crew, grace_seconds: float) -> None:
         """Wait until nothing is left, with the table up to date; stop the crew whatever happens."""
@@ -326,7 +309,7 @@ class _Call:
                     self._ask(queue)
                 if not self.pending:
                     break
-                for death in crew.replace(progressed=self.ended) if trouble else ():
+                for death in crew.replace(self.ended - len(self.skipped)) if trouble else ():
                     self._report("replaced", error=death)
                 if self.ended != self.tabled and began - self.table_at > _TABLE_SECONDS:
                     self._write()
@@ -344,23 +327,24 @@ class _Call:
         """Sum up the call.
 
         Raises:
-            RuntimeError: the storage of the trials has failed.
+            RuntimeError: the trials cannot be written.
         """
         if self.unrecorded:
             raise RuntimeError(
                 f"the trials cannot be written ({self.unrecorded}); when they can again, repeat the command: nothing "
                 "that is finished is lost"
             )
-        seconds = time.monotonic() - self.began
-        counts = (self.finished, self.diverged, len(self.errors), self.skipped)
-        return Outcome(*counts, seconds, dict(self.errors), self.changed)
+        return Outcome(*self._counts(), time.monotonic() - self.began, dict(self.errors), self.changed)
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        """Count the runs that have finished, diverged and failed in this call, and those that had ended before."""
+        diverged = [summary["diverged"] for run, summary in self.summaries.items() if run not in self.skipped]
+        return diverged.count(False), diverged.count(True), len(self.errors), len(self.skipped)
 
     def _look(self) -> None:
         """Take note of the runs that have ended."""
         for run, summary in read_summaries(self.pending, self.work.folder).items():
             self.summaries[run] = summary
-            self.diverged += summary["diverged"]
-            self.finished += not summary["diverged"]
             self._report("diverged" if summary["diverged"] else "finished", run)
 
     def _ask(self, queue: Queue) -> None:
@@ -381,8 +365,8 @@ class _Call:
         try:
             self.trials.record(self.summaries, self.errors)
             self.unrecorded = ""
-        except Exception as error:  # an unreachable database, or a full disk: the next write tries again
-            self.unrecorded = short_reason(error)
+        except Exception as error:  # a full disk, or another process's lock: the next write tries again
+            self.unrecorded = str(error) or type(error).__name__
         path = self.work.folder / TABLE
         before = path.read_bytes() if path.exists() else b""
         write_rows(path, rows_of(self.sweep, self.summaries, self.errors, self.work.stands_for))
@@ -391,5 +375,4 @@ class _Call:
 
     def _report(self, event: Happening, run: str = "", error: str = "") -> None:
         if self.progress is not None:
-            counts = (len(self.work.runs), self.finished, self.diverged, len(self.errors), self.skipped)
-            self.progress(Status(*counts, run, event, error))
+            self.progress(Status(len(self.work.runs), *self._counts(), run, event, error))

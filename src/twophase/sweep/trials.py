@@ -8,10 +8,8 @@ sweep's folder: only the process that runs the sweep writes it.
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,32 +26,33 @@ _LOCK_SECONDS = 3
 
 
 class Trials:
-    """The study of a sweep, open for writing.
+    """The study in a sweep's folder, open for writing.
 
     Args:
-        sweep: the sweep.
-        folder: its folder, which holds the study where there is no URL.
-        url: SQLAlchemy URL of a database for the study (`--storage`), or None.
-        name: name of the study.
-        replaces: name of the study to delete, of the sweep before it was extended: Optuna does not let the choices of a
-            parameter grow.
+        sweep: the sweep. Other studies in the folder, of the sweep before it was extended, are deleted: Optuna does not
+            let the choices of a parameter grow.
+        folder: its folder.
 
     Raises:
-        UsageError: Optuna or the database's driver is not installed, or the storage cannot be used.
+        UsageError: Optuna is not installed, or the journal cannot be used.
     """
 
-    def __init__(self, sweep: Sweep, folder: Path, url: str | None, name: str, replaces: str | None = None) -> None:
-        storage = open_storage(folder, url)
-        optuna = _optuna()
-        if replaces is not None:
-            with suppress(KeyError):
-                optuna.delete_study(study_name=replaces, storage=storage)
+    def __init__(self, sweep: Sweep, folder: Path) -> None:
+        storage, optuna, name = open_storage(folder), _optuna(), f"twophase-{sweep.identity}"
+        for other in optuna.get_all_study_names(storage):
+            if other != name:
+                optuna.delete_study(study_name=other, storage=storage)
         self.study = optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
         trials = self.study.get_trials(deepcopy=False)
         self._recorded = {(trial.user_attrs.get("run"), trial.user_attrs.get("state")) for trial in trials}
         self._arms = {cell.run_id: cell.arm for cell in reversed(sweep.cells)}
         self._params = {
-            cell.run_id: {path: _choice(value) for path, value in sweep.values(cell).items()} for cell in sweep.cells
+            # Optuna takes no tuple for a choice.
+            cell.run_id: {
+                path: text_of(value) if isinstance(value, tuple) else value
+                for path, value in sweep.values(cell).items()
+            }
+            for cell in sweep.cells
         }
         self._distributions: dict[str, Any] = {
             path: optuna.distributions.CategoricalDistribution(
@@ -97,29 +96,13 @@ class Trials:
         self._recorded.add((run, state))
 
 
-def open_storage(folder: Path, url: str | None) -> BaseStorage:
-    """Open a sweep's journal, or a database.
-
-    Args:
-        folder: the sweep's folder.
-        url: SQLAlchemy URL of a database, or None for the journal.
+def open_storage(folder: Path) -> BaseStorage:
+    """Open the journal in a sweep's folder.
 
     Raises:
-        UsageError: Optuna or the database's driver is not installed; URL or folder cannot be used.
+        UsageError: Optuna is not installed, the folder cannot be used, or the journal is damaged.
     """
-    optuna = _optuna()
-    if url is not None:
-        try:
-            return optuna.storages.RDBStorage(url)
-        except Exception as error:  # a dozen kinds, from three packages and a driver
-            # Others may repeat parts of the URL, and so of its password; `orig` is a driver's own error.
-            plain = isinstance(error, (ImportError, OSError)) or hasattr(error, "orig")
-            reason = short_reason(error) if plain else "not the URL of a database that SQLAlchemy knows"
-            raise UsageError(
-                f"--storage {hide_password(url)}: cannot be used ({reason}); check driver, host, port, name and "
-                "password, or leave --storage out to keep the trials in the sweep's folder"
-            ) from None
-    path = folder / TRIALS
+    optuna, path = _optuna(), folder / TRIALS
     journal = optuna.storages.journal
     try:
         if path.exists() and not path.read_bytes().endswith(b"\n"):
@@ -134,19 +117,6 @@ def open_storage(folder: Path, url: str | None) -> BaseStorage:
         raise UsageError(f"{path}: is damaged ({error}); remove it and repeat the sweep's command") from None
 
 
-def hide_password(text: str) -> str:
-    """Replace the password of every URL in a text by three stars."""
-    # Up to the last @: a password that should have been percent-encoded, and was not, is hidden as well.
-    return re.sub(r"(://[^\s:/@]*:)\S*(@)|([?&]password=)[^&\s]*", r"\1\3***\2", text)
-
-
-def short_reason(error: BaseException) -> str:
-    """Return the first line of an error's root cause, without a password."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return hide_password(str(error).strip().partition("\n")[0].strip() or type(error).__name__)[:200]
-
-
 def _optuna() -> Any:
     try:
         import optuna  # noqa: PLC0415 - an extra, and a second that `import twophase` should not cost
@@ -154,8 +124,3 @@ def _optuna() -> Any:
         raise UsageError("a sweep needs optuna, which is not installed; pip install 'twophase[sweep]'") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
-
-
-def _choice(value: Any) -> Any:
-    """Convert a value to what Optuna takes for a choice."""
-    return text_of(value) if isinstance(value, tuple) else value

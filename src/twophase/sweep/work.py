@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError, fingerprint, values_of
+from twophase.base.config import UsageError, values_of
 from twophase.base.files import write_atomic
 from twophase.runs.folder import BusyError, read_summary
 from twophase.sweep.grid import Sweep
@@ -26,7 +26,7 @@ from twophase.sweep.queue import Claim, Queue
 
 PLAN, RUNS, STATES, DONE_LOG = "plan.json", "runs", "forest", "jobs.jsonl"
 _FORMAT = 2
-"""In format 1 an Optuna study handed out the jobs; only the study's name has changed its meaning."""
+"""In format 1 an Optuna study handed out the jobs."""
 _PAUSE_SECONDS = 0.3
 """Between two looks at a queue in which everything is taken; it grows to `_LONGEST_PAUSE_SECONDS`."""
 _LONGEST_PAUSE_SECONDS = 3.0
@@ -38,53 +38,48 @@ class Work:
 
     Args:
         folder: the sweep's folder.
-        spec: fingerprint of the sweep's `spec()`.
-        merge: whether runs that are the same in exact arithmetic were merged.
-        study: name of the Optuna study that shows the runs.
-        base: the base configuration's tree.
-        runs: from canonical run id to the values in which it differs from the base, by dotted path.
-        stands_for: from a cell's run id to the canonical run that is done in its place.
         forest: what the runs share.
         jobs: the pieces that workers take.
+        spec: the sweep's `identity`.
+        merge: whether runs that are the same in exact arithmetic were merged.
         counts: cells and steps of the plan, for people.
         texts: fingerprints of the texts that the runs train on, by a name that the trainer knows; a worker that sees
             another text must not take part.
+        base: the base configuration's tree.
+        runs: from canonical run id to the values in which it differs from the base, by dotted path.
+        stands_for: from a cell's run id to the canonical run that is done in its place.
     """
 
     folder: Path
+    forest: Forest
+    jobs: Mapping[str, Job]
     spec: str
     merge: bool
-    study: str
+    counts: Mapping[str, int]
+    texts: Mapping[str, str]
     base: Mapping[str, Any]
     runs: Mapping[str, Mapping[str, Any]]
     stands_for: Mapping[str, str]
-    forest: Forest
-    jobs: Mapping[str, Job]
-    counts: Mapping[str, int]
-    texts: Mapping[str, str]
     _ended: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(
-        cls, folder: Path, sweep: Sweep, made: Plan, *, merge: bool, study: str, most: int, texts: Mapping[str, str]
-    ) -> Work:
+    def of(cls, folder: Path, sweep: Sweep, made: Plan, *, merge: bool, most: int, texts: Mapping[str, str]) -> Work:
         """Return the work of a sweep's plan, cut into jobs of at most `most` inner steps."""
-        spec, usual = sweep.spec(), values_of(sweep.base)
-        runs = {
-            run: {path: value for path, value in values_of(config).items() if value != usual[path]}
-            for run, config in made.runs.items()
-        }
-        counts = {
-            "cells": made.cells,
-            "runs": len(made.runs),
-            "steps_asked": made.steps_asked,
-            "steps": made.steps,
-            "steps_algebra": made.steps_algebra,
-        }
-        jobs = {job.id: job for job in made.forest.jobs(most)}
-        identity = fingerprint(spec)
+        usual = values_of(sweep.base)
         return cls(
-            folder, identity, merge, study, spec["base"], runs, made.stands_for, made.forest, jobs, counts, texts
+            folder,
+            made.forest,
+            {job.id: job for job in made.forest.jobs(most)},
+            spec=sweep.identity,
+            merge=merge,
+            counts=made.counts,
+            texts=texts,
+            base=sweep.spec()["base"],
+            runs={
+                run: {path: value for path, value in values_of(config).items() if value != usual[path]}
+                for run, config in made.runs.items()
+            },
+            stands_for=made.stands_for,
         )
 
     @classmethod
@@ -94,23 +89,16 @@ class Work:
         Raises:
             UsageError: it cannot be read, or is damaged.
         """
-        path = folder / PLAN
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads((folder / PLAN).read_text(encoding="utf-8"))
             if data["format"] not in (1, _FORMAT):
                 raise ValueError(f"its format is {data['format']}, this version reads {_FORMAT}")
             forest = Forest(
                 Node(name, parent, start, stop, tuple(runs)) for name, parent, start, stop, runs in data["nodes"]
             )
             jobs = [Job(name, node, deep, forest.nodes[node].runs, after) for name, node, deep, after in data["jobs"]]
-            return cls(
-                folder=folder,
-                forest=forest,
-                jobs={job.id: job for job in jobs},
-                study=data["study"] if data["format"] == _FORMAT else f"{data['study']}-runs",
-                **{key: data[key] for key in ("spec", "merge", "base", "runs", "stands_for", "counts")},
-                texts=data.get("texts", {}),
-            )
+            values = {name: data[name] for name in _PLAIN if name in data or name != "texts"}
+            return cls(folder, forest, {job.id: job for job in jobs}, **({"texts": {}} | values))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -121,19 +109,11 @@ class Work:
 
     def write(self) -> None:
         """Write `plan.json`, atomically."""
-        data = {
-            "format": _FORMAT,
-            "spec": self.spec,
-            "merge": self.merge,
-            "study": self.study,
-            "counts": self.counts,
-            "texts": self.texts,
-            "base": self.base,
-            "runs": self.runs,
-            "stands_for": self.stands_for,
-            "nodes": [[node.id, node.parent, node.start, node.stop, node.runs] for node in self.forest.nodes.values()],
-            "jobs": [[job.id, job.node, job.deep, job.after] for job in self.jobs.values()],
-        }
+        data = {"format": _FORMAT} | {name: getattr(self, name) for name in _PLAIN}
+        data["nodes"] = [
+            [node.id, node.parent, node.start, node.stop, node.runs] for node in self.forest.nodes.values()
+        ]
+        data["jobs"] = [[job.id, job.node, job.deep, job.after] for job in self.jobs.values()]
         write_atomic(self.folder / PLAN, json.dumps(data, separators=(",", ":")) + "\n")
 
     def run_folder(self, run: str) -> Path:
@@ -163,6 +143,9 @@ class Work:
             return False
         return not all(map(self.finished, job.runs))
 
+
+_PLAIN = ("spec", "merge", "counts", "texts", "base", "runs", "stands_for")
+"""Fields of `Work` that `plan.json` holds as they are."""
 
 Execute = Callable[[Work, Job], None]
 """Does a job: afterwards its runs are finished, or (not deep) the state at its node's end is on disk."""

@@ -16,7 +16,7 @@ from twophase.sweep.forest import Grower
 from twophase.sweep.plan import Job
 from twophase.sweep.work import DONE_LOG, RUNS, STATES, Stopped, Work, work
 from twophase.tasks.build import preflight_all
-from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.config import TrainConfig, check
 from twophase.training.session import Stop, signals
 
 
@@ -57,7 +57,7 @@ class _Executor:
         base = from_tree(TrainConfig, plan.base)
         self.grower = None
         self.configs = {
-            run: with_values(base, {path: tuple(v) if isinstance(v, list) else v for path, v in values.items()})
+            run: check(with_values(base, {path: tuple(v) if isinstance(v, list) else v for path, v in values.items()}))
             for run, values in plan.runs.items()
         }
         for name, text in preflight_all(self.configs.values()).items():
@@ -99,15 +99,16 @@ class _Executor:
                 "median_step_seconds": statistics.median_high(tally.step_seconds) if tally.step_seconds else None,
                 "most_held": tally.most_held,
             }
-            text = (
-                f"job {job.id}: {len(job.runs)} runs, {record['steps']} inner steps in {record['seconds']:.1f} s; so "
-                f"far at most {tally.most_held} states held, {tally.spilled} on disk alone"
-            )
             with suppress(OSError):  # these are for people: a full disk must not undo a job that is done
                 # One unbuffered write of a whole line: workers of several processes do not mix theirs.
                 with (plan.folder / DONE_LOG).open("ab", buffering=0) as file:
                     file.write((json.dumps(record) + "\n").encode())
-                print(text, file=sys.stderr, flush=True)
+                print(
+                    f"job {job.id}: {len(job.runs)} runs, {record['steps']} inner steps in {record['seconds']:.1f} s; "
+                    f"so far at most {tally.most_held} states held, {tally.spilled} on disk alone",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def _wait_for_end_of_stdin(stopped: Stop) -> None:

@@ -10,12 +10,17 @@ from twophase.training.task import check_fragments, preflight
 
 
 def build_task(config: TrainConfig) -> LanguageTask:
-    """Return the task of a configuration; so far there is the language model only.
+    """Return the task of a configuration.
 
     Raises:
         UsageError: an impossible configuration.
     """
-    return LanguageTask(check(config))
+    return task_of(check(config))
+
+
+def task_of(config: TrainConfig) -> LanguageTask:
+    """Return the task of a configuration that has been checked; so far there is the language model only."""
+    return LanguageTask(config)
 
 
 def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
@@ -39,9 +44,9 @@ def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
     by_parts = {(config.model, config.sync.fragments): config for config in longest}
     fingerprints = {}
     for config in by_text.values():
-        task = build_task(config)
+        task = task_of(config)
         preflight(config, task)
         fingerprints[text_name(config)] = task.describe()["fingerprint"]
     for config in by_parts.values():
-        check_fragments(config, build_task(config))
+        check_fragments(config, task_of(config))
     return fingerprints
