@@ -1,4 +1,4 @@
-"""Tokens a second that the loader reads on one core: CPU time of `ShardCorpus.batch`, the file in the page cache.
+"""Tokens a second that the loader reads on one core: CPU time of `Corpus.batch`, the file in the page cache.
 
 A file of random uint16 ids is made and read in shuffled windows of 2048 and 256 tokens, 64 a batch, one batch after the
 other as a training run asks for them. Beside them, taken in turn: the least that any loader must do, copying a batch of
@@ -24,7 +24,7 @@ import numpy as np
 
 from bounds import finish
 from twophase.tasks.lm.config import DataConfig
-from twophase.tasks.lm.shard_corpus import build_shards
+from twophase.tasks.lm.corpus import build
 from twophase.text.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
 
 VOCABULARY = 32768
@@ -64,13 +64,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         make(Path(name), options.megabytes * 10**6)
         begin = time.process_time()
-        build_shards(DataConfig(corpus=f"tokens:{name}", validation_windows=1), 2, 0)
+        build(DataConfig(corpus=f"tokens:{name}", validation_windows=1), 2, 0)
         figures["hash_megabytes_per_second"] = round(options.megabytes / (time.process_time() - begin))
         flat = np.fromfile(Path(name) / "train-00000.bin", np.uint16)
         print(f"{'T':>6}{'loader M tok/s':>16}{'copying M tok/s':>17}{'share':>8}")
         for length in (2048, 256):
             data = DataConfig(f"tokens:{name}", sequence_length=length, batch_size=BATCH, validation_windows=1)
-            corpus = build_shards(data, 2, 0)
+            corpus = build(data, 2, 0)
             tokens, steps = BATCH * length, corpus.windows_per_replica // BATCH
 
             def least(step: int, tokens: int = tokens) -> object:

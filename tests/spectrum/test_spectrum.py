@@ -36,8 +36,7 @@ from twophase.spectrum import (
 )
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.tasks.lm.export import run_config
-from twophase.tasks.lm.restored import inverse_scale, restore
+from twophase.tasks.lm.restored import inverse_scale, restore, run_config
 from twophase.tasks.lm.task import corpus_of
 from twophase.theory.modes import effective_progress
 from twophase.theory.periods import best_period, rounded_period

@@ -71,10 +71,10 @@ def test_windows_are_those_of_a_plain_loop(tmp_path: Path, length: int, dtype: s
     shards = open_shards(prepared(tmp_path / "toy", arrays, [ids(9, 40, dtype)]))
     windows, slow = shards.windows(TRAIN, length), slow_windows(arrays, length)
     assert len(windows) == len(slow)
-    assert windows.read(np.arange(len(slow))).tolist() == slow
+    assert windows[np.arange(len(slow))].tolist() == slow
     some = np.random.default_rng(0).integers(0, max(len(slow), 1), 50 if slow else 0)
-    assert windows.read(some).tolist() == [slow[number] for number in some]
-    assert windows.read(some).dtype == dtype
+    assert windows[some].tolist() == [slow[number] for number in some]
+    assert windows[some].dtype == dtype
     assert shards.windows(VALIDATION, length).length == length
 
 
@@ -82,9 +82,9 @@ def test_what_is_read_is_a_copy(folder: Path):
     """Changing a batch changes neither the file nor the next batch."""
     before = (folder / "train-00000.bin").read_bytes()
     windows = open_shards(folder).windows(TRAIN, 10)
-    first = windows.read(np.arange(2))
+    first = windows[np.arange(2)]
     first[:] = 0
-    assert windows.read(np.arange(2)).any()
+    assert windows[np.arange(2)].any()
     assert (folder / "train-00000.bin").read_bytes() == before
 
 
@@ -93,9 +93,9 @@ def test_ids_outside_the_vocabulary_are_refused_when_read(tmp_path: Path):
     bad = ids(1, 50)
     bad[37] = VOCABULARY
     windows = open_shards(prepared(tmp_path / "toy", [ids(0, 101), bad], [ids(2, 60)])).windows(TRAIN, 10)
-    assert windows.read(np.array([0, 12, 11])).max() < VOCABULARY  # token 37 of the second shard is in its window 3
+    assert windows[np.array([0, 12, 11])].max() < VOCABULARY  # token 37 of the second shard is in its window 3
     with pytest.raises(UsageError, match=r"train-00001.bin: token 37 is the id 500, and the vocabulary has 500 ids"):
-        windows.read(np.array([0, 12, 13]))
+        windows[np.array([0, 12, 13])]
 
 
 # What a folder says of itself
@@ -233,13 +233,13 @@ def test_nanogpt_files(tmp_path: Path):
     assert by_folder.meta is by_folder.token_bytes is None
     for split, array in ((TRAIN, train), (VALIDATION, val)):
         windows = by_folder.windows(split, 8)
-        assert windows.read(np.arange(len(windows))).tolist() == slow_windows([array], 8)
+        assert windows[np.arange(len(windows))].tolist() == slow_windows([array], 8)
     largest = int(train.max())
     with pytest.raises(
         UsageError, match=rf"train\.bin: token \d+ is the id {largest}, and the vocabulary has {largest}"
     ):
-        open_bin(tmp_path, largest).windows(TRAIN, 89).read(np.array([0]))
-    assert open_bin(tmp_path, largest + 1).windows(TRAIN, 89).read(np.array([0])).tolist() == [train.tolist()]
+        open_bin(tmp_path, largest).windows(TRAIN, 89)[np.array([0])]
+    assert open_bin(tmp_path, largest + 1).windows(TRAIN, 89)[np.array([0])].tolist() == [train.tolist()]
 
 
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
@@ -253,7 +253,7 @@ def test_headed_files(tmp_path: Path, magic: int, version: int, dtype: str):
     shards = open_bin(tmp_path, VOCABULARY)
     windows = shards.windows(TRAIN, 8)
     assert (shards.tokens(TRAIN), shards.tokens(VALIDATION)) == (110, 30)
-    assert windows.read(np.arange(len(windows))).tolist() == slow_windows(arrays, 8)
+    assert windows[np.arange(len(windows))].tolist() == slow_windows(arrays, 8)
     second = open_bin(tmp_path / "fineweb_train_000002.bin", VOCABULARY)
     assert (second.tokens(TRAIN), second.tokens(VALIDATION)) == (40, 30)
     assert second.fingerprint != shards.fingerprint

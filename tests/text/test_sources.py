@@ -226,7 +226,7 @@ DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "latin": ("a.json", '{"text": "na\u00efve"}\n'.encode("latin-1"), r"is not UTF-8; convert it"),
     "line": ("a.json", PACKED + b'{"text": \n', r"line 61 is not a JSON object .*write one object a line"),
     "list": ("a.json", BOM + b' [{"text": "a"}]', r"is one JSON list, not JSON lines"),
-    "column": ("a.json", b'{"content": "a", "url": "b"}', r"line 1 has no 'text', but 'content', 'url'; choose with"),
+    "column": ("a.json", b'{"content": "a", "url": "b"}', r"line 1 has no 'text', but 'content', 'url'; .*--column"),
     "number": ("a.json", b'{"text": 1}\n', r"line 1: 'text' is int, not text"),
     "parquet": ("a.parquet", b"PAR1 and then something else", r"cannot be read as parquet"),
     "text": ("a.txt", b"caf\xe9", r"is not UTF-8"),

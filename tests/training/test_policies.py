@@ -260,7 +260,7 @@ def test_candidates_are_weighed_on_the_first_sequences(
     corpus = corpus_of(config.data, config.replicas, 0)
     for probed in seen[::5]:
         tokens, targets = map(torch.from_numpy, corpus.batch(config.seed, probed.step, probed.replica))
-        model = Llama(config.model, corpus.vocabulary.size, seed=0).double()
+        model = Llama(config.model, corpus.vocabulary_size, seed=0).double()
         model.load_state_dict(probed.model.state_dict())
         with torch.no_grad():
             scores = [torch.log_softmax(model(sequence[None])[0], -1) for sequence in tokens]

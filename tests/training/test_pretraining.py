@@ -29,7 +29,7 @@ from twophase.runs.folder import read_lines, read_summary
 from twophase.sweep.table import read_rows
 from twophase.tasks.lm import step
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.shard_corpus import ShardCorpus, build_shards
+from twophase.tasks.lm.corpus import Corpus, build
 from twophase.tasks.lm.speed import flops_per_token
 from twophase.text.meta import TRAIN, VALIDATION, read_meta
 from twophase.text.shards import Windows
@@ -129,14 +129,14 @@ def test_two_processes_equal_one(tmp_path: Path, small: list[str], whole: Path) 
 
 def test_replicas_read_apart(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In all steps of that run no window is read by both replicas, nor by one of them twice."""
-    config, read, numbers = configuration(whole), Windows.read, []
+    config, read, numbers = configuration(whole), Windows.__getitem__, []
 
     def recorded(self: Windows, wanted: np.ndarray) -> np.ndarray:
         numbers.extend(wanted.tolist())
         return read(self, wanted)
 
-    monkeypatch.setattr(Windows, "read", recorded)
-    corpus = build_shards(config.data, config.replicas, config.model.vocabulary_size)
+    monkeypatch.setattr(Windows, "__getitem__", recorded)
+    corpus = build(config.data, config.replicas, config.model.vocabulary_size)
     for number in range(STEPS):
         for replica in range(config.replicas):
             corpus.batch(config.seed, number, replica)
@@ -224,14 +224,14 @@ def test_few_tokens(
 ) -> None:
     """Refused before a folder is made; the steps that it names are possible; --repeat reads all before any twice."""
     read: dict[int, list[int]] = {0: [], 1: []}
-    batch = ShardCorpus.batch
+    batch = Corpus.batch
 
-    def recorded(self: ShardCorpus, seed: int, step: int, replica: int) -> tuple[np.ndarray, np.ndarray]:
+    def recorded(self: Corpus, seed: int, step: int, replica: int) -> tuple[np.ndarray, np.ndarray]:
         tokens, targets = batch(self, seed, step, replica)
         read[replica] += tokens[:, 0].tolist()
         return tokens, targets
 
-    monkeypatch.setattr(ShardCorpus, "batch", recorded)
+    monkeypatch.setattr(Corpus, "batch", recorded)
     words = ["train", *SMALL, "--inner-steps", "2", "--data.corpus", f"tokens:{few}"]
     assert command(*words, "--out", tmp_path / "run") == 2  # 22 x 4 windows, and a replica has 20
     errors = capsys.readouterr().err

@@ -11,7 +11,7 @@ def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     parser = plain_parser("export")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, or of a sweep's cell")
-    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; an earlier export is replaced")
+    parser.add_argument("out", type=Path, metavar="DIR", help="folder to write; missing or empty")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (%(default)s)"
     )
@@ -24,11 +24,10 @@ def main(words: list[str]) -> int:
 
     tokenizer = not options.no_tokenizer
     try:
-        out = export(options.run, options.out, dtype=options.dtype, data=options.data, tokenizer=tokenizer)
+        record = export(options.run, options.out, dtype=options.dtype, data=options.data, tokenizer=tokenizer)
     except OSError as error:
         raise OSError(
-            f"{options.out} cannot be written ({error.strerror or error}); free space or choose another DIR; what was "
-            "there before is as it was"
+            f"{options.out} cannot be written ({error.strerror or error}); free space or choose another DIR"
         ) from error
-    print(describe(out))
+    print(describe(options.out, record))
     return 0

@@ -85,7 +85,7 @@ class Windows:
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def read(self, numbers: NDArray[np.integer[Any]]) -> NDArray[np.unsignedinteger[Any]]:
+    def __getitem__(self, numbers: NDArray[np.integer[Any]]) -> NDArray[np.unsignedinteger[Any]]:
         """Return some windows.
 
         Args:

@@ -14,8 +14,9 @@ import itertools
 import json
 import logging
 import os
+import re
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -216,8 +217,8 @@ def _clean(text: str) -> tuple[str, int]:
 
 
 def _records(file: File, column: str, start: int) -> Iterator[str | None]:
-    """Yield the texts of a file from a record on, and turn whatever goes wrong into one message."""
-    try:
+    """Yield the texts of a file from a record on."""
+    with _refusals(file):
         if file.kind == "parquet":
             yield from _parquet_records(file, column, start)
             return
@@ -226,6 +227,37 @@ def _records(file: File, column: str, start: int) -> Iterator[str | None]:
                 yield from itertools.islice(paragraphs(lines), start, None)
             else:
                 yield from _json_records(file, lines, column, start)
+
+
+def documents(path: Path, name: str) -> list[str]:
+    """Return the documents of one file that is read as a whole: JSON lines, or plain text; gzip too.
+
+    Of plain text, paragraphs are gathered until they have 1,000 characters, or lines where paragraphs would make only
+    one document.
+
+    Args:
+        path: the file; JSON lines have names in `.jsonl` or `.json`.
+        name: of it in messages.
+
+    Raises:
+        UsageError: a file that cannot be read or is damaged.
+    """
+    is_json = path.name.lower().removesuffix(".gz").endswith((".jsonl", ".json"))
+    file = File(str(path.absolute()), name, "json" if is_json else "text", 0)
+    if is_json:
+        return [text for text in _records(file, "text", 0) if text and text.strip()]
+    with _refusals(file), _opened(file) as lines:
+        text = lines.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
+    texts = _gathered(re.split(r"\n(?:[^\S\n]*\n)+", text), _SEPARATOR)
+    by_lines = _gathered(text.split("\n"), "\n") if len(texts) == 1 else []
+    return by_lines if len(by_lines) > 1 else texts
+
+
+@contextmanager
+def _refusals(file: File) -> Iterator[None]:
+    """Turn whatever goes wrong while a file is read into one message."""
+    try:
+        yield
     except UsageError:
         raise
     except ImportError as error:
@@ -237,7 +269,7 @@ def _records(file: File, column: str, start: int) -> Iterator[str | None]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(
             f"{file.name}: is not a whole gzip file ({error}); fetch it again under the same name and repeat the "
-            f"command, which goes on from where it stopped"
+            "command"
         ) from None
     except Exception as error:  # pyarrow, fsspec and the hub's client each have errors of their own
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -247,7 +279,7 @@ def _records(file: File, column: str, start: int) -> Iterator[str | None]:
                 f"goes on from where it stopped, or fetch C4's .json.gz files elsewhere and name their folder"
             ) from None
         raise UsageError(
-            f"{file.name}: cannot be read as {file.kind} ({reason}); check the file ({file.path}), and --kind"
+            f"{file.name}: cannot be read as {file.kind} ({reason}); name one file that can be read ({file.path})"
         ) from None
 
 
@@ -294,7 +326,9 @@ def _text_of(line: str, column: str, where: str) -> str | None:
     if text is not None and not isinstance(text, str):
         raise UsageError(f"{where}: {column!r} is {type(text).__name__}, not text; choose another with --column")
     if column not in entry:
-        raise UsageError(f"{where} has no {column!r}, but {', '.join(map(repr, entry))}; choose with --column")
+        raise UsageError(
+            f"{where} has no {column!r}, but {', '.join(map(repr, entry))}; `data prepare` chooses with --column"
+        )
     return text
 
 
@@ -326,25 +360,32 @@ def ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
 
 
 def paragraphs(text: TextIO) -> Iterator[str]:
-    """Yield paragraphs gathered until they have 1,000 characters; a shorter rest at the end joins the last document.
+    """Yield paragraphs gathered to documents of at least 1,000 characters, where the text lasts.
 
     Args:
         text: open for reading, with ends of lines made uniform.
     """
-    ready: str | None = None  # waits, because the rest may have to join it
-    pieces: list[str] = []
+    return _gather(_paragraphs(text), _SEPARATOR)
+
+
+def _gathered(pieces: Iterable[str], joint: str) -> list[str]:
+    return list(_gather((piece for piece in pieces if piece.strip()), joint))
+
+
+def _gather(pieces: Iterable[str], joint: str) -> Iterator[str]:
+    """Yield neighbouring pieces joined until they have `MIN_DOCUMENT` characters; a shorter rest joins the last."""
+    ready: list[str] = []  # a document waits, because the rest may have to join it
+    pending: list[str] = []
     size = 0
-    for paragraph in _paragraphs(text):
-        pieces.append(paragraph)
-        size += len(paragraph)
+    for piece in pieces:
+        pending.append(piece)
+        size += len(piece)
         if size >= MIN_DOCUMENT:
-            if ready is not None:
-                yield ready
-            ready, pieces, size = _SEPARATOR.join(pieces), [], 0
-    if ready is not None:
-        pieces.insert(0, ready)
-    if pieces:
-        yield _SEPARATOR.join(pieces)
+            if ready:
+                yield joint.join(ready)
+            ready, pending, size = pending, [], 0
+    if ready or pending:
+        yield joint.join([*ready, *pending])
 
 
 def _paragraphs(text: TextIO) -> Iterator[str]:

@@ -24,10 +24,11 @@ from twophase.diloco.comm import SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import export as module
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.tasks.lm.export import RECORD, describe, export
+from twophase.tasks.lm.config import VOCABULARY_SIZES, DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.export import RECORD, describe
+from twophase.tasks.lm.export import export as export_record
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
-from twophase.tasks.lm.tokens import vocabulary
+from twophase.tasks.lm.tokens import decode, encode
 from twophase.text.meta import Meta, Shard, write_meta
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
@@ -60,6 +61,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run; tests that change it take a copy."""
     return trained(make_config(corpus), tmp_path_factory.mktemp("runs") / "run")
+
+
+def export(run: Path, out: Path, **options: Any) -> Path:
+    export_record(run, out, **options)
+    return out
 
 
 def load(out: Path) -> Any:
@@ -151,7 +157,9 @@ def test_unfinished(corpus: Path, tmp_path: Path) -> None:
         trainer.synchronize()
     assert torch.equal(load(out).model.norm.weight, trainer.engine.anchor["norm"])
     assert torch.equal(load(out).model.embed_tokens.weight, trainer.engine.anchor["embedding"])
-    assert "checkpoint step-00000002 of a run that is not finished" in describe(out)
+    assert "checkpoint step-00000002 of a run that is not finished" in describe(
+        out, json.loads((out / RECORD).read_text())
+    )
 
 
 def test_finished_without_its_weights(run: Path, tmp_path: Path) -> None:
@@ -187,15 +195,15 @@ def reloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_same_ids(reloaded: tuple[str, Any], text: str) -> None:
     """A saved and reloaded tokenizer gives the vocabulary's ids for every text, and decodes them as it does."""
     name, tokenizer = reloaded
-    ids = vocabulary(name).encode(text).tolist()
+    ids = encode(name, text).tolist()
     assert tokenizer(text, verbose=False)["input_ids"] == ids
-    assert tokenizer.decode(ids) == vocabulary(name).decode(ids)
+    assert tokenizer.decode(ids) == decode(name, ids)
 
 
 def test_each_id(reloaded: tuple[str, Any]) -> None:
     """There are exactly the vocabulary's ids, and no special tokens."""
     name, tokenizer = reloaded
-    size = vocabulary(name).size
+    size = VOCABULARY_SIZES[name]
     assert sorted(tokenizer.get_vocab().values()) == list(range(size))
     assert len(tokenizer) == size
     assert tokenizer.all_special_ids == []
@@ -291,54 +299,29 @@ def test_bin_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # --- the folder ---------------------------------------------------------------------------------------------------
 
 
-def test_again(run: Path, tmp_path: Path) -> None:
-    """An earlier export is replaced, nothing is left beside it, and equal exports are equal byte for byte."""
-    out = export(run, tmp_path / "hf", dtype="bfloat16")
-    export(run, out)
-    assert contents(out) == contents(export(run, tmp_path / "other"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "other"]
-
-
-def test_foreign_folder(run: Path, tmp_path: Path) -> None:
-    """A folder of something else, or an export to which somebody has added a file, is refused and unchanged."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("precious")
-    with pytest.raises(UsageError, match="no earlier export"):
-        export(run, tmp_path / "mine")
+def test_where_something_is(run: Path, tmp_path: Path) -> None:
+    """An empty folder is taken, and nothing is left beside it; a file and a folder that holds something are refused."""
+    (tmp_path / "hf").mkdir()
     out = export(run, tmp_path / "hf")
-    (out / "README.md").write_text("mine")
-    with pytest.raises(UsageError, match=r"README\.md"):
-        export(run, out)
-    with pytest.raises(UsageError, match="cannot be used"):
-        export(run, tmp_path / "mine" / "notes.txt")
-    assert (out / "README.md").read_text() == "mine"
-    assert (tmp_path / "mine" / "notes.txt").read_text() == "precious"
-
-
-@pytest.mark.parametrize("step", ["_write_model", "write_tokenizer", "_sync", "sync_folder"])
-def test_failure_keeps_the_old(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """Whatever fails while writing (a full disk), the earlier export stays and nothing is left beside it."""
-    out = export(run, tmp_path / "hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     before = contents(out)
+    for place in (out, out / RECORD):
+        with pytest.raises(UsageError, match="is there already and not an empty folder; remove it"):
+            export(run, place)
+    assert contents(out) == before == contents(export(run, tmp_path / "other"))
+
+
+@pytest.mark.parametrize("step", ["_write_model", "write_tokenizer", "write_atomic", "sync_folder"])
+def test_failures_leave_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Whatever fails while writing (a full disk), nothing is there afterwards."""
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, step, full)
     with pytest.raises(OSError, match="No space"):
-        export(run, out, dtype="bfloat16")
-    assert contents(out) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_killed_between_renames(run: Path, tmp_path: Path) -> None:
-    """An export that was set aside by one that was killed is put back before anything else happens."""
-    out = export(run, tmp_path / "hf")
-    before = contents(out)
-    out.rename(tmp_path / ".tmp-hf-old")
-    with pytest.raises(UsageError):
-        export(run, out, dtype="float32", data=tmp_path)  # refused for another reason
-    assert contents(out) == before
+        export(run, tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- what cannot be exported --------------------------------------------------------------------------------------

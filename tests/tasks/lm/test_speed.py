@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from twophase.tasks.lm.config import ModelConfig
 from twophase.tasks.lm.model import Llama
-from twophase.tasks.lm.speed import flops_per_token, parameter_count, rates
+from twophase.tasks.lm.speed import flops_per_token, parameter_count
 
 SHAPES = [
     ModelConfig(),
@@ -38,12 +38,3 @@ def test_operations(config: ModelConfig):
     assert flops.palm == pytest.approx(counted, rel=1e-12)
     square = 12 * config.layers * config.hidden_size * length
     assert flops.palm - flops.causal == pytest.approx(square / 2, rel=1e-12)
-
-
-def test_rates():
-    """A rate is tokens over seconds, operations are that times each count, and no time gives no rate."""
-    flops = flops_per_token(ModelConfig(), 96, 64)
-    line = rates(flops, 1000, 4.0)
-    assert line["tokens_per_second"] == 250
-    assert (line["flops_per_second"], line["flops_per_second_palm"]) == (250 * flops.causal, 250 * flops.palm)
-    assert set(rates(flops, 0, 0.0).values()) == {0.0}

@@ -119,6 +119,7 @@ def check(config: TrainConfig) -> TrainConfig:
                 lambda size: size >= 0,
                 ">= 0 (0 means as many as the data's vocabulary has)",
             ),
+            ("data.vocabulary", lambda name: name in VOCABULARY_SIZES, f"one of {', '.join(VOCABULARY_SIZES)}"),
             ("data.held_out", lambda share: 0 < share < 1, "between 0 and 1, for example 0.08"),
             (
                 "compute.micro_batch",

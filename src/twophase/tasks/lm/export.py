@@ -2,7 +2,7 @@
 
     DIR/config.json, generation_config.json, model.safetensors     a LlamaForCausalLM
     DIR/tokenizer.json, tokenizer_config.json, …                   what turns text into the ids it was trained on
-    DIR/twophase.json                                              which run it came from; makes DIR an export of ours
+    DIR/twophase.json                                              which run it came from
 
 `AutoModelForCausalLM.from_pretrained(DIR)` gives the loss that the run's own model has, to float32 rounding.
 """
@@ -16,7 +16,6 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,76 +24,81 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from twophase.base.config import UsageError, fingerprint, from_tree, load_yaml
+from twophase.base.config import UsageError
 from twophase.base.files import TEMPORARY, sync_folder, write_atomic
 from twophase.diloco.flat import checksum, plan
 from twophase.runs.folder import CONFIG, ENV, SUMMARY
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.export_tokenizer import Ids, tokenizer_source, write_tokenizer
 from twophase.tasks.lm.model import Llama
+from twophase.tasks.lm.restored import CHECKPOINTS, anchor_of, model_of, run_config
 from twophase.training import checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RECORD = "twophase.json"
-_WEIGHTS, _CHECKPOINTS = "weights.safetensors", "checkpoint"
+_WEIGHTS = "weights.safetensors"
 
 
-def export(run: Path, out: Path, *, dtype: str = "float32", data: Path | None = None, tokenizer: bool = True) -> Path:
+def export(
+    run: Path, out: Path, *, dtype: str = "float32", data: Path | None = None, tokenizer: bool = True
+) -> dict[str, Any]:
     """Write the anchor of a run as a Hugging Face folder.
 
     A finished run gives its final weights, any other those of its newest checkpoint. The folder appears whole or not
-    at all; an earlier export in its place stays until then.
+    at all.
 
     Args:
         run: the run's folder (the --out of `twophase train`, or the folder of a sweep's cell).
-        out: the folder to write; missing, empty, or an earlier export.
+        out: the folder to write; missing or empty.
         dtype: of the weights, `float32` or `bfloat16`; the anchor is float32.
         data: where the token shards are now that the run was trained on, if they have moved.
         tokenizer: whether to write the tokenizer, too.
 
     Returns:
-        `out`.
+        What `twophase.json` holds.
 
     Raises:
         UsageError: no run, one without weights, damaged files, token shards that are gone or are others, an `out` that
-            holds something else, or `transformers` missing.
-        OSError: `out` cannot be written; what was there is unchanged.
+            holds something, or `transformers` missing.
+        OSError: `out` cannot be written; nothing is left of it.
     """
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("export needs the package transformers; pip install 'twophase[hf]'")
-    run, out = Path(run), Path(out)
     config, identity = run_config(run)
-    _check_place(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"{out}: is there already and not an empty folder; remove it, or choose another DIR")
     source = tokenizer_source(config, _json(run / ENV), data) if tokenizer else None
-    anchor = _anchor(run, config, identity)
-    model = _model(config, anchor)
-    with _replacing(out) as folder:
-        ids = write_tokenizer(folder, config, source, anchor.vocabulary_size) if tokenizer else Ids()
+    weights, origin, steps = _anchor(run, config, identity)
+    if not all(bool(weight.isfinite().all()) for weight in weights.values()):
+        raise UsageError(
+            f"{run}: its weights hold numbers that are not finite (the run has diverged); nothing was written; export "
+            "another run"
+        )
+    model = model_of(config, weights, run)
+    with _appearing(out.resolve()) as folder:
+        ids = write_tokenizer(folder, config, source, model.vocabulary_size) if tokenizer else Ids()
         _write_model(folder, model, config, ids, DTYPES[dtype])
         record = {
             "run": identity,
-            "steps": anchor.step,
-            "source": anchor.source,
+            "steps": steps,
+            "source": origin,
             "dtype": dtype,
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "corpus": config.data.corpus,
             "tokenizer": ids.name,
             "tokenizer_ids": ids.size,
-            "files": sorted([*(path.name for path in folder.iterdir()), RECORD]),
         }
         write_atomic(folder / RECORD, json.dumps(record, indent=1) + "\n")
-    return out
+    return record
 
 
-def describe(out: Path) -> str:
-    """An export in two lines."""
-    record = json.loads((out / RECORD).read_text(encoding="utf-8"))
+def describe(out: Path, record: Mapping[str, Any]) -> str:
+    """Return two lines about an export."""
+    text = f"no tokenizer: {record['corpus']} does not say what its ids mean, or it was not asked for"
     if record["tokenizer"]:
         text = f"tokenizer: {record['tokenizer']}, {record['tokenizer_ids']:,} ids"
-    else:
-        text = f"no tokenizer: {record['corpus']} does not say what its ids mean, or it was not asked for"
     return (
         f"{out}: LlamaForCausalLM, {record['parameters']:,} parameters in {record['dtype']}, the anchor after "
         f"{record['steps']:,} inner steps ({record['source']})\n{text}"
@@ -104,66 +108,29 @@ def describe(out: Path) -> str:
 # ----------------------------------------------------------------------------------------------------- reading the run
 
 
-@dataclass(frozen=True, eq=False)
-class _Anchor:
-    """The weights under this package's names, and where they come from."""
-
-    weights: dict[str, Tensor]
-    source: str
-    step: int
-
-    @property
-    def vocabulary_size(self) -> int:
-        return self.weights["embedding"].shape[0]
-
-
-def run_config(run: Path) -> tuple[TrainConfig, str]:
-    """The configuration of a run's folder, and its fingerprint.
-
-    Raises:
-        UsageError: no folder, none of a run, or a configuration that this version cannot read.
-    """
-    path = run / CONFIG
-    if not path.is_file():
-        what = "there is no such folder" if not run.is_dir() else f"holds no {CONFIG}, so it is not the folder of a run"
-        raise UsageError(f"{run}: {what}; give the --out of `twophase train`, or the folder of one run of a sweep")
-    try:
-        tree = load_yaml(path)
-        return from_tree(TrainConfig, tree), fingerprint(tree)
-    except (UsageError, TypeError, ValueError, AttributeError) as error:
-        fault = str(error).removeprefix(f"--config {path}: ")
-        raise UsageError(f"{path} cannot be used ({fault}); put the run's own {CONFIG} back") from None
-
-
-def _anchor(run: Path, config: TrainConfig, identity: str) -> _Anchor:
+def _anchor(run: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Tensor], str, int]:
+    """Return the anchor's weights by name, where they come from, and the inner steps taken."""
     path = run / _WEIGHTS
     if path.is_file():
-        weights = _final(path, config, identity)
-    else:
-        newest = checkpoint.latest(run / _CHECKPOINTS)
-        ended = _json(run / SUMMARY).get("config") == identity
-        if newest is None and ended:  # a sweep's run keeps no checkpoints
-            raise UsageError(
-                f"{run}: the run has ended, but there is neither its {_WEIGHTS} nor a checkpoint; put that file back, "
-                f"or delete {SUMMARY} and repeat the run's command, or its sweep's, which then trains it again"
-            )
-        if newest is None:
-            raise UsageError(
-                f"{run}: the run is not finished and has no checkpoint yet; repeat its `twophase train` command first"
-            )
-        state = f"has ended and has no {_WEIGHTS} any more" if ended else "is not finished"
-        saved = checkpoint.Checkpoint(newest, identity)
-        weights = _Anchor(anchor_of(saved), f"checkpoint {newest.name} of a run that {state}", saved.step)
-    if not all(bool(weight.isfinite().all()) for weight in weights.weights.values()):
+        return _final(path, config, identity)
+    newest = checkpoint.latest(run / CHECKPOINTS)
+    has_ended = _json(run / SUMMARY).get("config") == identity
+    if newest is None and has_ended:  # a sweep's run keeps no checkpoints
         raise UsageError(
-            f"{run}: its weights hold numbers that are not finite (the run has diverged); nothing was written; export "
-            "another run"
+            f"{run}: the run has ended, but there is neither its {_WEIGHTS} nor a checkpoint; put that file back, or "
+            f"delete {SUMMARY} and repeat the run's command, or its sweep's, which then trains it again"
         )
-    return weights
+    if newest is None:
+        raise UsageError(
+            f"{run}: the run is not finished and has no checkpoint yet; repeat its `twophase train` command first"
+        )
+    state = f"has ended and has no {_WEIGHTS} any more" if has_ended else "is not finished"
+    saved = checkpoint.Checkpoint(newest, identity)
+    return anchor_of(saved), f"checkpoint {newest.name} of a run that {state}", saved.step
 
 
-def _final(path: Path, config: TrainConfig, identity: str) -> _Anchor:
-    """The final weights, checked against the checksum of the run's summary."""
+def _final(path: Path, config: TrainConfig, identity: str) -> tuple[dict[str, Tensor], str, int]:
+    """Read the final weights, checked against the checksum of the run's summary."""
     try:
         with safe_open(path, framework="pt") as file:
             owner = (file.metadata() or {}).get("config", identity)
@@ -181,11 +148,11 @@ def _final(path: Path, config: TrainConfig, identity: str) -> _Anchor:
             f"{path.with_name(SUMMARY)} is damaged: its steps is {steps!r}, not a whole number >= 0; delete it and "
             "repeat the run's `twophase train` command, which writes it again from the last checkpoint"
         )
-    return _Anchor(weights, "the end of the run", steps)
+    return weights, "the end of the run", steps
 
 
 def _checksum(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) -> str:
-    """The engine's checksum of these weights: of one flat vector in the order of the model's parameters."""
+    """Return the engine's checksum of these weights: of one flat vector in the order of the model's parameters."""
     if "embedding" not in weights:
         raise _damaged(path, "it holds no embedding")
     with torch.device("meta"):
@@ -199,25 +166,8 @@ def _checksum(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) ->
     return checksum(flat)
 
 
-def anchor_of(saved: checkpoint.Checkpoint) -> dict[str, Tensor]:
-    """Read the anchor of a checkpoint as weights by name."""
-    state = saved.part(checkpoint.ENGINE)
-    layout = plan((name, tuple(shape)) for name, shape in state["layout"])
-    return {slot.name: view for slot, view in zip(layout.slots, layout.views(state["anchor"]), strict=True)}
-
-
-def _model(config: TrainConfig, anchor: _Anchor) -> Llama:
-    model = Llama(config.model, anchor.vocabulary_size, seed=0)
-    try:
-        model.load_state_dict(anchor.weights)
-    except RuntimeError as error:
-        fault = " ".join(str(error).split())
-        raise UsageError(f"the weights do not fit the run's {CONFIG} ({fault}); put the run's own files back") from None
-    return model
-
-
 def _json(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing when it is missing or damaged."""
+    """Return what a JSON file holds; nothing when it is missing or damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -253,64 +203,21 @@ def _write_model(folder: Path, model: Llama, config: TrainConfig, ids: Ids, dtyp
         raise OSError(f"{folder / 'model.safetensors'} cannot be written: {error}; free space and repeat") from None
 
 
-def _check_place(out: Path) -> None:
-    """Refuse a place that holds anything but an earlier export."""
-    _restore(out)
-    try:
-        names = {path.name for path in out.iterdir()}
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise UsageError(f"{out}: cannot be used ({error.strerror}); choose another folder") from None
-    if not names:
-        return
-    if RECORD not in names:
-        raise UsageError(f"{out}: is not empty and no earlier export (it has no {RECORD}); choose another folder")
-    foreign = sorted(names - set(_json(out / RECORD).get("files", [])) - {RECORD})
-    if foreign:
-        raise UsageError(
-            f"{out}: holds {foreign[0]!r}, which is not of the earlier export there and would be lost; move it away, "
-            "or choose another folder"
-        )
-
-
 @contextmanager
-def _replacing(out: Path) -> Iterator[Path]:
-    """A folder to fill, which then takes the place of `out`; on an error `out` stays as it is."""
-    out = out.resolve()
+def _appearing(out: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which then becomes `out`; on an error nothing is left of it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}-{secrets.token_hex(4)}")
     folder.mkdir()
     try:
         yield folder
-        for path in folder.iterdir():
-            _sync(path)
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         sync_folder(folder)
-        old = _old(out)
-        if out.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            out.rename(old)
-        folder.rename(out)
+        folder.rename(out)  # an empty folder there gives way
         sync_folder(out.parent)
-        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        _restore(out)
         raise
-
-
-def _restore(out: Path) -> None:
-    """Put an earlier export back that was set aside by an export which did not end."""
-    out = out.resolve()
-    if _old(out).is_dir() and not out.exists():
-        _old(out).rename(out)
-
-
-def _old(out: Path) -> Path:
-    return out.with_name(f"{TEMPORARY}{out.name}-old")
-
-
-def _sync(path: Path) -> None:
-    if path.is_file():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())

@@ -12,13 +12,13 @@ from typing import Any
 from twophase.base.config import UsageError
 from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
 from twophase.tasks.lm.corpus import TOKENS
-from twophase.tasks.lm.tokens import vocabulary
+from twophase.tasks.lm.tokens import decode
 from twophase.text.meta import META, TOKENIZER, read_meta
 from twophase.text.tokenizer import byte_characters
 
 
 def text_tokenizer(name: str, max_length: int) -> Any:
-    """A `transformers.PreTrainedTokenizerFast` that gives the ids of a vocabulary of `twophase.tasks.lm.tokens`.
+    """Return a `transformers.PreTrainedTokenizerFast` that gives the ids of `twophase.tasks.lm.tokens`.
 
     It has no special tokens, so every text means itself. Lone surrogates, which are no text to it, it refuses.
 
@@ -29,19 +29,14 @@ def text_tokenizer(name: str, max_length: int) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415 - optional
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - an optional package, and slow to import
 
+    # One token a character and nothing to merge; `bytes` are seen as characters that can be printed.
+    characters = byte_characters() if name == "bytes" else decode(name, range(VOCABULARY_SIZES[name]))
+    made = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(characters)}, merges=[]))
     if name == "bytes":
-        # One token a byte and nothing to merge; the model sees each byte as a character that can be printed.
-        made = Tokenizer(
-            models.BPE(vocab={character: byte for byte, character in enumerate(byte_characters())}, merges=[])
-        )
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.decoder = decoders.ByteLevel()
     else:
-        characters = vocabulary(name).decode(range(VOCABULARY_SIZES[name]))
-        made = Tokenizer(
-            models.BPE(vocab={character: number for number, character in enumerate(characters)}, merges=[])
-        )
-        replacements = [("\t", "    "), ("\r\n", "\n"), (Regex(r"[^ -~\n]"), "?")]  # in the order of Vocabulary.encode
+        replacements = [("\t", "    "), ("\r\n", "\n"), (Regex(r"[^ -~\n]"), "?")]  # in the order of `encode`
         made.normalizer = normalizers.Sequence([normalizers.Replace(old, new) for old, new in replacements])
         made.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -51,7 +46,7 @@ def text_tokenizer(name: str, max_length: int) -> Any:
 
 @dataclass(frozen=True)
 class Ids:
-    """What is known of the tokenizer: its name, number of ids, and the ids that begin and end a text."""
+    """A tokenizer's name and number of ids, and the ids that begin and end a text."""
 
     name: str | None = None
     size: int = 0
@@ -60,7 +55,13 @@ class Ids:
 
 
 def tokenizer_source(config: TrainConfig, env: Mapping[str, Any], data: Path | None) -> Path | None:
-    """The folder of token shards whose tokenizer is to be copied; None for text, and for shards without a tokenizer."""
+    """Return the folder of token shards whose tokenizer is to be copied; None where there is none to copy.
+
+    Args:
+        config: the run.
+        env: what its `env.json` holds.
+        data: the folder of the shards, if they have moved.
+    """
     corpus = config.data.corpus
     if not corpus.startswith(TOKENS):
         if data is not None:
@@ -73,25 +74,21 @@ def tokenizer_source(config: TrainConfig, env: Mapping[str, Any], data: Path | N
     recorded = recorded if isinstance(recorded, dict) else {}
     expected = recorded.get("tokenizer_sha256")
     folder = data or Path(os.path.expanduser(corpus.removeprefix(TOKENS)))  # noqa: PTH111 - Path's raises
+    remedy = (
+        "name the folder of the run's own token shards with --data DIR, or write the model only with --no-tokenizer"
+    )
     if not (folder / META).is_file() and data is None:
         if expected is None and (recorded or folder.exists()):
             return None  # .bin files, which do not name their tokenizer
-        raise UsageError(
-            f"{folder}: the token shards that the run was trained on are not there any more, and the tokenizer is with "
-            "them; name their folder with --data DIR, or write the model only with --no-tokenizer"
-        )
+        raise UsageError(f"{folder}: the token shards that the run was trained on are not there any more; {remedy}")
     meta = read_meta(folder)
     if expected is not None and meta.tokenizer_sha256 != expected:
         raise UsageError(
             f"{folder}: was made with the tokenizer {meta.tokenizer} ({meta.tokenizer_sha256[:12]}), and the run was "
-            f"trained with {recorded.get('tokenizer', 'another')} ({str(expected)[:12]}); name the run's own token "
-            "shards with --data DIR, or write the model only with --no-tokenizer"
+            f"trained with {recorded.get('tokenizer', 'another')} ({str(expected)[:12]}); {remedy}"
         )
     if not (folder / TOKENIZER).is_dir():
-        raise UsageError(
-            f"{folder}: its {TOKENIZER}/ is missing; prepare the folder again, name a copy with --data DIR, or write "
-            "the model only with --no-tokenizer"
-        )
+        raise UsageError(f"{folder}: its {TOKENIZER}/ is missing; prepare the folder again; or {remedy}")
     return folder
 
 
@@ -104,9 +101,9 @@ def write_tokenizer(folder: Path, config: TrainConfig, source: Path | None, rows
         source: the folder of token shards, or None.
         rows: of the model's embedding.
     """
-    if source is None and config.data.corpus.startswith(TOKENS):
-        return Ids()
     if source is None:
+        if config.data.corpus.startswith(TOKENS):
+            return Ids()
         made = text_tokenizer(config.data.vocabulary, config.data.sequence_length)
         made.save_pretrained(folder)
         return Ids(config.data.vocabulary, len(made))

@@ -9,7 +9,6 @@ a time 5 to 8 % of forward and backward, which does not pay for their length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ EMBEDDING_STD = 0.02
 
 
 class Llama(nn.Module):
-    """A Llama-like decoder whose weights are interchangeable with `transformers.LlamaForCausalLM`.
+    """A Llama-like decoder that computes what `transformers.LlamaForCausalLM` does with the weights of `to_hf`.
 
         x_0     = E[tokens]
         x_i'    = x_i + O attention(R q, R k, v),     (q, k, v) = W_qkv norm(x_i)
@@ -157,34 +156,6 @@ class Llama(nn.Module):
             From name to tensor; with a tied head, `lm_head.weight` is left out, as in `transformers`' files.
         """
         return {name: part.detach().clone() for name, part in self._hf_parts().items()}
-
-    @torch.no_grad()
-    def load_hf(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the weights of a `transformers.LlamaForCausalLM` of the same size, and nothing if any does not fit.
-
-        Args:
-            state_dict: its state dict, on any device and in any floating type. A tied head may be present or absent.
-
-        Raises:
-            ValueError: a weight that is missing, unknown, or of another shape.
-        """
-        parts = self._hf_parts()
-        ignored = {"lm_head.weight"} if self.head is None else set()
-        weights = {name: value for name, value in state_dict.items() if not name.endswith("rotary_emb.inv_freq")}
-        missing, unknown = sorted(parts.keys() - weights.keys()), sorted(weights.keys() - parts.keys() - ignored)
-        if missing or unknown:
-            raise ValueError(
-                f"load_hf: the state dict lacks {_some(missing)} and holds unknown {_some(unknown)}; "
-                f"it must be that of a LlamaForCausalLM without biases and with {self.config.layers} layers"
-            )
-        for name, part in parts.items():
-            if weights[name].shape != part.shape:
-                raise ValueError(
-                    f"load_hf: {name} has shape {tuple(weights[name].shape)}, this model needs {tuple(part.shape)}; "
-                    f"build it with the sizes in the checkpoint's config.json"
-                )
-        for name, part in parts.items():
-            part.copy_(weights[name])
 
     def hf_config(self, max_position_embeddings: int = 2048) -> dict[str, Any]:
         """Keyword arguments with which `transformers.LlamaConfig` describes this model.
@@ -348,7 +319,3 @@ def rotary_tables(config: ModelConfig, length: int, dtype: torch.dtype, device: 
         heads = config.heads + (config.kv_heads or config.heads)
         cos, sin = cos.expand(-1, heads, -1).contiguous(), sin.expand(-1, heads, -1).contiguous()
     return cos, sin
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"

@@ -1,8 +1,9 @@
-"""A run as its newest checkpoint has it, for looking at: weights, what AdamW divides by, and the run's own text."""
+"""A run read back: its configuration, the weights of a checkpoint, and what is looked at in them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.base.config import UsageError, with_values
+from twophase.base.config import UsageError, fingerprint, from_tree, load_yaml, with_values
+from twophase.diloco.flat import plan
+from twophase.runs.folder import CONFIG
 from twophase.tasks.lm.config import TrainConfig, check
-from twophase.tasks.lm.corpus import AnyCorpus
-from twophase.tasks.lm.export import anchor_of, run_config
+from twophase.tasks.lm.corpus import Corpus
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.task import LanguageTask
 from twophase.training import checkpoint
 from twophase.training.task import preflight
 from twophase.training.trainer import DIVERGED
 
-_CHECKPOINTS = "checkpoint"
+CHECKPOINTS = "checkpoint"
+
+
+def run_config(run: Path) -> tuple[TrainConfig, str]:
+    """Return the configuration of a run's folder, and its fingerprint.
+
+    Raises:
+        UsageError: no folder, none of a run, or a configuration that this version cannot read.
+    """
+    path = run / CONFIG
+    if not path.is_file():
+        what = "there is no such folder" if not run.is_dir() else f"holds no {CONFIG}, so it is not the folder of a run"
+        raise UsageError(f"{run}: {what}; give the --out of `twophase train`, or the folder of one run of a sweep")
+    try:
+        tree = load_yaml(path)
+        return from_tree(TrainConfig, tree), fingerprint(tree)
+    except (UsageError, TypeError, ValueError, AttributeError) as error:
+        fault = str(error).removeprefix(f"--config {path}: ")
+        raise UsageError(f"{path} cannot be used ({fault}); put the run's own {CONFIG} back") from None
+
+
+def anchor_of(saved: checkpoint.Checkpoint) -> dict[str, Tensor]:
+    """Read the anchor of a checkpoint as weights by name."""
+    state = saved.part(checkpoint.ENGINE)
+    layout = plan((name, tuple(shape)) for name, shape in state["layout"])
+    return {slot.name: view for slot, view in zip(layout.slots, layout.views(state["anchor"]), strict=True)}
+
+
+def model_of(config: TrainConfig, weights: Mapping[str, Tensor], run: Path) -> Llama:
+    """Return a run's model with these weights, on the CPU; refuse weights that do not fit its configuration."""
+    try:
+        model = Llama(config.model, weights["embedding"].shape[0], seed=0)
+        model.load_state_dict(weights)
+    except (KeyError, RuntimeError) as error:
+        fault = " ".join(str(error).split())
+        raise UsageError(
+            f"{run}: the weights do not fit the run's {CONFIG} ({fault}); put the run's own files back"
+        ) from None
+    return model
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +83,7 @@ class Restored:
     model: Llama
     scale: dict[str, Tensor]
     replicas: int
-    corpus: AnyCorpus
+    corpus: Corpus
 
     def batches(self, count: int) -> list[Tensor]:
         """Return tokens of some of the run's training batches, evenly spread over the steps taken and its replicas.
@@ -69,31 +109,24 @@ def restore(run: Path) -> Restored:
             not finite, a run that has diverged, or text that is gone or has changed.
     """
     config, identity = run_config(run)
-    newest = checkpoint.latest(run / _CHECKPOINTS)
+    newest = checkpoint.latest(run / CHECKPOINTS)
     if newest is None:
         raise UsageError(
             f"{run}: has no checkpoint, which holds the weights and the inner optimizer's moments; train it with "
             "`twophase train` (the cells of a sweep keep none)"
         )
     saved = checkpoint.Checkpoint(newest, identity)
-    progress = saved.progress()
-    weights = anchor_of(saved)
+    progress, weights = saved.progress(), anchor_of(saved)
     if progress.get("exit_reason") == DIVERGED or not all(bool(weight.isfinite().all()) for weight in weights.values()):
         raise UsageError(
             f"{run}: the run has diverged, and its weights have no curvature to speak of; give another run"
         )
-    model = Llama(config.model, weights["embedding"].shape[0], seed=0)
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        fault = " ".join(str(error).split())
-        raise UsageError(f"{newest}: the weights do not fit the run's config.yaml ({fault})") from None
-    model.requires_grad_(False)
+    model = model_of(config, weights, run).requires_grad_(False)
     scales = _scales(saved, config, [name for name, _ in model.named_parameters()])
     # Wherever the run was trained, it is looked at on the CPU.
-    here = with_values(config, {"device": "cpu", "compute.attention": "auto"})
+    here = check(with_values(config, {"device": "cpu", "compute.attention": "auto"}))
     task = LanguageTask(here)
-    preflight(check(here), task)
+    preflight(here, task)
     if task.corpus.description["fingerprint"] != progress["text"]:
         raise UsageError(
             f"--data.corpus {config.data.corpus} of {run}: the text is not the one that the run was trained on; put "

@@ -1,4 +1,4 @@
-"""How fast a run is: tokens a second, and floating-point operations by both countings (no torch here)."""
+"""Floating-point operations and parameters of a model, by formula (no torch here)."""
 
 from __future__ import annotations
 
@@ -61,22 +61,3 @@ def parameter_count(model: ModelConfig, vocabulary_size: int) -> int:
     tables = 1 if model.tie_embeddings else 2
     norms = (2 * model.layers + 1) * model.hidden_size
     return matrix_count(model) + norms + tables * vocabulary_size * model.hidden_size
-
-
-def rates(flops: Flops, tokens: int, seconds: float) -> dict[str, float]:
-    """A stretch of training in numbers, for `steps.jsonl`.
-
-    Args:
-        flops: operations a token.
-        tokens: that this process trained on in the stretch.
-        seconds: that it took, everything included.
-
-    Returns:
-        `tokens_per_second`, `flops_per_second` (causal) and `flops_per_second_palm`.
-    """
-    rate = tokens / seconds if seconds > 0 else 0.0
-    return {
-        "tokens_per_second": rate,
-        "flops_per_second": rate * flops.causal,
-        "flops_per_second_palm": rate * flops.palm,
-    }

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from twophase.base.config import UsageError
 from twophase.diloco.comm import Communicator
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.corpus import AnyCorpus, build
-from twophase.tasks.lm.evaluate import Evaluation, evaluate, evaluation
+from twophase.tasks.lm.corpus import Corpus, build
+from twophase.tasks.lm.evaluate import numbers, total_nats
 from twophase.tasks.lm.model import Llama
-from twophase.tasks.lm.shard_corpus import ShardCorpus
-from twophase.tasks.lm.speed import flops_per_token, rates
+from twophase.tasks.lm.speed import flops_per_token
 from twophase.tasks.lm.step import Step, drawn
 from twophase.training.device import moved
 
@@ -38,7 +37,7 @@ class LanguageTask:
     config: TrainConfig
 
     @cached_property
-    def corpus(self) -> AnyCorpus:
+    def corpus(self) -> Corpus:
         """Text or tokens."""
         config = self.config
         return corpus_of(config.data, config.replicas, config.model.vocabulary_size)
@@ -46,7 +45,7 @@ class LanguageTask:
     @property
     def vocabulary_size(self) -> int:
         """Rows of embedding and head."""
-        return self.config.model.vocabulary_size or self.corpus.vocabulary.size
+        return self.config.model.vocabulary_size or self.corpus.vocabulary_size
 
     def model(self, seed: int) -> Llama:
         """Draw a fresh Llama."""
@@ -61,12 +60,12 @@ class LanguageTask:
         return cast("Llama", model).loss(*batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Evaluate a model on the held-out text; as `LanguageStep.evaluate` on a CPU."""
-        device = next(model.parameters()).device
-        tokens, targets = moved(self.corpus.validation(), device)
+        """Compute loss and perplexity on the held-out text; as `LanguageStep.evaluate` on a CPU."""
+        tokens, targets = self.corpus.validation()
         logits = tokens.shape[1] * self.vocabulary_size  # of a window; in float32, they should not take over
         batch = max(1, min(64, _EVALUATED_LOGITS // logits))
-        return numbers_of(evaluate(model, tokens, targets, self.corpus.vocabulary.token_bytes, batch))
+        device = next(model.parameters()).device
+        return numbers(total_nats(model, *moved((tokens, targets), device), batch), targets, self.corpus.token_bytes)
 
     def describe(self) -> dict[str, Any]:
         """Describe the corpus."""
@@ -88,19 +87,13 @@ class LanguageTask:
                 f"--compute.attention is {config.compute.attention}; --device {config.device} has no choice of "
                 "kernels, so leave it at auto"
             )
-        if isinstance(self.corpus, ShardCorpus) and not config.repeat:
-            self.corpus.check_enough(config.steps)
+        corpus = self.corpus
+        if not config.repeat:
+            corpus.check_enough(config.steps)
 
 
 class LanguageStep(Step):
-    """`Step` with what the training loop asks of it besides: evaluation and speed.
-
-    Args:
-        task: the task.
-        device: where it trains.
-        replicas: number of replicas in this process.
-        communicator: the processes of the run.
-    """
+    """`Step` with what the training loop asks of it besides: evaluation and speed."""
 
     def __init__(self, task: LanguageTask, device: torch.device, replicas: int, communicator: Communicator) -> None:
         config = task.config
@@ -114,17 +107,16 @@ class LanguageStep(Step):
         """Compute loss and perplexity on the held-out text; on a GPU in the pieces of a training step."""
         if self.device.type != "cuda":  # logits are cheap there, and the digits of earlier records stay
             return self.task.evaluate(model)
-        corpus = self.task.corpus
-        tokens, targets = corpus.validation()
+        tokens, targets = self.task.corpus.validation()
         nats = self.nats(cast("Llama", model), *moved((tokens, targets), self.device))
-        return numbers_of(evaluation(nats, targets, corpus.vocabulary.token_bytes))
+        return numbers(nats, targets, self.task.corpus.token_bytes)
 
     def rates(self, batches: int, seconds: float) -> dict[str, float]:
-        """Compute tokens and floating-point operations a second."""
+        """Compute tokens and floating-point operations a second, by both countings of attention."""
+        rate = batches * self.tokens / seconds if seconds > 0 else 0.0
         flops = flops_per_token(self.config.model, self.vocabulary_size, self.config.data.sequence_length)
-        return rates(flops, batches * self.tokens, seconds)
-
-
-def numbers_of(result: Evaluation) -> dict[str, float]:
-    """Return the numbers of an evaluation under the names that the loop records."""
-    return {"loss": result.loss, "perplexity": result.perplexity, "perplexity_per_byte": result.perplexity_per_byte}
+        return {
+            "tokens_per_second": rate,
+            "flops_per_second": rate * flops.causal,
+            "flops_per_second_palm": rate * flops.palm,
+        }
