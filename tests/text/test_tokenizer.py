@@ -15,12 +15,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.base.config import UsageError
-from twophase.text import mistral, words
-from twophase.text.tokenizer import CONFIG_JSON, END_OF_TEXT, TOKENIZER_JSON, Tokenizer, load_tokenizer, train_bpe
+from twophase.text import mistral
+from twophase.text.tokenizer import (
+    BYTE_LEVEL,
+    CONFIG_JSON,
+    END_OF_TEXT,
+    TOKENIZER_JSON,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra 'data' is not installed")
 
@@ -84,31 +92,10 @@ def test_the_model_file_is_read_as_sentencepiece_reads_it():
         assert {kind for kind, is_kind in kinds.items() if is_kind(i)} == {piece.kind} - {mistral.NORMAL}
 
 
-@pytest.mark.parametrize("name", [MISTRAL, "bpe"])
-def test_word_by_word_gives_the_ids_of_the_whole(name: str):
-    """Encoding by remembered words equals the library's encoding of whole texts, also when the memory is emptied."""
-    tokenizer = tokenizer_of(name)
-    assert isinstance(tokenizer.encode, words.Words)
-    library = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER_JSON])
-    library.encode_special_tokens = True
-
-    def check(texts: list[str]) -> None:
-        expected = library.encode_batch_fast(texts, add_special_tokens=False)
-        assert [ids.tolist() for ids in tokenizer.encode(texts)] == [each.ids for each in expected]
-
-    near = st.text(st.sampled_from(" \n\t\u2581ab.1_-'\u00e9\u6f22\x00<>/s\u2028\x85"))
-    settings(max_examples=100)(given(st.lists(near | st.text(), max_size=6))(check))()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(words, "REMEMBERED", 50)
-        for _ in range(2):
-            check([*ODD, *oddly_spaced(20, seed=1)])
-        assert len(tokenizer.encode._memory) <= 50
-
-
 @given(st.text())
 def test_the_pattern_covers_every_text(text: str):
     """What the byte-level pattern finds, joined, is the text: nothing is lost between words."""
-    assert "".join(re.findall(words.BYTE_LEVEL, text)) == text
+    assert "".join(re.findall(BYTE_LEVEL, text)) == text
 
 
 @pytest.mark.parametrize("name", [MISTRAL, "bpe", "bytes"])
@@ -137,7 +124,7 @@ def test_token_bytes_add_up_to_the_text(name: str):
     """
     tokenizer = tokenizer_of(name)
     for text, ids in zip(ODD, tokenizer.encode(ODD), strict=True):
-        marked = f" {text}".replace(words.SPACE, " ") if name == "mistral" and text else text
+        marked = f" {text}".replace(mistral.SPACE, " ") if name == "mistral" and text else text
         assert tokenizer.token_bytes[ids].sum() == len(marked.encode())
     assert tokenizer.token_bytes[tokenizer.end_of_text] == 0
     assert tokenizer.token_bytes.dtype == np.int64
@@ -187,7 +174,6 @@ def test_others_folders_are_used_as_they_are(general: Path, tmp_path: Path, end:
     (tmp_path / TOKENIZER_JSON).write_text(json.dumps(content))
     (tmp_path / CONFIG_JSON).write_text(json.dumps({"eos_token": end} if end else {}))
     tokenizer = load_tokenizer(str(tmp_path / TOKENIZER_JSON), end_of_text=None if end else "<stop>")
-    assert not isinstance(tokenizer.encode, words.Words)
     assert (tokenizer.end_of_text, tokenizer.vocabulary_size) == (1, largest + 1)
     ids = tokenizer.encode(["some words, more than five of them", "a <stop> b"])
     assert 1 not in ids[1]

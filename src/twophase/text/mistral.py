@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twophase.base.config import UsageError
-from twophase.text.words import SPACE
 
+SPACE = "\u2581"
+"""The mark that stands for a space in pieces of SentencePiece."""
 MODEL = "tokenizer.model.v1"
 SHA256 = "dadfd56d766715c61d2ef780a525ab43b8e6da4de6865bda3d95fdef5e134055"
 INSTALL = "pip install --no-deps mistral-common==1.13.1"

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.text import mistral
-from twophase.text.words import BYTE_LEVEL, SPACE, Words, wordwise
 
 Ids = NDArray[np.unsignedinteger]
 
@@ -28,6 +27,10 @@ BUILT_IN = ("bytes", "mistral")
 """Names of tokenizers that need no folder and name the end of a text themselves."""
 SMALLEST_BPE = 257
 """Ids of 256 bytes and the end of a text: a BPE without merges."""
+_LETTERS, _BLANKS = "A-Za-z\u0080-\U0010ffff", " \t\n\r"
+BYTE_LEVEL = f" ?[{_LETTERS}]+| ?[0-9]+| ?[^{_LETTERS}0-9{_BLANKS}]+|[{_BLANKS}]+(?![^{_BLANKS}])|[{_BLANKS}]+"
+"""How the byte-level BPE of this package cuts texts: by plain ranges, which mean the same to every engine of regular
+expressions. A blank before a word is the word's; of several, the last."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -231,26 +234,18 @@ def _tokenizers(named: str) -> Any:
 
 
 def _wrap(made: Any, name: str, end: str, files: Mapping[str, str]) -> Tokenizer:
-    """Turn a `tokenizers.Tokenizer` into a `Tokenizer`, which encodes word by word where that gives the same ids."""
+    """Turn a `tokenizers.Tokenizer` into a `Tokenizer`."""
     made.no_padding()
     made.no_truncation()
     made.encode_special_tokens = True  # documents may write about </s>: that is text
     text = made.to_str()
-    content = json.loads(text)
-    vocabulary = made.get_vocab(with_added_tokens=True)
+    content, vocabulary = json.loads(text), made.get_vocab(with_added_tokens=True)
     size = max(vocabulary.values()) + 1
     dtype = np.uint16 if size <= 1 << 16 else np.uint32
 
-    def lists(texts: list[str]) -> list[list[int]]:
-        return [each.ids for each in made.encode_batch_fast(texts, add_special_tokens=False)]
-
     def encode(texts: list[str]) -> list[Ids]:
-        return [np.array(ids, dtype) for ids in lists(texts)]
+        return [np.array(each.ids, dtype) for each in made.encode_batch_fast(texts, add_special_tokens=False)]
 
-    by_words = wordwise(content)
-    if by_words is not None:
-        made.normalizer = None  # words are cut from prepared text
-        encode = Words(*by_words, lists, dtype)
     sizes = _token_bytes(content, vocabulary, size)
     return Tokenizer(name, _identity(content), size, vocabulary[end], sizes, {TOKENIZER_JSON: text, **files}, encode)
 
@@ -277,7 +272,7 @@ def _token_bytes(content: Mapping[str, Any], vocabulary: Mapping[str, int], size
         elif byte_level and alphabet.issuperset(token):
             sizes[number] = len(token)  # one character a byte
         elif token != content["model"].get("unk_token"):
-            sizes[number] = len(token.removeprefix(prefix).replace(SPACE, " ").encode())
+            sizes[number] = len(token.removeprefix(prefix).replace(mistral.SPACE, " ").encode())
     return sizes
 
 

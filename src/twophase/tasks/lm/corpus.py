@@ -206,9 +206,9 @@ def load_documents(corpus: str) -> tuple[list[str], str]:
         )
     texts = list(dict.fromkeys(texts))  # a held-out document must not be trained on under another number
     if len(texts) < 2:
-        held = f"is a single document of {len(texts[0]):,} characters" if texts else "holds no text"
+        fault = f"is a single document of {len(texts[0]):,} characters" if texts else "holds no text"
         raise UsageError(
-            f"{named}: {held}, and at least one document is to be held out; use a larger file, or JSON lines with a "
+            f"{named}: {fault}, and at least one document is to be held out; use a larger file, or JSON lines with a "
             "text each"
         )
     return texts, f"{source}: {len(texts):,} documents, {sum(map(len, texts)):,} characters"
