@@ -15,7 +15,7 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from coefficients import Early, Measured, Twice, Vector, coefficients, decimal, registered
+from coefficients import Early, Twice, Vector, coefficients, decimal, registered
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.restart import AtRounds, Cycle, Never, Periodic, RestartPolicy, RoundSignal, Soft, parse
 from twophase.rule import FORMS, OuterRule
@@ -39,34 +39,16 @@ RULES = [
     for lr, momentum, nesterov, form in itertools.product(RATES, MOMENTA, (False, True), FORMS)
 ]
 ROUNDS = 7
-POLICIES: list[RestartPolicy] = [
-    Never(),
-    Periodic(1),
-    Periodic(2),
-    Periodic(3),
-    Periodic(ROUNDS),
-    Cycle((3,)),
-    Cycle((2, 1)),
-    AtRounds((3,)),
-    AtRounds((2, 4)),
-    AtRounds((1, 3, 5, 7)),
-    AtRounds((ROUNDS,)),
-    Soft(3, 1, 0),
-    Soft(3, 0, 0),
-    Soft(3, 0.5, 0),
-    Soft(3, 0.5, 0.1),
-    Soft(3, 0.5, 1),
-    Soft(2, 0.5, 0.1),  # after round 2 it is not what Early(3, 0.5, 0.1) is before round 3: it injects another g
-    Soft(2, 0, 0.1),
-    Soft(2, 0, 1),
-    Soft(1, -0.5, 0.3),
-    Early(2, 0, 0),
-    Early(2, 0, 1),  # mixes g_2 with itself in round 2, as at:1,3,5,7 does with g_3 in round 3
-    Early(3, 0.5, 0.1),
-    Early(3, 0.5, 1),
-    Twice(2, 0),
-    Twice(2, 1),
-]
+# After round 2 Soft(2, 0.5, 0.1) is not what Early(3, 0.5, 0.1) is before round 3: it injects another g. Early(2, 0, 1)
+# mixes g_2 with itself in round 2, as at:1,3,5,7 does with g_3 in round 3.
+TEXTS = (
+    *("never", "1", "2", "3", "7", "cycle:3", "cycle:2,1", "at:3", "at:2,4", "at:1,3,5,7", "at:7"),
+    *("soft:3:1:0", "soft:3:0:0", "soft:3:0.5:0", "soft:3:0.5:0.1", "soft:3:0.5:1", "soft:2:0.5:0.1", "soft:2:0:0.1"),
+    *("soft:2:0:1", "soft:1:-0.5:0.3", "early:2:0:0", "early:2:0:1", "early:3:0.5:0.1", "early:3:0.5:1", "twice:2:0"),
+    "twice:2:1",
+)
+with registered():
+    POLICIES: list[RestartPolicy] = [parse(text) for text in TEXTS]
 GRID: list[Run] = list(itertools.product(RULES, POLICIES))
 
 
@@ -168,18 +150,6 @@ def test_names_do_not_depend_on_the_length(rule: OuterRule, policy: RestartPolic
     """A longer run begins with the names of the shorter one."""
     assert algebra(rule, policy, short + more)[:short] == algebra(rule, policy, short)
     assert bits(rule, policy, short + more)[:short] == bits(rule, policy, short)
-
-
-@given(st.integers(1, 60), st.sampled_from([0.1, 0.5, 0.75, 0.9, 0.95]), st.booleans(), SCHEDULES, st.integers(1, 14))
-def test_a_rule_in_its_other_form_is_the_same(
-    n: int, momentum: float, nesterov: bool, policy: RestartPolicy, rounds: int
-) -> None:
-    """With lr_sum = lr_ema (1 - b) and inject_ema = inject_sum (1 - b), in decimals, both forms have the same names."""
-    lr, shrink, in_ema = n / 20, 1 - decimal(momentum), policy
-    if isinstance(policy, (Soft, Early)):
-        in_ema = type(policy)(policy.period, policy.retain, times(policy.inject, shrink))
-    sum_form = OuterRule(times(lr, shrink), momentum, nesterov)
-    assert algebra(sum_form, policy, rounds) == algebra(OuterRule(lr, momentum, nesterov, "ema"), in_ema, rounds)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +286,7 @@ def test_bits_are_not_finer_than_need_be() -> None:
 
 # --- the reductions, one by one -----------------------------------------------------------------------------------
 
-SHARP = (False, True)  # heavy ball, Nesterov
+BOTH = (False, True)  # heavy ball, Nesterov
 
 
 def same(run: Run, other: Run, rounds: int = 12) -> tuple[bool, bool]:
@@ -325,25 +295,42 @@ def same(run: Run, other: Run, rounds: int = 12) -> tuple[bool, bool]:
     return algebra(*run, rounds) == algebra(*other, rounds), in_bits[0] == in_bits[1]
 
 
-@pytest.mark.parametrize("policy", ["never", "1", "3", "cycle:2,3", "at:4", "soft:2:0.5:0.25", "early:2:0:1"])
-def test_momentum_zero_makes_all_one(policy: str) -> None:
-    """At momentum 0 both rules, both forms and all policies are one run, in bits, and there is no buffer."""
-    plain = OuterRule(0.7, 0), Never()
-    for nesterov, form in itertools.product(SHARP, FORMS):
-        run = OuterRule(0.7, 0, nesterov, form), parse(policy)
-        assert same(run, plain) == (True, True)
-        assert {name.buffer for name in bits(*run, 12)} == {ABSENT}
+# Policies that do the same in 12 rounds, whatever they are called: a restart after the last round never shows, one that
+# changes nothing is none, and one before the mixing is one after the round before.
+TWINS = {
+    "never": "12 13 at:12,30 cycle:12,1 soft:12:0.5:0.5 soft:3:1:0 early:3:1:0 early:13:0:0 twice:12:0",
+    "3": "soft:3:0:0 cycle:3 cycle:3,3",
+    "4": "at:4,8",
+    "at:2,6,8": "cycle:2,4",
+    "at:1,3,5,7,9,11": "early:2:0:0",
+    "at:3,6": "twice:3:0",
+    "at:2,4": "twice:3:1",
+}
+STRANGERS = "11 at:11 cycle:11,1 soft:11:0.5:0.5 early:12:0:0"
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("nesterov", SHARP, ids=["hb", "nag"])
-def test_a_period_at_or_above_the_rounds_is_no_restart(nesterov: bool, form: str) -> None:
-    """A restart after the last round never shows; one before it does."""
+@pytest.mark.parametrize("nesterov", BOTH, ids=["hb", "nag"])
+def test_policies_that_do_the_same(nesterov: bool, form: str) -> None:
+    """Policies that do the same are one run in bits; a restart before the last round shows."""
     rule = OuterRule(0.7, 0.9, nesterov, form)  # type: ignore[arg-type]
-    for policy in (Periodic(12), Periodic(13), AtRounds((12, 30)), Cycle((12, 1)), Soft(12, 0.5, 0.5)):
-        assert same((rule, policy), (rule, Never())) == (True, True)
-    for policy in (Periodic(11), AtRounds((11,)), Cycle((11, 1)), Soft(11, 0.5, 0.5), Early(12, 0, 0)):
-        assert same((rule, policy), (rule, Never())) == (False, False)
+    for text, twins in TWINS.items():
+        for twin in twins.split():
+            assert same((rule, parse(twin)), (rule, parse(text))) == (True, True), twin
+    for text in STRANGERS.split():
+        assert same((rule, parse(text)), (rule, Never())) == (False, False), text
+
+
+@pytest.mark.parametrize(
+    "policy", ["never", "1", "3", "cycle:2,3", "soft:2:0.5:0.25", "early:2:0:1", "measured:1.5", "opposed"]
+)
+def test_momentum_zero_makes_all_one(policy: str) -> None:
+    """At momentum 0 both rules, both forms and all policies are one run, in bits, and there is no buffer."""
+    for nesterov, form in itertools.product(BOTH, FORMS):
+        run = OuterRule(0.7, 0, nesterov, form), parse(policy)
+        assert is_scheduled(*run)
+        assert same(run, (OuterRule(0.7, 0), Never())) == (True, True)
+        assert {name.buffer for name in bits(*run, 12)} == {ABSENT}
 
 
 @pytest.mark.parametrize(
@@ -364,57 +351,18 @@ def test_period_one_is_plain_sgd(form: str, nesterov: bool, rate: float, in_bits
     assert {name.buffer for name in bits(rule, Periodic(1), 12)} == {ZERO}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("policy", "twin"),
-    [
-        ("soft:3:1:0", "never"),
-        ("soft:3:0:0", "3"),
-        ("cycle:3", "3"),
-        ("cycle:3,3", "3"),
-        ("cycle:2,4", "at:2,6,8"),
-        ("at:4,8", "4"),
-        ("early:2:0:0", "at:1,3,5,7,9,11"),
-        ("early:3:1:0", "never"),
-        ("early:13:0:0", "never"),
-        ("twice:3:0", "at:3,6"),
-        ("twice:3:1", "at:2,4"),
-        ("twice:12:0", "never"),
-    ],
-)
-def test_policies_that_do_the_same(policy: str, twin: str, form: str) -> None:
-    """Policies that do the same are one run in bits, whatever they are called.
-
-    So are restarts that change nothing, and one before the mixing is one after the round before.
-    """
-    for nesterov in SHARP:
-        rule = OuterRule(0.7, 0.9, nesterov, form)  # type: ignore[arg-type]
-        assert same((rule, parse(policy)), (rule, parse(twin))) == (True, True)
-
-
 def test_first_update_of_heavy_ball() -> None:
-    """In sum form heavy ball's first update is the same for every momentum, in bits.
-
-    In EMA form, and for Nesterov, it is for equal lr (1 - b), lr (1 + b), lr (1 - b^2), in exact arithmetic only.
-    """
-    first = {(bits(OuterRule(0.7, b), Never(), 2)[0], algebra(OuterRule(0.7, b), Never(), 2)[0]) for b in MOMENTA[1:]}
+    """In sum form heavy ball's first update is the same for every momentum, in bits, and no later one is."""
+    first = {
+        (bits(OuterRule(0.7, b), Never(), 2)[0].update, algebra(OuterRule(0.7, b), Never(), 2)[0]) for b in MOMENTA
+    }
     assert len(first) == 1
-    assert bits(OuterRule(0.7, 0.0), Never(), 1)[0].update == first.pop()[0].update
-    for nesterov, form, values, others in (
-        (False, "ema", (0.6, 0.5), (3.0, 0.9)),
-        (True, "sum", (0.95, 0.0), (0.5, 0.9)),
-        (True, "ema", (0.76, 0.5), (3.0, 0.9)),
-    ):
-        a, b = OuterRule(*values, nesterov, form), OuterRule(*others, nesterov, form)  # type: ignore[arg-type]
-        assert same((a, Never()), (b, Never()), rounds=1) == (True, False)
-        assert not any(x == y for x, y in list(zip(algebra(a, Never(), 5), algebra(b, Never(), 5), strict=True))[1:])
-        unlike = OuterRule(values[0], others[1], nesterov, form)  # type: ignore[arg-type]
-        assert same((a, Never()), (unlike, Never()), rounds=1) == (False, False)
+    assert len({algebra(OuterRule(0.7, b), Never(), 2)[1] for b in MOMENTA}) == len(MOMENTA)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("nesterov", SHARP, ids=["hb", "nag"])
-@pytest.mark.parametrize("period", [1, 2, 5, 11])
+@pytest.mark.parametrize("nesterov", BOTH, ids=["hb", "nag"])
+@pytest.mark.parametrize("period", [1, 2, 11])
 def test_a_period_shares_its_first_rounds(period: int, nesterov: bool, form: str) -> None:
     """A run of period K has the updates 1 ... K of its sibling without restarts and none of the later ones.
 
@@ -422,19 +370,11 @@ def test_a_period_shares_its_first_rounds(period: int, nesterov: bool, form: str
     """
     rule = OuterRule(0.7, 0.9, nesterov, form)  # type: ignore[arg-type]
     restarted, sibling = bits(rule, Periodic(period), 12), bits(rule, Never(), 12)
-    alike = [a.update == b.update for a, b in zip(restarted, sibling, strict=True)]
-    assert alike == [t <= period for t in range(1, 13)]
-    alike = [a == b for a, b in zip(algebra(rule, Periodic(period), 12), algebra(rule, Never(), 12), strict=True)]
-    assert alike == [t <= period for t in range(1, 13)]
-    buffers = [a.buffer == b.buffer for a, b in zip(restarted, sibling, strict=True)]
-    assert buffers == [t < period for t in range(1, 13)]
-    assert [t for t, name in enumerate(restarted, 1) if name.buffer == ZERO] == list(range(period, 13, period))
-
-
-def test_lr_zero_does_nothing() -> None:
-    """At learning rate 0 all updates are 0, and one, in exact arithmetic."""
-    names = {name for rule in RULES if rule.lr == 0 for policy in POLICIES for name in algebra(rule, policy, 5)}
-    assert len(names) == 1
+    names = list(zip(algebra(rule, Periodic(period), 12), algebra(rule, Never(), 12), strict=True))
+    for t, (a, b, (x, y)) in enumerate(zip(restarted, sibling, names, strict=True), start=1):
+        assert (a.update == b.update) == (x == y) == (t <= period)
+        assert (a.buffer == b.buffer) == (t < period)
+        assert (a.buffer == ZERO) == (t % period == 0)
 
 
 # --- adaptive policies --------------------------------------------------------------------------------------------
@@ -442,15 +382,12 @@ def test_lr_zero_does_nothing() -> None:
 
 def test_adaptive_policies_are_opaque() -> None:
     """A policy that measures is like itself only: not like another value, rule, round, or any schedule."""
-    runs: list[Run] = [
-        (OuterRule(lr, momentum, nesterov, form), Measured(limit))
-        for lr, momentum, nesterov, form, limit in itertools.product((0.3, 0.7), (0.5, 0.9), SHARP, FORMS, (1.5, 2.0))
-    ]
-    assert not any(is_scheduled(*run) for run in runs)
-    schedules = [(rule, Never()) for rule, _ in runs]
-    seen_bits: set[str] = {one.update for run in schedules for one in bits(*run, 5)}
-    seen_algebra: set[str] = {name for run in schedules for name in algebra(*run, 5)}
-    for run in runs:
+    rules = [OuterRule(lr, b, *how) for lr, b, *how in itertools.product((0.3, 0.7), (0.5, 0.9), BOTH, FORMS)]
+    policies = [parse(text) for text in ("measured:1.5", "measured:2", "opposed")]
+    seen_bits = {name.update for rule in rules for policy in SIMPLE for name in bits(rule, policy, 5)}
+    seen_algebra = {name for rule in rules for policy in SIMPLE for name in algebra(rule, policy, 5)}
+    for run in itertools.product(rules, policies):
+        assert not is_scheduled(*run)
         names, in_bits = algebra(*run, 5), bits(*run, 5)
         assert (names, in_bits) == (algebra(*run, 5), bits(*run, 5))
         assert len(set(names)) == len({name.update for name in in_bits}) == len({name.buffer for name in in_bits}) == 5
@@ -461,25 +398,7 @@ def test_adaptive_policies_are_opaque() -> None:
         seen_bits |= {name.update for name in in_bits}
 
 
-def test_adaptive_policies_at_momentum_zero() -> None:
-    """With nothing to forget, a policy that measures is plain SGD as well."""
-    for nesterov, form in itertools.product(SHARP, FORMS):
-        run = OuterRule(0.7, 0, nesterov, form), Measured(1.5)
-        assert is_scheduled(*run)
-        assert same(run, (OuterRule(0.7, 0), Never())) == (True, True)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_coordinates_that_forget_for_themselves_are_opaque(form: str) -> None:
-    """Which coordinates `opposed` forgets is not known in advance: it is like no schedule, and plain at momentum 0."""
-    for nesterov in SHARP:
-        run = OuterRule(0.7, 0.9, nesterov, form), parse("opposed")  # type: ignore[arg-type]
-        assert not is_scheduled(*run)
-        names, in_bits = algebra(*run, 5), bits(*run, 5)
-        for schedule in (Never(), Periodic(1), Periodic(2)):
-            assert set(names).isdisjoint(algebra(run[0], schedule, 5))
-            assert {name.update for name in in_bits}.isdisjoint(name.update for name in bits(run[0], schedule, 5))
-        assert same((OuterRule(0.7, 0, nesterov), parse("opposed")), (OuterRule(0.7, 0), Never())) == (True, True)
+SIMPLE = (Never(), Periodic(1), Periodic(2))
 
 
 @pytest.mark.parametrize("policy", ["lookahead:0.1:0.1", "cap:1", "probe:keep,average"])
