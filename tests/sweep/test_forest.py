@@ -378,36 +378,6 @@ def test_a_wrong_plan_is_noticed(base: TrainConfig, tmp_path: Path, monkeypatch:
         grower(made, tmp_path).grow(true.id)
 
 
-# --------------------------------------------------------------------------------------------------------------- wires
-
-
-def test_wires_share_nothing(base: TrainConfig) -> None:
-    """Runs of different wires have no node in common, and none stands for another; those of one wire share as ever."""
-    made = plan(grid(base, wire=WIRES, momentum=(0.0, 0.9), restart=("never", "1", "3")))
-    assert len(made.forest.roots) == len(WIRES)
-    for node in made.forest.nodes.values():
-        assert len({made.runs[run].sync.wire for run in node.runs}) == 1
-    plans = [plan(grid(base, wire=(wire,), momentum=(0.0, 0.9), restart=("never", "1", "3"))) for wire in WIRES]
-    assert made.steps == sum(alone.steps for alone in plans)
-    assert made.stands_for == {run: other for alone in plans for run, other in alone.stands_for.items()}
-    assert len(made.stands_for) == len(WIRES) * len(plans[0].stands_for) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_memory", [0, 8])
-def test_error_feedback_is_forked_with_the_runs(
-    base: TrainConfig, tmp_path: Path, alone: Alone, in_memory: int
-) -> None:
-    """On a lossy wire, leaves are the runs alone byte for byte: what was not sent is part of every branch's state."""
-    made = plan(grid(base, wire=("bfloat16", "int8"), restart=("never", "2", "4")))
-    expected = alone(made)
-    walker = grow(made, tmp_path, in_memory=in_memory)  # every branch from disk, or none
-    assert walker.tally.steps == made.steps < len(made.runs) * base.steps
-    assert (walker.tally.spilled > 0) == (in_memory == 0)
-    check(made, tmp_path, expected)
-    assert len({wanted["weights"] for wanted in expected.values()}) == len(made.runs)
-
-
 @pytest.mark.slow
 def test_jobs_of_several_wires_in_turn(base: TrainConfig, tmp_path: Path, alone: Alone) -> None:
     """One process that takes jobs of several wires in turn has each run's own wire and residual, every time."""
@@ -512,9 +482,10 @@ def test_few_states_are_held(base: TrainConfig, tmp_path: Path) -> None:
     base = with_values(base, {"steps": 64, "inner_steps": 1})
     policies = ["never", *(f"at:{64 - 4**level - extra}" for level in range(3) for extra in range(2))]
     made = plan(grid(base, restart=tuple(policies), momentum=(0.9,)))
-    walker = grow(made, tmp_path)
-    assert 1 <= walker.tally.most_held <= len(made.runs).bit_length()
-    assert walker.tally.spilled == 0
+    tally, none = (grow(made, tmp_path / str(limit), in_memory=limit).tally for limit in (8, 0))
+    assert 1 <= tally.most_held <= len(made.runs).bit_length()
+    assert (tally.spilled, none.most_held) == (0, 0)
+    assert none.spilled > 0
 
 
 @pytest.mark.slow

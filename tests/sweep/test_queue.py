@@ -145,35 +145,21 @@ def test_threads_never_share_a_job(tmp_path: Path) -> None:
     assert sorted(claim.job if claim else "" for claim in taken) == ["", "", *jobs]
 
 
-def test_failures_last_until_the_command_is_repeated(tmp_path: Path) -> None:
-    """A failed job has its reason and is not taken again, before the next call; then it waits."""
+def test_failures_have_a_reason(tmp_path: Path) -> None:
+    """A failure's reason is kept, shortened, until the next call; so is that of the third death under a job."""
     queue = Queue(tmp_path)
     take(queue).fail("no data " * 1000)
-    standing = Queue(tmp_path).look(["a"])["a"]
-    assert (standing.state, len(standing.error)) == ("failed", 2000)
-    assert standing.error.startswith("no data no data")
+    for _ in range(ATTEMPTS):
+        take(queue, ["b"]).release()  # which does not count
+        die(take(queue, ["b"]))
     running = take(queue)
-    assert running.job == "b"
+    first, second, _ = Queue(tmp_path).look(JOBS).values()
+    assert (first.state, first.error) == ("failed", ("no data " * 1000)[:2000])
+    assert second.state == "failed"
+    assert second.error.endswith("was killed (attempt 3 of 3)")
     queue.begin_call()
-    assert states(queue) == "wrw"  # no job is taken from a worker that lives
+    assert states(queue) == "wwr"  # no job is taken from a worker that lives
     running.release()
-    take(queue).fail("no data again")
-    assert queue.look(["a"])["a"].error == "no data again"
-
-
-def test_a_job_fails_at_the_third_death(tmp_path: Path) -> None:
-    """A job under which worker after worker dies fails with the reason; releases do not count, a call resets."""
-    queue = Queue(tmp_path)
-    die(take(queue, ["a"]))
-    for _ in range(2):
-        queue.begin_call()
-        for _ in range(ATTEMPTS):
-            assert states(queue, ["a"]) == "w"
-            take(queue, ["a"]).release()
-            die(take(queue, ["a"]))
-        standing = queue.look(["a"])["a"]
-        assert standing.state == "failed"
-        assert standing.error.endswith("was killed (attempt 3 of 3)")
 
 
 @pytest.mark.parametrize("record", ["", "{", "[]", '{"host": 3}', '{"host": "elsewhere 1", "pid": 3, "locked": true}'])

@@ -264,19 +264,6 @@ def test_shared_stretches_are_done_once(tmp_path: Path, command: list[str]) -> N
     assert list((tmp_path / "forest").iterdir()) == []  # though these workers have removed no state
 
 
-def test_finished_sweep_resumes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A finished sweep is recognised from its files: nothing is planned, claimed or started."""
-    sweep = Sweep("big", Config(), product(Config(), [Axis("seed", tuple(range(60)))]))
-    assert counts(run_sweep(sweep, tmp_path, workers=0)) == (0, 0, 0, 0)  # leaves the folder as a killed sweep would
-    for run, config in sweep.runs.items():
-        finish(tmp_path / "runs" / run, config)
-    monkeypatch.setattr(launch, "plan", must_not)
-    monkeypatch.setattr(launch, "Queue", must_not)
-    monkeypatch.setattr(subprocess, "Popen", must_not)
-    assert counts(run_sweep(sweep, tmp_path, workers=8)) == (0, 0, 0, 60)
-    assert states(tmp_path) == ["finished"] * 60
-
-
 def test_workers_elsewhere(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher gets the command; no worker is started here, a repeat sees the results."""
     sweep, commands = sweep_of("ok", "diverges", "ok"), []
@@ -315,33 +302,15 @@ def test_run_folders_may_be_shared(tmp_path: Path, command: list[str]) -> None:
     assert states(tmp_path / "large") == ["finished"] * 3
 
 
-def test_shared_run_is_run_once(tmp_path: Path, command: list[str]) -> None:
-    """Two cells with one configuration are one run, which counts for both rows."""
-    cells = [cell for arm in "ab" for cell in product(Config(), [Axis("seed", (0, 1))], arm)]
-    sweep = Sweep("shared", Config(), cells)
-    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (2, 0, 0, 0)
-    assert tries(tmp_path, sweep) == [1, 1, 1, 1]
-    assert states(tmp_path) == ["finished"] * 4
-
-
-@pytest.mark.parametrize("merge", [True, False])
-def test_twins(tmp_path: Path, command: list[str], merge: bool) -> None:
-    """Cells that are one run in exact arithmetic get its results and its name; without merging each is run."""
+def test_twins(tmp_path: Path, command: list[str]) -> None:
+    """Cells that are one run in exact arithmetic get its results and its name."""
     sweep = grid(momentum=(0.0, 0.9), restart=("2", "never", "6", "7"))
-    outcome = run_sweep(sweep, tmp_path, workers=2, command=command, merge=merge)
-    first, never, *_ = plain = [cell.run_id for cell in sweep.cells[:4]]
-    later = sweep.cells[5].run_id
-    rows = read_rows(tmp_path / "cells.csv")
-    assert [row.state for row in rows] == ["finished"] * 8
-    assert [row.run for row in rows] == [cell.run_id for cell in sweep.cells]
-    if not merge:
-        assert outcome.finished == 8
-        assert [row.twin_of for row in rows] == [None] * 8
-        return
-    assert outcome.finished == 3  # momentum 0; 0.9 with period 2; 0.9 without restart before the sixth, and last, round
-    twins = [None if run == never else never for run in plain]
-    assert [row.twin_of for row in rows] == [*twins, None, None, later, later]
-    assert not (tmp_path / "runs" / first).exists()
+    # Momentum 0; 0.9 with period 2; 0.9 without restart before the sixth, and last, round.
+    assert run_sweep(sweep, tmp_path, workers=2, command=command).finished == 3
+    rows, runs = read_rows(tmp_path / "cells.csv"), [cell.run_id for cell in sweep.cells]
+    assert [(row.run, row.state) for row in rows] == [(run, "finished") for run in runs]
+    assert [row.twin_of for row in rows] == [runs[1], None, runs[1], runs[1], None, None, runs[5], runs[5]]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {runs[1], runs[4], runs[5]}
     plan = read_plan(sweep, tmp_path)
     assert plan is not None
     assert (plan.counts["cells"], plan.counts["runs"]) == (8, 3)
@@ -423,17 +392,6 @@ def test_no_run_is_lost_or_counted_twice(tmp_path: Path, command: list[str]) -> 
     assert 1 <= len(replaced) <= 8  # two may die between two looks, and the last of all is not replaced
     assert all(" was killed by signal 9; see worker-" in error for error in replaced)
     assert_all_ended(tmp_path)
-
-
-def test_failed_run_is_tried_again_by_the_next_call(tmp_path: Path, command: list[str]) -> None:
-    """A run whose job fails is not retried now, and is when the command is repeated."""
-    sweep = sweep_of("fails once", "ok", "fails")
-    outcome = run_sweep(sweep, tmp_path, workers=2, command=command)
-    assert counts(outcome) == (1, 0, 2, 0)
-    assert set(outcome.errors.values()) == {"ValueError: the corpus is too small"}
-    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (1, 0, 1, 1)
-    assert tries(tmp_path, sweep) == [2, 1, 2]
-    assert states(tmp_path) == ["finished", "finished", "failed"]
 
 
 def test_failed_shared_stretch_fails_the_runs_below(tmp_path: Path, command: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -102,16 +101,6 @@ def test_a_value_that_the_tree_leaves_out_reaches_the_workers(tmp_path: Path) ->
     configs = {run: with_values(from_tree(Config, made.base), made.runs[run]) for run in made.runs}
     assert configs == dict(plan(sweep).runs)
     assert {config.schedule for config in configs.values()} == {"cosine", "wsd"}
-
-
-def test_plan_of_an_older_version(tmp_path: Path) -> None:
-    """A plan whose jobs an Optuna study handed out is read."""
-    made, path = written(tmp_path), tmp_path / "plan.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1, "study": "x", "storage": None}))
-    old = Work.read(tmp_path)
-    assert old is not None
-    assert old.jobs == made.jobs
-    assert work(tmp_path, Hands(), stopped=never) == len(made.jobs)
 
 
 def test_no_plan(tmp_path: Path) -> None:
