@@ -18,7 +18,7 @@ from twophase.policies.base import (
 )
 from twophase.policies.gain import convert, mean_outer_gain
 from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
-from twophase.policies.text import POLICIES_VARIABLE, from_json, parse, register, to_json
+from twophase.policies.text import POLICIES_VARIABLE, parse, register
 
 __all__ = [
     "AGREEMENT",
@@ -41,9 +41,7 @@ __all__ = [
     "answered",
     "ask",
     "convert",
-    "from_json",
     "mean_outer_gain",
     "parse",
     "register",
-    "to_json",
 ]

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from outers import buffers, counters, give, parameters, randoms
-from policies import ALL, PROBING, RULES, SUPPLIED, each_rule
+from outers import buffers, counters, flat, give, parameters, randoms
+from policies import ALL, PROBING, RULES, SCHEDULED, SUPPLIED, each_rule
 from replicas import same_bits, through_file
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.optim.reference import ReferenceOuter
@@ -22,7 +22,6 @@ from twophase.restart import convert, parse
 from twophase.rule import OuterRule
 
 SHAPES = [(), (7,), (3, 5), (33, 17)]
-SCHEDULED = ("3", "cycle:2,3,1", "at:4,9", "soft:3:0.2:0.1", "soft:2:-0.3:0.6")
 PROMISED = ("loss_start", "loss_end", "inner_lr", "progress", "probes")
 ROUNDS = 18
 
@@ -54,8 +53,7 @@ def signals(params: list[Any], pulls: list[Tensor], number: int) -> dict[str, fl
 def take(outer: OuterSGD, params: list[Any], number: int, **options: Any) -> list[Tensor]:
     """One round; its pseudo-gradients."""
     pulls = gradients(params, number)
-    for p, g in zip(params, pulls, strict=True):
-        p.grad = g
+    give(params, pulls)
     outer.step(signals=signals(params, pulls, number), probe=lambda: half_square(params), **options)
     return pulls
 
@@ -69,26 +67,21 @@ def outer_of(params: list[Any], rule: OuterRule, text: str) -> OuterSGD:
 @pytest.mark.parametrize("text", [*SCHEDULED, *ALL])
 def test_slow_twin(rule: OuterRule, text: str):
     """Parameters, buffers, cycles and memories are those of the twin that writes the equations out."""
-    params = parameters(0, SHAPES)
-    outer = outer_of(params, rule, text)
-    twin = ReferenceOuter(params, rule, parse(outer.param_groups[0]["restart"]))
-    twin.loss = half_square if text in PROBING else None  # type: ignore[assignment]
+    params, plain = parameters(0, SHAPES), parameters(0, SHAPES)
+    outer, other = outer_of(params, rule, text), OuterSGD.from_rule(plain, rule)
     (group,) = outer.param_groups
+    loss = (lambda x: half_square([x])) if text in PROBING else None
+    twin = ReferenceOuter(flat(params), rule, parse(group["restart"]), loss)
     for number in range(ROUNDS):
         pulls = gradients(params, number)
-        twin.extra = signals(params, pulls, number)
-        twin.round(pulls)
+        twin.round(flat(pulls), signals(params, pulls, number))
         take(outer, params, number)
-        for p, x, m in zip(params, twin.x, twin.m, strict=True):
-            torch.testing.assert_close(p.detach(), x, rtol=0, atol=1e-11)
-            torch.testing.assert_close(outer.state[p][BUFFER], m, rtol=0, atol=1e-11)
+        take(other, plain, number)
+        torch.testing.assert_close(flat(params), twin.x, rtol=0, atol=1e-11)
+        torch.testing.assert_close(flat(buffers(outer)), twin.m, rtol=0, atol=1e-11)
         assert (group["rounds"], group["rounds_since_restart"]) == (twin.t, twin.age)
         assert group["policy_state"] == pytest.approx(twin.policy_state, rel=1e-9)
-    plain = parameters(0, SHAPES)
-    other = OuterSGD.from_rule(plain, rule)
-    for number in range(ROUNDS):
-        take(other, plain, number)
-    assert not all(torch.allclose(p, q, atol=1e-6) for p, q in zip(params, plain, strict=True))
+    assert not torch.allclose(flat(params), flat(plain), atol=1e-6)
 
 
 @each_policy
@@ -144,8 +137,7 @@ def test_a_closed_gate_is_plain_averaging(rule: OuterRule, dtype: torch.dtype):
     outer, plain = outer_of(outer_params, rule, "lookahead:1:0"), torch.optim.SGD(plain_params, lr=1.0)
     for number in range(6):
         take(outer, outer_params, number)
-        for p, g in zip(plain_params, gradients(plain_params, number), strict=True):
-            p.grad = g
+        give(plain_params, gradients(plain_params, number))
         plain.step()
     assert all(torch.equal(p, q) for p, q in zip(outer_params, plain_params, strict=True))
 
@@ -233,45 +225,23 @@ def test_groups_with_different_probes_are_refused():
         assert len({round(group.gain, 9) == 1 for group in outer.last_round}) == 1
 
 
-def test_groups_decide_together() -> None:
-    """With `together` two groups restart where one group of both would; without it each goes by its own angles."""
-    start, generator = torch.ones(6, dtype=torch.float64), torch.Generator().manual_seed(0)
-    pulls = [torch.randn(6, dtype=torch.float64, generator=generator) for _ in range(30)]
-    paths = {}
-    for kind in ("joined", "together", "apart"):
-        params = (
-            [nn.Parameter(start.clone())] if kind == "joined" else [nn.Parameter(x) for x in start.clone().split(3)]
-        )
-        groups = [{"params": [p]} for p in params]
-        outer = OuterSGD(groups, lr=0.1, momentum=0.9, restart="gradient", together=kind == "together")
-        for g in pulls:
-            for p, part in zip(params, g.split([p.numel() for p in params]), strict=True):
-                p.grad = part.clone()
-            outer.step()
-        paths[kind] = torch.cat([p.detach() for p in params]), [group["restarts"] for group in outer.param_groups]
-    torch.testing.assert_close(paths["together"][0], paths["joined"][0], rtol=0, atol=1e-12)
-    assert paths["together"][1] == paths["joined"][1] * 2
-    assert paths["apart"][1] != paths["together"][1]
-
-
 # --- what is missing, or not finite -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", [*SUPPLIED, *PROBING])
 def test_what_is_not_promised_is_refused(text: str):
-    """A policy whose signals or probes nobody has promised is refused when it is built, with what to write."""
+    """A policy whose signals or probes are not promised is refused when it is built, with what to write."""
     needs = sorted(parse(text).needs)
     remedy = r"step\(probe=\.\.\.\)" if text in PROBING else r"step\(signals=\.\.\.\)"
     with pytest.raises(ValueError, match=rf"needs {', '.join(needs)}; .*{remedy}.*signals={re.escape(repr(needs))}"):
         OuterSGD(parameters(0, SHAPES), 0.1, 0.9, restart=text)
     outer = OuterSGD(parameters(0, SHAPES), 0.1, 0.9, restart=text, signals=needs)
-    for params in (group["params"] for group in outer.param_groups):
-        for p in params:
-            p.grad = torch.ones_like(p)
+    params = outer.param_groups[0]["params"]
+    give(params, randoms(1, SHAPES))
     with pytest.raises(ValueError, match=remedy):
         outer.step()
     assert outer.param_groups[0]["rounds"] == 0
-    assert all(torch.equal(p, q) for p, q in zip(outer.param_groups[0]["params"], parameters(0, SHAPES), strict=True))
+    assert all(map(same_bits, params, randoms(0, SHAPES)))
 
 
 @pytest.mark.parametrize("text", [text for text in ALL if parse(text).needs])
@@ -295,8 +265,7 @@ def test_a_broken_signal_is_a_divergence(text: str):
             outer.state[params[1]][BUFFER][0] = math.nan
         elif measured:
             pulls[1][0] = math.nan
-        for p, g in zip(params, pulls, strict=True):
-            p.grad = g
+        give(params, pulls)
         broken = signals(params, pulls, 3) | ({name: math.nan} if name in ("loss_end", "inner_lr", "progress") else {})
         warned = pytest.warns(RuntimeWarning, match=rf"round 4 .*{name}.*not finite.*has diverged")
         with warned if not measure else nullcontext():

@@ -126,19 +126,19 @@ def test_state_of_torch_sgd_loads(nesterov: bool):
 
 @pytest.mark.parametrize("restart", ["2", "soft:2:0.2:0.1", "gradient"])
 def test_state_of_torch_sgd_keeps_the_policy_given_here(restart: str):
-    """What SGD's state does not speak of stays: policy and `together`; form, lr and momentum are SGD's."""
+    """What SGD's state does not speak of stays, the policy; form, lr and momentum are SGD's."""
     sgd_params = parameters(0)
     sgd = torch.optim.SGD(sgd_params, 0.7, 0.9)
     for number in range(3):
         give(sgd_params, randoms(number))
         sgd.step()
     outer_params, twin = ([nn.Parameter(p.detach().clone()) for p in sgd_params] for _ in range(2))
-    outer = OuterSGD(outer_params, 0.1, 0.5, form="ema", restart=restart, together=True)
+    outer = OuterSGD(outer_params, 0.1, 0.5, form="ema", restart=restart)
     outer.load_state_dict(through_file(sgd.state_dict()))
     (group,) = outer.param_groups
-    assert (group["restart"], group["together"], group["form"]) == (restart, True, "sum")
+    assert (group["restart"], group["form"]) == (restart, "sum")
     assert (group["lr"], group["momentum"], group["rounds"]) == (0.7, 0.9, 0)
-    other = OuterSGD(twin, 0.7, 0.9, restart=restart, together=True)  # built as it ought to be, with SGD's buffers
+    other = OuterSGD(twin, 0.7, 0.9, restart=restart)  # built as it ought to be, with SGD's buffers
     for p, q in zip(twin, sgd_params, strict=True):
         other.state[p]["momentum_buffer"] = sgd.state[q]["momentum_buffer"].clone()
     run(outer, range(3, 8))
@@ -170,6 +170,7 @@ def sgd_state(**options: Any) -> dict[str, Any]:
         (sgd_state(dampening=0.9), "the loaded state has dampening=0.9"),
         (sgd_state(weight_decay=0.1), "the loaded state has weight_decay=0.1"),
         (sgd_state(maximize=True), "the loaded state has maximize=True"),
+        ({"state": {}, "param_groups": [{"momentum": 0.9, "together": True}]}, "the loaded state has together=True"),
         ({}, r"no state of an OuterSGD or a torch.optim.SGD.*state_dict\(\) of one"),
         ({"state": {}}, "no state of an OuterSGD or a torch.optim.SGD"),
         (torch.optim.Adam([scalar(0.0)]).state_dict(), "no state of an OuterSGD or a torch.optim.SGD"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from policies import EMA, SUM, asked, each_rule, fired
+from policies import EMA, SUM, asked, columns, each_rule, fired
 from twophase.policies.base import AVERAGING
 from twophase.restart import Restart, RestartPolicy, Step, mean_outer_gain, parse
 from twophase.rule import OuterRule
@@ -28,10 +28,8 @@ def driven(rule: OuterRule, policy: RestartPolicy | str, gradients: Sequence[flo
 
 def test_cap_written_out():
     """The update is shortened, in its direction, to the gain of the cap where it exceeds it, and never lengthened."""
-    rows = [
-        {"pseudo_gradient_norm": g, "buffer_norm": m, "cosine": c}
-        for g, m, c in [(1.0, 0.0, 0.0), (1.0, 10.0, 1.0), (2.0, 10.0, 0.5), (1.0, 10.0, -1.0), (0.0, 1.0, 0.0)]
-    ]
+    measured = (1.0, 0.0, 0.0), (1.0, 10.0, 1.0), (2.0, 10.0, 0.5), (1.0, 10.0, -1.0), (0.0, 1.0, 0.0)
+    rows = columns("pseudo_gradient_norm buffer_norm cosine", *measured)
     # Heavy ball, lr 0.5: gain 0.5 (0.9 c m / g + 1).
     gains = [0.5, 5.0, 1.625, -4.0, math.nan]
     answers = asked("cap:1", rows, OuterRule(0.5, 0.9))
@@ -70,7 +68,7 @@ def test_cap_bounds_the_gain(rule: OuterRule):
 
 def test_bound_written_out():
     """The buffer is shortened to the bound and keeps its direction; that counts as no restart."""
-    rows = [{"pseudo_gradient_norm": g, "buffer_norm": m} for g, m in [(1, 0), (1, 1.5), (1, 3.0), (2, 12.0), (0, 4)]]
+    rows = columns("pseudo_gradient_norm buffer_norm", (1, 0), (1, 1.5), (1, 3.0), (2, 12.0), (0, 4))
     answers = asked("bound:1.5", rows)
     restarts = [None if answer.restart is None else answer.restart.retain for answer in answers]
     assert restarts == [None, None, 0.5, 0.25, 0.0]
@@ -94,12 +92,10 @@ def test_bound_holds(rule: OuterRule):
 
 def test_slowmo_written_out():
     """The buffer is rescaled by the ratio of the learning rates where they differ, from the second round on."""
-    answers = asked("slowmo", [{"inner_lr": lr} for lr in (0.1, 0.2, 0.2, 0.05, 0.0, 0.1)])
-    restarts = [None if answer.restart is None else answer.restart for answer in answers]
-    assert restarts == [
-        *(None if ratio is None else Restart(ratio, before=True, counts=False) for ratio in (None, 2.0, None, 0.25, 0)),
-        None,
-    ]
+    answers = asked("slowmo", columns("inner_lr", 0.1, 0.2, 0.2, 0.05, 0.0, 0.1))
+    ratios = (None, 2.0, None, 0.25, 0, None)
+    restarts = [None if ratio is None else Restart(ratio, before=True, counts=False) for ratio in ratios]
+    assert [answer.restart for answer in answers] == restarts
     assert answers[-1].state == {"lr": 0.1}
 
 
@@ -107,7 +103,7 @@ def test_slowmo_is_slowmo():
     """Its own equations `u <- b u + g / gamma_t`, `x <- x - a gamma_t u` with a changing gamma: the same places."""
     rule, x, u, m, y = OuterRule(0.7, 0.8), 0.0, 0.0, 0.0, 0.0
     gammas = 0.1 * (1.1 + np.cos(np.arange(len(GRADIENTS))))
-    answers = asked("slowmo", [{"inner_lr": gamma} for gamma in gammas.tolist()], rule)
+    answers = asked("slowmo", columns("inner_lr", *gammas.tolist()), rule)
     for g, gamma, answer in zip(GRADIENTS, gammas, answers, strict=True):
         u = 0.8 * u + g / gamma
         x -= 0.7 * gamma * u
@@ -174,7 +170,7 @@ def test_debiased_keeps_the_buffer(rule: OuterRule):
 
 def test_lookahead_written_out():
     """Plain averaging up to and with the early share and after the late one; the rule's own step in between."""
-    answers = asked("lookahead:0.2:0.3", [{"progress": done / 10} for done in range(1, 11)])
+    answers = asked("lookahead:0.2:0.3", columns("progress", *(done / 10 for done in range(1, 11))))
     assert [answer.step for answer in answers] == 2 * [AVERAGING] + 5 * [None] + 3 * [AVERAGING]
     assert all(answer.restart is None for answer in answers)
     assert Step(1.0, 0.0) == AVERAGING

@@ -131,7 +131,7 @@ class DeviceSweep:
         gg, mm, gm = products.sum(0).tolist()
         return gg, mm, gm
 
-    def run(self, update: Update, restart: Restart | None) -> Dots | None:
+    def run(self, update: Update) -> Dots | None:
         """Take the round, and read inner products and digests in one transfer."""
         programs = [_programs(offset, numel) for offset, numel in self.slots]
         products = torch.empty(sum(programs), 3, dtype=torch.float64, device=self.x.device)
@@ -139,7 +139,7 @@ class DeviceSweep:
         sums = torch.zeros(rows, -(-len(self.x) // DIGEST_ELEMENTS), dtype=torch.int64, device=self.x.device)
         first = 0
         for number, count in enumerate(programs):
-            self._step(number, update, restart, products[first : first + count], sums)
+            self._step(number, update, products[first : first + count], sums)
             first += count
         # The only place where a round waits for the device, but for a policy that decides by the inner products.
         words = torch.cat([products.sum(0).view(torch.int64), sums.view(-1)]).tolist()
@@ -149,12 +149,12 @@ class DeviceSweep:
             self.digits[name] = joined_digits(len(self.x), pieces)
         return (gg, mm, gm) if self.measure else None
 
-    def _step(self, number: int, update: Update, restart: Restart | None, products: Tensor, sums: Tensor) -> None:
+    def _step(self, number: int, update: Update, products: Tensor, sums: Tensor) -> None:
         """Launch the round of one parameter."""
         offset, numel = self.slots[number]
         end = offset + numel
-        phase = 0 if restart is None else 1 if restart.before else 2
-        restart = restart or Restart(1.0)
+        phase = 0 if update.restart is None else 1 if update.restart.before else 2
+        restart = update.restart or Restart(1.0)
         reads = [self.x[offset:end], self.g[offset:end]]
         writes = [self.x[offset:end], *(params[number] for params in self.replicas)]
         if self.m is not None:
@@ -291,7 +291,7 @@ def _try(module: ModuleType, device: torch.device) -> None:
     x, m, theta = x.to(device), m.to(device), theta[:numel].to(device)
     sweep = DeviceSweep(module, x, torch.zeros_like(x), m, [m], [(0, numel)], [[theta]], 3, prove=True, measure=True)
     sweep.write_pseudo_gradient()
-    sweep.run(Update(0.5, 0.9, True, "sum"), Restart(0.25, 0.5))
+    sweep.run(Update(0.5, 0.9, True, "sum", restart=Restart(0.25, 0.5)))
     for name, result, reference in zip(("anchor", "buffer"), (x, m), expected, strict=True):
         if not torch.allclose(result[:numel].cpu(), reference, rtol=1e-5, atol=1e-5):
             raise RuntimeError(f"the {name} differs from the same arithmetic in torch")

@@ -69,7 +69,7 @@ def _holds_all_in_order(fragment: Fragment) -> bool:
         return False
     (group,) = outer.param_groups
     params, views = group["params"], fragment.anchor_views
-    return not group["together"] and len(params) == len(views) and all(map(operator.is_, params, views))
+    return len(params) == len(views) and all(map(operator.is_, params, views))
 
 
 def _has_no_buffer(fragment: Fragment) -> bool:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from twophase.policies.base import Restart, Step
-from twophase.rule import Form
+from twophase.policies.base import Answer, Restart, Step
+from twophase.rule import Form, OuterRule
 
 _PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, about what a second-level cache holds
 _PIECE_DEVICE = 1 << 24  # elements: enough to fill an accelerator, and a scratch of 64 MiB
@@ -34,7 +34,7 @@ Scratch = dict[tuple[torch.dtype, torch.device], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Describe the update of x and m in a round, without restarts.
+    """Describe what a round does to x and m.
 
     `m <- momentum m + w g` with w = 1 (sum form) or 1 - momentum (EMA form); then `x <- x - lr m` (heavy ball) or
     `x <- x - lr (w g + momentum m)` (Nesterov). The last is the EMA form's `(1 + momentum) m - momentum m_old` without
@@ -47,6 +47,7 @@ class Update:
         form: `"sum"` or `"ema"`.
         fresh: the buffers hold nothing yet and count as 0; they are written without being read.
         step: a policy's update in place of the rule's; `lr` and `nesterov` are then unused.
+        restart: of the buffers, before or after; it plays no part in comparisons, nor in the arithmetic of the update.
 
     Source: paper section 2 and appendix A; theory notes R2 and R3.
     """
@@ -57,6 +58,15 @@ class Update:
     form: Form
     fresh: bool = False
     step: Step | None = None
+    restart: Restart | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, rule: OuterRule, answer: Answer, *, fresh: bool) -> Update:
+        """Return the round of a rule and a policy's answer."""
+        restart = answer.restart
+        if fresh and restart is not None and restart.before:  # it acts on a buffer that counts as 0
+            restart, fresh = (None, True) if restart.inject == 0 else (restart, False)
+        return cls(rule.lr, rule.momentum, rule.nesterov, rule.form, fresh, answer.step, restart)
 
     @property
     def mixing(self) -> tuple[float, float]:
@@ -75,59 +85,69 @@ class Update:
         if step is None or step.mix is None or step.mix[1] != 1 or step.along_m != step.along_g * step.mix[0]:
             return self
         if step.mix[0] != 0:  # heavy ball with another learning rate and momentum
-            return Update(step.along_g, step.mix[0], False, "sum", self.fresh)
+            return Update(step.along_g, step.mix[0], False, "sum", self.fresh, restart=self.restart)
+        if not unrounded:
+            return self
         # Nothing of the buffer is read.
-        return Update(step.along_g, self.momentum, False, "sum", fresh=True) if unrounded else self
+        return Update(step.along_g, self.momentum, False, "sum", fresh=True, restart=self.restart)
 
 
 def buffer_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of a momentum buffer: float32 for 16-bit parameters, otherwise the parameter's own."""
+    """Return the dtype of a momentum buffer: float32 for 16-bit parameters, otherwise the parameter's own."""
     return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
 
 
 def outer_step_(
-    params: Sequence[Tensor],
-    pseudo_gradients: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    update: Update,
-    restart: Restart | None = None,
+    params: Sequence[Tensor], pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], update: Update
 ) -> None:
-    """Take one outer update in place on `params` and `buffers`, and restart the buffers before or after it.
+    """Take one outer round in place on `params` and `buffers`.
 
     Args:
         params: x, any shapes, floating point.
         pseudo_gradients: g, shapes of `params`; read only.
         buffers: m, shapes of `params`, dtype `buffer_dtype`; empty when momentum is 0.
         update: what happens to x and m.
-        restart: of the buffers; after a fused kernel's update, of each piece while it is in the cache.
     """
     if update.momentum == 0:
         for x, g in batches(params, pseudo_gradients):
-            step_without_momentum_(x, g, update)
+            round_(x, g, [], update, {}, fused=False)
         return
-    if restart is not None and restart.before:
-        restart_(buffers, pseudo_gradients, restart)
-        restart = None
     rows: list[Row] = list(zip(params, pseudo_gradients, buffers, strict=True))
-    if update.step is not None:
-        update = update.simplified(unrounded=all(x.dtype == m.dtype for x, _, m in rows))
-    rows = _fused_(rows, update, restart)
-    if rows:
-        x, g, m = map(list, zip(*rows, strict=True))
-        in_pieces_(x, g, m, update, {})
-        if restart is not None:
-            restart_(m, g, restart)
+    update = update.simplified(unrounded=all(x.dtype == m.dtype for x, _, m in rows))
+    by_kernel, others = _split(rows, update)
+    for bodies in by_kernel.values():
+        columns = _columns(bodies)
+        # A restart follows while the piece is in the cache.
+        for x, g, m in [columns] if update.restart is None else batches(*columns, limit=_PIECE_FUSED):
+            round_(x, g, m, update, {}, fused=True)
+    if others:
+        x, g, m = _columns(others)
+        round_(x, g, m, update, {}, fused=False)
 
 
-def step_without_momentum_(x: list[Tensor], g: list[Tensor], update: Update) -> None:
-    """`x <- x - lr g`: m is g itself in both forms, so there is nothing to remember."""
-    torch._foreach_add_(x, g, alpha=-update.lr if update.step is None else -update.step.along_g)
+def round_(x: list[Tensor], g: list[Tensor], m: list[Tensor], update: Update, scratch: Scratch, *, fused: bool) -> None:
+    """Take the update, and the restart before or after it, by torch's fused kernel or in plain operations.
+
+    Without buffers (momentum 0) m is g itself in both forms: `x <- x - lr g`.
+    """
+    if not m:
+        torch._foreach_add_(x, g, alpha=-update.lr if update.step is None else -update.step.along_g)
+        return
+    restart = update.restart
+    if restart is not None and restart.before:
+        restart_(m, g, restart)
+    if fused:
+        _fused_sgd_(x, g, m, update)
+    else:
+        in_pieces_(x, g, m, update, scratch)
+    if restart is not None and not restart.before:
+        restart_(m, g, restart)
 
 
 def in_pieces_(
     params: Sequence[Tensor], gradients: Sequence[Tensor], buffers: Sequence[Tensor], update: Update, scratch: Scratch
 ) -> None:
-    """Take the update in plain operations, on tensors of any kind."""
+    """Take the update without its restart, in plain operations, on tensors of any kind."""
     momentum, weight = update.mixing
     for x, g, m in batches(params, gradients, buffers):
         if update.step is not None:
@@ -229,11 +249,15 @@ def batches(*lists: Sequence[Tensor], limit: int | None = None) -> Iterator[tupl
         for piece in _pieces(row, limit):
             alone = not is_plain(piece[0])
             if batch and (size + piece[0].numel() > limit or alone):
-                yield tuple(map(list, zip(*batch, strict=True)))
+                yield _columns(batch)
                 batch, size = [], 0
             batch.append(piece)
             size += limit + 1 if alone else piece[0].numel()
-    yield tuple(map(list, zip(*batch, strict=True)))
+    yield _columns(batch)
+
+
+def _columns(rows: Sequence[Row]) -> tuple[list[Tensor], ...]:
+    return tuple(map(list, zip(*rows, strict=True)))
 
 
 def _pieces(row: Row, limit: int) -> Iterator[Row]:
@@ -244,7 +268,7 @@ def _pieces(row: Row, limit: int) -> Iterator[Row]:
 
 
 def piece_length(tensor: Tensor) -> int:
-    """Elements of a piece on a tensor's device."""
+    """Return the elements of a piece on a tensor's device."""
     return _PIECE_CPU if tensor.device.type == "cpu" else _PIECE_DEVICE
 
 
@@ -256,36 +280,23 @@ def is_plain(tensor: Tensor) -> bool:
 # --- torch's fused kernel ---------------------------------------------------------------------------------------------
 
 
-def _fused_(rows: list[Row], update: Update, restart: Restart | None) -> list[Row]:
-    """Update and restart what torch's fused kernel updates to the same bits; return the other rows."""
-    others: list[Row] = []
+def _split(rows: list[Row], update: Update) -> tuple[dict[torch.dtype, list[Row]], list[Row]]:
+    """Return, by dtype, what the fused kernel updates to the bits of the plain operations, and the other rows."""
+    exact = {dtype: fused_is_exact(dtype, update) for dtype in {row[0].dtype for row in rows}}
     bodies: dict[torch.dtype, list[Row]] = {}
-    exact: dict[torch.dtype, bool] = {}
+    others: list[Row] = []
     for row in rows:
         dtype, numel = row[0].dtype, row[0].numel()
-        if dtype not in exact:
-            exact[dtype] = fused_is_exact(dtype, update)
-        if not (exact[dtype] and all(_is_dense(t, dtype) for t in row)):
+        body = numel // _LANES * _LANES if exact[dtype] and all(_is_dense(t, dtype) for t in row) else 0
+        if body == 0:
             others.append(row)
-            continue
-        body = numel // _LANES * _LANES
-        if body == numel > 0:
+        elif body == numel:
             bodies.setdefault(dtype, []).append(row)
-            continue
-        flat = [t.detach().view(-1) for t in row]
-        if body:
+        else:  # the kernel rounds what fills no vector register in another way
+            flat = [t.detach().view(-1) for t in row]
             bodies.setdefault(dtype, []).append(tuple(t[:body] for t in flat))
-        # The kernel rounds what fills no vector register in another way.
-        others.append(tuple(t[body:] for t in flat))
-    for group in bodies.values():
-        x, g, m = map(list, zip(*group, strict=True))
-        if restart is None:
-            fused_sgd_(x, g, m, update)
-            continue
-        for x_piece, g_piece, m_piece in batches(x, g, m, limit=_PIECE_FUSED):
-            fused_sgd_(x_piece, g_piece, m_piece, update)
-            restart_(m_piece, g_piece, restart)
-    return others
+            others.append(tuple(t[body:] for t in flat))
+    return bodies, others
 
 
 def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -293,8 +304,7 @@ def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
     return type(tensor) in _PLAIN and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
 
 
-def fused_sgd_(x: list[Tensor], g: list[Tensor], m: list[Tensor], update: Update) -> None:
-    """Take the update by torch's fused kernel."""
+def _fused_sgd_(x: list[Tensor], g: list[Tensor], m: list[Tensor], update: Update) -> None:
     torch._fused_sgd_(
         x,
         g,
@@ -329,7 +339,7 @@ def fused_is_exact(dtype: torch.dtype, update: Update) -> bool:
     plain, fused = ([[row] for row in values.clone()] for _ in range(2))
     in_pieces_(plain[0], plain[1], plain[2], update, {})
     try:
-        fused_sgd_(fused[0], fused[1], fused[2], update)
+        _fused_sgd_(fused[0], fused[1], fused[2], update)
     except (AttributeError, TypeError, RuntimeError):
         return False
     return all(torch.equal(a, b) for (a,), (b,) in zip(plain, fused, strict=True))

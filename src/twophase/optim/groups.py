@@ -63,8 +63,7 @@ def complete_(group: dict[str, Any]) -> None:
     """Fill a param group's missing entries and check the others."""
     policy = parse(group.get("restart", "never"))
     memory = group.get("policy_state", policy.initial_state())
-    defaults = {"form": "sum", "nesterov": False, "together": False, **dict.fromkeys(COUNTERS, 0)}
-    group |= {key: value for key, value in defaults.items() if key not in group}
+    group |= {"form": "sum", "nesterov": False, **dict.fromkeys(COUNTERS, 0)} | group
     group |= {"restart": str(policy), "policy_state": json.loads(memory) if isinstance(memory, str) else memory}
     check_group(group)
 
@@ -120,11 +119,11 @@ def loaded_groups(
         )
     loaded = []
     for index, group in enumerate(state["param_groups"]):
-        for key in ("dampening", "weight_decay", "maximize"):
+        for key in ("dampening", "weight_decay", "maximize", "together"):
             if group.get(key):
                 raise ValueError(f"OuterSGD: the loaded state has {key}={group[key]}; an outer step has no {key}")
         here = groups[index] if index < len(groups) else {}
-        loaded.append({key: here[key] for key in ("restart", "together") if key in here} | group)
+        loaded.append({"restart": here.get("restart", "never")} | group)
         complete_(loaded[-1])
         check_needs(loaded[-1], promised, "the loaded state's ")
     count_candidates(loaded)
@@ -139,16 +138,18 @@ def as_number(what: str, value: Any) -> float:
         raise ValueError(f"{what} is {value!r}; give a single number") from None
 
 
-def plain_number(value: Any) -> Any:
-    """Return a number of NumPy's or torch's as Python's own, which loading with `weights_only` takes."""
-    return value.item() if hasattr(value, "item") else value
-
-
-def memory_text(memory: Mapping[str, float], policy: str) -> str:
-    """Return a policy's memory as JSON."""
+def saved_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a param group as plain numbers and text, which loading with `weights_only` takes."""
+    saved = {key: value.item() if hasattr(value, "item") else value for key, value in group.items()}
+    if not isinstance(saved["restart"], str):  # the user put a policy there, which has not begun yet
+        saved |= {"restart": str(saved["restart"]), "policy_state": parse(saved["restart"]).initial_state()}
     try:
-        return json.dumps(memory, default=lambda value: value.item())
+        # One leaf, whatever the policy remembers by now: torch.distributed.checkpoint restores those leaves alone
+        # that a fresh optimizer's state has as well.
+        memory = json.dumps(saved["policy_state"], default=lambda value: value.item())
     except (AttributeError, RuntimeError, TypeError, ValueError):
         raise TypeError(
-            f"OuterSGD: restart policy {policy} remembers {memory!r}; a policy's memory must be numbers under names"
+            f"OuterSGD: restart policy {saved['restart']} remembers {saved['policy_state']!r}; a policy's memory must "
+            "be numbers under names"
         ) from None
+    return saved | {"policy_state": memory}

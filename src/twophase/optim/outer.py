@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from twophase.optim.groups import (
     complete_,
     count_candidates,
     loaded_groups,
-    memory_text,
-    plain_number,
     rule_of,
+    saved_group,
 )
 from twophase.optim.products import Angles, Dots, dots
 from twophase.policies.base import MEASURED, PROBES, Answer, Never, Restart, RestartPolicy, RoundSignal, answered, ask
@@ -30,28 +29,34 @@ from twophase.rule import Form, OuterRule, check_rule
 
 BUFFER = "momentum_buffer"  # torch.optim.SGD's key, so that its checkpoints load here
 
-Part = tuple[dict[str, Any], list[Tensor], list[Tensor]]
-"""A param group that takes a round, its parameters that have a gradient, and these gradients."""
+
+class Part(NamedTuple):
+    """Hold a param group that takes a round, and of its parameters those that have a gradient."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    gradients: list[Tensor]
+    buffers: list[Tensor | None]  # None where nothing is to be read: a first round, or momentum 0
 
 
 class Sweep(Protocol):
-    """A group's parameters, pseudo-gradients and buffers as flat vectors, stepped and restarted in one go."""
+    """Step and restart a group's parameters, pseudo-gradients and buffers as flat vectors, in one go.
+
+    `buffers` are views in the parameters' shapes, in their order, zeros before the first round; `measure` says whether
+    `run` takes the inner products on its way.
+    """
 
     @property
-    def buffers(self) -> Sequence[Tensor]:
-        """The buffers in views of the parameters' shapes, in their order; zeros before the first round."""
-        ...
+    def buffers(self) -> Sequence[Tensor]: ...  # noqa: D102
 
     @property
-    def measure(self) -> bool:
-        """Whether `run` takes the inner products on its way."""
-        ...
+    def measure(self) -> bool: ...  # noqa: D102
 
     def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
         """Return the inner products before the round; None where only the tensors themselves give their bits."""
         ...
 
-    def run(self, update: Update, restart: Restart | None) -> Dots | None:
+    def run(self, update: Update) -> Dots | None:
         """Take a round; return the inner products before it, where it measures."""
         ...
 
@@ -94,8 +99,6 @@ class OuterSGD(Optimizer):
         nesterov: whether the step looks ahead.
         form: `"sum"` (as torch.optim.SGD) or `"ema"` (as the restart paper).
         restart: a policy of `twophase.restart`, its text form, or a period.
-        together: decide by the norms and angles of all groups that say so, instead of each group by its own. Groups
-            with the same policy then restart in the same rounds, as long as they have taken the same rounds.
         signals: names of the further values that `step(signals=...)` will be given, and `"probes"` if it will be given
             `probe`; a policy that needs more is refused.
 
@@ -122,13 +125,12 @@ class OuterSGD(Optimizer):
         nesterov: bool = False,
         form: Form = "sum",
         restart: RestartPolicy | str | int = Never(),  # noqa: B008 - a frozen value
-        together: bool = False,
         signals: Collection[str] = (),
     ) -> None:
         self.promised = frozenset(signals)
         check_rule("OuterSGD", lr, momentum, form, nesterov)
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "form": form}
-        super().__init__(params, defaults | {"restart": str(parse(restart)), "together": together})
+        super().__init__(params, defaults | {"restart": str(parse(restart))})
         self.last_round: list[GroupRound] = []
 
     @classmethod
@@ -196,13 +198,13 @@ class OuterSGD(Optimizer):
         if bare and self._is_rehearsal(parts):
             return loss
         supplied = set(signals or ()) | (set() if probe is None and probes is None else {PROBES})
-        for group, _, gradients in parts:  # all of them before any: a round that is refused has not happened
-            if any(g.is_sparse for g in gradients):
+        for part in parts:  # all of them before any: a round that is refused has not happened
+            if any(g.is_sparse for g in part.gradients):
                 raise ValueError("OuterSGD: a pseudo-gradient is sparse; make it dense with .to_dense() first")
-            check_group(group)  # a scheduler may have changed it
-            check_needs(group, supplied)
+            check_group(part.group)  # a scheduler may have changed it
+            check_needs(part.group, supplied)
         if signals is not None:  # a tensor would go into the policies' memory as it is, and may change there
-            needed = frozenset().union(*(parse(group["restart"]).needs for group, *_ in parts))
+            needed = frozenset().union(*(parse(part.group["restart"]).needs for part in parts))
             signals = {
                 name: as_number(f"OuterSGD: signals[{name!r}]", value) if name in needed else value
                 for name, value in signals.items()
@@ -210,25 +212,19 @@ class OuterSGD(Optimizer):
         if probes is None and probe is not None and self.candidate_count:
             probes = self._probe(probe)
         losses = None if probes is None else tuple(probes)
-        joint = [index for index, (group, *_) in enumerate(parts) if group["together"]]
-        if measured is None and joint and (measure or self.needs & MEASURED):
-            measured = [self._measure(part) for part in parts]
-        together = None
-        if measured is not None and joint:
-            gg, mm, gm = (sum(values) for values in zip(*(measured[index] for index in joint), strict=True))
-            together = Angles.of((gg, mm, gm))
         for index, part in enumerate(parts):
             angles = None if measured is None else Angles.of(measured[index])
-            shown = together if part[0]["together"] else None
-            self._step_group(part, signals, losses, measure=measure, angles=angles, shown=shown, sweep=sweep)
+            self._step_group(part, signals, losses, measure=measure, angles=angles, sweep=sweep)
         return loss
 
     def _parts(self) -> list[Part]:
         parts = []
         for group in self.param_groups:
-            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
-            if pairs:
-                parts.append((group, [p for p, _ in pairs], [g for _, g in pairs]))
+            params = [p for p in group["params"] if p.grad is not None]
+            # A buffer that remains from a larger momentum takes no part.
+            states = [self.state.get(p, {}) if group["momentum"] != 0 else {} for p in params]
+            if params:
+                parts.append(Part(group, params, [p.grad for p in params], [state.get(BUFFER) for state in states]))
         return parts
 
     def _is_rehearsal(self, parts: Sequence[Part]) -> bool:
@@ -237,14 +233,14 @@ class OuterSGD(Optimizer):
         To learn what a state holds, its `get_optimizer_state_dict` takes a step at learning rate 0 with gradients of 0
         where there is no state yet.
         """
-        if self.state or not parts or any(group["lr"] != 0 or group["rounds"] for group, *_ in parts):
+        if self.state or not parts or any(part.group["lr"] != 0 or part.group["rounds"] for part in parts):
             return False
-        gradients = [g for *_, gradients in parts for g in gradients]
+        gradients = [g for part in parts for g in part.gradients]
         if any(g.is_sparse or bool(getattr(g, "to_local", lambda g=g: g)().any()) for g in gradients):
             return False
-        for group, params, _ in parts:
-            if group["momentum"] != 0:
-                self._make_buffers(params)
+        for part in parts:
+            if part.group["momentum"] != 0:
+                self._make_buffers(part.params)
         return True
 
     def _step_group(
@@ -255,14 +251,10 @@ class OuterSGD(Optimizer):
         *,
         measure: bool,
         angles: Angles | None,
-        shown: Angles | None,
         sweep: Sweep | None,
     ) -> None:
-        """Ask a group's policy, and take and report its round.
-
-        `angles` are the group's, where they are measured already; its policy may be `shown` those of several groups.
-        """
-        group = part[0]
+        """Ask a group's policy, and take and report its round; `angles` where they are measured already."""
+        group = part.group
         policy = parse(group["restart"])
         if not isinstance(group["restart"], str):  # the user put a policy there: it starts without memory,
             group["policy_state"] = policy.initial_state()
@@ -271,11 +263,10 @@ class OuterSGD(Optimizer):
         cosine = True
         if angles is None and (policy.needs & MEASURED or (measure and not (sweep is not None and sweep.measure))):
             cosine = measure or "cosine" in policy.needs
-            angles = Angles.of(self._measure(part, sweep, cosine=cosine))
-        shown = shown or angles
+            angles = Angles.of(_dots(part, sweep, cosine=cosine))
         norms: tuple[float | None, ...] = (None, None, None)
-        if shown is not None:
-            norms = (shown.pseudo_gradient_norm, shown.buffer_norm, shown.cosine if cosine else None)
+        if angles is not None:
+            norms = (angles.pseudo_gradient_norm, angles.buffer_norm, angles.cosine if cosine else None)
         signal = RoundSignal(number, age, *norms, signals, rule_of(group), losses)
         answer = ask(policy, group["policy_state"], signal)
         totals = self._apply(part, answer, sweep)
@@ -297,21 +288,19 @@ class OuterSGD(Optimizer):
 
     def _apply(self, part: Part, answer: Answer, sweep: Sweep | None) -> Dots | None:
         """Take a group's update and restart; return the inner products before them, where a sweep measures them."""
-        group, params, gradients = part
-        rule, state = rule_of(group), self.state
+        rule = rule_of(part.group)
         if sweep is not None:
-            fresh = rule.momentum != 0 and BUFFER not in state[params[0]]
-            for p, buffer in zip(params, sweep.buffers, strict=True) if fresh else ():
-                state[p][BUFFER] = buffer
-            return sweep.run(*_tensor_round(rule, answer, fresh=fresh))
-        if rule.momentum == 0:
-            outer_step_(params, gradients, [], *_tensor_round(rule, answer, fresh=True))
-            return None
-        rows = [(BUFFER not in state[p], p, g) for p, g in zip(params, gradients, strict=True)]
-        self._make_buffers(p for new, p, _ in rows if new)
+            fresh = rule.momentum != 0 and part.buffers[0] is None
+            for p, buffer in zip(part.params, sweep.buffers, strict=True) if fresh else ():
+                self.state[p][BUFFER] = buffer
+            return sweep.run(Update.of(rule, answer, fresh=fresh))
         for fresh in (True, False):
-            x, g = [p for new, p, _ in rows if new == fresh], [g for new, _, g in rows if new == fresh]
-            outer_step_(x, g, [state[p][BUFFER] for p in x], *_tensor_round(rule, answer, fresh=fresh))
+            places = [place for place, buffer in enumerate(part.buffers) if (buffer is None) == fresh]
+            x, g = [part.params[place] for place in places], [part.gradients[place] for place in places]
+            if rule.momentum != 0 and fresh:
+                self._make_buffers(x)
+            m = [self.state[p][BUFFER] for p in x] if rule.momentum != 0 else []
+            outer_step_(x, g, m, Update.of(rule, answer, fresh=fresh))
         return None
 
     def _restart_resting(self, group: dict[str, Any], restart: Restart) -> None:
@@ -333,23 +322,7 @@ class OuterSGD(Optimizer):
     @torch.no_grad()
     def dots(self) -> list[Dots]:
         """Return `<g, g>`, `<m, m>` and `<g, m>` of each group that has a gradient, before g is mixed in."""
-        return [self._measure(part) for part in self._parts()]
-
-    def _measure(self, part: Part, sweep: Sweep | None = None, *, cosine: bool = True) -> Dots:
-        group, params, gradients = part
-        buffers: list[Tensor | None] = [None] * len(params)
-        if group["momentum"] != 0:  # a buffer that remains from a larger momentum takes no part
-            buffers = [self.state[p].get(BUFFER) for p in params]
-        if sweep is not None:
-            totals = sweep.dots(fresh=buffers[0] is None, angle=cosine)
-            if totals is not None:
-                return totals
-        old = [(g, m) for g, m in zip(gradients, buffers, strict=True) if m is not None]
-        new = [g for g, m in zip(gradients, buffers, strict=True) if m is None]  # their m is 0
-        if not old:
-            return dots(new, [], angle=cosine)
-        gg, mm, gm = dots([g for g, _ in old], [m for _, m in old], angle=cosine)
-        return gg + (dots(new, [])[0] if new else 0.0), mm, gm
+        return [_dots(part) for part in self._parts()]
 
     @property
     def candidate_count(self) -> int:
@@ -366,19 +339,18 @@ class OuterSGD(Optimizer):
             number: of the candidate, from 0. The new tensors have the buffers' dtype.
         """
         moved: list[tuple[Tensor, Tensor]] = []
-        for group, params, gradients in self._parts():
+        for group, *columns in self._parts():
             policy, rule = parse(group["restart"]), rule_of(group)
             decision = policy.candidates(rule)[number] if PROBES in policy.needs else None
             along_g, along_m = answered({}, decision).weights(rule)
-            for p, g in zip(params, gradients, strict=True):
-                buffer = self.state[p].get(BUFFER) if rule.momentum != 0 else None
+            for p, g, buffer in zip(*columns, strict=True):
                 new = p.to(buffer_dtype(p), copy=True).sub_(g, alpha=along_g)
                 moved.append((p, new if buffer is None or along_m == 0 else new.sub_(buffer, alpha=along_m)))
         return moved
 
     def _probe(self, probe: Callable[[], float]) -> list[float]:
         """Return the losses of the candidates; the parameters come out as they were."""
-        before = [(p, p.clone()) for _, params, _ in self._parts() for p in params]
+        before = [(p, p.clone()) for part in self._parts() for p in part.params]
         losses = []
         for number in range(self.candidate_count):
             try:
@@ -393,22 +365,14 @@ class OuterSGD(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as every torch optimizer does; next to tensors it holds plain numbers and text alone."""
         state = super().state_dict()
-        for group in state["param_groups"]:
-            group |= {key: plain_number(value) for key, value in group.items()}
-            if not isinstance(group["restart"], str):  # the user put a policy there, which has not begun yet
-                policy = parse(group["restart"])
-                group |= {"restart": str(policy), "policy_state": policy.initial_state()}
-            # One leaf, whatever the policy remembers by now: torch.distributed.checkpoint restores those leaves alone
-            # that a fresh optimizer's state has as well.
-            group["policy_state"] = memory_text(group["policy_state"], group["restart"])
-        return state
+        return state | {"param_groups": [saved_group(group) for group in state["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` returned; float32 buffers of 16-bit parameters stay float32.
 
         The state's settings win over the constructor's. A state of `torch.optim.SGD` loads too, unless it used
         dampening, weight decay or maximize, which an outer step has not. It brings SGD's form (sum); the restart
-        policy and `together` stay those given here, and rounds count from the loading.
+        policy stays, and rounds count from the loading.
 
         Raises:
             ValueError: groups that do not fit, values that this optimizer cannot honour, or a policy that needs what is
@@ -418,8 +382,8 @@ class OuterSGD(Optimizer):
         super().load_state_dict(state_dict | {"param_groups": groups})
         # The base class has just cast every buffer to its parameter's dtype (and shares the others with the caller's
         # dictionary), so the buffers are put back from the original: as they were, and our own copy.
-        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            for param, index in zip(group["params"], saved_group["params"], strict=True):
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, index in zip(group["params"], loaded["params"], strict=True):
                 saved = state_dict["state"].get(index, {}).get(BUFFER)
                 if saved is not None:
                     self.state[param][BUFFER] = saved.to(device=param.device, dtype=buffer_dtype(param), copy=True)
@@ -438,12 +402,14 @@ class OuterSGD(Optimizer):
             complete_(group)
 
 
-def _tensor_round(rule: OuterRule, answer: Answer, *, fresh: bool) -> tuple[Update, Restart | None]:
-    """Return what a round does to tensors; in a restart before the first mixing a buffer counts as 0."""
-    restart = answer.restart
-    if fresh and restart is not None and restart.before:
-        if restart.inject == 0:
-            restart = None
-        else:
-            fresh = False
-    return Update(rule.lr, rule.momentum, rule.nesterov, rule.form, fresh, answer.step), restart
+def _dots(part: Part, sweep: Sweep | None = None, *, cosine: bool = True) -> Dots:
+    if sweep is not None:
+        totals = sweep.dots(fresh=part.buffers[0] is None, angle=cosine)
+        if totals is not None:
+            return totals
+    old = [(g, m) for g, m in zip(part.gradients, part.buffers, strict=True) if m is not None]
+    new = [g for g, m in zip(part.gradients, part.buffers, strict=True) if m is None]  # their m is 0
+    if not old:
+        return dots(new, [], angle=cosine)
+    gg, mm, gm = dots([g for g, _ in old], [m for _, m in old], angle=cosine)
+    return gg + (dots(new, [])[0] if new else 0.0), mm, gm

@@ -1,4 +1,4 @@
-"""Take an outer round on flat vectors, part by part: the bits of `functional.outer_step_` and `functional.restart_`."""
+"""Take an outer round on flat vectors, part by part: the bits of `functional.outer_step_`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from twophase.optim.functional import (
-    Scratch,
-    Update,
-    fused_is_exact,
-    fused_sgd_,
-    in_pieces_,
-    piece_length,
-    restart_,
-    step_without_momentum_,
-)
+from twophase.optim.functional import Scratch, Update, fused_is_exact, piece_length, round_
 from twophase.optim.products import Dots, dots_of_batch
-from twophase.policies.base import Restart
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,7 @@ class PartSweep:
     dense: bool
 
     def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
-        """The inner products, where one operation on the vectors has the bits of `dots` of the tensors; else None."""
+        """Return the inner products, where one operation on the vectors has the bits of `dots` of the tensors."""
         if not self.dense or len(self.g) > piece_length(self.g):
             return None
         if fresh or self.m is None:
@@ -56,34 +46,19 @@ class PartSweep:
         gg, mm, *gm = map(float, dots_of_batch(self.g, self.m, angle))
         return gg, mm, gm[0] if gm else math.nan
 
-    def run(self, update: Update, restart: Restart | None) -> Dots | None:
-        """Take the update and the restart, with the bits of `outer_step_` and `restart_`.
-
-        Returns:
-            `<g, g>`, `<m, m>` and `<g, m>` before all of it, where the sweep measures.
-        """
+    def run(self, update: Update) -> Dots | None:
+        """Take the round; return `<g, g>`, `<m, m>` and `<g, m>` before all of it, where the sweep measures."""
         remembers = self.m is not None and not update.fresh
         update = update.simplified(unrounded=True)
         fused = self.x.is_cpu and fused_is_exact(self.x.dtype, update)
-        before = restart is not None and restart.before
         scratch: Scratch = {}
         products: list[Tensor] = []
         for start, stop in self.parts():
-            x, g = [self.x[start:stop]], [self.g[start:stop]]
-            m = None if self.m is None else [self.m[start:stop]]
+            x, g = self.x[start:stop], self.g[start:stop]
+            m = None if self.m is None else self.m[start:stop]
             if self.measure:
-                products += dots_of_batch(g[0], m[0], angle=True) if m and remembers else [torch.dot(g[0], g[0])]
-            if m is None:
-                step_without_momentum_(x, g, update)
-            else:
-                if restart is not None and before:
-                    restart_(m, g, restart)
-                if fused:
-                    fused_sgd_(x, g, m, update)
-                else:
-                    in_pieces_(x, g, m, update, scratch)
-                if restart is not None and not before:
-                    restart_(m, g, restart)
+                products += dots_of_batch(g, m, angle=True) if m is not None and remembers else [torch.dot(g, g)]
+            round_([x], [g], [] if m is None else [m], update, scratch, fused=fused)
             self.after(start, stop)
         if not self.measure:
             return None

@@ -8,18 +8,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import ClassVar
 
-from twophase.policies.base import (
-    AVERAGING,
-    LARGEST,
-    PROBES,
-    Decision,
-    Restart,
-    RestartPolicy,
-    RoundSignal,
-    State,
-    Step,
-)
-from twophase.policies.checks import check_number
+from twophase.policies.base import AVERAGING, PROBES, Decision, Restart, RestartPolicy, RoundSignal, State, Step
+from twophase.policies.checks import LARGEST, check_number
 from twophase.policies.text import register
 from twophase.rule import OuterRule
 
@@ -153,13 +143,6 @@ class Probe(RestartPolicy):
         """Return the candidate of the lowest loss."""
         losses = [loss if math.isfinite(loss) else math.inf for loss in signal.probes or ()]
         return state, _decision(self.choices[losses.index(min(losses))])
-
-    @classmethod
-    def from_arguments(cls, words: list[str]) -> RestartPolicy:
-        """Build from one word of comma-separated candidates."""
-        if len(words) != 1:
-            raise ValueError(f"restart probe: write its candidates, for example probe:keep,average, not {words}")
-        return cls(tuple(words[0].split(",")))
 
 
 def _word(choice: object) -> str:

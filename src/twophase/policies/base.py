@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -30,8 +29,6 @@ PROBES = "probes"
 AGREEMENT = "agreement"
 """`|g|^2` over the mean of the replicas' squared norms: 1 if they agree, 1 / replicas if they share nothing. An engine
 of at least two replicas measures it."""
-LARGEST = 1e30
-"""The largest number that a policy may multiply a buffer or a pseudo-gradient with; a float32 holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,34 +173,10 @@ class RestartPolicy(ABC):
         del factor
         return self
 
-    def arguments(self) -> list[str]:
-        """List the words of the text form after the name, in the order of the fields."""
-        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
-        return [
-            ",".join(map(str, v)) if isinstance(v, tuple) else repr(v if isinstance(v, int) else float(v))
-            for v in values  # as plain numbers: the `repr` of NumPy's names their type
-        ]
-
-    @classmethod
-    def from_arguments(cls, words: list[str]) -> RestartPolicy:
-        """Build the policy from the words of its text form."""
-        return cls(*(cls._number(word, words) for word in words))
-
-    @classmethod
-    def _number(cls, word: str, words: list[str]) -> float:
-        for kind in (int, float):
-            with suppress(ValueError):
-                return kind(word)
-        text = ":".join([cls.name, *words])
-        raise ValueError(f"restart {text!r}: {word!r} is not a number; write {cls.usage()}")
-
-    @classmethod
-    def usage(cls) -> str:
-        """Return the text form with the names of the fields in place of their values."""
-        return ":".join([cls.name, *(field.name.upper() for field in fields(cls))])  # type: ignore[arg-type]
-
     def __str__(self) -> str:
-        return ":".join([self.name, *self.arguments()])
+        """Return the text form: the name and the values of the fields, in their order."""
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        return ":".join([self.name, *(",".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ import math
 from contextlib import suppress
 from numbers import Integral, Real
 
+LARGEST = 1e30
+"""The largest number that a policy may multiply a buffer or a pseudo-gradient with; a float32 holds it."""
+
 
 def check_count(where: str, what: str, value: object, least: int = 1) -> int:
     """Return `value` as a plain int if it is a whole number >= `least` (NumPy's included); else raise a ValueError."""

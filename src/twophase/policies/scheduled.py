@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from twophase.policies.base import HARD, LARGEST, Decision, Restart, RestartPolicy, RoundSignal, State
-from twophase.policies.checks import check_count, check_number
+from twophase.policies.base import HARD, Decision, Restart, RestartPolicy, RoundSignal, State
+from twophase.policies.checks import LARGEST, check_count, check_number
 from twophase.policies.text import register
 
 
@@ -42,26 +42,9 @@ class Periodic(RestartPolicy):
         return str(self.period) if type(self) is Periodic else RestartPolicy.__str__(self)
 
 
-class _Listed(RestartPolicy):
-    """A policy of one tuple of whole numbers."""
-
-    @classmethod
-    def from_arguments(cls, words: list[str]) -> RestartPolicy:
-        """Build from one word of comma-separated whole numbers."""
-        try:
-            (word,) = words
-            numbers = tuple(int(item) for item in word.split(","))
-        except ValueError:
-            raise ValueError(
-                f"restart {':'.join([cls.name, *words])!r}: write {cls.name}: and whole numbers separated by commas, "
-                f"for example {cls.name}:4,9"
-            ) from None
-        return cls(numbers)  # type: ignore[call-arg]
-
-
 @register("cycle")
 @dataclass(frozen=True, slots=True)
-class Cycle(_Listed):
+class Cycle(RestartPolicy):
     """Restart (hard) with a repeating list of periods. Text form `cycle:5,6,10`.
 
     Args:
@@ -87,7 +70,7 @@ class Cycle(_Listed):
 
 @register("at")
 @dataclass(frozen=True, slots=True)
-class AtRounds(_Listed):
+class AtRounds(RestartPolicy):
     """Restart (hard) after the rounds listed, and no others. Text form `at:4,9`.
 
     Args:

@@ -1,15 +1,16 @@
-"""Write policies as text and JSON, read them back, and find the class of a name.
+"""Write policies as text, read them back, and find the class of a name.
 
 To add a policy, write a frozen dataclass that derives from `RestartPolicy` and decorate it with `@register("name")`:
-its text form (`name:value:...`), JSON form, state saving, the optimizer and the engine then work unchanged. So do
-sweeps and the command line, if the environment variable `TWOPHASE_POLICIES` names its module.
+its text form (`name:value:...`), state saving, the optimizer and the engine then work unchanged. So do sweeps and the
+command line, if the environment variable `TWOPHASE_POLICIES` names its module.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from importlib import import_module
@@ -29,7 +30,7 @@ P = TypeVar("P", bound=type[RestartPolicy])
 
 
 def register(name: str) -> Callable[[P], P]:
-    """Make a policy known under `name` to text, JSON, configs and the command line; a class decorator.
+    """Make a policy known under `name` to text, configs and the command line; a class decorator.
 
     A class of the same module and name replaces the earlier definition, as when a notebook's cell runs again;
     instances of the earlier class must then be made anew.
@@ -76,8 +77,8 @@ def _class_of(name: str) -> type[RestartPolicy] | None:
 def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     """Return the policy of a text form; a policy is returned as it is and a whole number is a period.
 
-    `never`, `3`, `cycle:5,6,10`, `at:4,9`, `soft:3:0.2:0.1`, or `name:value:...` of a registered policy. Inverse of
-    `str(policy)`.
+    `never`, `3`, `cycle:5,6,10`, `at:4,9`, `soft:3:0.2:0.1`, or `name:value:...` of a registered policy: the values of
+    its fields in their order, those of a tuple separated by commas. Inverse of `str(policy)`.
 
     Raises:
         ValueError: unknown name, wrong number of values, or values out of range.
@@ -106,34 +107,28 @@ def _parse_text(text: str) -> RestartPolicy:
             f"one of {', '.join(sorted(_REGISTRY))} with its values; {POLICIES_VARIABLE} (an environment variable) "
             f"names modules with policies of your own, or those of the studies: {POLICIES_VARIABLE}={STUDIED}"
         )
+    kinds = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
+    usage = ":".join([name, *(field.upper() + ",..." * ("tuple" in kind) for field, kind in kinds.items())])
     try:
-        return cls.from_arguments(words)
+        values = [_value(word, kind) for word, kind in zip(words, kinds.values(), strict=False)]
+    except ValueError as error:
+        raise ValueError(f"restart {text!r}: {error}; write {usage}") from None
+    try:
+        return cls(*values, *words[len(values) :])
     except TypeError:
-        raise ValueError(f"restart {text!r} has the wrong number of values; write {cls.usage()}") from None
+        raise ValueError(f"restart {text!r} has the wrong number of values; write {usage}") from None
 
 
-def to_json(policy: RestartPolicy) -> dict[str, Any]:
-    """Return the policy as a JSON object: its `kind` and its fields. Inverse of `from_json`.
-
-    >>> to_json(parse("3"))
-    {'kind': 'periodic', 'period': 3}
-    """
-    values = {field.name: getattr(policy, field.name) for field in fields(policy)}  # type: ignore[arg-type]
-    return {"kind": policy.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+def _value(word: str, kind: str) -> Any:
+    """Return the value of a field of some type: a number, or a tuple of numbers or of texts."""
+    if "tuple" not in kind:
+        return _number(word)
+    items = word.split(",")
+    return tuple(items if "str" in kind else map(_number, items))
 
 
-def from_json(data: Mapping[str, Any]) -> RestartPolicy:
-    """Return the policy of a JSON object that `to_json` wrote.
-
-    Raises:
-        ValueError: unknown kind, or fields that do not fit it.
-    """
-    values = dict(data)
-    kind = values.pop("kind", None)
-    cls = _class_of(kind) if isinstance(kind, str) else None
-    if cls is None:
-        raise ValueError(f"from_json: kind {kind!r} is not known; use one of {', '.join(sorted(_REGISTRY))}")
-    wanted = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-    if set(values) != wanted:
-        raise ValueError(f"from_json: {kind!r} takes {sorted(wanted)}, got {sorted(values)}")
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+def _number(word: str) -> float:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    raise ValueError(f"{word!r} is not a number")
