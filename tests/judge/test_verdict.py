@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import random
@@ -312,17 +311,14 @@ def test_what_has_not_finished_enters_no_mean(rows: list[Row], junk: float) -> N
 @configure(deadline=None)
 @given(TABLES)
 def test_every_table_has_words_and_files(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> None:
-    """Any table can be described and written; the JSON has null and no NaN, and the CSV one width."""
+    """Any table can be described and written; the JSON has null and no NaN."""
     folder = tmp_path_factory.mktemp("sweep")
     judged = verdict(rows)
     paths = write(judged, folder)
-    assert [path.name for path in paths] == ["verdict.md", "verdict.csv", "verdict.json"]
-    text = paths[2].read_text()
+    assert [path.name for path in paths] == ["verdict.md", "verdict.json"]
+    text = paths[1].read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
     assert len(json.loads(text)["arms"]) == len(judged.arms)
-    with paths[1].open(newline="") as file:
-        lines = list(csv.reader(file))
-    assert len({len(line) for line in lines}) == 1
     assert "nan" not in describe(judged)
     assert max(map(len, describe(judged).splitlines())) <= 110

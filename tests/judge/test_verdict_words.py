@@ -190,7 +190,7 @@ def test_what_is_written_is_complete(tmp_path: Path) -> None:
     """The files hold the tables, and every number by its name."""
     rows = finished("a", (8.0, 8.2, 8.1)) + finished("free", (9.0, 9.1, 9.4), momentum=0.0)
     judged = verdict(rows, [0.05], ["free"])
-    markdown, _, data = write(judged, tmp_path)
+    markdown, data = write(judged, tmp_path)
     assert "| a   | tuned best |" in markdown.read_text()
     tree = json.loads(data.read_text())
     tuned = tree["comparisons"][0]["differences"][0]
@@ -202,7 +202,7 @@ def test_what_is_written_is_complete(tmp_path: Path) -> None:
 def test_json_of_an_infinite_axis_value(tmp_path: Path) -> None:
     """An axis value that JSON has no word for becomes null; the file stays JSON."""
     rows = [row("a", 8.0, lr=math.inf), row("a", 9.0, lr=0.3)]
-    tree = json.loads(write(verdict(rows), tmp_path)[2].read_text(), parse_constant=pytest.fail)
+    tree = json.loads(write(verdict(rows), tmp_path)[1].read_text(), parse_constant=pytest.fail)
     assert tree["best"]["values"][LR] is None
 
 
@@ -220,7 +220,7 @@ def test_verdict_on_a_part(tmp_path: Path) -> None:
         assert verdict(select(rows, {"outer.lr": text})) == part
     assert verdict(select(rows, {"outer.lr": "1", "outer.momentum": "0"})).arms[0].settings == 1
     names = {path.name for path in write(part, tmp_path, {"outer.lr": "1"})}
-    assert names == {"verdict-outer.lr=1.md", "verdict-outer.lr=1.csv", "verdict-outer.lr=1.json"}
+    assert names == {"verdict-outer.lr=1.md", "verdict-outer.lr=1.json"}
     for where, words in (
         ({"outer.form": "sum"}, "does not vary outer.form; it varies outer.lr, outer.momentum, seed"),
         ({"outer.lr": "2"}, "no cell has that value; there are 0.3, 1.0"),

@@ -22,6 +22,7 @@ they are counted, and left out as long as there are others.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -95,11 +96,12 @@ class Arm:
     @classmethod
     def of(cls, settings: Sequence[Setting]) -> Arm:
         """Arrange the settings of one arm, at least one, by their seeds in ascending order."""
-        seeds = _ordered({seed for cell in settings for seed in cell.seeds})
+        every = {seed for cell in settings for seed in cell.seeds}
+        seeds = sorted(every, key=lambda s: (isinstance(s, str), s if isinstance(s, (int, float)) else 0, str(s)))
         by_seed = [dict(zip(cell.seeds, cell.canonical, strict=True)) for cell in settings]
         # A setting without a run on a seed shares that with no other setting.
         runs = [[cell.get(seed, f"{settings[0].arm}, no run {k}") for seed in seeds] for k, cell in enumerate(by_seed)]
-        return cls(settings, seeds, outcomes(settings)[list(seeds)].to_numpy(), np.array(runs, dtype=object))
+        return cls(settings, tuple(seeds), outcomes(settings)[seeds].to_numpy(), np.array(runs, dtype=object))
 
     def on(self, seeds: tuple[Any, ...]) -> Arm:
         """Return the arm with some of its seeds."""
@@ -125,6 +127,24 @@ class Arm:
             return None, math.inf if (others == math.inf).any(axis=1).all() else math.nan, ""
         return chosen, self.outcomes[chosen, column], self.runs[chosen, column]
 
+    @property
+    def held_out_perplexity(self) -> float | None:
+        """The mean over seeds of the outcome on each at the setting that is best on the others.
+
+        Unlike the perplexity of the best setting it is not flattered by having chosen it. None for fewer than
+        `HELD_OUT_SEEDS` seeds, and when a run that it needs has diverged or is missing.
+        """
+        if len(self.seeds) < HELD_OUT_SEEDS:
+            return None
+        mean = math.fsum(self.held_out(column)[1] for column in range(len(self.seeds))) / len(self.seeds)
+        return mean if math.isfinite(mean) else None
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """The dotted paths of the values that vary within the arm."""
+        first = self.settings[0].values
+        return tuple(path for path in first if any(cell.values.get(path) != first[path] for cell in self.settings))
+
 
 def compare(
     arm: Arm,
@@ -142,55 +162,26 @@ def compare(
         bests: for each seed, the lowest perplexity of all arms.
         within: the relative distances x of the areas.
     """
-    seeds = _ordered(set(arm.seeds) & set(control.seeds))
+    seeds = tuple(seed for seed in arm.seeds if seed in control.seeds)
     arm, control = arm.on(seeds), control.on(seeds)
     differences = [_tuned(arm, control), _held_out(arm, control)]
     matching, pairs = _matched(arm, control, controlled) if seeds else ("", [])
-    arm_alone, control_alone = (
-        len(side.settings) - len({pair[k] for pair in pairs}) for k, side in enumerate((arm, control))
-    )
+    alone = [len(side.settings) - len({pair[k] for pair in pairs}) for k, side in enumerate((arm, control))]
     # Pairs of the same runs in several places are one comparison.
     pairs = list({(*arm.runs[a], *control.runs[c]): (a, c) for a, c in pairs}.values())
     mine, other = [a for a, _ in pairs], [c for _, c in pairs]
     sides = (arm.outcomes[mine], control.outcomes[other], arm.runs[mine] == control.runs[other])
     kinds = [SAME if same.all() else fate(a.max(), c.max()) for a, c, same in zip(*sides, strict=True)]
-    cells = Cells(
-        matching,
-        arm_alone,
-        control_alone,
-        matched=len(pairs),
-        same=kinds.count(SAME),
-        arm_diverged=kinds.count(ARM),
-        control_diverged=kinds.count(CONTROL),
-        both_diverged=kinds.count(BOTH),
-        missing=kinds.count(MISSING),
-    )
+    counts = Counter(kinds)
+    cells = Cells(matching, *alone, len(pairs), *(counts[kind] for kind in (SAME, ARM, CONTROL, BOTH, MISSING)))
     if pairs:
         # When all are the same runs, they stay: that the difference is exactly 0 is then what there is to say.
         wanted = {SAME} if set(kinds) == {SAME} else {"", ARM, CONTROL, BOTH}
         present, ended = ([kind in group for kind in kinds] for group in (wanted, wanted & {"", SAME}))
         differences.append(_over_cells(seeds, [side[ended] for side in sides], _cells_note(cells)))
         in_both = [side[present] for side in sides]
-        differences += [_area([bests.get(seed) for seed in seeds], seeds, in_both, x) for x in within]
+        differences += [_area(seeds, in_both, x, [bests.get(seed) for seed in seeds]) for x in within]
     return Comparison(arm.settings[0].arm, control.settings[0].arm, seeds, cells, tuple(differences))
-
-
-def held_out_perplexity(arm: Arm) -> float | None:
-    """Average over seeds the perplexity on a seed at the setting that is best on the other ones.
-
-    Unlike the perplexity of the best setting it is not flattered by having chosen it. None for fewer than
-    `HELD_OUT_SEEDS` seeds, and when a run that it needs has diverged or is missing.
-    """
-    if len(arm.seeds) < HELD_OUT_SEEDS:
-        return None
-    mean = math.fsum(arm.held_out(column)[1] for column in range(len(arm.seeds))) / len(arm.seeds)
-    return mean if math.isfinite(mean) else None
-
-
-def _ordered(seeds: Collection[Any]) -> tuple[Any, ...]:
-    """Sort seeds in ascending order, whatever they are."""
-    keys = {s: (isinstance(s, str), s if isinstance(s, (int, float)) else 0, str(s)) for s in seeds}
-    return tuple(sorted(keys, key=lambda seed: keys[seed]))
 
 
 def _lowest(values: Sequence[float]) -> int | None:
@@ -219,8 +210,7 @@ def _tuned(arm: Arm, control: Arm) -> Difference:
 def _held_out(arm: Arm, control: Arm) -> Difference:
     count = len(arm.seeds)
     if count < HELD_OUT_SEEDS:
-        have = f"{count} in common" if count else "none in common"
-        return summary("held out", [], f"needs {HELD_OUT_SEEDS} seeds, {have}")
+        return summary("held out", [], f"needs {HELD_OUT_SEEDS} seeds, {count or 'none'} in common")
     differences, others = [], 0
     for column, seed in enumerate(arm.seeds):
         (mine, outcome, run), (other, control_outcome, control_run) = arm.held_out(column), control.held_out(column)
@@ -235,27 +225,22 @@ def _matched(
 ) -> tuple[Matching, list[tuple[int, int]]]:
     """Pair the cells of an arm with their partners in a control, by their places in the two tables."""
     if controlled:
-        matching: Matching = "paired"
         targets = [{of for run in cell.runs for of in controlled.get(run, ())} for cell in control.settings]
         pairs = [
             (a, c) for c, of in enumerate(targets) for a, cell in enumerate(arm.settings) if of.intersection(cell.runs)
         ]
     else:
-        matching = "same place"
-        axes = [path for path in arm.settings[0].values if any(path in varied(s.settings) for s in (arm, control))]
-        there = {tuple(cell.values.get(path) for path in axes): c for c, cell in enumerate(control.settings)}
-        places = [tuple(cell.values.get(path) for path in axes) for cell in arm.settings]
-        pairs = [(a, there[place]) for a, place in enumerate(places) if place in there]
-    return (matching if pairs else ""), pairs
-
-
-def varied(settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Return the dotted paths of the values that vary within an arm."""
-    first = settings[0].values
-    return tuple(path for path in first if any(cell.values.get(path) != first[path] for cell in settings))
+        varied = {*arm.varied, *control.varied}
+        axes = [path for path in arm.settings[0].values if path in varied]
+        places, there = ([tuple(map(cell.values.get, axes)) for cell in side.settings] for side in (arm, control))
+        at = {place: c for c, place in enumerate(there)}
+        pairs = [(a, at[place]) for a, place in enumerate(places) if place in at]
+    matching: Matching = "" if not pairs else "paired" if controlled else "same place"
+    return matching, pairs
 
 
 def _over_cells(seeds: Sequence[Any], sides: Sequence[Any], note: str) -> Difference:
+    """Average log ratios over cells."""
     differences = []
     for column, seed in enumerate(seeds if len(sides[0]) else ()):
         pairs = [_between(seed, *pair) for pair in zip(*(side[:, column] for side in sides), strict=True)]
@@ -265,16 +250,14 @@ def _over_cells(seeds: Sequence[Any], sides: Sequence[Any], note: str) -> Differ
     return summary("cells", differences, note)
 
 
-def _area(bests: Sequence[float | None], seeds: Sequence[Any], sides: Sequence[Any], within: float) -> Difference:
-    arm, control, same = sides
-    count, differences = len(arm), []
-    for column, (seed, best) in enumerate(zip(seeds, bests, strict=True) if count else ()):
-        if best is None:  # nothing has finished, so that nothing is near the best
+def _area(seeds: Sequence[Any], sides: Sequence[Any], within: float, bests: Sequence[float | None]) -> Difference:
+    count, differences = len(sides[0]), []
+    for seed, best, arm, control, same in zip(seeds, bests, *(side.T for side in sides), strict=True):
+        if count and best is None:  # nothing has finished, so that nothing is near the best
             differences.append(SeedDifference(seed, None, BOTH))
-            continue
-        near, control_near = (int((side[:, column] <= best * (1 + within)).sum()) for side in (arm, control))
-        remark = SAME if same[:, column].all() else ""
-        differences.append(SeedDifference(seed, (near - control_near) / count, remark))
+        elif count and best is not None:
+            near, control_near = (int((side <= best * (1 + within)).sum()) for side in (arm, control))
+            differences.append(SeedDifference(seed, (near - control_near) / count, SAME if same.all() else ""))
     many = "1 cell" if count == 1 else f"{count} cells"
     return summary("area", differences, many if count else "no cell is there in both", within)
 

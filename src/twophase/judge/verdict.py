@@ -17,7 +17,7 @@ from typing import Any
 from twophase.base.config import UsageError
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
-from twophase.judge.comparison import Arm, Comparison, compare, held_out_perplexity, varied
+from twophase.judge.comparison import Arm, Comparison, compare
 from twophase.sweep.table import Row, Setting, geometric_mean, settings
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
@@ -193,11 +193,11 @@ def _judge(arm: Arm, control: str, best: Setting | None, within: Sequence[float]
         missing=states.count("missing"),
         seeds=arm.seeds,
         best=finished[values.index(min(values))] if values else None,
-        held_out=held_out_perplexity(arm),
+        held_out=arm.held_out_perplexity,
         areas=tuple(areas),
         geometric_mean=geometric_mean(values),
         worst=finished[values.index(max(values))] if values else None,
-        varied=varied(group),
+        varied=arm.varied,
     )
 
 
@@ -219,17 +219,14 @@ def _notes(arms: Sequence[ArmVerdict]) -> tuple[str, ...]:
         lines.append("The arms have different seeds; comparisons use the seeds that both sides have.")
     elif arms and len(arms[0].seeds) == 1:
         lines.append("One seed: no spread and no interval; what another seed would give is not known.")
-    if diverged:
-        lines.append(
-            f"{_count(diverged)} with a diverged run: in no mean, outside of every area, worse than any number."
-        )
-    if missing:
-        lines.append(
-            f"{_count(missing)} with a missing run: in no mean and outside of every area, whose shares may still grow "
-            "or, with a new best, shrink; repeat the sweep's command to run them."
-        )
+    for count, words in (
+        (diverged, "with a diverged run: in no mean, outside of every area, worse than any number."),
+        (
+            missing,
+            "with a missing run: in no mean and outside of every area, whose shares may still grow or, with a new best,"
+            " shrink; repeat the sweep's command to run them.",
+        ),
+    ):
+        if count:
+            lines.append(f"{count} setting{'s' * (count > 1)} {words}")
     return tuple(lines)
-
-
-def _count(number: int) -> str:
-    return f"{number} setting" if number == 1 else f"{number} settings"

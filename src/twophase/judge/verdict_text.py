@@ -1,4 +1,4 @@
-"""A verdict in words and tables: for the terminal, as Markdown, and as the lines of a CSV."""
+"""A verdict in words and tables, for the terminal and as Markdown, and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError
-from twophase.base.files import table_text, write_atomic
+from twophase.base.files import write_atomic
 from twophase.judge.bootstrap import Interval, largest_coverage
 from twophase.judge.comparison import Comparison
 from twophase.judge.difference import Difference, ratio_of
@@ -44,58 +44,8 @@ def describe(judged: Verdict, *, markdown: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def to_rows(judged: Verdict) -> list[dict[str, Any]]:
-    """Return one line a figure: first those of each arm (`control` is None), then those of each comparison.
-
-    `value` is a perplexity, a share (areas: of the settings, `count` of `of` of them) or, in a comparison, the mean
-    over seeds of a log ratio of perplexities or of a difference of areas, positive where the arm is better. None where
-    there is none.
-    """
-    lines: list[dict[str, Any]] = []
-    for arm in judged.arms:
-        start, of = {"arm": arm.arm, "control": None}, {"of": arm.settings}
-        for measure, extreme in (("best", arm.best), ("worst", arm.worst)):
-            numbers = (extreme.perplexity, extreme.spread, extreme.finished) if extreme else (None, None, None)
-            place = dict(zip(("within", "value", "spread", "seeds"), (None, *numbers), strict=True))
-            note = {"note": _place(extreme, arm.varied)}
-            lines.append({**start, "measure": measure, **place, "count": arm.finished, **of, **note})
-        lines.append(start | {"measure": "best held out", "value": arm.held_out, "seeds": len(arm.seeds)})
-        lines.append(
-            {**start, "measure": "geometric mean", "value": arm.geometric_mean, "count": arm.finished, **of},
-        )
-        lines += [
-            {**start, "measure": state, "value": None, "count": getattr(arm, state), **of}
-            for state in ("diverged", "missing")
-        ]
-        for area in arm.areas:
-            count = {} if area.share is None else {"count": area.near}
-            lines.append({**start, "measure": "area", "within": area.within, "value": area.share, **count, **of})
-    for pair in judged.comparisons:
-        for difference in pair.differences:
-            low_high = [
-                (f"{name}_{end}", getattr(interval, end, None))
-                for name, interval in (("bootstrap", difference.bootstrap), ("t", difference.t))
-                for end in ("low", "high")
-            ]
-            lines.append(
-                {
-                    "arm": pair.arm,
-                    "control": pair.control,
-                    "measure": difference.measure,
-                    "within": difference.within,
-                    "value": difference.mean,
-                    "seeds": difference.seeds,
-                    "better": difference.better,
-                    "worse": difference.worse,
-                    **dict(low_high),
-                    "note": difference.note,
-                }
-            )
-    return lines
-
-
 def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None) -> list[Path]:
-    """Write `verdict.md`, `verdict.csv` (one line a figure) and `verdict.json` (everything) into a sweep's folder.
+    """Write `verdict.md` (the tables) and `verdict.json` (everything) into a sweep's folder.
 
     Args:
         judged: the verdict.
@@ -103,7 +53,7 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
         where: as for `verdict.select`; the files of a part are named after it, such as `verdict-inner_steps=20.md`.
 
     Returns:
-        The paths, each written in one step. What is not known is empty in the table and null in JSON.
+        The paths, each written in one step. What is not known is null in JSON.
 
     Raises:
         UsageError: the folder cannot be written.
@@ -111,7 +61,6 @@ def write(judged: Verdict, folder: Path, where: Mapping[str, str] | None = None)
     stem = "-".join(["verdict", *(f"{path}={text}".replace("/", "_") for path, text in (where or {}).items())])
     contents = {
         f"{stem}.md": describe(judged, markdown=True) + "\n",
-        f"{stem}.csv": table_text(to_rows(judged)),
         f"{stem}.json": json.dumps(_plain(judged), indent=1, allow_nan=False, ensure_ascii=False) + "\n",
     }
     try:
@@ -126,9 +75,9 @@ def _plain(item: Any) -> Any:
     """Return nested results as plain JSON values; a number that JSON has no word for becomes None."""
     if dataclasses.is_dataclass(item):
         computed = ("ratio", "seeds") if isinstance(item, Difference) else ()
-        return {name: _plain(getattr(item, name)) for name in (*(f.name for f in dataclasses.fields(item)), *computed)}
-    if isinstance(item, Interval):
-        return item._asdict()
+        item = {name: getattr(item, name) for name in (*(f.name for f in dataclasses.fields(item)), *computed)}
+    elif isinstance(item, Interval):
+        item = item._asdict()
     if isinstance(item, Mapping):
         return {str(key): _plain(value) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
@@ -149,48 +98,40 @@ def sections(judged: Verdict) -> Iterator[Section]:
     yield "Verdict", _opening(judged), (), [], judged.notes
     if not judged.arms:
         return
-    names = [arm.arm or "(all)" for arm in judged.arms]
-    reached = [
-        [
-            readable(best.perplexity),
-            _small(best.spread),
-            best.finished,
-            readable(arm.held_out),
-            _place(best, arm.varied),
-        ]
-        if (best := arm.best)
-        else [None, None, None, None, "nothing finished"]
-        for arm in judged.arms
-    ]
+    reached, over_settings, areas = [], [], []
+    for arm in judged.arms:
+        name, best = arm.arm or "(all)", arm.best
+        numbers = (
+            [readable(best.perplexity), _small(best.spread), best.finished, readable(arm.held_out)] if best else []
+        )
+        reached.append([name, arm.control, *(numbers or [None] * 4), _place(best, arm.varied) or "nothing finished"])
+        worst = readable(arm.worst.perplexity) if arm.worst else None
+        counts = [arm.settings, arm.finished, arm.diverged, arm.missing]
+        over_settings.append([name, *counts, readable(arm.geometric_mean), worst])
+        shares = (
+            None if area.share is None else f"{area.share:.0%} ({area.near}/{arm.settings})" for area in arm.areas
+        )
+        areas.append([name, *shares])
     yield (
         "What each arm reached",
         "Perplexity at the arm's best setting: mean and sample standard deviation over seeds. Held out: mean over "
         "seeds at the setting that is best on the other seeds, which luck in choosing does not flatter.",
         ("arm", "control", "best", "spread", "seeds", "held out", "at"),
-        [[name, arm.control, *cells] for name, arm, cells in zip(names, judged.arms, reached, strict=True)],
+        reached,
         (),
     )
-    over_settings = [
-        [arm.settings, arm.finished, arm.diverged, arm.missing, readable(arm.geometric_mean),
-         readable(arm.worst.perplexity) if arm.worst else None]
-        for arm in judged.arms
-    ]  # fmt: skip
     yield (
         "Over all settings",
         "Geometric mean and worst are over the finished settings alone; a diverged one is worse than the worst.",
         ("arm", "settings", "finished", "diverged", "missing", "geo. mean", "worst"),
-        [[name, *cells] for name, cells in zip(names, over_settings, strict=True)],
+        over_settings,
         (),
     )
-    areas = [
-        [None if area.share is None else f"{area.share:.0%} ({area.near}/{arm.settings})" for area in arm.areas]
-        for arm in judged.arms
-    ]
     yield (
         "Robustness area",
         "Share of an arm's settings within so much of the best of all arms; diverged and missing ones are outside.",
         ("arm", *map(_percent, judged.within)),
-        [[name, *cells] for name, cells in zip(names, areas, strict=True)],
+        areas,
         (),
     )
     for index, control in enumerate(dict.fromkeys(pair.control for pair in judged.comparisons)):
@@ -233,32 +174,26 @@ def _against(control: str, beside: Sequence[Comparison], words: str) -> Iterator
         (f"Against {control}", "ratio", _as_ratio, words),
         (f"Areas against {control}", "points", _as_points, areas),
     ):
-        numbers: dict[str, int] = {}
+        shown = [
+            (pair.arm, d) for pair in beside for d in pair.differences if (d.measure == "area") == (unit is _as_points)
+        ]
+        notes = list(dict.fromkeys(difference.note for _, difference in shown if difference.note))
         lines = []
-        for pair in beside:
-            for difference in pair.differences:
-                if (difference.measure == "area") != (column == "points"):
-                    continue
-                note, within, equal = difference.note, difference.within, difference.equal
-                number = numbers.setdefault(note, len(numbers) + 1) if note else None
-                better = f"{difference.better} of {difference.seeds}" + (f", {equal} equal" if equal else "")
-                intervals = (
-                    interval and f"[{unit(interval.low)}, {unit(interval.high)}]"
-                    for interval in (difference.bootstrap, difference.t)
-                )
-                lines.append(
-                    [
-                        pair.arm or "(all)",
-                        difference.measure if within is None else f"within {_percent(within)}",
-                        None if difference.mean is None else unit(difference.mean),
-                        better if difference.seeds else None,
-                        *intervals,
-                        number and f"[{number}]",
-                    ]
-                )
+        for arm, d in shown:
+            better = f"{d.better} of {d.seeds}" + (f", {d.equal} equal" if d.equal else "")
+            lines.append(
+                [
+                    arm or "(all)",
+                    d.measure if d.within is None else f"within {_percent(d.within)}",
+                    None if d.mean is None else unit(d.mean),
+                    better if d.seeds else None,
+                    *(ends and f"[{unit(ends.low)}, {unit(ends.high)}]" for ends in (d.bootstrap, d.t)),
+                    f"[{notes.index(d.note) + 1}]" if d.note else None,
+                ]
+            )
         if lines:
             header = ("arm", "measure", column, "better", "bootstrap", "t", "note")
-            yield title, text, header, lines, [f"[{number}] {note}" for note, number in numbers.items()]
+            yield title, text, header, lines, [f"[{number}] {note}" for number, note in enumerate(notes, start=1)]
 
 
 def _as_ratio(log_ratio: float) -> str:
