@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
 
+from madeup import Value, rows
 from twophase.base.config import with_values
 from twophase.recipes.paper import (
     LAPTOP,
     PAPER,
-    PAPER_TUNED,
     QUICK,
     SCALES,
     Scale,
@@ -27,7 +26,6 @@ from twophase.recipes.paper import (
 )
 from twophase.restart import Soft, mean_outer_gain
 from twophase.sweep.grid import Cell, Sweep, extends
-from twophase.sweep.table import Row, rows_of
 from twophase.tasks.lm.config import check
 
 FORMS, KINDS = ("sum", "ema"), ("heavy ball", "Nesterov")
@@ -48,35 +46,15 @@ def bowl(lr: float, momentum: float) -> Callable[[Cell], float]:
 BOWL = bowl(0.7, 0.5)
 
 
-def rows(
-    sweep: Sweep, perplexity: Callable[[Cell], float] = BOWL, diverged: Callable[[Cell], bool] | None = None
-) -> list[Row]:
-    """Made-up rows of a sweep."""
-    summaries = {}
-    for cell in sweep.cells:
-        lost = diverged is not None and diverged(cell)
-        number = None if lost else perplexity(cell)
-        summaries[cell.run_id] = {"perplexity": number, "validation_loss": 2.0, "seconds": 1.0, "diverged": lost}
-    return rows_of(sweep, summaries)
-
-
-def complete(scale: Scale, perplexity: Callable[[Cell], float] = BOWL) -> Sweep:
+@cache
+def whole_retuning(scale: Scale, value: Value = BOWL) -> Sweep:
     """`retuning` with both its stages."""
-    return retuning(scale, rows(retuning(scale), perplexity))
+    return retuning(scale, rows(retuning(scale), value))
 
 
-def every_sweep(scale: Scale) -> list[Sweep]:
-    return [robustness_heatmaps(scale), soft_restart(scale), complete(scale), retuning(scale, tuning=PAPER_TUNED)]
-
-
-def test_paper_scale_is_tables_1_and_2() -> None:
-    """The base run of the paper's scale has the values of its two tables, as far as a run can say them."""
-    base = PAPER.base
-    model, data, inner = base.model, base.data, base.inner
-    assert (model.hidden_size, model.intermediate_size, model.layers, model.heads) == (1024, 2688, 12, 16)
-    assert (model.norm_eps, data.sequence_length, data.batch_size, base.replicas) == (1e-5, 2048, 64, 2)
-    assert (inner.lr, inner.weight_decay, inner.betas) == (1e-3, 0.1, (0.9, 0.999))
-    assert (base.steps, round(inner.warmup * base.steps, 6), base.device) == (12500, 1200, "cuda")
+def test_paper_scale_is_table_1() -> None:
+    """The axes of the paper's scale; tests/recipes/test_pretraining.py holds its base against both tables."""
+    assert (PAPER.base.steps, PAPER.base.device) == (12500, "cuda")
     assert (PAPER.lrs, PAPER.momenta) == ((0.1, 0.3, 0.5, 0.7, 0.9, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9))
     assert (PAPER.periods, PAPER.retuning) == ((2, 3, 5, 7, 9, 11), (64, 128, 512, 1024, 2048))
     assert (PAPER.short, PAPER.long) == (128, 512)
@@ -105,14 +83,19 @@ def test_every_scale_is_consistent(scale: Scale) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_every_sweep_is_sound(scale: Scale) -> None:
-    """Runs can be run; arms tell the truth about form, rule and restart; no cell is there twice; no arm is half."""
-    for sweep in every_sweep(scale):
+    """Runs can be run; arms tell the truth about form, rule and restart; no cell is there twice; no arm is half.
+
+    Every control has the mean gain of the run that it controls, is of its arm's controls, and differs in no more.
+    """
+    for sweep in (robustness_heatmaps(scale), soft_restart(scale), whole_retuning(scale)):
         for config in sweep.runs.values():
             check(config)
         cells = Counter((cell.arm, cell.control_of, *place(cell), cell.config.seed) for cell in sweep.cells)
         assert set(cells.values()) == {1}
         seeds = Counter((cell.arm, cell.config.seed) for cell in sweep.cells)
         assert all(seeds[arm, seed] == seeds[arm, scale.seeds[0]] for arm, _ in seeds for seed in scale.seeds)
+        restarted = {(control_name(cell.arm), cell.run_id): cell for cell in sweep.cells if cell.arm != "momentum-free"}
+        assert any(cell.control_of for cell in sweep.cells)
         for cell in sweep.cells:
             assert with_values(scale.base, cell.values) == cell.config
             if cell.arm == "momentum-free":
@@ -123,30 +106,11 @@ def test_every_sweep_is_sound(scale: Scale) -> None:
             without = what.startswith("never") or what == "beta sweep"
             assert (cell.config.outer.restart == "never") == without
             assert (cell.control_of is not None) == ("gain of" in what)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-def test_gain_matched_controls(scale: Scale) -> None:
-    """Every control has the mean gain of the run that it controls, is of its arm's controls, and differs in no more."""
-    for sweep in every_sweep(scale):
-        of_run: dict[str, list[Cell]] = {}
-        for cell in sweep.cells:
-            of_run.setdefault(cell.run_id, []).append(cell)
-        matched = [cell for cell in sweep.cells if cell.control_of]
-        assert matched
-        for cell in matched:
-            of = next(one for one in of_run[cell.control_of or ""] if cell.arm == control_name_or_none(one))
-            restored = {"outer.lr": of.config.outer.lr, "outer.restart": of.config.outer.restart}
-            assert with_values(cell.config, restored) == of.config
-            gains = [
-                mean_outer_gain(c.config.outer.rule(), c.config.outer.policy(), c.config.rounds) for c in (cell, of)
-            ]
-            assert gains[0] == pytest.approx(gains[1], rel=1e-5)
-
-
-def control_name_or_none(cell: Cell) -> str | None:
-    return None if cell.arm == "momentum-free" else control_name(cell.arm)
+            if cell.control_of:
+                of = restarted[cell.arm, cell.control_of].config
+                assert with_values(cell.config, {"outer.lr": of.outer.lr, "outer.restart": of.outer.restart}) == of
+                gains = [mean_outer_gain(c.outer.rule(), c.outer.policy(), c.rounds) for c in (cell.config, of)]
+                assert gains[0] == pytest.approx(gains[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(("scale", "cells"), [(LAPTOP, 960), (PAPER, 734)], ids=["laptop", "paper"])
@@ -212,19 +176,14 @@ def test_first_stage_is_a_part_of_the_heatmaps() -> None:
         assert {cell.config.outer.restart for cell in first.cells} == {"never", "3"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-def test_second_stage_extends_the_first(scale: Scale) -> None:
+def test_second_stage_extends_the_first() -> None:
     """The second stage begins with the first's cells, unchanged, and adds nothing further when its rows are known."""
-    first = retuning(scale)
-    whole = retuning(scale, rows(first))
+    first, whole = retuning(QUICK), whole_retuning(QUICK)
     assert whole.cells[: len(first.cells)] == first.cells
     assert len(whole.cells) > len(first.cells)
     assert extends(whole.spec(), first.spec())
-    again = retuning(scale, rows(whole))
-    assert again.spec() == whole.spec()
-    from_heatmaps = retuning(scale, rows(robustness_heatmaps(scale)))
-    assert from_heatmaps.spec() == whole.spec()
+    assert retuning(QUICK, rows(whole, BOWL)).spec() == whole.spec()
+    assert retuning(QUICK, rows(robustness_heatmaps(QUICK), BOWL)).spec() == whole.spec()
 
 
 def test_second_stage_cells() -> None:
@@ -235,7 +194,7 @@ def test_second_stage_cells() -> None:
         return bowl(*best)(cell)
 
     scale = LAPTOP
-    first, whole = retuning(scale), complete(scale, perplexity)
+    first, whole = retuning(scale), whole_retuning(scale, perplexity)
     second = whole.cells[len(first.cells) :]
     seeds = len(scale.seeds)
     for inner_steps in scale.retuning:
@@ -263,70 +222,48 @@ def test_second_stage_cells() -> None:
 def test_second_stage_waits_for_every_run() -> None:
     """One run of the tuning that is missing or could not be run keeps the sweep at its first stage."""
     first = retuning(QUICK)
-    *known, last = rows(first)
+    *ended, last = rows(first, BOWL)
     for state in ("missing", "failed"):
-        open_ = [*known, replace(last, state=state, perplexity=None)]
+        open_ = [*ended, replace(last, state=state, perplexity=None)]
         assert retuning(QUICK, open_).spec() == first.spec()
         assert tuned(QUICK, open_) is None
-    assert retuning(QUICK, known).spec() == first.spec()
-    assert tuned(QUICK, known) is None
+    assert retuning(QUICK, ended).spec() == first.spec()
+    assert tuned(QUICK, ended) is None
 
 
 @pytest.mark.parametrize("at", [(0.3, 0.1), (0.7, 0.9), (1.1, 0.5)])
 def test_tuning_finds_the_best(at: tuple[float, float]) -> None:
     """The known optimum is found for every form, rule and arm, in terms of learning rate and momentum."""
-    found = tuned(LAPTOP, rows(retuning(LAPTOP), bowl(*at)))
-    assert found == dict.fromkeys(product(FORMS, KINDS, ("never", "3")), at)
+    tuning = tuned(LAPTOP, rows(retuning(LAPTOP), bowl(*at)))
+    assert tuning == dict.fromkeys(product(FORMS, KINDS, ("never", "3")), at)
 
 
 def test_ties_go_to_the_smaller_momentum_then_learning_rate() -> None:
     """When all settings are equal, the smallest momentum and learning rate are taken."""
-    found = tuned(LAPTOP, rows(retuning(LAPTOP), lambda _: 8.0))
-    assert set((found or {}).values()) == {(0.3, 0.1)}
+    tuning = tuned(LAPTOP, rows(retuning(LAPTOP), lambda _: 8.0))
+    assert set((tuning or {}).values()) == {(0.3, 0.1)}
 
 
 def test_tuning_judges_means_over_all_seeds() -> None:
     """A setting that is best but diverged for one seed is not taken, nor one that is worse on average."""
 
-    def diverged(cell: Cell) -> bool:
-        return (cell.config.outer.lr, cell.config.outer.momentum, cell.config.seed) == (0.7, 0.5, 2)
+    def value(cell: Cell) -> float | str:
+        at = (cell.config.outer.lr, cell.config.outer.momentum, cell.config.seed)
+        is_unlucky = at == (0.3, 0.5, 1)
+        return "diverged" if at == (0.7, 0.5, 2) else bowl(0.7, 0.5)(cell) + 5 * is_unlucky
 
-    def perplexity(cell: Cell) -> float:
-        unlucky = (cell.config.outer.lr, cell.config.outer.momentum, cell.config.seed) == (0.3, 0.5, 1)
-        return bowl(0.7, 0.5)(cell) + 5 * unlucky
-
-    found = tuned(LAPTOP, rows(retuning(LAPTOP), perplexity, diverged))
-    assert set((found or {}).values()) == {(0.7, 0.3)}
+    tuning = tuned(LAPTOP, rows(retuning(LAPTOP), value))
+    assert set((tuning or {}).values()) == {(0.7, 0.3)}
 
 
 def test_an_arm_of_which_nothing_finished_has_no_second_stage() -> None:
     """Where all of an arm's settings diverged, its sweeps are left out and the others go on."""
 
-    def diverged(cell: Cell) -> bool:
-        return cell.arm == "sum, heavy ball, never"
+    def value(cell: Cell) -> float | str:
+        return "diverged" if cell.arm == "sum, heavy ball, never" else BOWL(cell)
 
     first = retuning(QUICK)
-    whole = retuning(QUICK, rows(first, BOWL, diverged))
+    whole = retuning(QUICK, rows(first, value))
     arms = {cell.arm for cell in whole.cells[len(first.cells) :]}
     assert not {"sum, heavy ball, beta sweep", "sum, heavy ball, K sweep"} & arms
     assert {"sum, heavy ball, K sweep, own tuning", "ema, heavy ball, K sweep", "momentum-free"} <= arms
-
-
-def test_papers_own_values() -> None:
-    """With given values there is nothing to tune: NAG at (0.9, 0.7) and HB at (1.1, 0.5), in both forms."""
-    sweep = retuning(PAPER, tuning=PAPER_TUNED)
-    restarted = [cell for cell in sweep.cells if cell.arm.endswith("K sweep") and not cell.control_of]
-    assert {(c.config.outer.nesterov, c.config.outer.lr, c.config.outer.momentum) for c in restarted} == {
-        (True, 0.9, 0.7),
-        (False, 1.1, 0.5),
-    }
-    swept = Counter((c.config.inner_steps, c.config.outer.form, c.config.outer.nesterov) for c in restarted)
-    assert swept == dict.fromkeys(product(PAPER.retuning, FORMS, (True, False)), 6)
-    assert not any("own tuning" in cell.arm for cell in sweep.cells)
-    assert sweep.name != retuning(PAPER).name
-
-
-def test_recipes_need_no_torch() -> None:
-    """Planning the paper's experiments loads no torch."""
-    script = "import sys, twophase.recipes.paper as p; p.retuning(p.PAPER); assert not {'torch'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
+from madeup import Value, rows
 from twophase.figures.style import rendered, styled
 from twophase.recipes.adaptive import ADAPTIVE, FIXED, RIVALS, choice, confirmation, inner_steps_of
 from twophase.recipes.paper import QUICK
@@ -19,10 +19,7 @@ from twophase.studies import adaptive_choice, adaptive_confirmation
 from twophase.studies._adaptive import AVERAGING, BEST_K, BEST_OTHER, CHOSEN, TUNED_FREE, aims
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.plan import plan
-from twophase.sweep.table import Row, rows_of
 
-Value = Callable[[Cell], float | None]
-"""A made-up perplexity; None is a run that has diverged."""
 STUDIES: dict[str, Any] = {"choice": (adaptive_choice, choice), "confirmation": (adaptive_confirmation, confirmation)}
 SCALE = replace(QUICK, seeds=(0, 1, 2))
 each_study = pytest.mark.parametrize("name", STUDIES)
@@ -31,15 +28,6 @@ each_study = pytest.mark.parametrize("name", STUDIES)
 @cache
 def sweep_of(name: str) -> Sweep:
     return STUDIES[name][1](SCALE)
-
-
-def rows_in(sweep: Sweep, value: Value) -> list[Row]:
-    summaries = {}
-    for cell in sweep.cells:
-        found = value(cell)
-        told = {"perplexity": found, "validation_loss": found, "seconds": 1.0, "diverged": found is None}
-        summaries[cell.run_id] = told
-    return rows_of(sweep, summaries)
 
 
 def world(cell: Cell) -> float:
@@ -54,7 +42,7 @@ def world(cell: Cell) -> float:
 
 
 def result_of(name: str, value: Value) -> Any:
-    return STUDIES[name][0].table(rows_in(sweep_of(name), value), SCALE)
+    return STUDIES[name][0].table(rows(sweep_of(name), value), SCALE)
 
 
 @each_study
@@ -80,14 +68,14 @@ def test_what_the_world_is_made_of_is_found(name: str) -> None:
     text = STUDIES[name][0].answer(result)
     assert "Holds: 'auto is at or below best fixed K in geometric mean over the grid'" in text
     three, other = (9.7 * math.sqrt((1 + cost * 0.5) * (1 + cost * 0.9)) / 9.6 for cost in (0.5, 0.7))
-    told = {name: ratios for name, *ratios in (re.split(r"  +", line.rstrip()) for line in text.splitlines())}
+    words = {name: ratios for name, *ratios in (re.split(r"  +", line.rstrip()) for line in text.splitlines())}
     for arm, ratio in {"K=3": three, "probed gate": other}.items():
-        assert told[arm] == [f"{ratio:.3f} [{ratio:.3f}, {ratio:.3f}]"] * 4, arm
-    assert told[BEST_K] == ["K=3"] * 4
+        assert words[arm] == [f"{ratio:.3f} [{ratio:.3f}, {ratio:.3f}]"] * 4, arm
+    assert words[BEST_K] == ["K=3"] * 4
     for place, facts in result.numbers["places"].items():  # momentum-free SGD at lr 1 is all three
-        assert told[place] == [f"{1 / 0.96:.3f} [{1 / 0.96:.3f}, {1 / 0.96:.3f}]"] * 3
+        assert words[place] == [f"{1 / 0.96:.3f} [{1 / 0.96:.3f}, {1 / 0.96:.3f}]"] * 3
         assert facts["best_other"] == "momentum-free, momentum 0, lr 1"
-    assert told[f"over {CHOSEN}"] == [AVERAGING, TUNED_FREE, BEST_OTHER]
+    assert words[f"over {CHOSEN}"] == [AVERAGING, TUNED_FREE, BEST_OTHER]
     assert text.startswith(f"Validation perplexity (means over up to {5 if name == 'confirmation' else 3} seeds). ")
     covered = {"confirmation": "94% (5 seeds), 75% (3 seeds).", "choice": "75% (3 seeds)."}
     assert f"which can hold the true mean in at most {covered[name]}\n" in text
@@ -95,8 +83,8 @@ def test_what_the_world_is_made_of_is_found(name: str) -> None:
 
 def test_a_place_without_the_chosen_arm_has_no_ratios() -> None:
     """What `--so-far` may show before `auto` is trained somewhere: the other arms, and nothing over `auto`."""
-    rows = [row for row in rows_in(sweep_of("confirmation"), world) if not row.arm.endswith("auto")]
-    result = adaptive_confirmation.table(rows, SCALE)
+    without = [row for row in rows(sweep_of("confirmation"), world) if not row.arm.endswith("auto")]
+    result = adaptive_confirmation.table(without, SCALE)
     text = adaptive_confirmation.answer(result)
     places = result.numbers["places"]
     assert text.count("over auto") == 1
@@ -109,17 +97,17 @@ def test_a_place_without_the_chosen_arm_has_no_ratios() -> None:
 def test_a_policy_that_fails_is_said_to(name: str) -> None:
     """Where `auto` is worse than everything, or has diverged, no aim is reached."""
     worse = result_of(name, lambda cell: world(cell) * (3.0 if cell.config.outer.restart == "auto" else 1.0))
-    assert not any(any(held.values()) for held in aims(worse.numbers["places"]).values())
+    assert not any(any(answers.values()) for answers in aims(worse.numbers["places"]).values())
     text = STUDIES[name][0].answer(worse)
     assert text.count("Does not hold: '") == 4
-    gone = result_of(name, lambda cell: None if cell.config.outer.restart == "auto" else world(cell))
-    found = aims(gone.numbers["places"])
-    assert not any(held for claim in found.values() for held in claim.values())
+    gone = result_of(name, lambda cell: "diverged" if cell.config.outer.restart == "auto" else world(cell))
+    claims = aims(gone.numbers["places"])
+    assert not any(answer for answers in claims.values() for answer in answers.values())
     assert "4 div." in STUDIES[name][0].answer(gone)
 
 
-@pytest.mark.parametrize(("first", "held"), [(1.02, True), (0.97, False)])
-def test_a_tuned_best_may_be_behind_within_what_the_seeds_can_tell(first: float, held: bool) -> None:
+@pytest.mark.parametrize(("first", "holds"), [(1.02, True), (0.97, False)])
+def test_a_tuned_best_may_be_behind_within_what_the_seeds_can_tell(first: float, holds: bool) -> None:
     """A setting that is better than `auto` in the mean is no objection while it is worse for one seed of three."""
 
     def ahead(cell: Cell) -> float:
@@ -127,9 +115,9 @@ def test_a_tuned_best_may_be_behind_within_what_the_seeds_can_tell(first: float,
         here = (cell.config.outer.momentum, cell.config.outer.lr) == (0, 1)
         return (first if seed == 0 else 0.97) * 9.6 * (1 + 0.01 * seed) if here else world(cell)
 
-    found = aims(result_of("choice", ahead).numbers["places"])
-    (claim,) = (claim for claim in found if "best of all" in claim)
-    assert set(found[claim].values()) == {held}
+    claims = aims(result_of("choice", ahead).numbers["places"])
+    (claim,) = (claim for claim in claims if "best of all" in claim)
+    assert set(claims[claim].values()) == {holds}
 
 
 def test_one_setting_that_is_worse_for_every_seed_is_counted() -> None:
@@ -142,12 +130,14 @@ def test_one_setting_that_is_worse_for_every_seed_is_counted() -> None:
 
     result = result_of("choice", one_better)
     for facts in result.numbers["places"].values():
-        told = {rule: lines["auto"]["against_never"]["worse_for_every_seed"] for rule, lines in facts["rules"].items()}
-        assert told == {"sum HB": 0, "sum NAG": 1, "ema HB": 0, "ema NAG": 0}
+        counts = {
+            rule: lines["auto"]["against_never"]["worse_for_every_seed"] for rule, lines in facts["rules"].items()
+        }
+        assert counts == {"sum HB": 0, "sum NAG": 1, "ema HB": 0, "ema NAG": 0}
         against = facts["rules"]["sum NAG"]["auto"]["against_never"]
         assert against["largest_ratio"] > 1
-        told = adaptive_choice.answer(result)
-        assert f"sum NAG {against['largest_ratio']:.3f}, of a seed {against['largest_of_a_seed']:.3f}" in told
+        text = adaptive_choice.answer(result)
+        assert f"sum NAG {against['largest_ratio']:.3f}, of a seed {against['largest_of_a_seed']:.3f}" in text
         seeds = len(result.settings["seeds"])
         assert against["largest_of_a_seed"] / against["largest_ratio"] == pytest.approx((6 / 5) ** (1 - 1 / seeds))
 
@@ -156,13 +146,13 @@ def test_one_setting_that_is_worse_for_every_seed_is_counted() -> None:
 def test_figures_come_out() -> None:
     """The figure of a world in which some runs have diverged is drawn, in colour and as a vector."""
 
-    def partly(cell: Cell) -> float | None:
-        return None if cell.config.outer.restart == "2" and cell.config.outer.lr > 1 else world(cell)
+    def partly(cell: Cell) -> float | str:
+        return "diverged" if cell.config.outer.restart == "2" and cell.config.outer.lr > 1 else world(cell)
 
     with styled():
-        found = rendered(adaptive_choice.draw(result_of("choice", partly)), palette=True)
-    assert found[".png"][:4] == b"\x89PNG"
-    assert found[".pdf"][:4] == b"%PDF"
+        pictures = rendered(adaptive_choice.draw(result_of("choice", partly)), palette=True)
+    assert pictures[".png"][:4] == b"\x89PNG"
+    assert pictures[".pdf"][:4] == b"%PDF"
 
 
 def test_the_runs_of_the_choice() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import textmaker
+from madeup import Value, rows
 from twophase.base.config import with_values
 from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
@@ -20,10 +21,8 @@ from twophase.studies import _singly, blockwise, study
 from twophase.studies._blockwise_cells import ALL, MEAN, NEVER, ORACLE, ROUNDS, SEARCH, SHUFFLED
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.run import Status
-from twophase.sweep.table import Row, rows_of
+from twophase.sweep.table import Row
 
-Value = Callable[[Cell], float | str]
-"""A made-up perplexity, or "diverged"."""
 SEED_FACTOR = {0: 1.0, 1: 0.96, 2: 1.05, 3: 1.01}
 BEST = {"embedding": "2", "attention": NEVER, "mlp": "5", "head": "2"}
 """The policy of each block that a world of separate blocks likes best."""
@@ -40,7 +39,7 @@ def separate(cell: Cell) -> float:
     return 10 * SEED_FACTOR[cell.config.seed] * 1.05**wrong
 
 
-def found_in(pilot: str, periods: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def measurement(pilot: str, periods: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """What a pilot's measurement would say."""
     arms = dict.fromkeys((MEAN, ALL, ROUNDS), (NEVER,) * 4) | dict(periods)
     numbers = {
@@ -52,26 +51,20 @@ def found_in(pilot: str, periods: Mapping[str, tuple[str, ...]]) -> dict[str, An
 
 def staged(value: Value, periods: Mapping[str, tuple[str, ...]], scale: Scale = LAPTOP) -> tuple[list[Row], Any, Sweep]:
     """All stages in a made-up world."""
-    rows: list[Row] = []
+    results: list[Row] = []
     measured: dict[str, Any] = {}
     while True:
-        sweep = blockwise.sweep(scale, rows, measured)
-        summaries = {}
-        for cell in sweep.cells:
-            result = value(cell)
-            number = None if isinstance(result, str) else result
-            losses = {"perplexity": number, "validation_loss": number}
-            summaries[cell.run_id] = losses | {"seconds": 1.0, "diverged": number is None}
-        rows = rows_of(sweep, summaries)
+        sweep = blockwise.sweep(scale, results, measured)
+        results = rows(sweep, value)
         for place in cells.places(scale):
-            measured |= found_in(cells.pilot(scale, place), periods)
-        if blockwise.sweep(scale, rows, measured).runs.keys() == sweep.runs.keys():
-            return rows, measured, sweep
+            measured |= measurement(cells.pilot(scale, place), periods)
+        if blockwise.sweep(scale, results, measured).runs.keys() == sweep.runs.keys():
+            return results, measured, sweep
 
 
 def result_of(value: Value, periods: Mapping[str, tuple[str, ...]], scale: Scale = LAPTOP) -> Any:
-    rows, measured, _ = staged(value, periods, scale)
-    return blockwise.table(rows, scale, measured)
+    results, measured, _ = staged(value, periods, scale)
+    return blockwise.table(results, scale, measured)
 
 
 def line_of(text: str, words: str) -> str:
@@ -207,10 +200,10 @@ def test_several_workers_train_what_one_does(small: Scale, tmp_path: Path) -> No
     """Two processes leave the same runs, bit for bit."""
     perplexities = []
     for workers in (1, 2):
-        rows, *_ = _singly.train_in_stages(
+        trained_rows, *_ = _singly.train_in_stages(
             OneStage(), small, tmp_path / str(workers), runs=tmp_path / f"runs{workers}", workers=workers
         )
-        perplexities.append([(row.run, row.perplexity) for row in rows])
+        perplexities.append([(row.run, row.perplexity) for row in trained_rows])
     assert perplexities[0] == perplexities[1]
     assert all(perplexity is not None for _, perplexity in perplexities[0])
 

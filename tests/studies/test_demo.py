@@ -6,35 +6,21 @@ import csv
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from madeup import rows
 from twophase.base.config import UsageError, with_values
 from twophase.recipes.demo import demo
 from twophase.restart import mean_outer_gain
 from twophase.studies._demo import draw, verdict
-from twophase.sweep.grid import Cell, Sweep
-from twophase.sweep.table import Row, rows_of
+from twophase.sweep.grid import Cell
 from twophase.tasks.lm.config import TrainConfig, check
 
 MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]
 MATCHED = ["heavy ball, never, gain of K=3", "Nesterov, never, gain of K=3"]
-
-
-def results(sweep: Sweep, perplexity: Callable[[Cell], float | str | None]) -> list[Row]:
-    """Made-up rows: a number finishes, "diverged" diverges, None is missing."""
-    summaries: dict[str, dict[str, Any]] = {}
-    for cell in sweep.cells:
-        value = perplexity(cell)
-        if value is not None:
-            number = None if value == "diverged" else value
-            summaries[cell.run_id] = {
-                "perplexity": number, "validation_loss": number, "seconds": 1.0, "diverged": number is None,
-            }  # fmt: skip
-    return rows_of(sweep, summaries)
 
 
 def made_up(cell: Cell) -> float:
@@ -88,7 +74,8 @@ def test_matched_gain(quick: bool, form: str) -> None:
         assert with_values(cell.config, {"outer.lr": of.config.outer.lr, "outer.restart": "3"}) == of.config
         assert cell.config.outer.restart == "never"
         gains = [
-            mean_outer_gain(one.config.outer.rule(), one.config.outer.policy(), one.config.rounds) for one in (cell, of)
+            mean_outer_gain(config.outer.rule(), config.outer.policy(), config.rounds)
+            for config in (cell.config, of.config)
         ]
         assert gains[0] == pytest.approx(gains[1], rel=1e-5)
 
@@ -111,9 +98,9 @@ def test_every_run_can_be_run() -> None:
 
 def test_seeds_repeat_every_run() -> None:
     """Each seed adds one full set of runs that differ from the first in the seed only."""
-    one, three = demo(), demo(seeds=(0, 1, 2))
-    assert len(three.runs) == 3 * len(one.runs)
-    assert set(one.runs) <= set(three.runs)
+    single, three = demo(), demo(seeds=(0, 1, 2))
+    assert len(three.runs) == 3 * len(single.runs)
+    assert set(single.runs) <= set(three.runs)
     assert Counter(cell.config.seed for cell in three.cells) == {0: 82, 1: 82, 2: 82}
     for seeds in ((), (0, 0)):
         with pytest.raises(UsageError, match="--axis seed"):
@@ -142,7 +129,7 @@ def test_figures_show_every_cell(tmp_path: Path) -> None:
         of = by_run[cell.control_of] if cell.control_of else cell
         return 8 + of.values["outer.momentum"] + of.values["outer.lr"] / 100 + (cell.control_of is not None) / 1000
 
-    paths = draw(results(sweep, numbered), sweep, tmp_path)
+    paths = draw(rows(sweep, numbered), sweep, tmp_path)
     assert [path.name for path in paths] == [
         f"{name}.{e}" for name in ("demo", "controls") for e in ("png", "pdf", "csv")
     ]
@@ -170,7 +157,7 @@ def test_figures_show_means_and_gaps(tmp_path: Path) -> None:
         special = {("heavy ball, never", 0.9, 1.1, 1): "diverged", ("Nesterov, K=3", 0.1, 0.3, 0): None}
         return special.get(place, 8.0 + cell.config.seed)
 
-    draw(results(sweep, value), sweep, tmp_path)
+    draw(rows(sweep, value), sweep, tmp_path)
     lines = figure(tmp_path / "demo.csv")
     assert Counter((line["state"], line["value"]) for line in lines) == {
         ("finished", "8.5"): 22,
@@ -193,20 +180,20 @@ def test_title_names_the_form_and_the_seeds(
         "twophase.studies._demo.heatmaps", lambda panels, **rest: [seen.append({"panels": panels, **rest})]
     )
     sweep = demo(quick=True, seeds=seeds, base=with_values(TrainConfig(), {"outer.form": form}))
-    draw(results(sweep, made_up), sweep, tmp_path)
+    draw(rows(sweep, made_up), sweep, tmp_path)
     assert len(seen) == 2
-    assert all(str(one["title"]).endswith(title) for one in seen)
+    assert all(str(page["title"]).endswith(title) for page in seen)
     assert seen[0]["scale"] == seen[1]["scale"]
-    assert [[len(row) for row in one["panels"]] for one in seen] == [[2, 2], [2, 2]]
+    assert [[len(row) for row in page["panels"]] for page in seen] == [[2, 2], [2, 2]]
     assert "8.50 (lr 1); plain averaging (lr 1) 8.50" in seen[0]["note"]
 
 
 def test_without_controls_there_is_one_figure(tmp_path: Path) -> None:
     """A sweep without controls draws and judges without them."""
     sweep = demo(quick=True, controls=False)
-    rows = results(sweep, made_up)
-    assert [path.name for path in draw(rows, sweep, tmp_path)] == ["demo.png", "demo.pdf", "demo.csv"]
-    assert "control" not in verdict(rows, sweep).lower()
+    results = rows(sweep, made_up)
+    assert [path.name for path in draw(results, sweep, tmp_path)] == ["demo.png", "demo.pdf", "demo.csv"]
+    assert "control" not in verdict(results, sweep).lower()
 
 
 def test_verdict_states_the_spread_over_seeds() -> None:
@@ -217,16 +204,16 @@ def test_verdict_states_the_spread_over_seeds() -> None:
         return (20.0 if cell.arm == "momentum-free" else 8.0) + apart.get(cell.arm, 0.1) * cell.config.seed
 
     sweep = demo(quick=True, seeds=(0, 1, 2))
-    text = verdict(results(sweep, value), sweep)
+    text = verdict(rows(sweep, value), sweep)
     assert "of a setting within 25% of the best: 0.10 to 0.40, median 0.20." in text
     single = demo(quick=True)
-    assert "Seeds:" not in verdict(results(single, value), single)
+    assert "Seeds:" not in verdict(rows(single, value), single)
 
 
 def test_verdict_states_arms_controls_and_claim() -> None:
     """Every arm has a line; the controls and the ratios at momentum 0.9 are computed from the rows."""
     sweep = demo()
-    text = verdict(results(sweep, made_up), sweep)
+    text = verdict(rows(sweep, made_up), sweep)
     lines = text.splitlines()
     assert "sum form, seed 0" in lines[0]
     for arm in [*MAIN, "momentum-free", *MATCHED]:
@@ -262,7 +249,7 @@ def test_claim_is_computed(never: float | str | None, restarted: float | str | N
             return made_up(cell)
         return {"heavy ball, never": never, "heavy ball, K=3": restarted}.get(cell.arm, 8.0)
 
-    *_, header, three, four, last = verdict(results(sweep, value), sweep).splitlines()
+    *_, header, three, four, last = verdict(rows(sweep, value), sweep).splitlines()
     assert header.split() == ["seed", "lr", "0.3", "lr", "0.7", "lr", "1.1"]
     assert three.split() == ["3", "1.625", "1.625", "1.625"]
     assert four.split() == ["4", "1.750", *shown.split(), "1.750"]
@@ -272,19 +259,19 @@ def test_claim_is_computed(never: float | str | None, restarted: float | str | N
 def test_known_failure_outweighs_what_is_missing() -> None:
     """One ratio below the bound answers the question even while other runs are missing."""
     sweep = demo()
-    rows = results(sweep, lambda cell: None if cell.values["outer.lr"] == 0.3 else 8.0)
-    assert verdict(rows, sweep).endswith("every learning rate and seed: no.")
+    results = rows(sweep, lambda cell: None if cell.values["outer.lr"] == 0.3 else 8.0)
+    assert verdict(results, sweep).endswith("every learning rate and seed: no.")
 
 
 def test_nothing_run_yet(tmp_path: Path) -> None:
     """Before any run has ended, figures and verdict say so instead of failing."""
     sweep = demo(quick=True)
-    rows = results(sweep, lambda _: None)
-    text = verdict(rows, sweep)
+    results = rows(sweep, lambda _: None)
+    text = verdict(results, sweep)
     assert "not known yet" in text
     assert "Momentum-free control: nothing finished yet." in text
     assert "no pair yet" in text
-    draw(rows, sweep, tmp_path)
+    draw(results, sweep, tmp_path)
     assert {line["state"] for line in figure(tmp_path / "demo.csv")} == {"missing"}
 
 

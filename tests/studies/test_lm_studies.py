@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import textmaker
+from madeup import Value, rows
 from twophase.base.config import UsageError, with_values
-from twophase.figures.style import rendered, styled
-from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale, robustness_heatmaps, soft_restart
+from twophase.figures.style import styled
+from twophase.recipes.paper import QUICK, SCALES, Scale, robustness_heatmaps, soft_restart
 from twophase.restart import mean_outer_gain
 from twophase.studies import _lm, study
 from twophase.studies import retuning as retuning_study
@@ -24,28 +25,16 @@ from twophase.studies import robustness_heatmaps as heatmaps_study
 from twophase.studies import soft_restart as soft_study
 from twophase.sweep import run as launch
 from twophase.sweep.grid import Cell, Sweep
-from twophase.sweep.table import Row, rows_of, write_rows
+from twophase.sweep.table import Row, write_rows
 
-NAMES = ("retuning", "robustness_heatmaps", "soft_restart")
 MODULES: dict[str, Any] = {
     "retuning": retuning_study,
     "robustness_heatmaps": heatmaps_study,
     "soft_restart": soft_study,
 }
-Value = Callable[[Cell], float | str | None]
-"""A made-up perplexity, "diverged", or None for a run that is missing."""
-
-
-def rows(sweep: Sweep, value: Value) -> list[Row]:
-    summaries: dict[str, dict[str, Any]] = {}
-    for cell in sweep.cells:
-        found = value(cell)
-        if found is not None:
-            number = None if found == "diverged" else found
-            summaries[cell.run_id] = {
-                "perplexity": number, "validation_loss": number, "seconds": 1.0, "diverged": number is None,
-            }  # fmt: skip
-    return rows_of(sweep, summaries)
+SEEDS = replace(QUICK, seeds=(0, 1, 2))
+"""12 rounds at S = 4, 6 at S = 8, 4 at S = 12; learning rates 0.3 and 1.1, momenta 0.5 and 0.9, periods 2, 3 and 5."""
+each_study = pytest.mark.parametrize("name", MODULES)
 
 
 def gain_only(cell: Cell) -> float:
@@ -63,12 +52,12 @@ def restarts_help(cell: Cell) -> float:
 
 def results(name: str, scale: Scale, value: Value) -> tuple[Any, list[Row]]:
     """A study's result on made-up runs, all stages."""
-    module, known, cells = MODULES[name], [], 0
+    module, results_so_far, cells = MODULES[name], [], 0
     while True:
-        sweep = module.sweep(scale, known)
+        sweep = module.sweep(scale, results_so_far)
         if len(sweep.cells) == cells:
-            return module.table(known, scale), known
-        cells, known = len(sweep.cells), rows(sweep, value)
+            return module.table(results_so_far, scale), results_so_far
+        cells, results_so_far = len(sweep.cells), rows(sweep, value)
 
 
 def line_of(text: str, words: str) -> str:
@@ -79,36 +68,32 @@ def line_of(text: str, words: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- analysis
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("scale", [QUICK, LAPTOP], ids=["quick", "laptop"])
-def test_where_only_gain_matters_restarts_gain_nothing_over_their_control(name: str, scale: Scale) -> None:
+@each_study
+def test_where_only_gain_matters_restarts_gain_nothing_over_their_control(name: str) -> None:
     """In a world of gain alone every comparison with the gain-matched controls is even, and the answer says so."""
-    result, _ = results(name, scale, gain_only)
+    result, _ = results(name, SEEDS, gain_only)
     for facts in result.numbers["places"].values():
-        for key in ("over_gain_matched",) if name != "retuning" else ("k_sweep", "own_k_sweep"):
-            found = facts[key] if name != "retuning" else facts[key]["over_gain_matched"]
-            assert found["ratio"]["mean"] == pytest.approx(1, abs=1e-5)
-            assert found["better"] == found["worse"] == 0
-            assert found["compared"] == found["pairs"] > 0
-            assert found["seeds"] == len(scale.seeds)
+        for part in (facts["k_sweep"], facts["own_k_sweep"]) if name == "retuning" else (facts,):
+            contrast = part["over_gain_matched"]
+            assert contrast["ratio"]["mean"] == pytest.approx(1, abs=1e-5)
+            assert contrast["better"] == contrast["worse"] == 0
+            assert contrast["compared"] == contrast["pairs"] > 0
+            assert contrast["seeds"] == 3
     claims = [line for line in MODULES[name].answer(result).splitlines() if "gain-matched control" in line]
     claims = [line for line in claims if "better than" in line]
     assert claims
     assert all(line.startswith("Does not hold: '") for line in claims)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@each_study
 def test_where_restarts_help_the_answers_say_so(name: str) -> None:
     """In a world where every restart that fires helps, the claims against each control hold, with the numbers."""
-    result, _ = results(name, LAPTOP, restarts_help)
-    text = MODULES[name].answer(result)
+    text = MODULES[name].answer(results(name, SEEDS, restarts_help)[0])
     best = {"retuning": "tuned at each S, K*", "robustness_heatmaps": "at its best", "soft_restart": "the best soft"}
-    held = [line for line in text.splitlines() if best[name] in line and "lower perplexity" in line]
-    held = [line for line in held if "the hard restart" not in line]
-    assert len(held) >= 4
-    assert all(line.startswith("Holds: '") for line in held), text
+    claims = [line for line in text.splitlines() if best[name] in line and "lower perplexity" in line]
+    claims = [line for line in claims if "the hard restart" not in line]
+    assert len(claims) >= 4
+    assert all(line.startswith("Holds: '") for line in claims), text
 
 
 def test_region_and_bests_of_the_heatmaps() -> None:
@@ -119,91 +104,95 @@ def test_region_and_bests_of_the_heatmaps() -> None:
         bad = outer.restart == "never" and outer.momentum == 0.9 and outer.form == "sum" and not cell.control_of
         return (30.0 if bad else 8.0 + outer.lr) * cell.config.inner_steps
 
-    result, _ = results("robustness_heatmaps", LAPTOP, value)
-    for inner_steps in (5, 20):
-        controls = result.numbers["controls"][str(inner_steps)]
-        assert controls["momentum_free"]["perplexity"] == pytest.approx(8.3 * inner_steps)
-        assert controls["averaging"]["perplexity"] == pytest.approx(9.0 * inner_steps)
-        for name, facts in result.numbers["places"].items():
-            if facts["inner_steps"] == inner_steps:
-                lost = 3 if name.startswith("sum") else 0
-                assert (facts["never"]["within"], facts["restarted"]["within"]) == (15 - lost, 15)
-                assert facts["never"]["worst"] == pytest.approx((30 if lost else 9.1) * inner_steps)
-                assert facts["best_minus"]["averaging"]["mean"] == pytest.approx(-0.7 * inner_steps)
-                ratio = facts["over_never_at_largest_momentum"]["ratio"]
-                assert (ratio["mean"] > 3) == bool(lost)
-    text = heatmaps_study.answer(result)
-    claim = line_of(text, "enlarges the region")
+    result, _ = results("robustness_heatmaps", SEEDS, value)
+    for inner_steps, facts in result.numbers["controls"].items():
+        assert facts["momentum_free"]["perplexity"] == pytest.approx(8.3 * int(inner_steps))
+        assert facts["averaging"]["perplexity"] == pytest.approx(9.0 * int(inner_steps))
+    for name, facts in result.numbers["places"].items():
+        lost = 2 if name.startswith("sum") else 0
+        assert (facts["never"]["within"], facts["restarted"]["within"]) == (4 - lost, 4)
+        assert facts["never"]["worst"] == pytest.approx((30 if lost else 9.1) * facts["inner_steps"])
+        assert facts["best_minus"]["averaging"]["mean"] == pytest.approx(-0.7 * facts["inner_steps"])
+        ratio = facts["over_never_at_largest_momentum"]["ratio"]
+        assert (ratio["mean"] > 3) == bool(lost)
+    claim = line_of(heatmaps_study.answer(result), "enlarges the region")
     assert claim.startswith("Holds in 4 of 8: ")
-    assert "sum HB S=5 yes 12 to 15 of 15" in claim
-    assert "ema HB S=5 no 15 to 15 of 15" in claim
+    assert "sum HB S=4 yes 2 to 4 of 4" in claim
+    assert "ema HB S=4 no 4 to 4 of 4" in claim
 
 
-@pytest.mark.slow
 def test_retuning_finds_flatness_and_the_price_of_not_retuning() -> None:
     """Spread, kept value and its price follow from a known optimum that moves with S over beta and not over K."""
 
     def value(cell: Cell) -> float:
         outer = cell.config.outer
+        away = 8.0 + abs(outer.lr - 0.3)
         if outer.restart != "never" and cell.config.rounds > int(outer.restart):
-            return 8.0 + (0.0 if outer.restart == "3" else 0.08) + abs(outer.lr - 0.7) + abs(outer.momentum - 0.5)
-        best = 0.5 if cell.config.inner_steps == LAPTOP.short else 0.1
-        return 8.0 + 4 * abs(outer.momentum - best) + abs(outer.lr - 0.7)
+            return away + (0.0 if outer.restart == "3" else 0.08) + abs(outer.momentum - 0.5)
+        return away + 4 * abs(outer.momentum - (0.5 if cell.config.inner_steps == SEEDS.short else 0.9))
 
-    result, _ = results("retuning", LAPTOP, value)
+    result, _ = results("retuning", SEEDS, value)
     for tuned in result.numbers["tuned"].values():
-        assert tuned == {"never": {"lr": 0.7, "momentum": 0.5}, "K=3": {"lr": 0.7, "momentum": 0.5}}
+        assert tuned == {"never": {"lr": 0.3, "momentum": 0.5}, "K=3": {"lr": 0.3, "momentum": 0.5}}
     for facts in result.numbers["places"].values():
-        moved = facts["inner_steps"] != LAPTOP.short
+        is_moved = facts["inner_steps"] != SEEDS.short
         assert facts["k_sweep"]["worst_over_best"] == pytest.approx(8.08 / 8)
         assert facts["k_sweep"]["best"]["restart"] == facts["k_sweep"]["kept"]["restart"] == "3"
         assert facts["k_sweep"]["kept_over_best"] == 1
-        assert facts["beta_sweep"]["worst_over_best"] == pytest.approx((8 + 4 * (0.8 if moved else 0.4)) / 8)
-        assert facts["beta_sweep"]["kept_over_best"] == pytest.approx(9.6 / 8 if moved else 1)
-        assert facts["k_sweep"]["kept_minus_kept_momentum"]["mean"] == pytest.approx(-1.6 if moved else 0)
-        assert facts["k_sweep"]["settings"] + len(facts["k_sweep"]["never_fires"]) == len(LAPTOP.periods)
+        assert facts["beta_sweep"]["worst_over_best"] == pytest.approx(9.6 / 8)
+        assert facts["beta_sweep"]["kept_over_best"] == pytest.approx(9.6 / 8 if is_moved else 1)
+        assert facts["k_sweep"]["kept_minus_kept_momentum"]["mean"] == pytest.approx(-1.6 if is_moved else 0)
+        assert facts["k_sweep"]["settings"] + len(facts["k_sweep"]["never_fires"]) == len(SEEDS.periods)
     text = retuning_study.answer(result)
     assert line_of(text, "varies less over K").startswith("Holds: ")
     assert line_of(text, "keeping K costs less").startswith("Holds: ")
-    assert "S=80 has 6 rounds: K = 7, 9, 11 never fires there" in text
+    assert "S=12 has 4 rounds: K = 5 never fires there" in text
 
 
-@pytest.mark.slow
 def test_periods_that_never_fire_are_in_no_number() -> None:
-    """A period that the run is too short for is listed and drawn, and left out of spread, best and comparisons."""
+    """A period that the run is too short for is listed and drawn hollow, and left out of best and comparisons."""
 
     def value(cell: Cell) -> float:
         idle = cell.config.outer.restart != "never" and int(cell.config.outer.restart) >= cell.config.rounds
         return 1.0 if idle else 8.0  # so good that it would be the best of everything
 
-    result, _ = results("retuning", LAPTOP, value)
+    result, _ = results("retuning", SEEDS, value)
     for facts in result.numbers["places"].values():
         assert facts["k_sweep"]["best"]["perplexity"] == 8.0
-        idle = ["7", "9", "11"] if facts["inner_steps"] == 80 else []
+        idle = ["5"] if facts["inner_steps"] == 12 else []
         assert facts["k_sweep"]["never_fires"] == facts["own_k_sweep"]["never_fires"] == idle
-        assert facts["k_sweep"]["over_gain_matched"]["pairs"] == 6 - len(idle)
+        assert facts["k_sweep"]["over_gain_matched"]["pairs"] == 3 - len(idle)
     marked = [row for row in result.rows if row["restart"] != "never" and row["restarts"] == 0]
-    assert Counter((row["inner_steps"], row["restart"]) for row in marked) == dict.fromkeys(
-        [(80, "7"), (80, "9"), (80, "11")], 8
-    )
-    assert {row["perplexity"] for row in marked} == {1.0}
+    assert [(row["inner_steps"], row["restart"], row["perplexity"]) for row in marked] == [(12, "5", 1.0)] * 8
+
+
+def test_hollow_markers_are_the_periods_that_never_fire() -> None:
+    """In the retuning page exactly the points of periods that never fire are hollow."""
+    from matplotlib.colors import to_hex
+
+    result, _ = results("retuning", QUICK, gain_only)
+    with styled():
+        figure = retuning_study.draw(result)
+        drawn = [(line, np.asarray(line.get_xdata())) for axes in figure.axes for line in axes.lines]
+        points = [(line, float(at[0])) for line, at in drawn if len(at) == 1]
+    assert [at for point, at in points if to_hex(point.get_markerfacecolor()) == "#ffffff"] == [2.0] * 8
 
 
 def test_soft_optimum_and_whether_it_moves() -> None:
     """The best soft setting, its gain over the hard one, and whether it is elsewhere at the other S."""
 
     def value(cell: Cell) -> float:
-        found = cell.config.outer.policy()
-        retain, inject = getattr(found, "retain", 0.0), getattr(found, "inject", 0.0)
-        best = (0.25, 0.5) if cell.config.inner_steps == 5 or cell.config.outer.form == "sum" else (0.75, 1.0)
-        return 9 + abs(retain - best[0]) + abs(inject - best[1])
+        policy = cell.config.outer.policy()
+        is_near = cell.config.inner_steps == SEEDS.short or cell.config.outer.form == "sum"
+        inject = 0.5 if is_near else 0.0
+        return 9 + abs(getattr(policy, "retain", 0.0) - 0.5) + abs(getattr(policy, "inject", 0.0) - inject)
 
-    result, _ = results("soft_restart", LAPTOP, value)
+    result, _ = results("soft_restart", SEEDS, value)
     for facts in result.numbers["places"].values():
-        far = facts["form"] == "ema" and facts["inner_steps"] == 20
-        assert (facts["soft"]["retain"], facts["soft"]["inject"]) == ((0.75, 1.0) if far else (0.25, 0.5))
+        is_far = facts["form"] == "ema" and facts["inner_steps"] == SEEDS.long
+        assert (facts["soft"]["retain"], facts["soft"]["inject"]) == (0.5, 0.0 if is_far else 0.5)
         assert facts["controls"]["hard"]["restart"] == str(facts["period"])
-        assert facts["soft_minus"]["hard"]["mean"] == pytest.approx(-1.75 if far else -0.75)
+        assert facts["soft_minus"]["hard"]["mean"] == pytest.approx(-0.5 if is_far else -1.0)
     text = soft_study.answer(result)
     assert line_of(text, "another one at the other").startswith("Holds in 1 of 2: ")
     assert line_of(text, "is small, at most 1%").startswith("Does not hold: ")
@@ -211,18 +200,16 @@ def test_soft_optimum_and_whether_it_moves() -> None:
 
 def test_differences_are_paired_by_seed() -> None:
     """A constant gap under a large spread of seeds is found exactly; a seed that lacks one side is left out."""
-    sweep = robustness_heatmaps(LAPTOP)
 
     def value(cell: Cell) -> float | None:
         gap = 0.5 if cell.arm == "momentum-free" else 0.0
-        unknown = cell.arm == "momentum-free" and cell.config.outer.lr == 0.3 and cell.config.seed == 1
-        return None if unknown else 8 + gap + 10 * cell.config.seed
+        is_unknown = cell.arm == "momentum-free" and cell.config.outer.lr == 0.3 and cell.config.seed == 1
+        return None if is_unknown else 8 + gap + 10 * cell.config.seed
 
-    lines = _lm.lines_of(rows(sweep, value), LAPTOP)
-    mine = _lm.first(lines, arm="sum, heavy ball, K=3", inner_steps=5, lr=0.3, momentum=0.1)
-    other = _lm.first(lines, arm="momentum-free", inner_steps=5, lr=1.1)
-    assert _lm.difference(mine, other) == {"mean": -0.5, "min": -0.5, "max": -0.5, "seeds": 3}
-    partial = _lm.first(lines, arm="momentum-free", inner_steps=5, lr=0.3)
+    lines = _lm.lines_of(rows(robustness_heatmaps(SEEDS), value), SEEDS)
+    mine = _lm.first(lines, arm="sum, heavy ball, K=3", inner_steps=4, lr=0.3, momentum=0.5)
+    whole, partial = (_lm.first(lines, arm="momentum-free", inner_steps=4, lr=lr) for lr in (1.1, 0.3))
+    assert _lm.difference(mine, whole) == {"mean": -0.5, "min": -0.5, "max": -0.5, "seeds": 3}
     assert (partial["state"], partial["perplexity"], partial["missing"]) == ("missing", None, 1)
     assert (_lm.difference(mine, partial) or {})["seeds"] == 2
     assert _lm.difference(mine, None) is None
@@ -241,17 +228,17 @@ def test_divergence_counts_for_the_side_that_did_not() -> None:
         return "diverged" if at == lost else 16.0 if cell.arm.endswith("never") else 8.0
 
     facts = heatmaps_study.table(rows(sweep, value), QUICK).numbers["places"]["sum HB S=4"]
-    found = facts["over_never"]
-    counts = {name: found[name] for name in ("pairs", "compared", "better", "worse", "missing")}
+    contrast = facts["over_never"]
+    counts = {name: contrast[name] for name in ("pairs", "compared", "better", "worse", "missing")}
     assert counts == {"pairs": 4, "compared": 1, "better": 2, "worse": 1, "missing": 1}
-    assert (found["diverged_without"], found["diverged_with"], found["diverged_both"]) == (1, 1, 0)
-    assert found["ratio"]["mean"] == pytest.approx(2)
-    assert _lm.ratio_words(found) == "2.00, 1 div. without, 1 div. with, 1 missing"
-    assert _lm.ratio_above(found) is False  # a restarted run that diverges alone refutes
+    assert (contrast["diverged_without"], contrast["diverged_with"], contrast["diverged_both"]) == (1, 1, 0)
+    assert contrast["ratio"]["mean"] == pytest.approx(2)
+    assert _lm.ratio_words(contrast) == "2.00, 1 div. without, 1 div. with, 1 missing"
+    assert _lm.ratio_above(contrast) is False  # a restarted run that diverges alone refutes
 
 
 @pytest.mark.parametrize(
-    ("held", "head"),
+    ("answers", "head"),
     [
         ({"a": True, "b": True}, "Holds: "),
         ({"a": False, "b": False}, "Does not hold: "),
@@ -261,9 +248,9 @@ def test_divergence_counts_for_the_side_that_did_not() -> None:
         ({"a": True, "b": None}, "Holds in the one place that is known (1 not known): "),
     ],
 )
-def test_a_claim_says_where_it_holds(held: dict[str, bool | None], head: str) -> None:
+def test_a_claim_says_where_it_holds(answers: dict[str, bool | None], head: str) -> None:
     """The beginning of a claim is computed from where it holds, and what is not known is never counted as either."""
-    assert _lm.tally("it is", held).startswith(f"{head}'it is'")
+    assert _lm.tally("it is", answers).startswith(f"{head}'it is'")
 
 
 # ------------------------------------------------------------------------------------------- what is shown and written
@@ -277,31 +264,27 @@ def holes(cell: Cell) -> float | str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@each_study
 def test_diverged_and_missing_settings_stay(name: str) -> None:
     """Every setting is a row; diverged and missing ones say so and have no perplexity, and the page is drawn."""
-    pytest.importorskip("matplotlib")
-    result, known = results(name, QUICK, holes)
-    assert len(result.rows) == len(known)  # one seed: a row a cell
-    states = Counter(row["state"] for row in result.rows)
-    assert states == Counter(row.state for row in known)
+    result, every_run = results(name, QUICK, holes)
+    states = Counter(row["state"] for row in result.rows)  # one seed: a row a cell
+    assert states == Counter(row.state for row in every_run)
     assert {"finished", "diverged", "missing"} <= set(states)
-    for row in result.rows:
-        assert (row["perplexity"] is None) == (row["state"] != "finished")
+    assert all((row["perplexity"] is None) == (row["state"] != "finished") for row in result.rows)
     MODULES[name].answer(result)
     with styled():
         figure = MODULES[name].draw(result)
         texts = Counter(text.get_text() for axes in figure.axes for text in axes.texts)
-        assert rendered(figure)[".png"].startswith(b"\x89PNG")
+        figure.draw_without_rendering()
     assert texts["div."] > 0
     assert texts["missing"] + texts["miss."] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@each_study
 def test_nothing_known_yet(name: str) -> None:
     """Before any run has ended, table, answer and page say so instead of failing."""
-    pytest.importorskip("matplotlib")
     module = MODULES[name]
     result = module.table(rows(module.sweep(QUICK, []), lambda _: None), QUICK)
     assert {row["state"] for row in result.rows} == {"missing"}
@@ -309,41 +292,21 @@ def test_nothing_known_yet(name: str) -> None:
     assert "Not known" in text
     assert "Holds" not in text
     with styled():
-        rendered(module.draw(result))
+        module.draw(result).draw_without_rendering()
 
 
 @pytest.mark.parametrize(("name", "cells"), [("robustness_heatmaps", 8 * 3 * 4), ("soft_restart", 4 * 2 * 4)])
 def test_heatmaps_show_every_cell_of_the_table(name: str, cells: int) -> None:
-    """Each number of the page is that of its row: a made-up world of distinct values is found again in the texts."""
-    pytest.importorskip("matplotlib")
+    """Each number of the page is that of its row: distinct made-up values are the texts of the page."""
     sweep = {"robustness_heatmaps": robustness_heatmaps, "soft_restart": soft_restart}[name](QUICK)
     numbers = {run: 100.0 + place for place, run in enumerate(sweep.runs)}
     result, _ = results(name, QUICK, lambda cell: numbers[cell.run_id])
     with styled():
         figure = MODULES[name].draw(result)
         drawn = [text.get_text() for axes in figure.axes for text in axes.texts]
-    known = {f"{row['perplexity']:.0f}" for row in result.rows if row["arm"] != "momentum-free"}
-    if name == "soft_restart":
-        known = {f"{row['perplexity']:.0f}" for row in result.rows if row["retain"] is not None}
+    shown = [row for row in result.rows if row["arm"] != "momentum-free" and row.get("retain", 0.0) is not None]
     assert len(drawn) == cells
-    assert {text for text in drawn if text != "\N{EN DASH}"} == known
-
-
-def test_hollow_markers_are_the_periods_that_never_fire() -> None:
-    """In the retuning page exactly the points of periods that never fire are hollow."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.colors import to_hex
-
-    result, _ = results("retuning", QUICK, gain_only)
-    idle = [row for row in result.rows if row["restart"] != "never" and row["restarts"] == 0]
-    assert {(row["inner_steps"], row["restart"]) for row in idle} == {(12, "5")}
-    with styled():
-        figure = retuning_study.draw(result)
-        drawn = [(line, np.asarray(line.get_xdata())) for axes in figure.axes for line in axes.lines]
-        points = [(line, float(at[0])) for line, at in drawn if len(at) == 1]
-    hollow = [at for point, at in points if to_hex(point.get_markerfacecolor()) == "#ffffff"]
-    assert hollow == [2.0] * len(idle)
-    assert len(idle) == 8
+    assert {text for text in drawn if text != "\N{EN DASH}"} == {f"{row['perplexity']:.0f}" for row in shown}
 
 
 # ---------------------------------------------------------------------------------------------------------- machinery
@@ -372,7 +335,7 @@ class Launcher:
         return launch.Outcome(len(sweep.runs), 0, len(self.fail), 0, 1.0, dict.fromkeys(self.fail, "it broke"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_study
 def test_a_sweep_study_is_complete(name: str) -> None:
     """Each is found by its file, and holds its question and the four parts of a sweep study."""
     module = study.load(name)
@@ -381,10 +344,9 @@ def test_a_sweep_study_is_complete(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@each_study
 def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The heatmaps and soft restarts are one sweep, the retuning two; repeated, it begins where it had arrived."""
-    pytest.importorskip("matplotlib")
     scale, launcher = small(tmp_path), Launcher(gain_only)
     monkeypatch.setattr(study, "run_sweep", launcher)
     outcome = study.run(name, tmp_path / "out", scale=scale, workers=3)
@@ -392,14 +354,14 @@ def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatc
     assert len(launcher.sweeps) == (2 if name == "retuning" else 1)
     assert (launcher.options["workers"], launcher.options["threads"]) == (3, 1)
     assert launcher.options["runs"] == tmp_path / "out" / "runs"
-    bytes_of = [path.read_bytes() for path in outcome.paths]
-    again = Launcher(gain_only)
+    again, facts_and_rows = Launcher(gain_only), [path.read_bytes() for path in outcome.paths[2:]]
     monkeypatch.setattr(study, "run_sweep", again)
-    assert [path.read_bytes() for path in study.run(name, tmp_path / "out", scale=scale).paths] == bytes_of
+    monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
+    assert [path.read_bytes() for path in study.run(name, tmp_path / "out", scale=scale).paths] == facts_and_rows
     if not hasattr(study.load(name), "CHOOSES_RUNS"):  # from its table alone, elsewhere, without training
         tables = [tmp_path / "out" / f"{name}-{scale.name}" / "cells.csv"]
         drawn = study.run(name, tmp_path / "elsewhere", scale=scale, tables=tables)
-        assert [path.read_bytes() for path in drawn.paths] == bytes_of
+        assert [path.read_bytes() for path in drawn.paths] == facts_and_rows
         assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == sorted(p.name for p in drawn.paths)
     assert [sweep.spec() for sweep in again.sweeps] == [launcher.sweeps[-1].spec()]
     facts = json.loads(outcome.paths[-1].read_text(encoding="utf-8"), parse_constant=pytest.fail)
@@ -412,7 +374,6 @@ def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatc
 
 def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that could not be trained end the study with their names and reasons, before anything is written."""
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(study, "run_sweep", Launcher(gain_only, fail=["abc123"]))
     with pytest.raises(
         RuntimeError, match=r"1 of the \d+ runs of soft-restart-quick could not.*\n  run abc123: it broke"
@@ -424,7 +385,6 @@ def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_scales_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Laptop by default, in NAME; quick and paper by their names, each in a folder of its own."""
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr("twophase.tasks.build.preflight_all", lambda _: {})
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})  # no need for pages here
     asked: list[tuple[dict[str, Any], str, str]] = [
@@ -454,7 +414,6 @@ def test_scales_that_cannot_be_chosen(tmp_path: Path) -> None:
 
 def test_an_impossible_run_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
     """A text that is not there is told at once, with the remedy's option, and no sweep folder appears."""
-    pytest.importorskip("matplotlib")
     scale = small(tmp_path)
     scale = replace(scale, base=with_values(scale.base, {"data.corpus": "file:/nowhere/text.txt"}))
     with pytest.raises(UsageError, match=r"--data\.corpus"):
@@ -475,7 +434,6 @@ def test_tiny_studies_really_train_and_resume(tmp_path: Path, monkeypatch: pytes
     The tuning's runs are those of the heatmaps, which lie in the same folder: its first stage finds them finished. That
     the pictures of one table are the same bytes is shown above, with made-up runs.
     """
-    pytest.importorskip("matplotlib")
     scale, out = tiny(tmp_path), tmp_path / "out"
     for name in ("robustness_heatmaps", "soft_restart", "retuning"):
         seen: list[launch.Status] = []

@@ -52,17 +52,8 @@ WIDTH, CORPUS = "model.hidden_size", "data.corpus"
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A model and text on which arms are compared.
-
-    Args:
-        base: what the runs share.
-        inner_steps: communication periods.
-        seeds: every run is repeated for each.
-        arms: from name to restart policy.
-        forms: of the rules.
-        free: with momentum-free SGD.
-    """
+class _Trial:
+    """The arms of one model and text, by name, at some communication periods; `free` adds momentum-free SGD."""
 
     base: Any
     inner_steps: tuple[int, ...]
@@ -85,9 +76,9 @@ def choice(scale: Scale) -> Sweep:
     """
     short, middle, long = inner_steps_of(scale)
     trials = [
-        Trial(scale.base, (middle,), scale.seeds, FIXED | ADAPTIVE),
-        Trial(scale.base, (short, long), scale.seeds, _FEW_AND_AUTO),
-        Trial(scale.base, (middle,), scale.seeds, RIVALS, forms=("sum",), free=False),
+        _Trial(scale.base, (middle,), scale.seeds, FIXED | ADAPTIVE),
+        _Trial(scale.base, (short, long), scale.seeds, _FEW_AND_AUTO),
+        _Trial(scale.base, (middle,), scale.seeds, RIVALS, forms=("sum",), free=False),
     ]
     return Sweep(f"adaptive-choice-{scale.name}", scale.base, _cells(scale, trials))
 
@@ -111,11 +102,11 @@ def confirmation(scale: Scale) -> Sweep:
     other_text = replace(scale.base, data=replace(scale.base.data, corpus="python-code"))
     gate, cap = ({name: (ADAPTIVE | RIVALS)[name]} for name in CLOSEST)
     trials = [
-        Trial(scale.base, (middle,), seeds, FIXED | _AUTO | gate),
-        Trial(scale.base, (middle,), seeds, cap, forms=("sum",), free=False),
-        Trial(scale.base, (short, long), seeds, _FEW_AND_AUTO),
-        Trial(replace(scale.base, model=wider), (middle,), seeds[:3], _FEW_AND_AUTO),
-        Trial(other_text, (middle,), seeds[:3], _FEW_AND_AUTO),
+        _Trial(scale.base, (middle,), seeds, FIXED | _AUTO | gate),
+        _Trial(scale.base, (middle,), seeds, cap, forms=("sum",), free=False),
+        _Trial(scale.base, (short, long), seeds, _FEW_AND_AUTO),
+        _Trial(replace(scale.base, model=wider), (middle,), seeds[:3], _FEW_AND_AUTO),
+        _Trial(other_text, (middle,), seeds[:3], _FEW_AND_AUTO),
     ]
     return Sweep(f"adaptive-confirmation-{scale.name}", scale.base, _cells(scale, trials))
 
@@ -134,7 +125,7 @@ def momenta_of(scale: Scale) -> tuple[float, ...]:
     return MOMENTA if len(scale.momenta) >= len(MOMENTA) else scale.momenta
 
 
-def _cells(scale: Scale, trials: Sequence[Trial]) -> list[Cell]:
+def _cells(scale: Scale, trials: Sequence[_Trial]) -> list[Cell]:
     cells: list[Cell] = []
     for trial in trials:
         model, seeds = trial.base.model, Axis(_SEED, trial.seeds)

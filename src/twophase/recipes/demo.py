@@ -1,17 +1,9 @@
 """The demo: momentum restarts over a grid of outer learning rates and momenta, with the controls that keep it honest.
 
 The question is whether restarting the outer momentum enlarges the region of hyperparameters that works. The main grid
-answers it: heavy ball and Nesterov, 5 momenta, 3 learning rates, without restarts and with one every 3 rounds.
-
-A restart empties the buffer, and a buffer that is emptied pushes less: in sum form, momentum 0.9 moves the anchor by 10
-times the learning rate a round in the long run, but by 1.87 times when it restarts every 3 rounds. So the main grid
-alone cannot tell a better use of momentum from a smaller step. Two controls can:
-
-* `momentum-free`: outer SGD without momentum, at several learning rates (at 1 it is plain averaging of the replicas).
-  Whatever momentum is worth, with or without restarts, it must be worth more than this.
-* `..., never, gain of K=3`: for every restarted cell one with the same rule and momentum and no restart, whose learning
-  rate is lowered until its mean outer gain over the run (`twophase.restart.mean_outer_gain`) equals that of the
-  restarted cell. What remains between the two is what restarts do beyond taking a smaller step.
+answers it: both kinds of rule, 5 momenta, 3 learning rates, without restarts and with one every 3 rounds. It cannot
+tell a better use of momentum from a smaller step: in sum form, momentum 0.9 moves the anchor by 10 times the learning
+rate a round in the long run, but by 1.87 times when it restarts every 3 rounds. The controls of `recipes.controls` can.
 """
 
 from __future__ import annotations

@@ -43,8 +43,6 @@ RULES = {"heavy ball": False, "Nesterov": True}
 BOTH_FORMS: tuple[Form, ...] = ("sum", "ema")
 PERIOD = 3
 """The restart period of the paper's heatmaps."""
-PAPER_TUNED = {"heavy ball": (1.1, 0.5), "Nesterov": (0.9, 0.7)}
-"""The learning rate and momentum that the paper found at S = 128 without restarts."""
 SOFT_RULE = ("Nesterov", 0.9, 0.7)
 """Rule, learning rate and momentum of the paper's soft restart sweeps."""
 SOFT_PERIOD_SHORT, SOFT_PERIOD_LONG = 5, 3
@@ -187,11 +185,10 @@ def robustness_heatmaps(scale: Scale) -> Sweep:
     """
     cells: list[Cell] = []
     for inner_steps in (scale.short, scale.long):
-        for form, kind in product_of(BOTH_FORMS, RULES):
-            cells += _grid(scale, inner_steps, form, kind, "never")
-            restarted = _grid(scale, inner_steps, form, kind, str(PERIOD))
-            cells += restarted
-            cells += _matched([cell for cell in restarted if cell.values[_MOMENTUM] >= scale.matched_from])
+        for rule in product_of(BOTH_FORMS, RULES):
+            cells += _grid(scale, inner_steps, rule, "never")
+            restarted = _grid(scale, inner_steps, rule, str(PERIOD))
+            cells += restarted + _matched(cell for cell in restarted if cell.values[_MOMENTUM] >= scale.matched_from)
         cells += _free(scale, inner_steps)
     return Sweep(f"robustness-heatmaps-{scale.name}", scale.base, cells)
 
@@ -215,15 +212,12 @@ def soft_restart(scale: Scale) -> Sweep:
     kind, lr, momentum = SOFT_RULE
     cells: list[Cell] = []
     for inner_steps, period in ((scale.short, SOFT_PERIOD_SHORT), (scale.long, SOFT_PERIOD_LONG)):
-        policies = [soft_policy(period, retain, inject) for retain in scale.retain for inject in scale.inject]
+        policies = tuple(str(soft_policy(period, *pair)) for pair in product_of(scale.retain, scale.inject))
         for form in BOTH_FORMS:
-            fixed = _fixed(form, kind, inner_steps) | {_MOMENTUM: momentum, _LR: lr}
-            cells += _runs(scale, arm_name(form, kind, "never"), fixed, [Axis(_RESTART, ("never",))])
-            restarted = _runs(
-                scale, arm_name(form, kind, f"soft K={period}"), fixed, [Axis(_RESTART, tuple(map(str, policies)))]
-            )
-            cells += restarted
-            cells += _matched(restarted)
+            fixed = {_MOMENTUM: momentum, _LR: lr}
+            cells += _runs(scale, inner_steps, (form, kind), "never", fixed, Axis(_RESTART, ("never",)))
+            restarted = _runs(scale, inner_steps, (form, kind), f"soft K={period}", fixed, Axis(_RESTART, policies))
+            cells += restarted + _matched(restarted)
         cells += _free(scale, inner_steps)
     return Sweep(f"soft-restart-{scale.name}", scale.base, cells)
 
@@ -233,7 +227,7 @@ def soft_policy(period: int, retain: float, inject: float) -> RestartPolicy:
     return Soft(period, retain, inject) if retain or inject else Periodic(period)
 
 
-def retuning(scale: Scale, rows: Sequence[Row] = (), tuning: Mapping[str, tuple[float, float]] | None = None) -> Sweep:
+def retuning(scale: Scale, rows: Sequence[Row] = ()) -> Sweep:
     """Tuning once at the short communication period, then momentum against restart period at all of them.
 
     Stage 1 is, at the short communication period, the grid of learning rate and momentum without restarts and with
@@ -247,8 +241,6 @@ def retuning(scale: Scale, rows: Sequence[Row] = (), tuning: Mapping[str, tuple[
     Args:
         scale: the size of everything.
         rows: results so far, of this sweep or of `robustness_heatmaps`.
-        tuning: learning rate and momentum by rule, such as `PAPER_TUNED`, for both forms: then the sweep is stage 2 at
-            these values, and nothing is tuned.
 
     Returns:
         The sweep; with stage 2 it begins with the cells of stage 1, so it extends a folder of that. Where no setting of
@@ -256,12 +248,9 @@ def retuning(scale: Scale, rows: Sequence[Row] = (), tuning: Mapping[str, tuple[
 
     Source: paper section 4, figure 4, and the curves of the appendix.
     """
-    name = f"retuning-{scale.name}"
-    if tuning is not None:
-        best = {(form, kind, "never"): tuning[kind] for form, kind in product_of(BOTH_FORMS, RULES)}
-        return Sweep(f"{name}-given", scale.base, _second_stage(scale, best))
     first, best = _first_stage(scale), tuned(scale, rows)
-    return Sweep(name, scale.base, first + (_second_stage(scale, best) if best is not None else []))
+    further = [] if best is None else _second_stage(scale, best)
+    return Sweep(f"retuning-{scale.name}", scale.base, first + further)
 
 
 def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple[float, float]] | None:
@@ -285,13 +274,13 @@ def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple
     # Taken by its run, not by its arm: the table may be that of another sweep with these runs.
     first_rows = [replace(by_run[cell.run_id], arm=cell.arm, values=cell.values, twin_of=None) for cell in cells]
     kinds = {ahead: kind for kind, ahead in RULES.items()}
-    ranked: dict[tuple[str, str, str], list[tuple[float, float, float]]] = {}
+    best: dict[tuple[str, str, str], tuple[float, float, float]] = {}
     for setting in settings(first_rows):
         if setting.perplexity is not None:
             values = setting.values
             key = (values[_FORM], kinds[values[_NESTEROV]], values[_RESTART])
-            ranked.setdefault(key, []).append((setting.perplexity, values[_MOMENTUM], values[_LR]))
-    best = {key: min(places) for key, places in ranked.items()}
+            place = (setting.perplexity, values[_MOMENTUM], values[_LR])
+            best[key] = min(place, best.get(key, place))
     return {key: (lr, momentum) for key, (_, momentum, lr) in best.items()}
 
 
@@ -300,56 +289,50 @@ BETA_SWEEP, K_SWEEP, OWN_K_SWEEP = "beta sweep", "K sweep", "K sweep, own tuning
 
 
 def _first_stage(scale: Scale) -> list[Cell]:
-    return [
-        cell
-        for form, kind, restart in product_of(BOTH_FORMS, RULES, ("never", str(PERIOD)))
-        for cell in _grid(scale, scale.short, form, kind, restart)
-    ]
+    arms = product_of(product_of(BOTH_FORMS, RULES), ("never", str(PERIOD)))
+    return [cell for rule, restart in arms for cell in _grid(scale, scale.short, rule, restart)]
 
 
 def _second_stage(scale: Scale, best: Mapping[tuple[str, str, str], tuple[float, float]]) -> list[Cell]:
     cells: list[Cell] = []
-    periods = Axis(_RESTART, tuple(map(str, scale.periods)))
+    periods = tuple(map(str, scale.periods))
+    own_tuning = (OWN_K_SWEEP, str(PERIOD), tuple(map(str, scale.own_matched)))
     for inner_steps in scale.retuning:
-        for form, kind in product_of(BOTH_FORMS, RULES):
-            fixed = _fixed(form, kind, inner_steps)
-            if (form, kind, "never") in best:
-                shared = fixed | {_LR: best[form, kind, "never"][0], _RESTART: "never"}
-                cells += _runs(scale, arm_name(form, kind, BETA_SWEEP), shared, [Axis(_MOMENTUM, scale.momenta)])
-            for what, restart, matched in (
-                (K_SWEEP, "never", scale.periods),
-                (OWN_K_SWEEP, str(PERIOD), scale.own_matched),
-            ):
-                if (form, kind, restart) in best:
-                    lr, momentum = best[form, kind, restart]
-                    shared = fixed | {_LR: lr, _MOMENTUM: momentum}
-                    restarted = _runs(scale, arm_name(form, kind, what), shared, [periods])
-                    cells += restarted
-                    cells += _matched([cell for cell in restarted if cell.values[_RESTART] in map(str, matched)])
+        for rule in product_of(BOTH_FORMS, RULES):
+            if (*rule, "never") in best:
+                fixed = {_LR: best[*rule, "never"][0], _RESTART: "never"}
+                cells += _runs(scale, inner_steps, rule, BETA_SWEEP, fixed, Axis(_MOMENTUM, scale.momenta))
+            for what, restart, controlled in ((K_SWEEP, "never", periods), own_tuning):
+                if (*rule, restart) in best:
+                    fixed = dict(zip((_LR, _MOMENTUM), best[*rule, restart], strict=True))
+                    restarted = _runs(scale, inner_steps, rule, what, fixed, Axis(_RESTART, periods))
+                    cells += restarted + _matched(cell for cell in restarted if cell.values[_RESTART] in controlled)
         cells += _free(scale, inner_steps)
     return cells
 
 
-def _grid(scale: Scale, inner_steps: int, form: str, kind: str, restart: str) -> list[Cell]:
-    """Momentum x learning rate, for every seed."""
-    fixed = _fixed(form, kind, inner_steps) | {_RESTART: restart}
-    axes = [Axis(_MOMENTUM, scale.momenta), Axis(_LR, scale.lrs)]
-    return _runs(scale, arm_name(form, kind, "never" if restart == "never" else f"K={restart}"), fixed, axes)
+def _grid(scale: Scale, inner_steps: int, rule: tuple[str, str], restart: str) -> list[Cell]:
+    """Return the runs of a rule over momentum x learning rate."""
+    axes = (Axis(_MOMENTUM, scale.momenta), Axis(_LR, scale.lrs))
+    what = "never" if restart == "never" else f"K={restart}"
+    return _runs(scale, inner_steps, rule, what, {_RESTART: restart}, *axes)
+
+
+def _runs(
+    scale: Scale, inner_steps: int, rule: tuple[str, str], what: str, fixed: Mapping[str, Any], *axes: Axis
+) -> list[Cell]:
+    """Return the runs of an arm, for every seed; `rule` is a form and a kind."""
+    form, kind = rule
+    shared = {_INNER_STEPS: inner_steps, _FORM: form, _NESTEROV: RULES[kind], **fixed}
+    return product(scale.base, [Axis(_SEED, scale.seeds), *axes], arm_name(form, kind, what), shared)
 
 
 def _free(scale: Scale, inner_steps: int) -> list[Cell]:
-    """Outer SGD without momentum; without momentum the forms are one rule, written as the sum form here."""
+    """Return outer SGD without momentum; without it the forms are one rule, written as the sum form here."""
     fixed = {_INNER_STEPS: inner_steps, _FORM: "sum"}
     return momentum_free(scale.base, [Axis(_SEED, scale.seeds)], with_averaging(scale.lrs), fixed)
 
 
-def _runs(scale: Scale, arm: str, fixed: Mapping[str, Any], axes: Sequence[Axis]) -> list[Cell]:
-    return product(scale.base, [Axis(_SEED, scale.seeds), *axes], arm, fixed)
-
-
-def _fixed(form: str, kind: str, inner_steps: int) -> dict[str, Any]:
-    return {_INNER_STEPS: inner_steps, _FORM: form, _NESTEROV: RULES[kind]}
-
-
-def _matched(restarted: Sequence[Cell]) -> list[Cell]:
-    return gain_matched_all(restarted, control_name(restarted[0].arm)) if restarted else []
+def _matched(restarted: Iterable[Cell]) -> list[Cell]:
+    """Return the gain-matched controls of restarted runs of one arm."""
+    return [control for cell in restarted for control in gain_matched_all([cell], control_name(cell.arm))]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from twophase.base.config import UsageError
+from twophase.base.config import UsageError, with_values
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
@@ -50,59 +50,50 @@ def paper_150m(
     >>> paper_150m(restart=3).outer.restart, paper_150m().rounds
     ('3', 98)
     """
+    policy = Never() if restart is None else parse(restart)
     return TrainConfig(
         model=ModelConfig(
-            layers=12,
-            hidden_size=1024,
-            intermediate_size=2688,
-            heads=16,
-            norm_eps=1e-5,
-            vocabulary_size=VOCABULARY,
+            layers=12, hidden_size=1024, intermediate_size=2688, heads=16, norm_eps=1e-5, vocabulary_size=VOCABULARY
         ),
         data=DataConfig(corpus=C4, tokenizer="mistral", sequence_length=2048, batch_size=64, validation_windows=512),
         inner=InnerConfig(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.999), warmup=1200 / 12500),
-        outer=_outer(rule, restart),
+        outer=OuterConfig(rule.lr, rule.momentum, rule.nesterov, rule.form, str(policy)),
         compute=ComputeConfig(precision="bf16-mixed", compile=True),
         replicas=2,
         steps=12500,
         inner_steps=inner_steps,
         device="cuda",
-        evaluate_every=max(1, EVALUATED_STEPS // inner_steps),
-        checkpoint_every=max(1, SAVED_STEPS // inner_steps),
         log_every=50,
+        **_pace(inner_steps),
     )
+
+
+_OF_SIBLINGS = {"model.tie_embeddings": True, "inner.lr": 2e-3}
+_SMALL = _OF_SIBLINGS | {
+    "model.layers": 8, "model.hidden_size": 512, "model.intermediate_size": 1376, "model.heads": 8,
+    "data.sequence_length": 1024, "steps": 6000,
+}  # fmt: skip
+_NANO = _OF_SIBLINGS | {
+    "model.layers": 4, "model.hidden_size": 256, "model.intermediate_size": 688, "model.heads": 4,
+    "data.sequence_length": 512, "steps": 3000,
+}  # fmt: skip
 
 
 def small(
     inner_steps: int = 128, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
 ) -> TrainConfig:
-    """About 40 million parameters (42 with the embedding, which is the head too), 0.8 billion tokens.
+    """A sibling of `paper_150m`, with its arguments: 40 million parameters (42 with the embedding), 0.8 billion tokens.
 
-    Args:
-        inner_steps: as for `paper_150m`.
-        rule: likewise.
-        restart: likewise.
+    The embedding is the head too, and the share of the steps that is warmup stays the paper's, as in `nano`.
     """
-    model = ModelConfig(
-        layers=8, hidden_size=512, intermediate_size=1376, heads=8, tie_embeddings=True, vocabulary_size=VOCABULARY
-    )
-    return _smaller(paper_150m(inner_steps, rule, restart), model, length=1024, steps=6000)
+    return with_values(paper_150m(inner_steps, rule, restart), _SMALL)
 
 
 def nano(
     inner_steps: int = 64, rule: OuterRule = TUNED, restart: RestartPolicy | str | int | None = None
 ) -> TrainConfig:
-    """About 10 million parameters (11 with the embedding, which is the head too), 0.2 billion tokens.
-
-    Args:
-        inner_steps: as for `paper_150m`.
-        rule: likewise.
-        restart: likewise.
-    """
-    model = ModelConfig(
-        layers=4, hidden_size=256, intermediate_size=688, heads=4, tie_embeddings=True, vocabulary_size=VOCABULARY
-    )
-    return _smaller(paper_150m(inner_steps, rule, restart), model, length=512, steps=3000)
+    """A sibling of `paper_150m`, with its arguments: 10 million parameters (11 with the embedding), 0.2 billion."""
+    return with_values(paper_150m(inner_steps, rule, restart), _NANO)
 
 
 RECIPES = {"paper_150m": paper_150m, "small": small, "nano": nano}
@@ -131,24 +122,10 @@ def at_pace(config: TrainConfig, keep: Collection[str] = ()) -> TrainConfig:
     >>> at_pace(replace(paper_150m(), inner_steps=2048)).checkpoint_every
     1
     """
-    pace = {
-        "evaluate_every": max(1, EVALUATED_STEPS // config.inner_steps),
-        "checkpoint_every": max(1, SAVED_STEPS // config.inner_steps),
-    }
-    return replace(config, **{name: value for name, value in pace.items() if name not in keep})
+    return replace(config, **{name: pace for name, pace in _pace(config.inner_steps).items() if name not in keep})
 
 
-def _smaller(config: TrainConfig, model: ModelConfig, *, length: int, steps: int) -> TrainConfig:
-    return replace(
-        config,
-        model=model,
-        data=replace(config.data, sequence_length=length),
-        # The share of the steps that is warmup stays the paper's.
-        inner=replace(config.inner, lr=2e-3),
-        steps=steps,
-    )
-
-
-def _outer(rule: OuterRule, restart: RestartPolicy | str | int | None) -> OuterConfig:
-    policy = Never() if restart is None else parse(restart)
-    return OuterConfig(rule.lr, rule.momentum, rule.nesterov, rule.form, str(policy))
+def _pace(inner_steps: int) -> dict[str, int]:
+    """Count rounds between two evaluations, and two checkpoints."""
+    every = {"evaluate_every": EVALUATED_STEPS, "checkpoint_every": SAVED_STEPS}
+    return {name: max(1, steps // inner_steps) for name, steps in every.items()}

@@ -1,0 +1,24 @@
+"""Made-up results of a sweep, for tests of what is concluded from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from twophase.sweep.grid import Cell, Sweep
+from twophase.sweep.table import Row, rows_of
+
+Value = Callable[[Cell], float | str | None]
+"""A perplexity, "diverged", or None for a run that is missing."""
+
+
+def rows(sweep: Sweep, value: Value) -> list[Row]:
+    """Return the rows of a sweep with made-up results."""
+    summaries: dict[str, dict[str, Any]] = {}
+    for cell in sweep.cells:
+        result = value(cell)
+        if result is not None:
+            number = None if result == "diverged" else result
+            losses = {"perplexity": number, "validation_loss": number}
+            summaries[cell.run_id] = losses | {"seconds": 1.0, "diverged": number is None}
+    return rows_of(sweep, summaries)
