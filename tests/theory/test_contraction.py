@@ -24,13 +24,7 @@ import oracle
 from amount import amount
 from oracle import HB, NAG, columns
 from twophase.rule import OuterRule
-from twophase.theory.contraction import (
-    closed_form,
-    log_restart_factor,
-    restart_factor,
-    restart_rate,
-    restart_table,
-)
+from twophase.theory.contraction import log_restart_factor, restart_factor, restart_rate, restart_table
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import asymptotic_rate, effective_step, regime
 
@@ -157,7 +151,9 @@ def rules() -> st.SearchStrategy[OuterRule]:
 
 
 SIGMAS = st.one_of(
-    st.floats(0, 1), st.floats(-300, 0).map(lambda x: 10.0**x), st.sampled_from([0.0, 0.25, 1.0, 1 - 2.0**-53])
+    st.floats(0, 1).map(lambda x: x if x > 1e-280 else 0.0),
+    st.floats(-280, 0).map(lambda x: 10.0**x),
+    st.sampled_from([0.0, 0.25, 1.0, 1 - 2.0**-53]),
 )
 PERIODS = st.one_of(st.integers(0, 100), st.floats(0, 6).map(lambda x: int(10**x)))
 
@@ -302,7 +298,7 @@ def test_what_stands_still_or_has_not_begun(rule: OuterRule):
         values.append(log_restart_factor(rule, 0.7, 0)[1])
         assert signs.tolist() == [1] * 200
         assert {(float(value), math.copysign(1, value)) for value in values} == {(0.0, 1.0)}
-    assert restart_factor(rule, 0.7, 0) == closed_form(rule, 0.7, 0) == 1
+    assert restart_factor(rule, 0.7, 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -348,7 +344,6 @@ def test_nilpotent(rule: OuterRule):
     assert signs.tolist() == [-1] + [0] * 69
     assert logs[0] == pytest.approx(math.log(rule.momentum), rel=REQUIRED)
     assert np.all(logs[1:] == -np.inf)
-    assert closed_form(rule, 1.0, np.arange(1, 5)).tolist() == [-rule.momentum, 0, 0, 0]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -368,10 +363,10 @@ def test_a_mode_that_only_changes_sign(nesterov: bool):
     ],
 )
 def test_anchors(rule: OuterRule, factors: list[float]):
-    """A0: chi_1 ... of the mode s = .095 at b .9 to the digits printed, by all three ways; r_5 = .92442."""
+    """A0: chi_1 ... of the mode s = .095 at b .9 to the digits printed, both ways; r_5 = .92442."""
     periods = np.arange(1, len(factors) + 1)
     signs, logs = restart_table(rule, 0.95, len(factors))
-    for values in (signs * np.exp(logs), restart_factor(rule, 0.95, periods), closed_form(rule, 0.95, periods)):
+    for values in (signs * np.exp(logs), restart_factor(rule, 0.95, periods)):
         assert values == pytest.approx(factors, abs=6e-6)
     assert restart_factor(HB, 0.95, 5) == pytest.approx(0.0098321, abs=6e-8)
     assert restart_rate(HB, 0.95, 5) == pytest.approx(0.92442, abs=5e-6)
@@ -441,7 +436,6 @@ def test_the_notes_formula_of_each_regime(name: str):
             assert sign == mpmath.sign(value)
             if value != 0:
                 assert abs(mpmath.mpf(float(log)) - mpmath.log(abs(value))) <= SHARP * max(abs(float(log)), SHARP)
-            assert abs(float(closed_form(*point, period)) - value) <= 1e-11 * max(size, abs(value)), (point, period)
 
 
 @given(
@@ -461,8 +455,6 @@ def test_explicit_formulas_at_critical_damping(q: float, upper: bool, period: in
         exact = period * mpmath.log(mpmath.mpf(q)) + mpmath.log(1 + period * (1 + mpmath.mpf(q if upper else -q)))
         assert abs(mpmath.mpf(float(log)) - exact) <= SHARP * max(abs(exact), 1e-15)
     assert sign == (-1 if upper and period % 2 else 1)
-    if period <= 60:
-        assert closed_form(rule, 1.0, period) == pytest.approx(float(sign * mpmath.exp(exact)), rel=1e-11, abs=1e-300)
     for b in (0.25, 0.9, 0.99):
         point = oracle.at(oracle.edge("lower", b, True), b, True, "sum", 1.0)
         for rounds in (1, 7, 30):
@@ -520,7 +512,7 @@ def test_slow_modes(nesterov: bool, form: Literal["ema", "sum"], momentum: float
             b = mpmath.mpf(momentum)
             nu = mpmath.mpf(0.7) / (1 if form == "ema" else 1 - b)
             effective = nu * sum(1 - b ** (j + nesterov) for j in range(1, period + 1)) / period
-            for sigma in (1e-300, 1e-100, 1e-30, 1e-16):
+            for sigma in (1e-280, 1e-100, 1e-30, 1e-16):
                 rate = mpmath.mpf(float(restart_rate(rule, sigma, period)))
                 assert abs(rate - effective * sigma) <= max(REQUIRED * effective * sigma, 1e-323)
             for sigma in (1e-7, 1e-5):
@@ -663,7 +655,7 @@ def test_long_tables_of_several_modes():
         assert exact.error_required(int(signs[period - 1, j]), float(logs[period - 1, j])) <= REQUIRED, exact.case
 
 
-@pytest.mark.parametrize("call", [log_restart_factor, restart_factor, restart_rate, closed_form])
+@pytest.mark.parametrize("call", [log_restart_factor, restart_factor, restart_rate])
 def test_broadcasting(call: Callable[..., Any]):
     """Rules (3, 1), sigma (4) with strides and periods (2, 1, 1) give (2, 3, 4), each entry that of its scalars."""
     rule = rule_grid([[0.5], [1.0], [2.0]], 0.9, [[False], [True], [False]], "ema")
@@ -712,7 +704,7 @@ def test_the_whole_domain_is_quiet(rule: OuterRule, sigma: float, period: int):
     values = [log, restart_factor(rule, sigma, period), restart_rate(rule, sigma, period)]
     signs, logs = restart_table(rule, sigma, min(period, 130))
     assert np.array_equal(signs == 0, np.isneginf(logs))
-    assert not np.isnan([*values, *logs, *closed_form(rule, sigma, [0, 1, 2, 10, period])]).any()
+    assert not np.isnan([*values, *logs]).any()
 
 
 def test_steps_up_to_the_largest():

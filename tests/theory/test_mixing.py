@@ -1,4 +1,4 @@
-"""`theory.mixing`: cycles of several lengths, the linear program, the search for a finite run, the Chebyshev limit."""
+"""`theory.mixing`: the linear program, the search for a finite run, the Chebyshev limit."""
 
 from __future__ import annotations
 
@@ -19,51 +19,13 @@ from twophase.restart import AtRounds, Never
 from twophase.rule import FORMS, OuterRule
 from twophase.theory.benefit import restart_can_help
 from twophase.theory.contraction import log_restart_factor, restart_table
-from twophase.theory.inputs import rule_grid
-from twophase.theory.mixing import Schedule, best_schedule, chebyshev_rate, mixed_periods, schedule_factor
+from twophase.theory.mixing import Schedule, best_schedule, chebyshev_rate, mixed_periods
 from twophase.theory.modes import asymptotic_rate
 from twophase.theory.periods import best_period, log_final_loss
 from twophase.theory.rollout import rollout
 
 GONE = oracle.NILPOTENT[0]  # at sigma 1: chi_1 = -1/2, then 0
 LOG_10 = math.log(10)
-
-# --- cycles of several lengths (R23) ------------------------------------------------------------------------------
-
-
-def test_order_of_cycles_does_not_matter() -> None:
-    """R23, tight: any order of the cycles, by simulation, leaves the product of their factors."""
-    rng = random.Random(1)
-    for _ in range(amount(20, 60)):
-        rule, sigma = random_rule(rng, 3), rng.uniform(0.05, 1)
-        cycles = [rng.randint(1, 9) for _ in range(rng.randint(1, 8))]
-        sign, log = schedule_factor(rule, sigma, cycles)
-        assert schedule_factor(rule, sigma, {k: cycles.count(k) for k in cycles}) == (sign, log)
-        for _ in range(2):
-            rng.shuffle(cycles)
-            ends = set(itertools.accumulate(cycles))
-            with mpmath.workdps(oracle.DIGITS):
-                x = oracle.simulated(rule, sigma, sum(cycles), lambda t, ends=ends: t in ends and (0, 0))[-1][0]
-                assert mpmath.sign(x) == sign
-                assert abs(float((mpmath.mpf(float(log)) - mpmath.log(abs(x))) / max(1, abs(log)))) < 1e-14
-
-
-def test_schedules_that_are_long_empty_or_end_in_zero() -> None:
-    """1e9 cycles keep the sign of an odd or even count; no cycles leave everything; an exact zero stays one."""
-    sign, log = log_restart_factor(HB, 0.3, 12)
-    assert sign == -1
-    for count in (127, 128, 10**9, 10**9 + 1):
-        expected = (-1) ** (count % 2), pytest.approx(count * float(log), rel=1e-15)
-        assert schedule_factor(HB, 0.3, {12: count}) == expected
-    for nothing in ([], {}, {3: 0}):
-        sign, log = schedule_factor(rule_grid([[0.5], [0.6]], 0.9), [0.3, 0.2, 0.1], nothing)
-        assert sign.shape == log.shape == (2, 3)
-        assert (sign == 1).all()
-        assert not log.any()
-    sign, log = schedule_factor(GONE, [1.0, 0.3], [1, 2, 2])
-    assert (sign[0], log[0]) == (0, -math.inf)
-    assert np.isfinite(log[1])
-
 
 # --- the best mix in the long run (R24) ---------------------------------------------------------------------------
 
@@ -220,7 +182,9 @@ def test_mixes_of_modes_that_never_move(rule: OuterRule, sigma: list[float]) -> 
 
 def residuals(rule: OuterRule, sigma: Any, counts: dict[int, int], tail: int) -> Any:
     """Log of what a schedule leaves of each mode, from its factors."""
-    return schedule_factor(rule, np.asarray(sigma), counts)[1] + log_restart_factor(rule, sigma, tail)[1]
+    lengths = [*counts, tail]
+    logs = [log_restart_factor(rule, sigma, length)[1] for length in lengths]
+    return sum(count * log for count, log in zip([*counts.values(), 1], logs, strict=True))
 
 
 def log_mean(logs: Any) -> Any:
@@ -409,7 +373,8 @@ def test_chebyshev_bounds_every_schedule() -> None:
         rule, low = random_rule(rng, 2.5), rng.uniform(0.01, 0.8)
         high = rng.uniform(low * 1.05, 1)
         cycles = [rng.randint(1, 12) for _ in range(rng.randint(1, 6))]
-        rate = -schedule_factor(rule, np.linspace(low, high, 200), cycles)[1].max() / sum(cycles)
+        logs = log_restart_factor(rule, np.linspace(low, high, 200), np.array(cycles)[:, None])[1]
+        rate = -logs.sum(axis=0).max() / sum(cycles)
         bound = chebyshev_rate(low, high, sum(cycles))
         assert rate <= bound
         closest = max(closest, rate / bound)

@@ -17,14 +17,14 @@ from twophase.rule import OuterRule
 OF_A_MODE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("effective_step", "transition", "regime", "asymptotic_rate", "phase", "phase_shift"), ()),
     **dict.fromkeys(("heuristic_period", "restart_can_help", "useful_share"), ()),
-    **dict.fromkeys(("log_restart_factor", "restart_factor", "restart_rate", "closed_form", "restart_table"), (3,)),
-    **dict.fromkeys(("beats_envelope", "soft_restart", "warm_restart_factor", "envelope"), (3,)),
+    **dict.fromkeys(("log_restart_factor", "restart_factor", "restart_rate", "restart_table"), (3,)),
+    **dict.fromkeys(("soft_restart", "warm_restart_factor", "envelope"), (3,)),
     "cancellation_periods": (2,),
 }
 """Functions of a rule and sigma, and their further arguments."""
 OF_A_PERIOD = [name for name, rest in OF_A_MODE.items() if rest == (3,) and name != "envelope"]
 OF_A_PERIOD += ["cycle_matrix", "hurt_share"]
-COUNTED_FROM_0 = {"log_restart_factor", "restart_factor", "closed_form"}
+COUNTED_FROM_0 = {"log_restart_factor", "restart_factor"}
 each_function = pytest.mark.parametrize("name", OF_A_MODE)
 
 
@@ -104,15 +104,6 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("soft_restart", (OuterRule(0.0, 0.5), 0.5, 3), {}, ".*lr is 0"),
     ("soft_restart", (HB, [0.5, 0.0], 3), {}, ".*sigma is 0"),
     ("soft_restart", (OuterRule(2.0, 0.5, True, "ema"), 1.0, 2), {}, ".*leaves no trace"),
-    ("best_injection", (NAG, 0.5), {}, ".*looks ahead"),
-    ("best_injection", (OuterRule(1.0, 0.0), 0.5), {}, ".*is 0"),
-    ("best_injection", (OuterRule(0.0, 0.5), 0.5), {}, ".*is 0"),
-    ("best_injection", (HB, 0.0), {}, ".*is 0"),
-    ("best_injection", (HB, 2.0), {}, "sigma is 2"),
-    ("schedule_factor", (HB, 0.3, [0, 3]), {}, "a length is 0"),
-    ("schedule_factor", (HB, 0.3, [2.5]), {}, "a length is 2.5"),
-    ("schedule_factor", (HB, 0.3, {3: -1}), {}, "a count\\[0\\] is -1"),
-    ("schedule_factor", (HB, 0.3, {3: 1.5}), {}, "a count\\[0\\] is 1.5"),
     ("mixed_periods", (HB, []), {"max_period": 5}, "sigma is empty"),
     ("mixed_periods", (HB, [0.5, 2]), {"max_period": 5}, "sigma\\[1\\] is 2"),
     ("mixed_periods", (HB, [0.5]), {"max_period": 2.5}, "max_period is 2.5"),

@@ -6,14 +6,12 @@ the results by number (R1 to R31) with the functions and the tests that hold the
 
 from twophase.theory.advice import Advice, Criterion, advise, controls
 from twophase.theory.benefit import (
-    beats_envelope,
     hurt_share,
     restart_can_help,
     restart_stable_limit,
     useful_share,
 )
 from twophase.theory.contraction import (
-    closed_form,
     log_restart_factor,
     restart_factor,
     restart_rate,
@@ -26,7 +24,6 @@ from twophase.theory.mixing import (
     best_schedule,
     chebyshev_rate,
     mixed_periods,
-    schedule_factor,
 )
 from twophase.theory.modes import (
     asymptotic_rate,
@@ -51,11 +48,9 @@ from twophase.theory.periods import (
     rounding_bound,
 )
 from twophase.theory.rollout import Block, BlockRollout, Rollout, rollout, rollout_blocks
-from twophase.theory.soft import best_injection, cycle_matrix, soft_restart, warm_restart_factor
+from twophase.theory.soft import cycle_matrix, soft_restart, warm_restart_factor
 from twophase.theory.spectrum import (
     ProgressEstimate,
-    ProgressEstimator,
-    estimate_from_products,
     estimate_progress,
 )
 
@@ -66,25 +61,20 @@ __all__ = [
     "Criterion",
     "Mixture",
     "ProgressEstimate",
-    "ProgressEstimator",
     "Rollout",
     "Schedule",
     "advise",
     "asymptotic_rate",
-    "beats_envelope",
-    "best_injection",
     "best_period",
     "best_schedule",
     "block_periods",
     "cancellation_periods",
     "chebyshev_rate",
-    "closed_form",
     "controls",
     "cycle_matrix",
     "effective_progress",
     "effective_step",
     "envelope",
-    "estimate_from_products",
     "estimate_progress",
     "heuristic_period",
     "hurt_share",
@@ -105,7 +95,6 @@ __all__ = [
     "rounded_period",
     "rounding_bound",
     "rule_grid",
-    "schedule_factor",
     "scheduled_progress",
     "soft_restart",
     "stable_limit",

@@ -10,32 +10,15 @@ from numpy.typing import ArrayLike
 
 from twophase.rule import OuterRule
 from twophase.theory.contraction import log_restart_factor
-from twophase.theory.inputs import Rules, check_count, check_counts, check_modes, check_weights, rule_arrays
+from twophase.theory.inputs import Rules, check_count, check_modes, check_weights, rule_arrays
 from twophase.theory.kernel import Mode
 from twophase.theory.modes import asymptotic_rate, stable_limit
 
 
-def beats_envelope(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
-    """True if restarting every K rounds contracts an oscillating mode faster than its envelope: `r_K > r_infinity`.
-
-    Equivalent: `|chi_K| < rho^K`, `|cos K phase + C sin K phase| < 1`. A weak statement: `useful_share` of all
-    periods satisfy it.
-
-    Returns:
-        bool; False where the mode does not oscillate (there a restart never helps, Theorem 1).
-
-    Source: paper section 3, proposition 2; theory note R15.
-
-    >>> beats_envelope(OuterRule(1.0, 0.9, form="ema"), 0.95, [5, 10]).tolist()
-    [True, True]
-    """
-    mode, periods = Mode.of("beats_envelope", rule, sigma), check_counts("beats_envelope", "period", period)
-    rho = mode.oscillation().log_rho
-    return (log_restart_factor(rule, sigma, periods)[1] < periods * np.where(np.isnan(rho), -np.inf, rho))[()]
-
-
 def useful_share(rule: Rules, sigma: ArrayLike) -> Any:
     """Return the share of all periods that beat a mode's envelope: `1 - 2 |theta| / pi`; 0 without oscillation.
+
+    A period beats it if `r_K > r_infinity`: a weak statement, which most periods satisfy.
 
     Source: theory note R15.
 

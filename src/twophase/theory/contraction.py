@@ -23,8 +23,7 @@ from numpy.typing import ArrayLike
 
 from twophase.theory.inputs import Floats, Rules, check_count, check_counts, common_shape
 from twophase.theory.kernel import Mode
-from twophase.theory.powers import Signs, log_factors
-from twophase.theory.table import table
+from twophase.theory.powers import Signs, log_factors, table
 
 
 def log_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
@@ -99,40 +98,8 @@ def restart_table(rule: Rules, sigma: ArrayLike, max_period: int) -> tuple[Signs
     """
     mode = Mode.of("restart_table", rule, sigma)
     rounds = check_count("restart_table", "max_period", max_period)
-    sign, log = table(mode.flat(), rounds)
+    sign, log = table(mode.each(np.ravel), rounds)
     return sign.reshape(rounds, *mode.shape), log.reshape(rounds, *mode.shape)
-
-
-def closed_form(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
-    """Return the restart factor as the paper writes it, extended to every regime, in plain doubles.
-
-    Oscillatory: `rho^K (cos K phi + C sin K phi)`. Otherwise, with real eigenvalues l1 and l2, |l1| >= |l2|:
-    `(l1^K + l2^K)/2 + (a - b)/2 (l1^K - l2^K)/(l1 - l2)`, with the last quotient `K l^(K-1)` at a double root. Use
-    `restart_factor` for results: this one underflows, and loses digits of slow modes and at large K.
-
-    Source: paper section 3, proposition 1; theory note R6 to R12.
-
-    >>> round(float(closed_form(OuterRule(2.0, 0.5, True, "ema"), 1.0, 1)), 3)  # nilpotent
-    -0.5
-    """
-    mode, periods = Mode.of("closed_form", rule, sigma), check_counts("closed_form", "period", period, 0)
-    common_shape("closed_form", modes=mode.shape, period=periods.shape)
-    disc, trace, determinant, lead = (part.hi for part in mode.pieces())
-    half = np.sqrt(np.abs(disc)) / 2
-    turning = disc < 0
-    with np.errstate(all="ignore"):
-        rho, angle = np.sqrt(np.abs(determinant)), np.arctan2(half, trace / 2)
-        turned = rho**periods * (np.cos(periods * angle) + lead / (2 * half) * np.sin(periods * angle))
-        first = np.where(trace < 0, trace / 2 - half, trace / 2 + half)
-        second = np.where(first != 0, determinant / np.where(first != 0, first, 1), 0.0)
-        quotient = second / np.where(first != 0, first, 1)
-        gap = np.where(first != 0, 2 * half / np.abs(first), 1.0)  # 1 - l2/l1, without the cancellation
-        shares = np.where(gap > 0, (1 - quotient**periods) / np.where(gap > 0, gap, 1), periods)  # (1-q^K)/(1-q)
-        bracket = (1 + quotient**periods) / 2 + lead / (2 * np.where(first != 0, first, 1)) * shares
-        # With both roots 0 the trace a + b is 0, so that chi_1 = a = (a - b)/2, and nothing is left after that.
-        gone = np.where(periods == 0, 1.0, np.where(periods == 1, lead / 2, 0.0))
-        real = np.where(first != 0, first**periods * bracket, gone)
-    return np.where(turning, turned, real)[()]
 
 
 def _log_factor(where: str, rule: Rules, sigma: ArrayLike, period: ArrayLike, least: int) -> tuple[Any, Any, Any]:
@@ -140,5 +107,5 @@ def _log_factor(where: str, rule: Rules, sigma: ArrayLike, period: ArrayLike, le
     mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period, least)
     shape = common_shape(where, modes=mode.shape, period=periods.shape)
     places = np.broadcast_to(np.arange(mode.size).reshape(mode.shape), shape).reshape(-1)
-    sign, log = log_factors(mode.flat(), places, np.broadcast_to(periods, shape).reshape(-1))
+    sign, log = log_factors(mode.each(np.ravel), places, np.broadcast_to(periods, shape).reshape(-1))
     return sign.reshape(shape)[()], log.reshape(shape)[()], periods

@@ -27,6 +27,16 @@ class Oscillation:
 
 
 @dataclass(frozen=True, slots=True)
+class Round(Arrays):
+    """Hold what powers of T are made of: 1 - a with a = T_11, a itself, T_12 T_21, and a - b with b = T_22."""
+
+    reach: Doubled
+    corner: Doubled
+    cross: Doubled
+    lead: Doubled
+
+
+@dataclass(frozen=True, slots=True)
 class Mode(Arrays):
     """Hold one round of modes in the coordinates (x, n), n = lr times the buffer, which are the same in both forms.
 
@@ -38,9 +48,7 @@ class Mode(Arrays):
     decay: Doubled
     """w = 1 - momentum, exactly."""
     step: Doubled
-    """s, as mantissas: the step is `step * 2^exponent`."""
-    exponent: NDArray[np.int64]
-    """0, except for steps so small that their squares are nothing even to 32 digits."""
+    """s."""
     nesterov: NDArray[np.bool_]
 
     @classmethod
@@ -57,11 +65,8 @@ class Mode(Arrays):
         decay = unit - momentum
         # Mantissas, so that a product of small numbers does not underflow on its way.
         (lr_m, lr_e), (sigma_m, sigma_e) = np.frexp(lr), np.frexp(values)
-        step = doubled.where(ema, decay, unit) * lr_m * sigma_m
-        exponent = (lr_e + sigma_e).astype(np.int64)
-        tiny = exponent < -400  # 1 - momentum is at least 2^-53, so that s below 2^-350 is meant
-        step = doubled.where(tiny, step, step.scaled(np.where(tiny, 0, exponent)))
-        return cls(momentum, decay, step, np.where(tiny, exponent, 0), nesterov)
+        step = (doubled.where(ema, decay, unit) * lr_m * sigma_m).scaled(np.maximum(lr_e + sigma_e, -3000))
+        return cls(momentum, decay, step, nesterov)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,17 +78,8 @@ class Mode(Arrays):
         """Return how many modes these are."""
         return self.momentum.size
 
-    @property
-    def linear(self) -> NDArray[np.bool_]:
-        """Return where the step is so small that only its first power counts."""
-        return self.exponent < 0
-
-    def flat(self) -> Mode:
-        """Return the same modes along one axis."""
-        return self.each(np.ravel)
-
     def pieces(self) -> tuple[Doubled, Doubled, Doubled, Doubled]:
-        """Return disc = tr^2 - 4 D, tr, D and a - b, free of cancellation; steps that count only once are 0 here.
+        """Return disc = tr^2 - 4 D, tr, D and a - b, free of cancellation.
 
         | | heavy ball | Nesterov |
         |---|---|---|
@@ -92,10 +88,8 @@ class Mode(Arrays):
 
         with f = 1 - s. For b < 1/2 in terms of b and f, which next to nilpotent modes are both small; else of w.
         """
-        b, w, small = self.momentum, self.decay, self.momentum < 0.5
-        zero = np.zeros(self.shape)
-        s = doubled.where(self.linear, Doubled(zero, zero), self.step)
-        wide, f, ahead = 2 - w, 1 - s, self.nesterov  # wide = 1 + b
+        b, w, s, small, ahead = self.momentum, self.decay, self.step, self.momentum < 0.5, self.nesterov
+        wide, f = 2 - w, 1 - s  # wide = 1 + b
         ball = doubled.where(small, f * f - ((s + 1) * 2 - b) * b, (w + s) * (w + s) - 4 * s)
         gap = doubled.where(small, wide * wide * f - 4 * b, w * w - wide * wide * s)
         ball_lead = doubled.where(small, f - b, w - s)
@@ -103,15 +97,23 @@ class Mode(Arrays):
         return (
             doubled.where(ahead, f * gap, ball),
             doubled.where(ahead, wide * f, f + b),
-            doubled.where(ahead, f * b, Doubled(b, zero)),
+            doubled.where(ahead, f * b, Doubled(b, np.zeros(self.shape))),
             doubled.where(ahead, lead, ball_lead),
         )
+
+    def round(self) -> Round:
+        """Return the matrix of one round: 1 - a is s (heavy ball) or (1 + b) s, T_12 T_21 is -b s or -b^2 s."""
+        _, trace, _, lead = self.pieces()
+        cross = self.step * -self.momentum
+        reach = doubled.where(self.nesterov, (2 - self.decay) * self.step, self.step)
+        corner = doubled.where(self.nesterov, trace - self.momentum, 1 - self.step)
+        return Round(reach, corner, doubled.where(self.nesterov, cross * self.momentum, cross), lead)
 
     def regime(self) -> NDArray[np.str_]:
         """Return the names of `REGIMES`."""
         disc, trace, _, _ = self.pieces()
         # The sign of D = b (1 - s); the product may underflow.
-        sign = np.sign(self.momentum) * np.where(self.nesterov & ~self.linear, np.sign((1 - self.step).hi), 1)
+        sign = np.sign(self.momentum) * np.where(self.nesterov, np.sign((1 - self.step).hi), 1)
         names = np.where(trace.hi > 0, "real_below", "real_above").astype("U20")
         names[sign < 0] = "negative_determinant"
         names[disc.hi < 0] = "oscillatory"
@@ -128,37 +130,29 @@ class Mode(Arrays):
             angle = np.arctan2(half, trace.hi / 2)
             shift = np.arctan2(lead.hi / 2, half)
             delay = np.arctan2(half, -lead.hi / 2)  # not shift + pi/2, which would lose the digits of a small one
-            log_rho = self._log_rho()
             amplitude = np.log(np.hypot(half, lead.hi / 2) / half)
-        return Oscillation(angle, shift, delay, np.where(turning, log_rho, np.nan), amplitude)
+        return Oscillation(angle, shift, delay, np.where(turning, self._log_rho(), np.nan), amplitude)
 
     def _log_rho(self) -> Floats:
-        """Return the log sqrt(D), D > 0."""
-        b, w, s = self.momentum, self.decay, self.step
+        """Return log sqrt(D), D > 0."""
+        b, w, s = self.momentum, self.decay.hi, self.step.hi
         with np.errstate(divide="ignore", invalid="ignore"):
-            log_b = np.where(b > 0.5, np.log1p(-w.hi), np.log(b))
-            free = (1 - s).hi  # by its own digits: next to s = 1 those of s are not enough
-            log_free = np.where(s.hi < 0.5, np.log1p(-s.hi), np.log(free))
-            return (log_b + np.where(self.nesterov & ~self.linear, log_free, 0.0)) / 2
+            log_b = np.where(b > 0.5, np.log1p(-w), np.log(b))
+            free = (1 - self.step).hi  # by its own digits: next to s = 1 those of s are not enough
+            log_free = np.where(s < 0.5, np.log1p(-s), np.log(free))
+            return (log_b + np.where(self.nesterov, log_free, 0.0)) / 2
 
     def log_radius(self) -> Floats:
         """Return the log of the spectral radius of T."""
         disc, trace, determinant, _ = self.pieces()
-        w = self.decay
-        s = np.where(self.linear, 0.0, self.step.hi)
-        positive = trace.hi > 0
+        w, s, positive = self.decay.hi, self.step.hi, trace.hi > 0
         size = doubled.where(positive, trace, -trace)
         with np.errstate(divide="ignore", invalid="ignore"):
             half = np.sqrt(np.maximum(disc.hi, 0)) / 2
             radius = size.hi / 2 + half  # |l1|, the larger root: no cancellation
             # Near 1 by |l1| - 1 = half - u with u = 1 - |tr|/2, where (half - u)(half + u) = -(1 - |tr| + D).
-            u = np.where(positive, np.where(self.nesterov, w.hi + (2 - w.hi) * s, w.hi + s) / 2, (1 - size * 0.5).hi)
+            u = np.where(positive, np.where(self.nesterov, w + (2 - w) * s, w + s) / 2, (1 - size * 0.5).hi)
             product = np.where(positive, s, ((1 - size) + determinant).hi)
             excess = np.where(u > 0, -product / (u + half), half - u)
             real = np.where(radius > 0.5, np.log1p(excess), np.log(radius))
-            small = np.where(self.linear, -self.real_size(self.step.hi / w.hi), real)
-            return np.where(disc.hi < 0, self._log_rho(), small)
-
-    def real_size(self, values: Floats) -> Floats:
-        """Return a quantity proportional to the step, which was computed with the mantissas, in its true size."""
-        return np.ldexp(values, np.maximum(self.exponent, -3000))  # ldexp takes C ints
+            return np.where(disc.hi < 0, self._log_rho(), real)

@@ -5,8 +5,6 @@ An argument out of its range is a ValueError that names the function, the argume
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations_with_replacement
 from typing import Any, TypeAlias
@@ -18,8 +16,8 @@ from scipy.special import logsumexp
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.scheduled import AtRounds
 from twophase.rule import OuterRule
-from twophase.theory.contraction import log_restart_factor, restart_table
-from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_modes, check_sigma, check_weights
+from twophase.theory.contraction import restart_table
+from twophase.theory.inputs import Floats, check_count, check_counts, check_modes, check_sigma, check_weights
 from twophase.theory.periods import log_final_loss
 
 Counts: TypeAlias = NDArray[np.int64]
@@ -28,36 +26,6 @@ _TIE = 1e-12  # relative difference below which two single periods are equally g
 _LARGEST_RATE = 1e4  # of a mode in the linear program, in units of the slowest one's: exact zeros have an infinite one
 _SMALL_SHARE = 1e-9  # of the rounds, below which a period is not part of a mix
 _PAIRS_UP_TO = 24  # periods up to which the search also exchanges pairs of cycles
-
-
-def schedule_factor(rule: Rules, sigma: ArrayLike, cycles: Sequence[int] | Mapping[int, int]) -> tuple[Any, Any]:
-    """Return the sign and log of what a sequence of cycles leaves of a mode: `prod_i chi_{K_i}(sigma)`.
-
-    Each cycle begins with an empty buffer, so only the number of cycles of each length matters, not their order
-    (losses on the way do depend on it). An unfinished last cycle of r rounds is one more cycle of length r.
-
-    Args:
-        rule: one rule or an array of rules.
-        sigma: effective progress in [0, 1].
-        cycles: lengths in any order, or a mapping from length to count.
-
-    Returns:
-        (sign, log), as `log_restart_factor`.
-
-    Source: theory note R23.
-
-    >>> sign, log = schedule_factor(OuterRule(1.0, 0.9, form="ema"), 0.95, {5: 2, 3: 1})
-    >>> round(float(sign * np.exp(log) * 1e5), 3)
-    4.926
-    """
-    counts = cycles if isinstance(cycles, Mapping) else Counter(cycles)
-    check_counts("schedule_factor", "a count", list(counts.values()) or [0], 0)
-    sign, total = log_restart_factor(rule, sigma, 0)  # nothing done yet: 1, of the right shape
-    for length, count in sorted(counts.items()):
-        cycle_sign, log = log_restart_factor(rule, sigma, check_counts("schedule_factor", "a length", length))
-        if count:
-            sign, total = sign * cycle_sign ** (2 - count % 2), total + count * log
-    return sign, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +166,8 @@ def best_schedule(
         residual = sum(count * table[k] for k, count in counts.items()) + table[tail]
         log_loss = float(logsumexp(2 * residual + log_weights) - np.log(2))
     never = float(log_final_loss(rule, values, total, total, shares[counted]))
-    return Schedule({}, total, never) if never <= log_loss else Schedule(counts, tail, log_loss)
+    slack = _TIE * abs(log_loss) if np.isfinite(log_loss) else 0.0
+    return Schedule({}, total, never) if never <= log_loss + slack else Schedule(counts, tail, log_loss)
 
 
 class _Search:

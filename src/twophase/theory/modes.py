@@ -136,8 +136,7 @@ def effective_step(rule: Rules, sigma: ArrayLike) -> Any:
     >>> float(effective_step(OuterRule(2.0, 0.75, form="ema"), 0.5))
     0.25
     """
-    mode = Mode.of("effective_step", rule, sigma)
-    return mode.real_size(mode.step.hi)[()]
+    return Mode.of("effective_step", rule, sigma).step.hi[()]
 
 
 def transition(rule: Rules, sigma: ArrayLike) -> Floats:

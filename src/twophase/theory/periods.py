@@ -83,7 +83,7 @@ def rounding_bound(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
     turn, b = mode.oscillation(), mode.momentum
     nesterov = 1 - b * (np.sqrt(5 + 4 * b) - 1) ** 2 / (4 * (1 + b) ** 2)
     limit = np.where(mode.nesterov, nesterov, 1 + np.sqrt(b))
-    holds = ~np.isnan(turn.phase) & (np.where(mode.linear, 0.0, mode.step.hi) <= limit)
+    holds = ~np.isnan(turn.phase) & (mode.step.hi <= limit)
     return holds[()], (np.exp(turn.log_amplitude) * np.sin(turn.phase / 2))[()]
 
 

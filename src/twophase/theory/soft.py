@@ -1,8 +1,6 @@
 """Solve soft restarts `m <- retain m + inject g` in closed form, and some optimizers' accidental warm restart.
 
 Soft restarts happen after the ordinary update of a round, with g the pseudo-gradient that the round has just used.
-Functions take `rule`, one `OuterRule` or an array of them, `sigma` in [0, 1] and a `period` in rounds, which broadcast.
-Anything else is a ValueError that names the function, the argument and the entry.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from numpy.typing import ArrayLike
 from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_sigma, rule_arrays
 from twophase.theory.kernel import Mode
 from twophase.theory.modes import transition
-from twophase.theory.powers import Column
+from twophase.theory.powers import Power, power
 
 
 def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
@@ -46,52 +44,19 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
     """
     where = "soft_restart"
     rules = rule_arrays(where, rule)
-    mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
-    shape = np.broadcast_shapes(mode.shape, periods.shape)
-    for name, values in (("momentum", rules.momentum), ("lr", rules.lr), ("sigma", np.asarray(sigma, dtype=float))):
+    for name, values in (("momentum", rules.momentum), ("lr", rules.lr), ("sigma", check_sigma(where, sigma))):
         if np.any(values == 0):
             raise ValueError(f"{where}: {name} is 0; it must be positive, there is nothing to restart otherwise")
-    modes, column, size = _column(mode, periods, shape)
-    x, n = column.x.hi, column.n.hi
-    if np.any(n == 0):
+    shape, mode, state = _after(where, rule, sigma, period)
+    if np.any(state.p.hi == 0):
         raise ValueError(f"{where}: after period {period} this mode leaves no trace in the buffer; use another period")
-    # x and n bear the same power of 2, which underflows where their quotient does not; so do n and the step.
+    ratio = state.x.hi / state.p.hi  # they bear the same power of 2, which underflows where their quotient does not
     injection = np.broadcast_to(rules.injection, shape).reshape(-1)
     with np.errstate(over="ignore", divide="ignore"):
-        retain = -(x / n) * modes.step.hi / modes.momentum
-        ahead = np.where(modes.nesterov, (1 - modes.step * size).hi / modes.momentum, 1.0)
-        inject = injection * (x / n) / modes.momentum * ahead / size
+        retain = -ratio / mode.momentum
+        ahead = np.where(mode.nesterov, (1 - mode.step).hi / mode.momentum, 1.0)
+        inject = injection * ratio / mode.momentum * ahead / mode.step.hi
     return (retain + 0.0).reshape(shape)[()], (inject + 0.0).reshape(shape)[()]
-
-
-def best_injection(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
-    """Return the fastest injection, and its rate, for heavy ball with `m <- inject g` after every round.
-
-    `inject = (1-s)^2 / (4 lr b sigma)`, on the rule's own buffer; the spectral radius is then `|1-s| / 2` a round.
-
-    Returns:
-        (inject, rate), the rate in nats a round.
-
-    Raises:
-        ValueError: a Nesterov rule; momentum, lr or sigma 0.
-
-    Source: theory note R27.
-
-    >>> inject, rate = best_injection(OuterRule(1.0, 0.5, form="ema"), 1.0)
-    >>> float(inject), round(float(rate), 3)
-    (0.125, 1.386)
-    """
-    where = "best_injection"
-    rules, values = rule_arrays(where, rule), check_sigma(where, sigma)
-    if np.any(rules.nesterov):
-        raise ValueError(f"{where}: the rule looks ahead; the closed form is that of heavy ball (nesterov=False)")
-    scale = 4 * rules.lr * rules.momentum * values
-    if np.any(scale == 0):
-        raise ValueError(f"{where}: lr, momentum or sigma is 0; all must be positive")
-    mode = Mode.of(where, rule, sigma)
-    factor = (1 - mode.step * _size(mode)).hi
-    with np.errstate(divide="ignore", over="ignore"):
-        return (factor * factor / scale)[()], -np.log(np.abs(factor) / 2)[()]
 
 
 def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0, inject: float = 0.0) -> Floats:
@@ -112,7 +77,7 @@ def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0
     t, values = transition(rule, sigma), check_sigma("cycle_matrix", sigma)
     before = np.linalg.matrix_power(t, rounds - 1)
     last = t @ before
-    below = retain * last[..., 1, :] + inject * np.asarray(values)[..., None] * before[..., 0, :]
+    below = retain * last[..., 1, :] + inject * values[..., None] * before[..., 0, :]
     return np.stack([last[..., 0, :], below], axis=-2)
 
 
@@ -128,23 +93,17 @@ def warm_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any
     >>> warm_restart_factor(OuterRule(1.0, 0.9, form="ema"), 1.0, [1, 2, 3]).round(2).tolist()
     [0.0, -0.9, -1.62]
     """
-    where = "warm_restart_factor"
+    shape, mode, state = _after("warm_restart_factor", rule, sigma, period)
+    b = mode.momentum
+    # sigma [T^K]_12 = -lr sigma b^(1 or 2) p_K in EMA form, lr sigma = s / (1-b).
+    residual = state.x.hi - b * np.where(mode.nesterov, b, 1.0) * state.p.hi * mode.step.hi / mode.decay.hi
+    with np.errstate(over="ignore"):
+        return np.ldexp(residual, np.clip(state.exponent, -3000, 3000)).reshape(shape)[()]
+
+
+def _after(where: str, rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[tuple[int, ...], Mode, Power]:
+    """Return the broadcast shape, and along one axis the modes and their T^K."""
     mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
     shape = np.broadcast_shapes(mode.shape, periods.shape)
-    modes, column, size = _column(mode, periods, shape)
-    b = modes.momentum
-    # sigma [T^K]_12 = -lr sigma b^(1 or 2) p_K in EMA form, lr sigma = s / (1-b), p_K = n / s.
-    residual = column.x.hi - b * np.where(modes.nesterov, b, 1.0) * column.n.hi * size / modes.decay.hi
-    with np.errstate(over="ignore"):
-        return np.ldexp(residual, np.clip(column.exponent, -3000, 3000)).reshape(shape)[()]
-
-
-def _column(mode: Mode, periods: Any, shape: tuple[int, ...]) -> tuple[Mode, Column, Floats]:
-    """Return the modes along one axis, their state from (1, 0) after K rounds, and `_size`; n is lr times m."""
     modes = mode.each(lambda array: np.broadcast_to(array, shape).ravel())
-    return modes, Column.power(modes, np.broadcast_to(periods, shape).ravel()), _size(modes)
-
-
-def _size(mode: Mode) -> Floats:
-    """Return the power of 2 that step and buffer of a mode lack."""
-    return mode.real_size(np.ones(mode.shape))
+    return shape, modes, power(modes, np.broadcast_to(periods, shape).ravel())
