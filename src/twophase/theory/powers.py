@@ -1,6 +1,6 @@
 """Raise the one-round matrix T to powers: one power for each mode, or all of them in a table.
 
-All powers of a T commute, and two numbers hold one: x = [T^K]_11 = chi_K and p with `[T^K]_21 = p T_21`. They have
+All powers of a T commute, and two numbers hold matrix: x = [T^K]_11 = chi_K and p with `[T^K]_21 = p T_21`. They have
 twice a double's digits and a separate exponent; a mode that has barely moved also has its deficit d = 1 - x.
 """
 
@@ -37,31 +37,33 @@ class Power(Arrays):
     slow: NDArray[np.bool_]
 
     @classmethod
-    def zeroth(cls, one: Round) -> Power:
+    def zeroth(cls, matrix: Round) -> Power:
         """Return T^0."""
-        zero = np.zeros_like(one.reach.hi)
+        zero = np.zeros_like(matrix.reach.hi)
         nothing = Doubled(zero, zero)
         return cls(Doubled(zero + 1, zero), nothing, nothing, zero.astype(np.int64), zero == 0)
 
     @classmethod
-    def first(cls, one: Round) -> Power:
+    def first(cls, matrix: Round) -> Power:
         """Return T."""
-        zero, slow = np.zeros_like(one.reach.hi), np.abs(one.reach.hi) <= 0.5
-        return cls(one.corner, _kept(one.reach, slow), Doubled(zero + 1, zero), zero.astype(np.int64), slow)
+        zero, slow = np.zeros_like(matrix.reach.hi), np.abs(matrix.reach.hi) <= 0.5
+        return cls(
+            matrix.corner, _small_deficit(matrix.reach, slow), Doubled(zero + 1, zero), zero.astype(np.int64), slow
+        )
 
-    def times(self, other: Power, one: Round) -> Power:
+    def times(self, other: Power, matrix: Round) -> Power:
         """Return the product with another power of the same T."""
-        turn = one.cross * (self.p * other.p)
+        turn = matrix.cross * (self.p * other.p)
         d = self.d + other.d - self.d * other.d - turn
         slow = self.slow & other.slow & (np.abs(d.hi) <= 0.5)
         x = doubled.where(slow, 1 - d, self.x * other.x + turn)
-        p = self.p * other.x + (self.x - one.lead * self.p) * other.p
+        p = self.p * other.x + (self.x - matrix.lead * self.p) * other.p
         exponent = self.exponent + other.exponent
         size = np.maximum(np.abs(x.hi), np.abs(p.hi))
         if np.any(((size < 1e-60) | (size > 1e60)) & ~slow):  # back to a comfortable range, exactly
             shift = np.where(slow, 0, np.frexp(size)[1])
             x, p, exponent = x.scaled(-shift), p.scaled(-shift), exponent + shift
-        return Power(x, _kept(d, slow), p, exponent, slow)
+        return Power(x, _small_deficit(d, slow), p, exponent, slow)
 
     def log_factor(self) -> tuple[Signs, Floats]:
         """Return the sign and log of |chi| = |x|."""
@@ -78,15 +80,15 @@ class Power(Arrays):
 
 def power(mode: Mode, periods: Whole) -> Power:
     """Return T^K of modes along one axis, each for its own K, by repeated squaring."""
-    one = mode.round()
-    block, result, rest = Power.first(one), Power.zeroth(one), periods.copy()
+    matrix = mode.round()
+    block, result, rest = Power.first(matrix), Power.zeroth(matrix), periods.copy()
     while rest.any():
         odd = (rest & 1).astype(bool)
         if odd.any():
-            result = doubled.where(odd, result.times(block, one), result)
+            result = doubled.where(odd, result.times(block, matrix), result)
         rest >>= 1
         if rest.any():
-            block = block.times(block, one)
+            block = block.times(block, matrix)
     return result
 
 
@@ -102,8 +104,8 @@ def log_factors(mode: Mode, places: Whole, periods: Whole) -> tuple[Signs, Float
 def table(mode: Mode, rounds: int) -> tuple[Signs, Floats]:
     """Return the sign and log|chi_K| of modes along one axis for K = 1 ... rounds, each of shape (rounds, modes).
 
-    T^K is a coarse power times a fine one, both exact; the product is in doubles. Where its terms cancel, or |chi| is
-    next to 1, it is computed again with twice the digits.
+    T^K is a coarse power times a fine power, both with twice the digits; the product is in doubles. Where its terms
+    cancel, or |chi| is next to 1, it is computed again from both.
     """
     stretch = 1 << (rounds.bit_length() // 2)
     stretches = -(-rounds // stretch)
@@ -116,45 +118,47 @@ def table(mode: Mode, rounds: int) -> tuple[Signs, Floats]:
     return sign.reshape(shape)[:rounds], log.reshape(shape)[:rounds]
 
 
-def _powers(base: Power, one: Round, count: int) -> Power:
+def _powers(base: Power, matrix: Round, count: int) -> Power:
     """Return base^1 ... base^count along a new first axis, by doubling."""
     powers = base[None]
     while len(powers.slow) < count:
-        more = powers.times(powers[-1], one)
+        more = powers.times(powers[-1], matrix)
         powers = powers.each(lambda few, others: np.concatenate([few, others]), more)
     return powers[:count]
 
 
-def _fill(one: Round, sign: Signs, log: Floats) -> None:
+def _fill(matrix: Round, sign: Signs, log: Floats) -> None:
     """Fill the tables of some modes, of shape (stretches, rounds of a stretch, modes)."""
     stretches, stretch, _ = log.shape
-    fine = _powers(Power.first(one), one, stretch)
-    coarse = Power.zeroth(one)[None]
+    fine = _powers(Power.first(matrix), matrix, stretch)
+    coarse = Power.zeroth(matrix)[None]
     if stretches > 1:
-        more = _powers(fine[-1], one, stretches - 1)
+        more = _powers(fine[-1], matrix, stretches - 1)
         coarse = coarse.each(lambda zeroth, others: np.concatenate([zeroth, others]), more)
     rows = max(1, _BLOCK // fine.slow.size)
     for begin in range(0, stretches, rows):
         block = slice(begin, begin + rows)
-        left, right = coarse[block][:, None], fine[None]
-        turn = (one.cross.hi * left.p.hi) * right.p.hi
-        plain = left.x.hi * right.x.hi
+        start, within = coarse[block][:, None], fine[None]
+        turn = (matrix.cross.hi * start.p.hi) * within.p.hi
+        plain = start.x.hi * within.x.hi
         x = plain + turn
-        d = left.d.hi + right.d.hi * left.x.hi - turn
-        slow = left.slow & right.slow & (np.abs(d) <= 0.5)
+        d = start.d.hi + within.d.hi * start.x.hi - turn
+        slow = start.slow & within.slow & (np.abs(d) <= 0.5)
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log(np.abs(x))
-            logs += (left.exponent + right.exponent) * _LOG_2
+            logs += (start.exponent + within.exponent) * _LOG_2
             unsure = ~(np.abs(plain) + np.abs(turn) <= _CANCELLATION * np.abs(x * logs)) & ~slow
         logs[slow] = np.log1p(-d[slow]) + 0.0
         signs = np.sign(x)
         places = np.nonzero(unsure)
         if places[0].size:
             row, k, column = places
-            signs[places], logs[places] = coarse[begin + row, column].times(fine[k, column], one[column]).log_factor()
+            signs[places], logs[places] = (
+                coarse[begin + row, column].times(fine[k, column], matrix[column]).log_factor()
+            )
         sign[block], log[block] = signs, logs
 
 
-def _kept(d: Doubled, slow: NDArray[np.bool_]) -> Doubled:
+def _small_deficit(d: Doubled, slow: NDArray[np.bool_]) -> Doubled:
     """Return the deficit while it is of use; 0 afterwards, so that it cannot overflow."""
     return d.each(lambda part: np.where(slow, part, 0.0))
