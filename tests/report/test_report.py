@@ -22,9 +22,7 @@ from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import read_sweep
 from twophase.runs.record import read_record
 from twophase.sweep.grid import Axis, Sweep, product
-from twophase.sweep.plan import plan
 from twophase.sweep.table import read_rows, rows_of, write_rows
-from twophase.sweep.work import Work
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -118,12 +116,11 @@ def test_blocks_have_rows_and_curves_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_environment_and_times(tmp_path: Path) -> None:
-    """The corpus is a list of its parts, phases are in milliseconds, and no line ends inside of a bracket."""
+    """Each part of the environment has a line, phases are in milliseconds, and no line ends inside of a bracket."""
     write_run(tmp_path, SUM, [0.3], 9)
-    corpus = {"corpus": "python", "held_out_documents": 264, "share": [1, 2]}
-    (tmp_path / "env.json").write_text(json.dumps({"corpus": corpus}))
+    (tmp_path / "env.json").write_text(json.dumps({"corpus": {"name": "python", "share": [1, 2]}}))
     text = harmless(page_of(tmp_path))
-    assert "<ul><li>corpus: python</li><li>held out documents: 264</li><li>share: 1 2</li></ul>" in text
+    assert '<th scope="row">corpus.share</th><td>1 2</td>' in text
     assert '<th scope="row">outer</th><td class="n">2</td><td class="n">18</td>' in text
     assert "&lt;update,\N{NO-BREAK SPACE}g&gt;" in text
 
@@ -351,28 +348,6 @@ def test_a_paired_control_stands_with_its_pairs(tmp_path: Path) -> None:
     assert re.findall(r"<small>lr ([^<]*)<", heatmap) == ["0.15", "0.35", "0.27", "0.63"]
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_sweep_without_its_table(made: tuple[Path, Sweep], sweep_folder: Path, planned: bool) -> None:
-    """While there is no table the cells come from description, plan and summaries, and are those of the table."""
-    sweep = made[1]
-    table = sweep_folder / "cells.csv"
-    first, _, twin, done, *_ = sweep.runs
-    if planned:  # a cell whose run another one stands for has its result
-        shutil.rmtree(sweep_folder / "runs" / twin)
-        work = Work.of(sweep_folder, sweep, plan(sweep), merge=True, most=100, texts={})
-        object.__setattr__(work, "stands_for", {twin: done})
-        work.write()
-        paths = (sweep_folder / "runs").iterdir()
-        summaries = {path.name: json.loads((path / "summary.json").read_text()) for path in paths}
-        write_rows(table, rows_of(sweep, summaries, (), {twin: done}))
-        assert first in summaries
-    rows = read_rows(table)
-    table.unlink()
-    assert "cells.csv is missing" in written(sweep_folder)
-    assert read_sweep(sweep_folder).rows == rows
-    assert {row.twin_of for row in rows} == ({None, done} if planned else {None})
-
-
 def test_runs_that_are_gone_or_damaged(sweep_folder: Path) -> None:
     """The page of a sweep counts the runs with a result and no sound folder, and names the first."""
     names = [row.run for row in read_rows(sweep_folder / "cells.csv") if row.state == "finished"]
@@ -414,6 +389,7 @@ MISTAKES: dict[str, Callable[[Path, Path], list[object]]] = {
     "--watch 0": lambda run, _: [run, "--watch", "0"],
     "cannot be written (Is a directory)": lambda run, _: [run, "--out", run],
     "cannot be written (No such file": lambda run, _: [run, "--out", run / "no" / "page.html"],
+    "cells.csv: cannot be read": lambda run, sweep: [(sweep / "cells.csv").rename(run / "moved").parent and sweep],
     "cells.csv: holds no cells, only": lambda _, sweep: [
         damage(sweep, "cells.csv", (sweep / "cells.csv").read_text().splitlines()[0] + "\n")
     ],

@@ -34,21 +34,15 @@ def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     _check(options)
     page = options.out or options.folder / REPORT
-    pages_written: _States = {}
-
-    def once(refresh: float) -> bool:
-        if is_sweep(options.folder):
-            return _sweep(options, page, refresh, pages_written)
-        return _run(options, page, refresh)
-
+    states: _States = {}
     if options.watch is not None:
         print(f"watching {options.folder}; the page is {page}, Ctrl-C ends the watch", flush=True)
         try:
-            while once(options.watch):
+            while _write_page(options, page, options.watch, states):
                 time.sleep(options.watch)
         except KeyboardInterrupt:
             print(file=sys.stderr)
-    once(0)  # without the script that shows the newest
+    _write_page(options, page, 0, states)  # without the script that shows the newest
     return 0
 
 
@@ -57,39 +51,21 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN|SWEEP", help="folder of the run or sweep, its --out")
     add("--out", type=Path, metavar="FILE", help="the page to write (report.html in the folder)")
-    add(
-        "--watch",
-        type=float,
-        nargs="?",
-        const=WATCH_SECONDS,
-        metavar="SECONDS",
-        help=f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g}); it then shows the "
-        "newest by itself, until that is switched off on it",
+    watch = (
+        f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g}); it then shows the "
+        "newest by itself, until that is switched off on it"
     )
+    add("--watch", type=float, nargs="?", const=WATCH_SECONDS, metavar="SECONDS", help=watch)
     add("--runs", action="store_true", help="of a sweep: also write the report of each of its runs")
-    add(
-        "--within",
-        type=float,
-        nargs="+",
-        default=WITHIN,
-        metavar="X",
-        help="of a sweep: distances from the best of all that robustness areas are given for, relative "
-        f"(default {' '.join(map(str, WITHIN))})",
+    within = (
+        "of a sweep: distances from the best of all that robustness areas are given for, relative "
+        f"(default {' '.join(map(str, WITHIN))})"
     )
-    add(
-        "--controls",
-        nargs="+",
-        default=(),
-        metavar="ARM",
-        help="of a sweep: further arms to compare the others with, besides linked and momentum-free ones",
-    )
-    add(
-        "--where",
-        nargs="+",
-        default=(),
-        metavar="PATH=VALUE",
-        help="of a sweep: judge only the cells with these values, such as inner_steps=20",
-    )
+    add("--within", type=float, nargs="+", default=WITHIN, metavar="X", help=within)
+    controls = "of a sweep: further arms to compare the others with, besides linked and momentum-free ones"
+    add("--controls", nargs="+", default=(), metavar="ARM", help=controls)
+    where = "of a sweep: judge only the cells with these values, such as inner_steps=20"
+    add("--where", nargs="+", default=(), metavar="PATH=VALUE", help=where)
     return parser
 
 
@@ -113,14 +89,15 @@ def _write(path: Path, text: str) -> None:
         ) from None
 
 
-def _run(options: argparse.Namespace, page: Path, refresh: float) -> bool:
-    """Write a run's page; return whether the run goes on."""
+def _write_page(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
+    """Write the page of a run or a sweep, and at the end say it in words; return whether the run goes on."""
+    if is_sweep(options.folder):
+        return _sweep(options, page, refresh, states)
     record = read_record(options.folder, config_paths())
     diagnosis = diagnose(record)
     _write(page, run_report(record, diagnosis, refresh=refresh, back=_back(record, page)))
     if not refresh:
-        print(describe_diagnosis(diagnosis, str(options.folder)))
-        print(f"\nreport {page}")
+        print(f"{describe_diagnosis(diagnosis, str(options.folder))}\n\nreport {page}")
     return record.state == "unfinished"
 
 
@@ -132,47 +109,46 @@ def _back(record: RunRecord, page: Path) -> str | None:
     return relative(report, page.parent) if belongs else None
 
 
-def _sweep(options: argparse.Namespace, page: Path, refresh: float, pages_written: _States) -> bool:
+def _sweep(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
     """Write a sweep's page, and those of its runs if they are asked for; return whether it goes on."""
     where = dict(word.split("=", 1) for word in options.where)
     record = read_sweep(options.folder, where, page.parent)
     if options.runs:
-        record.problems += _write_runs(options.folder / RUNS, page, pages_written)
+        record.problems += _write_runs(options.folder / RUNS, page, states)
     within, controls = tuple(options.within), tuple(options.controls)
     _write(page, sweep_report(record, within=within, controls=controls, refresh=refresh))
     if not refresh:
         judged = verdict(record.rows, within, controls)
         paths = write(judged, options.folder, where)
-        count = len(pages_written)
-        more = f", and {'that' if count == 1 else 'those'} of {counted(count, 'run')}" if count else ""
+        more = f", and {'that' if len(states) == 1 else 'those'} of {counted(len(states), 'run')}" if states else ""
         print("\n".join([describe(judged), "", *map(str, paths), f"report {page}{more}"]))
     return record.going
 
 
-def _write_runs(runs: Path, page: Path, pages_written: _States) -> list[str]:
+def _write_runs(runs: Path, page: Path, states: _States) -> list[str]:
     """Write each run's own page into its folder, if it has changed; return why damaged runs have none.
 
     Args:
         runs: the folder of the runs.
         page: of the sweep.
-        pages_written: the size and time of each run's files when its page was written; brought up to date here.
+        states: the size and time of each run's files when its page was written; brought up to date here.
     """
     faults: list[str] = []
-    states: _States = {}
-    for folder in sorted(runs.iterdir()) if runs.is_dir() else []:
-        if is_run(folder):
-            files = [(folder / name).stat() for name in _FILES if (folder / name).exists()]
-            states[folder] = [(file.st_size, file.st_mtime_ns) for file in files]
-    changed = [folder for folder, state in states.items() if pages_written.get(folder) != state]
+    changed: _States = {}
+    for folder in filter(is_run, sorted(runs.iterdir()) if runs.is_dir() else []):
+        files = [(folder / name).stat() for name in _FILES if (folder / name).exists()]
+        state = [(file.st_size, file.st_mtime_ns) for file in files]
+        if states.get(folder) != state:
+            changed[folder] = state
     # The later turns of a watch have a page or two to write.
-    with meter("pages", len(changed), quiet=bool(pages_written) or not changed) as show:
-        for count, folder in enumerate(changed, start=1):
+    with meter("pages", len(changed), quiet=bool(states) or not changed) as show:
+        for count, (folder, state) in enumerate(changed.items(), start=1):
             try:
                 record = read_record(folder, config_paths())
             except UsageError as error:  # the other runs still get their pages
                 faults.append(str(error))
                 continue
             _write(folder / REPORT, run_report(record, diagnose(record), back=relative(page, folder)))
-            pages_written[folder] = states[folder]
+            states[folder] = state
             show(count, folder.name)
     return faults

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twophase.base.files import table_text
-from twophase.figures.style import DIVERGED, HATCH, INK, PAPER, new_figure, rendered, styled, write_files
-from twophase.sweep.table import State, readable
+from twophase.figures.style import DIVERGED, HATCH, INK, PAPER, log_ticks, new_figure, rendered, styled, write_files
+from twophase.sweep.table import Setting, State, readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,22 +30,22 @@ class Panel:
         title: above it.
         x: values of the horizontal axis, from left to right.
         y: values of the vertical axis, from bottom to top.
-        values: one list a y value, one entry an x value; None where there is no number.
-        states: of the same shape; only `finished` cells are coloured.
+        cells: one row a y value, one cell an x value: its state, and its value if it has finished, else None.
     """
 
     title: str
     x: Sequence[Any]
     y: Sequence[Any]
-    values: Sequence[Sequence[float | None]]
-    states: Sequence[Sequence[State]]
+    cells: Sequence[Sequence[tuple[State, float | None]]]
 
-    def cells(self) -> Iterator[tuple[int, int, State, float | None]]:
-        """Column, row, state and value of every cell; a value only where the cell has finished with a number."""
-        for j, (values, states) in enumerate(zip(self.values, self.states, strict=True)):
-            for i, (value, state) in enumerate(zip(values, states, strict=True)):
-                finished = state == "finished" and value is not None and math.isfinite(value)
-                yield i, j, "missing" if state == "finished" and not finished else state, value if finished else None
+    def tiles(self) -> list[tuple[int, int, State, float | None]]:
+        """Return column, row, state and value of every cell."""
+        return [(i, j, *cell) for j, row in enumerate(self.cells) for i, cell in enumerate(row)]
+
+
+def tile(setting: Setting | None) -> tuple[State, float | None]:
+    """Return a setting as a cell of a panel; one that is not there is missing."""
+    return (setting.state, setting.perplexity) if setting else ("missing", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def heatmaps(
     the region within the scale's bound is outlined. The files are byte for byte the same for the same input.
 
     Args:
-        panels: rows of panels, all rows of one length.
+        panels: rows of panels, at least one, all rows of one length.
         x_label: name of the horizontal axis.
         y_label: name of the vertical axis.
         colour_label: what the numbers are, with their unit.
@@ -107,18 +107,10 @@ def heatmaps(
         The paths written.
 
     Raises:
-        ValueError: no panels, or rows or panels of uneven shape.
         UsageError: matplotlib is not installed, or the files cannot be written.
     """
-    if not panels or not panels[0] or len({len(row) for row in panels}) != 1:
-        shape = [len(row) for row in panels]
-        raise ValueError(f"heatmaps: rows of {shape} panels; give rows of one length, at least 1")
     every = [panel for row in panels for panel in row]
-    for panel in every:
-        shape = [len(panel.x)] * len(panel.y)
-        if not sum(shape) or any([len(row) for row in grid] != shape for grid in (panel.values, panel.states)):
-            raise ValueError(f"heatmaps: panel {panel.title!r}: its values and states must be in rows of {shape}")
-    shown = [value for panel in every for *_, value in panel.cells() if value is not None]
+    shown = [value for panel in every for *_, value in panel.tiles() if value is not None]
     scale = scale or scale_of(shown)
     with styled():
         figure, colours = _draw(panels, scale, x_label, y_label)
@@ -136,7 +128,7 @@ def heatmaps(
             "outlined": value is not None and value <= scale.bound,
         }
         for panel in every
-        for i, j, state, value in panel.cells()
+        for i, j, state, value in panel.tiles()
     ]
     return write_files(path_stem, pictures | {".csv": table_text(rows)})
 
@@ -149,7 +141,7 @@ def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label
     for j, row in enumerate(panels):
         for i, panel in enumerate(row):
             axes: Axes = grid[j, i]
-            draw_tiles(axes, list(panel.cells()), colours=colours, bound=scale.bound)
+            draw_tiles(axes, panel.tiles(), colours=colours, bound=scale.bound)
             axes.set(title=panel.title)
             # Neighbours with the same values share their ticks.
             below = panels[j + 1][i].x if j + 1 < len(panels) else None
@@ -245,7 +237,7 @@ def draw_colour_bar(
     clipped = worst > scale.high * (1 + 1e-9)
     where = {"ax": figure.axes, "aspect": 32, "fraction": 0.05, "pad": 0.02} | where
     bar = figure.colorbar(colours, extend="max" if clipped else "neither", **where)
-    ticks = _ticks(scale.low, scale.high)
+    ticks = log_ticks(scale.low, scale.high)
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.minorticks_off()
     bar.outline.set_visible(False)  # type: ignore[operator] - a spine, which the stubs take for a callable
@@ -267,17 +259,5 @@ def readable_on(colour: Sequence[float]) -> str:
     return PAPER if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else INK
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers for a logarithmic scale, from four to about ten; on a very short one its rounded thirds."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    finest = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
-    for mantissas in ([1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 5, 7], finest):
-        ticks = [float(f"{m * 10.0**k:.3g}") for k in decades for m in mantissas]
-        inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) >= (3 if mantissas is finest else 4):
-            return inside
-    return sorted({float(f"{low * (high / low) ** (k / 3):.3g}") for k in range(4)})
-
-
 def _setting_text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -4,15 +4,56 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.figures.heatmaps import Panel, heatmaps
+from twophase.figures.heatmaps import Panel, heatmaps, tile
 from twophase.sweep.grid import MOMENTUM_FREE
-from twophase.sweep.table import Row, Setting, State, format_table, readable, settings
+from twophase.sweep.table import Row, Setting, format_table, readable, settings
 
 _MOST_PANELS = 24
 _TOP = 10
+
+
+Placed = tuple[Mapping[str, Any], Setting]
+"""The values at which a setting stands, and the setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """The settings that share their values of all axes but two.
+
+    Args:
+        axes: across, up, and the others; the first two are empty where there is none.
+        fixed: the values of the others.
+        rows: one a value of the axis up, in it one place a value of the axis across, with the setting there.
+    """
+
+    axes: Sequence[str]
+    fixed: Mapping[str, Any]
+    rows: Sequence[Sequence[tuple[Mapping[str, Any], Setting | None]]]
+
+
+def cut(placed: Sequence[Placed], axes: Mapping[str, Sequence[Any]]) -> list[Map]:
+    """Cut settings along some axes into maps: the first axis across, the second up, a map for each value of the others.
+
+    Args:
+        placed: the settings with their values of the axes.
+        axes: from dotted path to its values, in their order.
+    """
+    by_place = {tuple(str(values.get(path)) for path in axes): setting for values, setting in placed}
+    across, up, *others = names = [*axes, "", ""][: max(2, len(axes))]
+
+    def at(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], Setting | None]:
+        return values, by_place.get(tuple(str(values[path]) for path in axes))
+
+    maps = []
+    for frame in itertools.product(*(axes[path] for path in others)):
+        fixed = dict(zip(others, frame, strict=True))
+        rows = [[at({across: x, up: y} | fixed) for x in axes.get(across, [None])] for y in axes.get(up, [None])]
+        maps.append(Map(names, fixed, rows))
+    return maps
 
 
 def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
@@ -28,12 +69,20 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
     """
     by_setting = settings(_grid(rows))
     axes = {path: list(dict.fromkeys(setting.values[path] for setting in by_setting)) for path in by_setting[0].values}
-    across, up, *others = [*axes, "", ""][: max(2, len(axes))]
-    frames = list(itertools.product(*(axes[path] for path in others)))
-    if len(frames) > _MOST_PANELS:
+    maps = cut([(setting.values, setting) for setting in by_setting], axes)
+    if len(maps) > _MOST_PANELS:
         return []
+    across, up, *others = maps[0].axes
+    panels = [
+        Panel(
+            ", ".join(f"{path} {value}" for path, value in each.fixed.items()),
+            axes.get(across, [""]),
+            axes.get(up, [""]),
+            [[tile(setting) for _, setting in row] for row in each.rows],
+        )
+        for each in maps
+    ]
     width = len(axes[others[-1]]) if others else 1
-    panels = [_panel(by_setting, axes, across, up, dict(zip(others, frame, strict=True))) for frame in frames]
     return heatmaps(
         [panels[start : start + width] for start in range(0, len(panels), width)],
         x_label=across or "seed",
@@ -63,23 +112,6 @@ def describe(rows: Sequence[Row]) -> str:
 def _grid(rows: Sequence[Row]) -> list[Row]:
     """The rows without controls, whose places are not the grid's."""
     return [row for row in rows if row.control_of is None and row.arm != MOMENTUM_FREE] or list(rows)
-
-
-def _panel(
-    by_setting: Sequence[Setting], axes: Mapping[str, Sequence[Any]], x: str, y: str, fixed: dict[str, Any]
-) -> Panel:
-    at = {
-        (setting.values.get(x), setting.values.get(y)): setting
-        for setting in by_setting
-        if all(setting.values[path] == value for path, value in fixed.items())
-    }
-    acrosses, ups = axes.get(x, [None]), axes.get(y, [None])
-    grid = [[at.get((across, up)) for across in acrosses] for up in ups]
-    values = [[setting.perplexity if setting else None for setting in line] for line in grid]
-    states: list[list[State]] = [[setting.state if setting else "missing" for setting in line] for line in grid]
-    title = ", ".join(f"{path} {value}" for path, value in fixed.items())
-    x_values, y_values = (["" if value is None else value for value in line] for line in (acrosses, ups))
-    return Panel(title, x_values, y_values, values, states)
 
 
 def _seeds_note(by_setting: Sequence[Setting]) -> str:

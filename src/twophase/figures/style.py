@@ -7,6 +7,7 @@ that drawing needs no display and leaves no global state behind.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +102,18 @@ def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -
 def signed(value: float, digits: int = 1) -> str:
     """A number with a true minus sign, for text in figures."""
     return f"{value:.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers for a logarithmic scale, from four to about ten; on a very short one its rounded thirds."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    finest = [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]
+    for mantissas in ([1], [1, 3], [1, 2, 5], [1, 1.5, 2, 3, 5, 7], finest):
+        ticks = [float(f"{m * 10.0**k:.3g}") for k in decades for m in mantissas]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) >= (3 if mantissas is finest else 4):
+            return inside
+    return sorted({float(f"{low * (high / low) ** (k / 3):.3g}") for k in range(4)})
 
 
 def look(number: int, *, every: int | tuple[int, int] | None = None) -> dict[str, Any]:

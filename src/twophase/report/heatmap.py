@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from twophase.figures.heatmaps import Scale, readable_on, scale_of
+from twophase.figures.overview import Placed, cut
 from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.report.page import Html, join, link, minus, scroll, tag
 from twophase.report.sweep_record import SweepRecord
 from twophase.sweep.table import Setting, readable
 
-_MOST_FRAMES, _LONGEST_AXIS = 24, 60
-_Placed = tuple[Mapping[str, Any], Setting]
+_MOST_MAPS, _LONGEST_AXIS = 24, 60
 # From good to bad, by lightness alone in order: the ends and quarters of matplotlib's viridis, reversed.
 _COLOURS = ((253, 231, 37), (94, 201, 98), (33, 145, 140), (59, 82, 139), (68, 1, 84))
 
@@ -67,7 +66,7 @@ def heatmaps(record: SweepRecord, judged: Verdict, cells: Sequence[Setting]) -> 
     yield tag("div", *boxes, class_="maps")
 
 
-def _paired_places(arm: ArmVerdict, cells: Sequence[Setting], record: SweepRecord) -> Sequence[_Placed] | None:
+def _paired_places(arm: ArmVerdict, cells: Sequence[Setting], record: SweepRecord) -> Sequence[Placed] | None:
     """Return the settings of a paired control with the places of the settings that they control.
 
     A paired control has a learning rate of its own for each setting; on its own axes its map would be half empty.
@@ -84,57 +83,58 @@ def _paired_places(arm: ArmVerdict, cells: Sequence[Setting], record: SweepRecor
         for values, setting in zip(partners, settings, strict=True)
         if values is not None
     ]
-    return placed if len({_key(arm, place) for place, _ in placed}) == len(settings) else None
-
-
-def _key(arm: ArmVerdict, place: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(str(place.get(path)) for path in arm.varied)
+    distinct = {tuple(place.items()) for place, _ in placed}
+    return placed if len(distinct) == len(settings) else None
 
 
 def _arm_maps(
-    arm: ArmVerdict, placed: Sequence[_Placed], scale: Scale, best: Setting | None, record: SweepRecord
+    arm: ArmVerdict, placed: Sequence[Placed], scale: Scale, best: Setting | None, record: SweepRecord
 ) -> Iterator[Html]:
-    values = {path: _ordered({place.get(path) for place, _ in placed}) for path in arm.varied}
-    # The first two axes make the map; the others a map for each value.
-    across, up, *others = [*values, "", ""][: max(2, len(values))]
-    columns, lines = values.get(across, [None]), values.get(up, [None])
-    if max(len(columns), len(lines)) > _LONGEST_AXIS:
+    axes = {path: _ordered({place.get(path) for place, _ in placed}) for path in arm.varied}
+    if any(len(values) > _LONGEST_AXIS for values in list(axes.values())[:2]):
         yield tag("p", f"An axis has more than {_LONGEST_AXIS} values; see the table of every cell.")
         return
-    frames = list(itertools.product(*(values[path] for path in others)))
-    if len(frames) > _MOST_FRAMES:
-        yield tag("p", f"The first {_MOST_FRAMES} of {len(frames):,} maps; the table of every cell has all.")
-    by_key = {_key(arm, place): (place, setting) for place, setting in placed}
+    maps = cut(placed, axes)
+    if len(maps) > _MOST_MAPS:
+        yield tag("p", f"The first {_MOST_MAPS} of {len(maps):,} maps; the table of every cell has all.")
     name = arm_name(arm.arm) or "all settings"
-    for frame in frames[:_MOST_FRAMES]:
-        fixed = dict(zip(others, frame, strict=True))
-        rows = []
-        for y in lines:
-            keys = (_key(arm, {across: x, up: y} | fixed) for x in columns)
-            cells = (_cell(by_key.get(key), scale, best, record) for key in keys)
-            rows.append(tag("tr", tag("th", value_text(y) if up else "", scope="row"), *cells))
-        words = [f"{path} {value_text(value)}" for path, value in fixed.items()]
+    for each in maps[:_MOST_MAPS]:
+        across, up, *_ = each.axes
+        words = [f"{path} {value_text(value)}" for path, value in each.fixed.items()]
         words += [f"{way}: {path}" for way, path in (("across", across), ("down", up)) if path]
-        spans = [tag("span", word, class_="once") for word in words]
+        rows = [
+            tag(
+                "tr",
+                tag("th", value_text(y) if up else "", scope="row"),
+                *(_cell(*place, scale, best, record) for place in row),
+            )
+            for y, row in zip(axes.get(up, [None]), each.rows, strict=True)
+        ]
+        heads = (tag("th", value_text(x), scope="col") for x in axes.get(across, [None]))
         element = tag(
             "table",
             # In the corner the names of the axes would take most of a phone's width; the caption wraps.
-            tag("caption", tag("span", f"{name}; ", class_="quiet"), join(spans, "; ")),
-            tag("thead", tag("tr", tag("td"), *(tag("th", value_text(x), scope="col") for x in columns))),
+            tag(
+                "caption",
+                tag("span", f"{name}; ", class_="quiet"),
+                join((tag("span", word, class_="once") for word in words), "; "),
+            ),
+            tag("thead", tag("tr", tag("td"), *heads)),
             tag("tbody", *rows),
             class_="heat",
         )
         yield scroll(element, "; ".join([name, *words]))
 
 
-def _cell(placed: _Placed | None, scale: Scale, best: Setting | None, record: SweepRecord) -> Html:
-    if placed is None:
+def _cell(
+    place: Mapping[str, Any], setting: Setting | None, scale: Scale, best: Setting | None, record: SweepRecord
+) -> Html:
+    if setting is None:
         return tag("td", tag("span", "–"), class_="void", title="the design has no such setting")
-    place, setting = placed
     differences = ", ".join(
         f"{path.rpartition('.')[2]} {value_text(setting.values.get(path), '.3g')}"
         for path, value in place.items()
-        if setting.values.get(path) != value
+        if path and setting.values.get(path) != value
     )
     below, target = tag("small", differences) if differences else None, None
     if len(setting.runs) > 1:

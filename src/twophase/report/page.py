@@ -26,6 +26,8 @@ _INVISIBLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff\ud800-\udfff]"
 )
 _MINUS = re.compile(r"(?<![\w.-])-(?=\.?\d)|(?<=\de)-(?=\d)")
+_NUMBER = re.compile(r"([-\N{MINUS SIGN}+]?[\d.,]+(e[-\N{MINUS SIGN}+]?\d+)?( ?%)?( \(\d+/\d+\))?|\[\S+, \S+\])?")
+"""Nothing, a number, a share with its counts, or an interval."""
 _OPTION = re.compile(r"(--[a-z][a-z-]*(?:\.[a-z-]+)*(?: [\w.]+(?<!\.))?)")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
@@ -125,36 +127,40 @@ def download(text: str, name: str, content: str) -> Html:
 
 
 def table(
-    header: Sequence[object],
-    rows: Iterable[Sequence[object]],
-    *,
-    caption: str,
-    numbers: Sequence[int] = (),
-    hide_caption: bool = False,
+    header: Sequence[object], rows: Sequence[Sequence[object]], *, caption: str, hide_caption: bool = False
 ) -> Html:
-    """Return a table with a caption; the first column heads its rows.
+    """Return a table with a caption; the first column heads its rows, and columns of numbers are set to the right.
 
     Args:
         header: names of the columns.
-        rows: their cells.
+        rows: their cells; None is an empty one.
         caption: what the table shows.
-        numbers: places of the columns of numbers, which are set to the right.
         hide_caption: leave the caption to screen readers, where the heading above says the same.
     """
+    columns = zip(*rows, strict=True) if rows else [("-",)] * len(header)
+    numeric = [all(map(_reads_as_number, column)) for column in columns]
 
-    def looks(place: int, cell: object) -> str | None:
+    def cell(name: str, place: int, content: object, **scope: str) -> Html:
         # A column of long texts needs a least width, or it would become a tower.
-        return "n" if place in numbers else "t" if not isinstance(cell, Html) and len(str(cell)) > 14 else None
+        is_long = not isinstance(content, Html) and len(str(content)) > 14
+        looks = "n" if numeric[place] else "t" if is_long else None
+        shown = minus(str(content)) if numeric[place] and content is not None else content
+        return tag(name, shown, **scope, class_=looks)
 
-    heads = [
-        tag("th", cell, scope="col", class_="n" if place in numbers else None) for place, cell in enumerate(header)
-    ]
-    body = []
-    for first, *others in rows:
-        cells = [tag("td", cell, class_=looks(place, cell)) for place, cell in enumerate(others, start=1)]
-        body.append(tag("tr", tag("th", first, scope="row", class_=looks(0, first)), *cells))
+    heads = (
+        tag("th", title, scope="col", class_="n" if right else None)
+        for title, right in zip(header, numeric, strict=True)
+    )
+    body = (
+        tag("tr", cell("th", 0, row[0], scope="row"), *(cell("td", place, row[place]) for place in range(1, len(row))))
+        for row in rows
+    )
     title = tag("caption", caption, class_="quiet" if hide_caption else None)
     return scroll(tag("table", title, tag("thead", tag("tr", *heads)), tag("tbody", *body)), caption)
+
+
+def _reads_as_number(cell: object) -> bool:
+    return cell is None or (not isinstance(cell, Html) and bool(_NUMBER.fullmatch(str(cell))))
 
 
 def scroll(element: Html, label: str) -> Html:

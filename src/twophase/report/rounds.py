@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from twophase.report.charts import Chart, Curve, figure
-from twophase.report.page import Html, counted, details, join, minus, table, tag, written
+from twophase.report.page import Html, counted, details, join, table, tag, written
 from twophase.runs.record import Block, Column, RunRecord
 
 MOST_BLOCKS = 7
@@ -37,43 +38,36 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
         yield tag("p", f"The charts show the first {len(shown)} of {len(record.blocks)} blocks; the csv files as well.")
     marks = finite(number[record.rounds["restarted"] == 1])
 
+    def chart(name: str, title: str, y_label: str, curves: Sequence[Curve], **options: Any) -> Html | None:
+        return figure(Chart(name, title, "round", y_label, curves, restarts=marks, **options))
+
     def curves(name: str) -> list[Curve]:
         return [Curve(block_name(block.name), number[block.index], _measured(block, name)) for block in shown]
 
-    def norms(name: str, title: str, drawn: Sequence[Curve]) -> Html | None:
-        return figure(Chart(name, title, "round", "Euclidean norm", drawn, log=True, restarts=marks))
-
     if len(shown) < 2:
-        yield norms("norms", "Norms", [Curve(words, number, record.rounds[name]) for name, words in _NORMS.items()])
+        both = [Curve(words, number, record.rounds[name]) for name, words in _NORMS.items()]
+        yield chart("norms", "Norms", "Euclidean norm", both, log=True)
     else:  # a chart each, since a round may be of one fragment alone
         for name, words in _NORMS.items():
-            yield norms(name.replace("_", "-"), f"Norm of the {words}", curves(name))
-    yield figure(
-        Chart(
-            "cosine",
-            "Pseudo-gradient against buffer",
-            "round",
-            "cosine",
-            curves("cosine"),
-            restarts=marks,
-            levels={"0: at a right angle": 0.0},
-            note="Below 0 the pseudo-gradient points against the buffer: the last updates went too far.",
-        )
+            yield chart(name.replace("_", "-"), f"Norm of the {words}", "Euclidean norm", curves(name), log=True)
+    yield chart(
+        "cosine",
+        "Pseudo-gradient against buffer",
+        "cosine",
+        curves("cosine"),
+        level=("0: at a right angle", 0.0),
+        note="Below 0 the pseudo-gradient points against the buffer: the last updates went too far.",
     )
-    yield figure(
-        Chart(
-            "gain",
-            "Outer gain",
-            "round",
-            "gain",
-            curves("gain"),
-            restarts=marks,
-            levels={"1: plain averaging": 1.0},
-            # No-break spaces, so that no line ends inside of a bracket.
-            note="The update's part along the pseudo-gradient, over the pseudo-gradient: "
-            "<update,\N{NO-BREAK SPACE}g>\N{NO-BREAK SPACE}/ <g,\N{NO-BREAK SPACE}g>.",
-            bulk=True,
-        )
+    yield chart(
+        "gain",
+        "Outer gain",
+        "gain",
+        curves("gain"),
+        level=("1: plain averaging", 1.0),
+        # No-break spaces, so that no line ends inside of a bracket.
+        note="The update's part along the pseudo-gradient, over the pseudo-gradient: "
+        "<update,\N{NO-BREAK SPACE}g>\N{NO-BREAK SPACE}/ <g,\N{NO-BREAK SPACE}g>.",
+        bulk=True,
     )
     yield _phases(record) if record.phases else None
     yield _attendance(record)
@@ -87,26 +81,25 @@ def _measured(block: Block, name: str) -> Column:
 
 
 def _phases(record: RunRecord) -> Html:
-    totals = {name: float(np.nansum(values)) for name, values in record.phases.items()}
+    seconds = {name: finite(values) for name, values in record.phases.items()}
+    total = sum(map(sum, seconds.values())) or 1.0
     rows = [
         [
             name.replace("_", " "),
-            _milliseconds(float(np.nanmedian(values))) if np.isfinite(values).any() else "",
-            _milliseconds(totals[name]),
-            f"{100 * totals[name] / sum(totals.values()):.0f} %" if sum(totals.values()) > 0 else "",
+            _milliseconds(np.median(values)) if values else "",
+            _milliseconds(sum(values)),
+            f"{100 * sum(values) / total:.0f} %",
         ]
-        for name, values in record.phases.items()
+        for name, values in seconds.items()
     ]
     sent = finite(record.rounds["bytes_sent"])
-    caption = "Time of the sync by phase, in this process."
-    if sent:
-        caption += f" Sent by this process: {sum(sent):,.0f} bytes, {np.mean(sent):,.0f} a round."
-    return table(["phase", "median (ms)", "in all (ms)", "share"], rows, caption=caption, numbers=(1, 2, 3))
+    words = f" Sent by this process: {sum(sent):,.0f} bytes, {np.mean(sent):,.0f} a round." if sent else ""
+    caption = f"Time of the sync by phase, in this process.{words}"
+    return table(["phase", "median (ms)", "in all (ms)", "share"], rows, caption=caption)
 
 
 def _milliseconds(seconds: float) -> str:
-    value = 1e3 * seconds
-    return f"{value:,.0f}" if 100 <= value < 1e15 else minus(f"{value:.3g}")
+    return f"{1e3 * seconds:,.0f}" if 0.1 <= seconds < 1e12 else f"{1e3 * seconds:.3g}"
 
 
 def _attendance(record: RunRecord) -> Html | None:
@@ -122,8 +115,8 @@ def _attendance(record: RunRecord) -> Html | None:
     ]
     header = ["in a round", "fewest", "most", "how often"]
     curve = Curve("replicas in the mean", record.rounds["round"], replicas)
-    drawn = figure(Chart("replicas", "Replicas that took part", "round", "replicas", [curve], counts=True))
-    return join([table(header, rows, caption="Replicas that come and go.", numbers=(1, 2)), drawn])
+    drawn = figure(Chart("replicas", "Replicas that took part", "round", "replicas", [curve]))
+    return join([table(header, rows, caption="Replicas that come and go."), drawn])
 
 
 def _round_table(record: RunRecord) -> Html:
@@ -131,13 +124,11 @@ def _round_table(record: RunRecord) -> Html:
     places = np.unique(np.linspace(0, count - 1, min(count, _MOST_ROWS)).round().astype(int))
     names = ("round", "step", "inner_steps", "pseudo_gradient_norm", "buffer_norm", "cosine", "gain", "bytes_sent")
     header = ["round", "inner step", "inner steps", "norm of g", "norm of m", "cosine", "gain", "bytes sent", "restart"]
-    rows = [
-        [*(_cell(float(record.rounds[name][i])) for name in names), "yes" if record.rounds["restarted"][i] == 1 else ""]
-        for i in places.tolist()
-    ]
+    restarted = np.where(record.rounds["restarted"] == 1, "yes", "")
+    rows = [[*(_cell(record.rounds[name][i]) for name in names), restarted[i]] for i in places]
     some = f"{len(places)} of {count:,} rounds, evenly spread."
     words = some if len(places) < count else f"All of {counted(count, 'round')}."
-    return table(header, rows, caption=f"{words} g: pseudo-gradient; m: buffer before the round.", numbers=range(8))
+    return table(header, rows, caption=f"{words} g: pseudo-gradient; m: buffer before the round.")
 
 
 def _cell(value: float) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from twophase.advice.text import HEADLINES, LIMITS, both_forms, suggestions
 from twophase.advice.verdict import Diagnosis, Finding, Stage
+from twophase.base.config import flatten
 from twophase.report.charts import Chart, Curve, figure
 from twophase.report.page import (
     Html,
@@ -76,53 +77,44 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
     size = counted(int(steps), "inner step") if math.isfinite(steps) else "an unknown number of inner steps"
     perplexities = finite(record.metrics.get("perplexity", np.array([])))
     last = f"{perplexities[-1]:.4g} a token, the last one measured" if perplexities else "unknown"
-    share = _number(summary.get("engine_share"))
+
+    def quantity(name: str, unit: str = "", factor: float = 1.0, spec: str = ".4g") -> str:
+        """Return a value of the summary, nothing for what is no number, or none that a float holds."""
+        value = summary.get(name)
+        is_number = isinstance(value, (int, float)) and abs(value) < 1e300
+        return written(factor * value, ",.0f" if isinstance(value, int) else spec, unit) if is_number else ""
+
     facts: dict[str, Any] = {
         "Outer rule": both_forms(diagnosis.rule) if diagnosis.rule else "unknown",
         "Restart policy": record.restart,
         "Rounds": f"{record.recorded:,}{planned}, of {size}",
         "Restarts": f"{int(np.nansum(record.rounds['restarted'])):,}",
         "Replicas": written(replicas, ",.0f") or "an unknown number",
-        "Validation perplexity": _quantity(summary.get("perplexity"), " a token") or last,
-        "Validation loss": _quantity(summary.get("validation_loss"), " nats a token") or "unknown",
-        "Tokens": _quantity(summary.get("tokens")) or "unknown",
-        "Time": _quantity(summary.get("seconds"), " s") or "unknown",
-        "Share of time in the engine": written(100 * share, ".2g", " %") or "unknown",
+        "Validation perplexity": quantity("perplexity", " a token") or last,
+        "Validation loss": quantity("validation_loss", " nats a token") or "unknown",
+        "Tokens": quantity("tokens") or "unknown",
+        "Time": quantity("seconds", " s") or "unknown",
+        "Share of time in the engine": quantity("engine_share", " %", 100.0, ".2g") or "unknown",
         "Exit": summary.get("exit_reason", "not finished"),
     }
     return tag("dl", *(part for name, value in facts.items() for part in (tag("dt", name), tag("dd", value))))
 
 
-def _number(value: Any) -> float:
-    """Return a value of a summary as a float; nan for what is no number, or none that a float holds."""
-    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else math.nan
-
-
-def _quantity(value: Any, unit: str = "") -> str:
-    return written(_number(value), ",.0f" if isinstance(value, int) else ".4g", unit)
-
-
 def _losses(record: RunRecord) -> Html:
     steps = record.rounds["step"]
-    curves = []
-    for name, columns, column in (
-        ("training loss inside rounds", record.steps, "train_loss"),
-        ("training loss, mean over a round", record.metrics, "train_loss"),
-        ("validation loss", record.metrics, "validation_loss"),
-    ):
-        if column in columns and "step" in columns:
-            curves.append(Curve(name, columns["step"], columns[column]))
-    drawn = figure(
-        Chart(
-            "loss",
-            "Loss over the run",
-            "inner steps of each replica",
-            "loss (nats a token)",
-            curves,
-            restarts=finite(steps[record.rounds["restarted"] == 1]),
-            syncs=finite(steps),
-        )
-    )
+    sources = {
+        "training loss inside rounds": (record.steps, "train_loss"),
+        "training loss, mean over a round": (record.metrics, "train_loss"),
+        "validation loss": (record.metrics, "validation_loss"),
+    }
+    curves = [
+        Curve(name, columns["step"], columns[column])
+        for name, (columns, column) in sources.items()
+        if column in columns and "step" in columns
+    ]
+    marks = {"restarts": finite(steps[record.rounds["restarted"] == 1]), "syncs": finite(steps)}
+    labels = ("inner steps of each replica", "loss (nats a token)")
+    drawn = figure(Chart("loss", "Loss over the run", *labels, curves, **marks))
     return drawn or tag("p", "No loss has been recorded.")
 
 
@@ -160,7 +152,7 @@ def _thirds(finding: Finding) -> Html:
         for part in [stage.evidence]
     ]
     header = ["part", "rounds", "verdict", "mean cosine", "negative", "median gain", "sigma (95 %)", "restarts"]
-    return table(header, rows, caption=f"Over the run: {block_name(finding.block)}.", numbers=(3, 4, 5, 7))
+    return table(header, rows, caption=f"Over the run: {block_name(finding.block)}.")
 
 
 def _sigma_text(stage: Stage) -> str:
@@ -196,7 +188,7 @@ def _progress(diagnosis: Diagnosis) -> Iterator[Html | None]:
         return
     words = "block, pairs of rounds, sigma (95 %), if nothing were noise, noise in g, period by theory, now"
     caption = "Effective progress by block, over the latest rounds, and the period that the theory would choose."
-    yield table(words.split(", "), rows, caption=caption, numbers=(1, 3, 4))
+    yield table(words.split(", "), rows, caption=caption)
     for finding in diagnosis.findings[:MOST_BLOCKS]:
         if finding.advice:
             yield _control_table(finding, finding.advice[1])
@@ -217,9 +209,7 @@ def _control_table(finding: Finding, advice: Advice) -> Html:
     rates += [(f"control: {name}", rate) for name, rate in advice.controls.items()]
     name = block_name(finding.block)
     caption = f"{name}: rate of a mode of sigma {advice.sigma[0]:.3g}, in nats a round; larger is faster."
-    return table(
-        ["what", "rate"], [[name, minus(f"{rate:.3g}")] for name, rate in rates], caption=caption, numbers=(1,)
-    )
+    return table(["what", "rate"], [[name, f"{rate:.3g}"] for name, rate in rates], caption=caption)
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
@@ -249,23 +239,13 @@ def _settings(record: RunRecord) -> Iterator[Html | None]:
         yield details(f"Configuration, {counted(len(rows), 'value')}", listed)
     else:
         yield tag("p", "No configuration.")
-    environment = [[name, _parts(value)] for name, value in record.environment.items() if name != "command"]
-    if environment:
-        yield table(["what", "value"], environment[:_MOST_LINES], caption="Environment (env.json).")
+    environment = flatten({name: value for name, value in record.environment.items() if name != "command"})
+    if rows := [[name, _hide_password(_plain(value))] for name, value in environment.items()]:
+        yield table(["what", "value"], rows[:_MOST_LINES], caption="Environment (env.json).")
     yield tag("p", f"Folder {record.path.resolve()}; report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.")
 
 
-def _parts(value: Any) -> object:
-    """Return a value of the environment; a value with named parts becomes a list of them."""
-    if isinstance(value, Mapping) and value:
-        parts = [f"{str(name).replace('_', ' ')}: {_hide_password(_plain(part))}" for name, part in value.items()]
-        return notes(parts[:_MOST_LINES])
-    return _hide_password(_plain(value))
-
-
 def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {_plain(item)}" for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return " ".join(map(_plain, value))
     return value if isinstance(value, str) else json.dumps(value, default=str)

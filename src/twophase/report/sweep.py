@@ -12,7 +12,7 @@ from twophase.judge.verdict import WITHIN, Verdict, verdict
 from twophase.judge.verdict_text import sections
 from twophase.report.charts import Chart, Curve, figure
 from twophase.report.heatmap import arm_name, heatmaps, perplexity_text, value_text
-from twophase.report.page import Html, clean, counted, details, join, link, minus, notes, page, section, table, tag
+from twophase.report.page import Html, clean, counted, details, join, link, notes, page, section, table, tag
 from twophase.report.sweep_record import SweepRecord
 from twophase.runs.record import read_record
 from twophase.sweep.run import TABLE
@@ -70,7 +70,7 @@ def _in_short(first: tuple[Any, ...], cells: Sequence[Setting], record: SweepRec
             arm_name(setting.arm) or "(all)",
             *(value_text(setting.values.get(path)) for path in varied),
             perplexity_text(setting.perplexity),
-            "" if setting.spread is None else minus(readable(setting.spread)),
+            readable(setting.spread),
             setting.finished,
             _run_links(setting, record),
         ]
@@ -78,8 +78,7 @@ def _in_short(first: tuple[Any, ...], cells: Sequence[Setting], record: SweepRec
     ]
     header = ["", "arm", *varied, "perplexity", "spread", "seeds", "run"]
     caption = "Best and worst settings. Perplexity a token on held-out text; spread: standard deviation over seeds."
-    count = len(header)
-    yield table(header, rows, caption=caption, numbers=(count - 4, count - 3, count - 2))
+    yield table(header, rows, caption=caption)
 
 
 def _run_links(setting: Setting, record: SweepRecord) -> Html:
@@ -126,23 +125,11 @@ def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
         yield tag("h3", title)
         yield tag("p", words) if words else None
         if header:
-            right = [place for place in range(1, len(header)) if all(_reads_as_number(line[place]) for line in lines)]
-            cells = [[arm_name(str(line[0])), *map(_with_minus, line[1:])] for line in lines]
-            yield table(header, cells, caption=title, numbers=right, hide_caption=True)
+            cells = [[arm_name(str(line[0])), *line[1:]] for line in lines]
+            yield table(header, cells, caption=title, hide_caption=True)
         yield notes(remarks)
     if not parts:
         yield tag("p", "There is nothing to compare yet.")
-
-
-def _with_minus(cell: Any) -> Any:
-    """Return a cell of a table, with a true minus sign if it is a number or an interval, and not a name."""
-    if cell is None:
-        return ""
-    return minus(cell) if isinstance(cell, str) and (_reads_as_number(cell) or cell.startswith("[")) else cell
-
-
-def _reads_as_number(cell: Any) -> bool:
-    return cell is None or bool(re.fullmatch(r"[-+]?[\d.,]+(e[-+]?\d+)?%?( \(\d+/\d+\))?", str(cell)))
 
 
 def _cells(record: SweepRecord) -> Html:
@@ -161,5 +148,4 @@ def _cells(record: SweepRecord) -> Html:
         for row in rows
     ]
     shown = f"The first {len(rows)} of {len(record.rows):,} cells" if len(rows) < len(record.rows) else "All cells"
-    caption, count = f"{shown}; {TABLE} has them all.", len(header)
-    return details(f"{shown}, as a table", table(header, lines, caption=caption, numbers=(count - 2, count - 1)))
+    return details(f"{shown}, as a table", table(header, lines, caption=f"{shown}; {TABLE} has them all."))

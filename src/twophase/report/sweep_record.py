@@ -1,4 +1,4 @@
-"""Read a sweep's folder, finished or not: its table, or else its description and its runs' summaries."""
+"""Read a sweep's folder, finished or not: its table, and what it says of the folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from twophase.judge.verdict import select
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
 from twophase.runs.folder import list_some, read_summary
-from twophase.sweep.grid import text_of
-from twophase.sweep.run import SPEC, TABLE, read_summaries
-from twophase.sweep.table import Row, State, read_rows
-from twophase.sweep.work import RUNS, Work
+from twophase.sweep.run import SPEC, TABLE
+from twophase.sweep.table import Row, read_rows
+from twophase.sweep.work import RUNS
 
 REPORT = "report.html"
 """Name of a report in its run's or sweep's folder."""
@@ -74,18 +73,11 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
         page_folder: where the page will lie; None means the sweep's own folder.
 
     Raises:
-        UsageError: a damaged file, neither a table nor a description, or no cell has these values.
+        UsageError: no table, a damaged file, or no cell has these values.
     """
-    problems: list[str] = []
     spec = _description(path)
-    if not (path / SPEC).is_file():
-        problems.append(f"{SPEC} is missing.")
-    if "cells" in spec and not (path / TABLE).is_file():
-        rows = _rows_of(spec, path)
-        problems.append(f"{TABLE} is missing; the cells are from {SPEC} and the summaries of their runs.")
-    else:
-        rows = read_rows(path / TABLE)
-    rows = select(rows, where or {})
+    problems = [] if spec else [f"{SPEC} is missing."]
+    rows = select(read_rows(path / TABLE), where or {})
     missing, failed = (sum(row.state == state for row in rows) for state in ("missing", "failed"))
     if missing:
         problems.append(f"{missing:,} of {len(rows):,} cells have no result yet; the sweep's command continues it.")
@@ -117,22 +109,3 @@ def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
         return []
     names = list_some(lost, 3)
     return [f"Of {len(lost):,} of {len(done):,} runs with a result there is no sound folder below {RUNS}/: {names}."]
-
-
-def _rows_of(spec: Mapping[str, Any], folder: Path) -> list[Row]:
-    """Return a row a cell from the sweep's description and the summaries of its runs."""
-    cells, base = spec["cells"], flatten(spec["base"])
-    work = Work.read(folder)
-    stands_for = work.stands_for if work is not None else {}
-    summaries = read_summaries({stands_for.get(cell["run"], cell["run"]) for cell in cells}, folder)
-    paths = dict.fromkeys(path for cell in cells for path in cell["values"])
-    rows = []
-    for cell in cells:
-        values = {path: cell["values"].get(path, base.get(path)) for path in paths}
-        values = {path: text_of(tuple(value)) if isinstance(value, list) else value for path, value in values.items()}
-        twin = stands_for.get(cell["run"])
-        done = summaries.get(twin or cell["run"])
-        state: State = "missing" if done is None else "diverged" if done["diverged"] else "finished"
-        numbers = (done["perplexity"], done["validation_loss"], done["seconds"]) if done else (None, None, None)
-        rows.append(Row(cell["arm"], cell["run"], values, state, *numbers, cell["control_of"], twin))
-    return rows

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twophase.figures.heatmaps import Panel, heatmaps, scale_of
+from twophase.figures.heatmaps import Panel, heatmaps, scale_of, tile
 from twophase.judge.cells import CONTROL, MISSING, fate, outcome
 from twophase.judge.verdict import verdict as judge
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE
@@ -15,7 +15,7 @@ from twophase.recipes.demo import KINDS, PERIOD, arm_name, matched_arm
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN
 from twophase.sweep.grid import Sweep
-from twophase.sweep.table import SEED, Row, Setting, State, format_table, geometric_mean, readable, result, settings
+from twophase.sweep.table import SEED, Row, Setting, format_table, geometric_mean, readable, result, settings
 
 CLAIM_MOMENTUM, CLAIM_RATIO = 0.9, 1.2
 """The claim that the verdict checks: at this momentum, heavy ball without restarts is worse by at least this factor."""
@@ -62,9 +62,7 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
         """Make an arm a heatmap at the places where it, or another arm, has runs."""
         momenta, lrs = (sorted({place[axis] for place in by_arm[where]}) for axis in (0, 1))
         grid = [[by_arm[arm].get((momentum, lr)) for lr in lrs] for momentum in momenta]
-        values = [[cell.perplexity if cell else None for cell in line] for line in grid]
-        states: list[list[State]] = [[cell.state if cell else "missing" for cell in line] for line in grid]
-        return Panel(f"{kind[0].upper()}{kind[1:]}, {words}", lrs, momenta, values, states)
+        return Panel(f"{kind[0].upper()}{kind[1:]}, {words}", lrs, momenta, [list(map(tile, row)) for row in grid])
 
     def pages(arms: Mapping[str, str], words: str) -> list[list[Panel]]:
         restarted = {kind: arm_name(kind, str(PERIOD)) for kind in KINDS}
