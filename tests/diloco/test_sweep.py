@@ -135,8 +135,8 @@ def test_norms_that_are_given_are_the_ones_told(monkeypatch: pytest.MonkeyPatch)
     whole.hand_over()
     swept = sweep.round_sweep(whole, None, restore=True, prove=False)
     assert swept is not None
-    assert swept.sweep.measure
-    whole.outer_sgd.step(measure=True, measured=[(4.0, 1.0, 0.0)], sweep=swept.sweep)
+    assert swept.measure
+    whole.outer_sgd.step(measure=True, measured=[(4.0, 1.0, 0.0)], sweep=swept)
     assert whole.outer_sgd.last_round[0].pseudo_gradient_norm == 2.0
 
 

@@ -82,7 +82,7 @@ class DeviceSweep:
         divisor: what g is still to be divided by.
         prove: whether the digest of the buffer is wanted too.
         measure: whether `run` returns the inner products, for a policy that does not decide by them.
-        digits: of anchor and buffer by name, after `run`.
+        digests: of anchor and buffer by name, after `run`.
     """
 
     kernels: ModuleType
@@ -95,7 +95,7 @@ class DeviceSweep:
     divisor: int
     prove: bool
     measure: bool
-    digits: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
 
     def write_pseudo_gradient(self) -> None:
         """Write g <- sum over the replicas of (x - theta_r), over the divisor."""
@@ -146,7 +146,7 @@ class DeviceSweep:
         gg, mm, gm = struct.unpack("=3d", struct.pack("=3q", *words[:3]))
         for row, name in enumerate(("anchor", "momentum buffer")[:rows]):
             pieces = words[3 + row * sums.shape[1] : 3 + (row + 1) * sums.shape[1]]
-            self.digits[name] = joined_digits(len(self.x), pieces)
+            self.digests[name] = joined_digits(len(self.x), pieces)
         return (gg, mm, gm) if self.measure else None
 
     def _step(self, number: int, update: Update, products: Tensor, sums: Tensor) -> None:
@@ -195,32 +195,21 @@ class DeviceSweep:
         return tensors + [self.x] * (_MOST_REPLICAS - len(tensors))
 
 
-class DeviceRound:
-    """A fragment's outer step by the kernels of an accelerator; arguments as of `sweep.FlatRound`."""
-
-    def __init__(self, fragment: Fragment, momentum: Tensor | None, *, restore: bool, prove: bool) -> None:
-        self.sweep = _sweep_of(fragment, momentum, restore=restore, prove=prove)
-
-    def digests(self) -> dict[str, str]:
-        """Return the digests that were taken on the way, by name."""
-        return self.sweep.digits
-
-
 def write(fragment: Fragment, divisor: int) -> None:
     """Write g <- sum over this process's replicas of (a - theta_r), over `divisor`, by the kernels."""
     fragment.close_gaps()
     fragment.divisor = divisor
-    _sweep_of(fragment, None, restore=True, prove=False).write_pseudo_gradient()
+    sweep_of(fragment, None, restore=True, prove=False).write_pseudo_gradient()
 
 
 def dots(fragment: Fragment) -> list[Dots]:
     """Return the inner products of a fragment's only group; divide its pseudo-gradient."""
     momentum = fragment.momentum() if fragment.outer.param_groups[0]["momentum"] != 0 else None
-    sweep = _sweep_of(fragment, momentum, restore=False, prove=False)
+    sweep = sweep_of(fragment, momentum, restore=False, prove=False)
     return [sweep.dots(fresh=momentum is None, angle=True)]
 
 
-def _sweep_of(fragment: Fragment, momentum: Tensor | None, *, restore: bool, prove: bool) -> DeviceSweep:
+def sweep_of(fragment: Fragment, momentum: Tensor | None, *, restore: bool, prove: bool) -> DeviceSweep:
     """Return the sweep that divides a pseudo-gradient by the fragment's `divisor`."""
     module = kernels(fragment.flat.device)
     assert module is not None, "is_usable() comes first"
@@ -296,5 +285,5 @@ def _try(module: ModuleType, device: torch.device) -> None:
         if not torch.allclose(result[:numel].cpu(), reference, rtol=1e-5, atol=1e-5):
             raise RuntimeError(f"the {name} differs from the same arithmetic in torch")
     digits = {"anchor": checksum(x.cpu()), "momentum buffer": checksum(m.cpu())}
-    if sweep.digits != digits or not torch.equal(theta, x[:numel]):
+    if sweep.digests != digits or not torch.equal(theta, x[:numel]):
         raise RuntimeError("a digest, or a replica, is not that of the anchor")

@@ -292,12 +292,9 @@ class Fragment:
             if scratch is not None and number:
                 target, views = scratch, self.layout.views(scratch)
             for anchor, out, theta in zip(self.anchor_views, views, params, strict=True):
-                start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
-                theta = theta.to(anchor.device)  # noqa: PLW2901 - a replica may live on another device
-                if number == 0 or simulated:
-                    difference = torch.sub(start, theta, out=out)
-                else:
-                    difference = torch.sub(start, theta)
+                adds = number > 0 and not simulated
+                difference = progress_of(anchor, theta, None if adds else out)
+                if adds:
                     out.add_(difference)
                 if square is not None:
                     square += torch.linalg.vector_norm(difference).double() ** 2
@@ -389,6 +386,12 @@ class Fragment:
     def _states(self) -> list[Mapping[str, Any]]:
         """Return the outer optimizer's state of each parameter, in their order."""
         return [self.outer.state.get(p, {}) for group in self.outer.param_groups for p in group["params"]]
+
+
+def progress_of(anchor: Tensor, theta: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a - theta, counted from the anchor as a replica of this type holds it; a replica may be elsewhere."""
+    start = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
+    return torch.sub(start, theta.to(anchor.device), out=out)
 
 
 def checksum_of(tensor: Tensor) -> str:

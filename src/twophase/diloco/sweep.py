@@ -7,9 +7,10 @@ copied to the replicas and digested before the next one, so the vectors are read
 
 from __future__ import annotations
 
+import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import DIGEST_ELEMENTS, Digest
-from twophase.diloco.fragment import SMALL, Fragment
+from twophase.diloco.fragment import SMALL, Fragment, progress_of
 from twophase.diloco.transfer import PartTransfer
+from twophase.optim.functional import Scratch, Update, fused_is_exact, piece_length, round_
 from twophase.optim.outer import BUFFER, OuterSGD
-from twophase.optim.part_sweep import PartSweep
+from twophase.optim.products import Dots, dots_of_batch
 from twophase.policies.base import AGREEMENT, MEASURED, PROBES
 
 _PART_ELEMENTS = 4 * DIGEST_ELEMENTS
@@ -95,17 +97,16 @@ def transfer_in_parts(fragment: Fragment, communicator: Communicator) -> PartTra
             anchor, out = fragment.flat[first:last], fragment.gradient[first:last]
             for replica, thetas in enumerate(replicas):
                 theta = thetas[number][first - offset : last - offset]
-                origin = anchor if theta.dtype == anchor.dtype else anchor.to(theta.dtype).to(anchor.dtype)
                 if replica == 0:
-                    torch.sub(origin, theta, out=out)
+                    progress_of(anchor, theta, out)
                 else:
-                    out.add_(torch.sub(origin, theta))
+                    out.add_(progress_of(anchor, theta))
 
     return PartTransfer(communicator, fragment.gradient, fill)
 
 
-class FlatRound:
-    """A fragment's outer step on the CPU as one sweep, with all that follows it for each part.
+class FlatSweep:
+    """A fragment's outer step on the CPU as one sweep, with all that follows it for each part; for `OuterSGD.step`.
 
     Args:
         fragment: with its pseudo-gradient, to be divided by its `divisor`.
@@ -118,7 +119,7 @@ class FlatRound:
     def __init__(
         self, fragment: Fragment, momentum: Tensor | None, transfer: PartTransfer | None, *, restore: bool, prove: bool
     ) -> None:
-        self._fragment, self._transfer, self._restores = fragment, transfer, restore
+        self._fragment, self._momentum, self._transfer, self._restores = fragment, momentum, transfer, restore
         self._divisor, fragment.divisor = fragment.divisor, 1
         if fragment.channel.lossy:  # an infinity spoils its whole block
             fragment.close_gaps()
@@ -128,23 +129,47 @@ class FlatRound:
             self._digests["momentum buffer"] = Digest(momentum, beside=anchor)
         self._gaps = fragment.layout.gaps(momentum) if momentum is not None and fragment.gaps else []
         self._restored = 0
-        self.sweep = PartSweep(
-            x=fragment.flat,
-            g=fragment.gradient,
-            m=momentum,
-            buffers=fragment.momentum_views,
-            parts=self._parts,
-            after=self._after,
-            measure=fragment.layout.numel > SMALL and not fragment.needs & MEASURED,
-            dense=not fragment.gaps,
-        )
-        """For `OuterSGD.step`."""
+        self.buffers = fragment.momentum_views
+        self.measure = fragment.layout.numel > SMALL and not fragment.needs & MEASURED
 
-    def digests(self) -> Mapping[str, str]:
-        """Return the digests that were taken on the way, by name."""
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests that `run` has taken on its way, by name."""
         return {name: digest.digits() for name, digest in self._digests.items()}
 
+    def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
+        """Return the inner products, where one operation on the vectors has the bits of `dots` of the tensors."""
+        g = self._fragment.gradient
+        if self._fragment.gaps or len(g) > piece_length(g):
+            return None
+        if fresh or self._momentum is None:
+            return float(torch.dot(g, g)), 0.0, 0.0
+        gg, mm, *gm = map(float, dots_of_batch(g, self._momentum, angle))
+        return gg, mm, gm[0] if gm else math.nan
+
+    def run(self, update: Update) -> Dots | None:
+        """Take the round; return `<g, g>`, `<m, m>` and `<g, m>` before all of it, where the sweep measures."""
+        flat, gradient, momentum = self._fragment.flat, self._fragment.gradient, self._momentum
+        remembers = momentum is not None and not update.fresh
+        update = update.simplified(unrounded=True)
+        fused = flat.is_cpu and fused_is_exact(flat.dtype, update)
+        scratch: Scratch = {}
+        products: list[Tensor] = []
+        for start, stop in self._parts():
+            x, g = flat[start:stop], gradient[start:stop]
+            m = None if momentum is None else momentum[start:stop]
+            if self.measure:
+                products += dots_of_batch(g, m, angle=True) if m is not None and remembers else [torch.dot(g, g)]
+            round_([x], [g], [] if m is None else [m], update, scratch, fused=fused)
+            self._follow(start, stop)
+        if not self.measure:
+            return None
+        totals = torch.stack(products).double().view(-1, 3 if remembers else 1).sum(dim=0).tolist()
+        gg, mm, gm = totals if remembers else (totals[0], 0.0, 0.0)
+        return gg, mm, gm
+
     def _parts(self) -> Iterator[tuple[int, int]]:
+        """Yield start and stop of each part as soon as its pseudo-gradient is there, divided."""
         arrived = [(0, self._fragment.layout.numel)] if self._transfer is None else self._transfer.parts()
         for begin, stop in arrived:
             for start in range(begin, stop, _PART_ELEMENTS):
@@ -153,7 +178,8 @@ class FlatRound:
                     self._fragment.gradient[start:end].div_(self._divisor)
                 yield start, end
 
-    def _after(self, start: int, stop: int) -> None:
+    def _follow(self, start: int, stop: int) -> None:
+        """Restore and digest a part that holds the values of the next round."""
         # A negative factor leaves -0 there, which a digest sees, and a buffer that was loaded has not.
         if self._gaps and (inside := [gap for gap in self._gaps if start <= gap.storage_offset() < stop]):
             torch._foreach_zero_(inside)
@@ -169,14 +195,7 @@ class FlatRound:
 
 
 def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: bool, prove: bool) -> Any:
-    """Return the `FlatRound` or `device_sweep.DeviceRound` of a fragment; None where it cannot be swept.
-
-    Args:
-        fragment: with its pseudo-gradient, to be divided by its `divisor`.
-        transfer: of a fragment that `goes_in_parts`.
-        restore: also set the replicas to the new anchor.
-        prove: also take the digest of the momentum buffer.
-    """
+    """Return the `FlatSweep` or `device_sweep.DeviceSweep` of a fragment; None where it cannot be swept."""
     on_device = not fragment.flat.is_cpu
     if not (fragment.on_device if on_device else _holds_all_in_order(fragment)):
         return None
@@ -188,8 +207,8 @@ def round_sweep(fragment: Fragment, transfer: PartTransfer | None, *, restore: b
                 return None
             momentum = fragment.new_momentum()
     if on_device:
-        return device().DeviceRound(fragment, momentum, restore=restore, prove=prove)
-    return FlatRound(fragment, momentum, transfer, restore=restore, prove=prove)
+        return device().sweep_of(fragment, momentum, restore=restore, prove=prove)
+    return FlatSweep(fragment, momentum, transfer, restore=restore, prove=prove)
 
 
 def device() -> Any:

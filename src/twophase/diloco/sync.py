@@ -254,7 +254,7 @@ class Sync:
             measure=True,
             measured=measured,
             probes=(shared.probes[index] or None) if shared.probes else None,
-            sweep=None if swept is None else swept.sweep,
+            sweep=swept,
         )
         if transfer is not None:
             for name, seconds in transfer.seconds.items():
@@ -263,7 +263,7 @@ class Sync:
         part.groups = tuple(fragment.outer.last_round)
         part.norm = sum([group.pseudo_gradient_norm**2 for group in part.groups]) ** 0.5
         if swept is not None:
-            part.digests, part.restored = swept.digests(), restores
+            part.digests, part.restored = swept.digests, restores
 
     def report(self, round_: int, *, complete: bool, full: int) -> RoundReport:
         """Report the round, and compare anchor, buffers and counters between the processes.
