@@ -108,18 +108,14 @@ def test_claim_refuses(tmp_path: Path, name: str, text: bytes, config: Config, m
     assert (sorted(tmp_path.iterdir()), contents(tmp_path)) == before
 
 
-def test_claim_refuses_a_file(tmp_path: Path) -> None:
-    """A file in place of the folder, or of one of its parents, is refused and stays."""
+def test_claim_refuses_an_unwritable_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the way, or a place that cannot be written, is a usage error with the reason, at each of the steps."""
     file = tmp_path / "file"
     file.write_text("precious")
     for path in (file, file / "run"):
         with pytest.raises(UsageError, match=r"file.*choose another --out"):
             RunFolder.claim(path, Config())
     assert file.read_text() == "precious"
-
-
-def test_claim_refuses_an_unwritable_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place that cannot be written is a usage error that gives the system's reason, at every one of the steps."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
@@ -162,41 +158,37 @@ def test_death_releases_the_lock(tmp_path: Path) -> None:
 
 
 def test_finished_run(tmp_path: Path) -> None:
-    """A finished run's summary comes back with its fingerprint, in this process and from the folder alone."""
+    """A finished run's summary comes back with its fingerprint, in this process and from the folder alone.
+
+    A diverged run whose loss is NaN is finished, with null in standard JSON; no task needs a perplexity.
+    """
     with RunFolder.claim(tmp_path, Config()) as folder:
         folder.finish({**GOOD, "best": math.inf})
-        assert folder.summary() == {**GOOD, "best": None, "config": fingerprint(Config())}
-    assert read_summary(tmp_path) == read_summary(tmp_path, fingerprint(Config())) == folder.summary()
-    assert read_summary(tmp_path, "0" * 12) is None
-
-
-def test_diverged_run_may_lack_numbers(tmp_path: Path) -> None:
-    """A diverged run whose loss is NaN is finished, with null in standard JSON; no task needs a perplexity."""
-    with RunFolder.claim(tmp_path, Config()) as folder:
+        expected = {**GOOD, "best": None, "config": fingerprint(Config())}
+        assert folder.summary() == read_summary(tmp_path) == read_summary(tmp_path, folder.fingerprint) == expected
+        assert read_summary(tmp_path, "0" * 12) is None
         folder.finish({**GOOD, "validation_loss": math.nan, "perplexity": math.inf, "diverged": True})
-        assert '"perplexity": null' in (tmp_path / "summary.json").read_text()
         assert (folder.summary() or {})["validation_loss"] is None
         folder.finish({key: value for key, value in GOOD.items() if key != "perplexity"})
         assert folder.summary() is not None
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("validation_loss", "2.0"),
-        ("validation_loss", math.nan),
-        ("tokens", 1.5),
-        ("tokens", True),
-        ("seconds", None),
-        ("diverged", 0),
-        ("exit_reason", None),
-    ],
-)
-def test_finish_refuses_what_would_not_validate(tmp_path: Path, key: str, value: object) -> None:
-    """A summary with a value of the wrong type is our own mistake, is named, and is not written."""
+BAD_VALUES: dict[str, tuple[object, ...]] = {
+    "validation_loss": ("2.0", math.nan),
+    "tokens": (1.5, True),
+    "seconds": (None,),
+    "diverged": (0,),
+    "exit_reason": (None,),
+}
+
+
+@pytest.mark.parametrize("key", BAD_VALUES)
+def test_finish_refuses_what_would_not_validate(tmp_path: Path, key: str) -> None:
+    """A summary with a value of the wrong type, or without it, is our own mistake, is named, and is not written."""
     with RunFolder.claim(tmp_path, Config()) as folder:
-        with pytest.raises(ValueError, match=rf"RunFolder\.finish: .*{key}"):
-            folder.finish({**GOOD, key: value})
+        for value in BAD_VALUES[key]:
+            with pytest.raises(ValueError, match=rf"RunFolder\.finish: .*{key}"):
+                folder.finish({**GOOD, key: value})
         with pytest.raises(ValueError, match=rf"has no '{key}'"):
             folder.finish({name: item for name, item in GOOD.items() if name != key})
         assert not (tmp_path / "summary.json").exists()
@@ -219,26 +211,19 @@ def test_damaged_summary_is_not_finished(tmp_path: Path, damage: str) -> None:
     assert read_summary(tmp_path) is None
 
 
-def test_env_is_written_once(tmp_path: Path) -> None:
-    """A resumed run keeps the record of where it began."""
+def test_logs_are_standard_json(tmp_path: Path) -> None:
+    """Every record is one line of standard JSON at once, with null for what is not finite; env.json is written once."""
     with RunFolder.claim(tmp_path, Config()) as folder:
         folder.write_env({"python": "3.11", "load": math.nan})
         folder.write_env({"python": "3.12"})
-    assert json.loads((tmp_path / "env.json").read_text()) == {"python": "3.11", "load": None}
-
-
-def test_logs_are_standard_json(tmp_path: Path) -> None:
-    """Every record is one line of standard JSON at once, with null for what is not finite, nested values included."""
-    with RunFolder.claim(tmp_path, Config()) as folder:
+        assert json.loads((tmp_path / "env.json").read_text()) == {"python": "3.11", "load": None}
         folder.log_metrics({"step": 1, "loss": math.nan})
-        folder.log_metrics({"step": 2, "loss": 1.5, "per_block": {"a": [math.inf, 1.0], "b": (-math.inf,)}})
+        folder.log_metrics({"step": 2, "per_block": {"a": [math.inf, 1.0], "b": (-math.inf,)}})
         folder.log_round({"round": 1, "restart": True, "note": "ß"})
         for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
             json.loads(line, parse_constant=pytest.fail)
-        assert read_lines(tmp_path / "metrics.jsonl") == [
-            {"step": 1, "loss": None},
-            {"step": 2, "loss": 1.5, "per_block": {"a": [None, 1.0], "b": [None]}},
-        ]
+        expected = [{"step": 1, "loss": None}, {"step": 2, "per_block": {"a": [None, 1.0], "b": [None]}}]
+        assert read_lines(tmp_path / "metrics.jsonl") == expected
         assert read_lines(tmp_path / "rounds.jsonl") == [{"round": 1, "restart": True, "note": "ß"}]
 
 
