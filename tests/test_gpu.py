@@ -188,21 +188,31 @@ def test_failed_unit(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: 
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["units_left"] == 2  # overhead, and the second seed
 
 
+def refused(capsys: pytest.CaptureFixture[str], words: list[str], *named: str) -> None:
+    """Nothing is begun, and one line names what is wrong and the remedy."""
+    assert gpu.main(words) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert all(word in line for word in named), line
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Without a GPU nothing is begun, and the way to try it is told."""
-    assert gpu.main(["--out", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "--tiny" in line
+    """Without a GPU nothing is begun, and the message names the way to try it."""
+    refused(capsys, ["--out", str(tmp_path / "out")], "--tiny")
     assert not (tmp_path / "out").exists()
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
-    """A file in the place of the folder is refused in one line."""
+def test_refusals(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A file in the place of the folder, and a missing package that all parts need, are refused in one line."""
+    begun = launched(monkeypatch)
     (tmp_path / "out").touch()
-    assert gpu.main(words) == 2
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "--out" in line
+    refused(capsys, words, "--out")
+    (tmp_path / "out").unlink()
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    refused(capsys, words, "PyYAML", "--wheels")
+    assert not begun
 
 
 def wheel(folder: Path, name: str, content: bytes | None = None) -> None:
@@ -216,16 +226,15 @@ def wheel(folder: Path, name: str, content: bytes | None = None) -> None:
 
 
 def test_wheels(tmp_path: Path):
-    """Wheels for this Python can be imported from, those for another are left out."""
+    """Wheels for this Python can be imported from, those for another are passed over."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    names = [
+    for tags in (
         "pure-1-py3-none-any",
         f"fitting-1-{python}-{python}-any",
         "foreign-1-cp27-cp27m-any",
         "os2-1-py3-none-os2",
-    ]
-    for name in names:
-        wheel(tmp_path / "wheels", name)
+    ):
+        wheel(tmp_path / "wheels", tags)
     gpu.unpack(tmp_path / "wheels", tmp_path / "place")
     assert {path.name for path in (tmp_path / "place").iterdir()} == {"pure.py", "fitting.py"}
 
@@ -247,16 +256,11 @@ def test_bad_wheels(
     assert set(begun) == set(gpu.PARTS)
 
 
-def test_missing_package(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Without a package that all parts need nothing is begun, and its name and remedy are told."""
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    begun = launched(monkeypatch)
-    assert gpu.main(words) == 2
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "PyYAML" in line
-    assert "--wheels" in line
-    assert "numpy" not in line
-    assert not begun
+def unit_says(capsys: pytest.CaptureFixture[str], words: list[str], unit: str, *options: str) -> tuple[int, list[str]]:
+    """The status of a unit in this process, and its lines."""
+    Path(words[words.index("--out") + 1]).mkdir(exist_ok=True)
+    status = gpu.main([*words, "--unit", unit, *options])
+    return status, capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("unit", ["run.curve", "nano.seed0", "probe.kernels"])
@@ -269,24 +273,20 @@ def test_too_little_memory(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("twophase.tasks.lm.step.loss", full)
-    (tmp_path / "out").mkdir()
-    assert gpu.main([*words, "--unit", unit, "--deadline", str(time.time() + 60)]) == driver.REFUSED
-    (line,) = capsys.readouterr().out.splitlines()
+    status, (line,) = unit_says(capsys, words, unit, "--deadline", str(time.time() + 60))
+    assert status == driver.REFUSED
     assert "out of memory at --compute.micro-batch 1" in line
     assert not (tmp_path / "out" / f"{unit.partition('.')[0]}.json").exists()
 
 
 @pytest.mark.parametrize(("unit", "kernel"), [("probe.device", "cudnn"), ("run.curve", "flash")])
-def test_attention_that_is_not_there(
-    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str], unit: str, kernel: str
-):
+def test_attention_that_is_not_there(words: list[str], capsys: pytest.CaptureFixture[str], unit: str, kernel: str):
     """A kernel that was asked for and does not work here ends a unit with one message that names the remedy."""
-    (tmp_path / "out").mkdir()
-    assert gpu.main([*words, "--unit", unit, "--attention", kernel]) == driver.REFUSED
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(unit.replace(".", " "))]
-    assert len(said) == 1
-    assert kernel in said[0]
-    assert "auto" in said[0]
+    status, lines = unit_says(capsys, words, unit, "--attention", kernel)
+    assert status == driver.REFUSED
+    (line,) = [line for line in lines if line.startswith(unit.replace(".", " "))]
+    assert kernel in line
+    assert "auto" in line
 
 
 def test_unexpected_error(
@@ -298,9 +298,8 @@ def test_unexpected_error(
         raise AssertionError("a kernel\nwithout a name")
 
     monkeypatch.setitem(run.UNITS, "curve", fail)
-    (tmp_path / "out").mkdir()
-    assert gpu.main([*words, "--unit", "run.curve"]) == driver.FAILED
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    status, lines = unit_says(capsys, words, "run.curve")
+    assert (status, len(lines)) == (driver.FAILED, 1)
     assert "Traceback" in (tmp_path / "out" / "run.log").read_text()
 
 
@@ -325,29 +324,32 @@ def test_run_stops_and_goes_on(tmp_path: Path, words: list[str]):
     assert losses("parts", -1.0, 1000.0) == losses("whole", 1000.0)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matrix products"),
-        ("triton_tem_fused_mm_3", "matrix products"),
-        ("aten::mm", "matrix products"),
-        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128", "attention"),
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
-        ("fmha_cutlassB_bf16_aligned_64x64_k64_seqaligned_sm80(...)", "attention"),
-        ("triton_poi_fused__scaled_dot_product_flash_attention__to_copy_mm_t_4", "elementwise"),
-        ("triton_red_fused__to_copy_logsumexp_2", "elementwise"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "elementwise"),
-        ("void at::native::multi_tensor_apply_kernel<..., at::native::FusedAdamMathFunctor<float>>", "optimizer"),
-        ("Memcpy DtoD (Device -> Device)", "other"),
-        ("Memset (Device)", "other"),
-    ],
-)
-def test_class_of_a_kernel(kernel: str, kind: str):
+KINDS = {
+    "matrix products": (
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
+        "triton_tem_fused_mm_3",
+        "aten::mm",
+    ),
+    "attention": (
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128",
+        "fmha_cutlassB_bf16_aligned_64x64_k64_seqaligned_sm80(...)",
+    ),
+    "elementwise": (
+        "triton_poi_fused__scaled_dot_product_flash_attention__to_copy_mm_t_4",
+        "triton_red_fused__to_copy_logsumexp_2",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+    ),
+    "optimizer": ("void at::native::multi_tensor_apply_kernel<..., at::native::FusedAdamMathFunctor<float>>",),
+    "other": ("Memcpy DtoD (Device -> Device)", "Memset (Device)"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_class_of_a_kernel(kind: str):
     """Kernels by names seen in traces; what Inductor has fused near attention is not attention."""
-    assert kernels.class_of(kernel) == kind
+    assert {kernel: kernels.class_of(kernel) for kernel in KINDS[kind]} == dict.fromkeys(KINDS[kind], kind)
 
 
 def test_kernels_alone_make_a_step(monkeypatch: pytest.MonkeyPatch):
@@ -404,7 +406,7 @@ class Profiler:
 
 
 def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    """Each kernel counts once, and the classes and the remainder add up to the step."""
+    """Each kernel counts once; classes and remainder add up to the step; a trace without kernels has no sum."""
     monkeypatch.setattr(kernels, "profile", Profiler)
     monkeypatch.setattr(kernels, "wait_for", lambda _: 0.0)
     top, classes, _ = kernels.profiled(lambda: None, torch.device("cuda"), 2)
@@ -416,12 +418,6 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert classes == {"matrix products": 4.0, "elementwise": 1.0, "other": 0.2, "attention": 0.0, "optimizer": 0.0}
     rows = {row["part"]: row["ms"] for row in kernels.closing_sum(6.0, classes, {})}
     assert rows["remainder: no kernel runs"] == pytest.approx(0.8)
-
-
-def test_gpu_that_cannot_be_traced(monkeypatch: pytest.MonkeyPatch):
-    """Without a kernel in the trace there is no sum, rather than one whose remainder is the whole step."""
-    monkeypatch.setattr(kernels, "profile", Profiler)
-    monkeypatch.setattr(kernels, "wait_for", lambda _: 0.0)
     monkeypatch.setattr(Profiler, "key_averages", lambda self: self.rows[2:3])
     with pytest.raises(RunError, match="trace"):
         kernels.profiled(lambda: None, torch.device("cuda"), 2)

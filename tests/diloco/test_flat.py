@@ -17,7 +17,6 @@ from twophase.diloco import flat
 from twophase.diloco.flat import ALIGNMENT, checksum, plan
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), max_size=12)
-ALIGNMENTS = st.integers(1, 64)
 
 
 def named(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
@@ -27,66 +26,42 @@ def named(shapes: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
 # --- plan ---------------------------------------------------------------------------------------------------------
 
 
-@given(SHAPES, ALIGNMENTS)
-def test_plan_keeps_order_names_and_shapes(shapes: list[tuple[int, ...]], alignment: int):
-    """One slot a parameter, in the order given, with its name, shape and number of elements."""
+@given(SHAPES, st.integers(1, 64))
+def test_plan_covers_without_overlap(shapes: list[tuple[int, ...]], alignment: int):
+    """Slots keep order, names and shapes, start at multiples of the alignment, and pad less than one alignment each.
+
+    Each element of the buffer is in one parameter's view or in one gap between two of them.
+    """
     layout = plan(named(shapes), alignment)
     assert [(slot.name, slot.shape) for slot in layout.slots] == named(shapes)
-    assert [slot.numel for slot in layout.slots] == [math.prod(shape) for shape in shapes]
-
-
-@given(SHAPES, ALIGNMENTS)
-def test_plan_covers_without_overlap(shapes: list[tuple[int, ...]], alignment: int):
-    """Every element has a place of its own inside the buffer, and slots follow one another."""
-    layout = plan(named(shapes), alignment)
-    places = [slot.offset + i for slot in layout.slots for i in range(slot.numel)]
-    assert len(places) == len(set(places)) == sum(math.prod(shape) for shape in shapes)
-    assert places == sorted(places)
-    assert all(0 <= place < layout.numel for place in places)
-
-
-@given(SHAPES, ALIGNMENTS)
-def test_plan_is_aligned_and_tight(shapes: list[tuple[int, ...]], alignment: int):
-    """Every slot starts at a multiple of the alignment, and padding is less than one alignment a slot."""
-    layout = plan(named(shapes), alignment)
     starts = [*(slot.offset for slot in layout.slots), layout.numel]
-    assert all(slot.offset % alignment == 0 for slot in layout.slots)
-    assert layout.numel % alignment == 0
+    assert starts[0] == 0
+    assert all(start % alignment == 0 for start in starts)
     for slot, following in zip(layout.slots, starts[1:], strict=True):
-        assert 0 <= following - slot.offset - slot.numel < alignment
+        assert slot.numel == math.prod(slot.shape)
+        assert 0 <= following - slot.end < alignment
+    buffer = torch.zeros(layout.numel)
+    views, gaps = layout.views(buffer), layout.gaps(buffer)
+    assert [tuple(view.shape) for view in views] == shapes
+    for number, view in enumerate(views, start=1):
+        view.add_(number)
+    for gap in gaps:
+        gap.sub_(1)
+    expected = -torch.ones(layout.numel)
+    for number, slot in enumerate(layout.slots, start=1):
+        expected[slot.offset : slot.end] = number
+    assert torch.equal(buffer, expected)
 
 
 def test_plan_written_out():
-    """Two parameters of 20 and 3 elements at the default alignment: offsets 0 and 32, 48 elements in all."""
+    """Two parameters of 20 and 3 elements at the default alignment; a name that comes twice is refused."""
     layout = plan([("weight", (4, 5)), ("bias", (3,))])
     assert [(slot.name, slot.offset) for slot in layout.slots] == [("weight", 0), ("bias", 32)]
     assert layout.numel == 48
     assert layout.describe() == [["weight", [4, 5]], ["bias", [3]]]
     assert ALIGNMENT * torch.float32.itemsize == 64
-
-
-def test_plan_refuses_a_name_twice():
-    """Two parameters of one name are refused by name."""
     with pytest.raises(ValueError, match="plan: two parameters are named 'w'; names must differ"):
         plan([("w", (2,)), ("v", (2,)), ("w", (3,))])
-
-
-# --- views --------------------------------------------------------------------------------------------------------
-
-
-@given(SHAPES, ALIGNMENTS)
-def test_views_are_windows_on_the_buffer(shapes: list[tuple[int, ...]], alignment: int):
-    """Views have the parameters' shapes; writing to each fills exactly its slot; padding is never touched."""
-    layout = plan(named(shapes), alignment)
-    flat = torch.full((layout.numel,), -1.0)
-    for number, (view, shape) in enumerate(zip(layout.views(flat), shapes, strict=True)):
-        assert tuple(view.shape) == shape
-        assert view.is_contiguous()
-        view.fill_(number)
-    expected = torch.full((layout.numel,), -1.0)
-    for number, slot in enumerate(layout.slots):
-        expected[slot.offset : slot.offset + slot.numel] = number
-    assert torch.equal(flat, expected)
 
 
 # --- checksum -----------------------------------------------------------------------------------------------------
@@ -125,37 +100,50 @@ def test_equal_bits_have_equal_checksums(data: st.DataObject):
     assert int(digits, 16) >= 0
 
 
-@given(st.data())
-def test_every_bit_counts(data: st.DataObject):
-    """Turning over any one bit of any element changes the checksum."""
-    flat = vectors(data.draw, 1)
-    words = as_words(flat.clone())
-    place = data.draw(st.integers(0, len(words) - 1))
-    bit = data.draw(st.integers(0, 8 * flat.dtype.itemsize - 1))
-    mask = 1 << bit if bit < 8 * flat.dtype.itemsize - 1 else -(1 << bit)
-    words[place] ^= mask
-    assert checksum(words.view(flat.dtype)) != checksum(flat)
+def flip(data: st.DataObject, words: Tensor, width: int) -> None:
+    """Turn over one bit of one element."""
+    bit = data.draw(st.integers(0, width - 1))
+    words[data.draw(st.integers(0, len(words) - 1))] ^= 1 << bit if bit < width - 1 else -(1 << bit)
 
 
-@given(st.data())
-def test_places_count(data: st.DataObject):
-    """Two unlike elements that change places change the checksum, wherever they are."""
-    flat = vectors(data.draw, 2)
-    words = as_words(flat.clone())
+def swap(data: st.DataObject, words: Tensor, width: int) -> None:
+    """Let two elements change places."""
+    del width
     a, b = (data.draw(st.integers(0, len(words) - 1)) for _ in range(2))
     words[[a, b]] = words[[b, a]]
-    assert (checksum(words.view(flat.dtype)) == checksum(flat)) == torch.equal(words, as_words(flat))
 
 
-@given(st.data())
-def test_opposite_roundings_do_not_cancel(data: st.DataObject):
-    """One element a last bit up and another one down, as two orders of summation would leave them, shows."""
-    flat = vectors(data.draw, 2)
-    words = as_words(flat.clone())
-    a, b = data.draw(st.lists(st.integers(0, len(words) - 1), min_size=2, max_size=2, unique=True))
+def two_places(data: st.DataObject, words: Tensor) -> list[int]:
+    return data.draw(st.lists(st.integers(0, len(words) - 1), min_size=2, max_size=2, unique=True))
+
+
+def round_apart(data: st.DataObject, words: Tensor, width: int) -> None:
+    """Move one element a last bit up and another one down, as two orders of summation would leave them."""
+    del width
+    a, b = two_places(data, words)
     words[a] += 1
     words[b] -= 1
-    assert checksum(words.view(flat.dtype)) != checksum(flat)
+
+
+def two_signs(data: st.DataObject, words: Tensor, width: int) -> None:
+    """Turn over the signs of two elements."""
+    words[two_places(data, words)] ^= -(2 ** (width - 1))
+
+
+def all_signs(data: st.DataObject, words: Tensor, width: int) -> None:
+    """Turn over all signs."""
+    del data
+    words ^= -(2 ** (width - 1))
+
+
+@pytest.mark.parametrize("change", [flip, swap, round_apart, two_signs, all_signs])
+@given(data=st.data())
+def test_every_change_shows(data: st.DataObject, change: Callable[[st.DataObject, Tensor, int], None]):
+    """Another bit, place, sign or last digit anywhere changes the checksum; changes must not cancel."""
+    values = vectors(data.draw, 2)
+    words = as_words(values.clone())
+    change(data, words, 8 * values.dtype.itemsize)
+    assert (checksum(words.view(values.dtype)) == checksum(values)) == torch.equal(words, as_words(values))
 
 
 def test_zeros_of_both_signs_and_lengths_differ():
@@ -165,18 +153,6 @@ def test_zeros_of_both_signs_and_lengths_differ():
     negative[1234] = -0.0
     digits = [checksum(flat) for flat in [*zeros, negative]]
     assert len(set(digits)) == len(digits)
-
-
-@given(st.data())
-def test_signs_count(data: st.DataObject):
-    """Two signs that turn over, wherever they are, and all of them at once, change the checksum."""
-    flat = vectors(data.draw, 2)
-    a, b = data.draw(st.lists(st.integers(0, len(flat) - 1), min_size=2, max_size=2, unique=True))
-    sign = -(2 ** (8 * flat.dtype.itemsize - 1))
-    words = as_words(flat.clone())
-    words[[a, b]] ^= sign
-    assert checksum(words.view(flat.dtype)) != checksum(flat)
-    assert checksum((as_words(flat) ^ sign).view(flat.dtype)) != checksum(flat)
 
 
 def test_no_two_signs_of_a_piece_cancel():

@@ -69,15 +69,15 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> Backend:
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """A stand-in for the package wandb."""
-    return stand_in(monkeypatch, "wandb")
+def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, Backend]:
+    """Stand-ins for the packages, by name."""
+    return {name: stand_in(monkeypatch, name) for name in ("wandb", "trackio")}
 
 
 @pytest.fixture
-def trackio(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """A stand-in for the package trackio."""
-    return stand_in(monkeypatch, "trackio")
+def wandb(backends: dict[str, Backend]) -> Backend:
+    """The one for Weights & Biases."""
+    return backends["wandb"]
 
 
 @pytest.fixture
@@ -144,8 +144,9 @@ def test_tensorboard_reads_the_logs(config: TrainConfig, tmp_path: Path) -> None
     assert scalars(tmp_path / "run")["loss/train"] == shown["loss/train"]
 
 
-def test_same_lines_to_all(wandb: Backend, trackio: Backend, config: TrainConfig, tmp_path: Path) -> None:
+def test_same_lines_to_all(backends: dict[str, Backend], config: TrainConfig, tmp_path: Path) -> None:
     """Several trackers get the same numbers in the same order, know the run, and are closed once."""
+    wandb, trackio = backends.values()
     run(config, tmp_path / "run", "wandb", "trackio", "wandb", "none")
     assert wandb.lines == trackio.lines
     assert [step for step, _ in wandb.lines] == [2, 2, 4, 4, 5, 5]
@@ -159,15 +160,14 @@ def test_same_lines_to_all(wandb: Backend, trackio: Backend, config: TrainConfig
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_known_steps_are_not_sent_again(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_logged_steps_are_not_sent_again(name: str, backends: dict[str, Backend], tmp_path: Path) -> None:
     """A tracker that has steps below 4 gets only the others of what a resumed run logs again."""
-    backend: Backend = request.getfixturevalue(name)
-    backend.step = backend._next_step = 4
+    backends[name].step = backends[name]._next_step = 4
     tracker = start(name, tmp_path)
     for step in (2, 3, 4, 5):
         tracker.log({"x": 1.0}, step)
     tracker.close()
-    assert [step for step, _ in backend.lines] == [4, 5]
+    assert [step for step, _ in backends[name].lines] == [4, 5]
 
 
 def test_numbers_only() -> None:
@@ -179,22 +179,19 @@ def test_numbers_only() -> None:
 # --- the run is not touched ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["none", "init", "log", "finish"])
 def test_run_is_the_same(
-    wandb: Backend, config: TrainConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str
+    wandb: Backend, config: TrainConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With a tracker that works, or fails anywhere, weights and logs are those of a run without one, bit for bit."""
     run(config, tmp_path / "plain")
-    wandb.fail_at = place
-    summary = run(config, tmp_path / "run", "wandb")
-    assert summary["exit_reason"] == "finished"
-    assert logs(tmp_path / "run") == logs(tmp_path / "plain")
-    weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("plain", "run")]
-    assert weights[0] == weights[1]
-    out, err = capfd.readouterr()
-    assert out == ""  # neither welcome nor goodbye
-    message = "tracker wandb failed (the server is gone); the run goes on without it\n"
-    assert err == ("" if place == "none" else message)
+    for place in ("none", "init", "log", "finish"):
+        wandb.fail_at = place
+        assert run(config, tmp_path / place, "wandb")["exit_reason"] == "finished"
+        assert logs(tmp_path / place) == logs(tmp_path / "plain")
+        weights = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("plain", place)]
+        assert weights[0] == weights[1]
+        message = "tracker wandb failed (the server is gone); the run goes on without it\n"
+        assert capfd.readouterr() == ("", "" if place == "none" else message)  # neither welcome nor goodbye
 
 
 @pytest.fixture
@@ -213,37 +210,35 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.mark.parametrize("place", ["init", "log", "finish"])
 def test_blocked(
-    wandb: Backend,
-    trackio: Backend,
+    backends: dict[str, Backend],
     hurried: threading.Event,
     tmp_path: Path,
-    *,
     capfd: pytest.CaptureFixture[str],
     place: str,
 ) -> None:
     """A tracker that never answers holds up neither the run nor another tracker, and is reported once."""
-    wandb.fail_at, wandb.block = place, hurried
+    backends["wandb"].fail_at, backends["wandb"].block = place, hurried
     folder = types.SimpleNamespace(path=tmp_path, log_round=lambda _: None)
     with tracked(folder, ["wandb", "trackio"], run_name="first", config={}) as recorder:
         for step in range(20):
             recorder.log_round({"step": step, "round": step})
     out, err = capfd.readouterr()
-    assert [step for step, _ in trackio.lines] == list(range(20))
+    assert [step for step, _ in backends["trackio"].lines] == list(range(20))
     assert out == ""
     assert err.count("tracker wandb failed (it has not finished") == 1
 
 
 def test_far_behind(
-    wandb: Backend,
+    backends: dict[str, Backend],
     hurried: threading.Event,
     tmp_path: Path,
     *,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    capfd: Any,
 ) -> None:
-    """What a slow tracker may be behind is bounded; then it is left out, and that is said once."""
+    """What a slow tracker may be behind is bounded; then it is dropped, and that is said once."""
     monkeypatch.setattr(tracking, "_WAITING", 5)
-    wandb.fail_at, wandb.block = "log", hurried
+    backends["wandb"].fail_at, backends["wandb"].block = "log", hurried
     tracker = start("wandb", tmp_path)
     for step in range(100):
         tracker.log({"x": 1.0}, step)

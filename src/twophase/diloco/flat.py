@@ -70,10 +70,6 @@ class Layout:
 def plan(named_shapes: Iterable[tuple[str, tuple[int, ...]]], alignment: int = ALIGNMENT) -> Layout:
     """Lay parameters one after the other, each starting at a multiple of `alignment` elements.
 
-    Args:
-        named_shapes: name and shape of each parameter; names differ.
-        alignment: elements, >= 1.
-
     Raises:
         ValueError: a name that occurs twice.
     """
@@ -122,12 +118,7 @@ class Digest:
         self._sums: list[int] = []
 
     def add(self, start: int, stop: int) -> None:
-        """Take up elements `start` to `stop`, which follow those before.
-
-        Args:
-            start: a multiple of `DIGEST_ELEMENTS`; 0 begins the digest anew.
-            stop: likewise, or the end of the vector.
-        """
+        """Take up elements `start` to `stop`, multiples of `DIGEST_ELEMENTS`, after those before; 0 begins anew."""
         if start == 0:
             self._sums = []
         last = stop * self._per_element // 2
@@ -144,11 +135,9 @@ class Digest:
 
 
 def joined_digits(halves: int, sums: Sequence[int]) -> str:
-    """Join the sums of a vector's pieces to sixteen hexadecimal digits.
+    """Join the sums of the pieces (modulo 2^64) of a vector of so many four-byte words to sixteen hexadecimal digits.
 
-    Args:
-        halves: words of four bytes that the vector has.
-        sums: of each piece modulo 2^64; an odd word of four bytes at the end is a piece by itself.
+    An odd word at the end is a piece by itself.
     """
     state = halves
     for value in sums:
@@ -176,13 +165,7 @@ _SHIFT_WORD = np.uint64(_SHIFT)
 
 
 def _sums(halves: Tensor, weights: Tensor, *, rows: int) -> list[int]:
-    """Return the weighted sum of each piece on any device, `rows` pieces at a time, which changes no sum.
-
-    Args:
-        halves: (n,) int32; an odd half at the end is left out.
-        weights: (piece,) int64 on the same device.
-        rows: pieces that are summed by one operation.
-    """
+    """Return the weighted sum of each piece of int32 `halves`, `rows` of them at a time, which changes no sum."""
     words = halves[: len(halves) // 2 * 2]
     if words.storage_offset() % 2:
         words = words.clone()  # torch reads eight bytes only from multiples of eight

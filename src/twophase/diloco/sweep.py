@@ -112,7 +112,7 @@ class FlatSweep:
         fragment: with its pseudo-gradient, to be divided by its `divisor`.
         momentum: its buffers, flat; None at momentum 0.
         transfer: of a fragment that `goes_in_parts`.
-        restore: also set the replicas in `Fragment.params` to the new anchor.
+        restore: also set the replicas to the new anchor.
         prove: also take the digest of the momentum buffer.
     """
 

@@ -149,12 +149,9 @@ class Healing(socketserver.ThreadingTCPServer):
 
 
 class _Exactly:
-    """A stream that never returns less than what was asked for: torch's reader takes a short answer for the whole.
+    """A stream that never returns less than was asked for, and ends after so many seconds.
 
-    Args:
-        stream: what is read.
-        connection: where it comes from.
-        seconds: after which it ends, however fast the bytes come.
+    torch's reader takes a short answer for the whole.
     """
 
     def __init__(self, stream: Any, connection: socket.socket, seconds: float) -> None:

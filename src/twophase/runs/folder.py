@@ -171,14 +171,7 @@ class RunFolder:
         return records[-1] if records else None
 
     def set_aside(self, name: str) -> Path:
-        """Move the logs and the checkpoints into a folder of that name in this one, and begin anew.
-
-        Args:
-            name: of the folder; where there is one already, a number is added.
-
-        Returns:
-            The folder.
-        """
+        """Move logs and checkpoints into a folder of that name, or the first free number of it, and return that."""
         places = (self.path / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
         place = next(place for place in places if not place.exists())
         place.mkdir()
@@ -239,11 +232,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def lock_folder(path: Path, doing: str) -> int:
-    """Make a folder if it is missing and lock it for this process.
-
-    Args:
-        path: the folder.
-        doing: what the holder does in it, for the message: `is training`.
+    """Make a folder if it is missing and lock it for this process, which `doing` describes: `is training`.
 
     Returns:
         A file descriptor; closing it, or the death of the process, releases the lock.
@@ -271,15 +260,12 @@ def lock_folder(path: Path, doing: str) -> int:
 
 
 def check_place(path: Path, marker: str, what: str) -> bool:
-    """Return whether a folder holds its marker file; changes nothing.
+    """Return whether a folder holds its marker file: False where it is missing or empty; changes nothing.
 
     Args:
-        path: the folder, which may be missing.
+        path: the folder.
         marker: the name of that file.
         what: what the folder should be, for the message: `run`.
-
-    Returns:
-        True when the marker is there, False when the folder is missing or empty.
 
     Raises:
         UsageError: a file in place of the folder, a folder of something else, or one that cannot be read.

@@ -93,12 +93,7 @@ def numbers(values: Mapping[str, Any]) -> Numbers:
 
 
 class Tracked:
-    """A run's folder that also sends its lines to trackers; everything else is the folder's.
-
-    Args:
-        folder: the run's folder.
-        trackers: take the numbers, too. They recognise lines that a resumed run repeats by their step.
-    """
+    """A run's folder that also sends its lines to trackers; everything else is the folder's."""
 
     def __init__(self, folder: Any, trackers: Sequence[Tracker]) -> None:
         self._folder = folder
@@ -159,12 +154,8 @@ def tracked(folder: Any, names: Sequence[str], *, run_name: str, config: Tree, l
 class Tracker:
     """A tracker in its own thread; its methods raise nothing and never wait for a server for ever.
 
-    Args:
-        name: of `NAMES`, but not `none`.
-        run_name: the run's name for people.
-        run_id: recognises a resumed run; see `identity`.
-        folder: of the run; TensorBoard's files go to its `tensorboard/`, those of Weights & Biases to `wandb/`.
-        config: the configuration, for the record.
+    TensorBoard's files go to the run's `tensorboard/`, those of Weights & Biases to its `wandb/`; `run_id` recognises a
+    resumed run.
     """
 
     def __init__(self, name: str, *, run_name: str, run_id: str, folder: Path, config: Tree) -> None:
