@@ -24,6 +24,7 @@ Counts: TypeAlias = NDArray[np.int64]
 
 _TIE = 1e-12  # relative difference below which two single periods are equally good
 _LARGEST_RATE = 1e4  # of a mode in the linear program, in units of the slowest one's: exact zeros have an infinite one
+_SAME_LOSS = 1e-9  # log losses this near are equal: cycles commute with the last one, so many schedules tie
 _SMALL_SHARE = 1e-9  # of the rounds, below which a period is not part of a mix
 _PAIRS_UP_TO = 24  # periods up to which the search also exchanges pairs of cycles
 
@@ -159,7 +160,9 @@ def best_schedule(
     # An exact zero: lower than what is left of any mode in any other way, so that the search has no infinities.
     gone = total * float((finite[1:] / np.arange(1, longest + 1)[:, None]).min()) - 1000
     search = _Search(np.where(np.isneginf(table), gone, table), log_weights, total)
-    best, _ = min((search.improved(start) for start in search.starts(rule, values)), key=lambda pair: pair[1])
+    improved = [search.improved(start) for start in search.starts(rule, values)]
+    lowest = min(loss for _, loss in improved)
+    best = next(counts for counts, loss in improved if loss <= lowest + _TIE * abs(lowest))
     counts = {int(k): int(best[k]) for k in np.flatnonzero(best)}
     tail = total - sum(k * count for k, count in counts.items())
     with np.errstate(divide="ignore"):
@@ -210,14 +213,15 @@ class _Search:
         """Exchange cycles while that lowers the loss."""
         best = self.loss(counts)
         while True:
-            lowest, change = best - 1e-9, None
+            lowest, change = best, None
             base, used = counts @ self.table, int(counts @ self.lengths)
             for out in np.flatnonzero((self.exchanges <= counts).all(axis=1)):
                 tails = self.total - (used - self.length[out]) - self.length
                 fits = np.flatnonzero((tails >= 0) & (tails < len(self.table)))
                 losses = self._losses(base - self.logs[out] + self.logs[fits] + self.table[tails[fits]])
-                if losses.size and losses.min() < lowest:
-                    lowest, change = float(losses.min()), self.exchanges[fits[np.argmin(losses)]] - self.exchanges[out]
+                if losses.size and losses.min() < lowest - _SAME_LOSS:
+                    lowest = float(losses.min())
+                    change = self.exchanges[fits[np.argmax(losses <= lowest + _SAME_LOSS)]] - self.exchanges[out]
             if change is None:
                 return counts, best
             counts, best = counts + change, lowest
