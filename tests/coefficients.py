@@ -55,7 +55,7 @@ class Twice(RestartPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Measured(RestartPolicy):
-    """Restarts when the buffer is more than `limit` times as long as the pseudo-gradient: known to nobody before."""
+    """Restarts when the buffer is more than `limit` times as long as the pseudo-gradient: only a run can tell."""
 
     limit: float
 
@@ -113,7 +113,7 @@ def due(policy: RestartPolicy, number: int) -> tuple[float, float, bool] | None:
 def coefficients(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Vector]:
     """The coefficients of each round's update, by direct simulation on coefficient vectors."""
     lr, b = decimal(rule.lr), decimal(rule.momentum)
-    buffer, found = [Fraction(0)] * rounds, []
+    buffer, updates = [Fraction(0)] * rounds, []
     for t in range(rounds):
         g = [Fraction(i == t) for i in range(rounds)]
         restarted = due(policy, t + 1) if b else None
@@ -131,7 +131,7 @@ def coefficients(rule: OuterRule, policy: RestartPolicy, rounds: int) -> list[Ve
         else:
             buffer = [b * x + (1 - b) * y for x, y in zip(old, g, strict=True)]
             step = [(1 + b) * x - b * y for x, y in zip(buffer, old, strict=True)] if rule.nesterov else buffer
-        found.append(tuple(lr * c for c in step[: t + 1]))
+        updates.append(tuple(lr * c for c in step[: t + 1]))
         if restarted and not restarted[2]:
             buffer = rewrite(buffer)
-    return found
+    return updates

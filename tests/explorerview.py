@@ -68,7 +68,7 @@ class View:
     def readouts(self) -> dict[str, str]:
         """The numbers below the first panel."""
         pairs = self.page.eval_on_selector_all(
-            "#readouts div", "all => all.map(one => [...one.children].map(c => c.textContent))"
+            "#readouts div", "all => all.map(row => [...row.children].map(c => c.textContent))"
         )
         return dict(pairs)
 

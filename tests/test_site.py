@@ -280,7 +280,9 @@ def test_search_works_from_disk(site: Path, watched: Watched) -> None:
     watched.open(site / "index.html")
     watched.page.locator(".md-search__button").click()
     watched.page.wait_for_function("document.activeElement.shadowRoot?.querySelector('input')")
-    watched.page.keyboard.type("restart_stable_limit")
-    has_result = "document.activeElement.shadowRoot.textContent.includes('Return the smallest sigma')"  # its docstring
+    watched.page.keyboard.type("log_final_loss")
+    has_result = (
+        "document.activeElement.shadowRoot.textContent.includes('Return the logarithm of the loss')"  # its docstring
+    )
     watched.page.wait_for_function(has_result)
     assert watched.troubles == []

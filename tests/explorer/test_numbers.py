@@ -14,8 +14,7 @@ from points import as_json, nasty_points, random_points
 from twophase.explorer.page import State
 from twophase.theory.advice import advise
 from twophase.theory.advice import controls as theory_controls
-from twophase.theory.benefit import restart_can_help
-from twophase.theory.contraction import log_restart_factor, restart_rate
+from twophase.theory.contraction import log_restart_factor, restart_can_help, restart_rate
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import asymptotic_rate, effective_progress, phase, phase_shift, regime, transition
 from twophase.theory.periods import cancellation_periods, heuristic_period, log_final_loss
@@ -230,17 +229,6 @@ def test_recommendation_and_warnings_do_not_contradict(view: View, name: str) ->
     assert not re.search(r"\b(every )?1 rounds", page.inner_text("body"))
     if state.restart >= state.rounds:
         assert "no restart within the horizon" in page.inner_html("#residual")
-
-
-def test_what_rounds_to_one_is_written_out(view: View) -> None:
-    """A spectral radius next to 1 shows by how much it is not; the first cancellation reads alike everywhere."""
-    view.show(State(1e-6, 0.9, True, "sum", 3, 60, "one", sigma=0.001, mode=0))
-    assert view.readouts()["Spectral radius, ρ"] == "1\u00a0−\u00a01e−8"
-    assert view.readouts()["Stable"] == "yes"
-    page = view.show(PAPER)
-    first = view.readouts()["Cancellation, t₀"].split()[0]
-    assert f"t₀\u00a0=\u00a0{first}" in (page.text_content("#residual") or "")
-    assert f"First cancellation after {first} rounds" in page.inner_html("#residual")
 
 
 def test_what_leaves_the_frame(view: View) -> None:

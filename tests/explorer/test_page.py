@@ -158,23 +158,16 @@ def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
 
 def test_a_given_spectrum_takes_the_place_of_the_runs(capsys: Capture, tmp_path: Path) -> None:
     """With a spectrum by option, a run gives rule, period and rounds only, whether its own can be estimated or not."""
-    rule, out = OuterRule(0.5, 0.8, True), tmp_path / "page.html"
+    out, words = tmp_path / "page.html", ("--sigma", 0.5, 0.2)
     for rounds, restart in ((60, "9"), (4, "2"), (20, "1")):
-        run = synthetic_run(tmp_path / f"{rounds}", rule, [0.35], rounds, restart)
-        ways = {
-            "one": ("--sigma", 0.5),
-            "list": ("--sigma", 0.5, 0.2),
-            "range": ("--sigma-range", 0.1, 0.9),
-            "curvature": ("--eigenvalues", 3, 1, "--inner-lr", 0.1, "--inner-steps", 30),
-        }
-        for spectrum, words in ways.items():
-            state = asked(capsys, out, "--run", run, *words)
-            assert (state["spectrum"], state["lr"], state["momentum"]) == (spectrum, 0.5, 0.8)
-            assert (state["restart"], state["rounds"]) == (int(restart), rounds)
-            assert data_of(out.read_text(encoding="utf-8"))["run"] is None
-    assert "--sigma and --sigma-range are exclusive" in refused(
-        capsys, "--run", run, "--sigma", 0.5, "--sigma-range", 0, 1, "--out", tmp_path / "no.html"
-    )
+        run = synthetic_run(tmp_path / f"{rounds}", OuterRule(0.5, 0.8, True), [0.35], rounds, restart)
+        state = asked(capsys, out, "--run", run, *words)
+        assert (state["spectrum"], state["lr"], state["momentum"]) == ("list", 0.5, 0.8)
+        assert (state["restart"], state["rounds"]) == (int(restart), rounds)
+        assert data_of(out.read_text(encoding="utf-8"))["run"] is None
+    assert "--sigma and --sigma-range are exclusive" in refused(capsys, *words, "--sigma-range", 0, 1, "--out", out)
+    with pytest.raises(UsageError, match="spectrum of a run"):
+        build(State(spectrum="run"))
 
 
 def test_the_guides_run_opens(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,23 +233,3 @@ def test_runs_whose_rounds_lack_numbers_are_refused(capsys: Capture, tmp_path: P
         (run / file).write_text(whole)
     (run / "rounds.jsonl").write_text(re.sub(r', "gain": [^,}]+', "", (run / "rounds.jsonl").read_text()))
     assert asked(capsys, out, "--run", run)["spectrum"] == "run"
-
-
-def test_a_torn_line_of_a_run_is_named(capsys: Capture, tmp_path: Path) -> None:
-    """What a report says of a torn log stands on the page and in what is printed, also where a spectrum is given."""
-    run, out = synthetic_run(tmp_path / "run", OuterRule(0.5, 0.8), [0.35]), tmp_path / "page.html"
-    log = run / "rounds.jsonl"
-    log.write_text(log.read_text()[:-50])
-    words = "The last line of rounds.jsonl is cut in its middle"
-    for more, there in (([], True), (["--sigma", "0.5"], False)):
-        assert main(["explore", "--run", str(run), "--out", str(out), *more]) == 0
-        assert words in capsys.readouterr().out
-        assert (words in out.read_text(encoding="utf-8")) is there
-
-
-def test_check_refuses_a_run_without_its_spectrum() -> None:
-    """A state that shows a run's spectrum needs one, and the other way round."""
-    with pytest.raises(UsageError, match="spectrum of a run"):
-        build(State(spectrum="run"))
-    with pytest.raises(UsageError, match="spectrum of a run"):
-        build(State(), RunSpectrum("run", (0.5,), ""))

@@ -18,8 +18,7 @@ from oracle import HB, NAG, SIX
 from twophase.restart import Never, Periodic, mean_outer_gain
 from twophase.rule import FORMS, OuterRule
 from twophase.theory.advice import Advice, advise, controls
-from twophase.theory.benefit import hurt_share, restart_can_help
-from twophase.theory.contraction import restart_rate, restart_table
+from twophase.theory.contraction import hurt_share, restart_can_help, restart_rate, restart_table
 from twophase.theory.modes import REGIMES, asymptotic_rate, regime, stable_limit
 from twophase.theory.periods import OBJECTIVES, best_period, cancellation_periods, heuristic_period, log_final_loss
 
@@ -124,22 +123,6 @@ def test_numbers_beside_the_recommendation() -> None:
         assert advice.heuristics == pytest.approx(heuristics, rel=1e-12)
         reach = math.ceil(3 * np.nanmax(first)) + 5 if oscillates else 0
         assert advice.max_period == (max(60, reach) if rounds is None else rounds)
-
-
-@pytest.mark.parametrize("rounds", [None, 7, 60])
-def test_both_forms_give_the_same_advice(rounds: int | None) -> None:
-    """The same rule in EMA and in sum form: equal periods, rates, losses, shares, controls and warnings."""
-    for rule, sigma in itertools.product(
-        (HB, OuterRule(7.0, 0.9, True, "ema"), OuterRule(60.0, 0.9, False, "ema")), (SIX, [0.002, 0.01])
-    ):
-        ema, total = advise(rule, sigma, rounds=rounds), advise(rule.to("sum"), sigma, rounds=rounds)
-        for first, second in zip((*ema.criteria, ema.without), (*total.criteria, total.without), strict=True):
-            assert first.period == second.period
-            assert first.rate == pytest.approx(second.rate, rel=1e-9, abs=1e-12)
-            assert first.log_loss == (None if rounds is None else pytest.approx(second.log_loss, rel=1e-9))
-        assert (ema.hurt, ema.regimes, ema.max_period) == (total.hurt, total.regimes, total.max_period)
-        assert ema.controls == pytest.approx(total.controls, rel=1e-9)
-        assert warned(ema) == warned(total)
 
 
 def test_anchors() -> None:

@@ -99,7 +99,6 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("block_periods", (HB, [[0.5]]), {"weights": [[1], [1]], "max_period": 5}, ""),
     ("hurt_share", (HB, [], 3), {}, "sigma is empty"),
     ("hurt_share", (HB, [0.5], 3, [1, 2]), {}, "weights have shape"),
-    *[("restart_stable_limit", (HB, period), {}, "period is") for period in (0, 1.5, -2, True)],
     ("soft_restart", (OuterRule(1.0, 0.0), 0.5, 3), {}, ".*momentum is 0"),
     ("soft_restart", (OuterRule(0.0, 0.5), 0.5, 3), {}, ".*lr is 0"),
     ("soft_restart", (HB, [0.5, 0.0], 3), {}, ".*sigma is 0"),

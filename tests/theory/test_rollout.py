@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import oracle
-from oracle import BLOCKS, HB, NAG, THREE
+from oracle import HB, NAG
 from policies import ALL as ADAPTIVE
 from twophase.policies.base import AGREEMENT
 from twophase.restart import (
@@ -262,40 +262,6 @@ def test_slow_modes_move_by_the_mean_gain(rule: OuterRule, policy: RestartPolicy
     assert moved == pytest.approx(mean_outer_gain(rule, policy, 30), rel=1e-5)
 
 
-LOSSES = [
-    *((HB, [0.95], 80, *row) for row in {"never": -3.96, "5": -64.54, "15": -24.5, "4": -23.7, "75": -10.0}.items()),
-    (NAG, [0.95], 80, "never", -7.45),
-    (OuterRule(1.0, 0.0, False, "ema"), [0.95], 80, "never", -208),  # A1
-    *((HB, SIX, 120, *row) for row in {"never": -6.16, "7": -14.45, "6": -12.5, "3": -7.3, "17": -6.64}.items()),
-    (HB, SIX, 120, Cycle((2,) + (5,) * 2 + (6,) * 7 + (8,) + (10,) * 5 + (8,)), -20.94),  # R24
-    (OuterRule(1.0, 0.0, False, "ema"), SIX, 120, "never", -38.3),  # A2
-    (HB, THREE, 120, "never", -6.01),  # A3
-    (HB, THREE, 120, "8", -8.85),
-]
-
-
-@pytest.mark.parametrize(("rule", "sigma", "rounds", "restart", "expected"), LOSSES)
-def test_losses_of_the_theory_note(rule: OuterRule, sigma: Any, rounds: int, restart: Any, expected: float):
-    """The final losses of A1, A2, A3 and R24, to the digits that the note gives."""
-    tolerance = 0.6 if expected == round(expected) else 0.06 if round(expected, 1) == expected else 0.006
-    loss = rollout(rule, sigma, rounds, restart).loss[-1]
-    assert float(np.log10(loss)) == pytest.approx(expected, abs=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "periods", "expected"),
-    [
-        (SIX[:, None], [5, 5, 6, 7, 8, 10], -32.04),  # A2: a period for each mode
-        (BLOCKS, [5, 7, 13], -17.81),  # A3: a period for each block
-        (BLOCKS, [5, 7, 12], -15.56),
-    ],
-)
-def test_losses_of_blocks_of_the_theory_note(blocks: Any, periods: list[int], expected: float):
-    """The joint losses of A2 and A3 when each block has its own period."""
-    run = rollout_blocks([Block(s, HB, k) for s, k in zip(blocks, periods, strict=True)], 120)
-    assert float(np.log10(run.loss[-1])) == pytest.approx(expected, abs=0.005)
-
-
 # --- many trajectories, noise, blocks -----------------------------------------------------------------------------
 
 
@@ -463,29 +429,19 @@ class NeedsAgreement(Scripted):
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rule": 0.7}, r"rule is 0\.7; .*OuterRule\(0\.7, 0\.9\)"),
     ({"sigma": [0.5, 1.5]}, r"sigma\[1\] is 1\.5; .*\[0, 1\]"),
-    ({"sigma": []}, "sigma is empty"),
-    ({"rounds": 0}, "rounds is 0; .*>= 1"),
-    ({"rounds": 2.5}, r"rounds is 2\.5; .*whole number"),
     ({"restart": NeedsLoss()}, "restart policy NeedsLoss.* needs validation_loss.*cosine"),
     ({"restart": NeedsAgreement()}, "needs the agreement of the replicas.*replicas=2"),
     ({"weights": [1.0]}, r"weights have shape \(1,\); .*\(2,\)"),
-    ({"weights": [1.0, -1.0]}, r"weights\[1\] is -1\.0; .*>= 0"),
     ({"initial": [1.0, np.nan]}, r"initial\[1\] is nan; .*finite"),
-    ({"initial": "one"}, "initial is 'one'"),
     ({"initial": [1.0, 1.0, 1.0]}, "initial has 3 modes; .*all 2 values"),
     ({"noise": -0.1}, r"noise is -0\.1; .*>= 0"),
-    ({"noise": math.inf}, "noise is inf; .*finite"),
-    ({"noise": True}, "noise is True"),
     ({"noise": np.zeros((5, 2))}, r"noise has shape \(5, 2\); .*\(5, replicas, 2\)"),
     ({"noise": np.zeros((4, 1, 2))}, r"noise has shape \(4, 1, 2\)"),
     ({"noise": np.zeros((5, 0, 2))}, r"noise has shape \(5, 0, 2\)"),
     ({"noise": np.zeros((5, 3, 2)), "replicas": 2}, "replicas is 2, but noise holds 3; leave replicas out"),
     ({"noise": np.zeros((5, 3, 2)), "seeds": 2}, "seeds go with noise that is drawn"),
-    ({"replicas": 0}, "replicas is 0; .*>= 1"),
     ({"seeds": 0}, "seeds is 0; .*>= 1"),
-    ({"seeds": 2.5}, r"seeds is 2\.5; .*whole number"),
     ({"seeds": [1, -1]}, r"seeds\[1\] is -1; .*>= 0"),
-    ({"seeds": []}, r"seeds is \[\]"),
     ({"rule": [HB, NAG], "sigma": np.full((3, 2), 0.5)}, r"rule \(2,\), sigma \(3,\)"),
 ]
 

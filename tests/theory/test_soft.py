@@ -14,7 +14,7 @@ import torch
 
 import oracle
 from amount import amount
-from oracle import HB, NAG, SIX
+from oracle import HB, NAG
 from twophase.restart import Soft, convert
 from twophase.rule import FORMS, Form, OuterRule
 from twophase.theory.contraction import restart_factor
@@ -220,23 +220,6 @@ def test_best_injection_is_the_best(form: Form) -> None:
         ]
         assert radii[0] == pytest.approx(abs(1 - s) / 2, rel=1e-6, abs=1e-7)
         assert min(radii[1:]) > abs(1 - s) / 2
-
-
-@pytest.mark.parametrize(
-    ("rule", "period", "rounds", "soft", "hard"),
-    [(HB, 7, 63, -11.0, -8.0), (HB, 3, 63, -12.8, -4.3), (OuterRule(0.9, 0.7, True, "ema"), 3, 24, -9.7, -5.3)],
-    ids=["HB 7", "HB 3", "NAG 3"],
-)
-def test_anchor_of_several_modes(rule: OuterRule, period: int, rounds: int, soft: float, hard: float) -> None:
-    """R27: the best (retain, inject) of a grid of .05 in [0, 1]^2 against a hard restart, six modes; log10 losses."""
-
-    def loss(retain: float, inject: float) -> float:
-        matrices = np.linalg.matrix_power(cycle_matrix(rule, SIX, period, retain, inject), rounds // period)
-        return math.log10(np.mean(matrices[:, 0, 0] ** 2) / 2)
-
-    grid = np.arange(21) / 20
-    assert min(loss(a, b) for a, b in itertools.product(grid, grid)) == pytest.approx(soft, abs=0.05)
-    assert loss(0, 0) == pytest.approx(hard, abs=0.05)
 
 
 # --- one whole cycle ----------------------------------------------------------------------------------------------

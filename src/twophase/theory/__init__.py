@@ -5,17 +5,14 @@ the results by number (R1 to R31) with the functions and the tests that hold the
 """
 
 from twophase.theory.advice import Advice, Criterion, advise, controls
-from twophase.theory.benefit import (
-    hurt_share,
-    restart_can_help,
-    restart_stable_limit,
-    useful_share,
-)
 from twophase.theory.contraction import (
+    hurt_share,
     log_restart_factor,
+    restart_can_help,
     restart_factor,
     restart_rate,
     restart_table,
+    useful_share,
 )
 from twophase.theory.inputs import rule_grid
 from twophase.theory.mixing import (
@@ -45,7 +42,6 @@ from twophase.theory.periods import (
     heuristic_period,
     log_final_loss,
     rounded_period,
-    rounding_bound,
 )
 from twophase.theory.rollout import Block, BlockRollout, Rollout, rollout, rollout_blocks
 from twophase.theory.soft import cycle_matrix, soft_restart, warm_restart_factor
@@ -88,12 +84,10 @@ __all__ = [
     "restart_can_help",
     "restart_factor",
     "restart_rate",
-    "restart_stable_limit",
     "restart_table",
     "rollout",
     "rollout_blocks",
     "rounded_period",
-    "rounding_bound",
     "rule_grid",
     "scheduled_progress",
     "soft_restart",

@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
-from twophase.theory.benefit import hurt_share, restart_can_help
-from twophase.theory.contraction import restart_rate, restart_table
+from twophase.theory.contraction import hurt_share, restart_can_help, restart_rate, restart_table
 from twophase.theory.inputs import Floats, check_count, check_modes, check_weights, rule_grid
 from twophase.theory.modes import REGIMES, asymptotic_rate, effective_step, regime, stable_limit
 from twophase.theory.periods import (
@@ -105,8 +104,7 @@ def advise(
 
     Args:
         rule: the outer rule, in either form.
-        sigma: effective progress of the modes in [0, 1], shape (M,). Modes with sigma 0 are left out: nothing moves
-            them.
+        sigma: of the modes, shape (M,). Modes with sigma 0 are left out: nothing moves them.
         weights: one a mode, >= 0; equal when None.
         rounds: the horizon T; without it the recommendation is the minimax rate.
         max_period: longest period tried; by default the horizon, or three times the longest first cancellation (at
@@ -167,23 +165,12 @@ def advise(
 
 
 def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int | None = None) -> dict[str, float]:
-    """Return rates of the slowest mode without restarts that any gain by restarts must be held against.
+    """Return rates of the slowest mode without restarts, nats a round, that any gain by restarts must be held against.
 
     A restart lowers the mean outer gain, so it is also a smaller step; and a gain at a badly tuned momentum is no gain
     over a tuned one. Three controls, at the rule's own kind: no momentum at the same step `lr` (sum form); no momentum
-    with the mean outer gain that the period has; and the best momentum of a fine grid on [0, 1) at the same EMA lr.
-
-    Args:
-        rule: the outer rule.
-        sigma: effective progress of the modes.
-        period: the restart period of the gain to match, a whole number >= 1; None for none.
-        rounds: length of the run, a whole number >= 1, for the gain; in the long run when None.
-
-    Returns:
-        Rate of the slowest mode, nats a round, by the control's name.
-
-    Raises:
-        ValueError: sigma outside [0, 1], a period or rounds that are no whole number >= 1.
+    with the mean outer gain that the period has over `rounds` rounds (in the long run when None); and the best momentum
+    of a fine grid on [0, 1) at the same EMA lr.
 
     Source: theory note R25 and R31; paper error E11.
 

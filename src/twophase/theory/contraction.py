@@ -1,17 +1,7 @@
 """Compute the restart factor chi_K: what a cycle of K rounds, begun with an empty buffer, leaves of a mode.
 
-`chi_K = [T^K]_11 = x_K / x_0` from `m_0 = 0`. Given as (sign, log|chi|), since its powers over a run underflow.
-
-Two ways to it, for every regime alike and without a closed form:
-
-* one period (`log_restart_factor`): T^K by repeated squaring with twice a double's digits (`powers.py`);
-* all periods up to a largest one (`restart_table`): the recurrence itself in doubles, and more digits where those do
-  not suffice (`table.py`).
-
-In both a mode that has barely moved is followed by its deficit d = 1 - chi, so that slow modes keep their digits.
-
-Functions take `rule`, one `OuterRule` or an array of them, `sigma` in [0, 1] and `period`, whole numbers below 2^53;
-all three broadcast. Anything else is a ValueError that names the function, the argument and the entry.
+`chi_K = [T^K]_11 = x_K / x_0` from `m_0 = 0`. Given as (sign, log|chi|), since its powers over a run underflow. The
+digits are those of docs/theory.md, in every regime; slow modes keep theirs.
 """
 
 from __future__ import annotations
@@ -21,23 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from twophase.theory.inputs import Floats, Rules, check_count, check_counts, common_shape
+from twophase.rule import OuterRule
+from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_modes, check_weights, common_shape
 from twophase.theory.kernel import Mode
+from twophase.theory.modes import asymptotic_rate
 from twophase.theory.powers import Signs, log_factors, table
 
 
 def log_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
     """Return the sign and logarithm of the restart factor: `chi_K = [T^K]_11`, as (sign chi_K, log|chi_K|).
 
-    Args:
-        rule: one rule or an array of rules.
-        sigma: effective progress.
-        period: K >= 0; K = 0 gives chi = 1.
-
-    Returns:
-        (sign, log): sign is -1, 0 or 1; the logarithm is natural, -inf at an exact zero. Relative error of the
-        logarithm about 1e-15, whatever the regime, next to zeros of chi too, for K up to 1e6. Beyond about 1e7 digits
-        are lost next to the upper edge of the oscillatory interval at momentum near 1, at 1e9 half of them.
+    K >= 0; K = 0 gives chi = 1. The sign is -1, 0 or 1; the logarithm is natural, -inf at an exact zero, with a
+    relative error of about 1e-15 for K up to 1e6, whatever the regime, next to zeros of chi too. Beyond about 1e7
+    digits are lost next to the upper edge of the oscillatory interval at momentum near 1, at 1e9 half of them.
 
     Source: paper section 3, proposition 1 (valid in every regime through T^K); theory note R6 and F3.
 
@@ -66,8 +52,7 @@ def restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
 def restart_rate(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
     """Return the contraction a round with a restart every K rounds: `r_K = -log|chi_K| / K`, in nats a round.
 
-    Returns:
-        The rate; +inf where chi_K is exactly 0, negative where the restarted mode grows. Slow modes keep their digits.
+    +inf where chi_K is exactly 0, negative where the restarted mode grows.
 
     Source: paper section 3; theory note R7 and F3.
 
@@ -79,16 +64,10 @@ def restart_rate(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
 
 
 def restart_table(rule: Rules, sigma: ArrayLike, max_period: int) -> tuple[Signs, Floats]:
-    """Return the restart factors of all periods 1 ... max_period at once.
+    """Return (sign, log|chi|) for all periods 1 ... max_period at once, each of shape (max_period, ...).
 
-    Args:
-        rule: one rule or an array of rules.
-        sigma: effective progress in [0, 1]; broadcasts against the rules to some shape.
-        max_period: the largest period, a whole number >= 1.
-
-    Returns:
-        (sign, log|chi|), each of shape (max_period, ...): entry K-1 belongs to period K. The signs are int8. Relative
-        error of the logarithm below 1e-12 (next to a zero of chi: of chi relative to its envelope).
+    Entry K-1 belongs to period K. The signs are int8. Relative error of the logarithm below 1e-12 (next to a zero of
+    chi: of chi relative to its envelope).
 
     Source: theory note F2.
 
@@ -100,6 +79,55 @@ def restart_table(rule: Rules, sigma: ArrayLike, max_period: int) -> tuple[Signs
     rounds = check_count("restart_table", "max_period", max_period)
     sign, log = table(mode.each(np.ravel), rounds)
     return sign.reshape(rounds, *mode.shape), log.reshape(rounds, *mode.shape)
+
+
+def useful_share(rule: Rules, sigma: ArrayLike) -> Any:
+    """Return the share of all periods that beat a mode's envelope: `1 - 2 |theta| / pi`; 0 without oscillation.
+
+    A period beats it if `r_K > r_infinity`: a weak statement, which most periods satisfy.
+
+    Source: theory note R15.
+
+    >>> useful_share(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.1, 0.05]).round(3).tolist()
+    [0.995, 0.685, 0.499]
+    """
+    shift = Mode.of("useful_share", rule, sigma).oscillation().shift
+    return np.where(np.isnan(shift), 0.0, 1 - 2 * np.abs(np.nan_to_num(shift)) / np.pi)[()]
+
+
+def restart_can_help(rule: Rules, sigma: ArrayLike) -> Any:
+    """True if any restart schedule can contract a mode faster than none as the rounds go on: only if it oscillates.
+
+    Theorem 1: with real eigenvalues `|chi_K| >= (spectral radius)^K` for every K, strictly if b > 0 and s > 0.
+    Theorem 2, its consequence: a mode that diverges without restarts (spectral radius >= 1, always a real one)
+    diverges under every restart schedule.
+
+    Source: theory note R17 and R18; paper appendix A.6 says less (its errors E16 and E17).
+
+    >>> restart_can_help(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.5]).tolist()
+    [False, True]
+    """
+    return (Mode.of("restart_can_help", rule, sigma).pieces()[0].hi < 0)[()]
+
+
+def hurt_share(rule: OuterRule, sigma: ArrayLike, period: int, weights: ArrayLike | None = None) -> float:
+    """Return the share of the modes, by weight, that a restart every `period` rounds slows down.
+
+    `sum of w_j over modes with r_K(sigma_j) < r_infinity(sigma_j)`. Slow modes outside the oscillatory interval always
+    belong to it (Theorem 1).
+
+    Source: theory note R15 and R17.
+
+    >>> round(hurt_share(OuterRule(1.0, 0.9, form="ema"), [0.01, 0.2, 0.5, 0.9], 5), 2)
+    0.25
+    """
+    values = check_modes("hurt_share", sigma)
+    shares = check_weights("hurt_share", weights, values.shape[-1])
+    rounds = check_count("hurt_share", "period", period)
+    with_restart, without = -log_restart_factor(rule, values, rounds)[1] / rounds, asymptotic_rate(rule, values)
+    # Without momentum both are the same number in exact arithmetic.
+    slack = np.where(np.isfinite(without), 1e-12 * np.abs(without), 0.0)
+    return float(np.sum(shares[with_restart < without - slack]))
 
 
 def _log_factor(where: str, rule: Rules, sigma: ArrayLike, period: ArrayLike, least: int) -> tuple[Any, Any, Any]:

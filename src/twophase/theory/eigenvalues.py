@@ -88,13 +88,12 @@ def density(
 
     For a random unit vector z the eigenvalues t_j of its tridiagonal matrix, with the squared first components of their
     eigenvectors as weights, are the Gauss quadrature of `z^T f(A) z`: exact for polynomials up to degree 2 steps - 1.
-    Its mean over random z is `trace f(A) / size`. A direction among many thousands has a weight in z that is mostly
-    chance. So the few that carry most of the trace are taken out of z and counted by themselves. A block of at most 64
-    coordinates is decomposed exactly.
+    Its mean over random z is `trace f(A) / size`. The few directions that carry most of the trace would have a weight
+    in z that is mostly chance; they are taken out of z and counted by themselves.
 
     Args:
         product: with a symmetric, positive semidefinite matrix.
-        size: of the matrix, >= 1.
+        size: of the matrix, >= 1; up to 64 it is decomposed exactly.
         steps: of Lanczos, >= 1; fewer where their vectors would take more than 1 GiB, but not below 8.
         probes: random vectors, >= 1.
         largest: its largest eigenvalues, fewer than `size`, and their vectors; see `largest_eigenpairs`.

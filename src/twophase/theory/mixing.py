@@ -1,7 +1,4 @@
-"""Mix restart periods: cycles of several lengths, the best mix, a whole schedule, and the limit of all schedules.
-
-An argument out of its range is a ValueError that names the function, the argument and the entry.
-"""
+"""Mix restart periods: cycles of several lengths, the best mix, a whole schedule, and the limit of all schedules."""
 
 from __future__ import annotations
 
@@ -51,15 +48,10 @@ class Mixture:
 def mixed_periods(rule: OuterRule, sigma: ArrayLike, *, max_period: int) -> Mixture:
     """Return the mix of restart periods with the best worst-case rate in the long run, by a linear program.
 
-    Variables: f_K >= 0, cycles of length K a round, and t. `min t` subject to
+    Variables: f_K >= 0, cycles of length K <= max_period a round, and t. `min t` subject to
     `sum_K f_K log|chi_K(sigma_j)| <= t` for every mode j and `sum_K K f_K = 1`; the rate is -t. Solved by HiGHS
     (SciPy). Never below the best single period up to the same max_period, never above `chebyshev_rate`; no gain where
-    the slowest modes do not oscillate.
-
-    Args:
-        rule: the outer rule.
-        sigma: effective progress of the modes, shape (M,); leave out modes with sigma 0, which nothing moves.
-        max_period: the longest cycle, a whole number >= 1.
+    the slowest modes do not oscillate. Leave out modes with sigma 0, which nothing moves.
 
     Source: theory note R24.
 
@@ -133,14 +125,8 @@ def best_schedule(
 
     Starts from the linear program's mix, from every single period and from no restart; exchanges one or two cycles
     at a time, the unfinished last cycle taking up the difference, until nothing improves. Good, not proven optimal;
-    never worse than any single period up to max_period, or than no restart.
-
-    Args:
-        rule: the outer rule.
-        sigma: effective progress of the modes, shape (M,).
-        rounds: T, the length of the run.
-        max_period: the longest cycle, a whole number >= 1.
-        weights: one a mode, >= 0; equal when None.
+    never worse than any single period up to max_period, or than no restart. `weights` of the modes are >= 0, equal when
+    None.
 
     Source: theory note R24 (finite horizon).
 
@@ -241,9 +227,6 @@ def chebyshev_rate(sigma_min: ArrayLike, sigma_max: ArrayLike, rounds: ArrayLike
 
     Returns:
         Nats a round; 0 at sigma_min 0, infinite where both ends are one.
-
-    Raises:
-        ValueError: ends outside [0, 1] or in the wrong order.
 
     Source: theory note R25.
 

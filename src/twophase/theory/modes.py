@@ -4,11 +4,9 @@ Letters, in all of `twophase.theory`: x residual of the mode, m momentum buffer,
 sigma effective progress, g = sigma x the pseudo-gradient, s the effective step (`effective_step`). The pair (s, b)
 alone decides every rate and every restart factor.
 
-Everything here is right to the last digits in every regime: differences that cancel are formed with twice the digits.
-
-Functions of a mode take `rule`, one `OuterRule` or an array of them (`rule_grid`), and `sigma` in [0, 1], which
-broadcast; they return an array of the broadcast shape, or a NumPy scalar. Anything else is a ValueError that names the
-function, the argument and the entry.
+Arguments, in all of it: `rule` is one `OuterRule` or an array of them (`rule_grid`); `sigma` lies in [0, 1]; `period`
+and other counts are whole numbers below 2^53. They broadcast; results have the broadcast shape, or are NumPy scalars.
+Anything else is a ValueError that names the function, the argument and the entry.
 """
 
 from __future__ import annotations
@@ -51,9 +49,6 @@ def effective_progress(eigenvalue: ArrayLike, inner_lr: ArrayLike, inner_steps: 
     Returns:
         sigma in [0, 1], of the broadcast shape; accurate for tiny eigenvalues too.
 
-    Raises:
-        ValueError: a value out of range; the message names the mode.
-
     Source: paper section 2, equation for g_t and sigma; theory note R1.
 
     >>> float(effective_progress(0.5, 1.0, 3))
@@ -83,11 +78,9 @@ def scheduled_progress(
 ) -> Any:
     """Return the share of a mode that an inner phase removes if its learning rate changes from step to step.
 
-    `sigma = 1 - prod_t (1 - eta_t (lambda + decay))`; with a constant learning rate and no decay it is
-    `effective_progress`. Of a preconditioned optimizer with the step `-eta P^-1 gradient` with P held fixed over the
-    round, the eigenvalues are those of `P^-1/2 H P^-1/2`; decoupled weight decay adds to each of them. An inner
-    optimizer that averages gradients (AdamW's first moment, coefficient b) takes such steps only of modes with
-    `eta lambda` well below `1 - b`; faster ones it makes oscillate, which is outside of this formula.
+    `sigma = 1 - prod_t (1 - eta_t (lambda + decay))`. Of a preconditioned optimizer with the step `-eta P^-1 gradient`
+    and P held fixed over the round, the eigenvalues are those of `P^-1/2 H P^-1/2`. An inner optimizer that averages
+    gradients (AdamW's first moment, coefficient b) takes such steps only of modes with `eta lambda` well below `1 - b`.
 
     Args:
         eigenvalue: lambda >= 0 of the (preconditioned) curvature, any shape.
@@ -98,9 +91,6 @@ def scheduled_progress(
 
     Returns:
         sigma in [0, 1], of the shape of `eigenvalue`.
-
-    Raises:
-        ValueError: a value out of range; the message names the mode.
 
     Source: paper section 2 (sigma for a constant learning rate); theory note R1.
 
@@ -194,14 +184,10 @@ def regime(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def oscillatory_interval(rule: Rules) -> tuple[Any, Any]:
-    """Return the open interval of sigma in which a mode oscillates; it may reach beyond 1.
+    """Return the open interval (low, high) of sigma in which a mode oscillates; it may reach beyond 1.
 
     Heavy ball `(1-sqrt b)^2 < s < (1+sqrt b)^2`; Nesterov `((1-b)/(1+b))^2 < s < 1`; divided by lr (sum form) or
-    lr (1-b) (EMA form).
-
-    Returns:
-        (low, high), floats or arrays of the rules' shape; low = high (no oscillation) without momentum, both infinite
-        at lr 0.
+    lr (1-b) (EMA form). low = high (no oscillation) without momentum, both infinite at lr 0.
 
     Source: paper section 3 and appendix A.6 (heavy ball); theory note R6 (Nesterov).
 
@@ -220,7 +206,7 @@ def stable_limit(rule: Rules) -> Any:
     """Return the sigma below which a mode is stable without restarts; it may lie beyond 1.
 
     `0 < s < 2 (1+b)` for heavy ball, `0 < s < 2 (1+b) / (1+2b)` for Nesterov. No restart schedule makes a mode stable
-    that is not (`restart_stable_limit` says where a restart makes a stable one unstable).
+    that is not: a restart can only make a stable one unstable (R19).
 
     Source: theory note R6 and R18 (Theorem 2).
 
@@ -247,12 +233,9 @@ def asymptotic_rate(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def phase(rule: Rules, sigma: ArrayLike) -> Any:
-    """Return the angle by which an oscillating mode turns in a round, in radians, 0 < phase < pi.
+    """Return the angle by which an oscillating mode turns in a round, in radians, 0 < phase < pi; nan if none turns.
 
     `cos(phase) = tr / (2 sqrt D)`, with tr the trace and D the determinant of T. Nesterov stays at or below pi/2.
-
-    Returns:
-        The angle; nan where the mode does not oscillate.
 
     Source: paper section 3, proposition 1; theory note R7.
 
@@ -276,17 +259,10 @@ def phase_shift(rule: Rules, sigma: ArrayLike) -> Any:
 
 
 def envelope(rule: Rules, sigma: ArrayLike, rounds: ArrayLike) -> Any:
-    """Return the true envelope of an oscillating mode after some rounds: `|x_t| <= sqrt(1+C^2) rho^t`.
+    """Return the true envelope of an oscillating mode after t >= 0 rounds: `|x_t| <= sqrt(1+C^2) rho^t`.
 
-    The paper draws `rho^t`, which is not a bound: at momentum 0.9 a mode of sigma 0.1 exceeds it by 14 %.
-
-    Args:
-        rule: one rule or an array of rules.
-        sigma: effective progress.
-        rounds: t >= 0, any real numbers; all three broadcast.
-
-    Returns:
-        The bound for x_0 = 1, m_0 = 0; nan where the mode does not oscillate.
+    For x_0 = 1, m_0 = 0; `rounds` are any real numbers; nan where the mode does not oscillate. The paper draws `rho^t`,
+    which is not a bound: at momentum 0.9 a mode of sigma 0.1 exceeds it by 14 %.
 
     Source: theory note R15; paper error E6.
 

@@ -11,17 +11,13 @@ noise of its own round. Both sides follow from the record: `<g_t, m_t> = b <g_t,
 and `<g_{t+1}, m_t>` is what the next round measures, unless the buffer was dropped in between.
 
 Of this line over the rounds, sigma is the slope and N the intercept. d_t holds the round's noise too, which would bias
-a regression, so what was known before the round, `b^2 |m_{t-1}|^2`, is the instrument. Without noise every round gives
-sigma by itself. Where the buffer keeps its length, slope and intercept cannot be told apart, and the standard error
-says so.
+a regression, so what was known before the round, `b^2 |m_{t-1}|^2`, is the instrument. Where the buffer keeps its
+length, slope and intercept cannot be told apart, and the standard error says so.
 
-Limits. Sigma is the mean over the modes, weighted by their share of `|m|^2`: it changes when the buffer's mix of modes
-does, as it does after a restart. N must be constant (up to the inner learning rate's square, if that is given), and the
-noise white between rounds. What a restart cycle begins with stays in all of its rounds, so the standard error is
-clustered by cycle. Where restarts are frequent and the data noisy, slope and intercept are nearly collinear, and an
-estimate that looks significant is mostly one that chance has made large; so `shown_interval` asks for `LEAST_CYCLES`
-cycles, or pairs where there are no restarts, for ends within a factor of `WIDEST`, and for a noise share with its
-upper end below `MOST_NOISE`. A run without momentum, or with a buffer that is dropped every round, shows nothing.
+Limits. Sigma is the mean over the modes, weighted by their share of `|m|^2`. N must be constant (up to the inner
+learning rate's square, if that is given), and the noise white between rounds. What a restart cycle begins with stays in
+all of its rounds, so the standard error is clustered by cycle. Where restarts are frequent and the data noisy, an
+estimate that looks significant is mostly one that chance has made large; so `shown_interval` asks for more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Choose when to restart: cancellation times, heuristics for them, and the best period by each criterion.
 
-Functions take `rule`, one `OuterRule` or an array of them, and `sigma` in [0, 1], which broadcast; where several modes
-make one answer, they are the last axis. Anything else is a ValueError that names the function, the argument, the entry.
+Arguments are those of `twophase.theory.modes`; where several modes make one answer, they are the last axis.
 """
 
 from __future__ import annotations
@@ -26,17 +25,10 @@ _TIE = 1e-11  # relative difference below which two periods are equally good, an
 
 
 def cancellation_periods(rule: Rules, sigma: ArrayLike, count: int) -> Floats:
-    """Return real-valued times at which an oscillating mode passes through 0: `t_l = (theta + pi/2 + l pi) / phase`.
+    """Return the first `count` real-valued times at which an oscillating mode passes through 0, in rounds.
 
-    l = 0, 1, 2, ...: the paper's main text begins at 1 and so skips the first and best one (its error E3).
-
-    Args:
-        rule: one rule or an array of rules.
-        sigma: effective progress.
-        count: how many, a whole number >= 1.
-
-    Returns:
-        Times in rounds, > 0, shape (..., count); nan where the mode does not oscillate.
+    `t_l = (theta + pi/2 + l pi) / phase`, l = 0, 1, 2, ...: the paper's main text begins at 1 and so skips the first
+    and best one (its error E3). Shape (..., count); nan where the mode does not oscillate.
 
     Source: paper section 3, proposition 2, and appendix A.7; theory note R13.
 
@@ -52,7 +44,7 @@ def rounded_period(rule: Rules, sigma: ArrayLike) -> Any:
     """Return the first cancellation in whole rounds: `K_0 = max(1, floor(K_c + 1/2))`; 0 without oscillation.
 
     A good guess, not the best period: argmax of the rate in about 92 % of random modes, within 1 in about 99 %.
-    `rounding_bound` says what the rounding can cost.
+    The rounding leaves at most `sqrt(1+C^2) sin(phase/2)` of the envelope where K_c >= 1/2 (R14; the paper's error E4).
 
     Source: paper appendix A.7; theory note R13.
 
@@ -63,44 +55,12 @@ def rounded_period(rule: Rules, sigma: ArrayLike) -> Any:
     return np.where(np.isnan(first), 0, np.maximum(1, np.floor(np.nan_to_num(first) + 0.5))).astype(np.int64)[()]
 
 
-def rounding_bound(rule: Rules, sigma: ArrayLike) -> tuple[Any, Any]:
-    """Return what rounding the first cancellation to K_0 rounds leaves at most: (holds, bound).
-
-    `|chi_{K_0}| / rho^{K_0} <= sqrt(1+C^2) sin(phase/2)`, where K_c >= 1/2, that is `s <= 1 + sqrt b` for heavy ball
-    and `s <= 1 - b (sqrt(5+4b) - 1)^2 / (4 (1+b)^2)` for Nesterov. The paper claims it always (its error E4); beyond,
-    the forced period 1 does not even beat the envelope.
-
-    Returns:
-        (holds, bound): whether the bound applies, and its value (nan where the mode does not oscillate).
-
-    Source: paper appendix A.7; theory note R14.
-
-    >>> holds, bound = rounding_bound(OuterRule(1.0, 0.9, form="ema"), 0.95)
-    >>> bool(holds), round(float(bound), 3)
-    (True, 0.156)
-    """
-    mode = Mode.of("rounding_bound", rule, sigma)
-    turn, b = mode.oscillation(), mode.momentum
-    nesterov = 1 - b * (np.sqrt(5 + 4 * b) - 1) ** 2 / (4 * (1 + b) ** 2)
-    limit = np.where(mode.nesterov, nesterov, 1 + np.sqrt(b))
-    holds = ~np.isnan(turn.phase) & (mode.step.hi <= limit)
-    return holds[()], (np.exp(turn.log_amplitude) * np.sin(turn.phase / 2))[()]
-
-
 def heuristic_period(rule: Rules, sigma: ArrayLike, corrected: bool = True) -> Any:
-    """Return the first cancellation for momentum near 1, in closed form; a real number of rounds.
+    """Return the first cancellation for momentum near 1, in closed form; a real number of rounds, infinite at s = 0.
 
-    Paper: `pi / (2 sqrt s)`. Corrected by the terms of order 1 that it drops: plus `((1-b)/s - 1)/2` for heavy ball,
-    plus `(1-b)/(2s) - 1` for Nesterov, with `s = nu sigma (1-b)` in EMA form. Neither holds near the lower edge of
-    the oscillatory interval. With sigma known, `cancellation_periods` is exact.
-
-    Args:
-        rule: one rule or an array of rules.
-        sigma: effective progress.
-        corrected: False gives the paper's formula.
-
-    Returns:
-        The period; infinite at s = 0.
+    Paper (`corrected=False`): `pi / (2 sqrt s)`. Corrected by the terms of order 1 that it drops: plus `((1-b)/s -
+    1)/2` for heavy ball, plus `(1-b)/(2s) - 1` for Nesterov. Neither holds near the lower edge of the oscillatory
+    interval. With sigma known, `cancellation_periods` is exact.
 
     Source: paper appendix A.9; theory note R16, paper error E7.
 
@@ -127,7 +87,7 @@ def log_final_loss(
 
     Args:
         rule: one rule or an array of rules.
-        sigma: effective progress, the modes along the last axis; leading axes broadcast against the rules.
+        sigma: the modes along the last axis; leading axes broadcast against the rules.
         rounds: T >= 1.
         period: K >= 1, one or a list of them.
         weights: one a mode, >= 0, normalised to sum 1; equal when None.
@@ -233,20 +193,15 @@ def block_periods(
     rounds: int | None = None,
     objective: Objective | None = None,
 ) -> tuple[int, ...]:
-    """Return the best period of each block, K_b: `best_period` for every block by itself.
-
-    With blocks of one mode each this is the per-mode oracle of the paper's figure 1.
+    """Return the best period of each block of modes, K_b: `best_period` for every block by itself.
 
     Args:
         rule: one rule for all blocks, or one a block.
-        blocks: sigma of the modes of each block.
+        blocks: sigma of the modes of each block; of one mode each, it is the per-mode oracle of the paper's figure 1.
         weights: for each block one weight a mode; equal when None.
-        max_period: as in `best_period`, like the two below.
-        rounds: the horizon.
-        objective: the criterion.
-
-    Raises:
-        ValueError: numbers of rules, blocks and weights that differ.
+        max_period: as in `best_period`.
+        rounds: the same.
+        objective: the same.
 
     Source: paper appendix A.9; theory note R20 to R22.
 

@@ -2,13 +2,11 @@
 
 In a mode with residual x the inner phase of a round makes the pseudo-gradient `g = sigma x`, and the outer rule and
 the restart policy act on it as the optimizer does: the same rule objects, the same policy objects, the equations of
-the rule's own form. What closed forms say about a schedule can be checked here, and adaptive policies, for which there
-is no closed form, can be studied here.
+the rule's own form.
 
 The model: every replica has the same curvature. Replicas r of curvatures H_r still make `g = P x` with the mean
 progress operator `P = mean_r (I - (I - inner_lr H_r)^S)`: pass its eigenvalues as sigma (in one eigenbasis, the mean
-of the sigmas). What fails for them is the formula of `effective_progress` on the pooled curvature (R1); the study
-`linear_network` measures both.
+of the sigmas). The study `linear_network` measures what fails for them.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class Rollout:
 
     Args:
         residual: x before the first round and after each, shape (rounds + 1, ..., modes).
-        buffer: m of the rule's own form at the same times, after any restart, shape (rounds + 1, ..., modes).
+        buffer: m of the rule's own form at the same times, after any restart, the same shape.
         pseudo_gradient: g that the outer rule saw, averaged over replicas, shape (rounds, ..., modes).
         restarts: whether the buffer restarted in each round, shape (rounds, ...).
         loss: `1/2 sum_j w_j x_j^2` with weights of sum 1, at the times of `residual`, shape (rounds + 1, ...).
@@ -108,8 +106,7 @@ def rollout(
 
     Args:
         rule: an outer rule, or an array of rules of any shape B.
-        sigma: effective progress of the modes, in [0, 1], modes on the last axis: shape (modes,), or leading axes that
-            broadcast with B.
+        sigma: effective progress in [0, 1], shape (modes,), or with leading axes that broadcast with B.
         rounds: T >= 1.
         restart: a policy, its text form, or a period.
         weights: w_j >= 0 of the modes in the loss, shape (modes,), normalised to sum 1; None means equal.
@@ -118,15 +115,11 @@ def rollout(
             or the disturbances themselves, shape (rounds, replicas, modes). All rules see the same noise.
         replicas: how many draw noise of their own and are averaged, >= 1; explicit noise brings its own number.
         seeds: a count N (seeds 0 to N - 1) or a list of whole numbers >= 0: one independent draw of the noise each, as
-            a leading axis of all trajectories. The draws of a seed depend neither on the other seeds nor on the number
-            of rounds. None is seed 0 without the axis.
+            a leading axis of all trajectories, whatever the other seeds and the number of rounds. None is seed 0
+            without the axis.
 
     Returns:
         Rollout with trajectories of shape ([seeds], broadcast of B and the leading axes of sigma).
-
-    Raises:
-        ValueError: a value outside its range, shapes that do not broadcast, or a policy that needs what the model
-            does not have.
 
     Source: paper section 2; theory notes R1 to R4, loss R20.
 
@@ -186,15 +179,9 @@ def rollout_blocks(
         blocks: at least one; their trajectories' axes must broadcast.
         rounds: T >= 1.
         initial: as in `rollout`; its last axis, if longer than 1, runs over the modes of all blocks in their order.
-        noise: as in `rollout`; explicit disturbances have the modes of all blocks on their last axis.
+        noise: as in `rollout`, over the modes of all blocks; it is independent between blocks.
         replicas: as in `rollout`.
-        seeds: as in `rollout`. Noise is independent between blocks, and the same as in one `rollout` of all modes.
-
-    Returns:
-        BlockRollout: a Rollout a block, and the joint loss.
-
-    Raises:
-        ValueError: no blocks, or what `rollout` refuses.
+        seeds: as in `rollout`.
 
     Source: blockwise periods of the paper's section 4; theory notes R20 and A3.
 
@@ -367,16 +354,7 @@ class _Policy:
     def ask(  # noqa: PLR0917 - what a round has shown
         self, number: int, progress: float, x: Floats, g: Floats, m: Floats, square: Floats
     ) -> list[tuple[Rows, Answer]]:
-        """Return one round's answers other than None, and the trajectories that each is for.
-
-        Args:
-            number: of the round.
-            progress: share of the rounds that are done, this one included.
-            x: the anchors, shape (trajectories, modes).
-            g: the pseudo-gradients.
-            m: the buffers.
-            square: the replicas' mean squared norm, shape (trajectories,).
-        """
+        """Return one round's answers other than None, each with its trajectories; `square` is the mean |g|^2."""
         needs = self.policy.needs
         norms = _norms(g, m) if needs & MEASURED else None
         supplied: dict[str, list[float]] = {}
