@@ -30,16 +30,17 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from twophase.advice.evidence import observed_in
 from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
 from twophase.rule import OuterRule
-from twophase.runs.record import Block, RunRecord
+from twophase.runs.record import RunRecord
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.restored import Restored
 from twophase.theory.eigenvalues import density, largest_eigenpairs
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import scheduled_progress
-from twophase.theory.observed import Observed, observe
+from twophase.theory.observed import Observed
 from twophase.theory.periods import best_period, log_final_loss, rounded_period
 from twophase.training.inner import inner_lr
 
@@ -426,23 +427,9 @@ def seen(record: RunRecord, setting: Setting) -> dict[str, Seen]:
     for block in record.blocks:
         edges = [round(len(block.index) * part / 3) for part in range(4)]
         parts = zip(PLACES, edges, edges[1:], strict=False)
-        whole = _observe(record, block, setting.rule, slice(None))
-        thirds = {place: _observe(record, block, setting.rule, slice(low, high)) for place, low, high in parts}
+        lr = record.inner_lr(block.index)
+        whole = observed_in(block, setting.rule, lr)
+        thirds = {place: observed_in(block, setting.rule, lr, slice(low, high)) for place, low, high in parts}
         periods = tuple(first_cancellation(setting, value) for value in within(whole) or ())
         shown[block.name] = Seen(whole, thirds, periods)
     return shown
-
-
-def _observe(record: RunRecord, block: Block, rule: OuterRule, part: slice) -> Observed:
-    rates = record.inner_lr(block.index)
-    number = block.number[part]
-    return observe(
-        rule,
-        block.pseudo_gradient_norm[part],
-        block.buffer_norm[part],
-        block.cosine[part],
-        block.restarted[part],
-        inner_lr=None if rates is None else rates[part],
-        follows=np.concatenate([[True], np.diff(number) == 1])[: len(number)],
-        gain=block.gain[part],
-    )

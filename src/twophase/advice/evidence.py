@@ -108,8 +108,7 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
     swing = _swing(cosines) if not restarted[:-1].any() else math.nan
     growth, growth_error = _trend(_height(g, rates), independent=True)
     risen, risen_rounds = grown(g, rates)
-    follows = np.concatenate([[True], np.diff(number) == 1])
-    observed = observe(rule, g, m, cosine, restarted, inner_lr=rates, follows=follows, gain=gain)
+    observed = observed_in(block, rule, lr, part)
     # Where the inner learning rate is unknown, its change may hide the noise.
     quiet = rates is not None and observed.noise_share + 2 * observed.noise_error < _QUIET
     gains = gain[np.isfinite(gain)]
@@ -137,6 +136,21 @@ def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part:
         risen_rounds=risen_rounds,
         lost=max(part.stop - max(part.start, _first_lost(block)), 0),
         observed=observed,
+    )
+
+
+def observed_in(block: Block, rule: OuterRule, lr: Column | None, part: slice = slice(None)) -> Observed:
+    """Return the effective progress along a block's buffer in some of its rounds; `lr` is of all its rounds."""
+    number = block.number[part]
+    return observe(
+        rule,
+        block.pseudo_gradient_norm[part],
+        block.buffer_norm[part],
+        block.cosine[part],
+        block.restarted[part],
+        inner_lr=None if lr is None else lr[part],
+        follows=np.concatenate([[True], np.diff(number) == 1])[: len(number)],
+        gain=block.gain[part],
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from twophase.advice.evidence import observed_in
 from twophase.base.config import UsageError
 from twophase.explorer.page import LIMITS, RunSpectrum
 from twophase.policies.base import Never
@@ -15,7 +16,7 @@ from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
 from twophase.runs.folder import METRICS, ROUNDS
 from twophase.runs.record import Block, RunRecord, read_record
-from twophase.theory.observed import Observed, observe
+from twophase.theory.observed import Observed
 
 _MOST_NAMED = 6  # blocks that the note names
 
@@ -81,8 +82,7 @@ def _observed(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Observe
     """Return a block's estimate, and why it must not be shown (as in a report; empty if it may be)."""
     g, m, cosine = block.pseudo_gradient_norm, block.buffer_norm, block.cosine
     rates = record.inner_lr(block.index)
-    follows = np.concatenate([[True], np.diff(block.number) == 1])
-    seen = observe(rule, g, m, cosine, block.restarted, inner_lr=rates, follows=follows, gain=block.gain)
+    seen = observed_in(block, rule, rates)
     measured = np.isfinite(g) & np.isfinite(m) & np.isfinite(cosine)
     lacking = int(np.sum(~measured & (m != 0)))  # with an empty buffer there is no angle
     if rule.momentum == 0:
