@@ -13,7 +13,7 @@ import pytest
 
 import oracle
 from amount import amount
-from oracle import BLOCKS, HB, NAG, SIX, THREE
+from oracle import BLOCKS, HB, NAG, SIX
 from twophase.rule import FORMS, Form, OuterRule
 from twophase.theory.contraction import restart_factor
 from twophase.theory.inputs import rule_grid
@@ -468,21 +468,6 @@ def log10_mean(rule: OuterRule, blocks: Any, rounds: int, periods: Any) -> float
     return math.log10(sum(losses) / len(losses))
 
 
-def test_anchor_one_mode() -> None:
-    """A1, sigma .95, T 80: NAG's best period, tuned NAG; E18: momenta that beat heavy ball with K = 5 unrestarted."""
-    rounds = 80
-    assert best_period(HB, 0.95, max_period=80, rounds=rounds) == 5
-    best = best_period(NAG, 0.95, max_period=80, rounds=rounds)
-    assert log10_loss(NAG, 0.95, rounds, best) == pytest.approx(-36.8, abs=0.05)
-    for momenta, loss in (((0.5, 0.6, 0.7, 0.8, 0.9), -47.0), ((0.1, 0.3, 0.5, 0.7, 0.9), -148.0)):
-        tuned = log_final_loss(rule_grid(1.0, momenta, True, "ema"), [0.95], rounds, rounds) / LOG_10
-        assert tuned.min() == pytest.approx(loss, abs=0.5)
-    for nesterov, below, above in ((True, 0.385, 0.397), (False, 0.157, 0.179)):  # between the two it comes and goes
-        momenta = np.concatenate([np.linspace(0.0, below, 60), np.linspace(above, 0.99, 60)])
-        alone = log_final_loss(rule_grid(1.0, momenta, nesterov, "ema"), [0.95], rounds, rounds) / LOG_10
-        np.testing.assert_array_equal(alone < log10_loss(HB, 0.95, rounds, 5), momenta <= below)
-
-
 def test_anchor_six_modes() -> None:
     """A2: T 120: best K = 7 with -14.45, per-mode oracle [5, 5, 6, 7, 8, 10] with -32.04; the paper's criterion."""
     rounds = 120
@@ -494,27 +479,6 @@ def test_anchor_six_modes() -> None:
     assert [best_period(HB, SIX, max_period=k, objective="factor") for k in (11, 20, 120)] == [6, 17, 120]
     plain = [OuterRule(1.0, 0.41, True, "ema"), OuterRule(1.0, 0.30, False, "ema")]
     assert [log10_loss(rule, SIX, rounds, rounds) for rule in plain] == pytest.approx([-57.1, -63.0], abs=0.1)
-
-
-def test_anchor_three_blocks() -> None:
-    """A3: T 120: best global K = 8 with -8.85, blockwise [5, 7, 13] with -17.81, the heuristics' worse."""
-    rounds = 120
-    assert best_period(HB, THREE, max_period=120, rounds=rounds) == 8
-    assert block_periods(HB, BLOCKS, max_period=120, rounds=rounds) == (5, 7, 13)
-    means = [float(block.mean()) for block in BLOCKS]
-    paper, corrected = (
-        [round(float(heuristic_period(HB, mean, corrected=c))) for mean in means] for c in (False, True)
-    )
-    assert (paper, corrected) == ([5, 6, 11], [5, 7, 12])
-    for periods, loss in (((5, 7, 13), -17.81), (paper, -13.55), (corrected, -15.56)):
-        assert log10_mean(HB, BLOCKS, rounds, periods) == pytest.approx(loss, abs=0.005)
-    # the minimax rate is asymptotic: at T = 24 it loses to the exact loss (R22)
-    assert best_period(HB, THREE, max_period=24) == 8
-    assert best_period(HB, THREE, max_period=24, rounds=24) == 9
-    assert [log10_loss(HB, THREE, 24, k) for k in (8, 9)] == pytest.approx([-2.27, -2.62], abs=0.005)
-    for count, period in ((3, 16), (5, 16), (21, 8)):
-        modes = np.concatenate([np.linspace(block[0], block[-1], count) for block in BLOCKS])
-        assert best_period(HB, modes, max_period=120, rounds=rounds) == period
 
 
 def test_smallest_factor_is_not_the_largest_rate() -> None:
@@ -536,23 +500,3 @@ def test_smallest_factor_is_not_the_largest_rate() -> None:
     for largest, share in ((11, 0.33), (20, 0.60), (60, 0.89)):
         factor, rate = (best_period(rules, sigma, max_period=largest, objective=o) for o in ("factor", "rate"))  # type: ignore[arg-type]
         assert np.mean(factor != rate) == pytest.approx(share, abs=0.06)
-
-
-@pytest.mark.parametrize(
-    ("form", "nesterov", "shares"),
-    [
-        ("ema", False, (0.66, 0.79, 0.70)),
-        ("ema", True, (0.59, 0.65, 0.60)),
-        ("sum", False, (0.75, 0.93, 0.75)),
-        ("sum", True, (0.68, 0.71, 0.67)),
-    ],
-)
-def test_anchor_grid(form: Form, nesterov: bool, shares: tuple[float, ...]) -> None:
-    """A5: share of a grid of rules below a loss of 1e-6 (six modes, T 60): none, best K <= 20 or none, K = 3."""
-    top = (0.1, 4) if form == "ema" else (0.05, 2)
-    rules = rule_grid(np.linspace(*top, 27), np.linspace(0, 0.99, 34)[:, None], nesterov, form)
-    losses = log_final_loss(rules, SIX, 60, [*range(1, 21), 60]) / LOG_10
-    chosen = best_period(rules, SIX, max_period=20, rounds=60)
-    best = np.take_along_axis(losses, np.where(chosen == 60, 20, chosen - 1)[None], axis=0)[0]
-    np.testing.assert_allclose(best, losses.min(axis=0), rtol=1e-9)
-    assert [np.mean(values <= -6) for values in (losses[20], best, losses[2])] == pytest.approx(shares, abs=0.006)

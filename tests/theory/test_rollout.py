@@ -363,18 +363,6 @@ def test_blocks_of_one_rule_are_one_rollout():
 # --- divergence ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("restart", SAMPLES, ids=repr)
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_divergence_is_data(restart: Any, nesterov: bool):
-    """Modes that overflow end as inf or nan, without a warning and without harm to the others or to policies."""
-    wild, tame = OuterRule(100.0, 0.9, nesterov), OuterRule(0.1, 0.9, nesterov)
-    run = rollout([wild, tame], SIX, 400, restart)
-    assert not np.isfinite(run.residual[-1, 0]).any()
-    assert not np.isfinite(run.loss[-1, 0])
-    np.testing.assert_array_equal(run.residual[:, 1], rollout(tame, SIX, 400, restart).residual)
-    assert run.loss[-1, 1] < 1e-3
-
-
 def test_a_diverged_trajectory_asks_no_more():
     """A policy is shown finite numbers only: once a norm overflows it is not asked again, and others still are."""
     policy, wild, tame = Scripted(), OuterRule(1e60, 0.9), OuterRule(0.5, 0.9)

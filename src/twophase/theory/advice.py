@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
-from twophase.theory.contraction import hurt_share, restart_can_help, restart_rate, restart_table
+from twophase.theory.contraction import hurt_share, log_restart_factor, restart_can_help, restart_rate, restart_table
 from twophase.theory.inputs import Floats, check_count, check_modes, check_weights, rule_grid
 from twophase.theory.modes import REGIMES, asymptotic_rate, effective_step, regime, stable_limit
 from twophase.theory.periods import (
@@ -27,6 +27,7 @@ from twophase.theory.periods import (
 
 _DEFAULT_PERIODS = 60, 10_000  # the least and the most that are tried unless `max_period` is given
 _LONGEST_PERIOD = 10**6
+_TINY = 1e-150  # sigma at which only the first order counts
 _MOST_FACTORS = 10**8  # modes times periods; their restart factors are in memory together, some 80 bytes each
 
 
@@ -193,26 +194,13 @@ def controls(rule: OuterRule, sigma: ArrayLike, period: int | None, rounds: int 
 
 
 def _mean_gain(rule: OuterRule, period: int | None, rounds: int | None) -> float:
-    """Return `mean_outer_gain` with a restart every `period` rounds (None: none), however many rounds there are."""
-    b, largest = rule.momentum, rule.to("ema").lr
+    """Return `mean_outer_gain` with a restart every `period` rounds (None: none): what moves a slow mode (R31)."""
     total = rounds or period
     if total is None:
-        return largest
-
-    def filling(count: int) -> float:
-        # The sum over rounds j = 1 ... count of 1 - b^j, and the last of these, by doubling: the second half begins
-        # with a buffer that is already filled to `full`. All terms are positive: nothing cancels at b near 1.
-        done, filled, full = 0, 0.0, 0.0
-        for bit in f"{count:b}":
-            done, filled, full = 2 * done, filled + done * full + (1 - full) * filled, full + (1 - full) * full
-            if bit == "1":
-                full += (1 - full) * (1 - b)
-                done, filled = done + 1, filled + full
-        return filled
-
+        return rule.to("ema").lr
     cycle = min(period or total, total)
-    mean = (total // cycle * filling(cycle) + filling(total % cycle)) / total
-    return largest * ((1 - b) + b * mean if rule.nesterov else mean)
+    whole, rest = -log_restart_factor(rule, _TINY, [cycle, total % cycle])[1] / _TINY
+    return float((total // cycle * whole + rest) / total)
 
 
 def _criteria(
