@@ -7,16 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from runmaker import write_run
 from twophase.base.config import UsageError
 from twophase.cli.explore import Question, of_run, state_of
 from twophase.cli.main import main
 from twophase.explorer.from_run import read_run
 from twophase.explorer.page import LIMITS, MARK, SCRIPTS, SLIDERS, RunSpectrum, State, build, check
 from twophase.rule import OuterRule
-from twophase.theory.rollout import rollout
 
 Capture = pytest.CaptureFixture[str]
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
@@ -44,27 +43,6 @@ def refused(capsys: Capture, *words: object) -> str:
     assert said.err.startswith("twophase explore: error: ")
     assert said.err.count("\n") == 1
     return said.err
-
-
-def synthetic_run(folder: Path, rule: OuterRule, sigma: list[float], rounds: int = 60, restart: str = "never") -> Path:
-    """A run's folder whose record is that of the linear model: equal modes under a rule, without noise."""
-    folder.mkdir(parents=True)
-    run = rollout(rule, sigma, rounds, restart)
-    lines = []
-    for t in range(rounds):
-        g, m = run.pseudo_gradient[t], run.buffer[t]
-        sizes = float(np.linalg.norm(g)), float(np.linalg.norm(m))
-        cosine = float(g @ m) / (sizes[0] * sizes[1]) if sizes[1] else 0.0
-        group = {"restarted": bool(run.restarts[t]), "pseudo_gradient_norm": sizes[0], "buffer_norm": sizes[1]}
-        gain = float((run.residual[t] - run.residual[t + 1]) @ g) / sizes[0] ** 2 if sizes[0] else 0.0
-        group |= {"cosine": cosine, "gain": gain}
-        lines.append({"step": 20 * (t + 1), "round": t + 1, "inner_steps": 20, "groups": [group], **group})
-    outer = {"lr": rule.lr, "momentum": rule.momentum, "nesterov": rule.nesterov, "form": rule.form, "restart": restart}
-    (folder / "config.yaml").write_text(json.dumps({"outer": outer, "steps": 20 * rounds, "inner_steps": 20}))
-    (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    rates = [{"step": line["step"], "inner_lr": 0.1} for line in lines]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rates))
-    return folder
 
 
 # --- the file -----------------------------------------------------------------------------------------------------
@@ -145,10 +123,10 @@ def test_options_become_the_first_state(capsys: Capture, tmp_path: Path) -> None
 def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
     """A record of the linear model gives back its effective progress, rule, period, length and inner steps."""
     rule = OuterRule(0.5, 0.8, True)
-    run = synthetic_run(tmp_path / ATTACK.replace("/", "_"), rule, [0.35], restart="9")
+    run = write_run(tmp_path / ATTACK.replace("/", "_"), rule, [0.35], restart="9")
     from_run = read_run(run)
     assert from_run.spectrum.sigma == pytest.approx((0.35,), rel=1e-6)
-    assert (from_run.rule, from_run.restart, from_run.rounds, from_run.inner_steps) == (rule, 9, 60, 20)
+    assert (from_run.rule, from_run.restart, from_run.rounds, from_run.inner_steps) == (rule, 9, 60, 1)
     state = asked(capsys, tmp_path / "page.html", "--run", run)
     assert (state["spectrum"], state["lr"], state["restart"], state["rounds"]) == ("run", 0.5, 9, 60)
     state = asked(capsys, tmp_path / "page.html", "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")
@@ -160,7 +138,7 @@ def test_a_given_spectrum_takes_the_place_of_the_runs(capsys: Capture, tmp_path:
     """With a spectrum by option, a run gives rule, period and rounds only, whether its own can be estimated or not."""
     out, words = tmp_path / "page.html", ("--sigma", 0.5, 0.2)
     for rounds, restart in ((60, "9"), (4, "2"), (20, "1")):
-        run = synthetic_run(tmp_path / f"{rounds}", OuterRule(0.5, 0.8, True), [0.35], rounds, restart)
+        run = write_run(tmp_path / f"{rounds}", OuterRule(0.5, 0.8, True), [0.35], rounds, restart)
         state = asked(capsys, out, "--run", run, *words)
         assert (state["spectrum"], state["lr"], state["momentum"]) == ("list", 0.5, 0.8)
         assert (state["restart"], state["rounds"]) == (int(restart), rounds)
@@ -176,7 +154,7 @@ def test_the_guides_run_opens(capsys: Capture, tmp_path: Path, monkeypatch: pyte
     (line,) = re.findall(r"^twophase explore (.*--run.*)$", guide, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("webbrowser.open", lambda _address: True)
-    synthetic_run(tmp_path / "runs" / "one", OuterRule(0.7, 0.9, True), [0.3], 6, "3")
+    write_run(tmp_path / "runs" / "one", OuterRule(0.7, 0.9, True), [0.3], 6, "3")
     assert "Give --sigma" in refused(capsys, "--run", "runs/one")
     assert main(["explore", *line.split()]) == 0
     state = data_of((tmp_path / "one.html").read_text(encoding="utf-8"))["state"]
@@ -192,7 +170,7 @@ def test_runs_without_an_estimate_are_refused(capsys: Capture, tmp_path: Path) -
         "always": (rule, 20, "1", "0 pairs of rounds"),
     }
     for name, (outer, rounds, restart, said) in cases.items():
-        run = synthetic_run(tmp_path / name, outer, [0.3], rounds, restart)
+        run = write_run(tmp_path / name, outer, [0.3], rounds, restart)
         message = refused(capsys, "--run", run, "--out", out)
         assert said in message
         assert "Give --sigma" in message
@@ -218,7 +196,7 @@ def test_runs_whose_rounds_lack_numbers_are_refused(capsys: Capture, tmp_path: P
     The gain is not needed, and `--run` still gives the rule, the period and the rounds where a spectrum is given.
     """
     rule, out = OuterRule(0.5, 0.8), tmp_path / "page.html"
-    run = synthetic_run(tmp_path / "run", rule, [0.3])
+    run = write_run(tmp_path / "run", rule, [0.3])
     for name, (file, lost, said) in LACKING.items():
         whole = (run / file).read_text()
         lines = [json.loads(line) for line in whole.splitlines()]
