@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from bounds import finish
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.recipes.pretraining import RECIPES
 from twophase.tasks.build import build_task
 from twophase.training.checkpoint import ENGINE, Writer, replica_file

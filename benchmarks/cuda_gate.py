@@ -110,7 +110,7 @@ def run_figures(config: TrainConfig) -> dict[str, float]:
     from torch._dynamo.utils import counters
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from twophase.diloco.comm import SingleProcess
+    from twophase.diloco.communicator import SingleProcess
     from twophase.tasks.lm import task as language
     from twophase.tasks.lm.model import Llama
     from twophase.tasks.lm.step import compiled_loss

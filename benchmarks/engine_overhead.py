@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bounds import finish
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.recipes.pretraining import RECIPES

@@ -24,7 +24,7 @@ import torch
 
 from bounds import finish
 from twophase.base.config import with_values
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.sweep.forest import Grower
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.plan import Plan, plan

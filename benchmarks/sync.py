@@ -45,7 +45,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bounds import finish
-from twophase.diloco.comm import ProcessGroup, SingleProcess
+from twophase.diloco.comm import ProcessGroup
+from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.rule import OuterRule
 

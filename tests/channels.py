@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twophase.diloco.build import open_channel
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.transfer import Channel
 
 

@@ -26,7 +26,7 @@ from twophase.diloco.agreement import (
     same_start,
     versions,
 )
-from twophase.diloco.comm import Communicator, SingleProcess
+from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.diloco.membership import Elastic, Position
 
 

@@ -22,7 +22,8 @@ from forked import in_processes
 from twophase.base.config import RunError
 from twophase.diloco import comm
 from twophase.diloco import transfer as transfer_module
-from twophase.diloco.comm import Communicator, Pending, ProcessGroup, SingleProcess, default_communicator
+from twophase.diloco.comm import ProcessGroup, default_communicator
+from twophase.diloco.communicator import Communicator, Pending, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.flat import checksum
 from twophase.diloco.transfer import WIRES
@@ -118,7 +119,7 @@ def on_gpus(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> ProcessGroup
     return ProcessGroup(timeout=0.05)
 
 
-def summed(group: ProcessGroup, work: Work, monkeypatch: pytest.MonkeyPatch) -> comm.Pending:
+def summed(group: ProcessGroup, work: Work, monkeypatch: pytest.MonkeyPatch) -> Pending:
     """A sum under way on a device that is no CPU."""
     monkeypatch.setattr(comm.dist, "all_reduce", lambda *_, **__: work)
     return group.launch_sum(torch.empty(4, device="meta"))

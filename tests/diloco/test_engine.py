@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from forked import in_processes
 from replicas import network, same_bits, through_file
 from twophase import restart as restart_module
-from twophase.diloco.comm import Communicator, Done, ProcessGroup, SingleProcess
+from twophase.diloco.comm import ProcessGroup
+from twophase.diloco.communicator import Communicator, Done, SingleProcess
 from twophase.diloco.engine import DiLoCo, RoundReport
 from twophase.diloco.flat import checksum
 from twophase.optim.outer import OuterSGD

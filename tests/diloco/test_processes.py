@@ -25,7 +25,8 @@ from forked import in_processes
 from replicas import NAMES, Run, network, same_bits, start, through_file, unlike
 from twophase import restart as restart_module
 from twophase.diloco.agreement import Disagreement
-from twophase.diloco.comm import Communicator, ProcessGroup
+from twophase.diloco.comm import ProcessGroup
+from twophase.diloco.communicator import Communicator
 from twophase.diloco.engine import DiLoCo, RoundReport
 from twophase.optim.outer import OuterSGD
 from twophase.restart import Restart, RestartPolicy, RoundSignal, State

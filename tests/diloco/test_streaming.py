@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from replicas import NAMES, drift, network, same_bits, start, through_file, unlike
-from twophase.diloco.comm import Done, SingleProcess
+from twophase.diloco.communicator import Done, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.report import RoundReport
 from twophase.optim.outer import OuterSGD

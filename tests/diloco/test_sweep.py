@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from twophase.diloco import device_sweep, fragment, sweep, transfer
 from twophase.diloco import sync as sync_module
-from twophase.diloco.comm import Pending, SingleProcess
+from twophase.diloco.communicator import Pending, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.flat import DIGEST_ELEMENTS
 from twophase.rule import OuterRule

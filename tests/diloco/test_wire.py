@@ -19,7 +19,7 @@ from torch import Tensor
 from channels import channel, contribution, contributions, simulate
 from twophase.diloco import transfer as transfer_module
 from twophase.diloco import wire
-from twophase.diloco.comm import Pending, SingleProcess
+from twophase.diloco.communicator import Pending, SingleProcess
 from twophase.diloco.transfer import WIRES, Channel, check_wire
 from twophase.diloco.wire import BLOCK, packet_bytes
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from replicas import start
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.rule import OuterRule
 
 RULE = OuterRule(0.5, 0.9, nesterov=True)

@@ -30,7 +30,7 @@ from forked import Program
 from policies import asked
 from twophase.base.config import RunError
 from twophase.diloco.agreement import Disagreement
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.diloco.engine import DiLoCo, RoundReport
 from twophase.elastic import healing, torchft
 from twophase.elastic import parts as torchft_parts

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from twophase.base.config import UsageError
-from twophase.diloco.comm import Communicator, SingleProcess
+from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.training import checkpoint, parts, snapshot
 from twophase.training.checkpoint import ENGINE, Writer, replica_file
 

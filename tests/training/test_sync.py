@@ -19,7 +19,7 @@ from elastic import lighthouse, side_by_side, until
 from trained import end_group, run, run_in_parts, start_group, stop_after
 from twophase.base.config import RunError, dump_yaml, with_values
 from twophase.cli.train import describe_run
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import read_lines
 from twophase.runs.record import read_record
 from twophase.tasks.lm.config import TrainConfig, check

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from twophase.base.config import UsageError, with_values
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.task import PlainStep, step_of

@@ -22,7 +22,7 @@ from commands import outcome
 from forked import Forked, Program
 from trained import newest, run, run_in_parts, stop_after
 from twophase.base.config import UsageError, dump_yaml, fingerprint, with_values
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig

@@ -264,7 +264,7 @@ def _timed(config: TrainConfig) -> tuple[float, float]:
     """Seconds of an inner step of all replicas, and of a run's validation."""
     import torch
 
-    from twophase.diloco.comm import SingleProcess
+    from twophase.diloco.communicator import SingleProcess
     from twophase.tasks.build import task_of
     from twophase.training.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""The communicators: `ProcessGroup`, over a `torch.distributed` group, beside those of `communicator`."""
+"""`ProcessGroup`: the communicator of a `torch.distributed` group."""
 
 from __future__ import annotations
 
@@ -17,25 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from twophase.base.errors import RunError
-from twophase.diloco.communicator import (  # callers import all communicators from here
-    Communicator,
-    Done,
-    Elastic,
-    Interrupted,
-    Pending,
-    SingleProcess,
-)
-
-__all__ = [
-    "Communicator",
-    "Done",
-    "Elastic",
-    "Interrupted",
-    "Pending",
-    "ProcessGroup",
-    "SingleProcess",
-    "default_communicator",
-]
+from twophase.diloco.communicator import Communicator, Pending, SingleProcess
 
 TIMEOUT = 480.0
 """Seconds. NCCL's own default is 600, at which its watchdog aborts the process, without our message and status."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-from twophase.diloco.comm import Done, Interrupted, Pending
+from twophase.diloco.communicator import Done, Interrupted, Pending
 
 _log = logging.getLogger("twophase")
 

@@ -31,7 +31,7 @@ from torch.distributed import TCPStore
 
 from twophase.base.errors import RunError
 from twophase.diloco.agreement import first_unlike, versions
-from twophase.diloco.comm import Interrupted
+from twophase.diloco.communicator import Interrupted
 from twophase.elastic import parts
 from twophase.elastic.collectives import Collectives
 from twophase.elastic.healing import Healing, TooSlow, bytes_of

@@ -28,7 +28,7 @@ import torch
 
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.optim.outer import OuterSGD
 from twophase.runs.folder import RunFolder, read_summary
 from twophase.sweep.outers import Outers

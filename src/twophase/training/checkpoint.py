@@ -26,7 +26,7 @@ import torch
 
 from twophase.base.config import UsageError
 from twophase.base.files import sync_folder, write_atomic
-from twophase.diloco.comm import Communicator
+from twophase.diloco.communicator import Communicator
 from twophase.training import parts as files
 from twophase.training.snapshot import Snapshots
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from twophase.base.config import RunError, UsageError
-from twophase.diloco.comm import Communicator, ProcessGroup, SingleProcess
+from twophase.diloco.comm import ProcessGroup
+from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.training.config import RunConfig
 

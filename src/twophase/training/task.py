@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from twophase.base.config import UsageError
-from twophase.diloco.comm import Communicator
+from twophase.diloco.communicator import Communicator
 from twophase.diloco.fragment import partition
 from twophase.training.config import RunConfig
 from twophase.training.device import room_for, usable_device

@@ -11,7 +11,7 @@ from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
 from twophase.base.files import write_atomic
-from twophase.diloco.comm import Communicator, SingleProcess
+from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.diloco.report import RoundReport
 from twophase.runs.folder import RunFolder
 from twophase.training import checkpoint

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import twophase
 from twophase.base.config import RunError, UsageError, fingerprint, values_of
 from twophase.base.source import source_digest
-from twophase.diloco.comm import Communicator, Elastic, SingleProcess
+from twophase.diloco.communicator import Communicator, Elastic, SingleProcess
 from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.report import RoundReport, merged
 from twophase.training.config import RunConfig

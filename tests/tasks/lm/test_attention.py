@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from twophase.base.config import UsageError, with_values
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.tasks.lm import attention
 from twophase.tasks.lm.attention import activate, choose, fastest_attention
 from twophase.tasks.lm.config import TrainConfig

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import textmaker
 from twophase.base.config import UsageError, with_values
 from twophase.cli.export import main
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import export as module

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twophase.base.config import UsageError, with_values
-from twophase.diloco.comm import SingleProcess
+from twophase.diloco.communicator import SingleProcess
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import step as step_module
 from twophase.tasks.lm.config import TrainConfig, check

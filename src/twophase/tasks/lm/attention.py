@@ -15,7 +15,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from twophase.base.config import UsageError
-from twophase.diloco.comm import Communicator
+from twophase.diloco.communicator import Communicator
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 
 _log = logging.getLogger("twophase")

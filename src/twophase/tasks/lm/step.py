@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from twophase.base.config import UsageError
-from twophase.diloco.comm import Communicator, SingleProcess
+from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.tasks.lm.attention import DTYPES, activate, attention_kernel, choose
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.loss import pieces_bytes

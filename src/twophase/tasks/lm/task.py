@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from twophase.base.config import UsageError
-from twophase.diloco.comm import Communicator
+from twophase.diloco.communicator import Communicator
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.corpus import Corpus, build
 from twophase.tasks.lm.evaluate import numbers, total_nats
