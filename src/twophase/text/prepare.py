@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -73,7 +72,7 @@ class Request:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The request with its files found: what a state and a `meta.json` record of it."""
+    """The request with its files."""
 
     request: Request
     train: list[File]
@@ -119,18 +118,7 @@ def prepare(request: Request, *, quiet: bool = True) -> Meta:
             something else, cannot be written, or was begun with another request.
         OSError: the disk is full. Either way what was complete stays, and repeating the call goes on from there.
     """
-    _check(request)
-    train, validation = find(request.sources, request.kind)
-    if request.validation:
-        named, official = find(request.validation, request.kind)
-        validation = named + official
-    if not train:
-        raise UsageError("the sources are validation files of C4 only; name its c4-train files as well")
-    trained = {file.place for file in train}
-    both = [file.path for file in validation if file.place in trained]
-    if both:
-        raise UsageError(f"--validation {min(both)}: is also trained on; name other files")
-    plan = _Plan(request, train, validation)
+    plan = _planned(request)
     try:
         with _claimed(request.out) as folder:
             if not (folder / META).exists():
@@ -152,7 +140,8 @@ def prepare(request: Request, *, quiet: bool = True) -> Meta:
         raise UsageError(f"{fault}; make it writable; {advice}") from None
 
 
-def _check(request: Request) -> None:
+def _planned(request: Request) -> _Plan:
+    """Check a request and find its files."""
     if not request.sources:
         raise UsageError("no source; name files, folders or patterns, or c4")
     if not 0 <= request.held_out < 1:
@@ -161,15 +150,24 @@ def _check(request: Request) -> None:
         value = getattr(request, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1, for example 10M")
-    if request.tokenizer.startswith(_BPE):
-        size = request.tokenizer.removeprefix(_BPE)
-        if not size.isdecimal() or int(size) < SMALLEST_BPE:
-            raise UsageError(f"--tokenizer {request.tokenizer}: write bpe:SIZE, {SMALLEST_BPE} or more, as bpe:8000")
-    if request.end_of_text is not None and (request.tokenizer in BUILT_IN or request.tokenizer.startswith(_BPE)):
+    is_bpe, size = request.tokenizer.startswith(_BPE), request.tokenizer.removeprefix(_BPE)
+    if is_bpe and not (size.isdecimal() and int(size) >= SMALLEST_BPE):
+        raise UsageError(f"--tokenizer {request.tokenizer}: write bpe:SIZE, {SMALLEST_BPE} or more, as bpe:8000")
+    if request.end_of_text is not None and (is_bpe or request.tokenizer in BUILT_IN):
         raise UsageError(
             f"--end-of-text {request.end_of_text}: --tokenizer {request.tokenizer} has its own end of a text; leave "
             f"--end-of-text out"
         )
+    train, validation = find(request.sources, request.kind)
+    if request.validation:
+        validation = [file for files in find(request.validation, request.kind) for file in files]
+    if not train:
+        raise UsageError("the sources are validation files of C4 only; name its c4-train files as well")
+    trained = {file.place for file in train}
+    both = [file.path for file in validation if file.place in trained]
+    if both:
+        raise UsageError(f"--validation {min(both)}: is also trained on; name other files")
+    return _Plan(request, train, validation)
 
 
 @contextmanager
@@ -215,7 +213,7 @@ class _Preparation:
                 if path.suffix != ".bin":  # a kill left it half written; the state tells what of open shards counts
                     path.unlink()
         state = self._begun()
-        self.tokenizer = self._tokenizer(state)
+        self.tokenizer = self._tokenizer(state.get("tokenizer_sha256"))
         self.splits = Splits(folder, self.tokenizer.dtype, plan.request.shard_tokens)
         self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
         self.place: dict[str, int] = state.get("place", {"stage": 0, "file": 0, "record": 0})
@@ -298,30 +296,25 @@ class _Preparation:
         self.saved = time.monotonic()
 
     def _begun(self) -> dict[str, Any]:
-        """Return the state of an interrupted folder, or that of a new one."""
-        path, record = self.folder / STATE, self.plan.record()
+        """Return the state of an interrupted folder; an empty one for a new folder."""
+        path = self.folder / STATE
+        if not path.exists():
+            return {}
         try:
-            state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"request": {}}
-            changed = differences(record, state["request"])
-            tokens = any(state.get("splits", {}).values())
+            state = json.loads(path.read_text(encoding="utf-8"))
+            changed = differences(self.plan.record(), state["request"])
         except (ValueError, KeyError, AttributeError):
             raise UsageError(f"{path} is damaged; delete {self.folder} and prepare it again") from None
-        if changed and tokens:
+        if changed:
             raise UsageError(
                 f"--out {self.folder}: was begun with another request ({_few(changed)}); repeat that one, name another "
                 f"folder, or delete this one"
             )
-        if not changed:
-            return state
-        # The folder is new, or holds no token of the other request: it may have been a slip, as a misspelt tokenizer.
-        shutil.rmtree(self.folder / TOKENIZER, ignore_errors=True)
-        write_atomic(path, json.dumps({"request": record}))
-        return {}
+        return state
 
-    def _tokenizer(self, state: dict[str, Any]) -> Tokenizer:
-        """Return the tokenizer, saved in the folder; the same one that an interrupted folder was begun with."""
+    def _tokenizer(self, expected: str | None) -> Tokenizer:
+        """Return the tokenizer, saved in the folder; `expected`: the hash of the one that it was begun with."""
         request, folder = self.plan.request, self.folder / TOKENIZER
-        expected = state.get("tokenizer_sha256")
         if not request.tokenizer.startswith(_BPE):
             tokenizer = load_tokenizer(request.tokenizer, end_of_text=request.end_of_text)
         elif expected is None:
@@ -329,6 +322,8 @@ class _Preparation:
         else:
             tokenizer = replace(load_tokenizer(str(folder)), name=request.tokenizer)
         if expected is None:
+            # First, for it makes the folder one that is being prepared; a tokenizer that fails leaves it empty.
+            write_atomic(self.folder / STATE, json.dumps({"request": self.plan.record()}))
             tokenizer.save(folder)
             np.save(self.folder / f"{TEMPORARY}{TOKEN_BYTES}", tokenizer.token_bytes)
             (self.folder / f"{TEMPORARY}{TOKEN_BYTES}").rename(self.folder / TOKEN_BYTES)

@@ -58,10 +58,10 @@ class Writer:
             ...                                   # train on
         # here the last one is whole, on all processes
 
-    At most one checkpoint is on its way: the next `save` waits for it. What goes wrong in the thread is raised by the
-    next `save`, `poll` or `close`. One process completes its checkpoint in the thread; several do so in the first of
-    these calls after all have written their parts. When an error ends the `with` block, a checkpoint on its way is
-    completed if there is one process, and dropped when a second Ctrl-C asks for a quick end.
+    The next `save` waits for the checkpoint on its way, and raises, as `poll` and `close` do, what went wrong in the
+    thread. One process completes its checkpoint in the thread; several do so in the first of these calls after all have
+    written their parts. When an error ends the `with` block, a checkpoint on its way is completed if there is one
+    process, and dropped when a second Ctrl-C asks for a quick end.
 
     Args:
         folder: the run's `checkpoint/`, seen by all processes.
@@ -104,8 +104,7 @@ class Writer:
 
         Args:
             step: inner steps taken; above those of every earlier checkpoint.
-            parts: from file name to a tree of tensors and plain values (see `parts.take_apart`), those
-                that this process holds.
+            parts: this process's trees of tensors and plain values (see `parts.take_apart`), by file name.
             progress: plain numbers and text (process 0's are written).
 
         Raises:
@@ -148,11 +147,7 @@ class Writer:
             self.close()
 
     def close(self) -> None:
-        """Return when everything that was saved is whole on disk, on all processes.
-
-        Raises:
-            OSError: it could not be written; says where, why and what to do.
-        """
+        """Return when everything that was saved is whole on disk, on all processes."""
         if self._thread is None:
             return
         self._thread.join()
@@ -201,13 +196,7 @@ class Writer:
 
 
 def unwritable(where: Path, what: str, error: OSError) -> OSError:
-    """Return the error of a full or unwritable disk, with its remedy.
-
-    Args:
-        where: the folder.
-        what: could not be written there.
-        error: why.
-    """
+    """Return the error of a disk that is full or cannot be written, with its remedy."""
     remedy = "free space there or make it writable"
     if isinstance(error, FileNotFoundError):
         remedy = "choose an --out that all processes see, and leave it in its place"

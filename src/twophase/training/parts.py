@@ -19,18 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 ENDING = ".safetensors"
-_TREE = "tree"
-"""Name of the metadata that hold the tree."""
+_TREE = "tree"  # the metadata that hold the tree
 
 
 @dataclass(slots=True)
 class Part:
-    """A tree taken apart.
-
-    Args:
-        tree: the tree as JSON, with names where its tensors were.
-        tensors: from name to tensor.
-    """
+    """A tree as JSON, with names where its tensors were, and the tensors by name."""
 
     tree: str
     tensors: dict[str, Tensor]

@@ -119,10 +119,6 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
         config: the run.
         patience: seconds to wait until the first process's address answers.
         timeout: seconds for a collective; None means ten minutes on GPUs and half an hour without.
-
-    Raises:
-        UsageError: the environment is not torchrun's, or a timeout that is not positive.
-        RunError: they cannot meet.
     """
     if world_size() == 1:
         yield SingleProcess()

@@ -20,12 +20,7 @@ _RESERVE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Parts as they were at one moment.
-
-    Args:
-        parts: from file name to part.
-        events: for each CUDA device that holds copies, an event that has happened when they are complete.
-    """
+    """Parts by file name as they were at one moment; each device's event has happened when its copies are complete."""
 
     parts: dict[str, Part]
     events: dict[torch.device, torch.cuda.Event]
@@ -54,14 +49,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, trees: Mapping[str, Any]) -> Snapshot:
-        """Copy trees of tensors and plain values.
-
-        Args:
-            trees: from file name to tree, as for `twophase.training.parts.take_apart`.
-
-        Raises:
-            ValueError: something that a checkpoint cannot hold.
-        """
+        """Copy trees, by file name, of what `twophase.training.parts.take_apart` takes."""
         parts = {name: take_apart(tree) for name, tree in trees.items()}
         live = {(part, name): tensor for part, taken in parts.items() for name, tensor in taken.tensors.items()}
         # Keys that are gone go first, so that their memory is there for the new ones.

@@ -109,14 +109,7 @@ class PlainStep:
 
 
 def step_of(task: Task, device: torch.device, replicas: int, communicator: Communicator) -> Step:
-    """Return the task's own `Step` if it has one, else a plain one.
-
-    Args:
-        task: what is trained.
-        device: where.
-        replicas: number of replicas in this process.
-        communicator: the processes of the run.
-    """
+    """Return the task's own `Step` if it has one, else a plain one, for so many replicas in this process."""
     make = getattr(task, "step", None)
     return PlainStep(task, device) if make is None else make(device, replicas, communicator)
 

@@ -67,7 +67,6 @@ def train(
     saved: int | None = done.step
     if run.comm.elastic:  # a state that came from a peer is nowhere on this disk
         saved = checkpoint.latest_step(folder.checkpoint_dir) if joined is None else None
-    steps = _StepLog(run, folder, on_step)
 
     with checkpoint.Writer(
         folder.checkpoint_dir, fingerprint=fingerprint(config), keep=config.keep_checkpoints, communicator=run.files
@@ -76,7 +75,7 @@ def train(
             if joined is None:
                 run.inner_step()
                 report = run.synchronize(should_stop)
-                steps.write()
+                _log_step(run, folder, on_step)
             else:  # a late joiner, at the end of its peers' round
                 report, joined = joined, None
             done.seconds = before + time.perf_counter() - started
@@ -112,28 +111,13 @@ def train(
     return summary
 
 
-class _StepLog:
-    """Writes a line about the inner steps since the last one, every `log_every` of them."""
-
-    def __init__(self, run: Trainer, folder: RunFolder, on_step: Callable[[dict[str, Any]], None]) -> None:
-        self.run = run
-        self.folder = folder
-        self.on_step = on_step
-        self.every = run.config.log_every if run.lead else 0
-        self._step, self._clock = run.done.step, time.perf_counter()
-
-    def write(self) -> None:
-        """Write a line if one is due; called after every inner step."""
-        step = self.run.done.step
-        if self.every == 0 or step % self.every:
-            return
-        self.run.settle()  # before the clock is read: it waits for the device
-        now = time.perf_counter()
-        line = self.run.step_line(step - self._step, now - self._clock)
-        self._step, self._clock = step, now
-        with _disk(self.folder):
-            self.folder.log_step(line)
-        self.on_step(line)
+def _log_step(run: Trainer, folder: RunFolder, on_step: Callable[[dict[str, Any]], None]) -> None:
+    """Write a line about the inner steps since the last one, if it is due."""
+    line = run.step_line()
+    if line is not None:
+        with _disk(folder):
+            folder.log_step(line)
+        on_step(line)
 
 
 def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:

@@ -69,6 +69,8 @@ class Trainer:
         self.text: str = self.data["fingerprint"]
         self.loss_bound: float = config.divergence_loss or self.compute.loss_bound
         self._losses: list[Tensor] = []
+        self._last_line: tuple[int, float] | None = None
+        """Step and time of the last line of `steps.jsonl`, or of the first step of this process."""
         with room_for(f"the weights of {share} replicas and the outer optimizer's", config.device):
             self.replicas = [Replica(config, number, task, self.compute) for number in range(first, first + share)]
             self.engine = self._engine()
@@ -130,10 +132,7 @@ class Trainer:
         self.validation = None
 
     def join(self, restore: Callable[[], None]) -> RoundReport | None:
-        """Join the other elastic replicas.
-
-        Args:
-            restore: reads the newest checkpoint; called where no run is under way.
+        """Join the other elastic replicas; `restore` reads the newest checkpoint where no run is under way.
 
         Returns:
             The report of the round that this replica joined, if that has ended by it.
@@ -145,6 +144,7 @@ class Trainer:
 
     def inner_step(self) -> None:
         """Take an inner step of every replica."""
+        self._last_line = self._last_line or (self.done.step, time.perf_counter())
         lr = inner_lr(self.config, self.done.step)
         self._losses += [replica.step(self.done.step, lr) for replica in self.replicas]
         self.done.step += 1
@@ -169,26 +169,24 @@ class Trainer:
         self.compute.chosen = dict(execution)
         self._losses.clear()
 
-    def step_line(self, steps: int, seconds: float) -> dict[str, Any]:
-        """Return a line of `steps.jsonl`: this process's mean training loss and speed since the last line.
-
-        Args:
-            steps: inner steps since the last line, or since this process began.
-            seconds: that they took.
-        """
-        self.settle()
+    def step_line(self) -> dict[str, Any] | None:
+        """Return a line of `steps.jsonl` if one is due: the mean loss and the speed of this process since the last."""
         done, config = self.done, self.config
+        if not self.lead or config.log_every == 0 or done.step % config.log_every:
+            return None
+        self.settle()  # before the clock is read: it waits for the device
+        assert self._last_line is not None
+        (step, clock), self._last_line = self._last_line, (done.step, time.perf_counter())
         loss = done.recent_loss / max(done.recent_losses, 1)
         done.recent_loss, done.recent_losses = 0.0, 0
         line = {"step": done.step, "train_loss": loss, "inner_lr": inner_lr(config, done.step - 1)}
-        line |= self.compute.rates(steps * len(self.replicas), seconds)
+        line |= self.compute.rates((done.step - step) * len(self.replicas), self._last_line[1] - clock)
         return line | {"peak_memory_bytes": peak_bytes(self.compute.device)}
 
     def synchronize(self, should_stop: Callable[[], bool] = lambda: False) -> RoundReport | None:
         """Tell the engine that every replica has taken an inner step; the last round may be a shorter one.
 
-        Args:
-            should_stop: called where a round ends; the answer reaches all processes.
+        Where a round ends, `should_stop` is called, and its answer reaches all processes.
         """
         self.done.round_steps += 1
         signals = None
