@@ -103,50 +103,37 @@ def decoded(folder: Path, meta: Meta, split: str) -> list[str]:
 # What is in them
 
 
-def test_every_document_is_in_one_split(corpus: Path, tmp_path: Path):
-    """Training and held-out documents together are the source's, in its order, each ended; the hash decides which."""
+def test_what_is_in_a_folder(corpus: Path, tmp_path: Path):
+    """Documents are in the split that their hash names, in order; `meta.json` is what a recount finds.
+
+    Every shard but the last closes at the end of the document with which it has the asked number of ids.
+    """
     write(corpus / "c4-train.00003-of-01024.json.gz", texts(100))  # equal documents are on one side
-    meta = prepare(request(corpus, tmp_path / "out"))
-    every = texts(400) + texts(100)
-    train, held_out = (decoded(tmp_path / "out", meta, split) for split in (TRAIN, VALIDATION))
-    assert train == [text for text in every if not is_held_out(text, 0.1)]
-    assert held_out == [text for text in every if is_held_out(text, 0.1)]
-    assert set(train).isdisjoint(held_out)
-    assert 10 < len(held_out) < 110
-
-
-def test_meta_is_what_a_recount_finds(corpus: Path, tmp_path: Path):
-    """Tokens, documents, bytes, largest id and hash of every shard, and the facts of the tokenizer, are true."""
-    out = tmp_path / "out"
-    meta = prepare(request(corpus, out, tokenizer="bpe:400"))
+    out, every = tmp_path / "out", texts(400) + texts(100)
+    meta = prepare(request(corpus, out))
     assert meta == read_meta(out)
+    assert decoded(out, meta, TRAIN) == [text for text in every if not is_held_out(text, 0.1)]
+    assert decoded(out, meta, VALIDATION) == [text for text in every if is_held_out(text, 0.1)]
+    assert 10 < sum(shard.documents for shard in meta.splits[VALIDATION]) < 110
     tokenizer = load_tokenizer(str(out / TOKENIZER))
-    assert (meta.tokenizer, meta.dtype) == ("bpe:400", "uint16")
+    assert (meta.tokenizer, meta.dtype) == ("bytes", "uint16")
     assert meta.tokenizer_sha256 == tokenizer.sha256
     assert (meta.vocabulary_size, meta.end_of_text) == (tokenizer.vocabulary_size, tokenizer.end_of_text)
     sizes = np.load(out / "token_bytes.npy")
     assert sizes.tolist() == tokenizer.token_bytes.tolist()
     for split in (TRAIN, VALIDATION):
         for number, shard in enumerate(meta.splits[split]):
-            data = np.fromfile(out / shard.file, "<u2")
+            ids = np.fromfile(out / shard.file, "<u2")
+            ends = np.flatnonzero(ids == meta.end_of_text)
             assert shard.file == f"{split}-{number:05d}.bin"
-            assert (shard.tokens, shard.largest) == (len(data), data.max())
-            assert shard.documents == (data == meta.end_of_text).sum()
-            assert shard.text_bytes == sizes[data].sum()
+            assert (shard.tokens, shard.largest, shard.documents) == (len(ids), ids.max(), len(ends))
+            assert shard.text_bytes == sizes[ids].sum()
             assert shard.sha256 == hashlib.sha256((out / shard.file).read_bytes()).hexdigest()
-            assert data[-1] == meta.end_of_text
+            assert ends[-1] == len(ids) - 1
+            if shard is not meta.splits[split][-1]:
+                assert shard.tokens >= 5000 > ends[-2] + 1
+    assert len(meta.splits[TRAIN]) > 5
     assert sorted(p.name for p in out.iterdir() if p.suffix != ".bin") == ["meta.json", "token_bytes.npy", "tokenizer"]
-
-
-def test_shards_close_at_the_end_of_a_document(corpus: Path, tmp_path: Path):
-    """Every shard but the last has the asked number of ids, and not a document more than needed."""
-    meta = prepare(request(corpus, tmp_path / "out"))
-    shards = meta.splits[TRAIN]
-    assert len(shards) > 5
-    for shard in shards[:-1]:
-        data = np.fromfile(tmp_path / "out" / shard.file, "<u2")
-        last = len(data) - 1 - np.flatnonzero(data == 256)[-2]
-        assert shard.tokens >= 5000 > shard.tokens - last
 
 
 def test_tokens_stop_at_the_end_of_a_document(corpus: Path, tmp_path: Path):
@@ -260,19 +247,6 @@ def test_validation_files_are_resumed_too(original: Path, tmp_path: Path, monkey
         asked = request(original, tmp_path / f"out{after}", validation=other)
         interrupted(asked, monkeypatch, "_batch", after)
         assert content(prepared(asked)) == expected
-
-
-def test_a_shard_closed_after_the_last_state_is_opened_again(
-    original: Path, whole: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """An end between a shard's renaming and the state that would tell of it is repaired."""
-    asked = request(original, tmp_path / "out")
-    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 30)
-    interrupted(asked, monkeypatch, "_save", 3)
-    state = json.loads((asked.out / STATE).read_text())
-    assert (asked.out / "train-00001.bin").exists()
-    assert len(state["splits"]["closed"][TRAIN]) == 1
-    assert content(prepared(asked)) == content(whole())
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -68,13 +66,6 @@ def test_golden_values():
     large = permute(np.array([0, 1, 10**9]), 10**9 + 1, (7, 8)).tolist()
     assert large == [273086950, 881685358, 362386292]
     assert large == [slow(place, 10**9 + 1, (7, 8)) for place in (0, 1, 10**9)]
-
-
-def test_small_permutations_are_equally_frequent():
-    """Over many keys each of the 3! orders comes about equally often (chi-square at 1e-6)."""
-    seen = Counter(tuple(permute(np.arange(3), 3, (key, 0)).tolist()) for key in range(1200))
-    assert set(seen) == set(permutations(range(3)))
-    assert stats.chisquare(list(seen.values())).pvalue > 1e-6
 
 
 @pytest.mark.parametrize("n", [7, 17])

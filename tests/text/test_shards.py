@@ -78,16 +78,6 @@ def test_windows_are_those_of_a_plain_loop(tmp_path: Path, length: int, dtype: s
     assert shards.windows(VALIDATION, length).length == length
 
 
-def test_what_is_read_is_a_copy(folder: Path):
-    """Changing a batch changes neither the file nor the next batch."""
-    before = (folder / "train-00000.bin").read_bytes()
-    windows = open_shards(folder).windows(TRAIN, 10)
-    first = windows[np.arange(2)]
-    first[:] = 0
-    assert windows[np.arange(2)].any()
-    assert (folder / "train-00000.bin").read_bytes() == before
-
-
 def test_ids_outside_the_vocabulary_are_refused_when_read(tmp_path: Path):
     """The message names file, token, id and vocabulary; windows without such an id are read."""
     bad = ids(1, 50)
@@ -99,16 +89,6 @@ def test_ids_outside_the_vocabulary_are_refused_when_read(tmp_path: Path):
 
 
 # What a folder says of itself
-
-
-def test_a_folder_is_opened_as_it_was_declared(folder: Path, tmp_path: Path):
-    """Tokens, vocabulary, bytes of tokens and fingerprint are the folder's, wherever it lies."""
-    shards = open_shards(folder)
-    assert (shards.tokens(TRAIN), shards.tokens(VALIDATION), shards.vocabulary_size) == (151, 60, VOCABULARY)
-    assert shards.token_bytes is not None
-    assert shards.token_bytes.tolist() == list(range(VOCABULARY))
-    shutil.copytree(folder, tmp_path / "moved")
-    assert open_shards(tmp_path / "moved").fingerprint == shards.fingerprint == read_meta(folder).fingerprint
 
 
 def change(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -151,13 +131,6 @@ def test_damaged_folders_are_refused(folder: Path, case: str):
     damage(folder)
     with pytest.raises(UsageError, match=message):
         open_shards(folder)
-
-
-def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path: Path):
-    """A file has no `meta.json` below it."""
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match="is a file; name the folder"):
-        read_meta(tmp_path / "file")
 
 
 def test_hashes_are_taken_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -78,20 +78,6 @@ def test_mistral_ids_are_sentencepieces_own():
         assert ids.tolist() == expected, repr(text[:200])
 
 
-@pytest.mark.slow
-def test_the_model_file_is_read_as_sentencepiece_reads_it():
-    """Pieces, scores and kinds of the model file are what SentencePiece reports."""
-    spm = pytest.importorskip("sentencepiece", reason="sentencepiece, the oracle, is not installed")
-    tokenizer_of("mistral")
-    pieces = mistral.pieces(mistral.model_file())
-    oracle = spm.SentencePieceProcessor(model_proto=mistral.model_file())
-    assert len(pieces) == oracle.get_piece_size()
-    for i, piece in enumerate(pieces):
-        assert (piece.text, piece.score) == (oracle.id_to_piece(i), oracle.get_score(i))
-        kinds = {mistral.CONTROL: oracle.is_control, mistral.BYTE: oracle.is_byte, mistral.UNKNOWN: oracle.is_unknown}
-        assert {kind for kind, is_kind in kinds.items() if is_kind(i)} == {piece.kind} - {mistral.NORMAL}
-
-
 @given(st.text())
 def test_the_pattern_covers_every_text(text: str):
     """What the byte-level pattern finds, joined, is the text: nothing is lost between words."""

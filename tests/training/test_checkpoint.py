@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from threads import PATIENCE, Member, together
 from twophase.base.config import UsageError
 from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.training import checkpoint, parts, snapshot
 from twophase.training.checkpoint import ENGINE, Writer, replica_file
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
-PATIENCE = 20.0
-"""Seconds until a test that waits in vain gives up."""
 
 
 def writer(folder: Path, communicator: Communicator | None = None, **options: Any) -> Writer:
@@ -230,19 +227,6 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -
     assert names(tmp_path) == ["step-00000001", "step-00000004"]
 
 
-def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
-    """The system's own refusal in the middle of a large part is the one message, and leaves nothing behind."""
-    save(tmp_path, 1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"step 2 cannot be written to .* \(File too large\)"), writer(tmp_path) as it:
-            it.save(2, {ENGINE: {"x": torch.ones(1 << 20)}}, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert names(tmp_path) == ["step-00000001"]
-
-
 def test_other_failures_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no fault of the disk is raised as it is, and at once where it can be seen at once."""
     with monkeypatch.context() as patch:
@@ -286,35 +270,7 @@ def test_an_error_in_training_on_a_full_disk(tmp_path: Path, monkeypatch: pytest
 # -------------------------------------------------------------------------------------------------- several processes
 
 
-class Pair(SingleProcess):
-    """Two processes, as far as a writer is concerned, in two threads; refuses collectives of other threads."""
-
-    size = 2
-
-    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
-        self.rank = rank
-        self._shared = shared
-        self._barrier = barrier
-
-    def gather(self, value: Any) -> list[Any]:
-        """As of a process group."""
-        assert not threading.current_thread().name.startswith("checkpoint-"), "a collective in the writing thread"
-        self._shared[self.rank] = value
-        self._barrier.wait(PATIENCE)
-        values = list(self._shared)
-        self._barrier.wait(PATIENCE)
-        return values
-
-
-def both(work: Callable[[Pair], None]) -> list[BaseException | None]:
-    """Do the work of two processes; returns the exception of each."""
-    shared, barrier = [None, None], threading.Barrier(2)
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(work, Pair(rank, shared, barrier)) for rank in (0, 1)]
-        return [future.exception() for future in futures]
-
-
-def save_half(folder: Path, pair: Pair, *, poll: bool = False) -> None:
+def save_half(folder: Path, pair: Member, *, poll: bool = False) -> None:
     with writer(folder, pair) as saving:
         mine = {replica_file(pair.rank): {"y": torch.full((3,), float(pair.rank))}}
         saving.save(3, mine | ({ENGINE: {"x": torch.ones(2)}} if pair.rank == 0 else {}), {"rank": pair.rank})
@@ -326,7 +282,7 @@ def save_half(folder: Path, pair: Pair, *, poll: bool = False) -> None:
 @pytest.mark.parametrize("poll", [False, True])
 def test_two_processes(tmp_path: Path, poll: bool) -> None:
     """The parts of both end in one checkpoint, which is there when either goes on; process 0's numbers count."""
-    assert both(lambda pair: save_half(tmp_path, pair, poll=poll)) == [None, None]
+    assert together(2, lambda pair: save_half(tmp_path, pair, poll=poll)) == [None, None]
     files = [ENGINE, "manifest.json", "progress.json", replica_file(0), replica_file(1)]
     assert names(tmp_path / "step-00000003") == files
     loaded = checkpoint.Checkpoint(tmp_path / "step-00000003", "abc")
@@ -345,7 +301,7 @@ def test_one_of_two_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name:
             raise FULL
 
         monkeypatch.setattr(checkpoint, "write_atomic", full)
-    errors = both(lambda pair: save_half(tmp_path, pair))
+    errors = together(2, lambda pair: save_half(tmp_path, pair))
     assert all(isinstance(error, OSError) for error in errors)
     assert str(errors[0]) == str(errors[1])
     assert "step 3 cannot be written" in str(errors[0])
@@ -356,7 +312,7 @@ def test_folders_of_two_processes(tmp_path: Path) -> None:
     """A folder that process 0 cannot make, or process 1 does not see, ends both with the same message."""
     (tmp_path / "file").write_text("a file")
     for folder in ("file", "{}"):
-        errors = both(lambda pair, folder=folder: save_half(tmp_path / folder.format(pair.rank), pair))
+        errors = together(2, lambda pair, folder=folder: save_half(tmp_path / folder.format(pair.rank), pair))
         assert str(errors[0]) == str(errors[1])
         assert "step 3 cannot be written" in str(errors[0])
     assert "choose an --out that all processes see" in str(errors[0])

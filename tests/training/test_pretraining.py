@@ -19,20 +19,17 @@ import yaml
 
 import shardmaker
 import textmaker
-from commands import SMALL, outcome, scalars, snapshot
+from commands import SMALL, outcome
 from forked import Forked
 from trained import end_group, newest, run, start_group, stop_after
 from twophase.base.config import from_tree, load_yaml, to_tree
 from twophase.cli.main import main
 from twophase.recipes.pretraining import nano
 from twophase.runs.folder import read_lines, read_summary
-from twophase.sweep.table import read_rows
 from twophase.tasks.lm import step
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.corpus import Corpus, build
 from twophase.tasks.lm.speed import flops_per_token
 from twophase.text.meta import TRAIN, VALIDATION, read_meta
-from twophase.text.shards import Windows
 from twophase.training import checkpoint
 from twophase.training.config import ComputeConfig
 
@@ -117,6 +114,20 @@ def test_killed_at_random_moments(tmp_path: Path, small: list[str], whole: Path)
         assert [line[key] for line in lines[0]] == [line[key] for line in lines[1]]
 
 
+def test_lines_about_steps(whole: Path) -> None:
+    """A line every so many steps, of positive numbers that agree with each other and with the rounds."""
+    lines, rounds = (read_lines(whole / f"{name}.jsonl") for name in ("steps", "metrics"))
+    assert [line["step"] for line in lines] == list(range(LOG_EVERY, STEPS + 1, LOG_EVERY))
+    flops = flops_per_token(configuration(whole).model, END + 1, T)
+    for line in lines:
+        assert all(np.isfinite(value) and value > 0 for value in line.values())
+        assert line["peak_memory_bytes"] > 1e6
+        assert line["flops_per_second"] / line["tokens_per_second"] == pytest.approx(flops.causal, rel=1e-12)
+        assert line["flops_per_second_palm"] / line["tokens_per_second"] == pytest.approx(flops.palm, rel=1e-12)
+    means = [np.mean([line["train_loss"] for line in log]) for log in (lines, rounds)]
+    assert means[0] == pytest.approx(means[1], rel=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_equal_one(tmp_path: Path, small: list[str], whole: Path) -> None:
@@ -125,22 +136,6 @@ def test_two_processes_equal_one(tmp_path: Path, small: list[str], whole: Path) 
     ended = end_group(start_group(tmp_path, words, words), tmp_path)
     assert [status for status, _ in ended] == [0, 0], ended
     same_losses(tmp_path / "run", whole)
-
-
-def test_replicas_read_apart(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all steps of that run no window is read by both replicas, nor by one of them twice."""
-    config, read, numbers = configuration(whole), Windows.__getitem__, []
-
-    def recorded(self: Windows, wanted: np.ndarray) -> np.ndarray:
-        numbers.extend(wanted.tolist())
-        return read(self, wanted)
-
-    monkeypatch.setattr(Windows, "__getitem__", recorded)
-    corpus = build(config.data, config.replicas, config.model.vocabulary_size)
-    for number in range(STEPS):
-        for replica in range(config.replicas):
-            corpus.batch(config.seed, number, replica)
-    assert len(set(numbers)) == len(numbers) == STEPS * config.replicas * BATCH
 
 
 @pytest.mark.slow
@@ -209,104 +204,22 @@ def test_export(tmp_path: Path, text: Path, shards: Path, small: list[str]) -> N
 # ----------------------------------------------------------------------------------------------------------- few tokens
 
 
-@pytest.fixture
-def few(tmp_path: Path) -> Path:
-    """Two training shards of 29 and 11 windows, each window known by its first token, and 8 windows to validate on."""
-    train = [np.arange(0, 29 * T + 3, dtype=np.uint16), np.arange(500, 500 + 11 * T + 1, dtype=np.uint16)]
-    return shardmaker.prepared(tmp_path / "few", train, [np.arange(8 * T + 1, dtype=np.uint16)], 700)
-
-
-FIRST_TOKENS = [*range(0, 29 * T, T), *range(500, 500 + 11 * T, T)]
-
-
-def test_few_tokens(
-    tmp_path: Path, few: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Refused before a folder is made; the steps that it names are possible; --repeat reads all before any twice."""
-    read: dict[int, list[int]] = {0: [], 1: []}
-    batch = Corpus.batch
-
-    def recorded(self: Corpus, seed: int, step: int, replica: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens, targets = batch(self, seed, step, replica)
-        read[replica] += tokens[:, 0].tolist()
-        return tokens, targets
-
-    monkeypatch.setattr(Corpus, "batch", recorded)
+def test_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before a folder is made; the steps that it names are possible, and with --repeat all of them."""
+    arrays = [np.arange(windows * T + 1, dtype=np.uint16) for windows in (40, 8)]
+    few = shardmaker.prepared(tmp_path / "few", arrays[:1], arrays[1:], 700)
     words = ["train", *SMALL, "--inner-steps", "2", "--data.corpus", f"tokens:{few}"]
     assert command(*words, "--out", tmp_path / "run") == 2  # 22 x 4 windows, and a replica has 20
-    errors = capsys.readouterr().err
-    assert len(errors.splitlines()) == 1
-    assert "--repeat" in errors
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--repeat" in line
     assert [path.name for path in tmp_path.iterdir()] == ["few"]
-
-    steps = re.search(r"--steps (\d+), or", errors)
+    steps = re.search(r"--steps (\d+), or", line)
     assert steps
     assert command(*words, "--steps", steps[1], "--out", tmp_path / "short") == 0
-    assert sorted(read[0] + read[1]) == FIRST_TOKENS  # 5 steps take all of them
-
-    read[0].clear()
-    read[1].clear()
     assert command(*words, "--repeat", "--out", tmp_path / "run") == 0
-    for replica, windows in read.items():
-        assert len(windows) == 22 * BATCH
-        for epoch in range(4):
-            epoch_windows = windows[20 * epoch : 20 * (epoch + 1)]
-            assert sorted(epoch_windows) == FIRST_TOKENS[20 * replica : 20 * (replica + 1)]
-        assert len(set(windows[80:])) == 8
     summary = read_summary(tmp_path / "run")
     assert summary is not None
     assert (summary["exit_reason"], summary["tokens"]) == ("finished", 22 * 2 * BATCH * T)
-
-
-# ---------------------------------------------------------------------------------------------------------- steps.jsonl
-
-
-def test_lines_about_steps(tmp_path: Path, small: list[str], whole: Path) -> None:
-    """A line every so many steps, of positive numbers that agree with each other and with the rounds; or no file."""
-    lines = read_lines(whole / "steps.jsonl")
-    assert [line["step"] for line in lines] == list(range(LOG_EVERY, STEPS + 1, LOG_EVERY))
-    flops = flops_per_token(configuration(whole).model, END + 1, T)
-    for line in lines:
-        assert set(line) == {
-            "step",
-            "train_loss",
-            "inner_lr",
-            "tokens_per_second",
-            "flops_per_second",
-            "flops_per_second_palm",
-            "peak_memory_bytes",
-        }
-        assert all(np.isfinite(value) and value > 0 for value in line.values())
-        assert line["flops_per_second"] / line["tokens_per_second"] == pytest.approx(flops.causal, rel=1e-12)
-        assert line["flops_per_second_palm"] / line["tokens_per_second"] == pytest.approx(flops.palm, rel=1e-12)
-    rounds = read_lines(whole / "metrics.jsonl")
-    assert np.mean([line["train_loss"] for line in lines]) == pytest.approx(
-        np.mean([line["train_loss"] for line in rounds]), rel=1e-12
-    )
-    assert command("train", *small, "--out", tmp_path / "run") == 0
-    assert (tmp_path / "run" / "rounds.jsonl").exists()
-    assert not (tmp_path / "run" / "steps.jsonl").exists()
-
-
-# --------------------------------------------------------------------------------------------------------------- sweeps
-
-
-@pytest.mark.slow
-def test_sweep(tmp_path: Path, small: list[str]) -> None:
-    """A sweep on shards, whose runs share inner steps, gives the files of each run alone."""
-    axes, folder = "--axis outer.lr 0.3 0.7 --axis outer.restart never 2".split(), tmp_path / "sweep"
-    options = [*small, "--steps", "12", "--inner-steps", "3"]
-    words = ["sweep", *options, *axes, "--out", folder, "--workers", "0"]
-    assert command(*words) == 0
-    assert command("sweep-worker", "--out", folder) == 0
-    assert command(*words) == 0
-    rows = read_rows(folder / "cells.csv")
-    assert [row.state for row in rows] == ["finished"] * 4
-    for row in rows:
-        values = [word for path, value in row.values.items() for word in (f"--{path}", str(value))]
-        assert command("train", *options, *values, "--out", tmp_path / row.run) == 0
-        assert outcome(tmp_path / row.run) == outcome(folder / "runs" / row.run)
-    assert len({(folder / "runs" / row.run / "weights.safetensors").read_bytes() for row in rows}) == 4
 
 
 # -------------------------------------------------------------------------------------------------- recipes and devices
@@ -326,28 +239,6 @@ def test_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(*words) == recipe | {"steps": 100, "outer": recipe["outer"] | {"lr": 0.5, "momentum": 0.5}}
     outer = recipe["outer"] | {"lr": 0.1, "momentum": 0.5}
     assert printed(*words, "--outer.lr", "0.1") == recipe | {"steps": 100, "outer": outer}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--recipe mini", "--recipe is 'mini'; it must be one of paper_150m, small, nano"),
-        pytest.param(
-            "--device cuda",
-            "--device cuda cannot be used here",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
-        ),
-    ],
-)
-def test_refusals(
-    tmp_path: Path, small: list[str], capsys: pytest.CaptureFixture[str], words: str, message: str
-) -> None:
-    """A recipe or a device that is missing is named in one line, before a folder is made."""
-    assert command("train", *small, *words.split(), "--out", tmp_path / "run") == 2
-    errors = capsys.readouterr().err
-    assert len(errors.splitlines()) == 1
-    assert message in errors
-    assert not (tmp_path / "run").exists()
 
 
 # ----------------------------------------------------------------------------------- what a run has decided for itself
@@ -374,22 +265,3 @@ def test_decisions_are_kept(tmp_path: Path, whole: Path, monkeypatch: pytest.Mon
         before = chosen(f"parts-{name}", first, stop_after(stop))
         assert chosen(f"parts-{name}", then) == before
         assert outcome(tmp_path / f"parts-{name}") == outcomes[name]
-
-
-# ------------------------------------------------------------------------------------------------------------- trackers
-
-
-def test_tensorboard(tmp_path: Path, small: list[str]) -> None:
-    """TensorBoard shows the loss of every round, and the run's own files are those of a run without it."""
-    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
-    tracked, plain = tmp_path / "tracked", tmp_path / "plain"
-    assert command("train", *small, "--out", tracked, "--track", "tensorboard") == 0
-    assert command("train", *small, "--out", plain) == 0
-    assert outcome(tracked) == outcome(plain)
-    more = {path for path in snapshot(tracked).keys() - snapshot(plain).keys() if "tensorboard/" not in path}
-    assert more == {"tracking.json"}
-    rounds = read_lines(plain / "metrics.jsonl")
-    assert [line["step"] for line in rounds] == [6, 12, 18, 22]
-    assert scalars(tracked)["loss/train"] == [
-        (line["step"], pytest.approx(line["train_loss"], rel=1e-6)) for line in rounds
-    ]

@@ -75,18 +75,6 @@ def test_weights_are_the_anchor(config: TrainConfig, whole: Path) -> None:
         assert all(torch.equal(state[name], value) for name, value in weights.items())
 
 
-def test_step_log(config: TrainConfig, whole: Path, tmp_path: Path) -> None:
-    """Every `log_every` steps a line with the mean loss since the last one; a resumed run repeats and misses none."""
-    run_in_parts(config, tmp_path / "run", (6, 9, 11))
-    lines = [read_lines(path / "steps.jsonl") for path in (whole, tmp_path / "run")]
-    assert [line["step"] for line in lines[0]] == [4, 8, 12, 16, 20]
-    for key in ("step", "train_loss", "inner_lr"):
-        assert [line[key] for line in lines[0]] == [line[key] for line in lines[1]]
-    by_step = sum(line["train_loss"] for line in lines[0][:3]) / 3
-    by_round = sum(line["train_loss"] for line in read_lines(whole / "metrics.jsonl")[:2]) / 2
-    assert by_step == pytest.approx(by_round, rel=1e-6)  # the first 12 steps, in either partition
-
-
 @pytest.mark.parametrize("stop", [8, 12])
 def test_what_a_checkpoint_holds(config: TrainConfig, tmp_path: Path, stop: int) -> None:
     """Tensors under their own names, a replica's weights inside a round only; and how the run computes."""
@@ -250,32 +238,7 @@ def test_changed_text_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     assert run(config, tmp_path / "run")["exit_reason"] == "finished"
 
 
-def test_seeds_differ(config: TrainConfig, whole: Path, tmp_path: Path) -> None:
-    """The seed changes the run, and the same seed repeats it."""
-    sums = [run(replace(config, seed=seed), tmp_path / str(seed))["checksum"] for seed in (0, 1)]
-    assert sums[0] == json.loads((whole / "summary.json").read_text())["checksum"] != sums[1]
-
-
 # ---------------------------------------------------------------------------------------------------------- a full disk
-
-
-def test_full_disk(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk ends the run with one message, the earlier checkpoint stays, and a repeated run goes on."""
-    config = replace(config, checkpoint_every=1, keep_checkpoints=1)
-    write = parts.write
-
-    def full(path: Path, part: parts.Part) -> None:
-        if path.parent.name.endswith("12"):
-            path.write_bytes(b"half")
-            raise FULL
-        write(path, part)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(parts, "write", full)
-        with pytest.raises(OSError, match=rf"checkpoint of step 12 cannot be written to {tmp_path}/run/checkpoint \("):
-            run(config, tmp_path / "run")
-    assert checkpoints(tmp_path / "run") == ["step-00000006"]
-    assert run(config, tmp_path / "run")["exit_reason"] == "finished"
 
 
 @pytest.mark.parametrize("name", ["write_env", "log_round", "log_metrics", "log_step", "rewind", "finish"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import local
 from typing import Any
 
 import pytest
 import torch
 
+from threads import Member, together
 from twophase.base.config import UsageError, with_values
 from twophase.diloco.communicator import SingleProcess
 from twophase.tasks.lm import attention
@@ -18,22 +18,6 @@ from twophase.tasks.lm.config import TrainConfig
 
 GPU, SHAPE = torch.device("cuda", 1), torch.Size((8, 64))
 Tried = list[tuple[tuple[str, ...], bool]]
-
-
-class Together(SingleProcess):
-    """One of several processes, which are threads."""
-
-    def __init__(self, rank: int, size: int, shared: list[Any], barrier: Barrier) -> None:
-        self.rank, self.size = rank, size
-        self.shared, self.barrier = shared, barrier
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every thread."""
-        self.shared[self.rank] = value
-        self.barrier.wait(timeout=20)
-        values = list(self.shared)
-        self.barrier.wait(timeout=20)
-        return values
 
 
 class Elastic(SingleProcess):
@@ -104,27 +88,21 @@ def test_all_processes_take_process_0s_choice(
     monkeypatch: pytest.MonkeyPatch, machines: list[set[str]], outcome: str | type[UsageError]
 ):
     """Only process 0 times; the others try its choice once; where one cannot, all end with the same message."""
-    barrier, shared = Barrier(3), [None] * 3
     tried: list[Tried] = [[], [], []]
-    fakes = {f"machine-{rank}": stub(works, tried[rank]) for rank, works in enumerate(machines)}
+    rank = local()
 
     def fastest(*arguments: Any, timed: bool) -> str:
-        from threading import current_thread
+        return stub(machines[rank.value], tried[rank.value])(*arguments, timed=timed)
 
-        return fakes[current_thread().name](*arguments, timed=timed)
-
-    def process(rank: int) -> str:
-        from threading import current_thread
-
-        current_thread().name = f"machine-{rank}"
+    def process(member: Member) -> str:
+        rank.value = member.rank
         try:
-            return choose(TrainConfig(), SHAPE, GPU, Together(rank, 3, shared, barrier))
+            return choose(TrainConfig(), SHAPE, GPU, member)
         except UsageError as error:
             return str(error)
 
     monkeypatch.setattr(attention, "fastest_attention", fastest)
-    with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(process, range(3)))
+    results = together(3, process)
     assert len(set(results)) == 1
     assert results[0] == outcome if isinstance(outcome, str) else "process 1" in results[0]
     assert [[timed for _, timed in calls] for calls in tried[:1]] == [[True]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -100,27 +99,6 @@ def test_a_batch_is_a_pure_function(folder: Path):
     assert starts(corpus, 0, 6, seed=5) == golden
 
 
-def test_order_depends_on_seed_epoch_and_replica(folder: Path):
-    """Two seeds, two epochs and two replicas (relative to their shares) all read in different orders."""
-    corpus = build(data(folder), 2)
-    share = [FIRST_TOKENS[:16], FIRST_TOKENS[16:]]
-    orders = set()
-    for seed in (0, 1):
-        for replica in (0, 1):
-            read = [share[replica].index(start) for start in starts(corpus, replica, 32, seed)]
-            orders |= {tuple(read[:16]), tuple(read[16:])}
-    assert len(orders) == 8
-    assert tuple(range(16)) not in orders
-
-
-def test_windows_are_read_in_no_order_of_the_text(tmp_path: Path):
-    """A batch takes windows from all of a share: each quarter of it is hit about equally often by the first samples."""
-    folder = prepared(tmp_path / "toy", [counting(0, 40_001)], [counting(0, 46)])
-    read = starts(build(data(folder, batch_size=50), 1), 0, 1000)  # of 8,000
-    quarters = Counter(start // 10_000 for start in read)
-    assert all(abs(quarters[quarter] - 250) < 60 for quarter in range(4))  # 4.5 standard deviations
-
-
 @pytest.mark.parametrize(("windows", "expected"), [(1, [0]), (2, [0, 8]), (3, [0, 4, 8]), (9, list(range(9)))])
 def test_validation_is_spread_over_the_split(folder: Path, windows: int, expected: list[int]):
     """From the first window to the last, none twice."""
@@ -152,21 +130,6 @@ def test_a_batch_larger_than_a_share_is_refused(folder: Path):
     with pytest.raises(UsageError, match=r"use --data\.batch-size 16 or less, or"):
         build(data(folder, batch_size=17), 2).check_enough(1)
     build(data(folder, batch_size=16), 2).check_enough(1)
-
-
-@pytest.mark.parametrize("size", [26, 205, 1001, 1005])
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_the_tokens_that_are_asked_for_are_enough(tmp_path: Path, size: int, replicas: int):
-    """In shards of the size that the folder has they hold the windows of the run, whatever the shards leave unread."""
-    folder = prepared(tmp_path / "few", [counting(0, size)], [counting(0, 46)])
-    corpus = build(data(folder), replicas)
-    for steps in range(70, 3000, 7):
-        with pytest.raises(UsageError) as refusal:
-            corpus.check_enough(steps)
-        count = int(re.findall(r"--tokens (\d+)", str(refusal.value))[0])
-        windows = count // size * ((size - 1) // T) + max(count % size - 1, 0) // T
-        assert windows // replicas >= 3 * steps
-        assert count < 3 * steps * replicas * T * size / (size - T) + 1006
 
 
 # What a corpus says of itself, and what is refused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from dataclasses import dataclass
@@ -129,13 +128,7 @@ class Corpus:
             return
         length, possible, replicas = self.sequence_length, available // self.batch_size, self.replicas
         fewer = f"--steps {possible}" if possible else f"--data.batch-size {available} or less"
-        more = "use a larger file"
-        if "tokenizer_sha256" in self.description:
-            # A shard of s tokens leaves at most T of them unread: k shards of (W + k) T tokens in all hold W windows.
-            shards, windows = self.description["training_shards"], wanted * replicas
-            read = max(self.description["training_tokens"] / shards - length, 1)
-            needed = (windows + math.ceil(windows * length / read)) * length
-            more = f"prepare more (`twophase data prepare … --tokens {math.ceil(needed / 1000) * 1000}`)"
+        more = "prepare more tokens" if "tokenizer_sha256" in self.description else "use a larger file"
         raise UsageError(
             f"--data.corpus {self.description['corpus']}: the run takes {wanted * replicas * length:,} training tokens "
             f"(--steps {steps} x --data.batch-size {self.batch_size} x --data.sequence-length {length} x --replicas "
