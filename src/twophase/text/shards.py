@@ -86,13 +86,7 @@ class Windows:
         return int(self._first[-1])
 
     def __getitem__(self, numbers: NDArray[np.integer[Any]]) -> NDArray[np.unsignedinteger[Any]]:
-        """Return some windows.
-
-        Args:
-            numbers: (n,), in [0, len(self)).
-
-        Returns:
-            (n, length + 1) uint16 or uint32: the tokens of each window and the target of its last one.
+        """Return the windows of some numbers in [0, len(self)), (n, length + 1) uint16 or uint32.
 
         Raises:
             UsageError: an id outside the vocabulary.
@@ -196,10 +190,7 @@ def digests(folder: Path, expected: Mapping[str, str | None]) -> dict[str, str]:
 
     Args:
         folder: may be one that cannot be written; then nothing is remembered.
-        expected: from the names of files to the hashes that they must have, None for any.
-
-    Raises:
-        UsageError: a file that cannot be read, or that has another hash than expected; that one is not remembered.
+        expected: from the names of files to the hashes that they must have, None for any; another one is refused.
     """
     remembered = _remembered(folder)
     facts = {}

@@ -76,13 +76,9 @@ class File:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some documents in order, and the place after them.
+    """Documents in order, none blank, without lone surrogates; their UTF-8 bytes; and the place after them.
 
-    Args:
-        texts: documents, none blank, without lone surrogates.
-        sizes: their UTF-8 bytes.
-        file: number of the file in which the next document is.
-        record: number of the next record in it.
+    `file` and `record` are the numbers of the file and of the record in it with which reading goes on.
     """
 
     texts: list[str]
@@ -158,19 +154,15 @@ def _file(path: Path, kind: str) -> File | None:
 def batches(
     files: Sequence[File], column: str = "text", *, file: int = 0, record: int = 0
 ) -> Generator[Batch, None, None]:
-    """Return the documents of some files from a place on, read ahead in a thread.
+    """Yield the documents of some files from a place on, read ahead in a thread.
+
+    A batch has at most 1,000 documents and about 2 MB of text; how documents are cut into batches means nothing.
 
     Args:
         files: from `find`.
         column: name of the text in JSON objects and Parquet tables.
         file: number of the first file to read.
         record: number of its first record to read.
-
-    Yields:
-        batches of at most 1,000 documents and about 2 MB of text; how documents are cut into batches means nothing.
-
-    Raises:
-        UsageError: a file that cannot be read, is damaged, or has no such column.
     """
     return ahead(_batches(files, column, file, record))
 

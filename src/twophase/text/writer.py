@@ -26,12 +26,8 @@ from twophase.text.tokenizer import Ids
 class Splits:
     """The shards of all splits of a folder.
 
-    Args:
-        folder: where they are.
-        dtype: a key of `DTYPES`.
-        shard_tokens: a shard is closed at the end of the document with which it has as many ids.
-        closed: whole shards of each split.
-        parts: what counts of each open shard; its `sha256` is empty.
+    A shard is closed at the end of the document with which it has `shard_tokens` ids. `closed` are the whole shards of
+    each split; `parts` say what counts of each open one, whose `sha256` is empty.
     """
 
     folder: Path

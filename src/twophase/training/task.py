@@ -115,12 +115,7 @@ def step_of(task: Task, device: torch.device, replicas: int, communicator: Commu
 
 
 def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
-    """Refuse a run that this machine cannot train, before a folder is made for it.
-
-    Args:
-        config: the run, checked.
-        task: what is trained.
-        processes: number of processes that share its replicas.
+    """Refuse a run that this machine cannot train with so many processes, before a folder is made for it.
 
     Raises:
         UsageError: replicas that the processes cannot share, an impossible device, data that cannot be used or does
@@ -134,11 +129,6 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     device = usable_device(config.device)
     if check_task := getattr(task, "check", None):
         check_task(device)
-    check_fragments(config, task)
-
-
-def check_fragments(config: RunConfig, task: Task) -> None:
-    """Refuse fragments that the model cannot be cut into, with a UsageError."""
     parts = config.sync.parts()
     if parts == 1:
         return

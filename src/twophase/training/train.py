@@ -50,8 +50,7 @@ def train(
     Raises:
         UsageError: an impossible configuration, corpus, device or checkpoint.
         RunError: elastic replicas do not meet, or have begun without this one's newer checkpoint.
-        OSError: the folder cannot be written, or the disk is full; says where, and what to do. Nothing is lost then
-            but the time since the newest checkpoint.
+        OSError: the folder cannot be written, or the disk is full; nothing is lost since the newest checkpoint.
     """
     communicator = communicator or SingleProcess()
     check(config)

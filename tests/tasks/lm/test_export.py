@@ -94,12 +94,12 @@ def test_same_loss(corpus: Path, tmp_path: Path, tied: bool, kv_heads: int) -> N
     config = make_config(corpus, **values)
     run = trained(config, tmp_path / "run")
     out = export(run, tmp_path / "hf")
-    ours = build_task(config).model(config.seed)
-    ours.load_state_dict(load_file(run / "weights.safetensors"))
+    model = build_task(config).model(config.seed)
+    model.load_state_dict(load_file(run / "weights.safetensors"))
     windows = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 17)))
     tokens, targets = windows[:, :-1], windows[:, 1:]
     # Two programmes that sum in other orders: a few units in the last place of numbers near 5.
-    assert transformers_loss(out, tokens, targets) == pytest.approx(ours.loss(tokens, targets).item(), rel=3e-6)
+    assert transformers_loss(out, tokens, targets) == pytest.approx(model.loss(tokens, targets).item(), rel=3e-6)
 
 
 def test_bfloat16(run: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
-from hypothesis import given
+from hypothesis import sizes
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,14 +31,14 @@ def exact(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
     return value, grad_x, grad_weight
 
 
-@given(rows=st.integers(1, 40), pieces=st.integers(1, 45), vocabulary=st.integers(1, 30))
+@sizes(rows=st.integers(1, 40), pieces=st.integers(1, 45), vocabulary=st.integers(1, 30))
 def test_pieces_of_any_size_give_the_plain_loss(rows: int, pieces: int, vocabulary: int):
     """In float64 value and both gradients are those of the whole, to rounding, however the rows are cut."""
     x, weight, targets = case(rows, 5, vocabulary, torch.float64)
     value = in_pieces(x, weight, targets, pieces)
     got = (value, *torch.autograd.grad(value, (x, weight)))
-    for ours, theirs in zip(got, exact(x, weight, targets), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    for pieced, plain in zip(got, exact(x, weight, targets), strict=True):
+        torch.testing.assert_close(pieced, plain, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
@@ -50,8 +50,8 @@ def test_mixed_precision(weight_dtype: torch.dtype):
     grads = torch.autograd.grad(value, (x, weight))
     assert [grad.dtype for grad in grads] == [torch.bfloat16, weight_dtype]
     rounded = weight.detach().bfloat16()
-    for ours, theirs in zip((value, *grads), exact(x, rounded, targets), strict=True):
-        assert (ours.double() - theirs).norm() <= 1e-2 * theirs.norm()
+    for pieced, plain in zip((value, *grads), exact(x, rounded, targets), strict=True):
+        assert (pieced.double() - plain).norm() <= 1e-2 * plain.norm()
 
 
 def test_huge_logits_neither_overflow_nor_vanish():
@@ -66,9 +66,9 @@ def test_huge_logits_neither_overflow_nor_vanish():
 def test_small_float32_takes_torchs_own_path():
     """At a laptop's sizes the loss and its gradients are bit for bit those of `F.cross_entropy`."""
     x, weight, targets = case(64, 16, 96, torch.float32)
-    ours, theirs = cross_entropy(x, weight, targets), F.cross_entropy(F.linear(x, weight), targets)
-    assert torch.equal(ours, theirs)
-    assert torch.equal(torch.autograd.grad(ours, weight)[0], torch.autograd.grad(theirs, weight)[0])
+    pieced, plain = cross_entropy(x, weight, targets), F.cross_entropy(F.linear(x, weight), targets)
+    assert torch.equal(pieced, plain)
+    assert torch.equal(torch.autograd.grad(pieced, weight)[0], torch.autograd.grad(plain, weight)[0])
 
 
 class Largest(TorchDispatchMode):
@@ -78,9 +78,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for one in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(one, Tensor):
-                self.numel = max(self.numel, one.numel())
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
         return out
 
 
@@ -117,20 +117,20 @@ def test_pieces_that_wait_give_the_plain_loss(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loss, "_in_order", lambda _: True)
     value = torch.compile(in_pieces, backend="aot_eager", fullgraph=True)(x, weight, targets, 7)
     got = (value, *torch.autograd.grad(value, (x, weight)))
-    for ours, theirs in zip(got, exact(x, weight, targets), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    for pieced, plain in zip(got, exact(x, weight, targets), strict=True):
+        torch.testing.assert_close(pieced, plain, rtol=1e-12, atol=1e-13)
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("rows", [131072, 131072 + 300, 5000, 200])
 def test_compiled_pieces_are_of_one_size(monkeypatch: pytest.MonkeyPatch, rows: int):
     """On a GPU all pieces but the last have the same rows, whole tiles, and none has more logits than allowed."""
-    given: list[int] = []
+    sizes: list[int] = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(loss, "in_pieces", lambda *arguments: given.append(arguments[3]))
+    monkeypatch.setattr(loss, "in_pieces", lambda *arguments: sizes.append(arguments[3]))
     x, weight = (torch.empty(size, 8, device="meta", dtype=torch.bfloat16) for size in (rows, 32000))
     cross_entropy(x, weight, torch.empty(rows, device="meta", dtype=torch.int64))
-    (size,) = given
+    (size,) = sizes
     pieces = -(-rows // size)
     assert size * 32000 <= loss.COMPILED_PIECE
     assert size % 256 == 0

@@ -222,9 +222,9 @@ def test_the_first_guess_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     assert sizes[-1] == 1
     assert sizes == sorted(sizes, reverse=True)
     assert set(sizes) <= set(divisors(12))
-    given = replace(config, compute=ComputeConfig(micro_batch=6))
-    compute = Step(given, VOCABULARY, CPU, 2)
-    compute.gradients(model_of(given, VOCABULARY, CPU), batch(given))
+    fixed = replace(config, compute=ComputeConfig(micro_batch=6))
+    compute = Step(fixed, VOCABULARY, CPU, 2)
+    compute.gradients(model_of(fixed, VOCABULARY, CPU), batch(given))
     assert compute.chosen["micro_batch"] == 6
 
 

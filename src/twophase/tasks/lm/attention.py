@@ -41,9 +41,6 @@ def activate(name: str) -> None:
     """Let torch's flash attention be that of FlashAttention 3 for `flash3`, and torch's own for any other name.
 
     A switch of the whole process, which compiled code cannot make: call this before the code runs.
-
-    Raises:
-        UsageError: this torch cannot take another flash attention in, or the package that holds its kernels is missing.
     """
     current = getattr(attention, "current_flash_attention_impl", lambda: None)()  # not in older versions
     wanted = "FA3" if name == "flash3" else None
@@ -69,7 +66,7 @@ def choose(
     communicator: Communicator,
     refused: frozenset[str] = frozenset(),
 ) -> str:
-    """The attention kernel that every process of the run uses from now on; a collective call.
+    """Return the attention kernel that every process of the run uses from now on; a collective call.
 
     Process 0 chooses for all: kernels round differently, and processes that time for themselves may differ. Where
     processes come and go there is no process 0 to ask, so each takes the first kernel that works, in a fixed order.
@@ -83,9 +80,6 @@ def choose(
 
     Returns:
         A name of `BACKENDS`, or `default` where torch shall choose.
-
-    Raises:
-        UsageError: the kernel that was asked for does not work, or the chosen one does not work in every process.
     """
     wanted, model, precision = config.compute.attention, config.model, config.compute.precision
     names = tuple(name for name in (BACKENDS if wanted == "auto" else (wanted,)) if name not in refused)
@@ -122,7 +116,7 @@ def choose(
 def fastest_attention(
     model: ModelConfig, shape: torch.Size, precision: str, names: tuple[str, ...], device: torch.device, *, timed: bool
 ) -> str:
-    """The attention kernel that takes least time forward and backward on a GPU.
+    """Return the attention kernel that takes least time forward and backward on a GPU, or `default` when none works.
 
     Args:
         model: sizes.
@@ -130,11 +124,7 @@ def fastest_attention(
         precision: as in the configuration.
         names: kernels of `BACKENDS` to try.
         device: the GPU.
-        timed: whether the fastest is wanted; otherwise the first that works, for a choice by time could differ the
-            next time.
-
-    Returns:
-        Its name, or `default` when none works.
+        timed: take the fastest; otherwise the first that works, for a choice by time could differ the next time.
     """
     seconds: dict[str, float] = {}
     heads, kv_heads, size = model.heads, model.kv_heads or model.heads, model.hidden_size // model.heads

@@ -114,15 +114,7 @@ class Corpus:
         return _pair(self.held_out[numbers])
 
     def check_enough(self, steps: int) -> None:
-        """Refuse a run that would read a window of shards twice.
-
-        Args:
-            steps: inner steps of each replica in the whole run.
-
-        Raises:
-            UsageError: steps x batch_size windows are more than a replica has; says how many tokens there are and how
-                many it takes.
-        """
+        """Refuse a run of so many steps that would read a window of shards twice; say how many tokens it takes."""
         available, wanted = self.windows_per_replica, steps * self.batch_size
         if not self.in_epochs or wanted <= available:
             return

@@ -18,13 +18,9 @@ from twophase.text.tokenizer import byte_characters
 
 
 def text_tokenizer(name: str, max_length: int) -> Any:
-    """Return a `transformers.PreTrainedTokenizerFast` that gives the ids of `twophase.tasks.lm.tokens`.
+    """Return a `transformers.PreTrainedTokenizerFast` that gives the ids of `char` or `bytes`.
 
     It has no special tokens, so every text means itself. Lone surrogates, which are no text to it, it refuses.
-
-    Args:
-        name: `char` or `bytes`.
-        max_length: what it warns beyond, in tokens.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415 - optional
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - an optional package, and slow to import
@@ -55,13 +51,7 @@ class Ids:
 
 
 def tokenizer_source(config: TrainConfig, env: Mapping[str, Any], data: Path | None) -> Path | None:
-    """Return the folder of token shards whose tokenizer is to be copied; None where there is none to copy.
-
-    Args:
-        config: the run.
-        env: what its `env.json` holds.
-        data: the folder of the shards, if they have moved.
-    """
+    """Return the folder of token shards whose tokenizer is to be copied; None where there is none to copy."""
     corpus = config.data.corpus
     if not corpus.startswith(TOKENS):
         if data is not None:
@@ -93,14 +83,7 @@ def tokenizer_source(config: TrainConfig, env: Mapping[str, Any], data: Path | N
 
 
 def write_tokenizer(folder: Path, config: TrainConfig, source: Path | None, rows: int) -> Ids:
-    """Write the tokenizer's files.
-
-    Args:
-        folder: where.
-        config: the run.
-        source: the folder of token shards, or None.
-        rows: of the model's embedding.
-    """
+    """Write the files of a folder's tokenizer, or of one for text, for a model of so many rows."""
     if source is None:
         if config.data.corpus.startswith(TOKENS):
             return Ids()

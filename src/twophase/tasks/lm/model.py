@@ -268,15 +268,7 @@ class Block(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalization, weight * x / sqrt(mean(x^2) + eps), over the last dimension.
-
-    Args:
-        x: (..., size).
-        weight: (size,).
-        eps: added to the mean square.
-
-    Returns:
-        The shape of `x`.
+    """Root mean square normalization over the last dimension, weight * x / sqrt(mean(x^2) + eps).
 
     Source: Zhang and Sennrich, "Root mean square layer normalization" (2019).
     """

@@ -77,9 +77,6 @@ class Step:
 
         Returns:
             The mean loss in nats a token, a scalar on the device.
-
-        Raises:
-            UsageError: out of memory with pieces that cannot be made smaller, or code that cannot be compiled.
         """
         self._choose(batch[0].shape)
         return self._until_it_fits(lambda: self._pass(model, *batch), model)
