@@ -224,7 +224,7 @@ def test_the_first_guess_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     assert set(sizes) <= set(divisors(12))
     fixed = replace(config, compute=ComputeConfig(micro_batch=6))
     compute = Step(fixed, VOCABULARY, CPU, 2)
-    compute.gradients(model_of(fixed, VOCABULARY, CPU), batch(given))
+    compute.gradients(model_of(fixed, VOCABULARY, CPU), batch(fixed))
     assert compute.chosen["micro_batch"] == 6
 
 
