@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
-from hypothesis import sizes
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ def exact(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
     return value, grad_x, grad_weight
 
 
-@sizes(rows=st.integers(1, 40), pieces=st.integers(1, 45), vocabulary=st.integers(1, 30))
+@given(rows=st.integers(1, 40), pieces=st.integers(1, 45), vocabulary=st.integers(1, 30))
 def test_pieces_of_any_size_give_the_plain_loss(rows: int, pieces: int, vocabulary: int):
     """In float64 value and both gradients are those of the whole, to rounding, however the rows are cut."""
     x, weight, targets = case(rows, 5, vocabulary, torch.float64)
