@@ -20,9 +20,7 @@ from twophase.theory.contraction import (
     restart_can_help,
     restart_factor,
     restart_table,
-    useful_share,
 )
-from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import asymptotic_rate, oscillatory_interval, phase_shift, stable_limit
 
 KINDS = pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "Nesterov"])
@@ -54,20 +52,11 @@ def modes(seed: int, count: int) -> list[oracle.Point]:
 )
 def test_useful_share_is_what_counting_finds(rule: OuterRule, sigma: float, share: float | None) -> None:
     """R15: of 20000 periods the share `1 - 2 |theta| / pi` beats the envelope, to 8e-4."""
-    useful = useful_share(rule, sigma)
+    useful = 1 - 2 * abs(phase_shift(rule, sigma)) / math.pi
     assert share is None or useful == pytest.approx(share, abs=0.006)
-    assert useful == pytest.approx(1 - 2 * abs(phase_shift(rule, sigma)) / math.pi, rel=1e-15)
     first, _ = oracle.eigenvalues(rule, sigma)
     beats = restart_table(rule, sigma, 20000)[1] < float(mpmath.log(abs(first))) * np.arange(1, 20001)
     assert np.mean(beats) == pytest.approx(useful, abs=8e-4)
-
-
-def test_useful_share_without_oscillation() -> None:
-    """No period is useful where nothing oscillates; at C = 0 every one is."""
-    assert useful_share(HB, [0.0, 0.01, 1e-300]).tolist() == [0.0, 0.0, 0.0]
-    assert useful_share(oracle.NILPOTENT[0], 1.0) == 0
-    assert useful_share(OuterRule(1.0, 0.5, form="ema"), 1.0) == 1  # lr sigma = 1: a pure cosine
-    assert useful_share(rule_grid([[0.1], [0.2]], 0.9), [0.5, 0.6, 0.7]).shape == (2, 3)
 
 
 # --- R17, R18: the two theorems -----------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from twophase.rule import OuterRule
 
 OF_A_MODE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("effective_step", "transition", "regime", "asymptotic_rate", "phase", "phase_shift"), ()),
-    **dict.fromkeys(("heuristic_period", "restart_can_help", "useful_share"), ()),
+    **dict.fromkeys(("heuristic_period", "restart_can_help"), ()),
     **dict.fromkeys(("log_restart_factor", "restart_factor", "restart_rate", "restart_table"), (3,)),
-    **dict.fromkeys(("soft_restart", "warm_restart_factor", "envelope"), (3,)),
+    **dict.fromkeys(("soft_restart", "envelope"), (3,)),
     "cancellation_periods": (2,),
 }
 """Functions of a rule and sigma, and their further arguments."""

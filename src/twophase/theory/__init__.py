@@ -12,7 +12,6 @@ from twophase.theory.contraction import (
     restart_factor,
     restart_rate,
     restart_table,
-    useful_share,
 )
 from twophase.theory.inputs import rule_grid
 from twophase.theory.mixing import (
@@ -44,7 +43,7 @@ from twophase.theory.periods import (
     rounded_period,
 )
 from twophase.theory.rollout import Block, BlockRollout, Rollout, rollout, rollout_blocks
-from twophase.theory.soft import cycle_matrix, soft_restart, warm_restart_factor
+from twophase.theory.soft import cycle_matrix, soft_restart
 from twophase.theory.spectrum import (
     ProgressEstimate,
     estimate_progress,
@@ -93,6 +92,4 @@ __all__ = [
     "soft_restart",
     "stable_limit",
     "transition",
-    "useful_share",
-    "warm_restart_factor",
 ]

@@ -81,20 +81,6 @@ def restart_table(rule: Rules, sigma: ArrayLike, max_period: int) -> tuple[Signs
     return sign.reshape(rounds, *mode.shape), log.reshape(rounds, *mode.shape)
 
 
-def useful_share(rule: Rules, sigma: ArrayLike) -> Any:
-    """Return the share of all periods that beat a mode's envelope: `1 - 2 |theta| / pi`; 0 without oscillation.
-
-    A period beats it if `r_K > r_infinity`: a weak statement, which most periods satisfy.
-
-    Source: theory note R15.
-
-    >>> useful_share(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.1, 0.05]).round(3).tolist()
-    [0.995, 0.685, 0.499]
-    """
-    shift = Mode.of("useful_share", rule, sigma).oscillation().shift
-    return np.where(np.isnan(shift), 0.0, 1 - 2 * np.abs(np.nan_to_num(shift)) / np.pi)[()]
-
-
 def restart_can_help(rule: Rules, sigma: ArrayLike) -> Any:
     """True if any restart schedule can contract a mode faster than none as the rounds go on: only if it oscillates.
 

@@ -1,4 +1,4 @@
-"""Solve soft restarts `m <- retain m + inject g` in closed form, and some optimizers' accidental warm restart.
+"""Solve soft restarts `m <- retain m + inject g` in closed form.
 
 Soft restarts happen after the ordinary update of a round, with g the pseudo-gradient that the round has just used.
 """
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from twophase.theory.inputs import Floats, Rules, check_count, check_counts, check_sigma, rule_arrays
 from twophase.theory.kernel import Mode
 from twophase.theory.modes import transition
-from twophase.theory.powers import Power, power
+from twophase.theory.powers import power
 
 
 def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any, Any]:
@@ -47,7 +47,10 @@ def soft_restart(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[Any,
     for name, values in (("momentum", rules.momentum), ("lr", rules.lr), ("sigma", check_sigma(where, sigma))):
         if np.any(values == 0):
             raise ValueError(f"{where}: {name} is 0; it must be positive, there is nothing to restart otherwise")
-    shape, mode, state = _after(where, rule, sigma, period)
+    every, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
+    shape = np.broadcast_shapes(every.shape, periods.shape)
+    mode = every.each(lambda array: np.broadcast_to(array, shape).ravel())
+    state = power(mode, np.broadcast_to(periods, shape).ravel())
     if np.any(state.p.hi == 0):
         raise ValueError(f"{where}: after period {period} this mode leaves no trace in the buffer; use another period")
     ratio = state.x.hi / state.p.hi  # they bear the same power of 2, which underflows where their quotient does not
@@ -65,10 +68,13 @@ def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0
     `C = [[T^R]_1 ; retain [T^R]_2 + inject sigma [T^(R-1)]_1]`, rows of the powers of T. A hard restart is retain 0,
     inject 0: C has chi_R in its corner and 0 below.
 
+    A buffer that is dropped (set to None) under PyTorch's `dampening = momentum` begins as g and not (1-b) g: the cycle
+    then leaves `C_11 + sigma C_12` of the mode (EMA form), which may exceed 1. `OuterSGD` zeroes its buffer.
+
     Returns:
         Array of shape (..., 2, 2); the eigenvalues of C are the contraction of one cycle.
 
-    Source: theory note R26.
+    Source: theory note R26 and R28.
 
     >>> cycle_matrix(OuterRule(0.5, 0.5), 1.0, 2).tolist()
     [[0.0, -0.25], [0.0, 0.0]]
@@ -79,31 +85,3 @@ def cycle_matrix(rule: Rules, sigma: ArrayLike, period: int, retain: float = 0.0
     last = t @ before
     below = retain * last[..., 1, :] + inject * values[..., None] * before[..., 0, :]
     return np.stack([last[..., 0, :], below], axis=-2)
-
-
-def warm_restart_factor(rule: Rules, sigma: ArrayLike, period: ArrayLike) -> Any:
-    """Return what a cycle leaves of a mode when the buffer begins as the pseudo-gradient: the restart that is not one.
-
-    `chi_K + sigma [T^K]_12` in EMA form. It happens when a buffer is dropped (set to None) under PyTorch's
-    `dampening = momentum`, where the first buffer is g and not (1-b) g; the mode may then grow. `OuterSGD` has no
-    dampening and zeroes its buffer.
-
-    Source: theory note R28.
-
-    >>> warm_restart_factor(OuterRule(1.0, 0.9, form="ema"), 1.0, [1, 2, 3]).round(2).tolist()
-    [0.0, -0.9, -1.62]
-    """
-    shape, mode, state = _after("warm_restart_factor", rule, sigma, period)
-    b = mode.momentum
-    # sigma [T^K]_12 = -lr sigma b^(1 or 2) p_K in EMA form, lr sigma = s / (1-b).
-    residual = state.x.hi - b * np.where(mode.nesterov, b, 1.0) * state.p.hi * mode.step.hi / mode.decay.hi
-    with np.errstate(over="ignore"):
-        return np.ldexp(residual, np.clip(state.exponent, -3000, 3000)).reshape(shape)[()]
-
-
-def _after(where: str, rule: Rules, sigma: ArrayLike, period: ArrayLike) -> tuple[tuple[int, ...], Mode, Power]:
-    """Return the broadcast shape, and along one axis the modes and their T^K."""
-    mode, periods = Mode.of(where, rule, sigma), check_counts(where, "period", period)
-    shape = np.broadcast_shapes(mode.shape, periods.shape)
-    modes = mode.each(lambda array: np.broadcast_to(array, shape).ravel())
-    return shape, modes, power(modes, np.broadcast_to(periods, shape).ravel())
