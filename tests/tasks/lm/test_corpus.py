@@ -69,6 +69,15 @@ def test_documents_of_a_file(tmp_path: Path, name: str, monkeypatch: pytest.Monk
     assert description == f"text of {name}: 3 documents, {sum(map(len, texts[:3])):,} characters"
 
 
+def test_text_without_blank_lines_is_gathered_by_lines(tmp_path: Path):
+    """One long paragraph, such as a sentence a line, still gives many documents."""
+    text = "\n".join(paragraph(i, words=20) for i in range(100))
+    (tmp_path / "lines.txt").write_text(text)
+    documents, _ = load_documents(f"file:{tmp_path / 'lines.txt'}")
+    assert "\n".join(documents) == text
+    assert len(documents) > 10
+
+
 REFUSED: dict[str, tuple[bytes | None, str]] = {
     "file:empty.txt": (b" \n\n \t\n", "holds no text.* or JSON lines"),
     "file:blank.jsonl": (b'\n{"text": " "}\n', "holds no text"),
