@@ -14,11 +14,14 @@ SHA256 = "0123456789abcdef" * 4
 """Of the tokenizer, which nobody has."""
 
 
-def prepared(folder: Path, train: Sequence[np.ndarray], validation: Sequence[np.ndarray], vocabulary_size: int) -> Path:
-    """Write a finished folder of these shards, in the type of their ids; the tokenizer is named `toy`.
-
-    Id i stands for i bytes, and id 0 ends a text.
-    """
+def prepared(
+    folder: Path,
+    train: Sequence[np.ndarray],
+    validation: Sequence[np.ndarray],
+    vocabulary_size: int,
+    end_of_text: int = 0,
+) -> Path:
+    """Write a finished folder of these shards, in the type of their ids; id i of the tokenizer `toy` has i bytes."""
     folder.mkdir(exist_ok=True)
     dtype = (*train, *validation)[0].dtype
     splits = {}
@@ -31,5 +34,5 @@ def prepared(folder: Path, train: Sequence[np.ndarray], validation: Sequence[np.
             shards.append(Shard(name, len(array), 1, len(array), int(array.max(initial=0)), digest))
         splits[split] = tuple(shards)
     np.save(folder / TOKEN_BYTES, np.arange(vocabulary_size, dtype=np.uint32))
-    write_meta(folder, Meta("toy", SHA256, vocabulary_size, 0, dtype.name, {"kind": "made up"}, splits))
+    write_meta(folder, Meta("toy", SHA256, vocabulary_size, end_of_text, dtype.name, {"kind": "made up"}, splits))
     return folder

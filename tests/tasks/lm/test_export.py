@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -16,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import shardmaker
 import textmaker
+import trained as trainings
 from twophase.base.config import UsageError, with_values
 from twophase.cli.export import main
 from twophase.diloco.communicator import SingleProcess
@@ -28,8 +29,6 @@ from twophase.tasks.lm.export import RECORD, describe
 from twophase.tasks.lm.export import export as export_record
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
 from twophase.tasks.lm.tokens import decode, encode
-from twophase.text.meta import Meta, Shard, write_meta
-from twophase.training.train import train
 from twophase.training.trainer import Trainer
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
@@ -46,8 +45,7 @@ def make_config(corpus: Path, **values: Any) -> TrainConfig:
 
 
 def trained(config: TrainConfig, path: Path, **options: Any) -> Path:
-    with RunFolder.claim(path, config) as folder:
-        train(build_task(config), config, folder, **options)
+    trainings.run(config, path, **options)
     return path
 
 
@@ -192,20 +190,11 @@ def shards(tmp_path: Path) -> Path:
     """A prepared folder: byte ids and an end of text, with a tokenizer that says so."""
     from transformers import AddedToken
 
-    folder = tmp_path / "shards"
-    folder.mkdir()
+    ids = np.random.default_rng(1).integers(0, 257, 2000).astype(np.uint16)
+    folder = shardmaker.prepared(tmp_path / "shards", [ids], [ids], 257, end_of_text=256)
     tokenizer = text_tokenizer("bytes", 64)
     tokenizer.add_special_tokens({"eos_token": AddedToken("<|end|>", special=True)})
     tokenizer.save_pretrained(folder / "tokenizer")
-    splits = {}
-    for split in ("train", "validation"):
-        ids = np.random.default_rng(1).integers(0, 257, 2000).astype(np.uint16)
-        ids[-1] = 256
-        (folder / f"{split}-00000.bin").write_bytes(ids.tobytes())
-        digest = hashlib.sha256(ids.tobytes()).hexdigest()
-        splits[split] = (Shard(f"{split}-00000.bin", 2000, 1, 2000, int(ids.max()), digest),)
-    np.save(folder / "token_bytes.npy", np.array([1] * 256 + [0]))
-    write_meta(folder, Meta("bytes", "ab" * 32, 257, 256, "uint16", {}, splits))
     return folder
 
 
@@ -243,7 +232,7 @@ def test_other_shards(shards: Path, tmp_path: Path) -> None:
     run = shard_run(shards, tmp_path / "run")
     meta = json.loads((shards / "meta.json").read_text())
     (shards / "meta.json").write_text(json.dumps(meta | {"tokenizer_sha256": "cd" * 32}))
-    with pytest.raises(UsageError, match=r"cdcdcdcd.*abababab"):
+    with pytest.raises(UsageError, match=r"cdcdcdcd.*01234567"):
         export(run, tmp_path / "hf")
 
 
