@@ -71,12 +71,9 @@ def rule_arrays(where: str, rule: Rules) -> RuleArrays:
             "or an array of them (rule_grid makes one)"
         )
 
-    def column(name: str, dtype: type) -> Any:
-        return np.array([getattr(item, name) for item in array.flat], dtype=dtype).reshape(array.shape)
-
-    ema = np.array([item.form == "ema" for item in array.flat]).reshape(array.shape)
-    lr, momentum, injection = (column(name, float) for name in ("lr", "momentum", "injection"))
-    return RuleArrays(lr, momentum, injection, column("nesterov", bool), ema)
+    rows = [(item.lr, item.momentum, item.injection, item.nesterov, item.form == "ema") for item in array.flat]
+    lr, momentum, injection, nesterov, ema = np.array(rows, dtype=float).T.reshape(5, *array.shape)
+    return RuleArrays(lr, momentum, injection, nesterov.astype(bool), ema.astype(bool))
 
 
 def check_sigma(where: str, sigma: ArrayLike) -> Floats:
