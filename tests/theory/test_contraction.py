@@ -95,7 +95,7 @@ def meeting(target: int, count: int) -> list[Case]:
         grid = low + (high - low) * (np.arange(1, 24) / 24) ** 2
         values = distance(grid)
         for i in np.flatnonzero(values[:-1] * values[1:] < 0)[:3]:
-            step: Any = brentq(distance, grid[i], grid[i + 1], rtol=1e-15)
+            step: Any = brentq(distance, grid[i], grid[i + 1], xtol=1e-15)
             rule, sigma = oracle.at(mpmath.mpf(step), b, nesterov, rng.choice(["sum", "ema"]), rng.uniform(0.1, 1))
             closest = float(step / oracle.step(rule, 1.0))  # a sigma for the rounded lr, or a neighbour
             cases.append((rule, min(1.0, rng.choice([sigma, closest, math.nextafter(closest, 0)])), period))
