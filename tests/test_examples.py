@@ -27,6 +27,7 @@ import torch.distributed.run
 from torch import Tensor
 
 from forked import Program
+from replicas import same_bits
 
 FOLDER = Path(__file__).parents[1] / "examples"
 BIN = Path(sys.executable).parent
@@ -41,11 +42,6 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in shape and in every bit of float32."""
-    return a.shape == b.shape and torch.equal(a.detach().view(torch.int32), b.detach().view(torch.int32))
 
 
 @contextlib.contextmanager
@@ -73,8 +69,7 @@ def test_single_worker_by_hand_is_the_engine(restart: str):
     """Rounds written out around a bare `OuterSGD` have the bits of the engine's, the shorter last round included."""
     example = load("single_worker")
     engine, hand = example.with_engine(77, restart), example.by_hand(77, restart)
-    for p, q in zip(engine.parameters(), hand.parameters(), strict=True):
-        assert same_bits(p, q)
+    assert all(map(same_bits, engine.parameters(), hand.parameters()))
 
 
 def test_single_worker_restarts_and_prints(capsys: pytest.CaptureFixture[str]):
@@ -237,8 +232,7 @@ def test_interrupted_and_resumed_is_uninterrupted(hf: ModuleType, tmp_path: Path
     assert [(report.round, report.restarted, report.checksum) for report in rest.reports] == rounds[
         at // 10 * 10 // 4 :
     ]
-    for p, q in zip(weights(uninterrupted), weights(resumed), strict=True):
-        assert same_bits(p, q)
+    assert all(map(same_bits, weights(uninterrupted), weights(resumed)))
 
 
 @pytest.mark.slow
@@ -357,8 +351,7 @@ def simulate(example: ModuleType) -> tuple[list[list[Tensor]], list[list[Tensor]
 def test_torchft_replicas_agree(torchft_replicas: tuple[list[dict[str, Any]], set[str]]):
     """Both replica groups hold the same weights, momentum and counters; every third round restarted."""
     (first, second), _ = torchft_replicas
-    for name, p in first["weights"].items():
-        assert same_bits(p, second["weights"][name])
+    assert all(same_bits(p, second["weights"][name]) for name, p in first["weights"].items())
     for state_a, state_b in zip(first["outers"], second["outers"], strict=True):
         assert state_a["param_groups"] == state_b["param_groups"]
         (group,) = state_a["param_groups"]
@@ -373,8 +366,7 @@ def test_torchft_equals_a_single_process(torchft_replicas: tuple[list[dict[str, 
     """Weights and momentum buffers have the bits of the same DiLoCo, written in plain torch in one process."""
     (run, _), _ = torchft_replicas
     anchors, momentum = simulate(load("torchft_diloco"))
-    for p, a in zip(run["weights"].values(), [a for fragment in anchors for a in fragment], strict=True):
-        assert same_bits(p, a)
+    assert all(map(same_bits, run["weights"].values(), [a for fragment in anchors for a in fragment]))
     for outer, buffers in zip(run["outers"], momentum, strict=True):
         for state, m in zip(outer["state"].values(), buffers, strict=True):
             assert m.abs().max() > 0

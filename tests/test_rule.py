@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twophase.rule import Form, OuterRule
+from policies import simulate
+from twophase.rule import OuterRule
 
 LR = st.floats(1e-6, 1e3)
 MOMENTUM = st.floats(0, 0.999)
@@ -19,50 +19,21 @@ RULES = st.builds(OuterRule, LR, MOMENTUM, st.booleans(), st.sampled_from(["sum"
 GRADIENTS = st.lists(st.floats(-10, 10), min_size=1, max_size=12)
 
 
-def other_form(form: Form) -> Form:
-    return "ema" if form == "sum" else "sum"
-
-
-def trajectory(rule: OuterRule, gradients: Sequence[float]) -> list[float]:
-    """The rule's equations as house.md prints them, on one number; x starts at 0."""
-    b, x, m = rule.momentum, 0.0, 0.0
-    places = []
-    for g in gradients:
-        old = m
-        if rule.form == "sum":
-            m = b * m + g
-            step = g + b * m if rule.nesterov else m
-        else:
-            m = b * m + (1 - b) * g
-            step = (1 + b) * m - b * old if rule.nesterov else m
-        x -= rule.lr * step
-        places.append(x)
-    return places
-
-
-@given(RULES)
-def test_there_and_back_is_the_rule(rule: OuterRule):
-    """Two conversions give the rule back, to two roundings of lr; everything else is unchanged."""
-    back = rule.to(other_form(rule.form)).to(rule.form)
-    assert math.isclose(back.lr, rule.lr, rel_tol=4e-16)
-    assert dataclasses.replace(back, lr=rule.lr) == rule
-
-
-@given(RULES)
-def test_conversion_factor(rule: OuterRule):
-    """`lr_sum = lr_ema (1 - momentum)`, and a conversion to the rule's own form changes nothing."""
-    ema, total = rule.to("ema"), rule.to("sum")
-    assert math.isclose(total.lr, ema.lr * (1 - rule.momentum), rel_tol=4e-16)
-    assert (ema.form, total.form) == ("ema", "sum")
-    assert rule.to(rule.form) == rule
-
-
 @given(RULES, GRADIENTS)
 def test_both_forms_are_one_trajectory(rule: OuterRule, gradients: list[float]):
-    """A rule and its conversion move x along the same path for any pseudo-gradients (theory note R3)."""
-    here = trajectory(rule, gradients)
-    there = trajectory(rule.to(other_form(rule.form)), gradients)
-    scale = rule.to("ema").lr * max(map(abs, gradients)) * len(gradients) * (1 + rule.momentum)
+    """`lr_sum = lr_ema (1 - momentum)`, and there and back is the rule, to two roundings of lr.
+
+    A rule and its conversion move x along the same path for any pseudo-gradients (theory note R3).
+    """
+    ema, total = rule.to("ema"), rule.to("sum")
+    assert (ema.form, total.form, rule.to(rule.form)) == ("ema", "sum", rule)
+    assert math.isclose(total.lr, ema.lr * (1 - rule.momentum), rel_tol=4e-16)
+    other = total if rule.form == "ema" else ema
+    back = other.to(rule.form)
+    assert math.isclose(back.lr, rule.lr, rel_tol=4e-16)
+    assert dataclasses.replace(back, lr=rule.lr) == rule
+    here, there = ([x for x, _ in simulate(each, gradients)] for each in (rule, other))
+    scale = ema.lr * max(map(abs, gradients)) * len(gradients) * (1 + rule.momentum)
     assert here == pytest.approx(there, rel=1e-12, abs=1e-13 * scale + 1e-300)
 
 
@@ -72,33 +43,37 @@ def test_dilocos_usual_rule_is_seven():
 
 
 @given(RULES)
-def test_injection_is_the_first_buffer(rule: OuterRule):
-    """`injection` is the buffer after one round with g = 1: 1 in sum form, 1 - momentum in EMA form."""
-    assert rule.injection == (1 if rule.form == "sum" else 1 - rule.momentum)
+def test_a_rule_is_a_value(rule: OuterRule):
+    """Equal fields make equal rules with equal hashes, no field can be changed, and `injection` is the first buffer."""
+    twin = OuterRule(rule.lr, rule.momentum, rule.nesterov, rule.form)
+    assert twin == rule
+    assert {rule: 1}[twin] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.lr = 1.0  # type: ignore[misc]
+    assert rule.injection == simulate(rule, [1.0])[0][1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        ((-0.1, 0.9), ["OuterRule", "lr", "-0.1", ">= 0"]),
-        ((math.nan, 0.9), ["OuterRule", "lr", "nan", "finite"]),
-        ((math.inf, 0.9), ["OuterRule", "lr", "inf", "finite"]),
-        (("0.7", 0.9), ["OuterRule", "lr", "'0.7'", "number"]),
-        ((0.7, 1), ["OuterRule", "momentum", "is 1;", "[0, 1)", "never forgets"]),
-        ((0.7, 1.0), ["OuterRule", "momentum", "1.0", "[0, 1)"]),
-        ((0.7, -0.1), ["OuterRule", "momentum", "-0.1", "[0, 1)"]),
-        ((0.7, math.nan), ["OuterRule", "momentum", "nan", "[0, 1)"]),
-        ((0.7, None), ["OuterRule", "momentum", "None", "[0, 1)"]),
-        ((0.7, 0.9, "ema"), ["OuterRule", "nesterov", "'ema'", "True or False"]),
-        ((0.7, 0.9, True, "EMA"), ["OuterRule", "form", "'EMA'", '"ema"', '"sum"']),
-        ((0.7, 0.9, True, None), ["OuterRule", "form", "None", '"ema"', '"sum"']),
+        ((-0.1, 0.9), "lr is -0.1; .*>= 0"),
+        ((math.nan, 0.9), "lr is nan; .*finite"),
+        ((math.inf, 0.9), "lr is inf; .*finite"),
+        (("0.7", 0.9), "lr is '0.7'; .*number"),
+        ((0.7, 1), r"momentum is 1; .*\[0, 1\).*never forgets"),
+        ((0.7, 1.0), "momentum is 1.0; "),
+        ((0.7, -0.1), "momentum is -0.1; "),
+        ((0.7, math.nan), "momentum is nan; "),
+        ((0.7, None), "momentum is None; "),
+        ((0.7, 0.9, "ema"), "nesterov is 'ema'; .*True or False"),
+        ((0.7, 0.9, True, "EMA"), 'form is \'EMA\'; .*"sum".*"ema"'),
+        ((0.7, 0.9, True, None), "form is None; "),
     ],
 )
-def test_impossible_values_say_what_to_do(arguments: tuple, words: list[str]):
+def test_impossible_values_say_what_to_do(arguments: tuple, message: str):
     """A value outside its range raises a ValueError with the call, the argument, its value, the range, the remedy."""
-    with pytest.raises(ValueError, match="OuterRule") as caught:
+    with pytest.raises(ValueError, match=f"OuterRule: {message}"):
         OuterRule(*arguments)
-    assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_unknown_form_in_a_conversion_is_refused():
@@ -111,17 +86,6 @@ def test_ends_of_the_ranges_are_allowed():
     """Zero lr and zero momentum are rules; the largest momentum below 1 is one too."""
     assert OuterRule(0, 0).to("ema") == OuterRule(0, 0, form="ema")
     assert OuterRule(1.0, math.nextafter(1, 0)).to("ema").lr == pytest.approx(2.0**53)
-
-
-@given(RULES)
-def test_a_rule_is_a_value(rule: OuterRule):
-    """Equal fields make equal rules with equal hashes, and no field can be changed."""
-    twin = OuterRule(rule.lr, rule.momentum, rule.nesterov, rule.form)
-    assert twin == rule
-    assert hash(twin) == hash(rule)
-    assert {rule: 1}[twin] == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rule.lr = 1.0  # type: ignore[misc]
 
 
 def test_numbers_of_numpy_become_plain():

@@ -1,7 +1,7 @@
 """Hold the outer rule: what the outer optimizer does with a pseudo-gradient, as a value without tensors.
 
-Two writings of momentum are in use, and mixing them up changes the step size by `1/(1 - momentum)`: tenfold at
-momentum 0.9. Every rule therefore names its form.
+Mixing up the two writings of momentum changes the step size by `1/(1 - momentum)`, tenfold at momentum 0.9. Every rule
+therefore names its form.
 
 | form    | buffer               | heavy ball    | Nesterov                           |
 |---------|----------------------|---------------|------------------------------------|
@@ -24,7 +24,6 @@ from typing import Literal, get_args
 Form = Literal["ema", "sum"]
 FORMS: tuple[Form, ...] = get_args(Form)
 FORM_WORDS: dict[str, str] = {"sum": "sum form", "ema": "EMA form"}
-"""How a form is named to people."""
 
 
 def check_rule(where: str, lr: float, momentum: float, form: str, nesterov: object = False) -> None:

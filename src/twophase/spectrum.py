@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from twophase.advice.evidence import observed_in
+from twophase.advice.evidence import Range, observed_in, within
 from twophase.base.config import UsageError
 from twophase.diloco.fragment import partition
 from twophase.rule import OuterRule
@@ -407,18 +407,9 @@ class Seen:
     periods: tuple[int | None, ...]
 
     @property
-    def interval(self) -> tuple[float, float, float] | None:
+    def interval(self) -> Range | None:
         """Low, estimate and high of sigma (95 %) within (0, 1]; None where the record does not determine it."""
         return within(self.whole)
-
-
-def within(observed: Observed) -> tuple[float, float, float] | None:
-    """Return an estimate's interval with its middle, cut to (0, 1]; None where it must not be shown."""
-    shown = observed.shown_interval
-    if shown is None:
-        return None
-    low, high = shown
-    return low, min(max(observed.sigma, low), 1.0), min(high, 1.0)
 
 
 def seen(record: RunRecord, setting: Setting) -> dict[str, Seen]:

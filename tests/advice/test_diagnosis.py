@@ -1,4 +1,4 @@
-"""`twophase diagnose`: the right word for runs whose truth is known, and "cannot tell" where nobody can."""
+"""`twophase diagnose`: the right word for runs of a known truth, and "cannot tell" where the record hides it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,18 @@ def judged(folder: Path) -> Diagnosis:
     return diagnose(read_record(folder))
 
 
+def finding_of(folder: Path) -> Finding:
+    """What is said of the first block."""
+    return judged(folder).findings[0]
+
+
+def round_facts(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
 SLOW, WILD, HUGE = OuterRule(0.05, 0.9), OuterRule(2.0, 0.3), OuterRule(4.0, 0.9)
 SPECTRUM = np.linspace(0.3, 0.95, 30).tolist()
-KNOWN = {
+TRUTHS = {
     "one mode oscillates": (EMA, [0.95] * 3, "never", 0.0, "oscillates"),
     "it does in sum form too": (SUM, [0.5] * 3, "never", 0.0, "oscillates"),
     "so does a spectrum": (EMA, SPECTRUM, "never", 0.0, "oscillates"),
@@ -52,79 +60,76 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
-def test_known_truths(tmp_path: Path, known: tuple[OuterRule, list[float], str, float, str]) -> None:
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_simulated_truths(tmp_path: Path, truth: str) -> None:
     """A simulated run of known sigma and regime gets the word of its truth, with that sigma inside the interval."""
-    rule, sigma, restart, noise, verdict = known
-    found = judged(write_run(tmp_path, rule, sigma, restart=restart, noise=noise)).findings[0]
-    assert found.verdict == verdict, found.reasons
+    rule, sigma, restart, noise, verdict = TRUTHS[truth]
+    finding = finding_of(write_run(tmp_path, rule, sigma, restart=restart, noise=noise))
+    assert finding.verdict == verdict, finding.reasons
     if not noise and len(set(sigma)) == 1:
-        assert found.sigma == pytest.approx([sigma[0]] * 3, rel=1e-6)
+        assert finding.sigma == pytest.approx([sigma[0]] * 3, rel=1e-6)
 
 
 @pytest.mark.parametrize("restart", ["never", "3"])
 @pytest.mark.parametrize("rule", [EMA, SUM, NESTEROV], ids=["ema", "sum", "nesterov"])
 def test_noise_is_not_judged(tmp_path: Path, rule: OuterRule, restart: str) -> None:
     """Runs at the floor of their noise, and runs of noise alone, get "cannot tell", whatever they look like."""
-    words: Counter[str] = Counter()
     for number, sigma in enumerate(([1e-9] * 60, [0.5] * 60, np.linspace(0.01, 0.9, 60).tolist())):
         folder = write_run(tmp_path / str(number), rule, sigma, restart=restart, noise=1.0, initial=0.0)
-        words[judged(folder).findings[0].verdict] += 1
-    assert words == {"cannot tell": 3}
+        assert finding_of(folder).verdict == "cannot tell"
 
 
-UNTOLD = {
-    "no momentum": (OuterRule(0.7, 0.0), 60, "never", "no momentum"),
-    "few rounds": (SUM, 5, "never", "Too few rounds"),
-    "no buffer": (SUM, 60, "1", "restarts in every round"),
+def without_groups(folder: Path) -> None:
+    write_lines(folder / "rounds.jsonl", [line | {"groups": []} for line in round_facts(folder)])
+
+
+def with_other_settings(folder: Path) -> None:
+    (folder / "config.yaml").write_text(dump_yaml(config_of(OuterRule(1.0, 0.5, form="ema"))))
+
+
+def without_rates(folder: Path) -> None:
+    assert finding_of(folder).verdict == "held"
+    (folder / "metrics.jsonl").unlink()
+
+
+SILENCES: dict[str, tuple[OuterRule, int, str, Callable[[Path], None] | None, str]] = {
+    "no momentum": (OuterRule(0.7, 0.0), 60, "never", None, "no momentum"),
+    "few rounds": (SUM, 5, "never", None, "Too few rounds"),
+    "no buffer": (SUM, 60, "1", None, "restarts in every round"),
+    "another optimizer": (SUM, 60, "never", without_groups, "not OuterSGD"),
+    "another rule": (EMA, 60, "never", with_other_settings, "other settings"),
+    "no inner learning rate": (EMA, 60, "5", without_rates, "inner learning rate"),
 }
 
 
-@pytest.mark.parametrize(("rule", "rounds", "restart", "why"), UNTOLD.values(), ids=UNTOLD)
-def test_reasons_of_silence(tmp_path: Path, rule: OuterRule, rounds: int, restart: str, why: str) -> None:
-    """Where the record cannot hold an answer, the reason is said."""
-    found = judged(write_run(tmp_path, rule, [0.5], rounds, restart)).findings[0]
-    assert found.verdict == "cannot tell"
-    assert any(why in reason for reason in found.reasons), found.reasons
-
-
-def test_another_outer_optimizer(tmp_path: Path) -> None:
-    """A record without param groups is of an optimizer that is outside the theory."""
-    write_run(tmp_path, SUM, [0.5])
-    lines = [json.loads(line) | {"groups": []} for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    write_lines(tmp_path / "rounds.jsonl", lines)
-    found = judged(tmp_path).findings[0]
-    assert found.verdict == "cannot tell"
-    assert "not OuterSGD" in found.reasons[0]
+@pytest.mark.parametrize("silence", SILENCES)
+def test_reasons_of_silence(tmp_path: Path, silence: str) -> None:
+    """Where the record cannot hold an answer the reason is said, and nothing that rests on sigma."""
+    rule, rounds, restart, change, why = SILENCES[silence]
+    folder = write_run(tmp_path, rule, [0.95] * 3, rounds, restart)
+    if change is not None:
+        change(folder)
+    finding = finding_of(folder)
+    assert (finding.verdict, finding.sigma) == ("cannot tell", None)
+    assert any(why in reason for reason in finding.reasons), finding.reasons
 
 
 def test_blocks_are_judged_apart(tmp_path: Path) -> None:
     """Each fragment has a finding of its own, under its name, with its own restart policy."""
-    config = config_of(EMA)
-    config = TrainConfig(outer=config.outer, steps=60, inner_steps=1)
+    config = TrainConfig(outer=config_of(EMA).outer, steps=60, inner_steps=1)
     write_run(tmp_path, EMA, [], blocks={"ends": [0.95] * 3, "blocks": [0.002] * 3}, config=config)
-    found = judged(tmp_path).findings
-    assert {one.block: one.verdict for one in found} == {"ends": "oscillates", "blocks": "lags"}
+    verdicts = {finding.block: finding.verdict for finding in judged(tmp_path).findings}
+    assert verdicts == {"ends": "oscillates", "blocks": "lags"}
 
 
 def test_missing_numbers(tmp_path: Path) -> None:
     """Nulls in half of the rounds leave a verdict or a reason, never an error; null everywhere is "cannot tell"."""
-    write_run(tmp_path, EMA, [0.95] * 3)
-    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    for place, wanted in ((1, {"oscillates", "cannot tell"}), (0, {"cannot tell"})):
-        for line in lines[::2] if place else lines:
+    lines = round_facts(write_run(tmp_path, EMA, [0.95] * 3))
+    for nulls, wanted in ((lines[::2], {"oscillates", "cannot tell"}), (lines, {"cannot tell"})):
+        for line in nulls:
             line["groups"][0] |= {"cosine": None, "pseudo_gradient_norm": None}
         write_lines(tmp_path / "rounds.jsonl", lines)
-        assert judged(tmp_path).findings[0].verdict in wanted
-
-
-def test_settings_that_were_not_the_configs(tmp_path: Path) -> None:
-    """A buffer that the configured rule does not make is told, and its rounds are not used."""
-    write_run(tmp_path, EMA, [0.95] * 3)
-    (tmp_path / "config.yaml").write_text(dump_yaml(config_of(OuterRule(1.0, 0.5, form="ema"))))
-    found = judged(tmp_path).findings[0]
-    assert any("other settings" in reason for reason in found.reasons)
-    assert found.sigma is None
+        assert finding_of(tmp_path).verdict in wanted
 
 
 REVIEWED = OuterRule(0.35, 0.9, nesterov=True)
@@ -135,67 +140,65 @@ def test_what_restarts_hide_is_not_judged(tmp_path: Path) -> None:
 
     Short of that, whether the buffer would turn is not known.
     """
-    words: Counter[str] = Counter()
     sigma = np.linspace(0.01, 0.1, 40).tolist()
     folder = write_run(tmp_path / "noisy", REVIEWED, sigma, 20, "3")
     runs = observed(REVIEWED, sigma, 20, "3", noise=0.05, seeds=list(range(40)))
     for seed in range(40):
-        one = {name: np.asarray(values)[:, seed] for name, values in runs.items()}
-        write_lines(folder / "rounds.jsonl", round_lines({"0": one}))
-        found = judged(folder)
-        words[found.findings[0].verdict] += 1
-        assert "is faster" not in describe(found, "run")
-    assert words == {"cannot tell": 40}
-    quiet = judged(write_run(tmp_path / "quiet", REVIEWED, sigma, 60, "3", noise=0.01))
-    assert quiet.findings[0].verdict == "cannot tell"
-    assert any("has not turned before a restart drops it" in reason for reason in quiet.findings[0].reasons)
-
-
-def test_less_is_claimed_without_the_inner_rate(tmp_path: Path) -> None:
-    """Without metrics.jsonl the inner learning rate is unknown, and nothing that rests on sigma is said."""
-    folder = write_run(tmp_path, EMA, [0.95] * 3, restart="5")
-    assert judged(folder).findings[0].verdict == "held"
-    (folder / "metrics.jsonl").unlink()
-    found = judged(folder).findings[0]
-    assert (found.verdict, found.sigma) == ("cannot tell", None)
-    assert any("inner learning rate" in reason for reason in found.reasons)
+        block = {name: np.asarray(values)[:, seed] for name, values in runs.items()}
+        write_lines(folder / "rounds.jsonl", round_lines({"0": block}))
+        diagnosis = judged(folder)
+        assert diagnosis.findings[0].verdict == "cannot tell"
+        assert "is faster" not in describe(diagnosis, "run")
+    quiet = finding_of(write_run(tmp_path / "quiet", REVIEWED, sigma, 60, "3", noise=0.01))
+    assert quiet.verdict == "cannot tell"
+    assert any("has not turned before a restart drops it" in reason for reason in quiet.reasons)
 
 
 def test_the_whole_says_no_more_than_its_parts(tmp_path: Path) -> None:
     """Where no third of a run lags, the whole does only if its own cosine is four standard errors above zero."""
-    found = judged(write_run(tmp_path, SLOW, [0.02] * 30)).findings[0]
-    assert found.latest is not None
-    blind = tuple(dataclasses.replace(stage, verdict="cannot tell") for stage in found.thirds)
-    assert weighed(found.latest, found.thirds) == weighed(found.latest, blind) == found.latest
-    seen = dataclasses.replace(found.latest.evidence, cosine=0.3, cosine_error=0.1)
-    weak = dataclasses.replace(found.latest, evidence=seen)
-    assert weighed(weak, found.thirds).verdict == "lags"
+    finding = finding_of(write_run(tmp_path, SLOW, [0.02] * 30))
+    latest = finding.latest
+    assert latest is not None
+    blind = tuple(dataclasses.replace(stage, verdict="cannot tell") for stage in finding.thirds)
+    assert weighed(latest, finding.thirds) == weighed(latest, blind) == latest
+    unclear = dataclasses.replace(latest.evidence, cosine=0.3, cosine_error=0.1)
+    weak = dataclasses.replace(latest, evidence=unclear)
+    assert weighed(weak, finding.thirds).verdict == "lags"
     assert weighed(weak, blind).verdict == "cannot tell"
 
 
-def test_suggestions(tmp_path: Path) -> None:
-    """An oscillating run is given the period of the theory, the controls and the form mistake that would look so."""
-    found = judged(write_run(tmp_path / "a", SUM, [0.5] * 3))
-    text = " ".join(suggestions(found, found.findings[0]))
-    assert "--outer.restart 2" in text
-    assert "--outer.momentum 0 --outer.lr 1)" in text
-    assert "half the learning rate" in text
-    assert "10 times too large; it would be --outer.lr 0.07" in text
-    slow = judged(write_run(tmp_path / "b", OuterRule(0.7, 0.9, form="ema"), [0.001] * 3))
-    text = " ".join(suggestions(slow, slow.findings[0]))
-    assert slow.findings[0].verdict == "lags"
-    assert "10 times too small; it would be --outer.lr 7 in EMA form" in text
-    assert "hold it against half the learning rate (--outer.lr 0.35)" in text  # sigma known, mean gain below 1
-    own = judged(write_run(tmp_path / "d", SUM, [0.5] * 3, restart="auto"))
-    (only,) = suggestions(own, own.findings[0])
-    assert "auto takes steps of its own" in only
-    assert "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)" in only
-    by_coordinate = judged(write_run(tmp_path / "e", OuterRule(0.7, 0.9), [0.001] * 3, restart="opposed"))
-    text = " ".join(suggestions(by_coordinate, by_coordinate.findings[0]))
-    assert "half the learning rate" in text
-    assert "mean gain of this rule" not in text  # nobody knows it in advance
-    assert "at the present mean gain" not in text
-    hidden = judged(write_run(tmp_path / "c", SUM, [0.5] * 40, 40, noise=1.0, initial=0.0))
+ADVICE: dict[str, tuple[OuterRule, float, str, list[str], list[str]]] = {
+    "oscillates": (SUM, 0.5, "never", [
+        "--outer.restart 2", "--outer.momentum 0 --outer.lr 1)", "half the learning rate",
+        "10 times too large; it would be --outer.lr 0.07",
+    ], []),
+    "lags, sigma known, mean gain below 1": (OuterRule(0.7, 0.9, form="ema"), 0.001, "never", [
+        "10 times too small; it would be --outer.lr 7 in EMA form",
+        "hold it against half the learning rate (--outer.lr 0.35)",
+    ], []),
+    "steps of its own": (SUM, 0.5, "auto", [
+        "auto takes steps of its own", "plain averaging (--outer.restart never --outer.momentum 0 --outer.lr 1)",
+    ], ["Controls"]),
+    "gain not known in advance": (SUM, 0.001, "opposed", [
+        "half the learning rate",
+    ], ["mean gain of this rule", "at the present mean gain"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_suggestions(tmp_path: Path, case: str) -> None:
+    """A run is given the period of the theory, the controls and the form mistake that would look so."""
+    rule, sigma, restart, words, absent = ADVICE[case]
+    diagnosis = judged(write_run(tmp_path, rule, [sigma] * 3, restart=restart))
+    text = " ".join(suggestions(diagnosis, diagnosis.findings[0]))
+    assert diagnosis.findings[0].verdict in case or restart != "never"
+    assert [word for word in words if word not in text] == []
+    assert [word for word in absent if word in text] == []
+
+
+def test_a_verdict_is_said_once(tmp_path: Path) -> None:
+    """Where nothing can be told the words say so once a block and once for each third."""
+    hidden = judged(write_run(tmp_path, SUM, [0.5] * 40, 40, noise=1.0, initial=0.0))
     assert describe(hidden, "run").lower().count("cannot tell") == 1 + len(hidden.findings[0].thirds)
 
 
@@ -215,16 +218,16 @@ def test_a_language_models_run(tmp_path: Path) -> None:
     )  # fmt: skip
     with RunFolder.claim(tmp_path / "run", config) as folder:
         train(build_task(config), config, folder)
-    found = judged(tmp_path / "run")
-    assert found.rounds == found.planned == 30
-    finding = found.findings[0]
+    diagnosis = judged(tmp_path / "run")
+    assert diagnosis.rounds == diagnosis.planned == 30
+    (finding,) = diagnosis.findings
     assert finding.reasons
     assert finding.latest is not None
     assert finding.latest.evidence.observed.foreign == 0  # the buffer of every round is the rule's
     assert finding.latest.evidence.observed.pairs > 10
-    text = json.dumps(as_json(found), allow_nan=False)
+    text = json.dumps(as_json(diagnosis), allow_nan=False)
     assert json.loads(text)["findings"][0]["verdict"] == finding.verdict
-    assert finding.verdict.upper() in describe(found, "run")
+    assert finding.verdict.upper() in describe(diagnosis, "run")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,9 +243,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "other").mkdir()
     (tmp_path / "elastic" / "replica-0").mkdir(parents=True)
     (tmp_path / "elastic" / "replica-0" / "rounds.jsonl").touch()
-    for place, told in (("none", "does not exist"), ("other", "twophase train"), ("elastic", "replica-0")):
+    for place, message in (("none", "does not exist"), ("other", "twophase train"), ("elastic", "replica-0")):
         assert main(["diagnose", str(tmp_path / place)]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["diagnose", "report"])
@@ -259,7 +262,7 @@ def test_a_run_that_was_ended_for_divergence(tmp_path: Path) -> None:
     """A run that ended as diverged is called so, whatever its last norms were."""
     folder = write_run(tmp_path, EMA, [0.95] * 3, finished=False)
     write_summary(folder, config_of(EMA), perplexity=None)
-    assert judged(folder).findings[0].verdict == "diverges"
+    assert finding_of(folder).verdict == "diverges"
 
 
 def reshaped(folder: Path, norms: Sequence[float | None], rates: Sequence[float]) -> Finding:
@@ -277,7 +280,7 @@ def reshaped(folder: Path, norms: Sequence[float | None], rates: Sequence[float]
         line["inner_lr"] = rate
     write_lines(folder / "rounds.jsonl", rounds)
     write_lines(folder / "metrics.jsonl", metrics)
-    return judged(folder).findings[0]
+    return finding_of(folder)
 
 
 ROUND = np.arange(60)
@@ -298,11 +301,11 @@ def test_what_explodes_diverges(tmp_path: Path, shape: NDArray[np.float64], dive
     folder = write_run(tmp_path, SUM, [0.3], noise=0.02)
     noisy = shape * np.exp(0.05 * np.random.default_rng(1).standard_normal(60))
     for rates in (COSINE, CONSTANT):
-        found = reshaped(folder, noisy.tolist(), rates)
-        assert (found.verdict == "diverges") is diverges, found.reasons
+        finding = reshaped(folder, noisy.tolist(), rates)
+        assert (finding.verdict == "diverges") is diverges, finding.reasons
     if shape[-1] > 100 and shape[30] > 10:
-        told = float(found.reasons[0].partition("grows by a factor ")[2].partition(" a round")[0])
-        assert told == pytest.approx(math.exp(0.1), abs=0.01)
+        factor = float(finding.reasons[0].partition("grows by a factor ")[2].partition(" a round")[0])
+        assert factor == pytest.approx(math.exp(0.1), abs=0.01)
         assert reshaped(folder, noisy.tolist(), WARM_UP).verdict != "diverges"
 
 
@@ -321,21 +324,10 @@ def test_a_flat_norm_hardly_ever_diverges() -> None:
 
 def test_norms_that_are_no_numbers_any_more(tmp_path: Path) -> None:
     """Where norms and cosine end to be numbers the run diverges; a single round or a run without any is no proof."""
-    norms: list[float | None] = [1.0] * 60
-    folder = write_run(tmp_path, SUM, [0.3], noise=0.02)
-    for lost, verdict in ((1, "lags"), (3, "diverges"), (60, "cannot tell")):
-        found = reshaped(write_run(folder, SUM, [0.3], noise=0.02), [*norms[lost:], *[None] * lost], CONSTANT)
-        assert (found.verdict == "diverges") is (verdict == "diverges"), (lost, found.reasons)
-    found = reshaped(write_run(folder, SUM, [0.3], noise=0.02), [*norms[3:], *[None] * 3], CONSTANT)
-    assert "In the last 3 rounds neither" in found.reasons[0]
-    assert [stage.verdict == "diverges" for stage in found.thirds] == [False, False, True]
-
-
-def test_lines_of_rounds(tmp_path: Path) -> None:
-    """The folders of these tests are read as what they are: every round, every number."""
-    run: dict[str, Any] = observed(SUM, [0.3, 0.5], 12, "5")
-    write_lines(tmp_path / "rounds.jsonl", round_lines({"0": run}))
-    block = read_record(tmp_path).blocks[0]
-    assert block.name == "whole model"
-    assert block.cosine.tolist() == run["cosine"].tolist()
-    assert block.restarted.tolist() == run["restarted"].tolist()
+    for lost, diverges in ((1, False), (3, True), (60, False)):
+        folder = write_run(tmp_path / str(lost), SUM, [0.3], noise=0.02)
+        finding = reshaped(folder, [*[1.0] * (60 - lost), *[None] * lost], CONSTANT)
+        assert (finding.verdict == "diverges") is diverges, (lost, finding.reasons)
+        if diverges:
+            assert "In the last 3 rounds neither" in finding.reasons[0]
+            assert [stage.verdict == "diverges" for stage in finding.thirds] == [False, False, True]

@@ -143,7 +143,7 @@ def test_a_given_spectrum_takes_the_place_of_the_runs(capsys: Capture, tmp_path:
         assert (state["spectrum"], state["lr"], state["momentum"]) == ("list", 0.5, 0.8)
         assert (state["restart"], state["rounds"]) == (int(restart), rounds)
         assert data_of(out.read_text(encoding="utf-8"))["run"] is None
-    assert "--sigma and --sigma-range are exclusive" in refused(capsys, *words, "--sigma-range", 0, 1, "--out", out)
+    assert "--sigma and --sigma-range given; give one" in refused(capsys, *words, "--sigma-range", 0, 1, "--out", out)
     with pytest.raises(UsageError, match="spectrum of a run"):
         build(State(spectrum="run"))
 

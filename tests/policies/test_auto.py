@@ -15,7 +15,7 @@ from torch import nn
 from twophase.diloco.engine import DiLoCo
 from twophase.optim.outer import OuterSGD
 from twophase.policies.adaptive import Auto
-from twophase.restart import RoundSignal, State, Step, ask, parse
+from twophase.restart import RoundSignal, State, Step, ask
 from twophase.rule import OuterRule
 from twophase.sweep.history import algebra
 from twophase.theory.rollout import rollout
@@ -98,60 +98,49 @@ def test_a_rule_without_momentum_gets_a_buffer() -> None:
         OuterSGD([nn.Parameter(torch.ones(1))], 1.0, restart="auto")
 
 
-def test_it_is_averaging_while_nothing_shrinks() -> None:
-    """As long as |g| is as large as ever, every update is the pseudo-gradient itself."""
+def steps(norms: list[float], buffer: float, unit: float = 1.0) -> tuple[list[Step], State]:
+    """The steps for some norms of g and one of m, and the memory after them, which goes through JSON each round."""
     state: State = {}
-    for number, norm in enumerate([1.0, 1.0, 1.5, 1.5, 2.0], start=1):
-        answer = ask(Auto(), state, RoundSignal(number, number, norm, 3.0, 0.5, rule=RULES[0]))
-        state = answer.state
-        assert answer.step == Step(1.0, 0.0, mix=(0.0, 1.0))
-
-
-@given(NORMS, st.floats(1e-6, 1e6))
-def test_an_update_is_at_most_twice_as_long_as_averaging(norms: list[float], buffer: float) -> None:
-    """Whatever the norms have been, the buffer's part is at most |g| long and never points backwards."""
-    state: State = {}
+    taken = []
     for number, norm in enumerate(norms, start=1):
-        answer = ask(Auto(), state, RoundSignal(number, number, norm, buffer, -1.0, rule=RULES[0]))
+        answer = ask(Auto(), state, RoundSignal(number, number, norm * unit, buffer * unit, -1.0, rule=RULES[0]))
         state = json.loads(json.dumps(answer.state))
         assert answer.step is not None
-        assert answer.step.along_g == 1
-        assert 0 <= answer.step.along_m * buffer <= norm * (1 + 1e-12)
         assert answer.restart is None
-        assert not answer.restarted
+        taken.append(answer.step)
+    return taken, state
 
 
-@given(NORMS, st.floats(1e-3, 1e3))
-def test_the_scale_does_not_matter(norms: list[float], scale: float) -> None:
-    """Pseudo-gradients and buffer in other units give the same weights."""
-    states: list[State] = [{}, {}]
-    for number, norm in enumerate(norms, start=1):
-        steps = []
-        for index, unit in enumerate((1.0, scale)):
-            signal = RoundSignal(number, number, norm * unit, 2.0 * unit, 0.0, rule=RULES[0])
-            answer = ask(Auto(), states[index], signal)
-            states[index] = answer.state
-            assert answer.step is not None
-            steps.append(answer.step.along_m)
-        assert steps[1] == pytest.approx(steps[0], rel=1e-9, abs=1e-12)
+def test_it_is_averaging_while_nothing_shrinks() -> None:
+    """As long as |g| is as large as ever, every update is the pseudo-gradient itself."""
+    assert steps([1.0, 1.0, 1.5, 1.5, 2.0], 3.0)[0] == [Step(1.0, 0.0, mix=(0.0, 1.0))] * 5
+
+
+@given(NORMS, st.floats(1e-6, 1e6), st.floats(1e-3, 1e3))
+def test_an_update_is_at_most_twice_as_long_as_averaging(norms: list[float], buffer: float, unit: float) -> None:
+    """Whatever the norms have been, the buffer's part is at most |g| long and never points backwards.
+
+    Pseudo-gradients and buffer in other units give the same weights.
+    """
+    there, _ = steps(norms, buffer, unit)
+    for step, other, norm in zip(steps(norms, buffer)[0], there, norms, strict=True):
+        assert step.along_g == 1
+        assert 0 <= step.along_m * buffer <= norm * (1 + 1e-12)
+        assert other.along_m == pytest.approx(step.along_m, rel=1e-9, abs=1e-12 * norm / buffer)
 
 
 @given(st.integers(1, 300))
 def test_it_remembers_at_least_half_of_the_rounds(last: int) -> None:
     """The largest norm that counts is that of at least half of the rounds, the present one included."""
-    state: State = {}
-    for number in range(1, last + 1):  # the further back, the larger: what is remembered tells how far that is
-        signal = RoundSignal(number, number, float(1000 - number), 1.0, 0.0, rule=RULES[0])
-        state = ask(Auto(), state, signal).state
+    # The further back, the larger: what is remembered tells how far that is.
+    state = steps([float(1000 - number) for number in range(1, last + 1)], 1.0)[1]
     remembered = last - (1000 - max(state["older"], state["newer"])) + 1
     assert last / 2 <= remembered <= last
 
 
-def test_a_norm_that_is_not_finite_is_a_divergence() -> None:
+@pytest.mark.parametrize("norms", [(math.nan, 1.0), (1.0, math.inf)])
+def test_a_norm_that_is_not_finite_is_a_divergence(norms: tuple[float, float]) -> None:
     """It is not asked then, and says why."""
-    for norms in ((math.nan, 1.0), (1.0, math.inf)):
-        answer = ask(Auto(), {}, RoundSignal(3, 3, *norms, 0.0, rule=RULES[0]))
-        assert answer.not_finite
-        assert answer.step is None
-    assert parse("auto") == Auto()
-    assert str(Auto()) == "auto"
+    answer = ask(Auto(), {}, RoundSignal(3, 3, *norms, 0.0, rule=RULES[0]))
+    assert answer.not_finite
+    assert answer.step is None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from policies import EMA, SUM, asked, columns, each_rule, fired
+from policies import asked, columns, each_rule, fired
 from twophase.policies.base import AVERAGING
 from twophase.restart import Restart, RestartPolicy, Step, mean_outer_gain, parse
 from twophase.rule import OuterRule
@@ -174,35 +174,3 @@ def test_lookahead_written_out():
     assert [answer.step for answer in answers] == 2 * [AVERAGING] + 5 * [None] + 3 * [AVERAGING]
     assert all(answer.restart is None for answer in answers)
     assert Step(1.0, 0.0) == AVERAGING
-
-
-@each_rule
-def test_an_open_gate_does_nothing_and_a_closed_one_averages(rule: OuterRule):
-    """`lookahead:1:0` is momentum 0 and lr 1, and `lookahead:0:0` the rule, whatever the form; the buffer goes on."""
-    closed, averaged = driven(rule, "lookahead:1:0"), driven(OuterRule(1.0, 0.0), "never")
-    assert np.array_equal(closed.residual, averaged.residual)
-    assert np.array_equal(closed.buffer, driven(rule, "never").buffer)
-    assert np.array_equal(driven(rule, "lookahead:0:0").residual, driven(rule, "never").residual)
-
-
-# --- probing, which is a rival too --------------------------------------------------------------------------------
-
-
-def test_a_probe_takes_the_best_step_of_the_round():
-    """On a mode the probe's choice is each round the candidate whose anchor has the least loss, told by their steps."""
-    for rule in (SUM, EMA):
-        run = rollout(rule, [0.6, 0.2], 25, "probe:keep,drop,average,0.5")
-        chosen = set()
-        for t in range(25):
-            x, g, m = run.residual[t], run.pseudo_gradient[t], run.buffer[t]
-            places = {
-                "keep": x - rule.lr * (0.9 * m + rule.injection * g),
-                "drop": x - rule.lr * rule.injection * g,
-                "average": x - g,
-                "0.5": x - 0.5 * g,
-            }
-            best = min(places, key=lambda word: float((places[word] ** 2).sum()))
-            np.testing.assert_allclose(run.residual[t + 1], places[best], rtol=0, atol=1e-15)
-            assert run.restarts[t] == (best == "drop")
-            chosen.add(best)
-        assert len(chosen) > 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -76,32 +74,20 @@ def dense(model: nn.Module, batches: list[Tensor], names: list[str], scale: dict
     return (total / sum(tokens.numel() for tokens in batches)).detach().numpy()
 
 
-def columns(operator: Callable[[Matrix], Matrix], size: int) -> Matrix:
-    return np.stack([operator(column) for column in np.eye(size)], axis=1)
-
-
 @pytest.mark.parametrize("preconditioned", [False, True], ids=["raw", "preconditioned"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_product_is_that_of_the_matrix(
     model: Llama, batches: list[Tensor], scale: dict[str, Tensor], name: str, preconditioned: bool
 ) -> None:
-    """The operator is the Gauss-Newton matrix built from the Jacobian of each token, symmetric and positive."""
-    names = BLOCKS[name]
+    """The operator is the positive Gauss-Newton matrix built from the Jacobian of each token."""
     factors = scale if preconditioned else None
-    operator = GaussNewton(model, batches, names, factors)
-    wanted = dense(model, batches, names, factors)
-    assert operator.size == len(wanted)
-    rng = np.random.default_rng(0)
-    for vector in rng.standard_normal((4, operator.size)):
-        np.testing.assert_allclose(operator(vector), wanted @ vector, rtol=0, atol=1e-12 * np.abs(wanted).max())
-    if operator.size <= 64:
-        matrix = columns(operator, operator.size)
-        np.testing.assert_allclose(matrix, matrix.T, atol=1e-13 * np.abs(matrix).max())
-    assert np.linalg.eigvalsh(wanted)[0] > -1e-12 * np.abs(wanted).max()
-    for vector in rng.standard_normal((3, operator.size)):
-        other = rng.standard_normal(operator.size)
-        assert operator(vector) @ other == pytest.approx(operator(other) @ vector, rel=1e-9, abs=1e-14)
-        assert vector @ operator(vector) > 0
+    operator = GaussNewton(model, batches, BLOCKS[name], factors)
+    matrix = dense(model, batches, BLOCKS[name], factors)
+    size = np.abs(matrix).max()
+    assert operator.size == len(matrix)
+    for vector in np.random.default_rng(0).standard_normal((4, operator.size)):
+        np.testing.assert_allclose(operator(vector), matrix @ vector, rtol=0, atol=1e-12 * size)
+    assert np.linalg.eigvalsh(matrix)[0] > -1e-12 * size
 
 
 def test_the_matrix_is_the_curvature_of_the_loss_in_the_head(model: Llama, batches: list[Tensor]) -> None:
@@ -186,29 +172,17 @@ def test_a_density_has_the_moments_of_its_probes() -> None:
         assert nodes**power @ weights == pytest.approx(wanted, rel=1e-9)
 
 
-def test_many_probes_have_the_moments_of_the_eigenvalues() -> None:
-    """Mean and mean square come within a few per cent, and the largest node is the largest eigenvalue."""
-    matrix, values = spectrum_of(100, 80, 8)
-    nodes, weights = density(lambda v: matrix @ v, 100, steps=50, probes=200)
-    assert nodes @ weights == pytest.approx(values.mean(), rel=0.05)
-    assert nodes**2 @ weights == pytest.approx((values**2).mean(), rel=0.05)
-    assert nodes[-1] == pytest.approx(values[-1], rel=1e-6)
-    # The share of directions above a threshold, at which the eigenvalues have a gap of some size.
-    middle = np.sqrt(values[-5] * values[-6])
-    assert weights[nodes > middle].sum() == pytest.approx(0.05, abs=0.015)
-
-
-def test_known_eigenvalues_are_counted_as_they_are() -> None:
+def test_largest_eigenvalues_are_counted_as_they_are() -> None:
     """With the largest ones apart the trace of one probe is far closer than without, and theirs is exact."""
     matrix, values = spectrum_of(400, 60, 8)
     largest = largest_eigenpairs(lambda v: matrix @ v, 400, 10)
     errors: dict[bool, list[float]] = {False: [], True: []}
     for seed in range(10):
-        for apart, list_ in errors.items():
+        for apart, shares in errors.items():
             pairs = largest if apart else None
             nodes, weights = density(lambda v: matrix @ v, 400, steps=40, probes=1, largest=pairs, seed=seed)
             assert weights.sum() == pytest.approx(1)
-            list_.append(nodes @ weights / values.mean() - 1)
+            shares.append(nodes @ weights / values.mean() - 1)
             if apart:
                 np.testing.assert_allclose(nodes[-10:], values[-10:], rtol=2e-3)
                 assert weights[-10:] == pytest.approx(1 / 400)

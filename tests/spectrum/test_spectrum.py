@@ -100,6 +100,7 @@ def answer_of(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple
 # ------------------------------------------------------------------------------------------------------ the command
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_and_drawn(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The five usual blocks in words and numbers, the four files, and progress on stderr."""
     status, out, err = answer_of([str(run), "--out", str(tmp_path / "out"), "--batches", "2", "--top", "2"], capsys)
@@ -114,8 +115,7 @@ def test_a_run_is_measured_and_drawn(run: Path, tmp_path: Path, capsys: pytest.C
         assert len(block["largest"]) == len(block["largest_preconditioned"]) == 2
         assert block["largest_preconditioned"][0] == pytest.approx(block["density"]["eigenvalue"][-1], rel=0.02)
         assert sum(block["density"]["share"]) == pytest.approx(1)
-        for place in PLACES:
-            assert 0 <= block["progress"][place]["mean"] <= 1
+        assert all(0 <= block["progress"][place]["mean"] <= 1 for place in PLACES)
         assert block["period"] is None or 1 <= block["period"] < 12
     assert facts["tokens"] == 2 * 2 * 16
     assert list(facts["from_rounds"]) == ["whole model"]
@@ -127,85 +127,81 @@ def test_a_run_is_measured_and_drawn(run: Path, tmp_path: Path, capsys: pytest.C
         assert f"spectrum.{ending}" in out
 
 
+@pytest.mark.slow
 def test_a_runs_own_fragments_are_its_blocks(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Named fragments are measured as they were trained, each beside what its own rounds show; --json is the file."""
-    status, out, err = answer_of([str(cut), "--json", "--quiet", "--batches", "1", "--out", str(tmp_path)], capsys)
+    """Named fragments are measured as they were trained, each beside what its own rounds show; --json is the file.
+
+    `--blocks` cuts the model in another way, which the rounds know nothing of.
+    """
+    words = [str(cut), "--batches", "1", "--quiet", "--out", str(tmp_path)]
+    status, out, err = answer_of([*words, "--json"], capsys)
     assert (status, err) == (0, "")
     facts = json.loads(out)
     assert facts == json.loads((tmp_path / "spectrum.json").read_text())
-    assert [(block["name"], block["pattern"]) for block in facts["blocks"]] == [
-        ("ends", "embedding|head"),
-        ("rest", "."),
-    ]
+    patterns = {block["name"]: block["pattern"] for block in facts["blocks"]}
+    assert patterns == {"ends": "embedding|head", "rest": "."}
     assert list(facts["from_rounds"]) == ["ends", "rest"]
-    for block in facts["from_rounds"].values():
-        assert block["shown"] or block["why_not"]
-
-
-def test_blocks_may_be_named(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--blocks` cuts the model in another way, which the rounds know nothing of."""
-    words = [str(cut), "--blocks", "down=down", "rest=.", "--batches", "1", "--quiet", "--out", str(tmp_path)]
-    status, out, _ = answer_of(words, capsys)
+    assert all(block["shown"] or block["why_not"] for block in facts["from_rounds"].values())
+    status, out, _ = answer_of([*words, "--blocks", "down=down", "rest=."], capsys)
     assert status == 0
     assert "The rounds were recorded of fragment ends, fragment rest" in " ".join(out.split())
     facts = json.loads((tmp_path / "spectrum.json").read_text())
     assert facts["blocks"][0]["parameters"] == 8 * 12
 
 
-def test_bad_input_is_told_in_one_message(
-    run: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What is no run, has no checkpoint, has diverged, lacks moments or blocks: status 2, the fault and the remedy."""
-
-    def refused(words: Sequence[object]) -> str:
-        status, out, err = answer_of([*map(str, words), "--quiet"], capsys)
-        assert (status, out) == (2, "")
-        assert err.startswith("twophase spectrum: error: ")
-        assert len(err.splitlines()) == 1
-        return err
-
-    assert "does not exist; give the folder of a run" in refused([tmp_path / "none"])
-    (tmp_path / "empty").mkdir()
-    assert "is not the folder of a run" in refused([tmp_path / "empty"])
-    assert "is a file; give the folder" in refused([text])
-    assert "--batches is 0" in refused([run, "--batches", 0])
-    assert "--top is -1" in refused([run, "--top", -1])
-    assert "--top is 101; it must be at most 100" in refused([run, "--top", 101])
-    assert "write NAME=PATTERN" in refused([run, "--blocks", "head"])
-    assert "a name twice" in refused([run, "--blocks", "a=head", "a=."])
-    assert "add one at the end such as rest=." in refused([run, "--blocks", "a=head", "--out", tmp_path / "o"])
-    assert "--out" in refused([run, "--out", text])
-    other = shutil.copytree(run, tmp_path / "other")
-    shutil.rmtree(other / "checkpoint")
-    assert "has no checkpoint" in refused([other])
-    assert "cells of a sweep keep none" in refused([other])
-    other = shutil.copytree(run, tmp_path / "cut")
-    (next((other / "checkpoint").iterdir()) / "replica-000.safetensors").write_bytes(b"")
-    assert "is damaged" in refused([other])
-    other = shutil.copytree(run, tmp_path / "moved")
-    (other / "config.yaml").write_text((other / "config.yaml").read_text().replace(str(text), str(tmp_path / "gone")))
-    assert "another configuration" in refused([other])
-
-
-def test_a_diverged_run_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights that have blown up have no curvature."""
-    config = config_of(text, **{"outer.lr": 1e9, "divergence_loss": 6.0})
-    status, _, err = answer_of([str(trained(tmp_path / "run", config)), "--quiet"], capsys)
-    assert status == 2
-    assert "has diverged" in err
-
-
-def test_text_that_has_changed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The curvature is that of the run's own text or of none."""
-    text = textmaker.write(tmp_path / "text.txt")
-    folder = trained(tmp_path / "run", config_of(text))
-    textmaker.write(text, seed=1)
+@pytest.fixture(scope="module")
+def damaged(run: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs that cannot be measured, by name."""
+    folder = tmp_path_factory.mktemp("damaged")
+    for name in ("no checkpoint", "cut short", "moved"):
+        shutil.copytree(run, folder / name)
+    shutil.rmtree(folder / "no checkpoint" / "checkpoint")
+    (next((folder / "cut short" / "checkpoint").iterdir()) / "replica-000.safetensors").write_bytes(b"")
+    config = folder / "moved" / "config.yaml"
+    config.write_text(config.read_text().replace(str(text), str(folder / "gone")))
+    (folder / "whole").symlink_to(run)
+    (folder / "empty").mkdir()
+    (folder / "file").touch()
+    own = textmaker.write(folder / "text.txt")
+    trained(folder / "other text", config_of(own))
+    textmaker.write(own, seed=1)
     corpus_of.cache_clear()
-    status, _, err = answer_of([str(folder), "--quiet"], capsys)
-    assert status == 2
-    assert "the text is not the one" in err
+    trained(folder / "diverged", config_of(text, **{"outer.lr": 1e9, "divergence_loss": 6.0}))
+    return folder
 
 
+@pytest.mark.parametrize(
+    ("folder", "words", "message"),
+    [
+        ("none", "", "does not exist; give the folder of a run"),
+        ("empty", "", "is not the folder of a run"),
+        ("file", "", "is a file; give the folder"),
+        ("whole", "--batches 0", "--batches is 0"),
+        ("whole", "--top -1", "--top is -1"),
+        ("whole", "--top 101", "--top is 101; it must be at most 100"),
+        ("whole", "--blocks head", "write NAME=PATTERN"),
+        ("whole", "--blocks a=head a=.", "a name twice"),
+        ("whole", "--blocks a=head", "add one at the end such as rest=."),
+        ("whole", "--out FILE", "--out"),
+        ("no checkpoint", "", "has no checkpoint"),
+        ("no checkpoint", "", "cells of a sweep keep none"),
+        ("cut short", "", "is damaged"),
+        ("moved", "", "another configuration"),
+        ("other text", "", "the text is not the one"),
+        ("diverged", "", "has diverged"),
+    ],
+)
+def test_refusals(damaged: Path, capsys: pytest.CaptureFixture[str], folder: str, words: str, message: str) -> None:
+    """What is no run, has no checkpoint, has diverged, lacks its text or blocks: status 2, the fault and the remedy."""
+    options = words.replace("FILE", str(damaged / "file")).split()
+    status, out, err = answer_of([str(damaged / folder), *options, "--quiet"], capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith("twophase spectrum: error: ")
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+@pytest.mark.slow
 def test_a_run_without_momentum_is_measured(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without momentum there is nothing to restart, and the words say so; a tied head is no block of its own."""
     config = config_of(text, **{"outer.momentum": 0.0, "outer.lr": 1.0, "model.tie_embeddings": True})
@@ -248,31 +244,26 @@ def test_a_coordinate_without_a_gradient_takes_no_step() -> None:
 def test_batches_are_those_that_have_been_trained_on(run: Path) -> None:
     """Of a run that is not finished, the steps before its checkpoint; of a finished one all."""
     whole = restore(run)
-    seen: list[int] = []
+    asked: list[int] = []
 
     class Noted:
         def batch(self, seed: int, step: int, replica: int) -> Any:
-            seen.append(step)
+            asked.append(step)
             return whole.corpus.batch(seed, step, replica)
 
     for step, steps in ((36, [0, 9, 18, 27]), (6, [0, 1, 3, 4])):
-        seen.clear()
+        asked.clear()
         replace(whole, step=step, corpus=Noted()).batches(4)  # type: ignore[arg-type]
-        assert seen == steps
+        assert asked == steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("values", "is_told"), [({"outer.restart": "auto"}, True), ({"outer.restart": "gradient"}, False)]
-)
-def test_steps_of_a_policys_own_are_told(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], values: dict[str, Any], is_told: bool
-) -> None:
+def test_steps_of_a_policys_own_are_told(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Periods are the rule's; a run whose policy takes other steps than its rule is told so."""
-    folder = trained(tmp_path / "run", config_of(text, **values, steps=6))
-    status, out, _ = answer_of([str(folder), "--quiet", "--batches", "1", "--top", "1"], capsys)
+    folder = trained(tmp_path / "run", config_of(text, **{"outer.restart": "auto"}, steps=6))
+    status, out, _ = answer_of([str(folder), "--quiet", "--batches", "1", "--top", "1", "--blocks", "all=."], capsys)
     assert status == 0
-    assert ("restart  auto takes steps of its own" in out) is is_told
+    assert "restart  auto takes steps of its own" in out
 
 
 def test_several_replicas_take_the_mean_step(run: Path) -> None:

@@ -15,6 +15,8 @@ from twophase.rule import OuterRule
 from twophase.runs.record import Block, Column, RunRecord
 from twophase.theory.observed import Observed, observe
 
+Range = tuple[float, float, float]
+"""Low end, estimate and high end of sigma."""
 SELDOM = 0.15
 """Share of rounds against the buffer below which they count as exceptions."""
 _LEAST_COSINES = 6
@@ -33,50 +35,28 @@ _MOST_CORRELATED = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Hold what one stretch of a block's rounds shows; nan where nothing can be said.
+    """Hold what one stretch of a block's rounds shows; nan where nothing can be said."""
 
-    Args:
-        name: of the stretch.
-        first, last: round numbers.
-        rounds: how many rounds it has.
-        restarts: in how many of them the momentum restarted.
-        oldest: rounds that the oldest measured buffer had gathered since the last restart.
-        rates_known: whether the inner learning rate of the rounds is known.
-        cosines: rounds with an informative cosine: the buffer was there and had not just been dropped.
-        cosine: mean cosine between pseudo-gradient and buffer.
-        cosine_error: its standard error, correlation between rounds included.
-        against: share of those rounds in which it is negative.
-        swing: rounds in which the cosine swings to and fro, where that is no chance; else nan.
-        turns: whether the pseudo-gradient turns against the buffer; None where chance would do the same.
-        gain: median gain, <update, g> / <g, g>.
-        growth: change of log |g| a round, the inner learning rate's divided out where it is known.
-        growth_error: its standard error.
-        risen: log of the factor by which |g| itself has risen, if that shows a divergence (`grown`), else 0.
-        risen_rounds: the last rounds of the stretch in which it has.
-        lost: rounds at the end of the stretch since when, to the run's end, no norm and no cosine is a finite number.
-        observed: effective progress along the buffer.
-    """
-
-    name: str
-    first: int
+    name: str  # of the stretch
+    first: int  # round numbers
     last: int
     rounds: int
-    restarts: int
-    oldest: int
-    rates_known: bool
-    cosines: int
-    cosine: float
-    cosine_error: float
-    against: float
-    swing: float
-    turns: bool | None
-    gain: float
-    growth: float
-    growth_error: float
-    risen: float
-    risen_rounds: int
-    lost: int
-    observed: Observed
+    restarts: int  # rounds in which the momentum restarted
+    oldest: int  # rounds that the oldest measured buffer had gathered since the last restart
+    rates_known: bool  # whether the inner learning rate of the rounds is known
+    cosines: int  # rounds with an informative cosine: the buffer was there and had not just been dropped
+    cosine: float  # mean cosine between pseudo-gradient and buffer
+    cosine_error: float  # its standard error, correlation between rounds included
+    against: float  # share of those rounds in which it is negative
+    swing: float  # rounds in which the cosine swings to and fro, where that is no chance
+    turns: bool | None  # whether the pseudo-gradient turns against the buffer; None where chance would do the same
+    gain: float  # median of <update, g> / <g, g>
+    growth: float  # change of log |g| a round, the inner learning rate's divided out where it is known
+    growth_error: float  # its standard error
+    risen: float  # log of the factor by which |g| itself has risen, if that shows a divergence (`grown`), else 0
+    risen_rounds: int  # the last rounds of the stretch in which it has
+    lost: int  # rounds at the end of the stretch since when, to the run's end, no norm and no cosine is finite
+    observed: Observed  # effective progress along the buffer
 
 
 def stretches(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Evidence, list[Evidence]]:
@@ -87,15 +67,18 @@ def stretches(record: RunRecord, block: Block, rule: OuterRule) -> tuple[Evidenc
     count = len(block.index)
     lr = record.inner_lr(block.index)
     edges = [round(count * part / 3) for part in range(4)]
-    names = ("first third", "middle third", "last third")
-    thirds = [
-        _evidence(name, block, rule, lr, slice(low, high))
-        for name, low, high in zip(names, edges, edges[1:], strict=False)
-        if high - low >= 3
-    ]
-    return _evidence(
-        "latest rounds", block, rule, lr, slice(max(0, count - max(30, math.ceil(count / 3))), count)
-    ), thirds
+    parts = zip(("first third", "middle third", "last third"), edges, edges[1:], strict=False)
+    thirds = [_evidence(name, block, rule, lr, slice(low, high)) for name, low, high in parts if high - low >= 3]
+    latest = slice(max(0, count - max(30, math.ceil(count / 3))), count)
+    return _evidence("latest rounds", block, rule, lr, latest), thirds
+
+
+def within(observed: Observed) -> Range | None:
+    """Return an estimate's interval with its middle, cut to (0, 1]; None where it must not be shown."""
+    if observed.shown_interval is None:
+        return None
+    low, high = observed.shown_interval
+    return low, min(max(observed.sigma, low), 1.0), min(high, 1.0)
 
 
 def _evidence(name: str, block: Block, rule: OuterRule, lr: Column | None, part: slice) -> Evidence:

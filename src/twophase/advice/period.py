@@ -37,20 +37,52 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Question:
-    """Hold a rule, a spectrum (in one of four ways) and, if known, the length of the run."""
+class Spectrum:
+    """Hold the modes, in one of three ways."""
 
-    outer: Rule = field(default_factory=Rule)
     sigma: tuple[float, ...] = ()
     """Effective progress of one or several modes, each in [0, 1]."""
     sigma_range: tuple[float, ...] = ()
-    """LOW HIGH or LOW HIGH COUNT: equally spaced modes, at most 10,000."""
+    """LOW HIGH or LOW HIGH COUNT: equally spaced modes."""
     eigenvalues: tuple[float, ...] = ()
     """Curvatures of the modes; needs --inner-lr and --inner-steps."""
     inner_lr: float | None = None
     """Learning rate of the inner gradient descent, for --eigenvalues."""
     inner_steps: float | None = None
     """Inner steps a round (S), for --eigenvalues."""
+
+    def option(self, *others: str) -> str:
+        """Return the option that gives the modes, `others` included; refuse several of them. Empty where none does."""
+        values = {"--sigma": self.sigma, "--sigma-range": self.sigma_range, "--eigenvalues": self.eigenvalues}
+        named = [*(name for name, value in values.items() if value), *others]
+        if len(named) > 1:
+            raise UsageError(f"{' and '.join(named)} given; give one of them")
+        if (self.inner_lr is not None, self.inner_steps is not None) != (bool(self.eigenvalues),) * 2:
+            raise UsageError(
+                "--eigenvalues needs --inner-lr and --inner-steps, for example --inner-lr 0.1 --inner-steps 50; they "
+                "go with nothing else"
+            )
+        whole("--inner-steps", self.inner_steps)
+        return named[0] if named else ""
+
+    def ends(self, count: int) -> tuple[float, float, int]:
+        """Return low and high end and count of `sigma_range`, which need not name its count."""
+        ends = self.sigma_range
+        modes = ends[2] if len(ends) == 3 else count
+        if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or not 2 <= modes <= _MOST_MODES or modes != int(modes):
+            raise UsageError(
+                f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= "
+                f"HIGH and a whole COUNT of at least 2 and at most {_MOST_MODES:,}, for example --sigma-range 0.3 "
+                "0.95 20"
+            )
+        return ends[0], ends[1], int(modes)
+
+
+@dataclass(frozen=True)
+class Question(Spectrum):
+    """Hold a rule, a spectrum and, if known, the length of the run."""
+
+    outer: Rule = field(default_factory=Rule)
     spectrum: Path | None = None
     """A csv file with columns sigma and weight (or only sigma), with or without a line of names."""
     weights: tuple[float, ...] | None = None
@@ -70,8 +102,8 @@ def answer(question: Question) -> Advice:
     outer = question.outer
     try:
         rule = OuterRule(outer.lr, outer.momentum, outer.nesterov, outer.form)
-        sigma, weights = _spectrum(question)
-        rounds, max_period = _whole("--rounds", question.rounds), _whole("--max-period", question.max_period)
+        sigma, weights = _modes(question)
+        rounds, max_period = whole("--rounds", question.rounds), whole("--max-period", question.max_period)
         return advise(rule, sigma, weights=weights, rounds=rounds, max_period=max_period)
     except UsageError:
         raise
@@ -79,55 +111,35 @@ def answer(question: Question) -> Advice:
         raise UsageError(str(error)) from None
 
 
-def _whole(option: str, value: float | None) -> int | None:
+def whole(option: str, value: float | None) -> int | None:
     """Return a whole number from an option that takes any number, so that a mistake in it is one line like others."""
     if value is not None and not (1 <= value < 2**53 and value == int(value)):
         raise UsageError(f"{option} is {value:g}; it must be a whole number >= 1")
     return None if value is None else int(value)
 
 
-def _spectrum(question: Question) -> tuple[Floats, Floats | None]:
-    options = {
-        "--sigma": question.sigma,
-        "--sigma-range": question.sigma_range,
-        "--eigenvalues": question.eigenvalues,
-        "--spectrum": question.spectrum,
-    }
-    named = [name for name, value in options.items() if value]
-    if len(named) != 1:
-        raise UsageError(
-            f"{' and '.join(named) or 'no spectrum'} given; give one of --sigma 0.95 0.6, --sigma-range 0.3 0.95, "
-            "--eigenvalues with --inner-lr and --inner-steps, --spectrum FILE.csv"
-        )
-    inner_steps = _whole("--inner-steps", question.inner_steps)
-    if (question.inner_lr is not None, inner_steps is not None) != (bool(question.eigenvalues),) * 2:
-        raise UsageError(
-            "--eigenvalues needs --inner-lr and --inner-steps, for example --inner-lr 0.1 --inner-steps 50; they go "
-            "with nothing else"
-        )
-    if question.weights is not None and not question.weights:
+def _modes(question: Question) -> tuple[Floats, Floats | None]:
+    if question.weights == ():
         raise UsageError("--weights: no numbers given; write one a mode, or leave it out for equal weights")
     weights = None if question.weights is None else np.array(question.weights)
-    if question.spectrum is not None:
-        sigma, column = read_spectrum(question.spectrum)
-        if column is not None and weights is not None:
-            raise UsageError(f"--weights and a weight column in {question.spectrum} given; leave one out")
-        return sigma, weights if column is None else column
-    if question.sigma_range:
-        return _range(question.sigma_range), weights
-    if question.inner_lr is not None and inner_steps is not None:
-        return effective_progress(question.eigenvalues, question.inner_lr, inner_steps), weights
-    return np.array(question.sigma), weights
-
-
-def _range(ends: tuple[float, ...]) -> Floats:
-    count = ends[2] if len(ends) == 3 else _RANGE_MODES
-    if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or not 2 <= count <= _MOST_MODES or count != int(count):
+    match question.option(*["--spectrum"] if question.spectrum else []):
+        case "--sigma":
+            return np.array(question.sigma), weights
+        case "--sigma-range":
+            return np.linspace(*question.ends(_RANGE_MODES)), weights
+        case "--eigenvalues":
+            assert question.inner_lr is not None
+            assert question.inner_steps is not None
+            return effective_progress(question.eigenvalues, question.inner_lr, int(question.inner_steps)), weights
+    if question.spectrum is None:
         raise UsageError(
-            f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= HIGH "
-            f"and a whole COUNT of at least 2 and at most {_MOST_MODES:,}, for example --sigma-range 0.3 0.95 20"
+            "no spectrum given; give one of --sigma 0.95 0.6, --sigma-range 0.3 0.95, --eigenvalues with --inner-lr "
+            "and --inner-steps, --spectrum FILE.csv"
         )
-    return np.linspace(ends[0], ends[1], int(count))
+    sigma, column = read_spectrum(question.spectrum)
+    if column is not None and weights is not None:
+        raise UsageError(f"--weights and a weight column in {question.spectrum} given; leave one out")
+    return sigma, weights if column is None else column
 
 
 def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:

@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from twophase.advice.evidence import Evidence, stretches
-from twophase.base.config import UsageError
+from twophase.advice.evidence import Evidence, Range, stretches, within
 from twophase.rule import OuterRule
 from twophase.runs.folder import standard
 from twophase.runs.record import Block, RunRecord
@@ -33,8 +32,6 @@ from twophase.theory.periods import cancellation_periods
 
 Verdict = Literal["oscillates", "overshoots", "lags", "held", "diverges", "cannot tell"]
 LEAST_ROUNDS = 8
-Range = tuple[float, float, float]
-"""Low end, estimate and high end of sigma."""
 _COMPLEX = ("oscillatory", "critical")
 _REGIMES = {
     "oscillatory": "complex (it oscillates)",
@@ -52,42 +49,25 @@ _TOO_SOON = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Hold a stretch of rounds and what it shows.
-
-    Args:
-        verdict: in one word.
-        reasons: what it rests on, or why nothing can be told; plain sentences.
-        sigma: (low, estimate, high), 95 %, within (0, 1]; None where it is not determined.
-        evidence: the numbers.
-    """
+    """Hold a stretch of rounds and what it shows."""
 
     verdict: Verdict
-    reasons: tuple[str, ...]
-    sigma: Range | None
+    reasons: tuple[str, ...]  # what it rests on, or why nothing can be told; plain sentences
+    sigma: Range | None  # 95 %, within (0, 1]; None where it is not determined
     evidence: Evidence
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Hold what can be said of one block.
-
-    Args:
-        block: its name.
-        verdict: on the latest rounds.
-        reasons: what it rests on, or why nothing can be told; plain sentences.
-        latest: the latest rounds; None where there are none.
-        thirds: the thirds of the run.
-        advice: the theory's for the three values of the latest sigma; empty without.
-        restarts: the block's policy, as text.
-    """
+    """Hold what can be said of one block."""
 
     block: str
-    verdict: Verdict
-    reasons: tuple[str, ...]
-    latest: Stage | None
-    thirds: tuple[Stage, ...]
-    advice: tuple[Advice, ...]
-    restarts: str
+    verdict: Verdict  # on the latest rounds
+    reasons: tuple[str, ...]  # what it rests on, or why nothing can be told
+    latest: Stage | None  # the latest rounds; None where there are none
+    thirds: tuple[Stage, ...]  # of the run
+    advice: tuple[Advice, ...]  # the theory's for the three values of the latest sigma; empty without
+    restarts: str  # the block's policy, as text
 
     @property
     def sigma(self) -> Range | None:
@@ -97,23 +77,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Hold what can be said of a run.
+    """Hold what can be said of a run."""
 
-    Args:
-        rule: its outer rule; None if it is not known.
-        rounds: rounds recorded, of several fragments those that all of them have ended.
-        planned: rounds of the whole run; None if it is not known.
-        state: `finished`, `diverged` or `unfinished`.
-        findings: one a block.
-        problems: what is missing or wrong in the folder.
-    """
-
-    rule: OuterRule | None
-    rounds: int
-    planned: int | None
-    state: str
-    findings: tuple[Finding, ...]
-    problems: tuple[str, ...] = ()
+    rule: OuterRule | None  # None if it is not known
+    rounds: int  # recorded, of several fragments those that all of them have ended
+    planned: int | None  # rounds of the whole run; None if it is not known
+    state: str  # `finished`, `diverged` or `unfinished`
+    findings: tuple[Finding, ...]  # one a block
+    problems: tuple[str, ...] = ()  # what is missing or wrong in the folder
 
 
 def diagnose(record: RunRecord) -> Diagnosis:
@@ -155,7 +126,7 @@ def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:
 
 
 def _stage(rule: OuterRule, evidence: Evidence, *, ended: bool) -> Stage:
-    sigma = sigma_range(evidence)
+    sigma = within(evidence.observed) if evidence.rates_known else None
     verdict, reasons = _judge(rule, evidence, sigma, ended=ended)
     return Stage(verdict, tuple(reasons), sigma, evidence)
 
@@ -169,21 +140,10 @@ def weighed(latest: Stage, thirds: tuple[Stage, ...]) -> Stage:
     return dataclasses.replace(latest, verdict="cannot tell", reasons=(*latest.reasons, reason))
 
 
-def sigma_range(evidence: Evidence) -> Range | None:
-    """Return low, estimate and high of sigma (95 %) within (0, 1]; None where the record does not determine it."""
-    interval = evidence.observed.shown_interval
-    if interval is None or not evidence.rates_known:
-        return None
-    low, high = interval
-    return low, min(max(evidence.observed.sigma, low), 1.0), min(high, 1.0)
-
-
 def _judge(rule: OuterRule, latest: Evidence, sigma: Range | None, *, ended: bool) -> tuple[Verdict, list[str]]:
-    growth = _growth(rule, latest, sigma, ended=ended)
-    if growth:
+    if growth := _growth(rule, latest, sigma, ended=ended):
         return "diverges", growth
-    refusal = _refusal(rule, latest)
-    if refusal:
+    if refusal := _refusal(rule, latest):
         return "cannot tell", [refusal]
     reasons = [
         f"Rounds {latest.first} to {latest.last}: the mean cosine between pseudo-gradient and buffer is "
@@ -317,16 +277,12 @@ def _noise(rule: OuterRule, latest: Evidence, sigma: float) -> str:
     rate = min(rate, 1.0)
     if not rate > 0 or -latest.growth + 2 * latest.growth_error >= 0.5 * rate:
         return ""
-    shrinks, changes = _percent(1 - math.exp(-rate)), _percent(math.expm1(latest.growth), sign="+")
+    changes = f"{100 * math.expm1(latest.growth):+.2g} %".replace("-", "\N{MINUS SIGN}")
     return (
-        f"But the norm of the pseudo-gradient does not shrink as the model's would, by {shrinks} a round (it changes "
-        f"by {changes}): noise, or a loss that is not linear here, keeps it moving. That looks alike, and no restart "
-        "removes it."
+        "But the norm of the pseudo-gradient does not shrink as the model's would, by "
+        f"{100 * (1 - math.exp(-rate)):.2g} % a round (it changes by {changes}): noise, or a loss that is not linear "
+        "here, keeps it moving. That looks alike, and no restart removes it."
     )
-
-
-def _percent(share: float, sign: str = "") -> str:
-    return f"{100 * share:{sign}.2g} %".replace("-", "\N{MINUS SIGN}")
 
 
 def step_alone(rule: OuterRule, sigma: float) -> float:
@@ -359,18 +315,6 @@ def _sigma_missing(latest: Evidence) -> str:
         f"{100 * observed.noise_share:.0f} % of the pseudo-gradient's square being noise; without the correction for "
         f"noise it would seem to be {observed.ceiling:.3g}."
     )
-
-
-def check_run(record: RunRecord) -> None:
-    """Refuse a folder from which nothing at all could be read.
-
-    Raises:
-        UsageError: neither a configuration nor rounds.
-    """
-    if not record.config and not len(record.rounds["round"]):
-        raise UsageError(
-            f"{record.path}: holds neither a readable config.yaml nor any round; there is nothing to judge"
-        )
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:

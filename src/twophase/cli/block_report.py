@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from twophase.advice.evidence import within
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
 from twophase.base.progress import meter
@@ -35,7 +36,6 @@ from twophase.spectrum import (
     patterns_of,
     seen,
     setting_of,
-    within,
 )
 from twophase.sweep.table import format_table
 from twophase.tasks.lm.restored import Restored, restore

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import twophase.studies.policies  # noqa: F401 - the run of a study may name a policy of it
 from twophase.advice.text import describe
-from twophase.advice.verdict import as_json, check_run, diagnose
+from twophase.advice.verdict import as_json, diagnose
+from twophase.base.config import UsageError
 from twophase.cli.commands import config_paths, plain_parser
 from twophase.runs.record import read_record
 
@@ -19,7 +20,10 @@ def main(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
     options = parser.parse_args(words)
     record = read_record(options.run, config_paths())
-    check_run(record)
+    if not record.config and not len(record.rounds["round"]):
+        raise UsageError(
+            f"{record.path}: holds neither a readable config.yaml nor any round; there is nothing to judge"
+        )
     diagnosis = diagnose(record)
     print(
         json.dumps(as_json(diagnosis), indent=2, allow_nan=False)

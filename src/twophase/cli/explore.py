@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from twophase.advice.period import Rule, Spectrum
 from twophase.base.config import UsageError, parse_arguments
 from twophase.base.files import write_atomic
 from twophase.cli.commands import parse_known, plain_parser
@@ -14,43 +15,25 @@ from twophase.explorer.page import MARK, State, build
 from twophase.policies.base import Never
 from twophase.policies.scheduled import Periodic
 from twophase.policies.text import parse
-from twophase.rule import Form, OuterRule
+from twophase.rule import OuterRule
 
 _RANGE_MODES = 16
 """Modes of --sigma-range without a COUNT."""
 
 
 @dataclass(frozen=True)
-class Outer:
-    """The outer rule, and when its momentum restarts."""
+class Outer(Rule):
+    """Hold the outer rule, and when its momentum restarts."""
 
-    lr: float = State.lr
-    """Outer learning rate, in the form named below."""
-    momentum: float = State.momentum
-    """Outer momentum, in [0, 1)."""
-    nesterov: bool = State.nesterov
-    """Look ahead (Nesterov) instead of heavy ball."""
-    form: Form = State.form
-    """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
     restart: str = str(State.restart)
     """Rounds between restarts, or `never`."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """Where the page begins: a rule, a spectrum in one of three ways (or the run's), and the length of the run."""
+class Question(Spectrum):
+    """Hold where the page begins: a rule, a spectrum (or the run's), and the length of the run."""
 
     outer: Outer = field(default_factory=Outer)
-    sigma: tuple[float, ...] = ()
-    """Effective progress of one or several modes, each in [0, 1]."""
-    sigma_range: tuple[float, ...] = ()
-    """LOW HIGH or LOW HIGH COUNT: equally spaced modes."""
-    eigenvalues: tuple[float, ...] = ()
-    """Curvatures of the modes; inner learning rate and steps turn them into effective progress."""
-    inner_lr: float | None = None
-    """Learning rate of the inner gradient descent, for --eigenvalues."""
-    inner_steps: int | None = None
-    """Inner steps a round (S), for --eigenvalues."""
     rounds: int = State.rounds
     """Outer rounds of the run."""
 
@@ -59,7 +42,7 @@ def of_run(run: FromRun) -> Question:
     """Return the question with a run's own rule, period and length, on which options come on top."""
     rule = run.rule
     outer = Outer(rule.lr, rule.momentum, rule.nesterov, rule.form, str(run.restart or "never"))
-    return Question(outer, rounds=run.rounds)
+    return Question(outer=outer, rounds=run.rounds)
 
 
 def state_of(question: Question, run: FromRun | None = None) -> State:
@@ -99,31 +82,21 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
 
 def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
     """Return the values of the state that say which spectrum it shows; one by option replaces the run's."""
-    spectra = {"--sigma": question.sigma, "--sigma-range": question.sigma_range, "--eigenvalues": question.eigenvalues}
-    named = [name for name, value in spectra.items() if value]
-    inner = {"inner_lr": question.inner_lr, "inner_steps": question.inner_steps}
-    if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} are exclusive; give one of them")
-    if named != ["--eigenvalues"] and any(value is not None for value in inner.values()):
-        raise UsageError("--inner-lr and --inner-steps go with --eigenvalues; leave them out, or give the eigenvalues")
-    if question.eigenvalues:
-        if None in inner.values():
-            raise UsageError(
-                "--eigenvalues needs --inner-lr and --inner-steps, for example --inner-lr 0.02 --inner-steps 50"
+    match question.option():
+        case "--eigenvalues":
+            assert question.inner_steps is not None
+            inner = {"inner_lr": question.inner_lr, "inner_steps": int(question.inner_steps)}
+            return {"spectrum": "curvature", "curvatures": question.eigenvalues} | inner
+        case "--sigma-range":
+            low, high, count = question.ends(_RANGE_MODES)
+            return {"spectrum": "range", "low": low, "high": high, "count": count}
+        case "--sigma":
+            is_single = len(question.sigma) == 1
+            return (
+                {"spectrum": "one", "sigma": question.sigma[0]}
+                if is_single
+                else {"spectrum": "list", "sigmas": question.sigma}
             )
-        return {"spectrum": "curvature", "curvatures": question.eigenvalues} | inner
-    if ends := question.sigma_range:
-        count = ends[2] if len(ends) == 3 else _RANGE_MODES
-        if not 2 <= len(ends) <= 3 or not ends[0] <= ends[1] or count % 1:
-            raise UsageError(
-                f"--sigma-range {' '.join(f'{end:g}' for end in ends)}: write LOW HIGH or LOW HIGH COUNT with LOW <= "
-                "HIGH and a whole COUNT, for example --sigma-range 0.3 0.95 20"
-            )
-        return {"spectrum": "range", "low": ends[0], "high": ends[1], "count": int(count)}
-    if len(question.sigma) == 1:
-        return {"spectrum": "one", "sigma": question.sigma[0]}
-    if question.sigma:
-        return {"spectrum": "list", "sigmas": question.sigma}
     if run is not None and not run.spectrum.sigma:
         raise UsageError(
             f"--run {run.spectrum.name}: effective progress {run.spectrum.note} Give --sigma, --sigma-range or "

@@ -41,10 +41,7 @@ class Update:
     `m_old`: substitute `momentum m_old = m - w g`.
 
     Args:
-        lr: outer learning rate in the named form.
-        momentum: in [0, 1).
-        nesterov: whether to look ahead.
-        form: `"sum"` or `"ema"`.
+        lr, momentum, nesterov, form: of the outer rule.
         fresh: the buffers hold nothing yet and count as 0; they are written without being read.
         step: a policy's update in place of the rule's; `lr` and `nesterov` are then unused.
         restart: of the buffers, before or after; it plays no part in comparisons, nor in the arithmetic of the update.
@@ -78,8 +75,7 @@ class Update:
     def simplified(self, *, unrounded: bool) -> Update:
         """Return the same update with fewer operations, where a policy's step is one of momentum SGD.
 
-        Args:
-            unrounded: the parameters have the buffers' dtype, so both ways round alike.
+        With parameters `unrounded`, of the buffers' dtype, more of them round alike.
         """
         step = self.step
         if step is None or step.mix is None or step.mix[1] != 1 or step.along_m != step.along_g * step.mix[0]:

@@ -40,17 +40,17 @@ class Part(NamedTuple):
 
 
 class Sweep(Protocol):
-    """Step and restart a group's parameters, pseudo-gradients and buffers as flat vectors, in one go.
-
-    `buffers` are views in the parameters' shapes, in their order, zeros before the first round; `measure` says whether
-    `run` takes the inner products on its way.
-    """
+    """Step and restart a group's parameters, pseudo-gradients and buffers as flat vectors, in one go."""
 
     @property
-    def buffers(self) -> Sequence[Tensor]: ...  # noqa: D102
+    def buffers(self) -> Sequence[Tensor]:
+        """The buffers in the parameters' shapes, in their order; zeros before the first round."""
+        ...
 
     @property
-    def measure(self) -> bool: ...  # noqa: D102
+    def measure(self) -> bool:
+        """Whether `run` takes the inner products on its way."""
+        ...
 
     def dots(self, *, fresh: bool, angle: bool) -> Dots | None:
         """Return the inner products before the round; None where only the tensors themselves give their bits."""
@@ -64,7 +64,7 @@ class Sweep(Protocol):
 class OuterSGD(Optimizer):
     """SGD with momentum on pseudo-gradients; its momentum restarts when a policy says so.
 
-    Each `step()` is one outer round. With g the `.grad` of a parameter x and b the momentum:
+    Each `step()` is one outer round. With g the `.grad` of a parameter x, b the momentum and m its `momentum_buffer`:
 
         sum form:  m <- b m + g;          x <- x - lr m   or, Nesterov,  x <- x - lr (g + b m)
         EMA form:  m <- b m + (1 - b) g;  x <- x - lr m   or, Nesterov,  x <- x - lr ((1 + b) m - b m_old)
@@ -72,30 +72,21 @@ class OuterSGD(Optimizer):
     then, if the policy restarts after this round, `m <- retain m + inject g` (hard: m <- 0). With `Never()` in sum
     form it equals `torch.optim.SGD` (no weight decay, dampening 0) bit for bit, on parameters of float32 and float64.
 
-    | here       | symbol | paper      |
-    |------------|--------|------------|
-    | `lr`       | lr     | nu (in EMA form) |
-    | `momentum` | b      | beta_out   |
-    | `.grad`    | g      | pseudo-gradient g_t |
-    | `state[p]["momentum_buffer"]` | m | m_t |
-    | period of `restart` | K | K      |
-
     Every argument may be set for a param group, so a restart period for a block of parameters is a param group:
 
         OuterSGD([{"params": embeddings, "restart": Periodic(5)}, {"params": blocks, "restart": Periodic(9)}], lr=0.7)
 
     All memory lies in `state` (buffers) and `param_groups` (plain numbers and text: `rounds`, `rounds_since_restart`,
-    `restarts`, `policy_state`, in a `state_dict()` as JSON, and the policy in its text form), so `state_dict()` moves
-    all of it: to disk, to a healing replica of torchft, through `torch.save` with `weights_only` loading. Buffers of
-    16-bit parameters are float32 and stay so when loaded. Gradients are only read. A group in which no parameter has a
-    gradient takes no round; in one that takes one, a parameter without a gradient stays where it is, and its buffer
-    restarts with the others. A policy that is put into a param group as an object starts without memory; as text it
-    takes over the memory that is there.
+    `restarts`, `policy_state`, the policy's text form), so `state_dict()` moves all of it, also through `torch.save`
+    with `weights_only` loading. Buffers of 16-bit parameters are float32 and stay so when loaded. Gradients are only
+    read. A group without gradients takes no round; in another one a parameter without a gradient stays where it is, and
+    its buffer restarts with the others. A policy that is put into a param group as an object starts without memory; as
+    text it takes over the memory that is there.
 
     Args:
         params: parameters, named parameters, or param groups.
-        lr: outer learning rate in the form named, >= 0.
-        momentum: in [0, 1).
+        lr: outer learning rate in the form named, >= 0 (the paper's nu in EMA form).
+        momentum: b, in [0, 1) (the paper's beta_out).
         nesterov: whether the step looks ahead.
         form: `"sum"` (as torch.optim.SGD) or `"ema"` (as the restart paper).
         restart: a policy of `twophase.restart`, its text form, or a period.
@@ -194,8 +185,8 @@ class OuterSGD(Optimizer):
                 loss = closure()
         self.last_round = []
         parts = self._parts()
-        bare = not measure and all(option is None for option in (signals, probe, measured, probes))
-        if bare and self._is_rehearsal(parts):
+        is_bare = not measure and all(option is None for option in (signals, probe, measured, probes))
+        if is_bare and self._is_rehearsal(parts):
             return loss
         supplied = set(signals or ()) | (set() if probe is None and probes is None else {PROBES})
         for part in parts:  # all of them before any: a round that is refused has not happened

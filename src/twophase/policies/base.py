@@ -125,7 +125,7 @@ Decision = Restart | Step | None
 class RestartPolicy(ABC):
     """Decide, once a round, whether the outer momentum restarts.
 
-    A subclass is a frozen dataclass of plain numbers or of one tuple. Class variables say what it asks:
+    A subclass is a frozen dataclass of plain numbers and tuples. Class variables say what it asks:
 
     * `needs`: what it reads of a `RoundSignal` beyond the round counters and the rule. The optimizer measures only
       needed norms and angles; the caller of an optimizer or an engine must promise to supply the rest.
