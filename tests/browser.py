@@ -53,3 +53,19 @@ def axe_violations(page: Page) -> list[str]:
         f"{fault['id']} ({fault['impact']}): {fault['help']}: {[node['html'][:120] for node in fault['nodes'][:5]]}"
         for fault in faults
     ]
+
+
+class Watched:
+    """A page, and what goes wrong on it: requests for anything but its files, errors, messages, dialogs."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.troubles: list[str] = []
+        page.set_default_timeout(20_000)
+        page.on("request", lambda request: self._note(request.url, request.url.startswith(("file:", "data:"))))
+        page.on("pageerror", lambda error: self._note(str(error)))
+        page.on("console", lambda message: self._note(message.text, message.type != "error"))
+        page.on("dialog", lambda dialog: self._note(dialog.message))
+
+    def _note(self, text: str, is_harmless: bool = False) -> None:
+        self.troubles += [] if is_harmless else [text]

@@ -22,11 +22,11 @@ from filelock import FileLock
 
 import sitecheck
 import twophase
-from browser import axe_violations
+from browser import Watched, axe_violations
 from twophase import theory
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -185,35 +185,19 @@ def test_markdown_became_html(site: Path) -> None:
 # --- in a browser -------------------------------------------------------------------------------------------------
 
 
-class Watched:
-    """A page of the browser, and whatever went wrong on it: requests for anything but files, errors, complaints."""
-
-    def __init__(self, page: Page) -> None:
-        self.page = page
-        self.troubles: list[str] = []
-        page.set_default_timeout(20_000)
-        page.on("request", lambda request: self.trouble(not request.url.startswith(("file:", "data:")), request.url))
-        page.on("pageerror", lambda error: self.trouble(True, str(error)))
-        page.on("console", lambda message: self.trouble(message.type == "error", message.text))
-
-    def trouble(self, really: bool, text: str) -> None:
-        """Note what went wrong."""
-        if really:
-            self.troubles.append(text)
-
-    def open(self, path: Path) -> None:
-        """Go to a file; it must open without trouble."""
-        self.page.goto(path.as_uri())
-        self.page.wait_for_function("document.documentElement.classList.contains('js')")
-        assert self.troubles == [], path.name
-
-
 @pytest.fixture
 def watched(browser: Browser) -> Iterator[Watched]:
     """A page that is closed afterwards."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     yield Watched(page)
     page.close()
+
+
+def open_page(watched: Watched, path: Path) -> None:
+    """Go to a file of the site; it must open without trouble, and its scripts must have begun."""
+    watched.page.goto(path.as_uri())
+    watched.page.wait_for_function("document.documentElement.classList.contains('js')")
+    assert watched.troubles == [], path.name
 
 
 @pytest.mark.slow
@@ -232,7 +216,7 @@ def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: in
     """axe-core finds no violation of WCAG's levels A and AA, in both colours, on wide and narrow screens."""
     watched.page.emulate_media(color_scheme=scheme)
     watched.page.set_viewport_size({"width": width, "height": 800})
-    watched.open(site / name)
+    open_page(watched, site / name)
     assert axe_violations(watched.page) == []  # (axe reads style sheets again, which a page from disk may not)
     assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
 
@@ -251,13 +235,13 @@ def test_what_scrolls_can_be_reached_by_keyboard(site: Path, watched: Watched) -
     index = "**/search.js"  # of the whole site, which each page would read again; the two pages at the end do
     watched.page.route(index, lambda route: route.fulfill(body="", content_type="text/javascript"))
     for path in pages:
-        watched.open(path)
+        open_page(watched, path)
         assert watched.page.evaluate(UNREACHED) == [], path.name
     watched.page.unroute(index)
-    watched.open(site / "api" / "theory.html")
+    open_page(watched, site / "api" / "theory.html")
     assert watched.page.evaluate(UNREACHED) == []
     watched.page.set_viewport_size({"width": 1280, "height": 800})
-    watched.open(site / "reproduce.html")
+    open_page(watched, site / "reproduce.html")
     assert watched.page.evaluate(UNREACHED) == []
 
 
@@ -277,7 +261,7 @@ UNREACHED = """async () => {
 @pytest.mark.browser
 def test_search_works_from_disk(site: Path, watched: Watched) -> None:
     """The search of a site that was opened from disk finds a function by its name, and asks no server."""
-    watched.open(site / "index.html")
+    open_page(watched, site / "index.html")
     watched.page.locator(".md-search__button").click()
     watched.page.wait_for_function("document.activeElement.shadowRoot?.querySelector('input')")
     watched.page.keyboard.type("log_final_loss")

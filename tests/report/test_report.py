@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from browser import Watched, axe_violations
 from runmaker import EMA, NESTEROV, SUM, config_of, write_lines, write_run, write_summary
 from twophase.advice.verdict import diagnose
 from twophase.cli.main import main
@@ -450,22 +451,15 @@ def test_in_a_browser(browser: Browser, pages: dict[str, Path], name: str, width
 
     The rules are run by the test, past the page's own policy, which lets nothing run.
     """
-    from browser import axe_violations
-
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, bypass_csp=True)
-    page = context.new_page()
-    events: list[str] = []
-    page.on("console", lambda message: events.append(message.text))
-    page.on("pageerror", lambda error: events.append(str(error)))
-    page.on("dialog", lambda dialog: events.append(dialog.message))
-    page.on("request", lambda request: events.append(request.url) if not request.url.startswith("file:") else None)
-    page.goto(pages[name].as_uri())
-    for element in page.query_selector_all("summary"):
+    view: Any = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    watched = Watched(browser.new_page(**view, bypass_csp=True))
+    watched.page.goto(pages[name].as_uri())
+    for element in watched.page.query_selector_all("summary"):
         element.click()
-    assert axe_violations(page) == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert events == []
-    context.close()
+    assert axe_violations(watched.page) == []
+    assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert watched.troubles == []
+    watched.page.close()
 
 
 @pytest.mark.browser

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ pytest.importorskip("matplotlib")
 from twophase.base.config import UsageError
 from twophase.figures.style import styled
 from twophase.rule import OuterRule
-from twophase.studies import linear_network, study
+from twophase.studies import linear_network
 from twophase.studies._digits import (
     Inner,
     Linearised,
@@ -268,15 +267,6 @@ def test_figure(result: Result):
         assert panel.get_title(loc="left")
         assert panel.get_xlabel()
         assert panel.get_ylabel()
-
-
-@pytest.mark.slow
-def test_files(result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`twophase study` finds it and writes its four files; the CSV has every row."""
-    monkeypatch.setattr(linear_network, "table", lambda **_: result)
-    outcome = study.run("linear_network", tmp_path, quick=True)
-    assert [path.suffix for path in outcome.paths] == [".png", ".pdf", ".csv", ".json"]
-    assert len((tmp_path / "linear_network.csv").read_text(encoding="utf-8").splitlines()) == len(result.rows) + 1
 
 
 def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch):

@@ -26,7 +26,7 @@ import numpy as np
 from twophase.figures.style import look, new_figure
 from twophase.studies.study import Result
 
-QUESTION = "Is it " "so?"
+QUESTION = "Is it so?"
 CALLS = []
 
 
@@ -70,7 +70,7 @@ def test_a_study_is_found_by_its_file(toy: Any) -> None:
 
 def test_listing_imports_no_study(toy: Any) -> None:
     """A study that cannot be imported here is listed with its question all the same."""
-    (study._FOLDER / "broken.py").write_text('import nonexistent\n\nQUESTION: str = "What?"\n', encoding="utf-8")
+    (study._FOLDER / "broken.py").write_text('import nonexistent\n\nQUESTION = "What?"\n', encoding="utf-8")
     assert study.questions() == {"broken": "What?", "toy": toy.QUESTION}
 
 

@@ -30,6 +30,8 @@ WIDE = tuple(float(s) for s in np.geomspace(0.01, 1, 12))
 HEAVY_BALL = OuterRule(1.0, 0.9, form="ema")
 NESTEROV = OuterRule(1.0, 0.9, nesterov=True, form="ema")
 """The rule of the paper's figure 1, with and without look-ahead."""
+KINDS = {"HB": False, "NAG": True}
+"""Whether a kind of rule looks ahead."""
 PLAIN = OuterRule(1.0, 0.0, form="ema")
 """The same learning rate without momentum: outer SGD."""
 

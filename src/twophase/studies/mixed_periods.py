@@ -17,6 +17,7 @@ from twophase.figures.style import HATCH, INK, look, name_panels, new_page, sign
 from twophase.rule import OuterRule
 from twophase.studies._model import (
     HEAVY_BALL,
+    KINDS,
     LOG_10,
     PLAIN,
     SIX,
@@ -52,9 +53,8 @@ SPECTRA = {"six modes": np.array(SIX), "three blocks of 9": np.concatenate(block
 TUNED_ROUNDS, LARGEST_LR, LARGEST_MOMENTUM = 24, 4.0, 0.95
 GRIDS = {"coarse": (80, 39), "fine": (160, 77)}
 """Learning rates up to 4 (sum form) and momenta from 0 to 0.95, over which rules are tuned."""
-_KINDS = {"HB": False, "NAG": True}
 Place: TypeAlias = tuple[tuple[float, float], str]
-"""An interval of sigma and a key of `_KINDS`."""
+"""An interval of sigma and a key of `KINDS`."""
 _RATES = {
     "none": ("no restart", 0),
     "fixed": ("best single period", 2),
@@ -75,7 +75,7 @@ def table(*, quick: bool = False) -> Result:
     """
     modes = 61 if quick else MODES
     grids = {"quick": (20, 10)} if quick else GRIDS
-    kinds = [(ends, kind) for ends in INTERVALS for kind in _KINDS]
+    kinds = [(ends, kind) for ends in INTERVALS for kind in KINDS]
     names = {(ends, kind): f"{ends[0]:g} to {ends[1]:g}, {kind}" for ends, kind in kinds}
     rates = {f"{name}, lr {lr:g}": _rates(place, lr, modes) for place, name in names.items() for lr in LRS}
     rows: list[dict[str, Any]] = [
@@ -109,7 +109,7 @@ def table(*, quick: bool = False) -> Result:
 
 def _rates(place: Place, lr: float, modes: int) -> dict[str, Any]:
     """Rates in the long run of the slowest mode of an interval."""
-    (low, high), nesterov = place[0], _KINDS[place[1]]
+    (low, high), nesterov = place[0], KINDS[place[1]]
     rule = OuterRule(lr, MOMENTUM, nesterov, "ema")
     sigma = np.linspace(low, high, modes)
     mix = mixed_periods(rule, sigma, max_period=MAX_PERIOD)
@@ -171,7 +171,7 @@ def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dic
 
 def _tuned(place: Place, sizes: tuple[int, int], modes: int) -> dict[str, Any]:
     """The best worst-case rate after a finite run, learning rate and momentum tuned on a grid, with and without K."""
-    (low, high), nesterov = place[0], _KINDS[place[1]]
+    (low, high), nesterov = place[0], KINDS[place[1]]
     lrs = np.linspace(0, LARGEST_LR, sizes[0] + 1)[1:]
     sigma, periods = np.linspace(low, high, modes), np.arange(1, TUNED_ROUNDS + 1)
     best: dict[str, dict[str, Any]] = {"none": {"rate": -np.inf}, "restart": {"rate": -np.inf}}

@@ -17,7 +17,7 @@ from twophase.figures.style import DIVERGED, HATCH, INK, look, new_page, signed
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
 from twophase.rule import FORM_WORDS, FORMS, Form, OuterRule
-from twophase.studies._model import SIX, WIDE, dot_chart, log10_loss, select, verdict
+from twophase.studies._model import KINDS, SIX, WIDE, dot_chart, log10_loss, select, verdict
 from twophase.studies.study import Result
 from twophase.theory.inputs import rule_grid
 
@@ -49,7 +49,6 @@ COLUMNS = {
 _SHORT = dict(zip(COLUMNS, ("none", "best K", "K=3", "SGD gain K=3", "SGD gain best K", "SGD same lr"), strict=True))
 _SHOWN = ("none", "best", "every_3", "sgd_gain_3")
 _MARKS = dict(zip(COLUMNS, (0, 2, 1, 6, 4, 7), strict=True))
-_KINDS = {"HB": False, "NAG": True}
 
 
 def table(*, quick: bool = False) -> Result:
@@ -62,7 +61,7 @@ def table(*, quick: bool = False) -> Result:
     lrs = {form: np.linspace(*ends, 10 if quick else 27) for form, ends in LRS.items()}
     rows: list[dict[str, Any]] = []
     numbers: dict[str, Any] = {}
-    for (spectrum, (sigma, good)), form, (kind, nesterov) in product(SPECTRA.items(), FORMS, _KINDS.items()):
+    for (spectrum, (sigma, good)), form, (kind, nesterov) in product(SPECTRA.items(), FORMS, KINDS.items()):
         cells = _cells(sigma, form, nesterov, lrs[form], momenta)
         numbers[f"{spectrum}, {form}, {kind}"] = _facts(cells, good)
         where = {"spectrum": spectrum, "form": form, "rule": kind}
@@ -199,10 +198,10 @@ def draw(result: Result) -> Figure:
 
     figure = new_page(9.2)
     top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 1))[:, 0]
-    names = [[f"{form} {kind} {column}" for column in _SHOWN] for form in FORMS for kind in _KINDS]
+    names = [[f"{form} {kind} {column}" for column in _SHOWN] for form in FORMS for kind in KINDS]
     axes = top.subplot_mosaic(names)
     colours = ScalarMappable(Normalize(DEEPEST, INITIAL), "viridis_r")  # light is good, as in all our heatmaps
-    for form, kind, column in product(FORMS, _KINDS, _SHOWN):
+    for form, kind, column in product(FORMS, KINDS, _SHOWN):
         panel = axes[f"{form} {kind} {column}"]
         _draw_heatmap(panel, select(result.rows, spectrum="six modes", form=form, rule=kind), column, colours)
         if form == FORMS[0] and kind == "HB":

@@ -2,7 +2,7 @@
 
 It holds
 
-* `QUESTION: str`, one line;
+* `QUESTION = "..."`, one line;
 * `table(*, quick: bool = False) -> Result`, pure computation; `quick` for a coarser one;
 * `answer(result) -> str`, a few plain lines: what the numbers say, with their controls, and what does not hold;
 * `draw(result) -> Figure`, from the result alone.
@@ -28,10 +28,10 @@ and version), byte for byte the same for the same input.
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import pkgutil
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -97,17 +97,8 @@ def questions() -> dict[str, str]:
 
     Read off the source, so that a list of studies imports none of them: some need torch, or an extra.
     """
-    question_by_name = {}
-    for name in names():
-        tree = ast.parse((_FOLDER / f"{name}.py").read_text(encoding="utf-8"))
-        values = {
-            ast.unparse(target): node.value
-            for node in tree.body
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        }
-        question_by_name[name] = ast.literal_eval(values["QUESTION"])
-    return question_by_name
+    texts = {name: (_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names()}
+    return {name: re.findall(r'^QUESTION = "(.*)"$', text, re.MULTILINE)[0] for name, text in texts.items()}
 
 
 def load(name: str) -> Any:
