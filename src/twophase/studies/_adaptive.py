@@ -34,24 +34,18 @@ CHOSEN = "auto"
 
 
 def result_of(rows: Sequence[Row], scale: Scale, arms: Sequence[str]) -> Result:
-    """Put every arm in numbers, by place, form and rule.
-
-    Args:
-        rows: of the sweep.
-        scale: of the sweep.
-        arms: names of the arms, without form and rule.
-    """
+    """Put every arm in numbers, by place, form and rule; `arms` are names without form and rule."""
     places = {place: _facts(cells, arms) for place, cells in _places(settings(rows)).items()}
     seeds = sorted({row.values[SEED] for row in rows})
     lines = []
     for place, facts in places.items():
         for rule, line_by_arm in facts["rules"].items():
             for arm, line in line_by_arm.items():
-                numbers = {name: line[name] for name in _COLUMNS}
                 over = line["over_chosen"] or {}
+                numbers = {name: line[name] for name in _COLUMNS}
                 numbers |= {f"over_chosen_{what}": over.get(what) for what in ("mean", "low", "high")}
-                period = line.get("period", "")
-                lines.append({"place": place, "rule": rule, "arm": arm, **numbers, "period": period})
+                start = {"place": place, "rule": rule, "arm": arm}
+                lines.append(start | numbers | {"period": line.get("period", "")})
     alone = seeds_words(replace(scale, seeds=tuple(seeds)))
     facts = {
         "seeds": seeds,
@@ -229,29 +223,26 @@ def _place_tables(place: str, facts: Mapping[str, Any]) -> list[str]:
         "rule: geometric mean over the grid, best and worst setting, and settings within "
         f"{WITHIN:.0%} of the best of all."
     ]
-    lines_by_rule: Mapping[str, Any] = facts["rules"]
+    every: Mapping[str, Any] = facts["rules"]
     for form in BOTH_FORMS:
-        rules = [rule for rule in lines_by_rule if rule.startswith(form)]
-        if rules:
-            header = ["", *(word for rule in rules for word in (rule, "best", "worst", "within"))]
+        lines_by_rule = {rule: lines for rule, lines in every.items() if rule.startswith(form)}
+        if lines_by_rule:
+            header = ["", *(word for rule in lines_by_rule for word in (rule, "best", "worst", "within"))]
             body = [
-                [arm, *(word for rule in rules for word in _line_words(lines_by_rule[rule].get(arm)))]
-                for arm in arms_of(lines_by_rule[rule] for rule in rules)
+                [arm, *(word for lines in lines_by_rule.values() for word in _line_words(lines.get(arm)))]
+                for arm in arms_of(lines_by_rule.values())
             ]
             blocks.append(format_table(header, body))
-    if lines_by_rule:
-        arms = [arm for arm in arms_of(lines_by_rule.values()) if arm != CHOSEN]
+    if every:
+        arms = [arm for arm in arms_of(every.values()) if arm != CHOSEN]
         body = [
-            [
-                arm,
-                *(_ratio_words(lines[arm]["over_chosen"]) if arm in lines else "" for lines in lines_by_rule.values()),
-            ]
+            [arm, *(_ratio_words(lines[arm]["over_chosen"]) if arm in lines else "" for lines in every.values())]
             for arm in arms
         ]
-        body.append([BEST_K, *(lines[BEST_K]["period"] for lines in lines_by_rule.values())])
-        blocks.append(format_table([f"over {CHOSEN}", *lines_by_rule], body))
+        body.append([BEST_K, *(lines[BEST_K]["period"] for lines in every.values())])
+        blocks.append(format_table([f"over {CHOSEN}", *every], body))
     parts = []
-    for rule, lines in lines_by_rule.items():
+    for rule, lines in every.items():
         worst = lines[CHOSEN]["against_never"]
         if worst and worst["largest_ratio"] is not None:
             parts.append(f"{rule} {worst['largest_ratio']:.3f}, of a seed {worst['largest_of_a_seed']:.3f}")
@@ -284,25 +275,23 @@ def arms_of(lines: Iterable[Collection[str]]) -> list[str]:
 
 
 def aims(places: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, bool | None]]:
-    """Say what a policy without hyperparameters is for, and where it is reached."""
+    """Say what a policy without hyperparameters is for, and where it is reached; None where that is not known."""
+    within = f"within {CLOSE:.1%} of the best of all, or within what the seeds can tell"
     reached: dict[str, dict[str, bool | None]] = {}
     for place, facts in places.items():
+        over = facts["single"][BEST_OTHER]
+        is_open = bool(over and over["high"] is not None and over["high"] >= 1)  # the seeds cannot tell which is ahead
         for rule, lines in facts["rules"].items():
-            mine = lines[CHOSEN]
+            mine, never = lines[CHOSEN], lines[CHOSEN]["against_never"]
             holds: dict[str, bool | None] = {}
             for other in (BEST_K, AVERAGING):
-                mean, beside = mine["geometric_mean"], lines[other]["geometric_mean"]
-                holds[f"{CHOSEN} is at or below {other} in geometric mean over the grid"] = (
-                    None if mean is None or beside is None else mean <= beside
-                )
-            close = None
-            if facts["best"] is not None and mine["best"] is not None:
-                over = facts["single"][BEST_OTHER]
-                close = mine["best"] <= facts["best"] * (1 + CLOSE)
-                close = close or bool(over and over["high"] is not None and over["high"] >= 1)
-            within = f"within {CLOSE:.1%} of the best of all, or within what the seeds can tell"
-            holds[f"the best setting of {CHOSEN} is {within}"] = close
-            never = mine["against_never"]
+                means = mine["geometric_mean"], lines[other]["geometric_mean"]
+                claim = f"{CHOSEN} is at or below {other} in geometric mean over the grid"
+                holds[claim] = None if None in means else means[0] <= means[1]
+            bests = mine["best"], facts["best"]
+            holds[f"the best setting of {CHOSEN} is {within}"] = (
+                None if None in bests else bests[0] <= bests[1] * (1 + CLOSE) or is_open
+            )
             holds[f"where no restart works, {CHOSEN} is in no setting worse for every seed"] = (
                 never["worse_for_every_seed"] == 0 if never and never["settings"] else None
             )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from twophase.figures.heatmaps import Panel, heatmaps, scale_of, tile
 from twophase.judge.cells import CONTROL, MISSING, fate, outcome
@@ -20,23 +19,14 @@ from twophase.sweep.table import SEED, Row, Setting, format_table, geometric_mea
 CLAIM_MOMENTUM, CLAIM_RATIO = 0.9, 1.2
 """The claim that the verdict checks: at this momentum, heavy ball without restarts is worse by at least this factor."""
 _LR, _MOMENTUM = "outer.lr", "outer.momentum"
-Places = Mapping[tuple[float, float], Setting]
-"""From (momentum, learning rate) of the main grid to the setting there."""
 
 
 def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
     """Draw `demo` (the main grid) and, if the sweep has controls, `controls` as `.png`, `.pdf` and `.csv`.
 
     Both are 2 x 2 heatmaps, heavy ball above Nesterov, on one colour scale; the left column of `controls` holds the
-    gain-matched runs in the place of the restarted cells that they control. With several seeds they show means.
-
-    Args:
-        rows: of the sweep's `cells.csv`.
-        sweep: the sweep that `demo` returned.
-        folder: where the figures go, the sweep's `figures`.
-
-    Returns:
-        The paths written.
+    gain-matched runs in the place of the restarted cells that they control. With several seeds they show means. The
+    folder is the sweep's `figures`; returned are the paths written.
     """
     cells, by_run = settings(rows), {row.run: row for row in rows}
     by_arm: dict[str, dict[tuple[float, float], Setting]] = {}
@@ -51,12 +41,6 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
     best = readable(min(finished, default=None)) or "none yet"
     outlined = f"Outlined: within {WITHIN:.0%} of the best of all runs ({best})."
     run = f"{base.replicas} replicas, {base.inner_steps} inner steps a round, {base.rounds} rounds. {outlined}"
-    labels: dict[str, Any] = {
-        "x_label": "outer learning rate",
-        "y_label": "outer momentum",
-        "colour_label": "validation perplexity a token",
-        "scale": scale_of(finished, WITHIN),
-    }
 
     def panel(kind: str, words: str, arm: str, where: str) -> Panel:
         """Make an arm a heatmap at the places where it, or another arm, has runs."""
@@ -64,51 +48,53 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
         grid = [[by_arm[arm].get((momentum, lr)) for lr in lrs] for momentum in momenta]
         return Panel(f"{kind[0].upper()}{kind[1:]}, {words}", lrs, momenta, [list(map(tile, row)) for row in grid])
 
-    def pages(arms: Mapping[str, str], words: str) -> list[list[Panel]]:
-        restarted = {kind: arm_name(kind, str(PERIOD)) for kind in KINDS}
-        every = f"restart every {PERIOD} rounds"
-        return [[panel(kind, words, arm, arm), panel(kind, every, restarted[kind], arm)] for kind, arm in arms.items()]
-
-    arms = {kind: arm_name(kind, "never") for kind in KINDS}
-    title, note = f"Outer momentum with and without restarts ({form})", _lines([run, _momentum_free(rows)])
-    paths = heatmaps(pages(arms, "no restart"), title=title, note=note, path_stem=folder / "demo", **labels)
-    arms = {kind: matched_arm(kind) for kind in KINDS}
-    if set(arms.values()) <= set(by_arm):
-        title = f"The same mean outer gain without and with restarts ({form})"
-        note = f"Left: learning rate lowered until the mean outer gain is that of the cell to the right.\n{outlined}"
-        panels = pages(arms, f"no restart, mean gain of K={PERIOD}")
-        paths += heatmaps(panels, title=title, note=note, path_stem=folder / "controls", **labels)
+    paths = []
+    for name, arm_of, words, title, note in (
+        (
+            "demo",
+            {kind: arm_name(kind, "never") for kind in KINDS},
+            "no restart",
+            f"Outer momentum with and without restarts ({form})",
+            _lines([run, _momentum_free(rows)]),
+        ),
+        (
+            "controls",
+            {kind: matched_arm(kind) for kind in KINDS},
+            f"no restart, mean gain of K={PERIOD}",
+            f"The same mean outer gain without and with restarts ({form})",
+            f"Left: learning rate lowered until the mean outer gain is that of the cell to the right.\n{outlined}",
+        ),
+    ):
+        if by_arm.keys() >= set(arm_of.values()):
+            every = f"restart every {PERIOD} rounds"
+            paths += heatmaps(
+                [
+                    [panel(kind, words, arm, arm), panel(kind, every, arm_name(kind, str(PERIOD)), arm)]
+                    for kind, arm in arm_of.items()
+                ],
+                title=title,
+                note=note,
+                path_stem=folder / name,
+                x_label="outer learning rate",
+                y_label="outer momentum",
+                colour_label="validation perplexity a token",
+                scale=scale_of(finished, WITHIN),
+            )
     return paths
 
 
 def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
-    """Say what the demo showed: the arms, the controls, and the claim on heavy ball at momentum 0.9.
-
-    Args:
-        rows: of the sweep's `cells.csv`.
-        sweep: the sweep that `demo` returned.
-
-    Returns:
-        Several lines of plain text, computed from the rows; nothing is known in advance.
-    """
+    """Say in plain text what the demo showed: the arms, the controls, and the claim on heavy ball at momentum 0.9."""
     seeds, judged = _seeds(sweep), judge(rows, (WITHIN,))
     what = f"mean over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     header = "arm,cells,best,at,geo. mean,worst,within 25%,share,diverged,missing".split(",")
-    table = [
-        [
-            arm.arm,
-            arm.settings,
-            readable(arm.best.perplexity) if arm.best else "",
-            f"momentum {arm.best.values[_MOMENTUM]:g}, lr {arm.best.values[_LR]:g}" if arm.best else "",
-            readable(arm.geometric_mean),
-            readable(arm.worst.perplexity) if arm.worst else "",
-            arm.areas[0].near,
-            f"{arm.areas[0].near / arm.settings:.0%}",
-            arm.diverged,
-            arm.missing,
-        ]
-        for arm in judged.arms
-    ]
+    table = []
+    for arm in judged.arms:
+        best, near = arm.best, arm.areas[0].near
+        at = f"momentum {best.values[_MOMENTUM]:g}, lr {best.values[_LR]:g}" if best else ""
+        bests = (arm.settings, readable(best.perplexity) if best else "", at, readable(arm.geometric_mean))
+        worst = readable(arm.worst.perplexity) if arm.worst else ""
+        table.append([arm.arm, *bests, worst, near, f"{near / arm.settings:.0%}", arm.diverged, arm.missing])
     bound = judged.best.perplexity * (1 + WITHIN) if judged.best and judged.best.perplexity else None
     near = "not known yet" if bound is None else f"at most {readable(bound)}"
     parts = [

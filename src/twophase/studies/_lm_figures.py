@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twophase.figures.heatmaps import Scale, colours_of, draw_colour_bar, draw_tiles, scale_of
+from twophase.figures.style import new_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,34 +17,55 @@ LineAt = Callable[[Any, Any], Mapping[str, Any] | None]
 """From the values of the horizontal and the vertical axis to the line there, None where the design has no run."""
 NEVER_FIRES = "\N{WHITE CIRCLE}"
 """Marks a restart whose period the run is too short for."""
+PageRow = tuple[str, float, Sequence[LineAt]]
+"""A row of heatmaps: its label, the perplexity at or below which cells are outlined, and the cells of each."""
 
 
-def colours_for(lines: Sequence[Mapping[str, Any]]) -> ScalarMappable:
-    """Return one logarithmic colour scale for all lines of a page: from the best to the worst, at most 3 times that."""
-    return colours_of(scale_of([line["perplexity"] for line in lines if line["perplexity"] is not None]))
+def heatmap_page(
+    rows: Sequence[PageRow],
+    lines: Sequence[Mapping[str, Any]],
+    *,
+    x: Sequence[float],
+    y: Sequence[float],
+    x_label: str,
+    height: float,
+    size: float,
+    words: str,
+) -> tuple[Figure, Any]:
+    """Draw rows of heatmaps over the same axes; return the page and its panels, whose titles are left to the caller.
+
+    One logarithmic colour scale holds for all `lines`: from the best to the worst, at most 3 times that. `height` is in
+    inches, `size` that of the numbers in points, and `words` stand below everything.
+    """
+    figure = new_page(height)
+    panels = figure.subplots(len(rows), len(rows[0][2]), squeeze=False)
+    values = [line["perplexity"] for line in lines if line["perplexity"] is not None]
+    colours = colours_of(scale_of(values))
+    for row, (label, bound, columns) in zip(panels, rows, strict=True):
+        for axes, line_at in zip(row, columns, strict=True):
+            _draw_heatmap(axes, line_at, x=x, y=y, colours=colours, bound=bound, size=size)
+        row[0].set_ylabel(label, fontsize=7)
+    for axes in panels[-1]:
+        axes.set_xlabel(x_label, fontsize=7, labelpad=1)
+    low, high = colours.get_clim()
+    scale = Scale(low, high, bound=low)  # what is outlined differs from panel to panel: no mark on the bar
+    where = {"ax": list(panels.ravel()), "aspect": 45, "fraction": 0.03, "pad": 0.01}
+    draw_colour_bar(figure, colours, scale, "validation perplexity a token", max(values, default=low), **where)
+    note(figure, words)
+    return figure, panels
 
 
-def draw_heatmap(
+def _draw_heatmap(
     axes: Axes,
-    x: Sequence[Any],
-    y: Sequence[Any],
     line_at: LineAt,
     *,
+    x: Sequence[float],
+    y: Sequence[float],
     colours: ScalarMappable,
     bound: float,
-    size: float = 6.0,
+    size: float,
 ) -> None:
-    """Draw one small heatmap with its numbers.
-
-    Args:
-        axes: where.
-        x: values of the horizontal axis, from left to right.
-        y: values of the vertical axis, from bottom to top.
-        line_at: the line at (x, y); a restart that never fires gets a circle behind its number.
-        colours: of the page.
-        bound: cells at or below it are outlined.
-        size: of the numbers, in points.
-    """
+    """Draw one small heatmap with its numbers; a restart that never fires gets a circle behind its number."""
     lines = {(i, j): line_at(across, up) for i, across in enumerate(x) for j, up in enumerate(y)}
     cells = [
         (*place, None, None) if line is None else (*place, line["state"], line["perplexity"])
@@ -63,17 +85,6 @@ def draw_heatmap(
 def never_fires(line: Mapping[str, Any]) -> bool:
     """Return whether a setting names a restart that no run of its length feels."""
     return line["restart"] != "never" and line["restarts"] == 0
-
-
-def colour_bar(
-    figure: Figure, axes: Iterable[Axes], colours: ScalarMappable, lines: Sequence[Mapping[str, Any]]
-) -> None:
-    """Draw the page's colour bar."""
-    low, high = colours.get_clim()
-    scale = Scale(low, high, bound=low)  # what is outlined differs from panel to panel: no mark on the bar
-    worst = max((line["perplexity"] for line in lines if line["perplexity"] is not None), default=low)
-    label = "validation perplexity a token"
-    draw_colour_bar(figure, colours, scale, label, worst, ax=list(axes), aspect=45, fraction=0.03, pad=0.01)
 
 
 def note(figure: Figure, text: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 
 from twophase.base.config import UsageError
@@ -109,15 +109,11 @@ def _seeds_by_arm(rows: Sequence[Row], every: Collection[int]) -> dict[str, set[
 
 
 def _widest(sets: Sequence[set[int]]) -> set[int]:
-    """Find the seeds that the most arms share; of several such, the most seeds."""
-    # What several arms share is an intersection of theirs.
-    candidates = {frozenset(seeds) for seeds in sets} | {frozenset({seed}) for seeds in sets for seed in seeds}
-    size = 0
-    while len(candidates) > size:
-        size = len(candidates)
-        candidates |= {common for a in candidates for b in candidates if (common := a & b)}
+    """Find the seeds that the most arms share; of several such, the most seeds, then the smallest."""
+    every = sorted(set[int]().union(*sets))  # a handful, so that all their choices can be compared
 
-    def worth(seeds: frozenset[int]) -> tuple[int, int, list[int]]:
-        return sum(seeds <= other for other in sets), len(seeds), [-seed for seed in sorted(seeds)]
+    def worth(seeds: Sequence[int]) -> tuple[int, int, list[int]]:
+        return sum(other.issuperset(seeds) for other in sets), len(seeds), [-seed for seed in seeds]
 
-    return set(max(candidates, key=worth, default=frozenset()))
+    choices = chain.from_iterable(combinations(every, size) for size in range(1, len(every) + 1))
+    return set(max(choices, key=worth, default=()))

@@ -9,16 +9,15 @@ Source: paper section 4, figure 3, and the last figure of the appendix; theory n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import twophase.studies._lm as lm
-from twophase.figures.style import new_page
 from twophase.recipes.paper import BOTH_FORMS, PERIOD, RULES, Scale, arm_name, control_name, robustness_heatmaps
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN, Line, perplexity_words, ratio_words
-from twophase.studies._lm_figures import colour_bar, colours_for, draw_heatmap, note
+from twophase.studies._lm_figures import LineAt, PageRow, heatmap_page
 from twophase.studies.study import Result
 from twophase.sweep.grid import MOMENTUM_FREE, Sweep
 from twophase.sweep.table import Row, format_table, readable
@@ -189,31 +188,19 @@ def _tally_regions(claim: str, places: Mapping[str, Any], arm: str, other: str) 
 
 def draw(result: Result) -> Figure:
     """Rows: communication period, form and rule; columns: no restart, K = 3, and no restart at the gain of K = 3."""
-    lines, lrs, momenta = result.rows, result.settings["lrs"], result.settings["momenta"]
-    controls, count = result.numbers["controls"], len(result.numbers["places"])
-    figure = new_page(1.0 + count * (0.16 * len(momenta) + 0.2))
-    axes = figure.subplots(count, 3, squeeze=False)
-    drawn = [line for line in lines if line["arm"] != MOMENTUM_FREE]
-    colours = colours_for(drawn)
-    for row, (inner_steps, form, kind) in zip(axes, product(controls, BOTH_FORMS, RULES), strict=True):
-        here = lm.pick(lines, inner_steps=int(inner_steps))
+    lrs, momenta = result.settings["lrs"], result.settings["momenta"]
+    controls, seeds = result.numbers["controls"], len(result.settings["seeds"])
+    drawn = [line for line in result.rows if line["arm"] != MOMENTUM_FREE]
+    rows: list[PageRow] = []
+    for inner_steps, form, kind in product(controls, BOTH_FORMS, RULES):
+        here = lm.pick(drawn, inner_steps=int(inner_steps))
         # "within" is relative to the best of the same communication period, so each has its own bound.
         top = controls[inner_steps]["best_of_all"]
         bound = -1.0 if top is None else top["perplexity"] * (1 + WITHIN)
         restarted = arm_name(form, kind, _RESTARTED)
-        panels = ((arm_name(form, kind, _NEVER), "lr"), (restarted, "lr"), (control_name(restarted), "of_lr"))
-        for panel, (arm, lr_name) in zip(row, panels, strict=True):
-            draw_heatmap(panel, lrs, momenta, _line_at(here, arm, lr_name), colours=colours, bound=bound)
-        row[0].set_ylabel(f"{FORM_WORDS[form]}, S={inner_steps}\n{kind}", fontsize=7)
-    titles = ("no restart", f"restart every {PERIOD} rounds", f"no restart, mean gain of K={PERIOD}")
-    for panel, title in zip(axes[0], titles, strict=True):
-        panel.set_title(title)
-    for panel in axes[:-1].ravel():
-        panel.set_xticklabels([])
-    for panel in axes[-1]:
-        panel.set_xlabel("outer learning rate", fontsize=7, labelpad=1)
-    colour_bar(figure, axes.ravel(), colours, drawn)
-    seeds = len(result.settings["seeds"])
+        arms = ((arm_name(form, kind, _NEVER), "lr"), (restarted, "lr"), (control_name(restarted), "of_lr"))
+        cells = [_line_at(lm.pick(here, arm=arm), lr_name) for arm, lr_name in arms]
+        rows.append((f"{FORM_WORDS[form]}, S={inner_steps}\n{kind}", bound, cells))
     words = "; ".join(
         f"S={inner_steps}: momentum-free {perplexity_words(facts['momentum_free'])}, plain averaging "
         f"{perplexity_words(facts['averaging'])}"
@@ -221,9 +208,23 @@ def draw(result: Result) -> Figure:
     )
     outlined = f"Outlined: within {WITHIN:.0%} of the best of all runs of the same S."
     mean = f"Means over {seeds} seeds. " if seeds > 1 else ""
-    note(figure, f"Vertical: outer momentum. {outlined} {mean}\n{words}.")
+    figure, panels = heatmap_page(
+        rows,
+        drawn,
+        x=lrs,
+        y=momenta,
+        x_label="outer learning rate",
+        height=1.0 + len(rows) * (0.16 * len(momenta) + 0.2),
+        size=6.0,
+        words=f"Vertical: outer momentum. {outlined} {mean}\n{words}.",
+    )
+    titles = ("no restart", f"restart every {PERIOD} rounds", f"no restart, mean gain of K={PERIOD}")
+    for panel, title in zip(panels[0], titles, strict=True):
+        panel.set_title(title)
+    for panel in panels[:-1].ravel():
+        panel.set_xticklabels([])
     return figure
 
 
-def _line_at(lines: Sequence[Any], arm: str, lr_name: str) -> Callable[[float, float], Any]:
-    return lambda lr, momentum: lm.first(lines, **{"arm": arm, lr_name: lr, "momentum": momentum})
+def _line_at(lines: Sequence[Any], lr_name: str) -> LineAt:
+    return lambda lr, momentum: lm.first(lines, **{lr_name: lr, "momentum": momentum})
