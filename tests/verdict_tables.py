@@ -78,16 +78,16 @@ def finished(arm: str, perplexities: Sequence[float], **place: Any) -> list[Row]
 
 
 def only(judged: Verdict, arm: str, control: str) -> Comparison:
-    (found,) = [one for one in judged.comparisons if (one.arm, one.control) == (arm, control)]
-    return found
+    (pair,) = [pair for pair in judged.comparisons if (pair.arm, pair.control) == (arm, control)]
+    return pair
 
 
 def measured(comparison: Comparison, measure: str, within: float | None = None) -> Difference:
-    (found,) = [one for one in comparison.differences if (one.measure, one.within) == (measure, within)]
-    return found
+    (difference,) = [d for d in comparison.differences if (d.measure, d.within) == (measure, within)]
+    return difference
 
 
 def values(difference: Difference) -> list[float]:
     """One number a seed: infinite where one side diverged, nan where there is nothing to compare."""
     special = {"control diverged": math.inf, "arm diverged": -math.inf}
-    return [special.get(one.remark, math.nan) if one.value is None else one.value for one in difference.by_seed]
+    return [special.get(seed.remark, math.nan) if seed.value is None else seed.value for seed in difference.by_seed]

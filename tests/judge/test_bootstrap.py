@@ -40,43 +40,43 @@ def test_order_and_sign(differences: list[float], random: object) -> None:
     shuffled = list(differences)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     for interval in (percentile_interval, t_interval):
-        found = interval(differences)
-        assert found is not None
-        assert interval(shuffled) == found
+        ends = interval(differences)
+        assert ends is not None
+        assert interval(shuffled) == ends
         negated = interval([-value for value in differences])
-        assert negated == pytest.approx((-found.high, -found.low), abs=1e-12)
+        assert negated == pytest.approx((-ends.high, -ends.low), abs=1e-12)
 
 
 @settings(deadline=None)
 @given(MANY)
 def test_stays_between_the_extremes(differences: list[float]) -> None:
     """A percentile interval never leaves [min, max]; for 3 differences at 95 % it is just that."""
-    found = percentile_interval(differences)
-    assert found is not None
-    assert min(differences) <= found.low <= found.high <= max(differences)
+    ends = percentile_interval(differences)
+    assert ends is not None
+    assert min(differences) <= ends.low <= ends.high <= max(differences)
     if len(differences) <= 3:
-        assert found == pytest.approx((min(differences), max(differences)), abs=1e-12)
+        assert ends == pytest.approx((min(differences), max(differences)), abs=1e-12)
 
 
 def test_shift_and_scale() -> None:
     """Intervals move and grow with the differences."""
     differences = [0.3, -0.1, 0.7, 0.2]
     for interval in (percentile_interval, t_interval):
-        found = interval(differences)
-        assert found is not None
+        ends = interval(differences)
+        assert ends is not None
         moved = interval([5 + 3 * value for value in differences])
-        assert moved == pytest.approx((5 + 3 * found.low, 5 + 3 * found.high), rel=1e-12)
+        assert moved == pytest.approx((5 + 3 * ends.low, 5 + 3 * ends.high), rel=1e-12)
 
 
 def test_students_interval_against_its_table() -> None:
     """The half width is the tabulated quantile times the standard error: 12.706, 4.303 and 2.365 for 2, 3, 8."""
     for count, quantile in ((2, 12.7062), (3, 4.30265), (8, 2.36462)):
         differences = [float(k) for k in range(count)]
-        found = t_interval(differences)
-        assert found is not None
+        ends = t_interval(differences)
+        assert ends is not None
         error = float(np.std(differences, ddof=1)) / math.sqrt(count)
-        assert (found.high - found.low) / 2 == pytest.approx(quantile * error, rel=1e-5)
-        assert (found.high + found.low) / 2 == pytest.approx((count - 1) / 2, rel=1e-12)
+        assert (ends.high - ends.low) / 2 == pytest.approx(quantile * error, rel=1e-5)
+        assert (ends.high + ends.low) / 2 == pytest.approx((count - 1) / 2, rel=1e-12)
 
 
 @pytest.mark.parametrize(("seeds", "measured"), [(2, 0.502), (3, 0.749), (4, 0.797), (5, 0.838)])
@@ -85,8 +85,8 @@ def test_coverage_is_what_the_text_says(seeds: int, measured: float) -> None:
     draws = np.random.default_rng(2).standard_normal((4000, seeds)).tolist()
     share = {}
     for interval in (percentile_interval, t_interval):
-        found = [interval(draw) for draw in draws]
-        share[interval] = sum(one is not None and one.low <= 0 <= one.high for one in found) / len(draws)
+        every = [interval(draw) for draw in draws]
+        share[interval] = sum(ends is not None and ends.low <= 0 <= ends.high for ends in every) / len(draws)
     error = 4 * math.sqrt(measured * (1 - measured) / len(draws))
     assert share[percentile_interval] == pytest.approx(measured, abs=error)
     assert share[percentile_interval] < largest_coverage(seeds) + error
@@ -97,10 +97,10 @@ def test_beyond_enumeration() -> None:
     """Drawn resamples come from a fixed generator and agree with the normal approximation for many differences."""
     differences = np.random.default_rng(3).standard_normal(40).tolist()
     assert len(differences) > EXACT_SEEDS
-    found, again, student = percentile_interval(differences), percentile_interval(differences), t_interval(differences)
-    assert found is not None
-    assert found == again
-    assert found == pytest.approx(student, abs=0.05)
+    ends, again, student = percentile_interval(differences), percentile_interval(differences), t_interval(differences)
+    assert ends is not None
+    assert ends == again
+    assert ends == pytest.approx(student, abs=0.05)
 
 
 def test_too_few_or_impossible() -> None:

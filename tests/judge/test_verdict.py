@@ -19,19 +19,7 @@ from twophase.judge.difference import Difference
 from twophase.judge.verdict import Verdict, verdict
 from twophase.judge.verdict_text import describe, write
 from twophase.sweep.table import Row
-from verdict_tables import (
-    FIRST,
-    LR,
-    MATCHED,
-    MOMENTUM,
-    SECOND,
-    TABLES,
-    WITHIN,
-    measured,
-    only,
-    row,
-    values,
-)
+from verdict_tables import FIRST, LR, MATCHED, MOMENTUM, SECOND, TABLES, WITHIN, measured, only, row, values
 
 # ------------------------------------------------------------------------------------------- a slow way to the same
 
@@ -41,95 +29,95 @@ Place = tuple[Any, ...]
 
 def by_place(rows: Sequence[Row], arm: str) -> dict[Place, dict[Any, Row]]:
     """(lr, momentum) -> seed -> row."""
-    found: dict[Place, dict[Any, Row]] = {}
-    for one in rows:
-        if one.arm == arm:
-            found.setdefault((one.values[LR], one.values[MOMENTUM]), {})[one.values.get("seed")] = one
-    return found
+    places: dict[Place, dict[Any, Row]] = {}
+    for cell in rows:
+        if cell.arm == arm:
+            places.setdefault((cell.values[LR], cell.values[MOMENTUM]), {})[cell.values.get("seed")] = cell
+    return places
 
 
 def mean(rows: Sequence[Row]) -> float | None:
-    if any(one.state != "finished" for one in rows):
+    if any(row.state != "finished" for row in rows):
         return None
-    return sum(one.perplexity or math.nan for one in rows) / len(rows)
+    return sum(row.perplexity or math.nan for row in rows) / len(rows)
 
 
 def means(rows: Sequence[Row], arm: str) -> dict[Place, float]:
-    found = {place: mean(list(seeds.values())) for place, seeds in by_place(rows, arm).items()}
-    return {place: value for place, value in found.items() if value is not None}
+    each = {place: mean(list(seeds.values())) for place, seeds in by_place(rows, arm).items()}
+    return {place: value for place, value in each.items() if value is not None}
 
 
-def lowest(found: dict[Place, float]) -> Place | None:
-    return min(found, key=lambda place: found[place], default=None)
+def lowest(each: dict[Place, float]) -> Place | None:
+    return min(each, key=lambda place: each[place], default=None)
 
 
-def gap(ours: Row, theirs: Row) -> float:
+def gap(arm: Row, control: Row) -> float:
     """The log ratio log p_control - log p_arm, infinite where one diverged, nan where there is nothing to compare."""
-    states = {ours.state, theirs.state}
+    states = {arm.state, control.state}
     if states & {"missing", "failed"} or states == {"diverged"}:
         return math.nan
     if "diverged" in states:
-        return -math.inf if ours.state == "diverged" else math.inf
-    return math.log((theirs.perplexity or math.nan) / (ours.perplexity or math.nan))
+        return -math.inf if arm.state == "diverged" else math.inf
+    return math.log((control.perplexity or math.nan) / (arm.perplexity or math.nan))
 
 
 def held_out(rows: Sequence[Row], arm: str, control: str, seeds: Sequence[Any]) -> list[float]:
     """For each seed the difference on it between what looks best in a table without it."""
-    found = []
+    differences = []
     for seed in seeds:
-        rest = [one for one in rows if one.values["seed"] != seed]
-        places = [lowest(means(rest, name)) for name in (arm, control)]
-        judged = []
-        for name, place in zip((arm, control), places, strict=True):
+        rest, judged = [row for row in rows if row.values["seed"] != seed], []
+        for name in (arm, control):
+            place = lowest(means(rest, name))
             if place is not None:
                 judged.append(by_place(rows, name)[place][seed])
             else:
-                hopeless = all(
-                    any(one.state == "diverged" for one in runs.values()) for runs in by_place(rest, name).values()
-                )
-                judged.append(row(name, None, state="diverged" if hopeless else "missing"))
-        found.append(gap(*judged))
-    return found
+                diverged = [any(r.state == "diverged" for r in runs.values()) for runs in by_place(rest, name).values()]
+                judged.append(row(name, None, state="diverged" if all(diverged) else "missing"))
+        differences.append(gap(*judged))
+    return differences
 
 
 def matched(rows: Sequence[Row], arm: str, control: str) -> list[tuple[dict[Any, Row], dict[Any, Row]]]:
     """Cells of both arms at one place, or linked; without those that are the same runs, unless all are."""
-    ours, theirs = by_place(rows, arm), by_place(rows, control)
+    cells, others = by_place(rows, arm), by_place(rows, control)
     if control == MATCHED:
-        runs = {one.run: (one.values[LR], one.values[MOMENTUM]) for one in rows if one.arm == arm}
-        linked = {place: {one.control_of or "" for one in cells.values()} for place, cells in theirs.items()}
-        found = [
-            (ours[runs[of]], theirs[place]) for place, targets in linked.items() for of in sorted(targets) if of in runs
+        place_of = {row.run: (row.values[LR], row.values[MOMENTUM]) for row in rows if row.arm == arm}
+        linked = {place: {row.control_of or "" for row in seeds.values()} for place, seeds in others.items()}
+        pairs = [
+            (cells[place_of[of]], others[place])
+            for place, targets in linked.items()
+            for of in sorted(targets)
+            if of in place_of
         ]
-        found = [pair for i, pair in enumerate(found) if all(pair[0] is not other[0] for other in found[:i])]
+        pairs = [pair for i, pair in enumerate(pairs) if all(pair[0] is not other[0] for other in pairs[:i])]
     else:
         # Momentum varies unless it has one value within each of the arms.
-        momenta = [{place[1] for place in side} for side in (ours, theirs)]
+        momenta = [{place[1] for place in side} for side in (cells, others)]
         key = (lambda p: p) if any(len(side) > 1 for side in momenta) else (lambda p: p[:1])
-        there = {key(place): cells for place, cells in theirs.items()}
-        found = [(cells, there[key(place)]) for place, cells in ours.items() if key(place) in there]
-    different = [pair for pair in found if any(one.twin_of is None for side in pair for one in side.values())]
-    return different or found
+        there = {key(place): seeds for place, seeds in others.items()}
+        pairs = [(seeds, there[key(place)]) for place, seeds in cells.items() if key(place) in there]
+    different = [pair for pair in pairs if any(row.twin_of is None for side in pair for row in side.values())]
+    return different or pairs
 
 
 def states_of(pair: tuple[dict[Any, Row], dict[Any, Row]]) -> set[str]:
-    return {one.state for side in pair for one in side.values()}
+    return {row.state for side in pair for row in side.values()}
 
 
 def check_summary(difference: Difference, expected: Sequence[float]) -> None:
     """The figures of a difference against what follows from its values seed by seed."""
     assert values(difference) == pytest.approx(list(expected), rel=1e-9, abs=1e-12, nan_ok=True)
-    known = [value for value in values(difference) if not math.isnan(value)]
-    assert difference.better == sum(value > 0 for value in known)
-    assert difference.worse == sum(value < 0 for value in known)
-    assert difference.seeds == len(known)
-    if not known or any(map(math.isinf, known)):
+    numbers = [value for value in values(difference) if not math.isnan(value)]
+    assert difference.better == sum(value > 0 for value in numbers)
+    assert difference.worse == sum(value < 0 for value in numbers)
+    assert difference.seeds == len(numbers)
+    if not numbers or any(map(math.isinf, numbers)):
         assert (difference.mean, difference.bootstrap, difference.t) == (None, None, None)
         return
-    assert difference.mean == pytest.approx(sum(known) / len(known), rel=1e-9, abs=1e-12)
-    if len(set(known)) > 1:
-        assert difference.bootstrap == percentile_interval(known)
-        student = t_interval(known)
+    assert difference.mean == pytest.approx(sum(numbers) / len(numbers), rel=1e-9, abs=1e-12)
+    if len(set(numbers)) > 1:
+        assert difference.bootstrap == percentile_interval(numbers)
+        student = t_interval(numbers)
         assert student is not None
         if difference.measure == "area":
             assert difference.t == (max(student.low, -1), min(student.high, 1))
@@ -144,11 +132,11 @@ def check_summary(difference: Difference, expected: Sequence[float]) -> None:
 def test_arms(rows: list[Row]) -> None:
     """Counts, best, spread, areas, geometric mean, worst and held-out perplexity of each arm, computed otherwise."""
     judged = verdict(rows, WITHIN)
-    best = min((value for arm in {one.arm for one in rows} for value in means(rows, arm).values()), default=None)
+    best = min((value for arm in {row.arm for row in rows} for value in means(rows, arm).values()), default=None)
     assert (judged.best.perplexity if judged.best else None) == pytest.approx(best)
     for arm in judged.arms:
         cells, finished = by_place(rows, arm.arm), means(rows, arm.arm)
-        diverged = sum(any(one.state == "diverged" for one in runs.values()) for runs in cells.values())
+        diverged = sum(any(row.state == "diverged" for row in runs.values()) for runs in cells.values())
         assert (arm.settings, arm.finished, arm.diverged) == (len(cells), len(finished), diverged)
         assert arm.finished + arm.diverged + arm.missing == arm.settings
         assert [area.near for area in arm.areas] == [
@@ -164,8 +152,8 @@ def test_arms(rows: list[Row]) -> None:
             assert arm.best.perplexity == pytest.approx(finished[place])
             assert arm.worst.perplexity == pytest.approx(max(finished.values()))
             assert arm.geometric_mean == pytest.approx(math.prod(finished.values()) ** (1 / len(finished)))
-        seeds = sorted({one.values["seed"] for one in rows})
-        chosen = [lowest(means([one for one in rows if one.values["seed"] != seed], arm.arm)) for seed in seeds]
+        seeds = sorted({row.values["seed"] for row in rows})
+        chosen = [lowest(means([row for row in rows if row.values["seed"] != seed], arm.arm)) for seed in seeds]
         runs = [None if place is None else cells[place][seed] for place, seed in zip(chosen, seeds, strict=True)]
         if len(seeds) < 3 or any(run is None or run.state != "finished" for run in runs):
             assert arm.held_out is None
@@ -177,25 +165,25 @@ def test_arms(rows: list[Row]) -> None:
 @given(TABLES)
 def test_tuned_and_held_out(rows: list[Row]) -> None:
     """Best against best on the same seeds, and leave-one-seed-out by really leaving the seed out of the table."""
-    judged, seeds = verdict(rows, WITHIN), sorted({one.values["seed"] for one in rows})
-    for one in judged.comparisons:
-        assert one.seeds == tuple(seeds)
-        places = [lowest(means(rows, arm)) for arm in (one.arm, one.control)]
-        tuned = measured(one, "tuned best")
+    judged, seeds = verdict(rows, WITHIN), sorted({row.values["seed"] for row in rows})
+    for pair in judged.comparisons:
+        assert pair.seeds == tuple(seeds)
+        places = [lowest(means(rows, arm)) for arm in (pair.arm, pair.control)]
+        tuned = measured(pair, "tuned best")
         if None in places:
             assert tuned.by_seed == ()
             assert "nothing finished" in tuned.note
         else:
             sides = [
-                by_place(rows, arm)[place or ()] for arm, place in zip((one.arm, one.control), places, strict=True)
+                by_place(rows, arm)[place or ()] for arm, place in zip((pair.arm, pair.control), places, strict=True)
             ]
             check_summary(tuned, [gap(sides[0][seed], sides[1][seed]) for seed in seeds])
-        left_out = measured(one, "held out")
+        left_out = measured(pair, "held out")
         if len(seeds) < 3:
             assert left_out.by_seed == ()
             assert "needs 3 seeds" in left_out.note
         else:
-            check_summary(left_out, held_out(rows, one.arm, one.control, seeds))
+            check_summary(left_out, held_out(rows, pair.arm, pair.control, seeds))
 
 
 @configure(deadline=None)
@@ -203,24 +191,24 @@ def test_tuned_and_held_out(rows: list[Row]) -> None:
 def test_cells_and_areas(rows: list[Row]) -> None:
     """Matched cells: mean log ratio over those that finished everywhere, areas over all that are there."""
     judged = verdict(rows, WITHIN, controls=[FIRST])
-    seeds = sorted({one.values["seed"] for one in rows})
+    seeds = sorted({row.values["seed"] for row in rows})
     best = {
         seed: min(
             (r.perplexity or 0 for r in rows if r.values["seed"] == seed and r.state == "finished"), default=math.nan
         )
         for seed in seeds
     }
-    assert {one.arm for one in judged.comparisons} == {SECOND}
-    for one in judged.comparisons:
-        cells = matched(rows, SECOND, one.control)
-        assert bool(cells) == (one.cells.matched > 0) == (len(one.differences) > 2)
+    assert {pair.arm for pair in judged.comparisons} == {SECOND}
+    for pair in judged.comparisons:
+        cells = matched(rows, SECOND, pair.control)
+        assert bool(cells) == (pair.cells.matched > 0) == (len(pair.differences) > 2)
         if not cells:
             continue
-        finished = [pair for pair in cells if states_of(pair) == {"finished"}]
+        finished = [sides for sides in cells if states_of(sides) == {"finished"}]
         expected = [sum(gap(a[s], c[s]) for a, c in finished) / len(finished) for s in seeds if finished]
         if finished:
-            check_summary(measured(one, "cells"), expected)
-        there = [pair for pair in cells if not states_of(pair) & {"missing", "failed"}]
+            check_summary(measured(pair, "cells"), expected)
+        there = [sides for sides in cells if not states_of(sides) & {"missing", "failed"}]
         for x in WITHIN:
             shares = [
                 (sum(near(a[s], best[s], x) for a, _ in there) - sum(near(c[s], best[s], x) for _, c in there))
@@ -231,11 +219,11 @@ def test_cells_and_areas(rows: list[Row]) -> None:
                 if there
             ]
             if there:
-                check_summary(measured(one, "area", x), shares)
+                check_summary(measured(pair, "area", x), shares)
 
 
-def near(one: Row, best: float, x: float) -> bool:
-    return one.state == "finished" and one.perplexity is not None and one.perplexity <= best * (1 + x)
+def near(row: Row, best: float, x: float) -> bool:
+    return row.state == "finished" and row.perplexity is not None and row.perplexity <= best * (1 + x)
 
 
 # ------------------------------------------------------------------------------------------------------ invariances
@@ -248,9 +236,9 @@ def summary_of(judged: Verdict) -> dict[Any, Any]:
         for arm in judged.arms
     }
     differences = {
-        (one.arm, one.control, d.measure, d.within): (d.better, d.worse, d.mean, d.bootstrap, d.t, d.note)
-        for one in judged.comparisons
-        for d in one.differences
+        (pair.arm, pair.control, d.measure, d.within): (d.better, d.worse, d.mean, d.bootstrap, d.t, d.note)
+        for pair in judged.comparisons
+        for d in pair.differences
     }
     return arms | differences
 
@@ -260,9 +248,9 @@ def summary_of(judged: Verdict) -> dict[Any, Any]:
 def test_order_does_not_matter(rows: list[Row], number: int) -> None:
     """Permuting rows, or giving the seeds other numbers, changes nothing."""
     rng = random.Random(number)
-    seeds = sorted({one.values["seed"] for one in rows})
+    seeds = sorted({row.values["seed"] for row in rows})
     renamed = dict(zip(seeds, rng.sample(range(100), len(seeds)), strict=True))
-    changed = [replace(one, values={**one.values, "seed": renamed[one.values["seed"]]}) for one in rows]
+    changed = [replace(row, values={**row.values, "seed": renamed[row.values["seed"]]}) for row in rows]
     rng.shuffle(changed)
     assert summary_of(verdict(changed, WITHIN)) == summary_of(verdict(rows, WITHIN))
 
@@ -271,40 +259,41 @@ def test_order_does_not_matter(rows: list[Row], number: int) -> None:
 @given(TABLES)
 def test_scale_does_not_matter(rows: list[Row]) -> None:
     """Perplexities four times as high (exactly, for a float) leave areas, ratios and intervals as they are."""
-    scaled = [replace(one, perplexity=one.perplexity and 4 * one.perplexity) for one in rows]
+    scaled = [replace(row, perplexity=row.perplexity and 4 * row.perplexity) for row in rows]
     before, after = verdict(rows, WITHIN), verdict(scaled, WITHIN)
-    for ours, theirs in zip(before.arms, after.arms, strict=True):
-        assert ours.areas == theirs.areas
-        assert (theirs.best.perplexity if theirs.best else None) == (ours.best and 4 * (ours.best.perplexity or 0))
-    for ours, theirs in zip(before.comparisons, after.comparisons, strict=True):
-        for one, other in zip(ours.differences, theirs.differences, strict=True):
-            assert (one.better, one.worse, one.note) == (other.better, other.worse, other.note)
-            assert values(other) == pytest.approx(values(one), abs=1e-12, nan_ok=True)
+    for arm, scaled_arm in zip(before.arms, after.arms, strict=True):
+        assert arm.areas == scaled_arm.areas
+        best = arm.best and 4 * (arm.best.perplexity or 0)
+        assert (scaled_arm.best.perplexity if scaled_arm.best else None) == best
+    for pair, scaled_pair in zip(before.comparisons, after.comparisons, strict=True):
+        for difference, other in zip(pair.differences, scaled_pair.differences, strict=True):
+            assert (difference.better, difference.worse, difference.note) == (other.better, other.worse, other.note)
+            assert values(other) == pytest.approx(values(difference), abs=1e-12, nan_ok=True)
 
 
 @configure(deadline=None)
 @given(TABLES)
 def test_exchanging_arm_and_control(rows: list[Row]) -> None:
     """Which of two arms is called the control turns every sign and interval round, and inverts the ratio."""
-    two = [one for one in rows if one.arm in {FIRST, SECOND} and one.values[MOMENTUM] > 0]
+    two = [row for row in rows if row.arm in {FIRST, SECOND} and row.values[MOMENTUM] > 0]
     there = only(verdict(two, WITHIN, controls=[FIRST]), SECOND, FIRST)
     back = only(verdict(two, WITHIN, controls=[SECOND]), FIRST, SECOND)
-    for one, other in zip(there.differences, back.differences, strict=True):
-        assert (one.better, one.worse, one.equal) == (other.worse, other.better, other.equal)
-        assert [-value for value in values(one)] == pytest.approx(values(other), abs=1e-12, nan_ok=True)
-        if one.ratio is not None and other.ratio is not None:
-            assert one.ratio * other.ratio == pytest.approx(1)
-        for ours, theirs in ((one.bootstrap, other.bootstrap), (one.t, other.t)):
-            assert (ours is None) == (theirs is None)
-            if ours and theirs:
-                assert (-ours.high, -ours.low) == pytest.approx(theirs, abs=1e-12)
+    for difference, other in zip(there.differences, back.differences, strict=True):
+        assert (difference.better, difference.worse, difference.equal) == (other.worse, other.better, other.equal)
+        assert [-value for value in values(difference)] == pytest.approx(values(other), abs=1e-12, nan_ok=True)
+        if difference.ratio is not None and other.ratio is not None:
+            assert difference.ratio * other.ratio == pytest.approx(1)
+        for interval, turned in ((difference.bootstrap, other.bootstrap), (difference.t, other.t)):
+            assert (interval is None) == (turned is None)
+            if interval and turned:
+                assert (-interval.high, -interval.low) == pytest.approx(turned, abs=1e-12)
 
 
 @configure(deadline=None)
 @given(TABLES, st.floats(1e-3, 1e3))
 def test_what_has_not_finished_enters_no_mean(rows: list[Row], junk: float) -> None:
     """Whatever number stands in a row that diverged, failed or is missing, the verdict is the same."""
-    changed = [one if one.state == "finished" else replace(one, perplexity=junk) for one in rows]
+    changed = [row if row.state == "finished" else replace(row, perplexity=junk) for row in rows]
     assert verdict(changed, WITHIN) == verdict(rows, WITHIN)
 
 

@@ -12,23 +12,15 @@ from twophase.base.config import UsageError
 from twophase.judge.verdict import select, verdict
 from twophase.judge.verdict_text import describe, write
 from twophase.sweep.table import Row, geometric_mean, read_rows
-from verdict_tables import (
-    LR,
-    finished,
-    measured,
-    name,
-    only,
-    row,
-    values,
-)
+from verdict_tables import LR, finished, measured, name, only, row, values
 
 
 def test_tuned_best_by_hand() -> None:
     """Three seeds, two settings: the plain choice flatters, the held-out one does not, and both say so."""
     rows = finished("a", (8.0, 8.0, 8.0), lr=0.3) + finished("a", (4.0, 9.0, 9.5), lr=0.7)
     rows += finished("free", (9.0, 9.0, 9.0), momentum=0.0)
-    one = only(verdict(rows), "a", "free")
-    tuned, honest = measured(one, "tuned best"), measured(one, "held out")
+    pair = only(verdict(rows), "a", "free")
+    tuned, honest = measured(pair, "tuned best"), measured(pair, "held out")
     assert values(tuned) == pytest.approx([math.log(9 / 4), 0.0, math.log(9 / 9.5)])
     assert (tuned.better, tuned.worse, tuned.equal) == (1, 1, 1)
     # Without seed 0 the first setting looks best; without one of the others, the lucky second one.
@@ -53,7 +45,7 @@ def test_a_held_out_divergence_counts_against_the_arm() -> None:
     rows = [*finished("a", (8.0, 8.0), lr=0.3), row("a", None, 0.3, seed=2, state="diverged")]
     rows += finished("a", (9.0, 9.1, 9.2), lr=0.7) + finished("free", (10.0, 10.1, 10.2), momentum=0.0)
     difference = measured(only(verdict(rows), "a", "free"), "held out")
-    assert [one.remark for one in difference.by_seed] == ["", "", "arm diverged"]
+    assert [seed.remark for seed in difference.by_seed] == ["", "", "arm diverged"]
     assert (difference.better, difference.worse, difference.mean) == (2, 1, None)
     assert "arm diverged in 1 of 3 seeds; no mean" in difference.note
 
@@ -63,12 +55,12 @@ def test_same_runs() -> None:
     twins = [f"t{seed}" for seed in range(3)]
     rows = [row(arm, 8.0 + s, 0.3, 0.0, s, twin_of=t) for s, t in enumerate(twins) for arm in ("a", "free")]
     rows += [row("a", 9.5 + s, 0.3, 0.9, s) for s in range(3)]
-    one = only(verdict(rows), "a", "free")
-    for difference in one.differences:
+    pair = only(verdict(rows), "a", "free")
+    for difference in pair.differences:
         assert set(values(difference)) == {0.0}
         assert (difference.mean, difference.bootstrap, difference.t) == (0.0, None, None)
         assert "same runs" in difference.note
-    assert (one.cells.matched, one.cells.same) == (1, 1)
+    assert (pair.cells.matched, pair.cells.same) == (1, 1)
 
 
 def test_copies_of_a_pair_count_once() -> None:
@@ -80,39 +72,38 @@ def test_copies_of_a_pair_count_once() -> None:
             rows.append(row(arm, value + seed, 0.3, 0.9, seed))
             rows.append(row(arm, value + seed, 0.7, 0.9, seed, twin_of=name(arm, 0.3, 0.9, seed)))
             rows.append(row(arm, value - seed, 1.1, 0.9, seed))
-    one = only(verdict(rows, controls=["b"]), "a", "b")
-    assert (one.cells.matched, one.cells.same) == (3, 1)
+    pair = only(verdict(rows, controls=["b"]), "a", "b")
+    assert (pair.cells.matched, pair.cells.same) == (3, 1)
     expected = [(math.log((8 + s) / (9.5 + s)) + math.log((8 - s) / (9.5 - s))) / 2 for s in range(3)]
-    assert values(measured(one, "cells")) == pytest.approx(expected)
-    assert measured(one, "cells").note == "2 of 3 cells; left out: 1 the same runs"
+    assert values(measured(pair, "cells")) == pytest.approx(expected)
+    assert measured(pair, "cells").note == "2 of 3 cells; left out: 1 the same runs"
 
 
 def test_cells_without_a_partner() -> None:
     """Cells that only one side has, or has on other seeds, are in no comparison, and are counted."""
     rows = [*finished("a", (8.0, 8.1)), row("a", 5.0, lr=0.7, seed=2), row("a", 5.0, lr=1.1)]
     rows += [*finished("b", (9.0, 9.2)), row("b", 4.0, lr=0.7, seed=3)]
-    one = only(verdict(rows, controls=["b"]), "a", "b")
-    assert one.seeds == (0, 1)
-    assert (one.cells.matched, one.cells.missing, one.cells.same) == (2, 1, 0)
-    assert (one.cells.arm_alone, one.cells.control_alone) == (1, 0)
-    assert values(measured(one, "cells")) == pytest.approx([math.log(9 / 8), math.log(9.2 / 8.1)])
+    pair = only(verdict(rows, controls=["b"]), "a", "b")
+    assert pair.seeds == (0, 1)
+    assert (pair.cells.matched, pair.cells.missing, pair.cells.same) == (2, 1, 0)
+    assert (pair.cells.arm_alone, pair.cells.control_alone) == (1, 0)
+    assert values(measured(pair, "cells")) == pytest.approx([math.log(9 / 8), math.log(9.2 / 8.1)])
     words = "1 of 2 cells; left out: 1 missing; without a partner: 1 setting of the arm"
-    assert measured(one, "cells").note == words
-
-
-def test_momentum_must_be_known_to_be_zero() -> None:
-    """A sweep that does not vary the momentum has no momentum-free arms."""
-    rows = [Row(arm, arm, {LR: 0.3}, "finished", 8.0) for arm in ("a", "b")]
-    assert [arm.control for arm in verdict(rows).arms] == ["", ""]
+    assert measured(pair, "cells").note == words
 
 
 def test_which_arms_are_controls() -> None:
-    """Linked, named and momentum-free arms are controls, for the reason that is shown; the others are compared."""
+    """Linked, named and momentum-free arms are controls, for the reason that is shown; the others are compared.
+
+    A sweep that does not vary the momentum has no momentum-free arms.
+    """
+    unvaried = [Row(arm, arm, {LR: 0.3}, "finished", 8.0) for arm in ("a", "b")]
+    assert [arm.control for arm in verdict(unvaried).arms] == ["", ""]
     rows = [row("a", 8.0), row("b", 8.1), row("free", 8.2, momentum=0.0)]
     rows.append(row("match", 8.3, 0.1, control_of=rows[0].run))
     judged = verdict(rows, controls=["b"])
     assert [arm.control for arm in judged.arms] == ["", "named", "momentum-free", "paired"]
-    assert [(one.arm, one.control) for one in judged.comparisons] == [("a", "b"), ("a", "free"), ("a", "match")]
+    assert [(pair.arm, pair.control) for pair in judged.comparisons] == [("a", "b"), ("a", "free"), ("a", "match")]
     assert only(judged, "a", "match").cells.matching == "paired"
     with pytest.raises(UsageError, match=r"--controls 'c'.*'a', 'b', 'free', 'match'"):
         verdict(rows, controls=["c"])
@@ -187,7 +178,7 @@ def test_impossible_distances(within: tuple[float, ...]) -> None:
 
 
 def test_what_is_written_is_complete(tmp_path: Path) -> None:
-    """The files hold the tables, and every number by its name."""
+    """The files hold the tables, and every number by its name; what JSON has no word for becomes null."""
     rows = finished("a", (8.0, 8.2, 8.1)) + finished("free", (9.0, 9.1, 9.4), momentum=0.0)
     judged = verdict(rows, [0.05], ["free"])
     markdown, data = write(judged, tmp_path)
@@ -197,12 +188,8 @@ def test_what_is_written_is_complete(tmp_path: Path) -> None:
     assert tuned["ratio"] == pytest.approx(math.exp(tuned["mean"]))
     assert (tuned["better"], tuned["seeds"]) == (3, 3)
     assert tree["arms"][0]["best"]["perplexities"] == [8.0, 8.2, 8.1]
-
-
-def test_json_of_an_infinite_axis_value(tmp_path: Path) -> None:
-    """An axis value that JSON has no word for becomes null; the file stays JSON."""
-    rows = [row("a", 8.0, lr=math.inf), row("a", 9.0, lr=0.3)]
-    tree = json.loads(write(verdict(rows), tmp_path)[1].read_text(), parse_constant=pytest.fail)
+    infinite = verdict([row("a", 8.0, lr=math.inf), row("a", 9.0, lr=0.3)])
+    tree = json.loads(write(infinite, tmp_path)[1].read_text(), parse_constant=pytest.fail)
     assert tree["best"]["values"][LR] is None
 
 
@@ -215,7 +202,7 @@ def test_verdict_on_a_part(tmp_path: Path) -> None:
         for m in (0.0, 0.5)
         for seed in (0, 1)
     ]
-    part = verdict([one for one in rows if one.values["outer.lr"] == 1.0])
+    part = verdict([cell for cell in rows if cell.values["outer.lr"] == 1.0])
     for text in ("1.0", "1", "1e0"):
         assert verdict(select(rows, {"outer.lr": text})) == part
     assert verdict(select(rows, {"outer.lr": "1", "outer.momentum": "0"})).arms[0].settings == 1

@@ -31,17 +31,17 @@ def test_controls_restart_in_no_block() -> None:
     """Momentum-free controls have no fragment's policy; where fragments have one, outer.restart has no control."""
     axes = [Axis("sync.restart", ((), BY_BLOCK)), Axis("outer.restart", ("3",)), Axis("seed", (0, 1))]
     cells = in_arms(BASE, axes)
-    found = controls(BASE, axes, cells)
-    assert [cell.control_of for cell in found if cell.control_of] == [cell.run_id for cell in cells[:2]]
-    assert [(cell.arm, cell.config.seed) for cell in found if not cell.control_of] == [
+    added = controls(BASE, axes, cells)
+    assert [cell.control_of for cell in added if cell.control_of] == [cell.run_id for cell in cells[:2]]
+    assert [(cell.arm, cell.config.seed) for cell in added if not cell.control_of] == [
         ("momentum-free", seed) for seed in (0, 0, 1, 1)
     ]
-    for cell in found:
+    for cell in added:
         assert check(cell.config).sync == BASE.sync
 
 
 def test_a_policy_by_coordinate_has_no_matched_gain(register_policy: Callable[[str], Any]) -> None:
-    """Whatever it needs, nobody knows its updates in advance: it gets the momentum-free controls alone."""
+    """Whatever it needs, its updates are not known in advance: it gets the momentum-free controls alone."""
 
     @register_policy("seldom")
     @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def test_a_policy_by_coordinate_has_no_matched_gain(register_policy: Callable[[s
 
     base = TrainConfig()
     axes = [Axis("outer.restart", ("seldom", "3"))]
-    found = controls(base, axes, in_arms(base, axes))
-    assert [cell.arm for cell in found if cell.control_of] == ["never, gain of K=3"]
+    added = controls(base, axes, in_arms(base, axes))
+    assert [cell.arm for cell in added if cell.control_of] == ["never, gain of K=3"]
     with pytest.raises(ValueError, match="restarts_that_count: seldom"):
         restarts_that_count(Seldom(), 6)

@@ -92,8 +92,8 @@ def test_pace(inner_steps: int):
     assert run == paper_150m(inner_steps)
     assert run.checkpoint_every * inner_steps <= max(1024, inner_steps)
     assert run.evaluate_every * inner_steps <= max(2048, inner_steps)
-    given = replace(paper_150m(), inner_steps=inner_steps, checkpoint_every=3)
-    assert at_pace(given, keep={"checkpoint_every"}).checkpoint_every == 3
+    changed = replace(paper_150m(), inner_steps=inner_steps, checkpoint_every=3)
+    assert at_pace(changed, keep={"checkpoint_every"}).checkpoint_every == 3
 
 
 def test_by_name():

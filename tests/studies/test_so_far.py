@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import madeup
 import textmaker
 from twophase.base.config import UsageError, with_values
 from twophase.cli.main import main
 from twophase.recipes.paper import QUICK, Scale
 from twophase.studies import robustness_heatmaps, study
 from twophase.studies._so_far import complete
-from twophase.sweep.table import SEED, Row, read_rows, rows_of, write_rows
+from twophase.sweep.table import SEED, Row, write_rows
 
-WHOLE = ("adaptive_confirmation", "robustness_heatmaps")
-SCALE = replace(QUICK, name="small", seeds=(0, 1, 2))
+NAME = "adaptive_confirmation"
+SCALE = replace(QUICK, name="small", seeds=(0, 1, 2), lrs=(0.3,), momenta=(0.9,))
 ARMS, SETTINGS, SEEDS = ("a", "b", "c"), (0.1, 0.5), (0, 1, 2)
 
 
@@ -42,34 +43,26 @@ def grid(states: Callable[[int, str, float, int], str]) -> list[Row]:
 
 @given(st.lists(st.sampled_from(["finished", "finished", "diverged", "missing", "failed"]), min_size=36, max_size=36))
 @settings(max_examples=200, deadline=None)
-def test_kept_are_whole_arms_over_equal_seeds_and_no_choice_of_seeds_keeps_more(drawn: list[str]) -> None:
+def test_selected_are_whole_arms_over_equal_seeds_and_no_choice_of_seeds_selects_more(drawn: list[str]) -> None:
     """Against every subset of the seeds: none has more whole arms in all places; none with as many has more seeds."""
     queue = iter(drawn)
     rows = grid(lambda *_: next(queue))
-    kept, words = complete(rows)
-    assert kept == [row for row in rows if row in kept]  # in order
-    seeds = {row.values[SEED] for row in kept}
-    whole = {
-        (place, arm): {
-            seed
-            for seed in SEEDS
-            if all(
-                row.state in {"finished", "diverged"}
-                for row in rows
-                if (place_of(row), row.arm, row.values[SEED]) == (place, arm, seed)
-            )
-        }
-        for place in (4, 16)
-        for arm in ARMS
-    }
+    selected, words = complete(rows)
+    assert selected == [row for row in rows if row in selected]  # in order
+    seeds = {row.values[SEED] for row in selected}
+    open_seeds: dict[Any, set[int]] = {(place, arm): set() for place in (4, 16) for arm in ARMS}
+    for row in rows:
+        if row.state in {"missing", "failed"}:
+            open_seeds[place_of(row), row.arm].add(row.values[SEED])
+    whole = {key: set(SEEDS) - those for key, those in open_seeds.items()}
     best = max(
-        (sum(set(wanted) <= found for found in whole.values()), len(wanted))
+        (sum(set(wanted) <= those for those in whole.values()), len(wanted))
         for size in (1, 2, 3)
         for wanted in combinations(SEEDS, size)
     )
-    arms = {(place_of(row), row.arm) for row in kept}
-    assert arms == {key for key, found in whole.items() if seeds and seeds <= found}
-    assert len(kept) == len(arms) * len(SETTINGS) * len(seeds)
+    arms = {(place_of(row), row.arm) for row in selected}
+    assert arms == {key for key, those in whole.items() if seeds and seeds <= those}
+    assert len(selected) == len(arms) * len(SETTINGS) * len(seeds)
     assert (len(arms), len(seeds)) == (best if best[0] else (0, 0))
     assert ("no arm is whole" in words) == (not arms)
     for place in (4, 16):
@@ -80,12 +73,12 @@ def test_kept_are_whole_arms_over_equal_seeds_and_no_choice_of_seeds_keeps_more(
 
 def test_seeds_that_are_asked_for_are_kept_and_arms_without_them_are_named() -> None:
     rows = grid(lambda _, arm, lr, seed: "missing" if (arm, lr, seed) == ("b", 0.5, 2) else "finished")
-    kept, words = complete(rows)
-    assert {row.values[SEED] for row in kept} == {0, 1}
-    assert {row.arm for row in kept} == set(ARMS)
-    kept, words = complete(rows, [2])
-    assert {row.values[SEED] for row in kept} == {2}
-    assert {row.arm for row in kept} == {"a", "c"}
+    selected, words = complete(rows)
+    assert {row.values[SEED] for row in selected} == {0, 1}
+    assert {row.arm for row in selected} == set(ARMS)
+    selected, words = complete(rows, [2])
+    assert {row.values[SEED] for row in selected} == {2}
+    assert {row.arm for row in selected} == {"a", "c"}
     assert words.splitlines() == [
         "34 of 36 runs have ended. Shown are the arms that are whole for seed 2:",
         "  inner_steps 4: 2 of 3 arms, without b",
@@ -98,23 +91,12 @@ def test_a_run_that_stands_for_others_counts_once() -> None:
     assert complete(rows)[1].startswith("1 of 1 runs")
 
 
-def begun(name: str, out: Path, scale: Scale, lacks: Callable[[Row], bool]) -> list[Row]:
-    """A study's folder with its table, in which some runs have not ended; the finished rows."""
-    module: Any = study.load(name)
-    sweep = module.sweep(scale, [])
-    made = {
-        cell.run_id: {
-            "perplexity": 9 + cell.config.outer.lr + 0.1 * cell.config.seed,
-            "validation_loss": 1.0,
-            "seconds": 1.0,
-            "diverged": False,
-        }
-        for cell in sweep.cells
-    }
-    rows = [
-        replace(row, state="missing", perplexity=None, validation_loss=None, seconds=None) if lacks(row) else row
-        for row in rows_of(sweep, made)
-    ]
+def begun(name: str, out: Path, scale: Scale, lacks: Callable[[Row], bool] = lambda _: False) -> list[Row]:
+    """Make a study's folder with its table, in which some runs have not ended; return the rows."""
+    sweep = study.load(name).sweep(scale, [])
+    gone = {"state": "missing", "perplexity": None, "validation_loss": None, "seconds": None}
+    made: list[Row] = madeup.rows(sweep, lambda cell: 9 + cell.config.outer.lr + 0.1 * cell.config.seed)
+    rows = [replace(row, **gone) if lacks(row) else row for row in made]
     folder = out / f"{name}-{scale.name}"
     folder.mkdir(parents=True)
     write_rows(folder / "cells.csv", rows)
@@ -122,58 +104,47 @@ def begun(name: str, out: Path, scale: Scale, lacks: Callable[[Row], bool]) -> l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", [NAME, "robustness_heatmaps"])
 def test_it_says_what_the_study_says_of_those_runs_and_writes_nothing(name: str, tmp_path: Path) -> None:
     """With all runs the study's own answer; without the last seed's that of a study of the first two."""
     module: Any = study.load(name)
-    for lacks, kept in ((False, 3), (True, 2)):
-        out = tmp_path / str(kept)
-        seeds = sorted({cell.config.seed for cell in module.sweep(SCALE, []).cells})[:3]
-        rows = begun(name, out, SCALE, lambda row, lacks=lacks, last=seeds[-1]: lacks and row.values[SEED] >= last)
+    third = sorted({cell.config.seed for cell in module.sweep(SCALE, []).cells})[2]
+    for first_open in (third, 99):
+        out = tmp_path / str(first_open)
+        rows = begun(name, out, SCALE, lambda row, seed=first_open: row.values[SEED] >= seed)
         before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
         words = study.so_far(name, out, scale=SCALE)
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
         rows = [row for row in rows if row.state == "finished"]
-        there = tuple(sorted({row.values[SEED] for row in rows}))
-        wanted = module.answer(module.table(rows, replace(SCALE, seeds=there)))
-        assert words.endswith(study.folded(wanted))
-        head = words.removesuffix(study.folded(wanted))
-        assert "without" not in head
-        assert head.startswith(f"{len({row.run for row in rows})} of ")
-
-
-def test_nothing_whole_is_said_and_not_computed(tmp_path: Path) -> None:
-    begun("robustness_heatmaps", tmp_path, SCALE, lambda _: True)
-    words = study.so_far("robustness_heatmaps", tmp_path, scale=SCALE)
-    first, *places = words.splitlines()
-    assert first.startswith("0 of ")
-    assert first.endswith("and no arm is whole.")
-    assert all(line.endswith(": no arm") for line in places)
-
-
-NAMES = ("adaptive_confirmation", "robustness_heatmaps", "soft_restart", "wires")
+        seeds = tuple(sorted({row.values[SEED] for row in rows}))
+        answer = study.folded(module.answer(module.table(rows, replace(SCALE, seeds=seeds))))
+        assert words.endswith(answer)
+        assert "without" not in words.removesuffix(answer)
+        assert words.startswith(f"{len({row.run for row in rows})} of ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAME, "robustness_heatmaps", "soft_restart", "wires"])
 def test_whatever_is_missing_something_is_said(name: str, tmp_path: Path) -> None:
-    """Half of the runs, a few, or whole arms are missing at random, as while a study trains: never an error."""
-    module: Any = study.load(name)
-    for number in range(3):
+    """All, half or a few runs, or whole arms are missing at random, as while a study trains: never an error."""
+    arms = sorted({cell.arm for cell in study.load(name).sweep(SCALE, []).cells})
+    for number, share in enumerate((1.0, 0.5, 0.02, 0.0)):
         rng = random.Random(number)
-        arms = sorted({cell.arm for cell in module.sweep(SCALE, []).cells})
-        share = rng.choice([0.0, 0.02, 0.5])
-        gone = set(rng.sample(arms, rng.randint(0, len(arms) - 1)))
-        out = tmp_path / str(number)
+        gone, out = set(rng.sample(arms, rng.randint(0, len(arms) - 1))), tmp_path / str(number)
         begun(name, out, SCALE, lambda row, g=gone, r=rng, s=share: row.arm in g or r.random() < s)
         words = study.so_far(name, out, scale=SCALE)
         assert " runs have ended" in words
         assert "nan" not in words
+        if share == 1:
+            first, *places = words.splitlines()
+            assert first.startswith("0 of ")
+            assert first.endswith("and no arm is whole.")
+            assert all(line.endswith(": no arm") for line in places)
 
 
 def test_a_damaged_table_is_told_and_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--so-far` says so; the study itself counts the runs that lie there and goes on."""
-    begun("robustness_heatmaps", tmp_path, SCALE, lambda _: False)
+    begun("robustness_heatmaps", tmp_path, SCALE)
     table = tmp_path / "robustness_heatmaps-small" / "cells.csv"
     table.write_text("arm,run\nx")
     with pytest.raises(UsageError, match=r"is not a table.*repeat"):
@@ -193,8 +164,7 @@ def test_a_damaged_table_is_told_and_written_again(tmp_path: Path, monkeypatch: 
 
 
 def test_a_study_is_not_drawn_from_a_part_of_its_runs(tmp_path: Path) -> None:
-    """`--workers 0` fills the queue and starts nobody: the study says what to do, and writes no answer."""
-    pytest.importorskip("matplotlib")
+    """`--workers 0` fills the queue and starts no worker: the study says what to do, and writes no answer."""
     corpus = f"file:{textmaker.write(tmp_path / 'text.txt')}"
     scale = replace(SCALE, base=with_values(SCALE.base, {"data.corpus": corpus}), seeds=(0,))
     with pytest.raises(RuntimeError, match=r"runs of .* have not ended, .*sweep-worker --out .*repeat the command"):
@@ -210,13 +180,13 @@ def test_what_cannot_be_said_so_far(tmp_path: Path) -> None:
             study.so_far(name, tmp_path)
     with pytest.raises(UsageError, match=r"--so-far: .*cells\.csv is not there; begin the study"):
         study.so_far("robustness_heatmaps", tmp_path)
-    begun("robustness_heatmaps", tmp_path, SCALE, lambda _: False)
+    begun("robustness_heatmaps", tmp_path, SCALE)
     with pytest.raises(UsageError, match="--so-far 7: the study has no such seed; it has 0, 1, 2"):
         study.so_far("robustness_heatmaps", tmp_path, scale=SCALE, seeds=[7, 0])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begun("robustness_heatmaps", tmp_path, QUICK, lambda _: False)
+    begun("robustness_heatmaps", tmp_path, QUICK)
     assert main(["study", "robustness_heatmaps", "--quick", "--out", str(tmp_path), "--so-far"]) == 0
     plain = capsys.readouterr().out
     assert main(["study", "robustness_heatmaps", "--quick", "--out", str(tmp_path), "--so-far", "0"]) == 0
@@ -228,31 +198,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 def test_tables_from_several_places_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three seeds trained in three places say what they say from one; a part's table may lack axes that it has not."""
-    name = "adaptive_confirmation"
-    begun(name, tmp_path / "one", SCALE, lambda _: False)
-    whole = study.so_far(name, tmp_path / "one", scale=SCALE)
-    seeds = sorted({row.values[SEED] for row in read_rows(tmp_path / "one" / f"{name}-small" / "cells.csv")})
-    tables = []
-    for seed in seeds:
-        rows = begun(name, tmp_path / str(seed), SCALE, lambda row, seed=seed: row.values[SEED] != seed)
-        kept = [row for row in rows if row.state == "finished"]
-        same = {path for path in kept[0].values if len({row.values[path] for row in kept}) == 1}
-        part = [replace(row, values={p: v for p, v in row.values.items() if p not in same}) for row in kept]
-        tables.append(tmp_path / f"{seed}.csv")
-        write_rows(tables[-1], part)
-    assert study.so_far(name, tmp_path / "nowhere", scale=SCALE, tables=tables) == whole
+    """Seeds trained in several places say what they say from one; a part's table may lack axes that it has not."""
+    rows = begun(NAME, tmp_path / "whole", SCALE)
+    whole = study.so_far(NAME, tmp_path / "whole", scale=SCALE)
+    seeds = sorted({row.values[SEED] for row in rows})
+    tables = [tmp_path / f"{seed}.csv" for seed in seeds]
+    for seed, table in zip(seeds, tables, strict=True):
+        part = [row for row in rows if row.values[SEED] == seed]
+        same = {path for path in part[0].values if len({row.values[path] for row in part}) == 1}
+        write_rows(table, [replace(row, values={p: v for p, v in row.values.items() if p not in same}) for row in part])
+    assert study.so_far(NAME, tmp_path / "nowhere", scale=SCALE, tables=tables) == whole
     assert not (tmp_path / "nowhere").exists()
-    first = tmp_path / str(seeds[0])
-    assert study.so_far(name, first, scale=SCALE, tables=tables[1:]) == whole
-    assert study.so_far(name, first, scale=SCALE, tables=tables[1:2]) != whole
+    first = tmp_path / "first"
+    begun(NAME, first, SCALE, lambda row: row.values[SEED] != seeds[0])
+    assert study.so_far(NAME, first, scale=SCALE, tables=tables[1:]) == whole
+    assert study.so_far(NAME, first, scale=SCALE, tables=tables[1:2]) != whole
+    begun("robustness_heatmaps", first, SCALE)
     with pytest.raises(
         UsageError, match=r"--table .*\.csv: .* of its .* rows are no runs of this study.* at this scale"
     ):
-        study.so_far("robustness_heatmaps", first, scale=SCALE, tables=[tmp_path / f"{seeds[0]}.csv"])
-    begun(name, tmp_path, QUICK, lambda _: False)
-    words = ["study", name, "--quick", "--out", str(tmp_path / "nowhere")]
-    table = str(tmp_path / f"{name}-quick" / "cells.csv")
+        study.so_far("robustness_heatmaps", first, scale=SCALE, tables=tables[:1])
+    begun(NAME, tmp_path, QUICK)
+    words = ["study", NAME, "--quick", "--out", str(tmp_path / "nowhere")]
+    table = str(tmp_path / f"{NAME}-quick" / "cells.csv")
     assert main([*words, "--so-far", "--table", table]) == 0
     assert " runs have ended" in capsys.readouterr().out
     assert main([*words, "--table", table]) == 0
@@ -261,39 +229,28 @@ def test_tables_from_several_places_are_joined(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_tables_that_hold_every_run_are_drawn_and_nothing_is_trained(tmp_path: Path) -> None:
-    """What `begun` has made up cannot be trained, so whatever is said is the tables'; a run that lacks is told."""
-    name, out = "adaptive_confirmation", tmp_path / "out"
-    begun(name, tmp_path, SCALE, lambda _: False)
-    rows = read_rows(tmp_path / f"{name}-small" / "cells.csv")
+    """Made-up runs cannot be trained, so whatever is said is the tables'; a run that lacks is named.
+
+    What counts as every run is the study's set of today: one that an older folder's table lacks is missing.
+    """
+    rows = begun(NAME, tmp_path, SCALE)
     tables = [tmp_path / "even.csv", tmp_path / "odd.csv"]
     for parity, path in enumerate(tables):
         write_rows(path, [row for row in rows if row.values[SEED] % 2 == parity])
-    outcome = study.run(name, out, scale=SCALE, tables=tables)
-    whole = study.so_far(name, tmp_path, scale=SCALE)
-    assert whole.endswith("\n" + outcome.answer)
-    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in outcome.paths)
-    with pytest.raises(
-        UsageError, match=r"--table: \d+ of the \d+ runs of adaptive_confirmation have ended in no table"
-    ):
-        study.run(name, tmp_path / "none", scale=SCALE, tables=tables[:1])
+    outcome = study.run(NAME, tmp_path / "out", scale=SCALE, tables=tables)
+    assert study.so_far(NAME, tmp_path, scale=SCALE).endswith("\n" + outcome.answer)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in outcome.paths)
+    with pytest.raises(UsageError, match=rf"--table: \d+ of the \d+ runs of {NAME} have ended in no table"):
+        study.run(NAME, tmp_path / "none", scale=SCALE, tables=tables[:1])
     assert not (tmp_path / "none").exists()
     for other, reason in (("restart_mechanism", "trains nothing"), ("retuning", "by its earlier ones")):
         with pytest.raises(UsageError, match=f"--table: the study {other} .*{reason}"):
             study.run(other, tmp_path / "none", tables=tables)
-
-
-@pytest.mark.slow
-def test_a_folder_of_an_older_set_of_runs_is_no_whole_study(tmp_path: Path) -> None:
-    """What counts as every run is the study's set of today: a run that the folder's table lacks is missing."""
-    name = "adaptive_confirmation"
-    begun(name, tmp_path, SCALE, lambda _: False)
-    table = tmp_path / f"{name}-small" / "cells.csv"
-    rows = read_rows(table)
-    write_rows(tmp_path / "all.csv", rows)
-    last = rows[-1].twin_of or rows[-1].run
-    older = [row for row in rows if last not in (row.run, row.twin_of)]
-    write_rows(tmp_path / "older.csv", older)
-    write_rows(table, [*older, replace(rows[0], arm="an arm of before", run="0123456789ab")])
-    with pytest.raises(UsageError, match=r"1 of the .* runs of adaptive_confirmation have ended in no table"):
-        study.run(name, tmp_path, scale=SCALE, tables=[tmp_path / "older.csv"])
-    assert study.run(name, tmp_path, scale=SCALE, tables=[tmp_path / "all.csv"]).paths
+    last = rows[-1].run
+    older = [row for row in rows if row.run != last]
+    write_rows(tables[0], older)
+    write_rows(
+        tmp_path / f"{NAME}-small" / "cells.csv", [*older, replace(rows[0], arm="an arm of before", run="0123456789ab")]
+    )
+    with pytest.raises(UsageError, match=rf"1 of the .* runs of {NAME} have ended in no table"):
+        study.run(NAME, tmp_path, scale=SCALE, tables=tables[:1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
 from pathlib import Path
@@ -24,7 +24,6 @@ from twophase.runs.folder import standard
 from twophase.runs.record import read_record
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.table import Row
-from twophase.tasks.lm.config import TrainConfig
 from twophase.theory.periods import log_final_loss
 
 if TYPE_CHECKING:
@@ -54,27 +53,20 @@ Periods = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Design:
-    """What a scale makes of the study.
-
-    Args:
-        widths: of the model.
-        inner_steps: communication periods.
-        steps: inner steps of a run.
-        policies: for a block, in the order of preference among equals.
-        search_seed: on which periods are chosen by their results.
-        seeds: on which everything is judged.
-        draws: shuffled assignments of each control.
-        batches: of text that the curvature is a mean over.
-    """
+    """What a scale makes of the study."""
 
     widths: tuple[int, ...]
     inner_steps: tuple[int, ...]
     steps: int
     policies: Periods
+    """For a block, in the order of preference among equals."""
     search_seed: int
+    """On which periods are chosen by their results; everything is judged on `seeds`."""
     seeds: tuple[int, ...]
     draws: int
+    """Shuffled assignments of each control."""
     batches: int
+    """Of text, that the curvature is a mean over."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,7 @@ class Place:
 
 
 def design(scale: Scale) -> Design:
-    """The design of a scale."""
+    """Return the design of a scale."""
     size, steps = scale.base.model.hidden_size, scale.base.steps
     if scale.name == QUICK.name:
         return Design((size,), (scale.short,), 24, (NEVER, "2"), 0, (1,), 1, 1)
@@ -103,68 +95,55 @@ def design(scale: Scale) -> Design:
 
 
 def places(scale: Scale) -> list[Place]:
-    """Every width with every communication period."""
+    """Combine every width with every communication period."""
     made = design(scale)
     return [Place(width, inner_steps) for width in made.widths for inner_steps in made.inner_steps]
 
 
-def config_of(scale: Scale, place: Place, seed: int, periods: Periods, *, momentum: float = MOMENTUM) -> TrainConfig:
-    """One run; without momentum it is plain averaging."""
-    base = scale.base
-    model = replace(
-        base.model,
-        hidden_size=place.width,
-        intermediate_size=base.model.intermediate_size * place.width // base.model.hidden_size,
-    )
+@cache
+def _cell(scale: Scale, place: Place, arm: str, seed: int, periods: Periods) -> Cell:
+    """Return one run; without momentum it is plain averaging."""
+    base, momentum = scale.base, 0.0 if arm == FREE else MOMENTUM
     values = {
-        "steps": design(scale).steps,
+        "model.hidden_size": place.width,
         "inner_steps": place.inner_steps,
-        "seed": seed,
-        "outer.lr": LR if momentum else 1.0,
+        "sync.restart": tuple(f"{name}={policy}" for name, policy in zip(BLOCKS, periods, strict=True)),
         "outer.momentum": momentum,
+        "seed": seed,
+    }
+    fixed = {
+        "model.intermediate_size": base.model.intermediate_size * place.width // base.model.hidden_size,
+        "steps": design(scale).steps,
+        "outer.lr": LR if momentum else 1.0,
         "outer.nesterov": momentum > 0,
         "outer.form": FORM,
         "outer.restart": NEVER,
         "sync.fragments": tuple(f"{name}={pattern}" for name, pattern in BLOCKS.items()),
-        "sync.restart": tuple(f"{name}={policy}" for name, policy in zip(BLOCKS, periods, strict=True)),
         "sync.stagger": False,
         "checkpoint_every": 1_000_000,  # the last one is enough
         "keep_checkpoints": 1,
     }
-    return with_values(replace(base, model=model), values)
-
-
-def pilot(scale: Scale, place: Place) -> str:
-    """Id of the run without restarts on the search seed, in which everything is measured."""
-    return _cell(scale, place, ONE, design(scale).search_seed, _alike(NEVER)).run_id
+    return Cell(arm, values, with_values(base, values | fixed))
 
 
 def _alike(policy: str) -> Periods:
     return (policy,) * len(BLOCKS)
 
 
-@cache
-def _cell(scale: Scale, place: Place, arm: str, seed: int, periods: Periods) -> Cell:
-    config = config_of(scale, place, seed, periods, momentum=0.0 if arm == FREE else MOMENTUM)
-    values = {
-        "model.hidden_size": place.width,
-        "inner_steps": place.inner_steps,
-        "sync.restart": config.sync.restart,
-        "outer.momentum": config.outer.momentum,
-        "seed": seed,
-    }
-    return Cell(arm, values, config)
+def pilot(scale: Scale, place: Place) -> str:
+    """Return the id of the run without restarts on the search seed, in which everything is measured."""
+    return _cell(scale, place, ONE, design(scale).search_seed, _alike(NEVER)).run_id
 
 
 def sweep(scale: Scale, rows: Sequence[Row], measured: Mapping[str, Any]) -> Sweep:
-    """The cells that can be known; see `Staged`."""
+    """Return the cells that follow from the results and measurements so far."""
     scores = scores_of(rows)
     cells = [cell for place in places(scale) for cell in _cells(scale, place, scores, measured)]
     return Sweep(f"blockwise-{scale.name}", scale.base, cells)
 
 
 def scores_of(rows: Sequence[Row]) -> dict[str, float]:
-    """The perplexities of the runs that have ended; infinite for one that has diverged."""
+    """Return the perplexities of the runs that have ended; infinite for one that has diverged."""
     return {
         row.run: math.inf if row.perplexity is None else row.perplexity
         for row in rows
@@ -194,7 +173,7 @@ def _judged(scale: Scale, place: Place, arm: str, periods: Periods) -> Iterator[
 
 
 def _with_shuffled(scale: Scale, place: Place, arm: str, periods: Periods) -> Iterator[Cell]:
-    """An arm, and the same periods on other blocks, drawn at random; none where all are equal."""
+    """Yield an arm, and the same periods on other blocks, drawn at random; none where all are equal."""
     yield from _judged(scale, place, arm, periods)
     others = sorted(set(permutations(periods)) - {periods})
     for drawn in random.Random(f"{place.name} {arm}").sample(others, min(design(scale).draws, len(others))):
@@ -202,13 +181,13 @@ def _with_shuffled(scale: Scale, place: Place, arm: str, periods: Periods) -> It
 
 
 def best_alike(scale: Scale, place: Place, scores: Mapping[str, float]) -> str | None:
-    """The policy for all blocks that is best on the search seed; None as long as a score is missing."""
+    """Find the policy for all blocks that is best on the search seed; None as long as a score is missing."""
     best = _best(scale, place, ONE, [_alike(policy) for policy in design(scale).policies], scores)
     return None if best is None else best[0]
 
 
 def searched(scale: Scale, place: Place, scores: Mapping[str, float]) -> tuple[list[Periods], Periods | None]:
-    """The oracle by search: from the best policy for all, one block after the other takes the policy that is best.
+    """Search the oracle: from the best policy for all, one block after the other takes the policy that is best.
 
     Returns:
         What was or is to be tried, and the best; None as long as a score of what was tried is missing.
@@ -231,7 +210,7 @@ def searched(scale: Scale, place: Place, scores: Mapping[str, float]) -> tuple[l
 def _best(
     scale: Scale, place: Place, arm: str, options: Sequence[Periods], scores: Mapping[str, float]
 ) -> Periods | None:
-    """The first of the options with the least score on the search seed; None as long as a score is missing."""
+    """Find the first of the options with the least score on the search seed; None as long as a score is missing."""
     runs = {option: _cell(scale, place, arm, design(scale).search_seed, option).run_id for option in options}
     return min(options, key=lambda option: scores[runs[option]]) if scores.keys() >= set(runs.values()) else None
 
@@ -240,7 +219,7 @@ def _best(
 
 
 def measure(scale: Scale, rows: Sequence[Row], runs: Path, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Curvature and rounds of the pilot of each place, and the periods that follow; see `Staged`."""
+    """Measure curvature and rounds of the pilot of each place, and the periods that follow."""
     ended = {row.run for row in rows if row.state == "finished"}
     pilots = [pilot(scale, place) for place in places(scale)]
     return {**before, **{run: _measured(scale, runs / run) for run in pilots if run in ended and run not in before}}
@@ -278,7 +257,7 @@ def _measured(scale: Scale, run: Path) -> dict[str, Any]:
 
 
 def _predicted(forecasts: Sequence[Forecast], setting: Setting, policy: str) -> float:
-    """Logarithm of the loss at the end over that at the start, of all blocks together, with one policy for all."""
+    """Return log (loss at the end / loss at the start) of all blocks together, with one policy for all."""
     curvatures = [forecast.curvature for forecast in forecasts]
     shares = [block.parameters * float(block.nodes @ block.weights) for block in curvatures]
     period, total = setting.rounds if policy == NEVER else int(policy), math.fsum(shares)

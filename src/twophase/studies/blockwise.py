@@ -56,7 +56,7 @@ ARMS = (FREE, *(name for arm, control in SHUFFLED.items() for name in (arm, cont
 
 
 def table(rows: Sequence[Row], scale: Scale, measured: Mapping[str, Any]) -> Result:
-    """Every arm of every place with its change against the chosen K, and what was measured there."""
+    """Tell every arm of every place with its change against the chosen K, and what was measured there."""
     places = {place.name: _place(rows, scale, place, measured) for place in cells.places(scale)}
     lines = []
     for name, facts in places.items():
@@ -75,7 +75,7 @@ def table(rows: Sequence[Row], scale: Scale, measured: Mapping[str, Any]) -> Res
 
 
 def _place(rows: Sequence[Row], scale: Scale, place: Place, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """One width and communication period."""
+    """Put one width and communication period in numbers."""
     made = cells.design(scale)
     here = [
         row
@@ -91,6 +91,7 @@ def _place(rows: Sequence[Row], scale: Scale, place: Place, measured: Mapping[st
     arms = {f"{ONE}: {policy}": arm for policy, arm in alike.items()}
     arms |= {name: Arm([row for row in judged if row.arm == name]) for name in ARMS}
     arms = {name: arm for name, arm in arms.items() if arm.periods}
+    pairs = {name: control for name, control in SHUFFLED.items() if {name, control} <= arms.keys()}
     facts = measured.get(cells.pilot(scale, place))
     return {
         "width": place.width,
@@ -102,11 +103,7 @@ def _place(rows: Sequence[Row], scale: Scale, place: Place, measured: Mapping[st
             | arm.change(alike.get(chosen or ""))
             for name, arm in arms.items()
         },
-        "against_shuffled": {
-            name: arms[name].change(arms[control])
-            for name, control in SHUFFLED.items()
-            if name in arms and control in arms
-        },
+        "against_shuffled": {name: arms[name].change(arms[control]) for name, control in pairs.items()},
         "measured": facts,
         "order": _order({policy: arm.perplexity for policy, arm in alike.items()}, facts),
     }
@@ -130,7 +127,7 @@ class Arm:
         self.state = min({row.state for row in rows} - {"finished"}, default="finished" if rows else "missing")
 
     def change(self, other: Arm | None) -> dict[str, Any]:
-        """Geometric mean ratio of perplexities, paired by seed, with its standard error; below 1 is better."""
+        """Return the geometric mean ratio of perplexities over the seeds, with its error; below 1 is better."""
         both = self.logs.keys() & other.logs.keys() if other is not None else set()
         if other is None or self.perplexity is None or other.perplexity is None or not both:
             return dict.fromkeys(("ratio", "error", "low", "high")) | {"ratios": []}
@@ -140,7 +137,7 @@ class Arm:
 
 
 def _order(reached: Mapping[str, float | None], facts: Mapping[str, Any] | None) -> float | None:
-    """Rank correlation between the predicted losses of one K for all and the perplexities; 1 where both order alike."""
+    """Correlate the ranks of the predicted losses of one K for all and of the perplexities; 1 where both agree."""
     perplexities = {policy: value for policy, value in reached.items() if value is not None}
     if facts is None or len(reached) < 3 or len(perplexities) < len(reached):
         return None
@@ -153,7 +150,7 @@ def _order(reached: Mapping[str, float | None], facts: Mapping[str, Any] | None)
 
 
 def answer(result: Result) -> str:
-    """What each arm reached against one K for all, what the theory had foretold, and where that holds."""
+    """Say what each arm reached against one K for all, what the theory had foretold, and where that holds."""
     places, settings = result.numbers["places"], result.settings
     seeds = settings["seeds"]
     judged = (
