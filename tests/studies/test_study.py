@@ -62,16 +62,15 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("twophase.studies.toy", None)
 
 
-def test_a_study_is_found_by_its_file(toy: Any) -> None:
-    """A module in the folder is a study without being named anywhere; helpers with an underscore are none."""
+def test_a_study_is_its_file(toy: Any) -> None:
+    """A module in the folder is a study without being named anywhere; helpers with an underscore are none.
+
+    A study that cannot be imported here is listed with its question all the same.
+    """
     assert study.names() == ["toy"]
-    assert study.questions() == {"toy": "Is it so?"} == {"toy": toy.QUESTION}
-
-
-def test_listing_imports_no_study(toy: Any) -> None:
-    """A study that cannot be imported here is listed with its question all the same."""
     (study._FOLDER / "broken.py").write_text('import nonexistent\n\nQUESTION = "What?"\n', encoding="utf-8")
-    assert study.questions() == {"broken": "What?", "toy": toy.QUESTION}
+    assert study.questions() == {"broken": "What?", "toy": "Is it so?"}
+    assert toy.QUESTION == "Is it so?"
 
 
 def test_every_study_is_complete() -> None:
@@ -90,7 +89,6 @@ def test_every_study_is_complete() -> None:
 
 def test_four_files(toy: Any, tmp_path: Path) -> None:
     """A study leaves picture, PDF, rows and facts, and nothing else; `quick` reaches the computation and the facts."""
-    pytest.importorskip("matplotlib")
     out = tmp_path / "deep" / "out"
     outcome = study.run("toy", out, quick=True)
     assert [path.name for path in outcome.paths] == ["toy.png", "toy.pdf", "toy.csv", "toy.json"]
@@ -148,7 +146,7 @@ def test_unknown_name() -> None:
             study.load(name)
 
 
-def test_missing_matplotlib_is_told_before_the_work(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_said_before_the_work(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib the message says what to install, nothing is computed and nothing written."""
     real = builtins.__import__
 
@@ -166,7 +164,6 @@ def test_missing_matplotlib_is_told_before_the_work(toy: Any, tmp_path: Path, mo
 
 def test_folder_that_cannot_be_made(toy: Any, tmp_path: Path) -> None:
     """A file where the folder should be is a usage error that names option and path, before anything is computed."""
-    pytest.importorskip("matplotlib")
     (tmp_path / "out").write_text("")
     with pytest.raises(UsageError, match=r"--out .*out: cannot be made \(File exists\); choose another folder"):
         study.run("toy", tmp_path / "out")
@@ -179,7 +176,6 @@ def test_theory_studies_need_no_torch_and_repeat(tmp_path: Path) -> None:
 
     Two of them are repeated: one with random draws, one with pictures in the PDF.
     """
-    pytest.importorskip("matplotlib")
     code = (
         "import sys; from twophase.cli.main import main\n"
         "for name in sys.argv[2:]: assert main(['study', name, '--quick', '--out', sys.argv[1]]) == 0\n"

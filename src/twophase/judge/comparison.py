@@ -211,13 +211,13 @@ def _held_out(arm: Arm, control: Arm) -> Difference:
     count = len(arm.seeds)
     if count < HELD_OUT_SEEDS:
         return summary("held out", [], f"needs {HELD_OUT_SEEDS} seeds, {count or 'none'} in common")
-    differences, others = [], 0
+    differences, others, bests = [], 0, (arm.best, control.best)
     for column, seed in enumerate(arm.seeds):
         (mine, outcome, run), (other, control_outcome, control_run) = arm.held_out(column), control.held_out(column)
         differences.append(_between(seed, outcome, control_outcome, run == control_run))
-        others += (mine, other) != (arm.best, control.best)
+        others += (mine, other) != bests
     note = f"other settings than tuned best in {others} of {count} seeds" if others else "the settings of tuned best"
-    return summary("held out", differences, "" if None in {arm.best, control.best} else note)
+    return summary("held out", differences, "" if None in bests else note)
 
 
 def _matched(

@@ -335,4 +335,5 @@ def _free(scale: Scale, inner_steps: int) -> list[Cell]:
 
 def _matched(restarted: Iterable[Cell]) -> list[Cell]:
     """Return the gain-matched controls of restarted runs of one arm."""
-    return [control for cell in restarted for control in gain_matched_all([cell], control_name(cell.arm))]
+    cells = list(restarted)
+    return gain_matched_all(cells, control_name(cells[0].arm)) if cells else []
