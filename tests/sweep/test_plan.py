@@ -392,6 +392,21 @@ def plainness(outer: OuterConfig) -> tuple[bool, ...]:
     return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema", shown
 
 
+def test_the_plainest_stands_for_all() -> None:
+    """Of all that is plain SGD the momentum-free cell is run; of a Nesterov run's twins that without restarts."""
+    base = TrainConfig(steps=64, inner_steps=8)
+    plain = [("sum", True, 0.7, 0.0, "3"), ("sum", False, 0.7, 0.9, "1"), ("ema", False, 7.0, 0.9, "1")]
+    plain += [("ema", False, 0.7, 0.0, "2"), ("sum", True, 0.7, 0.0, "never"), ("sum", False, 0.7, 0.0, "3")]
+    sharp = [("ema", True, 7.0, 0.9, "8"), ("ema", True, 7.0, 0.9, "never"), ("sum", True, 0.7, 0.9, "9")]
+    paths = ["outer.form", "outer.nesterov", "outer.lr", "outer.momentum", "outer.restart"]
+    for cells in (plain, plain[::-1], sharp, sharp[::-1]):
+        values = [dict(zip(paths, row, strict=True)) for row in cells]
+        made = plan(sweep_of([product(base, [], fixed=each)[0] for each in values]))
+        (config,) = made.runs.values()
+        outer = (config.outer.form, config.outer.nesterov, config.outer.momentum, config.outer.restart)
+        assert outer == (("sum", True, 0.0, "never") if cells[0] in plain else ("ema", True, 0.9, "never"))
+
+
 # --- what is not shared -------------------------------------------------------------------------------------------
 
 
