@@ -17,12 +17,11 @@ import torch
 import runmaker
 import textmaker
 from twophase.base.config import with_values
-from twophase.cli.block_report import describe
 from twophase.cli.main import main
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
-from twophase.spectrum import (
+from twophase.spectrum.curvature import (
     BLOCKS,
     PLACES,
     Curvature,
@@ -34,6 +33,7 @@ from twophase.spectrum import (
     seen,
     setting_of,
 )
+from twophase.spectrum.report import describe
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.restored import inverse_scale, restore, run_config
@@ -56,8 +56,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Densities here need not be fine."""
-    monkeypatch.setattr("twophase.spectrum.STEPS", 20)
-    monkeypatch.setattr("twophase.spectrum.PROBES", 1)
+    monkeypatch.setattr("twophase.spectrum.curvature.STEPS", 20)
+    monkeypatch.setattr("twophase.spectrum.curvature.PROBES", 1)
 
 
 def config_of(text: Path, **values: Any) -> TrainConfig:
