@@ -196,7 +196,8 @@ def test_hostile_text_is_text(tmp_path: Path) -> None:
     write_run(folder, EMA, [], blocks={EVIL: [0.95] * 3, "b": [0.5] * 3})
     config = (folder / "config.yaml").read_text().replace("corpus: python", f"corpus: {json.dumps(EVIL[:-20])}")
     (folder / "config.yaml").write_text(config + f"{json.dumps(EVIL[:50])}: 3\n")
-    environment = {"twophase": EVIL, EVIL: [EVIL], "command": ["twophase", EVIL, "--storage", "pg://me:secret@host/x"]}
+    urls = ["pg://me:secret@host/x", "my://me:a/secret@b@host/x", "my://me@host/x?password=secret&b=1"]
+    environment = {"twophase": EVIL, EVIL: [EVIL], "command": ["twophase", EVIL, "--storage", *urls]}
     (folder / "env.json").write_text(json.dumps(environment))
     write_summary(folder, config_of(EMA), exit_reason=EVIL)
     text = harmless(page_of(folder))
