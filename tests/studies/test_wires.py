@@ -40,11 +40,11 @@ SEED_SPREAD = statistics.stdev(map(math.log, SEED_FACTOR.values()))
 def rows(sweep: Sweep, value: Value) -> list[Row]:
     summaries: dict[str, dict[str, Any]] = {}
     for cell in sweep.cells:
-        found = value(cell)
-        number = None if isinstance(found, str) else found
-        if found is not None:
-            told = {"perplexity": number, "validation_loss": number, "seconds": 1.0, "diverged": number is None}
-            summaries[cell.run_id] = told
+        result = value(cell)
+        if result is not None:
+            number = None if isinstance(result, str) else result
+            numbers = dict.fromkeys(("perplexity", "validation_loss"), number)
+            summaries[cell.run_id] = numbers | {"seconds": 1.0, "diverged": number is None}
     return rows_of(sweep, summaries)
 
 
@@ -60,9 +60,9 @@ def seeds_only(cell: Cell) -> float:
 
 def with_int8(factor: float, value: Value = seeds_only) -> Value:
     def changed(cell: Cell) -> float:
-        found = value(cell)
-        assert isinstance(found, float)
-        return found * (factor if cell.config.sync.wire == "int8" else 1)
+        perplexity = value(cell)
+        assert isinstance(perplexity, float)
+        return perplexity * (factor if cell.config.sync.wire == "int8" else 1)
 
     return changed
 
@@ -97,8 +97,8 @@ def test_where_the_wire_does_nothing_the_answer_says_so() -> None:
     result = result_of(seeds_only)
     assert len(result.numbers["places"]) == 8
     for facts in [*result.numbers["places"].values(), result.numbers["all_places"]]:
-        for found in facts["change"].values():
-            assert (found["ratio"], found["error"], found["verdict"]) == (1, 0, wires.NOISE)
+        for change in facts["change"].values():
+            assert (change["ratio"], change["error"], change["verdict"]) == (1, 0, wires.NOISE)
         assert facts["spread"] == pytest.approx(SEED_SPREAD)
     text = wires.answer(result)
     for wire in ("bfloat16", "int8"):
@@ -171,10 +171,10 @@ def test_the_standard_error_is_that_of_the_seeds() -> None:
 
     result = result_of(value)
     for facts in [*result.numbers["places"].values(), result.numbers["all_places"]]:
-        found = facts["change"]["int8"]
-        assert [found["log"], found["error"]] == pytest.approx([0.03, error])
-        assert [found["low"], found["high"]] == pytest.approx([0.03 - 2 * error, 0.03 + 2 * error])
-        assert found["rms"] == pytest.approx((0.0041 / 3) ** 0.5)
+        change = facts["change"]["int8"]
+        assert [change["log"], change["error"]] == pytest.approx([0.03, error])
+        assert [change["low"], change["high"]] == pytest.approx([0.03 - 2 * error, 0.03 + 2 * error])
+        assert change["rms"] == pytest.approx((0.0041 / 3) ** 0.5)
     row = next(row for row in result.rows if row["wire"] == "int8")
     assert [row[f"float32_log_seed{seed}"] for seed in gaps] == pytest.approx(list(gaps.values()))
     text = wires.answer(result)
@@ -197,10 +197,10 @@ def test_divergence_and_missing_runs() -> None:
 
     result = result_of(value)
     verdicts = {
-        (name, wire): found["verdict"]
+        (name, wire): change["verdict"]
         for name, facts in result.numbers["places"].items()
-        for wire, found in facts["change"].items()
-        if found["verdict"] != wires.NOISE
+        for wire, change in facts["change"].items()
+        if change["verdict"] != wires.NOISE
     }
     assert verdicts == {
         ("HB 0.9 never", "int8"): "diverged",
@@ -242,12 +242,12 @@ def test_the_page_shows_the_table() -> None:
     result = result_of(with_int8(1.05))
     with styled():
         figure = wires.draw(result)
-        left, right = figure.axes
-        strokes = [line for line in left.lines if line.get_marker() == "|"]
-        means = [line for line in left.lines if line.get_marker() == "^" and np.size(line.get_xdata()) == 1]
+        changes, sent = figure.axes
+        strokes = [line for line in changes.lines if line.get_marker() == "|"]
+        means = [line for line in changes.lines if line.get_marker() == "^" and np.size(line.get_xdata()) == 1]
     assert len(strokes) == 2 * 9  # the row of all places has none to show
     assert [float(line.get_xdata()[0]) for line in means] == pytest.approx([5] * 9)  # type: ignore[index]
-    assert [text.get_text() for text in right.texts] == ["1.000", "0.502", "0.259"]
+    assert [text.get_text() for text in sent.texts] == ["1.000", "0.502", "0.259"]
 
 
 @pytest.fixture
