@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.diloco.build import open_channel
 from twophase.diloco.communicator import SingleProcess
+from twophase.diloco.setting import open_channel
 from twophase.diloco.transfer import Channel
 
 

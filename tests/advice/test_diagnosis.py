@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import textmaker
 from runmaker import EMA, NESTEROV, SUM, config_of, observed, round_lines, write_lines, write_run, write_summary
-from twophase.advice.evidence import grown, within
+from twophase.advice.evidence import grown
 from twophase.advice.text import describe, suggestions
 from twophase.advice.verdict import Diagnosis, Finding, as_json, diagnose, weighed
 from twophase.base.config import dump_yaml
@@ -28,7 +28,6 @@ from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
-from twophase.theory.observed import Observed
 from twophase.training.config import OuterConfig
 
 
@@ -113,15 +112,6 @@ def test_reasons_of_silence(tmp_path: Path, silence: str) -> None:
     finding = finding_of(folder)
     assert (finding.verdict, finding.sigma) == ("cannot tell", None)
     assert any(why in reason for reason in finding.reasons), finding.reasons
-
-
-@pytest.mark.parametrize("sigma", [0.98, 1.02])
-def test_sigma_is_cut_at_one(sigma: float) -> None:
-    """No linear mode lies beyond 1: the interval ends there, and the estimate between its ends; noise hides both."""
-    observed = Observed(50, sigma, 0.05, 1.0, noise_share=0.1, noise_error=0.05, foreign=0, cycles=50)
-    assert within(observed) == (observed.interval[0], min(sigma, 1.0), 1.0)
-    assert observed.interval[1] > 1
-    assert within(dataclasses.replace(observed, noise_share=0.9)) is None
 
 
 def test_blocks_are_judged_apart(tmp_path: Path) -> None:

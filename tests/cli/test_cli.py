@@ -89,6 +89,20 @@ def test_list_of_studies(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.endswith(", ".join(line.split()[0] for line in lines) + "\n")
 
 
+@pytest.mark.slow
+def test_study(tmp_path: Path) -> None:
+    """A study prints its question, its answer and its four files, which lie in runs/studies."""
+    pytest.importorskip("matplotlib")
+    done = call("study", "period_criteria", "--quick", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "How much does each criterion for the restart period lose against the best period?"
+    assert "oes not hold: '" in done.stdout or "Holds: '" in done.stdout
+    files = [f"runs/studies/period_criteria{ending}" for ending in (".png", ".pdf", ".csv", ".json")]
+    assert lines[-4:] == files
+    assert sorted(snapshot(tmp_path)) == sorted(files)
+
+
 def test_config_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """YAML files are laid over each other from left to right and options win; `--print-config` reads back the same."""
     (tmp_path / "a.yaml").write_text("outer: {lr: 0.3, nesterov: false, restart: 3}\ninner: {schedule: wsd}\nseed: 5\n")
@@ -98,6 +112,10 @@ def test_config_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(line in text for line in ("lr: 0.1", "nesterov: false", "restart: '3'", "schedule: wsd", "seed: 7"))
     (tmp_path / "c.yaml").write_text(text)
     assert output(capsys, "train", "--config", tmp_path / "c.yaml", "--print-config") == text
+
+
+def test_booleans_may_be_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--outer.nesterov false` means `--outer.no-nesterov`."""
     for words in (["--outer.nesterov", "false"], ["--outer.no-nesterov"]):
         assert "nesterov: false" in output(capsys, "train", *words, "--print-config")
     assert "nesterov: true" in output(capsys, "train", "--outer.nesterov", "True", "--print-config")

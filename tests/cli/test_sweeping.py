@@ -228,14 +228,29 @@ def test_dry_run(tmp_path: Path, corpus: str, call: Call) -> None:
     assert "Estimated time: " in said.out
 
 
-def test_many_cells(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grid of more cells than most people want needs `--yes`; until then nothing is made."""
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (GRID, r"the grid has 8 cells \(8 runs\), more than 3; .* --yes"),
+        (["--axis", "outer.lr", "0.3", "--slurm-time", "60"], "--slurm-time is given without --launcher slurm"),
+        (["--axis", "outer.lr", "0.3", "--launcher", "slurm"], "--launcher slurm needs --workers"),
+        (["--axis", "outer.lr", "0.3", "-1"], "--outer.lr is -1"),
+        (
+            ["--axis", "sync.fragments", "1", "a=embedding|head,b=tail"],
+            "--sync.fragments a=embedding|head b=tail: .*no fragment's pattern is found in the parameter name 'norm'",
+        ),
+    ],
+)
+def test_refusals(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str) -> None:
+    """What cannot be run is refused in one line, and nothing is made."""
     monkeypatch.setattr("twophase.cli.sweeping.MOST_CELLS", 3)
-    said = call("sweep", *GRID, "--out", tmp_path / "sweep")
-    assert said.status == 2
-    assert re.search(r"the grid has 8 cells \(8 runs\), more than 3; .* --yes", said.err)
-    assert not (tmp_path / "sweep").exists()
-    assert call("sweep", *GRID, "--yes", "--workers", "0", "--out", tmp_path / "sweep").status == 0
+    before = snapshot(tmp_path)
+    said = call("sweep", *words, "--out", tmp_path / "sweep")
+    assert (said.status, len(said.err.splitlines())) == (2, 1), said.err
+    assert re.search(message, said.err)
+    assert snapshot(tmp_path) == before
+    if "--yes" in message:
+        assert call("sweep", *words, "--yes", "--workers", "0", "--out", tmp_path / "sweep").status == 0
 
 
 @pytest.mark.slow

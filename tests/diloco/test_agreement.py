@@ -27,7 +27,7 @@ from twophase.diloco.agreement import (
     versions,
 )
 from twophase.diloco.communicator import Communicator, SingleProcess
-from twophase.diloco.membership import Elastic, Position
+from twophase.diloco.membership import Membership, Position
 
 
 class Two(SingleProcess):
@@ -37,13 +37,6 @@ class Two(SingleProcess):
 
     def __init__(self, theirs: dict[str, Any]) -> None:
         self.theirs = theirs
-
-    def enter(self, syncs: int, *, running: bool = False) -> None:
-        """How far this process is."""
-
-    def enough(self, count: int) -> bool:
-        """Both are."""
-        return count == 2
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """The other has done an inner step more."""
@@ -57,8 +50,10 @@ class Two(SingleProcess):
 
 def test_places_in_a_run_are_compared():
     """Replicas that hold the same but synchronise at unlike places are stopped; before a run begins there is none."""
-    setting: Any = SimpleNamespace(communicator=Two({}), fragments=[], modules=[None], describe=dict)
-    members = Elastic(setting)
+    group = Two({})
+    group.elastic = True
+    setting: Any = SimpleNamespace(communicator=group, fragments=[], modules=[None], describe=dict, gap=1)
+    members = Membership(setting, 0)
     place = Position([1, 2], at_once=True, inner_step=16)
     with pytest.raises(
         Disagreement, match=r"between process 0 \(2 from number 1, after inner step 16\) and process 1 \(2"
@@ -86,8 +81,8 @@ def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(
         ValueError, match=r"versions of twophase differ between process 0 \(0\..*, source .*\) and process"
     ):
-        same_start(Two(edited), {}, 1)
-    assert same_start(Two(ours), {}, 1) == [1, 1]
+        same_start(Two(edited), versions(), 1)
+    assert same_start(Two(ours), versions(), 1) == [1, 1]
     shutil.copy(Path(__file__).parents[2] / "src/twophase/rule.py", copy / "rule.py")
     (copy / "rule.py").rename(copy / "rules.py")
     assert of_copy() not in (ours, edited)

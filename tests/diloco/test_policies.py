@@ -307,7 +307,11 @@ def test_module_buffers_come_out_of_probing_as_well():
 @pytest.mark.parametrize(
     ("policy", "replicas", "words"),
     [
-        ("loss", 2, r"policy loss:0\.0 needs loss_end, loss_start; pass them to step\(signals=\.\.\.\), and promise "),
+        (
+            "loss",
+            2,
+            r"policy loss:0\.0 needs loss_end, loss_start; pass them to step\(signals=\.\.\.\), and promise them with ",
+        ),
         ("slowmo", 2, r"policy slowmo needs inner_lr; pass .*signals=\['inner_lr'\]"),
         ("lookahead:0.1:0.1", 1, r"needs progress; pass .*signals=\['progress'\]"),
         ("probe:keep,drop", 2, r"policy probe:keep,drop needs probes; give the engine a function .*probe=\.\.\."),

@@ -52,6 +52,15 @@ class Below(RestartPolicy):
         return state, Restart() if signal.pseudo_gradient_norm < self.limit else None
 
 
+def blocks(params: list[tuple[str, Tensor]]) -> OuterSGD:
+    """An outer optimizer with a rule and a restart period for each of two blocks."""
+    groups = [
+        {"params": [p for n, p in params if n.startswith("0.")], "restart": "2", "nesterov": True},
+        {"params": [p for n, p in params if not n.startswith("0.")], "restart": "cycle:1,3", "form": "ema", "lr": 0.7},
+    ]
+    return OuterSGD(groups, lr=0.3, momentum=0.9)
+
+
 # --- what the processes do ----------------------------------------------------------------------------------------
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -59,6 +68,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "int8, one room": {"fragments": BLOCKS, "delay": 1, "wire": "int8"},
     "int8, at once": {"fragments": 3, "wire": "int8", "stagger": False},
     "two under way": {"fragments": 3, "delay": 5, "mixing": 0.25, "wire": "int8"},
+    "heavy ball": {"outer": OuterRule(0.3, 0.9), "restart": "never"},
+    "soft": {"outer": OuterRule(1.0, 0.9, nesterov=True, form="ema"), "restart": "soft:2:0.3:0.1"},
+    "blocks": {"outer": blocks, "restart": None},
 }
 
 TOGETHER = ("float32", "two under way")  # of these, four processes
@@ -75,15 +87,15 @@ def facts(report: RoundReport) -> dict[str, Any]:
 
 def scenario(name: str, replicas: Sequence[int], communicator: Communicator | None, *, resumed: bool = False):
     """Nearly four rounds and finish(): reports and all tensors; resumed: set down and taken up after each step."""
-    options = SCENARIOS[name] | {"restart": 3, "communicator": communicator}
-    run = start(RULE, replicas, **options)
+    options = {"outer": RULE, "restart": 3, "communicator": communicator} | SCENARIOS[name]
+    run = start(replicas=replicas, **options)
     reports = []
     for step in range(STEPS):
         reports += run.go([step])
         if resumed:
             wire, state = run.engine.wire_state_dict(), run.state()  # in the less lucky order
             state = through_file(state | {"wire": wire})
-            run = start(RULE, replicas, seed=40, **options)
+            run = start(replicas=replicas, seed=40, **options)
             run.load(state)
     last = run.engine.finish()
     assert last is not None
@@ -376,6 +388,7 @@ def worker(rank: int, folder: Path) -> None:
     if rank < 2:
         two = ProcessGroup(pair)
         found["two"] = {name: scenario(name, [rank], two) for name in SCENARIOS}
+        found["two each"] = scenario("float32", [2 * rank, 2 * rank + 1], two)
         found["resumed"] = {name: scenario(name, [rank], two, resumed=True) for name in RESUMED}
         found["refused"] = refusals(rank, two)
         found["threshold"] = at_the_threshold(rank, two)
@@ -407,7 +420,7 @@ def test_two_processes_are_one(brought: list[dict[str, Any]], name: str):
             if f"l {1 - rank}" not in key
         }
         assert unlike(ours, there["tensors"]) == []
-    assert any(report["restarted"] for report in here["reports"])
+    assert any(report["restarted"] for report in here["reports"]) == (name != "heavy ball")
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -439,6 +452,19 @@ def test_four_processes_agree(brought: list[dict[str, Any]], name: str):
         assert [one[:2] for one in ours["fragments"]] == [one[:2] for one in theirs["fragments"]]
         assert ours["pseudo_gradient_norm"] == pytest.approx(theirs["pseudo_gradient_norm"], rel=tolerance)
         assert ours["replicas"] == theirs["replicas"] == 4
+
+
+def test_two_replicas_in_each_of_two_processes(brought: list[dict[str, Any]]):
+    """They agree with one another in bits, and with four replicas in one process to rounding."""
+    first, second = (answers["two each"] for answers in brought[:2])
+    here = scenario("float32", [0, 1, 2, 3], None)
+    assert first["reports"] == second["reports"]
+    for name in NAMES:
+        assert same_bits(first["tensors"][f"anchor {name}"], second["tensors"][f"anchor {name}"])
+        torch.testing.assert_close(
+            here["tensors"][f"anchor {name}"], first["tensors"][f"anchor {name}"], rtol=1e-5, atol=1e-5
+        )
+    assert {report["replicas"] for report in [*here["reports"], *first["reports"]]} == {4}
 
 
 # --- agreement ----------------------------------------------------------------------------------------------------

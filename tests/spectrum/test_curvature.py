@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from twophase.spectrum.curvature import GaussNewton
+from twophase.spectrum import GaussNewton
 from twophase.tasks.lm.config import ModelConfig
 from twophase.tasks.lm.model import Llama
 from twophase.theory.eigenvalues import density, lanczos, largest_eigenpairs
@@ -114,8 +114,8 @@ def test_graphs_are_kept_or_not(model: Llama, batches: list[Tensor], monkeypatch
     operator = GaussNewton(model, batches, names)
     vector = np.random.default_rng(2).standard_normal(operator.size)
     wanted = operator(vector)
-    monkeypatch.setattr("twophase.spectrum.curvature._CACHED_LOGITS", 1)
-    monkeypatch.setattr("twophase.spectrum.curvature._PIECE_TOKENS", 1)
+    monkeypatch.setattr("twophase.spectrum._CACHED_LOGITS", 1)
+    monkeypatch.setattr("twophase.spectrum._PIECE_TOKENS", 1)
     anew = GaussNewton(model, batches, names)
     np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(anew(vector), wanted, rtol=1e-12, atol=1e-15)

@@ -17,11 +17,12 @@ import torch
 import runmaker
 import textmaker
 from twophase.base.config import with_values
+from twophase.cli.block_report import describe
 from twophase.cli.main import main
 from twophase.rule import OuterRule
 from twophase.runs.folder import RunFolder
 from twophase.runs.record import read_record
-from twophase.spectrum.curvature import (
+from twophase.spectrum import (
     BLOCKS,
     PLACES,
     Curvature,
@@ -33,7 +34,6 @@ from twophase.spectrum.curvature import (
     seen,
     setting_of,
 )
-from twophase.spectrum.report import describe
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.restored import inverse_scale, restore, run_config
@@ -56,8 +56,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Densities here need not be fine."""
-    monkeypatch.setattr("twophase.spectrum.curvature.STEPS", 20)
-    monkeypatch.setattr("twophase.spectrum.curvature.PROBES", 1)
+    monkeypatch.setattr("twophase.spectrum.STEPS", 20)
+    monkeypatch.setattr("twophase.spectrum.PROBES", 1)
 
 
 def config_of(text: Path, **values: Any) -> TrainConfig:
@@ -162,9 +162,9 @@ def damaged(run: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     (folder / "whole").symlink_to(run)
     (folder / "empty").mkdir()
     (folder / "file").touch()
-    corpus = textmaker.write(folder / "text.txt")
-    trained(folder / "other text", config_of(corpus))
-    textmaker.write(corpus, seed=1)
+    own = textmaker.write(folder / "text.txt")
+    trained(folder / "other text", config_of(own))
+    textmaker.write(own, seed=1)
     corpus_of.cache_clear()
     trained(folder / "diverged", config_of(text, **{"outer.lr": 1e9, "divergence_loss": 6.0}))
     return folder

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import textmaker
 from twophase.base.config import to_tree, with_values
-from twophase.diloco.build import open_channel
 from twophase.diloco.comm import ProcessGroup
+from twophase.diloco.setting import open_channel
 from twophase.diloco.transfer import WIRES
 from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale

@@ -90,29 +90,22 @@ def grower(made: Plan, path: Path, **options: Any) -> Grower:
     return Grower(made.forest, made.runs, path / "runs", path / "states", **options)
 
 
-def walk(walker: Grower) -> Grower:
-    for root in walker.tree.roots:
+def grow(made: Plan, path: Path, **options: Any) -> Grower:
+    walker = grower(made, path, **options)
+    for root in made.forest.roots:
         walker.grow(root.id)
     return walker
-
-
-def grow(made: Plan, path: Path, **options: Any) -> Grower:
-    return walk(grower(made, path, **options))
-
-
-def after(steps: int) -> Callable[[], bool]:
-    """Asks a walk to stop after so many inner steps."""
-    calls = iter(range(1, steps))
-    return lambda: next(calls, None) is None
 
 
 def grow_in_parts(made: Plan, path: Path, limits: Iterable[int], **options: Any) -> int:
     """Grow, stopped after so many inner steps and taken up by a new grower, without a step twice: how many stops."""
     steps = 0
     for stops, limit in enumerate(limits):
-        walker = grower(made, path, should_stop=after(limit), **options)
+        calls = iter(range(1, limit))
+        walker = grower(made, path, should_stop=lambda calls=calls: next(calls, None) is None, **options)
         try:
-            walk(walker)
+            for root in made.forest.roots:
+                walker.grow(root.id)
         except Stopped:
             steps += walker.tally.steps
             continue
@@ -343,8 +336,9 @@ def test_a_finished_run_that_gets_lost_is_made_again(base: TrainConfig, tmp_path
     expected = alone(made)
     (never,) = (run for run, config in made.runs.items() if config.outer.restart == "never")
     shutil.copytree(expected[never]["folder"], tmp_path / "runs" / never)
+    calls = iter(range(1000))
     with pytest.raises(Stopped):
-        grow(made, tmp_path, should_stop=after(23))
+        grow(made, tmp_path, should_stop=lambda: next(calls) > 22)
     shutil.rmtree(tmp_path / "runs" / never)
     grow(made, tmp_path)
     check(made, tmp_path, expected)
@@ -366,8 +360,9 @@ def test_other_text_is_refused(base: TrainConfig, tmp_path: Path) -> None:
     """States of another text are not continued: one clear message."""
     path = textmaker.write(tmp_path / "text.txt", seed=1)
     made = plan(grid(with_values(base, {"data.corpus": f"file:{path}"}), restart=("never", "2")))
+    calls = iter(range(1000))
     with pytest.raises(Stopped):
-        grow(made, tmp_path, should_stop=after(11))
+        grow(made, tmp_path, should_stop=lambda: next(calls) > 10)
     path.write_text(path.read_text()[::-1])
     corpus_of.cache_clear()
     with pytest.raises(ValueError, match="text is not the one"):
@@ -405,7 +400,6 @@ ALONE: tuple[dict[str, Any], ...] = (
     IN_FRAGMENTS | {"sync.restart": ("ends=probe:keep,average", "rest=loss"), "outer.lr": 0.3},
     {"sync.fragments": ("1",), "sync.restart": ("0=2",)},
     {"sync.delay": 2, "sync.mixing": 0.25, "sync.wire": "int8"},
-    IN_FRAGMENTS | {"outer.lr": 1e4, "divergence_loss": 6.0},
 )
 """Ways of synchronising that share no steps."""
 
@@ -419,23 +413,17 @@ def mixed(base: TrainConfig, *alone: dict[str, Any]) -> Plan:
 
 @pytest.mark.slow
 def test_runs_that_share_nothing_are_the_runs_alone(base: TrainConfig, tmp_path: Path, alone: Alone) -> None:
-    """In fragments, with a policy each or a delay, a run is a tree of one with the bytes of `train`; others share.
-
-    The last one diverges, and so takes fewer steps.
-    """
-    base = with_values(base, {"log_every": 2})
+    """In fragments, with a policy each or a delay, a run is a tree of one with the bytes of `train`; others share."""
+    base = with_values(base, {"log_every": 5})
     made = mixed(base, *ALONE)
     plain = [run for run, config in made.runs.items() if config.shares_steps]
     (shared,) = (root for root in made.forest.roots if len(root.runs) > 1)
     assert set(shared.runs) == set(plain)
     assert len(made.runs) == len(ALONE) + 1 + 3
     assert made.steps == (len(ALONE) + 1) * base.steps + made.forest.total[shared.id]
-    walker, expected = grow(made, tmp_path), alone(made)
-    ends = [wanted["summary"] for wanted in expected.values()]
-    assert [end["diverged"] for end in ends].count(True) == 1
-    lost = sum(base.steps - end["steps"] for end in ends if end["diverged"])
-    assert walker.tally.steps == made.steps - lost == len(walker.tally.step_seconds)
-    check(made, tmp_path, expected)
+    walker = grow(made, tmp_path)
+    assert walker.tally.steps == made.steps == len(walker.tally.step_seconds)
+    check(made, tmp_path, alone(made))
     for run in made.runs:
         places = {path.name for path in (tmp_path / "runs" / run).iterdir()} & {"checkpoint", "steps.jsonl"}
         assert len(places) == (0 if run in plain else 2)
@@ -473,6 +461,17 @@ def test_a_run_that_shares_nothing_goes_on_from_its_checkpoint(
     # The newest checkpoint may not be whole yet.
     assert (0 < again <= breaks * 2 * base.inner_steps) if kill else (again == 0)
     check(made, tmp_path, expected)
+
+
+def test_divergence_of_a_run_that_shares_nothing(base: TrainConfig, tmp_path: Path) -> None:
+    """It ends early, as data; the others are done."""
+    wild = IN_FRAGMENTS | {"outer.lr": 1e4, "divergence_loss": 6.0}
+    cells = [Cell("", values, with_values(base, values)) for values in (wild, IN_FRAGMENTS)]
+    made = plan(Sweep("wild", base, cells))
+    walker = grow(made, tmp_path)
+    summaries = [read_summary(tmp_path / "runs" / run, run) or {} for run in made.runs]
+    assert [summary["diverged"] for summary in summaries] == [True, False]
+    assert walker.tally.steps == summaries[0]["steps"] + base.steps < made.steps
 
 
 # ----------------------------------------------------------------------------------------------------- states in memory
@@ -517,7 +516,9 @@ def test_states_stay_on_the_device_while_there_is_room(
     monkeypatch.setattr(states, "_cloned", cloned)
     monkeypatch.setattr(States, "write", lambda *_: written.append(1))
     walker = grower(made, tmp_path, free=free)
-    assert walk(walker).tally.steps == made.steps
+    for root in made.forest.roots:
+        walker.grow(root.id)
+    assert walker.tally.steps == made.steps
     check(made, tmp_path, alone(made))
     assert written == walker.states.branches == []
     assert any(on_device) == (room != "one piece too small")

@@ -64,9 +64,12 @@ def test_product_covers_every_combination_once() -> None:
         assert cell.values["outer.nesterov"] is False
         assert cell.run_id == fingerprint(cell.config)
     assert len({cell.run_id for cell in cells}) == 4
+
+
+def test_product_of_no_axes_is_one_cell() -> None:
+    """Without axes there is one cell, the base with its fixed values."""
     (cell,) = product(BASE, [], fixed={"seed": 3})
     assert cell.config == Config(seed=3)
-    assert list(Sweep("s", BASE, [*cells, *cells]).runs.values()) == [cell.config for cell in cells]  # each run once
 
 
 def test_equal_settings_have_equal_run_ids() -> None:
@@ -230,6 +233,13 @@ def test_sweep_spec_is_json() -> None:
         ("b", control.run_id, first[0].run_id),
     ]
     assert sweep.values(control) == {"outer.restart": "never", "outer.lr": 0.1}
+
+
+def test_shared_runs_are_run_once() -> None:
+    """Identical cells of two arms are two cells and one run."""
+    sweep = Sweep("s", BASE, [cell for arm in "ab" for cell in product(BASE, [Axis("seed", (0, 1))], arm)])
+    assert len(sweep.cells) == 4
+    assert list(sweep.runs.values()) == [Config(seed=0), Config(seed=1)]
 
 
 def test_sweep_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

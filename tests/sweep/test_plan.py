@@ -50,9 +50,7 @@ def grid(base: TrainConfig, **axes: tuple[Any, ...]) -> Sweep:
 BOTH = (False, True)
 GRID_1 = {"lr": (0.3, 0.5, 0.7, 0.9, 1.0, 1.2), "restart": ("1", "2", "4", "8", "16", "32", "never")}
 WITH_ZERO, WITHOUT_ZERO = (0.0, 0.5, 0.7, 0.9, 0.95), (0.3, 0.5, 0.7, 0.9, 0.95)
-TABLE_1: dict[
-    tuple[str, tuple[float, ...]], dict[int, str]
-] = {  # form and momenta: asked over executed rounds, and distinct runs, of 12, 25 and 63 rounds
+TABLE_1 = {  # form and momenta: asked over executed rounds, and distinct runs, of 12, 25 and 63 rounds
     ("sum", WITH_ZERO): {12: "2.93 222", 25: "2.10 270", 63: "1.59 318"},
     ("sum", WITHOUT_ZERO): {12: "2.36 276", 25: "1.69 336", 63: "1.27 396"},
     ("ema", WITH_ZERO): {12: "2.62 240", 25: "1.94 288", 63: "1.49 336"},
@@ -141,6 +139,17 @@ def test_rule_of_thumb() -> None:
         assert made.steps == made.steps_algebra == 7 * rounds - 43
 
 
+def test_picture_of_the_docstring() -> None:
+    """All runs share 16 steps, those of a learning rate three rounds more, then period 3 leaves the longer ones."""
+    base = with_values(TrainConfig(steps=480, inner_steps=16), {"outer.nesterov": False})
+    forest = plan(grid(base, lr=(0.7, 0.3), restart=("3", "5", "never"))).forest
+    (root,) = forest.roots
+    assert (root.start, root.stop, len(root.runs)) == (0, 16, 6)
+    for node in forest.below(root):
+        assert (node.start, node.stop, len(node.runs)) == (16, 64, 3)
+        assert [(below.start, len(below.runs)) for below in forest.below(node)] == [(64, 1), (64, 2)]
+
+
 # --- random sweeps ------------------------------------------------------------------------------------------------
 
 POLICIES = (
@@ -222,9 +231,7 @@ def test_the_forest_is_the_prefix_tree(drawn: list[dict[str, Any]], merge: bool)
 
     Each run is below one root and in one leaf, and the stretches between are its steps, each once.
     """
-    sweep = sweep_of(cells_of([*drawn, *drawn[:3]]))
-    made = plan(sweep, merge=merge)
-    assert merge or (dict(made.runs), made.stands_for) == (dict(sweep.runs), {})
+    made = plan(sweep_of(cells_of(drawn)), merge=merge)
     forest, histories = made.forest, histories_of(made.runs)
     for node in forest.nodes.values():
         begun = histories[node.runs[0]].until(node.start)
@@ -392,19 +399,15 @@ def plainness(outer: OuterConfig) -> tuple[bool, ...]:
     return outer.momentum != 0, outer.restart != "never", outer.nesterov, outer.form == "ema", shown
 
 
-def test_the_plainest_stands_for_all() -> None:
-    """Of all that is plain SGD the momentum-free cell is run; of a Nesterov run's twins that without restarts."""
-    base = TrainConfig(steps=64, inner_steps=8)
-    plain = [("sum", True, 0.7, 0.0, "3"), ("sum", False, 0.7, 0.9, "1"), ("ema", False, 7.0, 0.9, "1")]
-    plain += [("ema", False, 0.7, 0.0, "2"), ("sum", True, 0.7, 0.0, "never"), ("sum", False, 0.7, 0.0, "3")]
-    sharp = [("ema", True, 7.0, 0.9, "8"), ("ema", True, 7.0, 0.9, "never"), ("sum", True, 0.7, 0.9, "9")]
-    paths = ["outer.form", "outer.nesterov", "outer.lr", "outer.momentum", "outer.restart"]
-    for cells in (plain, plain[::-1], sharp, sharp[::-1]):
-        values = [dict(zip(paths, row, strict=True)) for row in cells]
-        made = plan(sweep_of([product(base, [], fixed=each)[0] for each in values]))
-        (config,) = made.runs.values()
-        outer = (config.outer.form, config.outer.nesterov, config.outer.momentum, config.outer.restart)
-        assert outer == (("sum", True, 0.0, "never") if cells[0] in plain else ("ema", True, 0.9, "never"))
+@given(CELLS)
+def test_without_merging_all_are_kept(drawn: list[dict[str, Any]]) -> None:
+    """Without merging every distinct configuration is run and stands for itself, however many cells have it."""
+    cells = cells_of([*drawn, *drawn[:3]])
+    for finished in ((), [cells[0].run_id]):
+        made = plan(sweep_of(cells), merge=False, finished=finished)
+        assert dict(made.runs) == {cell.run_id: cell.config for cell in cells}
+        assert made.stands_for == {}
+        assert (made.cells, made.steps_asked) == (len(cells), sum(cell.config.steps for cell in cells))
 
 
 # --- what is not shared -------------------------------------------------------------------------------------------

@@ -220,11 +220,8 @@ def trials_of(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_sweep_runs_and_resumes(tmp_path: Path, command: list[str]) -> None:
-    """All runs end, the folder holds what was promised, progress counts up, and the second call starts no process.
-
-    The table on disk shows what has ended while others are still running.
-    """
-    sweep, seen = sweep_of("ok", "diverges", "waits for the table", "fails"), []
+    """All runs end, the folder holds what was promised, progress counts up, and the second call starts no process."""
+    sweep, seen = sweep_of("ok", "diverges", "ok", "fails"), []
     outcome = run_sweep(sweep, tmp_path, workers=2, command=command, threads=3, progress=seen.append)
     assert counts(outcome) == (2, 1, 1, 0)
     assert outcome.changed
@@ -424,6 +421,13 @@ def test_lost_files_cost_nothing_else(tmp_path: Path, command: list[str], lost: 
     assert tries(tmp_path, sweep) == [1 + again, 2, 1]
 
 
+def test_lingering_worker_is_ended(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that does not end when nothing is left is ended."""
+    monkeypatch.setattr(Crew.finish, "__defaults__", (0.2,))
+    assert counts(run_sweep(sweep_of("lingers", "ok"), tmp_path, workers=1, command=command)) == (2, 0, 0, 0)
+    assert_all_ended(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("words", "message", "starts"),
     [
@@ -450,6 +454,12 @@ def test_broken_command_ends_the_sweep(tmp_path: Path, words: list[str], message
 
 
 # ------------------------------------------------------------------------------------------------------ interruptions
+
+
+def test_table_follows_the_runs(tmp_path: Path, command: list[str]) -> None:
+    """The table on disk shows what has ended while others are still running."""
+    sweep = sweep_of("waits for the table", "ok")
+    assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (2, 0, 0, 0)
 
 
 def test_interrupt_stops_the_workers_in_good_order(tmp_path: Path, command: list[str]) -> None:
@@ -494,26 +504,18 @@ def test_table_that_cannot_be_written(tmp_path: Path, command: list[str], monkey
     assert states(tmp_path) == ["finished"] * 3
 
 
-def test_deaf_workers_are_killed(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that ignores SIGTERM, or lingers when nothing is left, does not keep the sweep from ending."""
+def test_stubborn_worker_is_killed_after_the_grace(tmp_path: Path, command: list[str]) -> None:
+    """A worker that ignores SIGTERM does not keep the interrupted sweep from ending."""
     sweep = sweep_of("ok", "stubborn")
 
     def interrupt(status: Status) -> None:
         if status.event == "finished":
-            wait_for_hanging(tmp_path / "stubborn", sweep.cells[1:])
+            wait_for_hanging(tmp_path, sweep.cells[1:])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(sweep, tmp_path / "stubborn", workers=2, command=command, progress=interrupt, grace_seconds=0.3)
-    assert_all_ended(tmp_path / "stubborn")
-    monkeypatch.setattr(Crew.finish, "__defaults__", (0.2,))
-    assert counts(run_sweep(sweep_of("lingers", "ok"), tmp_path / "lingers", workers=1, command=command)) == (
-        2,
-        0,
-        0,
-        0,
-    )
-    assert_all_ended(tmp_path / "lingers")
+        run_sweep(sweep, tmp_path, workers=2, command=command, progress=interrupt, grace_seconds=0.3)
+    assert_all_ended(tmp_path)
 
 
 PARENT = """

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -104,11 +104,10 @@ def main(words: list[str]) -> int:
 def examine() -> list[Check]:
     """Look at everything; a look that fails becomes a line of its own, never an error."""
     checks: list[Check] = []
-    for look in (_here, _machine, _torch, _packages, _extras, _places):
+    for name, look in _LOOKS.items():
         try:
             checks += look()
         except Exception as error:
-            name = look.__name__.removeprefix("_")
             checks.append(Check(name, name, f"could not be examined ({type(error).__name__}: {error})", "missing"))
     return checks
 
@@ -198,6 +197,16 @@ def _places() -> Iterator[Check]:
         low = free < _ROOM_BYTES
         remedy = "free some space: checkpoints may not fit" if low else ""
         yield Check(group, name, f"{folder}, {free / 2**30:.1f} GiB free", "missing" if low else "ok", remedy)
+
+
+_LOOKS: dict[str, Callable[[], Iterator[Check]]] = {
+    "here": _here,
+    "machine": _machine,
+    "torch": _torch,
+    "packages": _packages,
+    "extras": _extras,
+    "places": _places,
+}
 
 
 def _requirements(extra: str = "") -> dict[str, str]:

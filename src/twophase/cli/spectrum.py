@@ -1,4 +1,4 @@
-"""`twophase spectrum`: curvature of a trained run by block."""
+"""`twophase spectrum`: its options, checked; `block_report` measures and writes, and loads torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from twophase.base.config import UsageError
-from twophase.cli.commands import config_paths, plain_parser
+from twophase.cli.commands import plain_parser
 
 _MOST_EIGENVALUES = 100
 
@@ -39,14 +39,9 @@ def main(words: list[str]) -> int:
         raise UsageError(
             f"--top is {options.top}; it must be at most {_MOST_EIGENVALUES}: each eigenvalue is found by itself"
         )
-    from twophase.runs.record import read_record
-    from twophase.spectrum.report import report
+    from twophase.cli.block_report import spectrum
 
-    record = read_record(options.run, config_paths())
-    out = options.out or options.run
-    text, facts = report(record, out, asked=patterns, batches=options.batches, top=options.top, quiet=options.quiet)
-    print(facts if options.json else text)
-    return 0
+    return spectrum(options, patterns)
 
 
 def _patterns(words: Sequence[str]) -> dict[str, str] | None:

@@ -7,7 +7,7 @@ bytes, and a difference ends the run with its name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from twophase.policies.base import AGREEMENT, MEASURED
 class Disagreement(RunError):  # noqa: N818 - it says what there is
     """Processes that should hold the same bits do not. The message names the first fragment that differs, and how."""
 
+
+# ------------------------------------------------------------------------------------------------------ the start
 
 _ROOMS = ("rule.py", "restart.py", "policies", "base", "optim", "diloco")
 """Code that the engine's numbers rest on; a trainer adds its facts by `DiLoCo(alike=...)`."""
@@ -54,39 +56,48 @@ def same_start(communicator: Communicator, description: Mapping[str, Any], repli
     Raises:
         ValueError: naming the first difference.
     """
-    here = json.loads(json.dumps(versions() | dict(description)))
-    rank = communicator.rank
+    here = json.loads(json.dumps(description))
     everyone = communicator.gather([here, replicas])
     for other, (there, _) in enumerate(everyone):
-        difference = first_unlike(here, there)
-        if difference is not None:
-            what, at_rank, at_other = difference
-            raise ValueError(
-                f"DiLoCo: {what} differ between process {rank} ({at_rank}) and process {other} ({at_other}); start all "
-                "processes with the same program and options"
-            )
+        what = first_unlike(here, there, (f"process {communicator.rank}", f"process {other}"))
+        if what is not None:
+            raise ValueError(f"DiLoCo: {what}; start all processes with the same program and options")
     return [count for _, count in everyone]
 
 
-def first_unlike(here: Mapping[str, Any], there: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the first name under which two say different things, and what they say; None when they agree."""
-    for what in {**here, **there}:
-        if here.get(what) != there.get(what):
-            return what, *_difference(here.get(what, "nothing"), there.get(what, "nothing"))
+def first_unlike(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str]) -> str | None:
+    """Say what differs first between two descriptions, and between which two; None when they agree.
+
+    Args:
+        here: JSON values by the words that name them.
+        there: others.
+        names: of the two descriptions, for the sentence.
+    """
+    for what, a, b in _unlike_entries(here, there):
+        return f"{what} differ between {names[0]} ({a}) and {names[1]} ({b})"
     return None
+
+
+def _unlike_entries(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for what in {**here, **there}:
+        a, b = here.get(what, "nothing"), there.get(what, "nothing")
+        if a != b:
+            yield what, *_difference(a, b)
 
 
 def _difference(here: Any, there: Any) -> tuple[str, str]:
     """Return the first place where two JSON values part, as text: a whole list of parameters would hide it."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        unlike = first_unlike(here, there)
-        if unlike is not None:
-            return f"{unlike[0]}: {unlike[1]}", f"{unlike[0]}: {unlike[2]}"
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        what, a, b = next(_unlike_entries(here, there))
+        return f"{what}: {a}", f"{what}: {b}"
     if isinstance(here, list) and isinstance(there, list):
         if len(here) != len(there):
             return f"{len(here)} of them", f"{len(there)}"
         return next(_difference(a, b) for a, b in zip(here, there, strict=True) if a != b)
     return str(here)[:200], str(there)[:200]
+
+
+# ---------------------------------------------------------------------------------------------- a round's decisions
 
 
 @dataclass(slots=True)
@@ -142,16 +153,12 @@ def agree(
     local_dots = [number for groups in dots or () for group in groups for number in group]
     if not (names or local_squares or local_dots):
         return Shared({}, None, squares)
-    # Of a sharded replica each process has a part of every sum, and a signal that may be its own.
-    parts = communicator.exchange_in_replica([*values, *local_squares, *local_dots])
-    columns = list(zip(*parts, strict=True))
-    means = [_mean(column, [1.0] * len(parts)) for column in columns[: len(names)]]
-    everyone = communicator.exchange([weight, *means, *map(sum, columns[len(names) :])])
-    count = len(names) + len(local_squares)
-    averages = iter(_weighted_mean([row[: 1 + count] for row in everyone]))
-    shared_signals = {name: next(averages) for name in names}
-    shared_squares = [None if square is None else next(averages) for square in squares]
-    first = iter(everyone[0][1 + count :])
+    rows = _rows(communicator, weight, values, [*local_squares, *local_dots])
+    averaged_count = len(names) + len(local_squares)
+    means = iter(_weighted_mean([row[: 1 + averaged_count] for row in rows]))
+    shared_signals = {name: next(means) for name in names}
+    shared_squares = [None if square is None else next(means) for square in squares]
+    first = iter(rows[0][1 + averaged_count :])
     if dots is not None:
         dots = [[(next(first), next(first), next(first)) for _ in groups] for groups in dots]
     return Shared(shared_signals, dots, shared_squares)
@@ -166,10 +173,19 @@ def _dots(fragment: Fragment) -> list[Dots]:
 
 def averaged(communicator: Communicator, weight: float, values: Sequence[Sequence[float]]) -> list[list[float]]:
     """Average lists of numbers, as many on every process, over the replicas (and over the shards of each)."""
-    parts = communicator.exchange_in_replica([number for numbers in values for number in numbers])
-    means = [_mean(column, [1.0] * len(parts)) for column in zip(*parts, strict=True)]
-    result = iter(_weighted_mean(communicator.exchange([weight, *means])))
-    return [[next(result) for _ in numbers] for numbers in values]
+    rows = _rows(communicator, weight, [number for numbers in values for number in numbers])
+    means = iter(_weighted_mean(rows))
+    return [[next(means) for _ in numbers] for numbers in values]
+
+
+def _rows(
+    communicator: Communicator, weight: float, means: Sequence[float], sums: Sequence[float] = ()
+) -> list[list[float]]:
+    """Return each process's weight and numbers; of a sharded replica their means over its shards, or their sums."""
+    shards = communicator.exchange_in_replica([*means, *sums])
+    columns = list(zip(*shards, strict=True))
+    over_shards = [_mean(column, [1.0] * len(shards)) for column in columns[: len(means)]]
+    return communicator.exchange([weight, *over_shards, *map(sum, columns[len(means) :])])
 
 
 def _weighted_mean(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -202,33 +218,33 @@ def _same_signals(
         raise ValueError(
             "DiLoCo: step(signals=...) has other names in another shard of this replica; give the same ones"
         )
-    everyone = communicator.exchange([weight, *head])
-    if any(row[1:] != head for row in everyone):
-        names_by_process = {
-            n: names for n, (counts, names) in enumerate(communicator.gather([weight, names])) if counts
-        }
-        first, counted = next(iter(names_by_process.items()), (0, names))
-        for number, others in names_by_process.items():
-            if others != counted:
+    if any(row[1:] != head for row in communicator.exchange([weight, *head])):
+        rows = enumerate(communicator.gather([weight, names]))
+        counted = [(number, names_there) for number, (weight_there, names_there) in rows if weight_there]
+        first, expected = counted[0] if counted else (0, names)
+        for number, names_there in counted:
+            if names_there != expected:
                 raise ValueError(
-                    f"DiLoCo: step(signals=...) differs between process {first} ({', '.join(counted) or 'none'}) and "
-                    f"process {number} ({', '.join(others) or 'none'}); give the same names on every process"
+                    f"DiLoCo: step(signals=...) differs between process {first} ({', '.join(expected) or 'none'}) and "
+                    f"process {number} ({', '.join(names_there) or 'none'}); give the same names on every process"
                 )
-        if names != counted:
-            return counted, [0.0] * len(counted)
+        if names != expected:
+            return expected, [0.0] * len(expected)
     return names, [float(signals[name]) for name in names]
+
+
+# -------------------------------------------------------------------------------------------------- what it led to
+
+REMEDY = (
+    "All processes must compute the same outer step: look for code that writes to the anchor or the outer optimizer on "
+    "one of them only, for unlike versions, or for faulty memory; then resume from the newest checkpoint"
+)
 
 
 def prove(
     communicator: Communicator, round_: int, fragments: Sequence[Fragment], digests: Sequence[Mapping[str, str]]
 ) -> None:
-    """Compare anchor, buffers and counters between all processes after a round.
-
-    Args:
-        communicator: the processes.
-        round_: the round, for the message.
-        fragments: those that have ended it.
-        digests: of each.
+    """Compare the digests of the fragments that have ended a round between all processes.
 
     Raises:
         Disagreement: naming the first difference.
@@ -243,12 +259,6 @@ def prove(
     if any(row[0] for row in communicator.exchange_in_replica([float(fault is not None)])):
         fault = fault or "a fragment differs in another shard of this replica"
         raise Disagreement(f"DiLoCo: after round {round_} {fault}. {REMEDY}")
-
-
-REMEDY = (
-    "All processes must compute the same outer step: look for code that writes to the anchor or the outer optimizer on "
-    "one of them only, for unlike versions, or for faulty memory; then resume from the newest checkpoint"
-)
 
 
 def first_difference(

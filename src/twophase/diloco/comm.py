@@ -77,7 +77,7 @@ class _Works:
         self.tensors = ()
 
 
-class ProcessGroup:
+class ProcessGroup(Communicator):
     """The processes of a `torch.distributed` group (gloo, NCCL, …).
 
     Where several processes share a replica (FSDP2's shards), `group` holds the processes that have the same shard of
@@ -92,8 +92,6 @@ class ProcessGroup:
         RuntimeError: torch.distributed is not initialised.
         ValueError: a timeout outside its range.
     """
-
-    elastic = False
 
     def __init__(
         self,
@@ -139,14 +137,6 @@ class ProcessGroup:
                 "made, with the LOCAL_RANK that torchrun sets"
             )
         self._device = device
-
-    def begin(self) -> bool:
-        """Always the same processes."""
-        return False
-
-    def commit(self) -> bool:
-        """A failed collective has raised an error before."""
-        return True
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, replica: str = "replica", shard: str = "shard") -> ProcessGroup:

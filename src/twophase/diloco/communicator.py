@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -28,30 +29,29 @@ class Pending(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Done:
+    """A collective that needed no messages."""
+
+    bytes_sent: int = 0
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
 class Communicator(Protocol):
     """What the engine asks of its surroundings.
 
-    Every process makes the same calls in the same order, and after each call all processes hold the same bits.
+    Every process makes the same calls in the same order, and after each call all processes hold the same bits. What a
+    backend does not override answers as a single process does.
     """
 
-    elastic: bool
+    elastic: bool = False
     """Whether processes may come and go. Then a sync lies between `begin` and a `commit` that may fail, collectives may
     raise `Interrupted`, and `rank` and `size` change with `begin`."""
 
-    sharded: bool
+    sharded: bool = False
     """Whether several processes share one replica."""
-
-    def begin(self) -> bool:
-        """Begin a sync with the processes that take part in it.
-
-        Returns:
-            Whether this process came late and has just been given another's state.
-        """
-        ...
-
-    def commit(self) -> bool:
-        """Whether every collective since `begin` has succeeded, so that the sync counts."""
-        ...
 
     @property
     def rank(self) -> int:
@@ -63,9 +63,18 @@ class Communicator(Protocol):
         """Number of processes."""
         ...
 
+    @property
+    def alone(self) -> bool:
+        """Whether all replicas live in this process for good, so that there is nothing to compare."""
+        return self.size == 1 and not self.elastic
+
+    def bind(self, device: torch.device) -> None:
+        """Check that this process can take part with parameters on a device."""
+
     def launch_sum(self, tensor: Tensor) -> Pending:
         """Begin to replace `tensor` by its sum over the processes, in place."""
-        ...
+        del tensor
+        return Done()
 
     def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
         """Begin an all-to-all: the r-th of `size` equal parts of `sent` goes to process r, in the order of the ranks.
@@ -74,113 +83,78 @@ class Communicator(Protocol):
             received: 1-D, as long as `sent`; its r-th part comes from process r.
             sent: 1-D, contiguous, its length a multiple of `size`.
         """
-        ...
+        received.copy_(sent)
+        return Done()
 
     def launch_gather(self, received: Tensor, sent: Tensor) -> Pending:
         """Begin an all-gather: `received`, `size` times as long, holds every process's `sent` in order of rank."""
-        ...
+        received.copy_(sent)
+        return Done()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by process 0's, in place."""
-        ...
 
     def gather(self, value: Any) -> list[Any]:
-        """The small picklable `value` of every process, in order of rank (for rare calls: it pickles)."""
-        ...
+        """Return the small picklable `value` of every process, in order of rank (for rare calls: it pickles)."""
+        return [value]
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of every process, in order of rank: a few bytes, for every round.
+        """Return the numbers of every process, in order of rank: a few bytes, for every round.
 
         Args:
             numbers: as many on every process; floats, or whole numbers below 2^53.
         """
-        ...
+        return [list(numbers)]
 
     def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The same between the processes that share one replica's shards; this process's alone where none does."""
-        ...
+        """Do the same between the processes that share one replica's shards; this process's alone where none does."""
+        return [list(numbers)]
 
+    # ------------------------------------------------------------------------- of processes that come and go
 
-class Elastic(Communicator, Protocol):
-    """A communicator of processes that come and go; see `DiLoCo.join`."""
-
-    replica: int
+    replica: int = 0
     """This replica's number, whichever others are there."""
 
+    def begin(self) -> bool:
+        """Begin a sync with the processes that take part in it.
+
+        Returns:
+            Whether this process came late and has just been given another's state.
+        """
+        return False
+
+    def commit(self) -> bool:
+        """Return whether every collective since `begin` has succeeded, so that the sync counts."""
+        return True
+
     def attach(self, engine: Any, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        """Say what a replica that comes late is given: the engine's state and the rest (models, inner optimizers, …).
+        """Define what a replica that comes late receives: the engine's state and the rest (models, optimizers, …).
 
         Args:
             engine: the `DiLoCo`.
             save: returns the rest, as a tree of tensors, numbers and text.
             load: takes it.
         """
-        ...
 
     def enter(self, syncs: int, *, running: bool = False) -> None:
-        """Say, before `begin`, how far this process's state is; one that is behind another is given the other's.
+        """Announce, before `begin`, how far this process's state is; one that is behind another is given the other's.
 
         Args:
             syncs: that it has behind it, plus 1; 0 asks for any state that there is.
             running: whether its run is under way; a late joiner then is behind, however many it has.
         """
-        ...
 
     def enough(self, count: int) -> bool:
-        """Whether a run may begin with this many replicas; waits a moment if not.
+        """Return whether a run may begin with this many replicas; wait a moment if not.
 
         Raises:
             RuntimeError: they have not come in time.
         """
-        ...
+        return count > 0
 
 
-@dataclass(slots=True)
-class Done:
-    """A collective that needed no messages."""
-
-    bytes_sent: int = 0
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-class SingleProcess:
+class SingleProcess(Communicator):
     """All replicas live in this process: every exchange has this process's values alone."""
 
-    elastic = sharded = False
-    rank = 0
-    size = 1
-
-    def begin(self) -> bool:
-        """Always the same process."""
-        return False
-
-    def commit(self) -> bool:
-        """Nothing can fail."""
-        return True
-
-    def launch_sum(self, tensor: Tensor) -> Pending:
-        """The sum over one process is the tensor itself."""
-        del tensor
-        return Done()
-
-    def launch_scatter(self, received: Tensor, sent: Tensor) -> Pending:
-        """Everything is for this process."""
-        received.copy_(sent)
-        return Done()
-
-    launch_gather = launch_scatter
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Nothing to copy."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value alone."""
-        return [value]
-
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The list alone."""
-        return [list(numbers)]
-
-    exchange_in_replica = exchange
+    rank: int = 0  # type: ignore[override] - it never changes
+    size: int = 1  # type: ignore[override]

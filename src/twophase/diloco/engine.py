@@ -22,26 +22,31 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from twophase.diloco import build
 from twophase.diloco import state as states
-from twophase.diloco.build import OuterFactory, Restarts, Signals
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
-from twophase.diloco.membership import Elastic, Fixed, Members, Position
+from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.report import RoundReport, merged
-from twophase.diloco.setting import Probe, Setting
+from twophase.diloco.setting import (
+    OuterFactory,
+    Probe,
+    Restarts,
+    Schedule,
+    Setting,
+    Signals,
+    check_kind,
+    values_for,
+)
 from twophase.diloco.sync import Sync
-from twophase.diloco.transfer import check_wire
-from twophase.optim.outer import OuterSGD
 from twophase.policies.base import AGREEMENT, PROBES
-from twophase.policies.checks import check_count
 from twophase.rule import OuterRule
 
 
@@ -105,36 +110,33 @@ class DiLoCo:
         probe: Probe | None = None,
         alike: Mapping[str, Any] | None = None,
     ) -> None:
-        inner_steps = check_count("DiLoCo", "inner_steps", inner_steps)
-        self.stagger, self.delay, self.mixing, self.wire = stagger, delay, mixing, check_wire(wire)
-        build.check_schedule(stagger, delay, mixing, inner_steps)
-        self._schedule: dict[str, Any] = {"inner_steps": inner_steps, "stagger": stagger, "delay": delay}
-        self.communicator = communicator = build.open_communicator(communicator)
+        self._schedule = Schedule(inner_steps, stagger, delay, mixing)
+        # Process groups are a backend, whose code is loaded by name.
+        communicator = communicator or import_module("twophase.diloco.comm").default_communicator()
+        self.communicator: Communicator = communicator  # type: ignore[assignment]
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
-        slots = build.collect_slots(self.replicas, communicator)
-        self.fragments, anchor = build.cut(slots, fragments, communicator, wire=wire, **self._schedule)
-        build.build_outers(self.fragments, outer, restart)
+        self._setting = Setting(
+            self.replicas,
+            self.communicator,
+            self._schedule,
+            outer=outer,
+            restart=restart,
+            fragments=fragments,
+            wire=wire,
+            probe=probe,
+            alike=alike or {},
+        )
+        self.fragments = self._setting.fragments
         self.anchor: dict[str, Tensor] = {name: view for f in self.fragments for name, view in f.named}
-        schedules = {"stagger": stagger, "delay": delay, "mixing": mixing}
-        constants = dict(alike or {}) | build.constants(self.fragments, self.replicas[0], communicator)
-        constants |= {"inner_steps": inner_steps, "schedules": schedules, "wires": wire}
-        self._setting = Setting(self.replicas, self.fragments, anchor, communicator, mixing, probe, constants)
-        self._membership = (Elastic if communicator.elastic else Fixed)(self._setting)
-        self.replica_count = self._membership.replica_count or len(self.replicas)
+        self._membership = Membership(self._setting, delay)
+        self.replica_count = self._membership.replicas or len(self.replicas)
         self._position = Position([fragment.number for fragment in self.fragments], at_once=delay == 0)
         self._under_way: list[Sync] = []
-        self._supplied = {
-            *signals,
-            *[PROBES] * (probe is not None),
-            *[AGREEMENT] * (self._membership.replica_count != 1),
-        }
-        outers = [fragment.outer for fragment in self.fragments if isinstance(fragment.outer, OuterSGD)]
-        build.check_needs([group for optimizer in outers for group in optimizer.param_groups], self._supplied)
-        for optimizer in outers:
-            optimizer.promised |= self._supplied  # a state may bring another policy
+        measured = {PROBES: probe is not None, AGREEMENT: self._membership.replicas != 1}
+        self._setting.promise([*signals, *(name for name in measured if measured[name])])
         if not self._membership.absent:  # else a peer's state comes, by `join`
-            communicator.broadcast(anchor)
-        self._setting.restore(self.fragments)
+            self.communicator.broadcast(self._setting.anchor)
+        self._setting.restore()
 
     def description(self) -> dict[str, Any]:
         """Return what all processes must have alike, by the words that name it."""
@@ -181,13 +183,13 @@ class DiLoCo:
             Any error of the probe, or an interrupt before the outer step: the sync is undone, and the next one takes
                 its progress. After an interrupt inside the outer step the engine refuses to go on from it.
         """
-        build.check_signals_kind(signals)  # in every step, and not only where a round ends
-        states.check_whole(self._setting)
+        check_kind(signals)  # in every step, and not only where a round ends
+        self._setting.check_whole()
         if self._membership.absent:
             raise ValueError("DiLoCo: call join() once before the first step(); it waits for the other processes")
         ending = self._ending()
-        values = build.values_for(ending, signals) if ending else {}
-        position = self._position
+        values = values_for(ending, signals) if ending else {}
+        position, delay = self._position, self._schedule.delay
         position.inner_step += 1
         for fragment in self.fragments:
             fragment.steps += 1
@@ -197,12 +199,12 @@ class DiLoCo:
         report = None
         for sync in list(self._under_way):
             sync.age += 1
-            if sync.age == self.delay:
+            if sync.age == delay:
                 self._under_way.remove(sync)
                 report = self._complete(sync, values)
-            elif sync.age == (self.delay + 1) // 2:
+            elif sync.age == (delay + 1) // 2:
                 sync.advance()
-        if due and self.delay:
+        if due and delay:
             self._under_way.append(self._launch(due))
         elif due:
             report = self._complete(self._launch(due), values)
@@ -219,17 +221,17 @@ class DiLoCo:
         Raises:
             ValueError: a signal is missing that a restart policy needs; call it again with all of them.
         """
-        build.check_signals_kind(signals)
-        states.check_whole(self._setting)
+        check_kind(signals)
+        self._setting.check_whole()
         reports = []
         while self._under_way:
-            values = build.values_for(self._under_way[0].fragments, signals)
+            values = values_for(self._under_way[0].fragments, signals)
             reports.append(self._complete(self._under_way.pop(0), values))
         while rest := [fragment for fragment in self.fragments if fragment.steps > 0]:  # a heal may change them
-            values = build.values_for(rest[:1], signals)
+            values = values_for(rest[:1], signals)
             reports.append(self._complete(self._launch(rest[:1], at_once=True), values))
-        if self.mixing:
-            self._setting.restore(self.fragments)
+        if self._schedule.mixing:
+            self._setting.restore()
         self._position.inner_step = 0
         if not reports:
             return None
@@ -239,7 +241,7 @@ class DiLoCo:
     def _launch(self, fragments: list[Fragment], attempts: int = 1, *, at_once: bool = False) -> Sync:
         """Begin a sync of these fragments; where a peer's state is adopted, of those that it is launching."""
         self._position.launching = [fragment.number for fragment in fragments]
-        self._position.at_once = at_once or self.delay == 0
+        self._position.at_once = at_once or self._schedule.delay == 0
         return self._reduce(self._membership.attend(self._position, attempts))
 
     def _reduce(self, members: Members) -> Sync:
@@ -253,27 +255,25 @@ class DiLoCo:
             while not sync.receive(signals):  # processes went away: once more without them
                 failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
                 sync.add(failed)
-            self._membership.borrowed.difference_update([fragment.number for fragment in sync.fragments])
+            self._position.borrowed.difference_update([fragment.number for fragment in sync.fragments])
             sync.apply()
             complete = sync.fragments[-1] is self.fragments[-1]
             self._position.round += complete
             self._position.syncs += 1
-            full = self.inner_steps - (self.delay if self.mixing == 0 else 0)  # a delay without mixing is given up
-            return sync.report(self.round + (not complete), complete=complete, full=full)
+            return sync.report(self.round + (not complete), complete=complete, full=self._schedule.full())
 
     # -------------------------------------------------------------------------------------------------- the schedule
 
     @property
     def inner_steps(self) -> int:
         """Inner steps a round; a sweep sets them anew where runs of different rounds part."""
-        return self._schedule["inner_steps"]
+        return self._schedule.inner_steps
 
     @inner_steps.setter
     def inner_steps(self, count: int) -> None:
-        self._schedule["inner_steps"] = count
+        self._schedule = replace(self._schedule, inner_steps=count)
         for fragment in self.fragments:
-            share = -(-(fragment.number + 1) * count // len(self.fragments))
-            fragment.offset = share if self.stagger else count
+            fragment.offset = self._schedule.offset(fragment.number, len(self.fragments))
 
     def _due(self, inner_step: int) -> list[Fragment]:
         """Return the fragments whose pseudo-gradient is taken after an inner step of a round, from 1."""
@@ -281,8 +281,8 @@ class DiLoCo:
 
     def _ending(self) -> list[Fragment]:
         """Return the fragments that end their round in the next `step()`."""
-        if self.delay:
-            return [f for sync in self._under_way if sync.age + 1 == self.delay for f in sync.fragments]
+        if delay := self._schedule.delay:
+            return [f for sync in self._under_way if sync.age + 1 == delay for f in sync.fragments]
         return self._due(self._position.inner_step + 1)
 
     @property
@@ -298,7 +298,8 @@ class DiLoCo:
     @property
     def at_anchor(self) -> bool:
         """Whether the replicas are the anchor: no inner step has been taken since, and nothing is under way."""
-        return self.mixing == 0 and not self._under_way and all(fragment.steps == 0 for fragment in self.fragments)
+        moved = self._schedule.mixing or self._under_way or any(fragment.steps for fragment in self.fragments)
+        return not moved
 
     @contextmanager
     def anchored(self, number: int = 0) -> Iterator[nn.Module]:
@@ -344,7 +345,7 @@ class DiLoCo:
             ValueError: the replicas were not started alike.
             RuntimeError: too few of them came in time.
         """
-        if not isinstance(self._membership, Elastic) or not self._membership.absent:
+        if not self._membership.absent:
             return None
         self._position.launching = []
         restored = False
@@ -376,7 +377,13 @@ class DiLoCo:
         Raises:
             ValueError: a reduction is `under_way` where processes come and go: its result may never be.
         """
-        return states.save(self._setting, self._position, self._under_way, self._membership, self._schedule)
+        self._setting.check_whole()
+        if self._under_way and self._membership.changes:
+            raise ValueError(
+                "DiLoCo.state_dict: a reduction is under way, and a process that leaves may still undo it; take inner "
+                "steps until engine.under_way is False, and save then"
+            )
+        return states.save(self._setting, self._position, self._under_way, self._schedule)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`. Construct the engine first, then load it, the models and the inner optimizers.
@@ -389,12 +396,11 @@ class DiLoCo:
                 have, or a restart policy that needs what this one was not promised; nothing has been changed.
         """
         states.check(state, self._setting, self._schedule)
-        build.check_needs(states.policy_groups(state, self._setting), self._supplied)
         for sync in self._under_way:  # it must not end later, in what is loaded meanwhile
             sync.settle()
-        self._under_way = states.load(state, self._setting, self._position, self._membership, delay=self.delay)
+        self._under_way = states.load(state, self._setting, self._position, at_once=self._schedule.delay == 0)
         if self.at_anchor:
-            self._setting.restore(self.fragments)
+            self._setting.restore()
 
     def wire_state_dict(self) -> dict[str, Any]:
         """Return what this process still owes the others on a lossy wire, by fragment; empty on float32.

@@ -1,6 +1,6 @@
-"""Membership: the replicas that take part in a sync, always the same (`Fixed`) or listed anew each time (`Elastic`).
+"""Membership: the replicas that take part in a sync, always the same or, where processes come and go, listed anew.
 
-Both return values. The state of a replica that comes late is replaced by a peer's inside `Communicator.begin`.
+It returns values. The state of a replica that comes late is replaced by a peer's inside `Communicator.begin`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,8 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
 
-from twophase.diloco import communicator as protocols
-from twophase.diloco.agreement import (
-    REMEDY,
-    Disagreement,
-    all_halves,
-    first_difference,
-    halves,
-    same_start,
-    versions,
-)
+from twophase.diloco.agreement import REMEDY, Disagreement, all_halves, first_difference, halves, same_start
 from twophase.diloco.communicator import Interrupted
 from twophase.diloco.fragment import short_hash
 from twophase.diloco.setting import Setting
@@ -28,7 +18,7 @@ from twophase.diloco.setting import Setting
 
 @dataclass(slots=True)
 class Position:
-    """The engine's place in a run: what a step or a sync changes, the same on all processes.
+    """The engine's place in a run: what a step or a sync changes.
 
     Args:
         launching: numbers of the fragments of the newest sync. A late joiner receives them with the state, and goes
@@ -37,6 +27,8 @@ class Position:
         round: rounds that all fragments have ended.
         inner_step: inner steps since the round began.
         syncs: syncs that have succeeded, over all fragments.
+        borrowed: numbers of the fragments in which this process (the others are the same on all) holds a peer's
+            progress, each until a sync of it has succeeded.
     """
 
     launching: list[int]
@@ -44,6 +36,7 @@ class Position:
     round: int = 0
     inner_step: int = 0
     syncs: int = 0
+    borrowed: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,36 +73,38 @@ class Arrival:
     begun: bool = False
 
 
-class Fixed:
-    """The same processes from the first round to the last."""
+class Membership:
+    """The processes of a run.
 
-    absent = False
-    """Whether this process has still to join the others."""
+    Args:
+        setting: what all syncs share.
+        delay: inner steps of a reduction.
 
-    def __init__(self, setting: Setting) -> None:
-        count = len(setting.modules)
-        counts = same_start(setting.communicator, setting.describe(), count)
-        self.replica_count: int | None = sum(counts)
+    Raises:
+        ValueError: processes come and go, and syncs overlap; or they are always the same, and were not started alike.
+    """
+
+    def __init__(self, setting: Setting, delay: int) -> None:
+        self._setting, self._communicator = setting, setting.communicator
+        self._replicas = len(setting.modules)
+        self.changes = self._communicator.elastic
+        """Whether processes may come and go; then a sync may fail until its end, and is repeated."""
+        self.absent = self.changes
+        """Whether this process has still to join the others."""
+        self._members: Members | None = None
+        if self.changes and delay >= setting.gap:
+            raise ValueError(
+                f"DiLoCo: delay is {delay} and the fragments' syncs lie {setting.gap} inner steps apart; where "
+                "processes come and go one must end before the next begins, so take a shorter delay or fewer fragments"
+            )
+        if not self.changes:
+            counts = same_start(self._communicator, setting.describe(), self._replicas)
+            self._members = Members(self._replicas, sum(counts))
+
+    @property
+    def replicas(self) -> int | None:
         """Replicas of the whole run; None where that changes."""
-        self.borrowed: set[int] = set()
-        """Fragments in which this process holds a peer's progress, each until a sync of it has succeeded."""
-        self._members = Members(count, sum(counts))
-
-    def attend(self, position: Position, attempts: int) -> Members:
-        """Return the members of the next sync."""
-        del position, attempts
-        return self._members
-
-
-class Elastic:
-    """Processes that come and go: every sync begins with a roll call of those that are there."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting, self._replicas = setting, len(setting.modules)
-        self.replica_count: int | None = None
-        self.borrowed: set[int] = set()
-        self.absent = True
-        self._communicator = cast("protocols.Elastic", setting.communicator)
+        return self._members and self._members.replicas
 
     def attend(self, position: Position, attempts: int) -> Members:
         """Begin a sync with the processes that are there; a failed roll call is another attempt.
@@ -118,10 +113,12 @@ class Elastic:
             position: this process's; replaced by a peer's where this process was left behind.
             attempts: number of this attempt.
         """
+        if self._members is not None:
+            return self._members
         start = time.perf_counter()
         while True:
-            self._begin()
-            weight = 0 if self.borrowed.intersection(position.launching) else self._replicas
+            self._begin(position)
+            weight = 0 if position.borrowed.intersection(position.launching) else self._replicas
             try:
                 members, _, _ = self._call_roll(position, weight, running=True, ready=True)
             except Interrupted:
@@ -139,7 +136,7 @@ class Elastic:
         """
         communicator = self._communicator
         communicator.enter(1 + position.syncs if ready else 0)
-        self._begin()
+        self._begin(position)
         try:
             members, running, all_ready = self._call_roll(position, 0, running=False, ready=ready)
             if running:
@@ -156,14 +153,14 @@ class Elastic:
     def begin_run(self, position: Position, *, at_anchor: bool) -> None:
         """Take part with full weight from now on, unless this replica was set to a peer's progress inside a round."""
         if at_anchor or (position.syncs == 0 and position.inner_step == 0):
-            self.borrowed.clear()
+            position.borrowed.clear()
         self._communicator.enter(1 + position.syncs, running=True)
         self.absent = False
 
-    def _begin(self) -> None:
+    def _begin(self, position: Position) -> None:
         """Begin a sync; adopt a state healed from a peer, and drop local error-feedback residuals then."""
         if self._communicator.begin():
-            self.borrowed = {fragment.number for fragment in self._setting.fragments}
+            position.borrowed = {fragment.number for fragment in self._setting.fragments}
             for fragment in self._setting.fragments:
                 fragment.channel.clear()
 
@@ -187,8 +184,7 @@ class Elastic:
         description = self._setting.describe()
         # First a few words that are as many on all processes, whatever they were started with: unlike lengths would
         # fail without a reason. A joiner of a run under way has compared itself before it took the state over.
-        text = json.dumps([versions(), description], sort_keys=True)
-        kinds = communicator.exchange([running, *halves(short_hash(text))])
+        kinds = communicator.exchange([running, *halves(short_hash(json.dumps(description, sort_keys=True)))])
         if not any(row[0] for row in kinds) and any(row != kinds[0] for row in kinds):
             same_start(communicator, description, self._replicas)
         place = [(position.launching or [0])[0], len(position.launching), position.inner_step]

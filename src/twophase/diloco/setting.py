@@ -1,66 +1,167 @@
-"""The fixed part of an engine: the replicas of this process, their fragments and anchor, and the processes."""
+"""The fixed part of an engine: its schedule, replicas, fragments, anchor and processes, checked and built once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from twophase.diloco.agreement import versions
 from twophase.diloco.communicator import Communicator
-from twophase.diloco.fragment import Fragment, fsdp_modules, reshard
+from twophase.diloco.flat import plan
+from twophase.diloco.fragment import (
+    Fragment,
+    Slot,
+    check_placement,
+    fsdp_modules,
+    local,
+    partition,
+    reshard,
+    slots_of,
+    tensors_of,
+)
 from twophase.diloco.sweep import goes_on_device
+from twophase.diloco.transfer import Channel, check_wire
+from twophase.optim.groups import as_number
+from twophase.optim.outer import OuterSGD
+from twophase.policies.base import AGREEMENT, MEASURED, PROBES, Never, RestartPolicy
+from twophase.policies.checks import check_count
+from twophase.policies.text import parse
+from twophase.rule import OuterRule
 
+OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
+Restarts = RestartPolicy | str | int | None
+Signals = Mapping[str, float] | Callable[[list[str]], Mapping[str, float]] | None
+"""Values by name, or a function to them from the names of the fragments that end their round."""
 Probe = Callable[[nn.Module, int, int], float]
 """From a module, the number of a replica in this process and a round's number to the loss on a probe batch."""
 
 
-@dataclass
-class Setting:
-    """The values that all syncs of an engine share.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When fragments are synchronised, and what their replicas keep then; arguments as of `DiLoCo`.
 
-    Args:
-        modules: the replicas that train in this process.
-        fragments: their parameters in parts, each with its views of the anchor.
-        anchor: the whole anchor, flat.
-        communicator: the processes.
-        mixing: share of a replica's own parameters that stays when the anchor comes back.
-        probe: the loss of a candidate anchor; None where no policy needs it.
-        constants: what all processes must have been started with; see `build.constants`.
+    Raises:
+        ValueError: a value outside its range.
     """
 
-    modules: list[nn.Module]
-    fragments: list[Fragment]
-    anchor: Tensor
-    communicator: Communicator
-    mixing: float
-    probe: Probe | None
-    constants: Mapping[str, Any]
+    inner_steps: int
+    stagger: bool = True
+    delay: int = 0
+    mixing: float = 0.0
 
     def __post_init__(self) -> None:
-        communicator = self.communicator
-        self.alone = communicator.size == 1 and not communicator.elastic
-        """Whether all replicas live in this process for good, so that there is nothing to compare."""
-        # Elastic: the vote on the whole sum comes before any change of the anchor. Sharded: the norms of all shards are
-        # added up before the outer step.
-        self.may_part = not (self.alone or communicator.elastic or communicator.sharded)
-        """Whether a sum may be used part by part, each before the next has come."""
-        self._fsdp = [module for replica in self.modules for module in fsdp_modules(replica)]
+        check_count("DiLoCo", "inner_steps", self.inner_steps)
+        if not isinstance(self.stagger, bool):
+            raise ValueError(
+                f"DiLoCo: stagger is {self.stagger!r}; it must be True, fragments' syncs spread over a round, or False"
+            )
+        last = self.inner_steps - 1
+        if isinstance(self.delay, bool) or not isinstance(self.delay, int) or not 0 <= self.delay <= last:
+            raise ValueError(
+                f"DiLoCo: delay is {self.delay!r}; it must be a whole number of inner steps from 0 to inner_steps - 1 "
+                f"= {last}, so that a reduction ends before the fragment's next one begins"
+            )
+        if not isinstance(self.mixing, Real) or not 0 <= self.mixing < 1:
+            raise ValueError(
+                f"DiLoCo: mixing is {self.mixing!r}; it must lie in [0, 1): 0 takes the anchor over, 0.5 keeps half of "
+                "what a replica has reached by itself"
+            )
+
+    def offset(self, number: int, count: int) -> int:
+        """Return the inner step of a round, from 1, after which a fragment of `count` takes its pseudo-gradient."""
+        return -(-(number + 1) * self.inner_steps // count) if self.stagger else self.inner_steps
+
+    def gap(self, count: int) -> int:
+        """Return the least number of inner steps between the syncs of `count` fragments."""
+        return self.inner_steps // count if self.stagger else self.inner_steps
+
+    def full(self) -> int:
+        """Return the inner steps of which a whole round's outer step is made: a delay without mixing is given up."""
+        return self.inner_steps - (self.delay if self.mixing == 0 else 0)
+
+
+class Setting:
+    """The values that all syncs of an engine share; arguments as of `DiLoCo`.
+
+    The anchor, one flat vector of which each fragment has a part, holds the first replica's parameters.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        communicator: Communicator,
+        schedule: Schedule,
+        *,
+        outer: OuterRule | OuterFactory,
+        restart: Restarts | Mapping[str, Restarts],
+        fragments: int | Mapping[str, str],
+        wire: str,
+        probe: Probe | None,
+        alike: Mapping[str, Any],
+    ) -> None:
+        self.modules, self.communicator, self.probe = modules, communicator, probe
+        self.mixing = schedule.mixing
+        self.supplied = frozenset[str]()
+        """What restart policies may need: see `promise`."""
+        self.alone = communicator.alone
+        slots = _collect_slots(modules, communicator)
+        self._fsdp = [module for replica in modules for module in fsdp_modules(replica)]
         self.are_sharded = bool(self._fsdp)
+        self.fragments, self.anchor = _cut(slots, fragments, communicator, wire, schedule)
+        self.gap = schedule.gap(len(self.fragments))
+        """The least number of inner steps between two syncs."""
+        _build_outers(self.fragments, outer, restart)
+        self.constants = {
+            **versions(),
+            **alike,
+            **_constants(self.fragments, modules[0], communicator),
+            "inner_steps": schedule.inner_steps,
+            "schedules": {"stagger": schedule.stagger, "delay": schedule.delay, "mixing": schedule.mixing},
+            "wires": wire,
+        }
+        """What all processes must have been started with, by the words that name it; JSON values."""
 
     def describe(self) -> dict[str, Any]:
         """Return what all processes must have alike now: the constants, the outer settings, and the kernels."""
-        groups_by_name = {f"fragment {f.name}": f.outer.param_groups for f in self.fragments}
         settings = {
-            name: [{key: str(value) for key, value in group.items() if key != "params"} for group in groups]
-            for name, groups in groups_by_name.items()
+            f"fragment {f.name}": [
+                {key: str(value) for key, value in group.items() if key != "params"} for group in f.outer.param_groups
+            ]
+            for f in self.fragments
         }
         # With kernels the last bits are others.
         kernels = {f.name: goes_on_device(f) for f in self.fragments if not f.flat.is_cpu}
         return {**self.constants, "outer settings": settings, "kernels of the outer round": kernels}
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups that have a restart policy."""
+        return [group for f in self.fragments if isinstance(f.outer, OuterSGD) for group in f.outer.param_groups]
+
+    def promise(self, names: Collection[str]) -> None:
+        """Name what restart policies may need from now on, and refuse a policy that needs more."""
+        self.supplied = frozenset(names)
+        check_needs(self.groups, self.supplied)
+        for fragment in self.fragments:
+            if isinstance(fragment.outer, OuterSGD):
+                fragment.outer.promised |= self.supplied  # a state may bring another policy
+
+    def check_whole(self) -> None:
+        """Refuse to go on from an outer step that was interrupted."""
+        if any(fragment.torn for fragment in self.fragments):
+            raise ValueError(
+                "DiLoCo: the last outer step was interrupted, and a part of the anchor is ahead of the others; go back "
+                "to the newest checkpoint with load_state_dict()"
+            )
 
     def look_up(self, fragments: Sequence[Fragment]) -> None:
         """Find the parameters of all replicas, which FSDP2 replaces in a forward pass: the engine works on shards."""
@@ -69,11 +170,11 @@ class Setting:
             fragment.look_up()
 
     @torch.no_grad()
-    def restore(self, fragments: Sequence[Fragment], mixing: float = 0.0) -> None:
-        """Set the fragments of all replicas: theta_r <- mixing theta_r + (1 - mixing) a."""
-        self.look_up(fragments)
-        for fragment in fragments:
-            fragment.restore(mixing)
+    def restore(self) -> None:
+        """Set all replicas to the anchor."""
+        self.look_up(self.fragments)
+        for fragment in self.fragments:
+            fragment.restore()
 
     @contextmanager
     def lend(self, number: int) -> Iterator[nn.Module]:
@@ -91,3 +192,198 @@ class Setting:
         self.look_up(self.fragments)
         for fragment, tensors in zip(self.fragments, values, strict=True):
             torch._foreach_copy_(fragment.params[number], list(tensors))
+
+
+# ----------------------------------------------------------------------------------------------- replicas, fragments
+
+
+def _collect_slots(replicas: list[nn.Module], communicator: Communicator) -> list[list[Slot]]:
+    """Return the trainable parameters of each replica of this process, checked to be alike."""
+    if not replicas:
+        raise ValueError("DiLoCo: replicas is empty; pass at least one module")
+    for replica in replicas:
+        if not isinstance(replica, nn.Module):
+            raise ValueError(
+                f"DiLoCo: replicas holds a {type(replica).__name__}; pass the module itself, or a list of modules"
+            )
+    collected = [slots_of(replica) for replica in replicas]
+    if not collected[0]:
+        raise ValueError("DiLoCo: the module has no parameter that requires a gradient; nothing could be synchronised")
+    shapes = [[(slot.name, local(slot.parameter).shape) for slot in slots] for slots in collected]
+    for number, shapes_of_replica in enumerate(shapes):
+        if shapes_of_replica != shapes[0]:
+            raise ValueError(
+                f"DiLoCo: replica {number} has other trainable parameters than replica 0; build them alike"
+            )
+    if len({id(slot.parameter) for slots in collected for slot in slots}) < len(replicas) * len(shapes[0]):
+        raise ValueError("DiLoCo: replicas share parameters; make one copy.deepcopy() of the module a replica")
+    if any(len({slot.device for slot in slots}) > 1 for slots in collected):
+        raise ValueError("DiLoCo: a replica's parameters lie on several devices; put each replica on one device")
+    for slot in [slot for slots in collected for slot in slots]:
+        check_placement(slot.name, slot.parameter, communicator.sharded)
+        if not slot.parameter.is_floating_point():
+            raise ValueError(
+                f"DiLoCo: parameter {slot.name!r} is {slot.dtype}; only floating-point parameters can train"
+            )
+    communicator.bind(collected[0][0].device)
+    return collected
+
+
+def _cut(
+    slots: list[list[Slot]],
+    fragments: int | Mapping[str, str],
+    communicator: Communicator,
+    wire: str,
+    schedule: Schedule,
+) -> tuple[list[Fragment], Tensor]:
+    """Make the fragments, each with its part of the anchor."""
+    by_name = [{slot.name: slot for slot in of_replica} for of_replica in slots]
+    first = dict(zip(by_name[0], tensors_of(slots[0]), strict=True))
+    parts = partition({slot.name: slot.parameter.numel() for slot in slots[0]}, fragments)
+    layouts = [plan((name, tuple(first[name].shape)) for name in names) for names in parts.values()]
+    lengths = [layout.numel for layout in layouts]
+    if min(row[0] for row in communicator.exchange_in_replica([min(lengths)])) == 0:
+        raise ValueError(
+            "DiLoCo: a fragment is empty on one of the processes that share a replica: its parameters have fewer rows "
+            "than there are shards; take fewer or larger fragments"
+        )
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in first.values()) else torch.float32
+    anchor = torch.zeros(sum(lengths), dtype=dtype, device=slots[0][0].device)
+    # Fragments that are never reduced at the same time share the room for their pseudo-gradients.
+    shared = schedule.stagger and schedule.delay < schedule.gap(len(parts))
+    room = torch.zeros(max(lengths) if shared else sum(lengths), dtype=dtype, device=anchor.device)
+    senders = len(slots) if communicator.alone else 1
+    made: list[Fragment] = []
+    start = 0
+    for (name, names), layout in zip(parts.items(), layouts, strict=True):
+        place = 0 if shared else start
+        fragment = Fragment(
+            name,
+            len(made),
+            slots=[[of_replica[name] for name in names] for of_replica in by_name],
+            layout=layout,
+            anchor=anchor[start : start + layout.numel],
+            gradient=room[place : place + layout.numel],
+            channel=open_channel(
+                wire,
+                layout.numel,
+                dtype=dtype,
+                device=anchor.device,
+                senders=senders,
+                transactional=communicator.elastic,
+            ),
+            offset=schedule.offset(len(made), len(parts)),
+        )
+        with torch.no_grad():
+            torch._foreach_copy_(fragment.anchor_views, fragment.look_up()[0])
+        made.append(fragment)
+        start += layout.numel
+    return made, anchor
+
+
+def open_channel(name: str, numel: int, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Channel:
+    """Return the channel of a wire, one of `WIRES`; arguments as of `Channel`, options as of `wire.LossyChannel`.
+
+    Raises:
+        ValueError: an unknown wire.
+    """
+    if check_wire(name) == "float32":
+        return Channel(name, numel, dtype=dtype, device=device)
+    return import_module("twophase.diloco.wire").LossyChannel(name, numel, dtype=dtype, device=device, **options)
+
+
+def _constants(fragments: Sequence[Fragment], replica: nn.Module, communicator: Communicator) -> dict[str, Any]:
+    """Return what all processes must have alike of their parameters.
+
+    What is not trained is never sent, so a difference (of the base model under an adapter, say) would never be noticed.
+    Buffers may have values of their own, such as batch-norm statistics.
+    """
+    slots = [(fragment, slot) for fragment in fragments for slot in fragment.layout.slots]
+    frozen = {name: p.detach() for name, p in replica.named_parameters() if not p.requires_grad}
+    # Of a sharded replica the values differ from shard to shard.
+    comparable = {} if communicator.sharded else {n: p for n, p in frozen.items() if p.device.type != "meta"}
+    return {
+        "frozen parameters": {name: f"{list(p.shape)} {p.dtype}" for name, p in frozen.items()},
+        "values of frozen parameters": {name: _digest(p) for name, p in comparable.items()},
+        "shapes of buffers": {name: str(list(buffer.shape)) for name, buffer in replica.named_buffers()},
+        "numbers of fragments": len(fragments),
+        "parameters": {slot.name: str(list(slot.shape)) for _, slot in slots},
+        "orders of parameters": [slot.name for _, slot in slots],
+        "types": {slot.name: str(slot.dtype) for fragment in fragments for slot in fragment.slots[0]},
+        "fragments": {slot.name: fragment.name for fragment, slot in slots},
+    }
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------- outer optimizers
+
+
+def _build_outers(
+    fragments: Sequence[Fragment], outer: OuterRule | OuterFactory, restart: Restarts | Mapping[str, Restarts]
+) -> None:
+    """Give each fragment its optimizer: a shared optimizer would step on the gradients of the fragments at rest."""
+    names = [fragment.name for fragment in fragments]
+    policies = restart if isinstance(restart, Mapping) else dict.fromkeys(names, restart)
+    if set(policies) != set(names):
+        raise ValueError(
+            f"DiLoCo: restart and fragments do not name the same ({', '.join(sorted(set(policies) ^ set(names)))}); "
+            f"the fragments are {', '.join(names)}: give each its policy"
+        )
+    if isinstance(outer, Optimizer) or not (isinstance(outer, OuterRule) or callable(outer)):
+        raise ValueError(
+            f"DiLoCo: outer is {type(outer).__name__}; pass an OuterRule, or a function of the engine's anchor "
+            "parameters such as lambda params: OuterSGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    for fragment in fragments:
+        policy = policies[fragment.name]
+        if isinstance(outer, OuterRule):
+            policy = Never() if policy is None else policy
+            needs = parse(policy).needs  # `check_needs` knows the remedy
+            fragment.outer = OuterSGD.from_rule(fragment.named, outer, policy, signals=needs)
+            continue
+        if policy is not None:
+            raise ValueError("DiLoCo: restart goes with an OuterRule; here give it to the optimizer that outer builds")
+        fragment.outer = outer(fragment.named)
+        taken = {id(p) for group in fragment.outer.param_groups for p in group["params"]}
+        unused = [name for name, p in fragment.named if id(p) not in taken]
+        if unused:
+            raise ValueError(
+                f"DiLoCo: the optimizer that outer built does not hold {', '.join(unused[:3])}"
+                f"{' …' * (len(unused) > 3)}; parameters that no group takes would be set back in every round, so give "
+                "it all that outer receives"
+            )
+
+
+def check_needs(groups: Iterable[Mapping[str, Any]], supplied: Collection[str]) -> None:
+    """Refuse a restart policy of a param group that needs what will not be supplied."""
+    for policy in [group["restart"] for group in groups]:
+        missing = parse(policy).needs - MEASURED - set(supplied)
+        ways = []
+        if PROBES in missing:
+            ways.append("give the engine a function that evaluates the loss on a probe batch, DiLoCo(..., probe=...)")
+        if AGREEMENT in missing:
+            ways.append("train two or more replicas: it compares them, and there is 1")
+        if names := sorted(missing - {PROBES, AGREEMENT}):
+            ways.append(f"pass them to step(signals=...), and promise them with DiLoCo(signals={names!r})")
+        if ways:
+            lacking = [*names, *sorted(missing & {PROBES, AGREEMENT}, reverse=True)]
+            raise ValueError(f"DiLoCo: restart policy {policy} needs {', '.join(lacking)}; {', and '.join(ways)}")
+
+
+def check_kind(signals: Signals) -> None:
+    """Refuse signals that are neither a mapping, a function nor None."""
+    if not (signals is None or callable(signals) or isinstance(signals, Mapping)):
+        raise ValueError(f"DiLoCo: signals are {signals!r}; give names and values, such as {{'loss': 2.3}}")
+
+
+def values_for(fragments: Sequence[Fragment], signals: Signals) -> Mapping[str, float]:
+    """Return the signals for the end of these fragments' round, checked before anything of it happens."""
+    values = (signals([fragment.name for fragment in fragments]) if callable(signals) else signals) or {}
+    groups = [g for f in fragments if isinstance(f.outer, OuterSGD) for g in f.outer.param_groups]
+    check_needs(groups, {PROBES, AGREEMENT, *values})
+    for name, value in values.items():
+        as_number(f"DiLoCo: signals[{name!r}]", value)
+    return values

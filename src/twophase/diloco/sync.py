@@ -8,10 +8,9 @@ launch -> (advance) -> receive -> apply -> report
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from twophase.diloco.communicator import Interrupted
 from twophase.diloco.flat import checksum
 from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members
-from twophase.diloco.report import FragmentRound, RoundReport, joined
+from twophase.diloco.report import FragmentRound, RoundReport, merged
 from twophase.diloco.setting import Setting
 from twophase.diloco.sweep import device, goes_in_parts, goes_on_device, round_sweep, transfer_in_parts
 from twophase.diloco.transfer import PartTransfer, Transfer
@@ -77,36 +76,32 @@ class Sync:
         self._in_parts = False
         self._at_once = at_once
         self._shared = Shared({})
-        self._clock = Clock(members.seconds)
+        self.seconds = dict.fromkeys(PHASES, 0.0) | dict(members.seconds)
+        """Wall time of each phase so far."""
 
     @classmethod
     def launch(cls, setting: Setting, fragments: Sequence[Fragment], members: Members, *, at_once: bool) -> Sync:
-        """Write the fragments' pseudo-gradients and begin to sum them.
-
-        Args:
-            setting: what all syncs share.
-            fragments: the fragments.
-            members: the replicas that take part.
-            at_once: whether the sum is received before the next inner step.
-        """
-        sync = cls(setting, members, [Part(f, f.steps) for f in fragments], at_once=at_once)
-        sync._clock.enter("pseudo_gradient")
-        setting.look_up(fragments)
-        # A delayed sum has arrived whole when it is used.
-        sync._in_parts = in_parts = at_once and setting.may_part and all(map(goes_in_parts, fragments))
-        for part in sync.parts:
-            part.fragment.divisor, part.fragment.on_device = members.replicas, goes_on_device(part.fragment)
-            if not in_parts:
-                part.square = sync._write(part.fragment)
-        sync._clock.enter("reduce")
-        for part in sync.parts:
-            fragment, communicator = part.fragment, setting.communicator
-            fragment.steps = 0
-            if in_parts:
-                part.transfer = transfer_in_parts(fragment, communicator)
-            elif fragment.channel.lossy or not setting.alone:
-                part.transfer = fragment.channel.launch(communicator, fragment.gradient, quantized=setting.alone)
-        sync._clock.stop()
+        """Write the fragments' pseudo-gradients and begin to sum them; arguments as of the class."""
+        sync = cls(setting, members, [Part(fragment, fragment.steps) for fragment in fragments], at_once=at_once)
+        communicator, alone = setting.communicator, setting.alone
+        with sync._phase("pseudo_gradient"):
+            setting.look_up(fragments)
+            # Not with a delay, where the sum has arrived whole when it is used; not where the vote on the sum comes
+            # before any change of the anchor, or the norms of all shards are added up before the outer step.
+            whole = alone or not at_once or communicator.elastic or communicator.sharded
+            sync._in_parts = not whole and all(map(goes_in_parts, fragments))
+            for part in sync.parts:
+                part.fragment.divisor, part.fragment.on_device = members.replicas, goes_on_device(part.fragment)
+                if not sync._in_parts:
+                    part.square = sync._write(part.fragment)
+        with sync._phase("reduce"):
+            for part in sync.parts:
+                fragment = part.fragment
+                fragment.steps = 0
+                if sync._in_parts:
+                    part.transfer = transfer_in_parts(fragment, communicator)
+                elif fragment.channel.lossy or not alone:
+                    part.transfer = fragment.channel.launch(communicator, fragment.gradient, quantized=alone)
         return sync
 
     def _write(self, fragment: Fragment) -> Tensor | None:
@@ -185,29 +180,27 @@ class Sync:
 
     def _agree(self, signals: Mapping[str, float]) -> None:
         setting, weight = self.setting, self.members.weight
-        self._clock.enter("reduce")
-        if not self._in_parts:
-            self._wait()
-        for fragment in self.fragments:
-            if not self._in_parts and not fragment.on_device:
-                fragment.divide()
-            fragment.hand_over()
-        self._clock.enter("outer")
-        self._shared = agree(setting.communicator, self.fragments, weight, signals, self._local_squares())
+        with self._phase("reduce"):
+            if not self._in_parts:
+                self._wait()
+            for fragment in self.fragments:
+                if not self._in_parts and not fragment.on_device:
+                    fragment.divide()
+                fragment.hand_over()
+        with self._phase("outer"):
+            self._shared = agree(setting.communicator, self.fragments, weight, signals, self._local_squares())
         if any(map(count_candidates, self.fragments)):
-            self._clock.enter("probe")
-            self._shared.probes = probe_candidates(setting, self.fragments, weight)
-        self._clock.stop()
+            with self._phase("probe"):
+                self._shared.probes = probe_candidates(setting, self.fragments, weight)
 
     def add(self, failed: Sync) -> None:
         """Count the time and the bytes of a failed attempt as this one's, too."""
-        for name, seconds in failed._clock.seconds.items():
-            self._clock.seconds[name] = self._clock.seconds.get(name, 0.0) + seconds
+        for name, seconds in failed.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.bytes_before += failed.bytes_sent
 
     def withdraw(self) -> None:
         """Undo the sync: the replicas hold their progress, and the next one takes it."""
-        self._clock.stop()
         for part in self.parts:
             part.fragment.channel.withdraw()
             part.fragment.steps += part.steps
@@ -217,26 +210,25 @@ class Sync:
         setting, fragments = self.setting, self.fragments
         for fragment in fragments:
             fragment.torn = True
-        self._clock.enter("outer")
         try:
-            if setting.are_sharded or not self._at_once:
-                setting.look_up(fragments)
-            for index, part in enumerate(self.parts):
-                self._outer_step(part, index)
+            with self._phase("outer"):
+                if setting.are_sharded or not self._at_once:
+                    setting.look_up(fragments)
+                for index, part in enumerate(self.parts):
+                    self._outer_step(part, index)
         except ValueError:  # refused: nothing of a single fragment has changed
             for fragment in fragments:
                 fragment.torn = self._in_parts or len(fragments) > 1
             raise
-        self._clock.enter("restore")
-        for part in self.parts:
-            fragment = part.fragment
-            if not part.restored:
-                fragment.restore(setting.mixing)
-            fragment.torn = False
-            fragment.round += 1
-            if setting.mixing == 0:
-                fragment.steps = 0  # what was trained during the delay is given up
-        self._clock.stop()
+        with self._phase("restore"):
+            for part in self.parts:
+                fragment = part.fragment
+                if not part.restored:
+                    fragment.restore(setting.mixing)
+                fragment.torn = False
+                fragment.round += 1
+                if setting.mixing == 0:
+                    fragment.steps = 0  # what was trained during the delay is given up
 
     def _outer_step(self, part: Part, index: int) -> None:
         """Take a fragment's outer step; in one sweep with all that follows it, where it can be swept."""
@@ -258,8 +250,8 @@ class Sync:
         )
         if transfer is not None:
             for name, seconds in transfer.seconds.items():
-                self._clock.seconds[name] += seconds
-                self._clock.seconds["outer"] -= seconds
+                self.seconds[name] += seconds
+                self.seconds["outer"] -= seconds
         part.groups = tuple(fragment.outer.last_round)
         part.norm = sum([group.pseudo_gradient_norm**2 for group in part.groups]) ** 0.5
         if swept is not None:
@@ -273,73 +265,47 @@ class Sync:
             complete: whether all fragments have ended it.
             full: inner steps of a whole round.
         """
-        self._clock.enter("checksum")
-        parts, alone = self.parts, self.setting.alone
-        if alone:
-            digests = [{"anchor": part.digests.get("anchor") or checksum(part.fragment.flat)} for part in parts]
-        else:
-            digests = [part.fragment.digest(part.digests) for part in parts]
-        self._clock.stop()
-        fragments = [
-            FragmentRound(
-                part.fragment.name,
-                part.fragment.round,
-                part.steps,
-                True in [group.restarted for group in part.groups],
-                digest["anchor"],
+        alone, members = self.setting.alone, self.members
+        with self._phase("checksum"):
+            if alone:
+                digests = [{"anchor": p.digests.get("anchor") or checksum(p.fragment.flat)} for p in self.parts]
+            else:
+                digests = [part.fragment.digest(part.digests) for part in self.parts]
+        reports = []
+        for part, digest in zip(self.parts, digests, strict=True):
+            restarted = any(group.restarted for group in part.groups)
+            name, number = part.fragment.name, part.fragment.round
+            reports.append(
+                RoundReport(
+                    round=round_,
+                    inner_steps=part.steps,
+                    partial=part.steps < full,
+                    complete=complete,
+                    replicas=members.replicas,
+                    newcomers=members.newcomers,
+                    attempts=members.attempts,
+                    restarted=restarted,
+                    fragments=(FragmentRound(name, number, part.steps, restarted, digest["anchor"]),),
+                    groups=part.groups,
+                    pseudo_gradient_norm=part.norm,
+                    signals=self._shared.signals,
+                    bytes_sent=0,
+                    seconds={},
+                    checksum=digest["anchor"],
+                )
             )
-            for part, digest in zip(parts, digests, strict=True)
-        ]
-        steps = [part.steps for part in parts]
-        report = RoundReport(
-            round=round_,
-            inner_steps=max(steps),
-            partial=min(steps) < full,
-            complete=complete,
-            replicas=self.members.replicas,
-            newcomers=self.members.newcomers,
-            attempts=self.members.attempts,
-            restarted=True in [fragment.restarted for fragment in fragments],
-            fragments=tuple(fragments),
-            groups=tuple([group for part in parts for group in part.groups]),
-            pseudo_gradient_norm=parts[0].norm if len(parts) == 1 else sum([part.norm**2 for part in parts]) ** 0.5,
-            signals=self._shared.signals,
-            bytes_sent=self.bytes_sent,
-            seconds=self._clock.seconds,
-            checksum=joined([digest["anchor"] for digest in digests]),
-        )
         if not alone:
             prove(self.setting.communicator, round_, self.fragments, digests)
-        return report
+        return replace(merged(reports), bytes_sent=self.bytes_sent, seconds=self.seconds)
 
-
-class Clock:
-    """Divide the time of a sync between its phases, each under a profiler scope of its name.
-
-    Args:
-        seconds: of phases before it.
-    """
-
-    def __init__(self, seconds: Mapping[str, float]) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0) | dict(seconds)
-        self._phase: str | None = None
-        self._start = 0.0
-        self._scope: Any = None
-
-    def enter(self, phase: str) -> None:
-        """End the phase under way, and begin another."""
-        self.stop()
-        self._phase = phase
-        if torch.autograd.profiler._is_profiler_enabled:  # entered without a profiler it takes time all the same
-            self._scope = torch.profiler.record_function(f"twophase::{phase}")
-            self._scope.__enter__()
-        self._start = time.perf_counter()
-
-    def stop(self) -> None:
-        """End the phase under way; a failed phase counts, too."""
-        if self._phase is not None:
-            self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + time.perf_counter() - self._start
-            self._phase = None
-        if self._scope is not None:
-            self._scope.__exit__(None, None, None)
-            self._scope = None
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Add the time of a phase, also of a failed one, under a profiler scope of its name."""
+        # Entered without a profiler, a scope takes time all the same.
+        profiled = torch.autograd.profiler._is_profiler_enabled
+        start = time.perf_counter()
+        try:
+            with torch.profiler.record_function(f"twophase::{name}") if profiled else nullcontext():
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-from twophase.diloco.communicator import Done, Interrupted, Pending
+from twophase.diloco.communicator import Communicator, Done, Interrupted, Pending
 
 _log = logging.getLogger("twophase")
 
 
-class Collectives:
+class Collectives(Communicator):
     """Hold torchft's manager and group, and run the collectives of a `Communicator` in the present quorum."""
 
     elastic = True
-    sharded = False
 
     def __init__(self) -> None:
         self._manager: Any = None
@@ -82,10 +81,6 @@ class Collectives:
         """All-gather of the numbers' eight bytes each."""
         form = f"={len(numbers)}d"
         return [list(struct.unpack(form, row)) for row in self._exchange_bytes(struct.pack(form, *numbers))]
-
-    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return this process's numbers: a replica is one process."""
-        return [list(numbers)]
 
     def _exchange_bytes(self, sent_bytes: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(sent_bytes), dtype=torch.uint8)

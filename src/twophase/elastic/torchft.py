@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from twophase.base.errors import RunError
-from twophase.diloco.agreement import first_unlike, versions
+from twophase.diloco.agreement import first_unlike
 from twophase.diloco.communicator import Interrupted
 from twophase.elastic import parts
 from twophase.elastic.collectives import Collectives
@@ -152,15 +152,12 @@ class TorchFT(Collectives):
             )
 
         def give() -> Mapping[str, Any]:
-            return {"run": versions() | _facts(engine), "engine": engine.state_dict(), "own": save()}
+            return {"run": _facts(engine), "engine": engine.state_dict(), "own": save()}
 
         def take(state: Mapping[str, Any]) -> None:
-            difference = first_unlike(versions() | _facts(engine), state["run"])
+            difference = first_unlike(_facts(engine), state["run"], ("this replica", "the run that it comes into"))
             if difference is not None:
-                raise ValueError(
-                    f"TorchFT: {difference[0]} differ between this replica ({difference[1]}) and the run that it comes "
-                    f"into ({difference[2]}); start it with the run's program and options"
-                )
+                raise ValueError(f"TorchFT: {difference}; start it with the run's program and options")
             engine.load_state_dict(state["engine"])
             load(state["own"])
 

@@ -27,7 +27,7 @@ from twophase.sweep.table import Row
 from twophase.theory.periods import log_final_loss
 
 if TYPE_CHECKING:
-    from twophase.spectrum.curvature import Forecast, Setting
+    from twophase.spectrum import Forecast, Setting
 
 BLOCKS = {
     "embedding": "^embedding$",
@@ -227,7 +227,7 @@ def measure(scale: Scale, rows: Sequence[Row], runs: Path, before: Mapping[str, 
 
 def _measured(scale: Scale, run: Path) -> dict[str, Any]:
     # torch, which drawing and planning do without
-    from twophase.spectrum import curvature as spectrum  # noqa: PLC0415
+    from twophase import spectrum  # noqa: PLC0415
     from twophase.tasks.lm.restored import restore  # noqa: PLC0415
 
     restored = restore(run)

@@ -89,8 +89,7 @@ def _cells(sigma: Any, form: Form, nesterov: bool, lrs: np.ndarray, momenta: np.
     """Log10 losses by column, and the best periods; arrays of shape (momenta, learning rates)."""
     periods = [*range(1, MAX_PERIOD + 1), ROUNDS]
     losses = log10_loss(rule_grid(lrs, momenta[:, None], nesterov, form), sigma, ROUNDS, periods)
-    lowest = losses.min(axis=0)
-    best = np.argmax(losses <= lowest + 1e-11 * np.abs(lowest), axis=0)  # of equal periods the smallest
+    best = np.argmin(losses, axis=0)
     units = [OuterRule(1.0, momentum, nesterov, form) for momentum in momenta]
     gains = np.array([[mean_outer_gain(unit, Periodic(k), ROUNDS) for k in periods] for unit in units])
 
@@ -99,7 +98,7 @@ def _cells(sigma: Any, form: Form, nesterov: bool, lrs: np.ndarray, momenta: np.
 
     return {
         "none": losses[-1],
-        "best": lowest,
+        "best": losses.min(axis=0),
         "best_period": np.array(periods)[best],
         "best_restart": losses[:-1].min(axis=0),
         "every_3": losses[PERIOD - 1],

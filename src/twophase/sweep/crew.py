@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 DEATHS = 5
@@ -16,21 +15,26 @@ DEATHS = 5
 A job fails at the third death under it, but several workers spread theirs over still more jobs."""
 
 
-@dataclass
 class Crew:
-    """The worker processes that one call of `run_sweep` has started."""
+    """The worker processes that one call of `run_sweep` has started.
 
-    folder: Path
-    """The sweep's."""
-    command: Sequence[str]
-    """The words that start a worker."""
-    size: int
-    environment: Mapping[str, str]
-    devices: Sequence[str]
-    """Values of CUDA_VISIBLE_DEVICES, dealt out in turn."""
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
-    deaths: int = field(default=0, init=False)
-    progressed: int = field(default=0, init=False)
+    Args:
+        folder: the sweep's folder.
+        command: the words that start a worker.
+        size: number of workers.
+        environment: their environment variables.
+        devices: values of CUDA_VISIBLE_DEVICES, dealt out in turn.
+    """
+
+    def __init__(
+        self, folder: Path, command: list[str], size: int, environment: Mapping[str, str], devices: Sequence[str]
+    ) -> None:
+        self.folder, self.command, self.size = folder, [*command, "--leash"], size
+        self.environment = dict(environment)
+        self.devices = list(devices)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.deaths = 0
+        self.progressed = 0
 
     def start(self) -> None:
         """Start all of them."""
@@ -99,13 +103,13 @@ class Crew:
             process.stdin.close() if process.stdin else None
 
     def _start(self, number: int) -> None:
-        environment = dict(self.environment)
+        environment = self.environment
         if self.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = self.devices[number % len(self.devices)]
+            environment = environment | {"CUDA_VISIBLE_DEVICES": self.devices[number % len(self.devices)]}
         try:
             with self._log(number).open("ab") as log:
                 self.processes[number] = subprocess.Popen(  # noqa: S603 - the command is the caller's own
-                    [*self.command, "--leash"],
+                    self.command,
                     stdin=subprocess.PIPE,  # its end tells a worker that this process is gone
                     stdout=log,
                     stderr=log,

@@ -78,7 +78,7 @@ class Grower:
         self.should_stop = should_stop
         self.on_progress = on_progress
         self.tally = Tally()
-        self.states = States(states, self.tally, in_memory, free, on_progress)
+        self.states = States(states, self.tally, in_memory=in_memory, free=free, on_progress=on_progress)
         self._ended: set[str] = set()
         """Runs that have been seen to be finished, which they then stay."""
         self._saved_at = time.perf_counter()

@@ -8,7 +8,6 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -222,86 +221,89 @@ def _fitted(base: Any, path: str, values: Sequence[Any]) -> list[Any]:
     """Convert the values of an axis, or their texts, to the one writing that its path has; refuse what does not fit."""
     if not values:
         raise UsageError(f"--axis {path} has no values; write them behind it")
-    like, choices = _field(base, path)
-    takes_policies = path.rpartition(".")[2] == "restart"
+    like, hint = _field(base, path)
     fitted: list[Any] = []
-    seen: list[Any] = []
+    alike: list[Any] = []
     for value in values:
         if isinstance(like, tuple):
-            fit: Any = _fitted_words(path, words_of(value) if isinstance(value, str) else value, takes_policies)
-        elif not isinstance(like, str):
-            fit = _fitted_number(path, value, like)
-        elif takes_policies:
-            fit = _canonical(path, value if isinstance(value, (int, RestartPolicy)) else str(value))
+            fitted.append(_fitted_words(path, words_of(value) if isinstance(value, str) else value))
+        elif isinstance(like, str):
+            is_policy = isinstance(value, (int, RestartPolicy))
+            fitted.append(_canonical(path, value if is_policy else str(value)) if _takes_policies(path) else value)
         else:
-            fit = value
-        if not isinstance(fit, type(like)):
+            fitted.append(_fitted_number(path, value, like))
+        if not isinstance(fitted[-1], type(like)):
             raise _misfit(path, value, like)
-        if choices and fit not in choices:
-            raise UsageError(f"--axis {path}: {value!r} is not one of {', '.join(map(str, choices))}")
+        if typing.get_origin(hint) is typing.Literal and fitted[-1] not in typing.get_args(hint):
+            raise UsageError(f"--axis {path}: {value!r} is not one of {', '.join(map(str, typing.get_args(hint)))}")
         # The policies of blocks are the same in any order.
-        alike = sorted(fit) if isinstance(like, tuple) and takes_policies else fit
-        if alike in seen:
-            text = text_of(fit) if isinstance(like, tuple) else fit
+        alike.append(sorted(fitted[-1]) if isinstance(like, tuple) and _takes_policies(path) else fitted[-1])
+        if alike[-1] in alike[:-1]:
+            text = text_of(fitted[-1]) if isinstance(like, tuple) else fitted[-1]
             raise UsageError(f"--axis {path}: the value {text} is given twice; leave one out")
-        fitted.append(fit)
-        seen.append(alike)
     return fitted
 
 
-def _field(base: Any, path: str) -> tuple[Any, tuple[Any, ...]]:
-    """Return the base's value at a path that an axis can vary, and the only values that it may have, if any."""
+def _field(base: Any, path: str) -> tuple[Any, Any]:
+    """Return the base's value at a path that an axis can vary, and what the field is declared as."""
     parent, _, leaf = path.rpartition(".")
     try:
         holder = get(base, parent) if parent else base
-        hint = typing.get_type_hints(type(holder))[leaf] if is_dataclass(holder) else None
-    except (AttributeError, KeyError):
+        hint = typing.get_type_hints(type(holder)).get(leaf) if is_dataclass(holder) else None
+    except AttributeError:
         hint = None
+    paths = values_of(base) if hint is None or is_dataclass(hint) else {}
     if hint is None:
-        paths = values_of(base)
         nearest = [name for name in paths if name.rpartition(".")[2] == leaf]
         nearest += [name for name in difflib.get_close_matches(path, paths, n=3) if name not in nearest]
-        advice = f"did you mean {', '.join(nearest)}?" if nearest else f"the values are: {', '.join(paths)}"
-        raise UsageError(f"--axis {path}: there is no such configuration value; {advice}")
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else f"the values are: {', '.join(paths)}"
+        raise UsageError(f"--axis {path}: there is no such configuration value; {hint}")
     if is_dataclass(hint):
-        inside = [name for name in values_of(base) if name.startswith(f"{path}.")]
+        inside = [name for name in paths if name.startswith(f"{path}.")]
         raise UsageError(f"--axis {path} is a group of values; name one of them: {', '.join(inside)}")
     value = get(base, path)
     if not (isinstance(value, (bool, int, float, str)) or hint == tuple[str, ...]):
         raise UsageError(
             f"--axis {path}: its value is {value!r}; an axis varies a single number, word or true/false, or words"
         )
-    return value, typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+    return value, hint
 
 
 def _fitted_number(path: str, value: Any, like: bool | int | float) -> bool | int | float:
     """Convert a number, truth or text to the type of `like`, if that loses nothing."""
     if isinstance(like, bool):
-        if str(value).lower() in ("true", "false"):
-            return str(value).lower() == "true"
+        truths = {"true": True, "false": False}
+        if str(value).lower() in truths:
+            return truths[str(value).lower()]
     elif not isinstance(value, bool):
-        with suppress(ValueError, TypeError, OverflowError):
+        try:
             number = type(like)(value)
             if math.isfinite(number) and (isinstance(value, str) or number == value):
                 return number
+        except (ValueError, TypeError, OverflowError):
+            pass
     raise _misfit(path, value, like)
 
 
-def _fitted_words(path: str, words: Any, takes_policies: bool) -> tuple[str, ...]:
+def _fitted_words(path: str, words: Any) -> tuple[str, ...]:
     """Return a set of words with a text that can be read in one way only, restart policies in their one writing."""
     if not isinstance(words, tuple) or not all(isinstance(word, str) for word in words):
         raise UsageError(f"--axis {path}: {words!r} is no set of words")
-    pairs = []
+    policies, pairs = _takes_policies(path), []
     for word in words:
         name, equals, rest = word.partition("=")
         # With an `=` in a value, no reader could tell the comma before NAME= from one inside of that value.
-        if "=" in rest or not (equals or (len(words) == 1 and not takes_policies)):
+        if "=" in rest or not (equals or (len(words) == 1 and not policies)):
             raise UsageError(
                 f"--axis {path}: {word!r} is not NAME=VALUE; write one for each name with a comma between them, such "
-                f"as {'a=3,b=cycle:5,6' if takes_policies else 'a=embedding|head,b=.'}, and no other ="
+                f"as {'a=3,b=cycle:5,6' if policies else 'a=embedding|head,b=.'}, and no other ="
             )
-        pairs.append(f"{name}={_canonical(path, rest)}" if takes_policies else word)
+        pairs.append(f"{name}={_canonical(path, rest)}" if policies else word)
     return tuple(pairs)
+
+
+def _takes_policies(path: str) -> bool:
+    return path.rpartition(".")[2] == "restart"
 
 
 def _canonical(path: str, policy: str | int | RestartPolicy) -> str:

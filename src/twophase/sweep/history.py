@@ -53,10 +53,10 @@ def is_scheduled(rule: OuterRule, policy: RestartPolicy) -> bool:
 
 
 def answers(rule: OuterRule, policy: RestartPolicy, rounds: int) -> Iterator[Answer]:
-    """What a scheduled policy answers in each round; nothing, where it measures and there is no momentum to forget."""
+    """What a scheduled policy answers in each round."""
     state, age = policy.initial_state(), 0
     for number in range(1, rounds + 1):
-        answer = Answer({}) if policy.needs else ask(policy, state, RoundSignal(number, age + 1, rule=rule))
+        answer = ask(policy, state, RoundSignal(number, age + 1, rule=rule))
         state, age = answer.state, answer.age(age + 1)
         yield answer
 
@@ -81,7 +81,7 @@ def algebra(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0
     lr, momentum = _residue(rule.lr), _residue(rule.momentum)
     weight = 1 if rule.form == "sum" else (1 - momentum) % _PRIME
     buffer, gradient, names = 0, 1, []
-    for answer in answers(rule, policy, rounds):
+    for answer in answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds:
         restart = answer.restart
         gradient = gradient * _POINT % _PRIME
         rewritten = None if restart is None else (_residue(restart.retain), _residue(restart.inject))
@@ -116,8 +116,8 @@ def bits(rule: OuterRule, policy: RestartPolicy, rounds: int, probed: int = 0) -
         names = [_opaque(rule, policy, number, probed) for number in range(1, rounds + 1)]
         return [Round(name, f"m{name}" if rule.momentum else ABSENT) for name in names]
     if rule.momentum == 0:
-        steps = [answer.step for answer in answers(rule, policy, rounds)]
-        lrs = [rule.lr if step is None else step.along_g for step in steps]
+        of = answers(rule, policy, rounds) if not policy.needs else [Answer({})] * rounds
+        lrs = [rule.lr if answer.step is None else answer.step.along_g for answer in of]
         return [Round(_name("step", lr, _scaled(1.0, t)), ABSENT) for t, lr in enumerate(lrs, start=1)]
     buffer, history = ABSENT, []
     for number, answer in enumerate(answers(rule, policy, rounds), start=1):

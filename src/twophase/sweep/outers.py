@@ -11,31 +11,10 @@ from torch import Tensor
 
 from twophase.optim.groups import COUNTERS
 from twophase.optim.outer import BUFFER, OuterSGD
-from twophase.policies.base import Answer
-from twophase.sweep.history import ABSENT, ZERO, answers, bits
+from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
+from twophase.rule import OuterRule
+from twophase.sweep.history import ABSENT, ZERO, bits
 from twophase.tasks.lm.config import TrainConfig
-
-Counters = dict[str, Any]
-"""What an `OuterSGD` counts, and the memory of its policy."""
-
-
-class _Course:
-    """What is known of a run's outer optimizer before the run, round by round."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.rule, self.policy = config.outer.rule(), config.outer.policy()
-        history = bits(self.rule, self.policy, config.rounds, config.probed)
-        self.buffers = [update.buffer for update in history]
-        """Names of the buffer."""
-        self.answers: list[Answer] = []
-        """Of the policy; none where it measures, and so of its counters."""
-        self.counters: list[Counters] = []
-        age = restarts = 0
-        for number, answer in enumerate(() if self.policy.needs else answers(self.rule, self.policy, config.rounds), 1):
-            age, restarts = answer.age(age + 1), restarts + answer.restarted
-            counters = {"rounds": number, "rounds_since_restart": age, "restarts": restarts}
-            self.counters.append(counters | {"policy_state": answer.state})
-            self.answers.append(answer)
 
 
 class Outers:
@@ -47,12 +26,14 @@ class Outers:
 
     def __init__(self, configs: Mapping[str, TrainConfig]) -> None:
         self.configs = configs
-        self.counters: dict[str, Counters] = {}
+        self.counters: dict[str, dict[str, Any]] = {}
+        """From run to what its `OuterSGD` counts."""
         self.buffers: dict[str, list[Tensor]] = {}
         """From the name of a buffer to its tensors."""
         self._names: dict[str, str] = {}
         """From run to the name of its buffer."""
-        self._courses: dict[str, _Course] = {}
+        self._histories: dict[str, list[str]] = {}
+        """From run to the name of its buffer after each round."""
         self._scratch: OuterSGD | None = None
 
     def begin(self, runs: Iterable[str]) -> None:
@@ -77,22 +58,30 @@ class Outers:
         self._names, self.counters = state["held"], state["counters"]
 
     def classes(self, runs: Iterable[str], number: int) -> list[list[str]]:
-        """The runs by what their outer optimizers do in a round, counted from 1: rule, buffer and restart."""
+        """The runs by what their outer optimizers do in a round: rule, buffer and restart.
+
+        Args:
+            runs: the runs.
+            number: the round, from 1.
+        """
         classes: dict[Any, list[str]] = {}
         for run in runs:
-            course = self._course(run)
-            if course.policy.needs:
-                happening: Any = (course.policy, repr(self.counters[run]))
+            outer, counters = self.configs[run].outer, self.counters[run]
+            policy = outer.policy()
+            if policy.needs:
+                happening: Any = (policy, repr(counters))
             else:
-                answer = course.answers[number - 1]
+                answer = _counted(outer.rule(), policy, counters, number)[1]
                 happening = (answer.restart, answer.step)
-            classes.setdefault((course.rule, self._names[run], happening), []).append(run)
+            classes.setdefault((outer.rule(), self._names[run], happening), []).append(run)
         return list(classes.values())
 
     def load(self, outer: OuterSGD, run: str) -> None:
         """Make an optimizer that of a run: its rule, policy, counters and buffer."""
-        course, (group,) = self._course(run), outer.param_groups
-        group.update(dataclasses.asdict(course.rule) | {"restart": str(course.policy)} | self.counters[run])
+        config = self.configs[run].outer
+        (group,) = outer.param_groups
+        rule = dataclasses.asdict(config.rule())
+        group.update(rule | {"restart": str(config.policy())} | self.counters[run])
         buffer = self.buffers.get(self._names[run])
         for index, param in enumerate(group["params"]):
             if buffer is None:
@@ -105,10 +94,13 @@ class Outers:
         (group,) = outer.param_groups
         buffers: dict[str, list[Tensor]] = {}
         for run in members:
-            course = self._course(run)
-            measured = {key: group[key] for key in (*COUNTERS, "policy_state")}
-            self.counters[run] = measured if course.policy.needs else course.counters[number - 1]
-            name = self._names[run] = course.buffers[number - 1]
+            config = self.configs[run].outer
+            policy = config.policy()
+            if policy.needs:
+                self.counters[run] = {key: group[key] for key in (*COUNTERS, "policy_state")}
+            else:
+                self.counters[run] = _counted(config.rule(), policy, self.counters[run], number)[0]
+            name = self._names[run] = self._history(run)[number - 1]
             if name not in (ABSENT, ZERO) and name not in buffers:
                 buffers[name] = [outer.state[param][BUFFER] for param in group["params"]]
         for param in group["params"]:
@@ -144,7 +136,20 @@ class Outers:
             )
         return scratch
 
-    def _course(self, run: str) -> _Course:
-        if run not in self._courses:
-            self._courses[run] = _Course(self.configs[run])
-        return self._courses[run]
+    def _history(self, run: str) -> list[str]:
+        if run not in self._histories:
+            config = self.configs[run]
+            history = bits(config.outer.rule(), config.outer.policy(), config.rounds, config.probed)
+            self._histories[run] = [update.buffer for update in history]
+        return self._histories[run]
+
+
+def _counted(
+    rule: OuterRule, policy: RestartPolicy, counters: Mapping[str, Any], number: int
+) -> tuple[dict[str, Any], Answer]:
+    """A scheduled policy's counters after a round, as `OuterSGD` keeps them, and its answer."""
+    age = counters["rounds_since_restart"] + 1
+    answer = ask(policy, counters["policy_state"], RoundSignal(number, age, rule=rule))
+    restarts = counters["restarts"] + answer.restarted
+    after = {"rounds": number, "rounds_since_restart": answer.age(age), "restarts": restarts}
+    return after | {"policy_state": answer.state}, answer

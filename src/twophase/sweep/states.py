@@ -64,22 +64,33 @@ class Branch:
     saved: bool = False
 
 
-@dataclass(slots=True, eq=False)
 class States:
-    """The states of one walk."""
+    """The states of one walk.
 
-    folder: Path
-    """Holds the states on disk."""
-    tally: Tally
-    """Counts them."""
-    in_memory: int
-    """Branch states in main memory at most."""
-    free: Callable[[torch.device], int]
-    """Returns the bytes of a device's memory that copies of states may take."""
-    on_progress: Callable[[str], None]
-    """Called with a line of text about a state that cannot be read."""
-    branches: list[Branch] = field(default_factory=list, init=False)
-    """The branches with a state in memory."""
+    Args:
+        folder: folder of the states on disk.
+        tally: what counts them.
+        in_memory: branch states in main memory at most.
+        free: bytes of a device's memory that copies of states may take.
+        on_progress: called with a line of text about a state that cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tally: Tally,
+        *,
+        in_memory: int,
+        free: Callable[[torch.device], int],
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self.folder = folder
+        self.tally = tally
+        self.in_memory = in_memory
+        self.free = free
+        self.on_progress = on_progress
+        self.branches: list[Branch] = []
+        """The branches with a state in memory."""
 
     def hold(self, branch: Branch, state: State, device: torch.device) -> bool:
         """Copy a branch's state into memory; False where that is full, and the state must go to disk."""

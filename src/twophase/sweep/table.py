@@ -139,7 +139,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     for row in rows:
         diverged = None if row.state in {"missing", "failed"} else row.state == "diverged"
         after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of, row.twin_of]
-        writer.writerow([_text(item) for item in [row.arm, row.run, *map(row.values.get, paths), *after]])
+        writer.writerow([_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]])
     write_atomic(path, buffer.getvalue())
 
 
@@ -156,12 +156,12 @@ def read_rows(path: Path) -> list[Row]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             header, *lines = list(csv.reader(file)) or [[]]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise _unreadable(path, f"cannot be read ({error})") from None
+        raise UsageError(f"{path}: cannot be read ({error}); repeat the sweep's command to write it again") from None
     is_table = tuple(header[: len(_BEFORE)]) == _BEFORE
     if not is_table or not any(tuple(header[-len(after) :]) == after for after in (_AFTER, _AFTER[:-1])):
-        raise _unreadable(path, "is not a table of cells")
+        raise UsageError(f"{path}: is not a table of cells; repeat the sweep's command to write it again")
     if not lines:  # a sweep has cells, and a table has a line for each from its beginning
-        raise _unreadable(path, "holds no cells, only their header")
+        raise UsageError(f"{path}: holds no cells, only their header; repeat the sweep's command to write it again")
     rows = []
     for number, line in enumerate(lines, start=2):
         try:
@@ -169,12 +169,10 @@ def read_rows(path: Path) -> list[Row]:
                 raise ValueError(f"has {len(line)} of {len(header)} values")
             rows.append(_row(dict(zip(header, line, strict=True))))
         except ValueError as error:
-            raise _unreadable(path, f"is damaged (line {number}: {error})") from None
+            raise UsageError(
+                f"{path}: is damaged (line {number}: {error}); repeat the sweep's command to write it again"
+            ) from None
     return rows
-
-
-def _unreadable(path: Path, why: str) -> UsageError:
-    return UsageError(f"{path}: {why}; repeat the sweep's command to write it again")
 
 
 def settings(rows: Iterable[Row]) -> list[Setting]:
@@ -224,39 +222,42 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdo
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [len(lines) > 1 and all(map(_reads_as_number, column[1:])) for column in columns]
-
-    def padded(line: Sequence[str]) -> list[str]:
-        sides = zip(line, widths, right, strict=True)
-        return [item.rjust(width) if to_right else item.ljust(width) for item, width, to_right in sides]
-
+    lines = [
+        [
+            item.rjust(width) if to_right else item.ljust(width)
+            for item, width, to_right in zip(line, widths, right, strict=True)
+        ]
+        for line in lines
+    ]
     if not markdown:
-        return "\n".join("  ".join(padded(line)).rstrip() for line in lines)
-    rule = ["-" * (max(width, 3) - 1) + "-:"[to_right] for width, to_right in zip(widths, right, strict=True)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (padded(lines[0]), rule, *map(padded, lines[1:])))
+        return "\n".join("  ".join(line).rstrip() for line in lines)
+    marks = [
+        "-" * (max(width, 3) - 1) + (":" if to_right else "-") for width, to_right in zip(widths, right, strict=True)
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], marks, *lines[1:]))
 
 
 def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setting:
     # Two cells of an arm may be one run; its result must not count twice.
     once = list({(row.run, row.values.get(SEED)): row for row in group}.values())
-    perplexities = tuple(map(result, once))
+    perplexities = tuple(result(row) for row in once)
     numbers = [value for value in perplexities if value is not None]
     states: tuple[State, ...] = tuple(
         "finished" if value is not None else "diverged" if row.state == "diverged" else "missing"
         for row, value in zip(once, perplexities, strict=True)
     )
     state: State = "diverged" if "diverged" in states else "missing" if "missing" in states else "finished"
-    finished = state == "finished"
     return Setting(
-        arm=arm,
-        values=values,
-        state=state,
-        perplexity=statistics.fmean(numbers) if finished else None,
-        runs=tuple(row.run for row in once),
-        spread=statistics.stdev(numbers) if finished and len(numbers) > 1 else None,
-        seeds=tuple(row.values.get(SEED) for row in once),
-        states=states,
-        perplexities=perplexities,
-        canonical=tuple(row.twin_of or row.run for row in once),
+        arm,
+        values,
+        state,
+        statistics.fmean(numbers) if state == "finished" else None,
+        tuple(row.run for row in once),
+        statistics.stdev(numbers) if state == "finished" and len(numbers) > 1 else None,
+        tuple(row.values.get(SEED) for row in once),
+        states,
+        perplexities,
+        tuple(row.twin_of or row.run for row in once),
     )
 
 

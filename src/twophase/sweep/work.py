@@ -97,9 +97,8 @@ class Work:
                 Node(name, parent, start, stop, tuple(runs)) for name, parent, start, stop, runs in data["nodes"]
             )
             jobs = [Job(name, node, deep, forest.nodes[node].runs, after) for name, node, deep, after in data["jobs"]]
-            values: dict[str, Any] = {"texts": {}}  # which early plans lack
-            values |= {name: data[name] for name in _PLAIN if name in data or name != "texts"}
-            return cls(folder, forest, {job.id: job for job in jobs}, **values)
+            values = {name: data[name] for name in _PLAIN if name in data or name != "texts"}
+            return cls(folder, forest, {job.id: job for job in jobs}, **({"texts": {}} | values))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:

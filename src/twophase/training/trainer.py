@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import twophase
 from twophase.base.config import RunError, UsageError, fingerprint, values_of
 from twophase.base.source import source_digest
-from twophase.diloco.communicator import Communicator, Elastic, SingleProcess
+from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.report import RoundReport, merged
 from twophase.training.config import RunConfig
@@ -63,7 +63,7 @@ class Trainer:
         torch.set_num_threads(config.threads)
         make_repeatable(device, strictly=config.deterministic)
         share = 1 if communicator.elastic else config.replicas // communicator.size
-        first = cast("Elastic", communicator).replica if communicator.elastic else communicator.rank * share
+        first = communicator.replica if communicator.elastic else communicator.rank * share
         self.compute = step_of(task, device, share, communicator)
         self.data = task.describe()
         self.text: str = self.data["fingerprint"]
@@ -95,11 +95,10 @@ class Trainer:
             )
         except ValueError as error:  # processes, or fragments, that do not fit
             raise UsageError(str(error)) from None
-        if self.comm.elastic:
-            try:
-                cast("Elastic", self.comm).attach(engine, self._replica_state, self._load_replica_state)
-            except ValueError as error:  # a timeout that no heal would meet
-                raise RunError(str(error)) from None
+        try:
+            self.comm.attach(engine, self._replica_state, self._load_replica_state)
+        except ValueError as error:  # a timeout that no heal would meet
+            raise RunError(str(error)) from None
         return engine
 
     def _source(self) -> str:

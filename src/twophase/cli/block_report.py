@@ -1,13 +1,16 @@
-"""Report the blocks of a run: measure them, say what follows, and write the figure and the numbers."""
+"""`twophase spectrum RUN`: measures the blocks of a run, says what follows, and writes the figure and the numbers.
+
+`cli.spectrum` parses the options; this module loads torch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +19,11 @@ from twophase.advice.evidence import within
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
 from twophase.base.progress import meter
+from twophase.cli.commands import config_paths
 from twophase.figures.style import INK, MUTED, look, name_panels, new_page, rendered, styled, write_files
 from twophase.runs.folder import standard
-from twophase.runs.record import WHOLE, RunRecord
-from twophase.spectrum.curvature import (
+from twophase.runs.record import WHOLE, RunRecord, read_record
+from twophase.spectrum import (
     PLACES,
     PROBES,
     STEPS,
@@ -55,38 +59,28 @@ _MOST_PERIODS = 400  # that are drawn
 _LEAST_SHARE = 1e-3  # of a block's loss, at which the axis of eigenvalues begins
 
 
-def report(
-    record: RunRecord,
-    out: Path,
-    *,
-    asked: Mapping[str, str] | None = None,
-    batches: int = 4,
-    top: int = 5,
-    quiet: bool = False,
-) -> tuple[str, str]:
-    """Measure the blocks of a run and write figure, csv and JSON into a folder; return words and JSON.
+def spectrum(options: argparse.Namespace, asked: Mapping[str, str] | None) -> int:
+    """Measure the blocks of a run, say what follows and write the files; return the exit status.
 
     Args:
-        record: of the run.
-        out: the folder; it is made first, so that a mistake in it is refused at once.
+        options: of `twophase spectrum`.
         asked: patterns by block; None means the run's named fragments, or the usual five.
-        batches: of the run's training text.
-        top: eigenvalues of each block that are found one by one.
-        quiet: show no progress.
 
     Raises:
-        UsageError: a run that cannot be measured, or files that cannot be written.
+        UsageError: no run, one that cannot be measured, or files that cannot be written.
     """
-    with styled():
+    record = read_record(options.run, config_paths())
+    out = options.out or options.run
+    with styled():  # and the folder, before the computation, so that a mistake is refused at once
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {out}: cannot be made ({error.strerror}); choose another folder") from None
-        restored = restore(record.path)
+        restored = restore(options.run)
         patterns, setting = patterns_of(restored, asked), setting_of(restored.config)
-        tokens = restored.batches(batches)
-        with meter("spectrum", len(patterns), quiet=quiet) as show:
-            blocks = measure(restored, patterns, tokens, top=top, show=show)
+        tokens = restored.batches(options.batches)
+        with meter("spectrum", len(patterns), quiet=options.quiet) as show:
+            blocks = measure(restored, patterns, tokens, top=options.top, show=show)
         forecasts = [forecast(block, setting) for block in blocks]
         rounds = _paired(seen(record, setting), restored, patterns)
         title = (
@@ -113,8 +107,12 @@ def report(
     }
     text = json.dumps(standard(facts), indent=2, allow_nan=False) + "\n"
     paths = write_files(out / NAME, pictures | {".csv": table_text(rows), ".json": text})
-    words = describe(_heading(record, restored, setting, count), setting, forecasts, rounds)
-    return "\n".join([words, "", *map(str, paths)]), text.rstrip()
+    if options.json:
+        print(text.rstrip())
+    else:
+        print(describe(_heading(record, restored, setting, count), setting, forecasts, rounds))
+        print("\n" + "\n".join(map(str, paths)))
+    return 0
 
 
 def _paired(rounds: dict[str, Seen], restored: Restored, patterns: Mapping[str, str]) -> dict[str, Seen]:
