@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import pytest
@@ -50,7 +50,7 @@ def lighthouse() -> Iterator[str]:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """A port on which no process listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -58,17 +58,13 @@ def free_port() -> int:
 
 def lighthouse_command(address: str) -> list[str]:
     """The program."""
-    options = [f"--{name}={value}" for name, value in _LIGHTHOUSE.items()]
-    return [
-        str(Path(sys.executable).with_name("torchft_lighthouse")),
-        "--min_replicas=1",
-        f"--bind={address}",
-        *options,
-    ]
+    options = {"min_replicas": 1, "bind": address, **_LIGHTHOUSE}
+    program = str(Path(sys.executable).with_name("torchft_lighthouse"))
+    return [program, *(f"--{name}={value}" for name, value in options.items())]
 
 
 def listens(port: int) -> bool:
-    """Whether somebody does."""
+    """Whether a process listens on it."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -85,12 +81,10 @@ class Processes:
         self.folder = folder
         self.started: list[subprocess.Popen[bytes] | Program] = []
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *fault: object) -> None:
         for process in self.started:
             process.kill()
             process.wait()
@@ -135,15 +129,11 @@ class Run(Processes):
         self.out = folder / "run"
         self.launched: dict[int, float] = {}
 
-    def __enter__(self) -> Run:
-        return self
-
     def replica(self, number: int, *faults: str, prefix: Sequence[str] = (), options: Sequence[str] = ()) -> Any:
         """Start one, with words for `faulty`; files in them are relative to the folder."""
         self.launched[number] = time.time()
-        placed = [f"{what}={self.folder / file}" for what, file in _files(faults)]
-        plain = [word for word in faults if "=" not in word]
-        words = [f"events={self.folder / f'{number}.events'}", *placed, *plain]
+        pairs = [word.partition("=") for word in (f"events={number}.events", *faults)]  # ACTION=FILE@MOMENT:COUNT
+        words = [f"{what}={self.folder / file}" if equal else what for what, equal, file in pairs]
         command = [*prefix, sys.executable, str(DRIVER), *words, "--", *self.words, "--replica", str(number), *options]
         return self.start(str(number), command)
 
@@ -171,17 +161,14 @@ class Run(Processes):
     def wait_after(self, fault: str, of: int, survivor: int) -> float:
         """Seconds from a replica's fault to another's next round that counts."""
         (then,) = (event["time"] for event in self.events(of) if event["what"] == fault)
-        return min(e["time"] for e in self.events(survivor) if e["what"] == "round" and e["time"] > then) - then
+        return self._next_round(survivor, then)
 
     def way_back(self, number: int) -> float:
         """Seconds from a replica's last start to the first round that counts in it."""
-        start = self.launched[number]
-        return min(e["time"] for e in self.events(number) if e["what"] == "round" and e["time"] > start) - start
+        return self._next_round(number, self.launched[number])
 
-
-def _files(faults: Sequence[str]) -> list[tuple[str, str]]:
-    """ACTION=FILE@MOMENT:COUNT, cut before the file."""
-    return [(what, rest) for what, equal, rest in (word.partition("=") for word in faults) if equal]
+    def _next_round(self, number: int, then: float) -> float:
+        return min(e["time"] for e in self.events(number) if e["what"] == "round" and e["time"] > then) - then
 
 
 def stopped(process: subprocess.Popen[bytes]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import re
 import socket
 import threading
@@ -23,9 +24,9 @@ from twophase.elastic.healing import _GREETING, Healing, TooSlow, bytes_of
 @pytest.fixture
 def giver() -> Iterator[Healing]:
     """What gives states away, on loopback."""
-    received = Healing("127.0.0.1", 5.0)
-    yield received
-    received.shutdown()
+    server = Healing("127.0.0.1", 5.0)
+    yield server
+    server.shutdown()
 
 
 def fetch(healing: Healing, step: int = 7, address: str | None = None) -> Any:
@@ -52,7 +53,7 @@ def test_a_state_arrives_as_it_is(giver: Healing):
         fetch(giver, 8)
 
 
-def test_who_still_reads_is_cut_off(giver: Healing):
+def test_a_slow_reader_is_cut_off(giver: Healing):
     """When the giver goes on, a half-read state is an error, not a torn state."""
     giver.send_checkpoint([1], 7, {"x": torch.zeros(20_000_000)}, timedelta(seconds=5))
     host, _, port = giver.metadata().rpartition(":")
@@ -70,7 +71,7 @@ def test_who_still_reads_is_cut_off(giver: Healing):
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_who_is_slow_and_who_is_silent(giver: Healing, monkeypatch: pytest.MonkeyPatch, silent: bool):
+def test_a_slow_and_a_silent_giver(giver: Healing, monkeypatch: pytest.MonkeyPatch, silent: bool):
     """A steady stream inside one tensor ends with the time, and all that came counts; a silent giver is not slow."""
     whole, over = healing._streaming_save, threading.Event()
 
@@ -107,7 +108,7 @@ class Code:
 
 
 def impostor(answer: bytes) -> str:
-    """The address of somebody who gives this answer to one caller."""
+    """The address of a server that gives this answer to one caller."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -121,18 +122,13 @@ def impostor(answer: bytes) -> str:
 
 def test_code_is_refused(giver: Healing, tmp_path: Path):
     """A pickle that would run a command, as the state or in its table of contents, is refused and does not run it."""
-    import io
-    import pickle
-
-    from torch.distributed._serialization import _streaming_load, _streaming_save
-
     proof = tmp_path / "proof"
     stream = io.BytesIO()
-    _streaming_save({"x": Code(proof)}, stream)
+    healing._streaming_save({"x": Code(proof)}, stream)
     for answer in (stream.getvalue(), pickle.dumps([Code(proof)], protocol=2)):
         with pytest.raises(pickle.UnpicklingError, match=r"(?i)unsupported|weights"):
             fetch(giver, 7, impostor(_GREETING + b"1\n" + answer))
         assert not proof.exists()
     stream.seek(0)
-    _streaming_load(stream, weights_only=False)
+    healing._streaming_load(stream, weights_only=False)
     assert proof.exists(), "so it would have run"

@@ -56,7 +56,7 @@ class Meeting(SingleProcess):
     ("mixing", "donated", "restored", "newcomers"),
     [
         (0.0, 0, None, [0, 0]),
-        (0.5, 0, None, [0, 0]),  # nobody has trained yet
+        (0.5, 0, None, [0, 0]),  # no replica has trained yet
         (0.0, 6, None, [0, 0]),
         (0.5, 6, None, [1, 0]),  # part of what the other has trained is still in it
         (0.0, 5, None, [1, 0]),
@@ -64,7 +64,7 @@ class Meeting(SingleProcess):
     ],
 )
 def test_a_state_adopted_at_the_beginning(mixing: float, donated: int, restored: int | None, newcomers: list[int]):
-    """Whoever goes on from another's inner steps is without weight in one sync; not from its own, and not from none.
+    """A replica that goes on from a peer's inner steps is without weight in one sync; not from its own, or from none.
 
     After so many inner steps of rounds of three is the state that it is given, and then its own checkpoint.
     """
@@ -81,42 +81,39 @@ def test_a_state_adopted_at_the_beginning(mixing: float, donated: int, restored:
     assert [report.newcomers for report in run.go(range(20, 26))] == newcomers
 
 
-@pytest.mark.parametrize("mixing", [0.0, 0.5])
-def test_a_newcomer_has_no_weight_in_the_first_sync_of_each_fragment(mixing: float):
-    """Whoever is healed holds its donor's progress in the fragments that are in the middle of their round, too."""
-    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2, "mixing": mixing}
+def healed(**options: Any) -> Any:
+    """A run of two fragments that joins another, and at its first sync is given the state of a peer after 5 steps."""
+    options |= {"inner_steps": 4, "fragments": 2}
     donor = start(RULE, [0], **options)
     donor.go(range(5))
     group = Meeting(None, donor.state())
     run = start(RULE, [0], communicator=group, **options)
     group.attach(run.engine, run.state, run.load)
     assert run.engine.join() is None
-    reports = run.go(range(20, 32))
-    assert [report.newcomers for report in reports[:4]] == [1, 1, 0, 0]
-    assert [report.fragments[0].name for report in reports[:4]] == ["0", "1", "0", "1"]
+    return run
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_a_newcomer_has_no_weight_in_the_first_sync_of_each_fragment(mixing: float):
+    """A healed replica holds its donor's progress in the fragments that are in the middle of their round, too."""
+    reports = healed(mixing=mixing).go(range(20, 32))
+    assert [(r.fragments[0].name, r.newcomers) for r in reports[:4]] == [("0", 1), ("1", 1), ("0", 0), ("1", 0)]
 
 
 def test_weightlessness_outlives_a_stop():
     """Stopped after the first fragment's sync and resumed, a healed replica is still without weight in the second's."""
-    options: dict[str, Any] = {"inner_steps": 4, "fragments": 2}
-    donor = start(RULE, [0], **options)
-    donor.go(range(5))
-    group = Meeting(None, donor.state())
-    run = start(RULE, [0], communicator=group, **options)
-    group.attach(run.engine, run.state, run.load)
-    run.engine.join()
-    steps = iter(range(20, 40))
+    run, steps = healed(), iter(range(20, 40))
     first = next(report for report in map(run.step, steps) if report is not None)
     assert (first.fragments[0].name, first.newcomers) == ("0", 1)
     state = copy.deepcopy(run.state())
-    again = start(RULE, [0], communicator=Meeting(), **options)
+    again = start(RULE, [0], communicator=Meeting(), inner_steps=4, fragments=2)
     again.engine.join(restore=lambda: again.load(state))
     reports = again.go(steps)
     assert [(report.fragments[0].name, report.newcomers) for report in reports[:3]] == [("1", 1), ("0", 0), ("1", 0)]
 
 
 def test_what_is_under_way_cannot_be_saved():
-    """Where processes come and go nobody knows whether a sync will end: the state is refused until it has."""
+    """Where processes come and go a sync may be undone until its end: the state is refused meanwhile."""
     run = start(RULE, [0], inner_steps=4, delay=2, mixing=0.5, communicator=Meeting())
     run.engine.join()
     run.go(range(4))

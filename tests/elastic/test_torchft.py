@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from twophase.elastic import healing, torchft
 from twophase.elastic import parts as torchft_parts
 from twophase.rule import OuterRule
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchft is for Linux")
 RULE = OuterRule(0.5, 0.9, nesterov=True)
 URL = "http://127.0.0.1:1"
 
@@ -236,10 +237,8 @@ def listening() -> list[str]:
     """The addresses on which this process listens, as the kernel writes them."""
     sockets = set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        try:
+        with suppress(OSError):  # it may be closed by now
             sockets.add(str(descriptor.readlink()))
-        except OSError:
-            continue
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
@@ -272,7 +271,6 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return answers
 
 
-@linux
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -286,7 +284,6 @@ def test_equals_a_run_in_one_process(processes: list[dict[str, Any]], name: str)
     assert [f[2] for r in here["reports"] for f in r["fragments"] if f[1] == 3] == [True] * len(digests)
 
 
-@linux
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_killed_process_comes_back(processes: list[dict[str, Any]]):
@@ -317,28 +314,26 @@ def test_a_killed_process_comes_back(processes: list[dict[str, Any]]):
     print(f"longest wait between two rounds of the survivor: {survivor['stall']:.2f} s, rounds: {len(rounds)}")
 
 
-@linux
-@pytest.mark.dist
-@pytest.mark.slow
-def test_a_tampered_replica_is_caught(processes: list[dict[str, Any]]):
-    """An anchor that was changed on one process ends the run at the next sync, with the fragment's name."""
-    message = processes[0]["tampered"]
-    assert "fragment '0' differs in its anchor between process 0 and process 1" in message
-    assert "before a sync" in message
-
-
-@linux
 @pytest.mark.dist
 @pytest.mark.slow
 def test_what_the_survivor_says(processes: list[dict[str, Any]]):
-    """Standard error has a line when a process goes and one when it comes, and nothing else."""
+    """Standard error has a line when a process goes and one when it comes, and nothing else.
+
+    A changed anchor ends the run at the next sync, with the fragment's name; a replica that trains alone ends when the
+    lighthouse has been away for `patience` seconds.
+    """
     lines = processes[0]["log"].splitlines()
     end = lines[lines.index("replica 1 has gone; 1 of 2 are here") :]
     assert end[1] == "replica 1 has come; 2 of 2 are here"
     assert all(line.startswith("replica 1 has ") for line in lines), lines
+    message = processes[0]["tampered"]
+    assert "before a sync fragment '0' differs in its anchor between process 0 and process 1" in message
+    results = processes[0]["abandoned"]
+    assert results["alone"] == (1, 0)
+    for word in (f"the lighthouse at {results['url']} cannot be reached", "checkpoints are intact"):
+        assert word in results["error"]
 
 
-@linux
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -359,7 +354,6 @@ def refused(words: list[str], call: Callable[[], Any], kind: type[Exception] = V
         assert word in str(fault.value)
 
 
-@linux
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -398,7 +392,6 @@ def test_a_lighthouse_that_may_be_here(host: str):
     assert torchft_parts.address_of("127.0.0.1", host) == "127.0.0.1"
 
 
-@linux
 def test_missing_and_other_torchft_are_refused(monkeypatch: pytest.MonkeyPatch):
     """Without torchft there is one line that installs it; another release, whose private names differ, is refused."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.1")  # noqa: ARG005
@@ -408,7 +401,6 @@ def test_missing_and_other_torchft_are_refused(monkeypatch: pytest.MonkeyPatch):
     refused(["pip install 'twophase[ft]'"], lambda: communicator(URL), ImportError)
 
 
-@linux
 def test_what_heals_must_be_said_before_joining():
     """Without attach, with a state that lacks the models or holds an object, or that takes too long: refused."""
     mine = Replica()
@@ -423,36 +415,19 @@ def test_what_heals_must_be_said_before_joining():
     refused(["call join()"], engine.step)
 
 
-@linux
-def test_no_lighthouse_is_one_clear_error():
-    """Where none answers, joining ends after connect_timeout with its address and what to do."""
-    mine = Replica()
-    with communicator(URL, connect_timeout=1.0) as group:
-        engine = DiLoCo(mine.model, RULE, inner_steps=3, communicator=group)
-        group.attach(engine, mine.save, mine.load)
-        refused([f"the lighthouse at {URL} cannot be reached", "start it"], engine.join, RuntimeError)
-    group.close()  # again is nothing
-
-
-@linux
-@pytest.mark.dist
-@pytest.mark.slow
-def test_a_lighthouse_that_goes_away_is_one_clear_error(processes: list[dict[str, Any]]):
-    """A replica that trains alone ends when the lighthouse has been away for `patience` seconds."""
-    results = processes[0]["abandoned"]
-    assert results["alone"] == (1, 0)
-    for word in (f"the lighthouse at {results['url']} cannot be reached", "checkpoints are intact"):
-        assert word in results["error"]
-
-
-@linux
-def test_too_few_replicas_is_one_clear_error():
-    """A run that two must begin is not begun by one, and says so after start_timeout."""
-    mine = Replica()
-    with lighthouse() as url, communicator(url, start_timeout=0.5) as group:
-        engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
-        group.attach(engine, mine.save, mine.load)
-        refused(["1 of 2 replicas are here after 0.5 s"], engine.join, RuntimeError)
+def test_a_run_that_cannot_begin_is_one_clear_error():
+    """Without a lighthouse joining ends after connect_timeout; a run that two must begin ends after start_timeout."""
+    with lighthouse() as url:
+        for at, options, words in (
+            (URL, {"connect_timeout": 1.0}, [f"the lighthouse at {URL} cannot be reached", "start it"]),
+            (url, {"start_timeout": 0.5}, ["1 of 2 replicas are here after 0.5 s"]),
+        ):
+            mine = Replica()
+            with communicator(at, **options) as group:
+                engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)
+                group.attach(engine, mine.save, mine.load)
+                refused(words, engine.join, RuntimeError)
+            group.close()  # again is nothing
 
 
 # --- several in this process ------------------------------------------------------------------------------------------
@@ -489,17 +464,21 @@ def lives(monkeypatch: pytest.MonkeyPatch, live: Live, *options: tuple[dict[str,
 
 
 def one_comes_in_vain() -> Live:
-    """The first trains alone until the second, which comes once that has begun, has failed: its reports, and the error.
+    """The first trains alone until the second, which comes once that has begun, has failed.
 
-    It ends with a sync that succeeded at once.
+    The first returns its reports, which end with a sync that succeeded at once; the second its error, and whether it
+    has its old anchor.
     """
     begun, gone = threading.Event(), threading.Event()
 
     def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
         if place:
             begun.wait(PATIENCE)
+            before = engine.checksum()
             try:
-                return engine.join()
+                return engine.join(), False
+            except (RunError, ValueError) as error:
+                return error, before == engine.checksum()
             finally:
                 group.close()
                 gone.set()
@@ -509,12 +488,12 @@ def one_comes_in_vain() -> Live:
             mine.step(place)
             reports.append(engine.step())
             begun.set()
+        assert {(report.replicas, report.newcomers) for report in reports} == {(1, 0)}
         return reports
 
     return live
 
 
-@linux
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("what", "options"),
@@ -531,40 +510,6 @@ def test_unlike_replicas_do_not_begin(monkeypatch: pytest.MonkeyPatch, what: str
         assert re.match(rf"DiLoCo: {what} differ between process . \(.*\) and process . \(.*\); start all", str(error))
 
 
-@linux
-@pytest.mark.dist
-def test_an_unlike_replica_does_not_come_into_a_run(monkeypatch: pytest.MonkeyPatch):
-    """It is told what differs before it takes anything over, and the run goes on."""
-    begun, gone = threading.Event(), threading.Event()
-
-    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
-        del group
-        if place:
-            begun.wait(PATIENCE)
-            before = engine.checksum()
-            try:
-                return engine.join()
-            except ValueError as error:
-                return error, before == engine.checksum()
-            finally:
-                gone.set()
-        engine.join()
-        report = None
-        while not gone.is_set():
-            mine.step(place)
-            report = engine.step()
-            begun.set()
-        return report
-
-    report, (error, untouched) = lives(monkeypatch, live, ({"min_replicas": 1}, {}), ({}, {"inner_steps": 2}))
-    assert str(error).startswith(
-        "TorchFT: inner_steps differ between this replica (2) and the run that it comes into (1)"
-    )
-    assert untouched
-    assert (report.replicas, report.newcomers) == (1, 0)
-
-
-@linux
 @pytest.mark.dist
 def test_two_with_one_number_do_not_begin(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """They would train on the same text: each warns once, and after start_timeout one ends with the number of both."""
@@ -583,20 +528,25 @@ def test_two_with_one_number_do_not_begin(monkeypatch: pytest.MonkeyPatch, caplo
     assert caplog.messages.count("replica 0 is there twice") == 2
 
 
-@linux
 @pytest.mark.dist
-def test_a_number_is_not_taken_twice_in_a_run(monkeypatch: pytest.MonkeyPatch):
-    """A process that comes into a run under the number of one that is there is told so, and the run goes on."""
-    same = {"replica": 0, "replicas": 2, "min_replicas": 1}
-    reports, error = lives(monkeypatch, one_comes_in_vain(), (same, {}), (same, {}))
-    assert isinstance(error, RunError), error
-    assert str(error).startswith(
-        "TorchFT: replica 0 takes part in this run already, and two would train on the same text"
-    )
-    assert {(report.replicas, report.newcomers) for report in reports} == {(1, 0)}
+@pytest.mark.parametrize(
+    ("group", "inner_steps", "message"),
+    [
+        ({"replica": 1}, 2, "TorchFT: inner_steps differ between this replica (2) and the run that it comes into (1)"),
+        ({"replica": 0}, 1, "TorchFT: replica 0 takes part in this run already, and two would train on the same text"),
+    ],
+)
+def test_a_replica_that_may_not_come_into_a_run(
+    monkeypatch: pytest.MonkeyPatch, group: dict[str, Any], inner_steps: int, message: str
+):
+    """One with a number that is taken is refused, and one started unlike before it adopts a state; the run goes on."""
+    alone = {"min_replicas": 1, "replicas": 2}
+    options = [(alone, {}), (alone | group, {"inner_steps": inner_steps})]
+    _, (error, untouched) = lives(monkeypatch, one_comes_in_vain(), *options)
+    assert str(error).startswith(message)
+    assert untouched or group["replica"] == 0
 
 
-@linux
 @pytest.mark.dist
 def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
     """One that would begin with two waits for the one that wants three, and no message of either is left unanswered."""
@@ -607,13 +557,13 @@ def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
         fail, enough = group._fail, group.enough
         group._fail = lambda error: (failures.append(error), fail(error))
 
-        def asked(count: int) -> bool:
+        def enough_for(count: int) -> bool:
             answer = enough(count)
             if place == 1 and count == 2:
                 tried.set()
             return answer
 
-        group.enough = asked
+        group.enough = enough_for
         if place == 2:
             tried.wait(PATIENCE)
         engine.join()
@@ -627,7 +577,6 @@ def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
     assert lives(monkeypatch, live, *((option, {}) for option in options)) == [(3, [])] * 3
 
 
-@linux
 @pytest.mark.dist
 @pytest.mark.parametrize("others", [1, 0])
 def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyPatch, others: int):
@@ -672,7 +621,6 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@linux
 @pytest.mark.dist
 def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pytest.MonkeyPatch):
     """A sum under way is lost with one of two, and when it is repeated a third is there: it ends for both at once.
@@ -720,7 +668,6 @@ def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pyte
 
 
 @pytest.mark.slow
-@linux
 @pytest.mark.dist
 def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pytest.MonkeyPatch):
     """Its first try tells it what had come and which timeout would do; the other goes on, whatever `max_attempts`."""
@@ -739,7 +686,7 @@ def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pyt
 
     monkeypatch.setattr(Replica, "save", lambda mine: original(mine) | {"more": torch.zeros(100_000)})
     options = {"min_replicas": 1, "timeout": 2.0, "max_attempts": 1}
-    reports, error = lives(monkeypatch, one_comes_in_vain(), (options, {}), (options, {}))
+    reports, (error, _) = lives(monkeypatch, one_comes_in_vain(), (options, {}), (options, {}))
     assert isinstance(error, RunError)
     pattern = (
         r"TorchFT: of another replica's state of (\S+) MB, (\S+) MB came in (\S+) s, and then the others waited no "
@@ -751,11 +698,9 @@ def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pyt
     assert 0 < received < size
     assert enough == pytest.approx(1.5 * seconds * size / received, abs=0.6 + 0.1 * enough)
     assert max(report.attempts for report in reports) > 1
-    assert {(report.replicas, report.newcomers) for report in reports} == {(1, 0)}
     assert [report.round for report in reports] == list(range(1, len(reports) + 1))
 
 
-@linux
 @pytest.mark.dist
 def test_a_run_under_way_is_not_taken_over(monkeypatch: pytest.MonkeyPatch):
     """Whoever restores for so long that the others have begun is given their state, however much further it was."""
