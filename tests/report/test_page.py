@@ -148,6 +148,7 @@ def test_the_axis_ends_with_the_bulk() -> None:
     assert all(0.9 < float(tick) < 1.3 for tick in ticks_of(made, "y"))
     assert "one,41,-70" in csv_of(made)
     assert "Beyond the axis" not in drawn(values, bulk=True)
+    assert "Beyond the axis" not in drawn([*[1.0] * 40, 2.5], bulk=True)  # a little further out is no reason
 
 
 @settings(max_examples=25)
