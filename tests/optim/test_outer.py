@@ -273,8 +273,9 @@ def test_impossible_values_say_what_to_do(arguments: dict[str, Any], message: st
 
     A param group that is refused is not there, and may be added once it is mended.
     """
+    everywhere: dict[str, Any] = {"lr": 0.1} | arguments
     with pytest.raises(ValueError, match=message):
-        OuterSGD(parameters(0), **{"lr": 0.1} | arguments)
+        OuterSGD(parameters(0), **everywhere)
     outer, more = OuterSGD([scalar(0.0)], lr=0.5, momentum=0.9), scalar(0.0)
     with pytest.raises(ValueError, match=message):
         outer.add_param_group({"params": [more]} | arguments)
