@@ -138,7 +138,7 @@ class Run(Processes):
         return self.start(str(number), command)
 
     def touch(self, file: str) -> None:
-        """Let those go on who wait for it."""
+        """Let the waiting threads go on."""
         (self.folder / file).touch()
 
     def events(self, number: int) -> list[dict[str, Any]]:
@@ -244,8 +244,8 @@ def sizes(run: Run, number: int) -> list[int]:
 def side_by_side(monkeypatch: pytest.MonkeyPatch, *calls: Callable[[], Any]) -> list[Any]:
     """Call functions in threads of this process, each with a `TorchFT` of its own: what each returns, or has raised.
 
-    Where the processes need not be killed, this is a test of seconds less: nobody imports torch. Managers are made one
-    after the other, and none of them filters the standard error that all share.
+    Where the processes need not be killed, this is a test of seconds less: no process imports torch. Managers are
+    made one after the other, and none of them filters the standard error that all share.
     """
     from twophase.elastic import parts as torchft_parts
 

@@ -6,7 +6,7 @@
     connect=SECONDS            how long to wait for the first connection to a lighthouse
     ACTION@MOMENT:COUNT        do this when the moment comes for the COUNT-th time
 
-Actions: `kill` and `stop` (SIGKILL, SIGSTOP to itself), `kill=FILE` (only if nobody has made the file yet), `hold=FILE`
+Actions: `kill` and `stop` (SIGKILL, SIGSTOP to itself), `kill=FILE` (only if the file is not there yet), `hold=FILE`
 (wait until it exists), `pace=FILE` (from now on each inner step takes a while, until it exists), `touch=FILE`.
 
 Nothing in the product knows of this: the moments are functions of it that are wrapped here.
@@ -32,7 +32,7 @@ from twophase.runs.folder import RunFolder
 from twophase.training.trainer import Trainer
 
 SETTLE = 0.3
-"""Seconds after a hold: whoever has come meanwhile is known to the lighthouse by then."""
+"""Seconds after a hold: replicas that have come meanwhile are known to the lighthouse by then."""
 PACE = 0.05
 
 MOMENTS = {

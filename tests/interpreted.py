@@ -42,10 +42,10 @@ def rounds(rule: OuterRule, restart: str, replicas: int, dtype: torch.dtype, mix
     engine = DiLoCo(models, rule, restart=restart, mixing=mixing, inner_steps=1)
     reports, checksum = [], ""
     for number in range(4):
-        for index, one in enumerate(models):
+        for index, replica in enumerate(models):
             generator = torch.Generator().manual_seed(10 * number + index)
             with torch.no_grad():
-                for p in one.parameters():
+                for p in replica.parameters():
                     p.add_(0.1 * torch.randn(p.shape, generator=generator))
         report = engine.step()
         assert report is not None
@@ -55,7 +55,11 @@ def rounds(rule: OuterRule, restart: str, replicas: int, dtype: torch.dtype, mix
     return {
         "reports": reports,
         "checksums": (checksum, engine.checksum()),
-        "tensors": [*engine.anchor.values(), *buffers, *(p.detach() for one in models for p in one.parameters())],
+        "tensors": [
+            *engine.anchor.values(),
+            *buffers,
+            *(p.detach() for replica in models for p in replica.parameters()),
+        ],
     }
 
 

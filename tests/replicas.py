@@ -64,14 +64,14 @@ class Run:
 
     def tensors(self) -> dict[str, Tensor]:
         """Anchor, models and momentum buffers, live, by name."""
-        found = {f"anchor {name}": a for name, a in self.engine.anchor.items()}
+        tensors = {f"anchor {name}": a for name, a in self.engine.anchor.items()}
         for number, model in enumerate(self.models):
-            found |= {f"model {number} {name}": p.detach() for name, p in model.named_parameters()}
+            tensors |= {f"model {number} {name}": p.detach() for name, p in model.named_parameters()}
         for fragment in self.engine.fragments:
             for name, a in fragment.named:
                 for key, value in fragment.outer.state.get(a, {}).items():
-                    found[f"{key} {name}"] = value
-        return found
+                    tensors[f"{key} {name}"] = value
+        return tensors
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs, in the order in which one would ask for it."""
@@ -95,10 +95,10 @@ def start(outer: Any, replicas: Sequence[int] = (0, 1), *, inner_steps: int = 6,
     return Run(DiLoCo(models, outer, inner_steps=inner_steps, **options), models, replicas)
 
 
-def unlike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+def unlike(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
     """Names of the tensors that are not the same bits in both."""
-    return [name for name in {**ours, **theirs} if name not in ours or name not in theirs
-            or not same_bits(ours[name], theirs[name])]  # fmt: skip
+    return [name for name in {**first, **second} if name not in first or name not in second
+            or not same_bits(first[name], second[name])]  # fmt: skip
 
 
 def through_file(state: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from twophase.text.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, write_meta
 
 SHA256 = "0123456789abcdef" * 4
-"""Of the tokenizer, which nobody has."""
+"""Of a tokenizer that does not exist."""
 
 
 def prepared(

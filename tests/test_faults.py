@@ -197,7 +197,7 @@ def test_killed_in_the_inner_phase_and_while_it_is_healed(begin: Begin, good: Go
     good(run, "two", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1]
     assert sizes(run, 0) == [2, 1, 2]
-    assert max(line["attempts"] for line in run.lines(0) if line["round"] < 9) == 1  # who is dead is not waited for
+    assert max(line["attempts"] for line in run.lines(0) if line["round"] < 9) == 1  # a dead replica is not waited for
     assert max(line["attempts"] for line in run.lines(0) if line["replicas"] == 1) >= 2  # the heal that broke off
     tell_recovery(run, "kill at inner", of=1, survivor=0)
     say(f"the sync in which the heal broke off: {run.wait_after('kill at taking', 1, 0):.2f} s")
@@ -320,8 +320,8 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
     assert old.name == "parted-00000024"
     rounds = {line["round"]: line["checksum"] for line in read_lines(old / "rounds.jsonl")}
     assert sorted(rounds) == list(range(1, 7))
-    ours = {line["round"]: line["checksum"] for line in run.lines(0)}
-    assert [number for number in rounds if rounds[number] != ours[number]] == [6]
+    checksums = {line["round"]: line["checksum"] for line in run.lines(0)}
+    assert [number for number in rounds if rounds[number] != checksums[number]] == [6]
     assert latest_step(old / "checkpoint") == 24
     (said,) = (line for line in run.said("1") if "parted" in line)
     assert "step 24 of this replica's record is not of this run, which begins a new one; " in said
@@ -366,7 +366,7 @@ def test_the_lighthouse_is_killed_and_comes_back(
 ) -> None:
     """Without a lighthouse for some seconds all wait at the next sync, and then go on together, as if nothing were.
 
-    The one that comes back counts quorums from 1 again and knows nobody: who asks first must not go on alone.
+    The one that comes back counts quorums from 1 again and knows no replica: the first that asks must not go on alone.
     """
     port = free_port()
     command = lighthouse_command(f"127.0.0.1:{port}")
@@ -525,10 +525,10 @@ def test_one_of_a_group_stands_still(base: TrainConfig, tmp_path: Path) -> None:
         second.kill()
 
 
-# --- who cannot begin -------------------------------------------------------------------------------------------------
+# --- replicas that cannot begin --------------------------------------------------------------------------------------
 
 
-def test_who_cannot_begin_says_so_once(base: TrainConfig, tmp_path: Path) -> None:
+def test_a_replica_that_cannot_begin_says_so_once(base: TrainConfig, tmp_path: Path) -> None:
     """A taken port, no first process, and no lighthouse: one message each and status 1, in bounded time."""
     (tmp_path / "config.yaml").write_text(dump_yaml(base))
     words = ["train", "--config", str(tmp_path / "config.yaml"), "--quiet", "--start-timeout", "2"]

@@ -186,14 +186,13 @@ def test_the_guide_names_files_that_exist():
 
 def test_names_and_words():
     """No name is on the list of those that say nothing, and no text has a subject that hides its noun."""
-    for module, tree in measure_house.modules().items():
-        text = measure_house.path_of(module).read_text(encoding="utf-8")
-        assert (measure_house.empty_names(tree), measure_house.empty_words(text)) == ([], []), module
+    for path, text in measure_house.texts():
+        assert (measure_house.empty_names(text), measure_house.empty_words(text)) == ([], []), path
 
 
 def test_an_empty_name_is_seen():
     """Variables, arguments, attributes and functions are looked at, underscores or not; words in any text."""
     code = "def _told(given):\n    found, self.kept = given, 1\n    return [one for one in found]"
-    names = sorted(name for name, _ in measure_house.empty_names(ast.parse(code)))
+    names = sorted(name for name, _ in measure_house.empty_names(code))
     assert names == ["_told", "found", "given", "kept", "one"]
     assert measure_house.empty_words('"""Whoever\ncomes."""  # nobody') == [("whoever", 1), ("nobody", 2)]

@@ -66,7 +66,7 @@ def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """Equal sources have equal versions wherever they lie; one changed byte, or a renamed file, is told by name."""
     copy = tmp_path / "twophase"
     shutil.copytree(Path(twophase.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    ours = versions()
+    original = versions()
 
     def of_copy() -> dict[str, str]:
         source._digest.cache_clear()
@@ -74,7 +74,7 @@ def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             patch.setattr(agreement, "__file__", str(copy / "diloco" / "agreement.py"))
             return versions()
 
-    assert of_copy() == ours
+    assert of_copy() == original
     with (copy / "rule.py").open("a") as file:
         file.write("#")
     edited = of_copy()
@@ -82,10 +82,10 @@ def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ValueError, match=r"versions of twophase differ between process 0 \(0\..*, source .*\) and process"
     ):
         same_start(Two(edited), versions(), 1)
-    assert same_start(Two(ours), versions(), 1) == [1, 1]
+    assert same_start(Two(original), versions(), 1) == [1, 1]
     shutil.copy(Path(__file__).parents[2] / "src/twophase/rule.py", copy / "rule.py")
     (copy / "rule.py").rename(copy / "rules.py")
-    assert of_copy() not in (ours, edited)
+    assert of_copy() not in (original, edited)
 
 
 class Threads(SingleProcess):
@@ -102,9 +102,9 @@ class Threads(SingleProcess):
         """What each has said."""
         self.said[self.number] = value
         self.barrier.wait(10)
-        found = list(self.said)
+        said = list(self.said)
         self.barrier.wait(10)
-        return found
+        return said
 
 
 def together(*calls: Callable[[Communicator], Any]) -> list[Any]:
@@ -115,17 +115,17 @@ def together(*calls: Callable[[Communicator], Any]) -> list[Any]:
         return [future.result(20) for future in futures]
 
 
-def test_who_has_no_weight_decides_nothing():
+def test_a_replica_without_weight_decides_nothing():
     """A newcomer's losses and probes, and signals that it cannot have, count in no mean, even as NaN; all learn them.
 
     The others weigh by their replicas.
     """
-    found = together(
+    agreed = together(
         lambda group: agree(group, [], 1, {"loss": 1.0}, [4.0]),
         lambda group: agree(group, [], 0, {}, [0.0]),
         lambda group: agree(group, [], 3, {"loss": 5.0}, [8.0]),
     )
-    assert [(shared.signals, shared.squares) for shared in found] == 3 * [({"loss": 4.0}, [7.0])]
+    assert [(shared.signals, shared.squares) for shared in agreed] == 3 * [({"loss": 4.0}, [7.0])]
     probed = together(
         lambda group: averaged(group, 0, [[math.nan], []]),
         lambda group: averaged(group, 1, [[1.0], []]),

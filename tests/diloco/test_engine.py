@@ -106,13 +106,13 @@ def test_any_torch_optimizer_is_an_outer_optimizer(nesterov: bool):
     """
     rule = begin(OuterRule(0.3, 0.9, nesterov))
     sgd = begin(lambda params: torch.optim.SGD(params, lr=0.3, momentum=0.9, nesterov=nesterov, foreach=True))
-    for ours, theirs in zip(rule.go(range(12)), sgd.go(range(12)), strict=True):
-        assert ours.checksum == theirs.checksum
-        assert theirs.groups == ()
-        assert not theirs.restarted
-        assert theirs.pseudo_gradient_norm == pytest.approx(ours.pseudo_gradient_norm, rel=1e-6)
-        assert math.isnan(theirs.gain)
-        assert theirs.cosine == theirs.buffer_norm == 0
+    for expected, report in zip(rule.go(range(12)), sgd.go(range(12)), strict=True):
+        assert expected.checksum == report.checksum
+        assert report.groups == ()
+        assert not report.restarted
+        assert report.pseudo_gradient_norm == pytest.approx(expected.pseudo_gradient_norm, rel=1e-6)
+        assert math.isnan(report.gain)
+        assert report.cosine == report.buffer_norm == 0
 
 
 # --- one reduction a round ----------------------------------------------------------------------------------------
@@ -213,9 +213,13 @@ def test_resumed_equals_uninterrupted(
     after = resumed.go(range(saved_after, 32))
 
     assert [r.checksum for r in before + after] == [r.checksum for r in reports]
-    for ours, theirs in zip(before + after, reports, strict=True):
-        assert (ours.round, ours.inner_steps, ours.restarted) == (theirs.round, theirs.inner_steps, theirs.restarted)
-        assert ours.groups == theirs.groups
+    for report, expected in zip(before + after, reports, strict=True):
+        assert (report.round, report.inner_steps, report.restarted) == (
+            expected.round,
+            expected.inner_steps,
+            expected.restarted,
+        )
+        assert report.groups == expected.groups
     assert unlike(resumed.tensors(), whole.tensors()) == []
     assert sum(r.restarted for r in reports) >= 2
 
@@ -313,10 +317,10 @@ def test_one_inner_sgd_step_is_data_parallel():
 @pytest.mark.parametrize("policy", ["1", "soft:1:0:0"])
 def test_period_one_is_momentum_free(policy: str):
     """A restart every round equals an outer optimizer without momentum."""
-    ours, theirs = begin(OuterRule(0.3, 0.9), restart=policy), begin(OuterRule(0.3, 0.0))
-    ours.go(range(12))
-    theirs.go(range(12))
-    for a, b in zip(ours.engine.anchor.values(), theirs.engine.anchor.values(), strict=True):
+    restarted, memoryless = begin(OuterRule(0.3, 0.9), restart=policy), begin(OuterRule(0.3, 0.0))
+    restarted.go(range(12))
+    memoryless.go(range(12))
+    for a, b in zip(restarted.engine.anchor.values(), memoryless.engine.anchor.values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 

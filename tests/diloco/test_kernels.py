@@ -35,14 +35,14 @@ def test_kernels_take_the_round_of_the_engine(tmp_path: Path):
         assert names.count("pseudo_gradient") == names.count("outer_round") == launches, done.stderr
         assert names.count("inner_products") == (4 if case[1] in ("auto", "opposed") else 0)
         expected = interpreted.rounds(*case)
-        for ours, theirs in zip(result["reports"], expected["reports"], strict=True):
-            assert ours[0] == theirs[0]
-            assert ours[1:] == pytest.approx(theirs[1:], rel=1e-4, abs=1e-5)
+        for actual, wanted in zip(result["reports"], expected["reports"], strict=True):
+            assert actual[0] == wanted[0]
+            assert actual[1:] == pytest.approx(wanted[1:], rel=1e-4, abs=1e-5)
         report, engine = result["checksums"]
         assert report == engine  # the kernel's own, and that of torch's operations on the same bits
-        for ours, theirs in zip(result["tensors"], expected["tensors"], strict=True):
+        for actual, wanted in zip(result["tensors"], expected["tensors"], strict=True):
             coarse = torch.float16 in case  # there a last bit of the anchor can turn over a replica's rounding
-            torch.testing.assert_close(ours, theirs, rtol=2e-3 if coarse else 1e-5, atol=2e-3 if coarse else 1e-5)
+            torch.testing.assert_close(actual, wanted, rtol=2e-3 if coarse else 1e-5, atol=2e-3 if coarse else 1e-5)
         tried = 0
 
 
@@ -60,9 +60,9 @@ def test_kernels_compile_for_a_gpu(kernel: str, restart: int):
     types = dict.fromkeys(["anchor", "gradient", "momentum", "t0", "t2", "t3"], "*fp32")
     types |= {"t1": "*bf16", "products": "*fp64", "anchor_sums": "*i64", "momentum_sums": "*i64"}
     types |= dict.fromkeys(["offset", "end", "numel"], "i64")
-    given = {name: constants[name] for name in function.arg_names if name in constants}
-    signature = {name: "constexpr" if name in given else types.get(name, "fp32") for name in function.arg_names}
-    source = compiler.ASTSource(fn=function, signature=signature, constexprs=given)
+    constexprs = {name: constants[name] for name in function.arg_names if name in constants}
+    signature = {name: "constexpr" if name in constexprs else types.get(name, "fp32") for name in function.arg_names}
+    source = compiler.ASTSource(fn=function, signature=signature, constexprs=constexprs)
     binary = compiler.compile(source, target=target, options={"enable_fp_fusion": False})
     assert binary.asm["cubin"]
     assert "fma.rn.f32" not in binary.asm["ptx"].replace("div.rn", "")

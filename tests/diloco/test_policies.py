@@ -79,7 +79,7 @@ def loss(model: nn.Module, replica: int, number: int) -> float:
 class Supplied(Run):
     """A run whose policies are given what they need; it notes what it has probed, and whether that left a trace."""
 
-    own: list[list[float]] = field(default_factory=list)
+    local: list[list[float]] = field(default_factory=list)
     """Of each candidate, the losses of this process's replicas."""
     shared: list[list[list[float]]] = field(default_factory=list)
     untouched: list[bool] = field(default_factory=list)
@@ -88,8 +88,8 @@ class Supplied(Run):
         """The loss of a candidate on a replica's data."""
         value = loss(model, self.replicas[number], round_)
         if number == 0:
-            self.own.append([])
-        self.own[-1].append(value)
+            self.local.append([])
+        self.local[-1].append(value)
         return value
 
     def watch(self) -> None:
@@ -125,16 +125,16 @@ class Supplied(Run):
 
 def begin(policy: str, options: str, replicas: Sequence[int], seed: int = 0) -> Supplied:
     """A run that is ready to go."""
-    held: list[Supplied] = []
+    runs: list[Supplied] = []
     more = OPTIONS[options] | {"restart": policy, "signals": SIGNALS}
 
     def probe(model: nn.Module, number: int, round_: int) -> float:
-        return held[0].probe(model, number, round_)
+        return runs[0].probe(model, number, round_)
 
     run = start(RULE, replicas, seed=seed, probe=probe, **more)
-    held.append(Supplied(run.engine, run.models, run.replicas))
-    held[0].watch()
-    return held[0]
+    runs.append(Supplied(run.engine, run.models, run.replicas))
+    runs[0].watch()
+    return runs[0]
 
 
 def facts(report: RoundReport) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def scenario(policy: str, options: str, replicas: Sequence[int], *, stop: int | 
         "reports": [facts(report) for report in [*reports, final]],
         "tensors": run.tensors(),
         "counters": counters,
-        "own": run.own,
+        "own": run.local,
         "shared": run.shared,
         "untouched": run.untouched,
     }
@@ -179,11 +179,11 @@ def worker(rank: int, folder: Path) -> None:
     restart_module.register("test-agreeing")(Agreeing)
     store, patience = f"file://{folder / 'store'}", timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
-    found = {
+    answers = {
         which: {case: scenario(*case, [rank], stop=stop) for case in CASES}
         for which, stop in (("whole", None), ("resumed", STOP))
     }
-    torch.save(found, folder / f"{rank}.pt")
+    torch.save(answers, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -206,12 +206,12 @@ def test_two_processes_decide_as_one(pair: list[dict[str, Any]], policy: str, op
     for rank, there in enumerate(answers["whole"][policy, options] for answers in pair):
         assert there["reports"] == here["reports"]
         assert there["counters"] == here["counters"]
-        ours = {
+        same_replica = {
             key.replace(f"model {rank}", "model 0"): t
             for key, t in here["tensors"].items()
             if f"l {1 - rank}" not in key
         }
-        assert unlike(ours, there["tensors"]) == []
+        assert unlike(same_replica, there["tensors"]) == []
     chosen = {report["gain"] if policy.startswith(STEPPING) else report["restarted"] for report in here["reports"]}
     assert len(chosen) > 1
     assert here["reports"][-1]["checksum"] != undecided(options)
@@ -230,8 +230,8 @@ def test_probes_are_means_and_leave_no_trace(pair: list[dict[str, Any]], policy:
     assert flat == means
     assert (len(flat) > 0) == policy.startswith("probe")
     assert both[0]["own"] == [] or both[0]["own"] != both[1]["own"]
-    for one in both:
-        assert one["untouched"] == [True] * len(one["shared"])
+    for answers in both:
+        assert answers["untouched"] == [True] * len(answers["shared"])
 
 
 @pytest.mark.dist
@@ -318,7 +318,7 @@ def test_module_buffers_come_out_of_probing_as_well():
         ("test-agreeing:0.4", 1, r"needs agreement; train two or more replicas: it compares them, and there is 1"),
     ],
 )
-def test_what_nobody_supplies_is_refused(policy: str, replicas: int, words: str):
+def test_a_missing_signal_is_refused(policy: str, replicas: int, words: str):
     """A policy that needs what the engine is not promised, or more replicas, is refused when it is built."""
     with pytest.raises(ValueError, match=rf"DiLoCo: restart {words}" if words.startswith("policy") else words):
         DiLoCo([network(number) for number in range(replicas)], RULE, inner_steps=2, restart=policy)
@@ -351,11 +351,11 @@ def test_what_is_not_finite_is_reported(policy: str, name: str, options: str):
         if report is not None:
             assert broken or report.not_finite == ()
             reports += [report] if broken else []
-    told = [report for report in reports if report.not_finite]
-    assert told
-    assert all(name in report.not_finite and not report.restarted for report in told)
+    flagged = [report for report in reports if report.not_finite]
+    assert flagged
+    assert all(name in report.not_finite and not report.restarted for report in flagged)
     if name in (*SIGNALS, "probes"):
-        assert len(told) == len(reports)
+        assert len(flagged) == len(reports)
 
 
 def test_one_candidate_that_blows_up_is_not_taken():

@@ -81,8 +81,8 @@ def facts(report: RoundReport) -> dict[str, Any]:
     """What all processes must say alike, whether they are one or several."""
     names = ("round", "inner_steps", "partial", "complete", "replicas", "restarted", "checksum", "pseudo_gradient_norm")
     names = (*names, "buffer_norm", "cosine", "gain")
-    told = {name: getattr(report, name) for name in names}
-    return told | {"fragments": [(one.name, one.round, one.checksum) for one in report.fragments]}
+    values = {name: getattr(report, name) for name in names}
+    return values | {"fragments": [(fragment.name, fragment.round, fragment.checksum) for fragment in report.fragments]}
 
 
 def scenario(name: str, replicas: Sequence[int], communicator: Communicator | None, *, resumed: bool = False):
@@ -170,15 +170,15 @@ WHATS = (*WHATS, "texts", "seeds", "seeds")
 
 def refusals(rank: int, pair: Communicator) -> list[str]:
     """What the pair is told."""
-    found = []
+    messages = []
     for build in unlike_pairs(rank):
         try:
             with forced(pair):
                 build()
-            found.append("nothing")
+            messages.append("nothing")
         except ValueError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def forced(communicator: Communicator) -> Iterator[None]:
 
 def at_the_threshold(rank: int, pair: Communicator) -> list[list[bool]]:
     """Restarts of a policy whose limit is the very norm of a round, where process 1 measures it a bit shorter."""
-    told: list[list[bool]] = []
+    restarts: list[list[bool]] = []
     limit = 0.0
     measure = OuterSGD.dots
     for harmed in (False, True):
@@ -208,8 +208,8 @@ def at_the_threshold(rank: int, pair: Communicator) -> list[list[bool]]:
             OuterSGD.dots = measure  # type: ignore[method-assign]
         norms = sorted(report.pseudo_gradient_norm for report in reports)
         limit = norms[0]
-        told.append([report.restarted for report in reports])
-    return told
+        restarts.append([report.restarted for report in reports])
+    return restarts
 
 
 def signals(rank: int, pair: Communicator) -> list[tuple[dict[str, float], int]]:
@@ -318,17 +318,17 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
 
     group = ProcessGroup.of_mesh(mesh)
     replica = [rank // 2]
-    found: dict[str, Any] = {name: trained(name, replica, group, shard) for name in SHARDED}
+    results: dict[str, Any] = {name: trained(name, replica, group, shard) for name in SHARDED}
     try:
         train("whole", replica, None, shard)
     except ValueError as error:
-        found["refused"] = str(error)
-    found["not shards"] = not_shards(mesh, group)
+        results["refused"] = str(error)
+    results["not shards"] = not_shards(mesh, group)
     run = train("patterns", replica, group, shard)
     run.go(range(9))
     state = through_file(run.engine.state_dict())
     models, inners = [
-        copy.deepcopy([one.state_dict() for one in some])
+        copy.deepcopy([module.state_dict() for module in some])
         for some in (run.models, run.inners)  # type: ignore[attr-defined]
     ]
     run = train("patterns", replica, group, shard)
@@ -336,8 +336,8 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
     for model, inner, weights, moments in zip(run.models, run.inners, models, inners, strict=True):
         model.load_state_dict(weights)
         inner.load_state_dict(moments)
-    found["resumed"] = [facts(report) for report in run.go(range(9, STEPS))]
-    found["signals"] = dict(run.engine.finish({"loss": float(rank)}).signals)  # type: ignore[union-attr]
+    results["resumed"] = [facts(report) for report in run.go(range(9, STEPS))]
+    results["signals"] = dict(run.engine.finish({"loss": float(rank)}).signals)  # type: ignore[union-attr]
     run = train("patterns", replica, group, shard)
     run.go(range(6))
     with torch.no_grad():
@@ -346,8 +346,8 @@ def sharded(rank: int, mesh: Any) -> dict[str, Any]:
     try:
         run.go(range(6, 18))
     except Disagreement as error:
-        found["tampered"] = str(error)
-    return found
+        results["tampered"] = str(error)
+    return results
 
 
 def not_shards(mesh: Any, group: Communicator) -> list[str]:
@@ -359,14 +359,14 @@ def not_shards(mesh: Any, group: Communicator) -> list[str]:
     fully_shard(in_part[0], mesh=mesh["shard"])  # type: ignore[index]
     fully_shard(short, mesh=mesh["shard"])
     copied = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh["shard"], [Replicate()]))
-    found = []
+    messages = []
     for model in (network(0), in_part, nn.ParameterDict({"w": copied}), short):
         try:
             DiLoCo(model, RULE, inner_steps=2, communicator=group)
-            found.append("nothing")
+            messages.append("nothing")
         except ValueError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def worker(rank: int, folder: Path) -> None:
@@ -378,23 +378,23 @@ def worker(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4, timeout=patience)
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     pair: Any = dist.new_group([0, 1], timeout=patience)
-    found: dict[str, Any] = {"four": {name: scenario(name, [rank], None) for name in TOGETHER}}
-    found["tampered"] = {
+    results: dict[str, Any] = {"four": {name: scenario(name, [rank], None) for name in TOGETHER}}
+    results["tampered"] = {
         (harm, delay): tampered(rank, harm, delay)
         for harm in ("anchor", "momentum buffer", "counters")
         for delay in (0, 1)
     }
-    found["sharded"] = sharded(rank, mesh)
+    results["sharded"] = sharded(rank, mesh)
     if rank < 2:
         two = ProcessGroup(pair)
-        found["two"] = {name: scenario(name, [rank], two) for name in SCENARIOS}
-        found["two each"] = scenario("float32", [2 * rank, 2 * rank + 1], two)
-        found["resumed"] = {name: scenario(name, [rank], two, resumed=True) for name in RESUMED}
-        found["refused"] = refusals(rank, two)
-        found["threshold"] = at_the_threshold(rank, two)
-        found["signals"] = signals(rank, two)
-        found["unlike signals"] = unlike_signals(rank, two)
-    torch.save(found, folder / f"{rank}.pt")
+        results["two"] = {name: scenario(name, [rank], two) for name in SCENARIOS}
+        results["two each"] = scenario("float32", [2 * rank, 2 * rank + 1], two)
+        results["resumed"] = {name: scenario(name, [rank], two, resumed=True) for name in RESUMED}
+        results["refused"] = refusals(rank, two)
+        results["threshold"] = at_the_threshold(rank, two)
+        results["signals"] = signals(rank, two)
+        results["unlike signals"] = unlike_signals(rank, two)
+    torch.save(results, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -414,12 +414,12 @@ def test_two_processes_are_one(brought: list[dict[str, Any]], name: str):
     here = scenario(name, [0, 1], None)
     for rank, there in enumerate(answers["two"][name] for answers in brought[:2]):
         assert there["reports"] == here["reports"]
-        ours = {
+        same_replica = {
             key.replace(f"model {rank}", "model 0"): t
             for key, t in here["tensors"].items()
             if f"l {1 - rank}" not in key
         }
-        assert unlike(ours, there["tensors"]) == []
+        assert unlike(same_replica, there["tensors"]) == []
     assert any(report["restarted"] for report in here["reports"]) == (name != "heavy ball")
 
 
@@ -448,10 +448,10 @@ def test_four_processes_agree(brought: list[dict[str, Any]], name: str):
     tolerance = 1e-5 if SCENARIOS[name]["wire"] == "float32" else 0.1
     for key, value in first["tensors"].items():
         torch.testing.assert_close(here["tensors"][key], value, rtol=tolerance, atol=tolerance)
-    for ours, theirs in zip(here["reports"], first["reports"], strict=True):
-        assert [one[:2] for one in ours["fragments"]] == [one[:2] for one in theirs["fragments"]]
-        assert ours["pseudo_gradient_norm"] == pytest.approx(theirs["pseudo_gradient_norm"], rel=tolerance)
-        assert ours["replicas"] == theirs["replicas"] == 4
+    for actual, expected in zip(here["reports"], first["reports"], strict=True):
+        assert [part[:2] for part in actual["fragments"]] == [part[:2] for part in expected["fragments"]]
+        assert actual["pseudo_gradient_norm"] == pytest.approx(expected["pseudo_gradient_norm"], rel=tolerance)
+        assert actual["replicas"] == expected["replicas"] == 4
 
 
 def test_two_replicas_in_each_of_two_processes(brought: list[dict[str, Any]]):
@@ -475,7 +475,7 @@ def test_two_replicas_in_each_of_two_processes(brought: list[dict[str, Any]]):
 def test_a_harmed_process_is_caught_by_all(brought: list[dict[str, Any]], harm: str, delay: int):
     """One process's anchor, buffer or counters are touched: every process is told at that fragment's very next round.
 
-    By a Disagreement with the fragment's name, what differs, between whom, and what to do.
+    By a Disagreement with the fragment's name, what differs, between which processes, and what to do.
     """
     shows = "anchor" if harm == "momentum buffer" else harm  # the harmed buffer has moved the anchor by then
     for answers in brought:
@@ -510,8 +510,8 @@ def test_machines_that_measure_unlike_decide_alike(brought: list[dict[str, Any]]
 
 def test_unlike_signals_are_refused_by_both(brought: list[dict[str, Any]]):
     """They would be averaged with one another, or end the processes without a reason."""
-    for found in brought[:2]:
-        assert "process 0 (loss) and process 1 (norm)" in found["unlike signals"]
+    for answers in brought[:2]:
+        assert "process 0 (loss) and process 1 (norm)" in answers["unlike signals"]
 
 
 def test_signals_are_means_over_the_replicas(brought: list[dict[str, Any]]):
@@ -533,21 +533,23 @@ def test_shards_equal_the_whole(brought: list[dict[str, Any]], name: str):
     here = trained(name, [0, 1], None, lambda _: None)
     there = [answers["sharded"][name] for answers in brought]
     tolerance = 0.05 if name == "int8" else 2e-5
-    checksums = [[report["checksum"] for report in one["reports"]] for one in there]
+    checksums = [[report["checksum"] for report in answers["reports"]] for answers in there]
     assert checksums[0] == checksums[2] != checksums[1] == checksums[3]
     plain = ("round", "inner_steps", "partial", "complete", "replicas", "restarted")
     measured = ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain")
-    for one in there:
-        for ours, theirs, firsts in zip(here["reports"], one["reports"], there[0]["reports"], strict=True):
-            assert [ours[key] for key in plain] == [theirs[key] for key in plain]
-            assert str([theirs[key] for key in measured]) == str([firsts[key] for key in measured])
+    for answers in there:
+        for whole, shard_report, firsts in zip(here["reports"], answers["reports"], there[0]["reports"], strict=True):
+            assert [whole[key] for key in plain] == [shard_report[key] for key in plain]
+            assert str([shard_report[key] for key in measured]) == str([firsts[key] for key in measured])
             for key in measured:
-                assert theirs[key] == pytest.approx(ours[key], rel=100 * tolerance, abs=tolerance, nan_ok=True), key
-    for rank, one in enumerate(there):
+                assert shard_report[key] == pytest.approx(
+                    whole[key], rel=100 * tolerance, abs=tolerance, nan_ok=True
+                ), key
+    for rank, answers in enumerate(there):
         for key, a in here["anchor"].items():
             shard = a.chunk(2)[rank % 2]
-            torch.testing.assert_close(one["anchor"][key], shard, rtol=tolerance, atol=tolerance)
-            assert same_bits(one["models"][0][key].chunk(2)[rank % 2], one["anchor"][key])
+            torch.testing.assert_close(answers["anchor"][key], shard, rtol=tolerance, atol=tolerance)
+            assert same_bits(answers["models"][0][key].chunk(2)[rank % 2], answers["anchor"][key])
     assert list(here["anchor"]) == NAMES
 
 

@@ -133,12 +133,12 @@ class Plain:
 
     def tensors(self) -> dict[str, Tensor]:
         """As `Run.tensors`."""
-        found = {f"anchor {name}": a for name, a in self.anchor.items()}
+        tensors = {f"anchor {name}": a for name, a in self.anchor.items()}
         for number, model in enumerate(self.models):
-            found |= {f"model {number} {name}": p.detach() for name, p in model.named_parameters()}
+            tensors |= {f"model {number} {name}": p.detach() for name, p in model.named_parameters()}
         for part in self.parts:
-            found |= {f"momentum_buffer {name}": m for name, m in part.momentum.items()}
-        return found
+            tensors |= {f"momentum_buffer {name}": m for name, m in part.momentum.items()}
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -214,22 +214,22 @@ def test_equals_a_plain_loop_at_every_step(schedule: Schedule, rule: OuterRule):
     policies = {str(number): Periodic(period) if period else "never" for number, period in enumerate(periods)}
     run, plain = schedule.engine(rule, restart=policies), schedule.plain(rule, periods)
     assert [fragment.offset for fragment in run.engine.fragments] == list(schedule.offsets)
-    told = []
+    ended = []
     for step in range(3 * schedule.inner_steps + 2):
         expected = len(plain.ended)
         plain.step()
         report = run.step(step)
         if report is not None:
-            told.append([(int(fragment.name), fragment.round) for fragment in report.fragments])
+            ended.append([(int(fragment.name), fragment.round) for fragment in report.fragments])
             whole = schedule.inner_steps - (schedule.delay if schedule.mixing == 0 else 0)
-            assert report.partial == any(one.inner_steps < whole for one in report.fragments)
+            assert report.partial == any(fragment.inner_steps < whole for fragment in report.fragments)
         assert len(plain.ended) - expected == (report is not None)
         assert unlike(run.tensors(), plain.tensors()) == [], step
-    assert told == plain.ended
+    assert ended == plain.ended
     plain.finish()
     last = run.engine.finish()
     assert unlike(run.tensors(), plain.tensors()) == []
-    rest = [one for ended in plain.ended[len(told) :] for one in ended]
+    rest = [fragment for sync in plain.ended[len(ended) :] for fragment in sync]
     assert [(int(fragment.name), fragment.round) for fragment in (last.fragments if last else ())] == rest
 
 
@@ -276,25 +276,26 @@ def test_fragments_together_are_the_whole(rule: OuterRule, restart: int | None, 
     cut = start(rule, fragments=fragments, stagger=False, restart=restart)
     whole = start(rule, restart=restart)
     for step in range(26):
-        ours, theirs = cut.step(step), whole.step(step)
+        cut_report, whole_report = cut.step(step), whole.step(step)
         assert unlike(cut.tensors(), whole.tensors()) == []
-        if theirs is None:
-            assert ours is None
+        if whole_report is None:
+            assert cut_report is None
             continue
-        assert ours is not None
-        assert (ours.round, ours.complete, ours.partial, ours.restarted) == (
-            theirs.round,
+        assert cut_report is not None
+        assert (cut_report.round, cut_report.complete, cut_report.partial, cut_report.restarted) == (
+            whole_report.round,
             True,
             False,
-            theirs.restarted,
+            whole_report.restarted,
         )
         for what in ("pseudo_gradient_norm", "buffer_norm", "cosine", "gain"):
-            assert getattr(ours, what) == pytest.approx(getattr(theirs, what), rel=1e-5, abs=1e-6)
-    ours, theirs = cut.engine.finish(), whole.engine.finish()
-    assert ours is not None
-    assert theirs is not None
-    assert (ours.round, ours.inner_steps, ours.partial) == (theirs.round, 2, True) == (5, 2, True)
-    assert ours.pseudo_gradient_norm == pytest.approx(theirs.pseudo_gradient_norm, rel=1e-5)
+            assert getattr(cut_report, what) == pytest.approx(getattr(whole_report, what), rel=1e-5, abs=1e-6)
+    cut_report, whole_report = cut.engine.finish(), whole.engine.finish()
+    assert cut_report is not None
+    assert whole_report is not None
+    assert (cut_report.round, cut_report.inner_steps, cut_report.partial) == (5, 2, True)
+    assert whole_report.round == 5
+    assert cut_report.pseudo_gradient_norm == pytest.approx(whole_report.pseudo_gradient_norm, rel=1e-5)
     assert unlike(cut.tensors(), whole.tensors()) == []
 
 
@@ -319,11 +320,11 @@ def test_each_block_is_as_if_alone(rule: OuterRule, wire: str):
             alone.step(step)
             if step + 1 == 2 * (number + 1) < 6:
                 alone.engine.finish()
-        ours = run.tensors()
+        tensors = run.tensors()
         assert len(alone.engine.anchor) == 2
-        for name, theirs in alone.tensors().items():
+        for name, tensor in alone.tensors().items():
             if name.split()[-1] in alone.engine.anchor:
-                assert same_bits(ours[name], theirs), (block, name)
+                assert same_bits(tensors[name], tensor), (block, name)
 
 
 # --- resumed ------------------------------------------------------------------------------------------------------
@@ -400,15 +401,15 @@ def test_a_sum_is_divided_by_those_that_made_it():
     """A sum of two replicas that is under way in a state counts as two's, also where one replica goes on from it."""
     two = start(NESTEROV, delay=2)
     two.go(range(7))
-    one = start(NESTEROV, [0], delay=2, seed=3)
-    one.engine.load_state_dict(through_file(two.engine.state_dict()))
-    (theirs,), (ours,) = two.go([7]), one.go([7])
-    assert ours.checksum == theirs.checksum
-    assert ours.pseudo_gradient_norm == theirs.pseudo_gradient_norm
+    single = start(NESTEROV, [0], delay=2, seed=3)
+    single.engine.load_state_dict(through_file(two.engine.state_dict()))
+    (pair_report,), (single_report,) = two.go([7]), single.go([7])
+    assert single_report.checksum == pair_report.checksum
+    assert single_report.pseudo_gradient_norm == pair_report.pseudo_gradient_norm
 
 
 def test_bytes_of_a_sum_are_told_once():
-    """What was sent before a run was set down, in the middle of a delay, is in the report of whoever ends the sync."""
+    """Bytes sent before a run was set down, in mid-delay, are in the report of the run that ends the sync."""
 
     class Sending(SingleProcess):
         """Two processes that hold the same."""
@@ -490,21 +491,21 @@ def test_another_schedule_may_follow_a_rounds_end():
 def test_reports_of_a_staggered_run():
     """Round, completeness, fragments, counts and the shorter first rounds over a whole run with a delay."""
     run = start(NESTEROV, fragments=BLOCKS, delay=1, restart={"first": 2, "norm": None, "last": 1})
-    told = []
+    rows = []
     for step in range(1, 17):
         report = run.step(step)
         if report is None:
             continue
-        (one,) = report.fragments
-        assert report.checksum == one.checksum
+        (part,) = report.fragments
+        assert report.checksum == part.checksum
         assert (report.replicas, report.newcomers, report.attempts, report.bytes_sent) == (2, 0, 1, 0)
-        assert report.inner_steps == one.inner_steps
-        assert report.restarted == one.restarted == any(group.restarted for group in report.groups)
+        assert report.inner_steps == part.inner_steps
+        assert report.restarted == part.restarted == any(group.restarted for group in report.groups)
         assert len(report.groups) == 1
-        assert report.partial == (one.inner_steps < 5)  # without mixing, the step of the delay does not count
+        assert report.partial == (part.inner_steps < 5)  # without mixing, the step of the delay does not count
         assert set(report.seconds) == {"pseudo_gradient", "reduce", "outer", "restore", "checksum"}
-        told.append((step, report.round, report.complete, one.name, one.round, one.inner_steps, one.restarted))
-    assert told == [
+        rows.append((step, report.round, report.complete, part.name, part.round, part.inner_steps, part.restarted))
+    assert rows == [
         (3, 1, False, "first", 1, 2, False),
         (5, 1, False, "norm", 1, 4, False),
         (7, 1, True, "last", 1, 6, True),
@@ -517,7 +518,7 @@ def test_reports_of_a_staggered_run():
     # "norm" is under way; of "first", 1 step is left, and 3 of "last".
     last = run.engine.finish()
     assert last is not None
-    assert [(one.name, one.round, one.inner_steps, one.restarted) for one in last.fragments] == [
+    assert [(part.name, part.round, part.inner_steps, part.restarted) for part in last.fragments] == [
         ("norm", 3, 5, False),
         ("first", 4, 1, True),
         ("last", 3, 3, True),
@@ -525,7 +526,7 @@ def test_reports_of_a_staggered_run():
     assert (last.round, last.complete, last.partial, last.inner_steps, last.restarted) == (4, True, True, 5, True)
     assert len(last.groups) == 3
     assert last.pseudo_gradient_norm**2 == pytest.approx(sum(group.pseudo_gradient_norm**2 for group in last.groups))
-    assert [fragment.round for fragment in run.engine.fragments] == [4, 3, 3]
+    assert [part.round for part in run.engine.fragments] == [4, 3, 3]
     assert (run.engine.round, run.engine.syncs, run.engine.inner_step) == (4, 10, 0)
 
 
@@ -533,14 +534,14 @@ def test_reports_of_fragments_together():
     """Unstaggered fragments come in one report: names in order, the sum of norms, one checksum that depends on all."""
     run = start(NESTEROV, fragments=BLOCKS, stagger=False, restart={"first": None, "norm": 1, "last": None})
     (report,) = run.go(range(6))
-    assert [one.name for one in report.fragments] == ["first", "norm", "last"]
-    assert [one.restarted for one in report.fragments] == [False, True, False]
-    assert [one.round for one in report.fragments] == [1, 1, 1]
+    assert [fragment.name for fragment in report.fragments] == ["first", "norm", "last"]
+    assert [fragment.restarted for fragment in report.fragments] == [False, True, False]
+    assert [fragment.round for fragment in report.fragments] == [1, 1, 1]
     assert (report.round, report.complete, report.partial, report.inner_steps) == (1, True, False, 6)
     assert report.pseudo_gradient_norm**2 == pytest.approx(
         sum(group.pseudo_gradient_norm**2 for group in report.groups)
     )
-    assert len({report.checksum, *(one.checksum for one in report.fragments)}) == 4
+    assert len({report.checksum, *(fragment.checksum for fragment in report.fragments)}) == 4
     assert len(report.checksum) == 16
 
 
@@ -565,7 +566,7 @@ def test_norms_are_of_what_was_synchronised(optimizer: str):
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_each_replica_is_a_sender_of_its_own(wire: str):
     """Four replicas in one process, each encoded by itself, sum to what they do on the exact wire, to its steps."""
-    (lossy,), (exact,) = (start(NESTEROV, [0, 1, 2, 3], wire=one).go(range(6)) for one in (wire, "float32"))
+    (lossy,), (exact,) = (start(NESTEROV, [0, 1, 2, 3], wire=name).go(range(6)) for name in (wire, "float32"))
     assert lossy.pseudo_gradient_norm == pytest.approx(exact.pseudo_gradient_norm, rel=0.01)
 
 
@@ -629,7 +630,7 @@ def test_offsets_are_spread_evenly(inner_steps: int, count: int):
 def test_anchored_and_back(dtype: torch.dtype):
     """At any step the replica under `anchored()` is the anchor and comes back bit for bit, after an error too.
 
-    The other replicas stay as they are, and the run goes on as if nobody had looked.
+    The other replicas stay as they are, and the run goes on as if it had not been read.
     """
     options: dict[str, Any] = {"fragments": 3, "delay": 3, "mixing": 0.5, "inner_steps": 6}
     models = [network(0, dtype), network(1, dtype)]
@@ -757,8 +758,8 @@ def test_mistakes_say_what_to_do(options: dict[str, Any], words: list[str]):
 
 def test_one_outer_optimizer_of_several_is_asked_for_by_fragment():
     """`engine.outer` is the optimizer of one fragment; of several it says where they are."""
-    one = start(NESTEROV).engine
-    assert one.outer is one.fragments[0].outer
+    engine = start(NESTEROV).engine
+    assert engine.outer is engine.fragments[0].outer
     with pytest.raises(ValueError, match=r"fragments\[i\]\.outer"):
         _ = start(NESTEROV, fragments=2).engine.outer
 

@@ -43,9 +43,9 @@ def test_a_state_arrives_as_it_is(giver: Healing):
     threading.Timer(0.2, lambda: giver.send_checkpoint([1], 7, state, timedelta(seconds=5))).start()
     received = fetch(giver)
     assert received["numbers"] == state["numbers"]
-    for ours, theirs in zip(received["tensors"], state["tensors"], strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
+    for actual, sent in zip(received["tensors"], state["tensors"], strict=True):
+        assert actual.dtype == sent.dtype
+        assert torch.equal(actual, sent)
     assert received["tensors"][3].untyped_storage().data_ptr() == received["tensors"][4].untyped_storage().data_ptr()
     received["tensors"][4].zero_()  # it is the receiver's own
     assert bytes_of(state) == 24 + 6 + 40 + 20000

@@ -580,10 +580,10 @@ def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.dist
 @pytest.mark.parametrize("others", [1, 0])
 def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyPatch, others: int):
-    """A newcomer's donor dies in the sync: the newcomer, who holds the donor's progress, does not count in its stead.
+    """A newcomer's donor dies in the sync: the newcomer holds the donor's progress, but does not count in its stead.
 
-    Where nobody else is left, it does: the progress would be lost. (With lr 1 and no momentum the new anchor is the
-    mean of those who count.)
+    Where no other replica is left, it does: the progress would be lost. (With lr 1 and no momentum the new anchor is
+    the mean of the replicas that count.)
     """
     newcomer, begun = others + 1, threading.Event()
     states: dict[int, list[torch.Tensor]] = {}
@@ -625,7 +625,7 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
 def test_a_newcomer_comes_into_a_delayed_sync_that_is_repeated(monkeypatch: pytest.MonkeyPatch):
     """A sum under way is lost with one of two, and when it is repeated a third is there: it ends for both at once.
 
-    Inner steps of the newcomer meanwhile would lead it to the next fragment's sync, where nobody waits for it. Its
+    Inner steps of the newcomer meanwhile would lead it to the next fragment's sync, where no replica waits for it. Its
     restart policy remembers what the other's does, which the repeated sync is told to once.
     """
     dead = threading.Event()
@@ -703,7 +703,7 @@ def test_a_heal_slower_than_the_timeout_ends_the_newcomer_alone(monkeypatch: pyt
 
 @pytest.mark.dist
 def test_a_run_under_way_is_not_taken_over(monkeypatch: pytest.MonkeyPatch):
-    """Whoever restores for so long that the others have begun is given their state, however much further it was."""
+    """A replica that restores until the others have begun receives their state, however much further it was."""
     begun, done = threading.Event(), threading.Event()
     further = Replica()
     engine = DiLoCo(further.model, RULE, inner_steps=1, communicator=SingleProcess())

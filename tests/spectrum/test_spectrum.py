@@ -162,9 +162,9 @@ def damaged(run: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     (folder / "whole").symlink_to(run)
     (folder / "empty").mkdir()
     (folder / "file").touch()
-    own = textmaker.write(folder / "text.txt")
-    trained(folder / "other text", config_of(own))
-    textmaker.write(own, seed=1)
+    other_text = textmaker.write(folder / "text.txt")
+    trained(folder / "other text", config_of(other_text))
+    textmaker.write(other_text, seed=1)
     corpus_of.cache_clear()
     trained(folder / "diverged", config_of(text, **{"outer.lr": 1e9, "divergence_loss": 6.0}))
     return folder

@@ -145,7 +145,7 @@ def test_unfinished(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_finished_without_its_weights(run: Path, tmp_path: Path) -> None:
-    """Where only the weights are gone, its last checkpoint gives the same ones, and nobody calls the run unfinished."""
+    """Where only the weights are gone, the last checkpoint gives the same ones; the run is not called unfinished."""
     copy = shutil.copytree(run, tmp_path / "run")
     (copy / "weights.safetensors").unlink()
     out = export(copy, tmp_path / "hf")

@@ -1,4 +1,4 @@
-"""Corpora of token shards: who reads which window when, and what is refused before a run begins."""
+"""Corpora of token shards: which replica reads which window when, and what is refused before a run begins."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def starts(corpus: Corpus, replica: int, samples: int, seed: int = 0) -> list[in
     return [int(row[0]) for step in range(steps) for row in corpus.batch(seed, step, replica)[0]][:samples]
 
 
-# Who reads which window when
+# Which replica reads which window when
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 32])

@@ -81,7 +81,7 @@ def test_recomputation_changes_no_bit():
 def test_recomputation_keeps_less():
     """With recomputation the backward pass of a deep model is handed far fewer bytes."""
 
-    def kept(recompute: bool) -> int:
+    def numbers_saved(recompute: bool) -> int:
         config = with_values(config_of(recompute=recompute), {"model.layers": 8})
         total = 0
 
@@ -95,7 +95,7 @@ def test_recomputation_keeps_less():
             model.loss(*batch(config))
         return total
 
-    assert kept(True) < kept(False) / 4
+    assert numbers_saved(True) < numbers_saved(False) / 4
 
 
 def test_mixed_precision_keeps_float32_where_it_counts():
@@ -228,7 +228,7 @@ def test_the_first_guess_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     assert compute.chosen["micro_batch"] == 6
 
 
-def test_who_evaluates_first_chooses_for_the_batch():
+def test_the_first_evaluation_chooses_for_the_batch():
     """A replica that comes late may probe 3 sequences before its first step: pieces are chosen for batches of 8."""
     config = TrainConfig()
     compute, (tokens, targets) = Step(config, VOCABULARY, CPU, 1), batch(config)
