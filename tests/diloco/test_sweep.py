@@ -85,8 +85,8 @@ def rounds(way: str, monkeypatch: pytest.MonkeyPatch, *, replicas: int, dtype: t
             reports.append(report)
         state = engine.fragments[0].outer.state
         buffers = [state[p].get("momentum_buffer", torch.zeros(())) for p in engine.anchor.values()]
-        replicas = [p for module in models for p in module.parameters()]
-        return reports, [*engine.anchor.values(), *buffers, *replicas], engine
+        trained = [p for module in models for p in module.parameters()]
+        return reports, [*engine.anchor.values(), *buffers, *trained], engine
 
 
 RULES = [

@@ -418,10 +418,11 @@ def test_what_heals_must_be_said_before_joining():
 def test_a_run_that_cannot_begin_is_one_clear_error():
     """Without a lighthouse joining ends after connect_timeout; a run that two must begin ends after start_timeout."""
     with lighthouse() as url:
-        for at, options, words in (
+        cases: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
             (URL, {"connect_timeout": 1.0}, [f"the lighthouse at {URL} cannot be reached", "start it"]),
             (url, {"start_timeout": 0.5}, ["1 of 2 replicas are here after 0.5 s"]),
-        ):
+        )
+        for at, options, words in cases:
             mine = Replica()
             with communicator(at, **options) as group:
                 engine = DiLoCo(mine.model, RULE, inner_steps=1, communicator=group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ PANEL = Panel(
 )
 
 
-def panel(*rows: list[float | State]) -> Panel:
+def panel(*rows: Sequence[float | State]) -> Panel:
     """A panel with whole numbers on its axes, of numbers and of states without one."""
     cells: Any = [[(value, None) if isinstance(value, str) else ("finished", value) for value in row] for row in rows]
     return Panel("p", list(range(1, len(rows[0]) + 1)), list(range(1, len(rows) + 1)), cells)

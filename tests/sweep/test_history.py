@@ -382,7 +382,7 @@ def test_a_period_shares_its_first_rounds(period: int, nesterov: bool, form: str
 
 def test_adaptive_policies_are_opaque() -> None:
     """A policy that measures is like itself only: not like another value, rule, round, or any schedule."""
-    rules = [OuterRule(lr, b, *how) for lr, b, *how in itertools.product((0.3, 0.7), (0.5, 0.9), BOTH, FORMS)]
+    rules = [OuterRule(lr, b, n, form) for lr, b, n, form in itertools.product((0.3, 0.7), (0.5, 0.9), BOTH, FORMS)]
     policies = [parse(text) for text in ("measured:1.5", "measured:2", "opposed")]
     seen_bits = {name.update for rule in rules for policy in SIMPLE for name in bits(rule, policy, 5)}
     seen_algebra = {name for rule in rules for policy in SIMPLE for name in algebra(rule, policy, 5)}

@@ -173,7 +173,8 @@ def compare(
     sides = (arm.outcomes[mine], control.outcomes[other], arm.runs[mine] == control.runs[other])
     kinds = [SAME if same.all() else fate(a.max(), c.max()) for a, c, same in zip(*sides, strict=True)]
     counts = Counter(kinds)
-    cells = Cells(matching, *alone, len(pairs), *(counts[kind] for kind in (SAME, ARM, CONTROL, BOTH, MISSING)))
+    shares: list[int] = [counts[kind] for kind in (SAME, ARM, CONTROL, BOTH, MISSING)]
+    cells = Cells(matching, alone[0], alone[1], len(pairs), *shares)
     if pairs:
         # When all are the same runs, they stay: that the difference is exactly 0 is then what there is to say.
         wanted = {SAME} if set(kinds) == {SAME} else {"", ARM, CONTROL, BOTH}

@@ -300,7 +300,7 @@ def _second_stage(scale: Scale, best: Mapping[tuple[str, str, str], tuple[float,
     for inner_steps in scale.retuning:
         for rule in product_of(BOTH_FORMS, RULES):
             if (*rule, "never") in best:
-                fixed = {_LR: best[*rule, "never"][0], _RESTART: "never"}
+                fixed: dict[str, Any] = {_LR: best[*rule, "never"][0], _RESTART: "never"}
                 cells += _runs(scale, inner_steps, rule, BETA_SWEEP, fixed, Axis(_MOMENTUM, scale.momenta))
             for what, restart, controlled in ((K_SWEEP, "never", periods), own_tuning):
                 if (*rule, restart) in best:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from twophase.base.config import UsageError, with_values
 from twophase.policies.base import Never, RestartPolicy
@@ -125,7 +126,7 @@ def at_pace(config: TrainConfig, keep: Collection[str] = ()) -> TrainConfig:
     return replace(config, **{name: pace for name, pace in _pace(config.inner_steps).items() if name not in keep})
 
 
-def _pace(inner_steps: int) -> dict[str, int]:
+def _pace(inner_steps: int) -> dict[str, Any]:
     """Count rounds between two evaluations, and two checkpoints."""
     every = {"evaluate_every": EVALUATED_STEPS, "checkpoint_every": SAVED_STEPS}
     return {name: max(1, steps // inner_steps) for name, steps in every.items()}

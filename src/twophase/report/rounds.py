@@ -125,7 +125,7 @@ def _round_table(record: RunRecord) -> Html:
     names = ("round", "step", "inner_steps", "pseudo_gradient_norm", "buffer_norm", "cosine", "gain", "bytes_sent")
     header = ["round", "inner step", "inner steps", "norm of g", "norm of m", "cosine", "gain", "bytes sent", "restart"]
     restarted = np.where(record.rounds["restarted"] == 1, "yes", "")
-    rows = [[*(_cell(record.rounds[name][i]) for name in names), restarted[i]] for i in places]
+    rows = [[*(_cell(float(record.rounds[name][i])) for name in names), restarted[i]] for i in places]
     some = f"{len(places)} of {count:,} rounds, evenly spread."
     words = some if len(places) < count else f"All of {counted(count, 'round')}."
     return table(header, rows, caption=f"{words} g: pseudo-gradient; m: buffer before the round.")

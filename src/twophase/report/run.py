@@ -81,8 +81,9 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
     def quantity(name: str, unit: str = "", factor: float = 1.0, spec: str = ".4g") -> str:
         """Return a value of the summary, nothing for what is no number, or none that a float holds."""
         value = summary.get(name)
-        is_number = isinstance(value, (int, float)) and abs(value) < 1e300
-        return written(factor * value, ",.0f" if isinstance(value, int) else spec, unit) if is_number else ""
+        if not isinstance(value, (int, float)) or not abs(value) < 1e300:
+            return ""
+        return written(factor * value, ",.0f" if isinstance(value, int) else spec, unit)
 
     facts: dict[str, Any] = {
         "Outer rule": both_forms(diagnosis.rule) if diagnosis.rule else "unknown",
@@ -112,9 +113,16 @@ def _losses(record: RunRecord) -> Html:
         for name, (columns, column) in sources.items()
         if column in columns and "step" in columns
     ]
-    marks = {"restarts": finite(steps[record.rounds["restarted"] == 1]), "syncs": finite(steps)}
-    labels = ("inner steps of each replica", "loss (nats a token)")
-    drawn = figure(Chart("loss", "Loss over the run", *labels, curves, **marks))
+    chart = Chart(
+        "loss",
+        "Loss over the run",
+        "inner steps of each replica",
+        "loss (nats a token)",
+        curves,
+        restarts=finite(steps[record.rounds["restarted"] == 1]),
+        syncs=finite(steps),
+    )
+    drawn = figure(chart)
     return drawn or tag("p", "No loss has been recorded.")
 
 

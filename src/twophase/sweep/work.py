@@ -97,8 +97,9 @@ class Work:
                 Node(name, parent, start, stop, tuple(runs)) for name, parent, start, stop, runs in data["nodes"]
             )
             jobs = [Job(name, node, deep, forest.nodes[node].runs, after) for name, node, deep, after in data["jobs"]]
-            values = {name: data[name] for name in _PLAIN if name in data or name != "texts"}
-            return cls(folder, forest, {job.id: job for job in jobs}, **({"texts": {}} | values))
+            values: dict[str, Any] = {name: data[name] for name in _PLAIN if name in data or name != "texts"}
+            values.setdefault("texts", {})  # older plans have none
+            return cls(folder, forest, {job.id: job for job in jobs}, **values)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:

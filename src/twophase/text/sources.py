@@ -239,7 +239,7 @@ def documents(path: Path, name: str) -> list[str]:
     if is_json:
         return [text for text in _records(file, "text", 0) if text and text.strip()]
     with _refusals(file), _opened(file) as lines:
-        text = lines.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
+        text = bytes(lines.buffer.read()).decode("utf-8-sig").replace("\r\n", "\n")
     texts = _gathered(re.split(r"\n(?:[^\S\n]*\n)+", text), _SEPARATOR)
     by_lines = _gathered(text.split("\n"), "\n") if len(texts) == 1 else []
     return by_lines if len(by_lines) > 1 else texts
