@@ -104,7 +104,9 @@ def test_charts() -> None:
     assert "Title &lt;t&gt;" in made
     assert "<t>" not in made
     assert "from 1 at 0 to 4 at 3" in made
-    assert re.search(r'class="l k0" d="M0.0,[\d.]+m-8,0h16M[\d.,]+L[\d.,]+"', made)  # a point, a gap, and a line
+    assert re.search(
+        r'class="l k0" d="M0.0,([\d.]+)M[\d.,]+L[\d.,]+"/><path class="d k0" d="M0.0,\1h0"', made
+    )  # a dot, a line
     assert csv_of(made).startswith("series,x,y\n'=one,0,1\n")  # no formula for a spreadsheet
     assert csv_of(made).endswith("restart,2,\n")
     assert re.search(r'<ul class="legend">.*=one</li>.*restart</li></ul>', made)

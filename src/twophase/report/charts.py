@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from twophase.base.files import table_text
 from twophase.figures.style import log_ticks, look
-from twophase.report.page import Html, counted, download, minus, tag
+from twophase.report.page import Html, counted, download, join, minus, tag
 from twophase.runs.record import LARGEST
 
 MOST_POINTS = 600
@@ -230,13 +230,15 @@ def _picture(chart: Chart, curves: Sequence[tuple[str, _Floats]], heights: _Floa
 
 
 def _line(number: int, x: _Floats, y: _Floats) -> Html:
-    """Return a curve, interrupted where y is nan; a point between two gaps is a dash."""
+    """Return a curve, interrupted where y is nan; a point between two gaps is a dot."""
     shown = np.isfinite(y)
     before, after = np.append(False, shown[:-1]), np.append(shown[1:], False)
-    starts, ends = np.where(before, "L", "M"), np.where(before | after, "", "m-8,0h16")
-    steps = zip(starts[shown], x[shown], y[shown], ends[shown], strict=True)
-    path = "".join(f"{start}{across:.1f},{up:.1f}{end}" for start, across, up, end in steps)
-    return Html(f'<path {_stroke(number)} d="{path}"/>')
+    steps = zip(np.where(before, "L", "M")[shown], x[shown], y[shown], strict=True)
+    line = "".join(f"{start}{across:.1f},{up:.1f}" for start, across, up in steps)
+    alone = shown & ~before & ~after
+    dots = "".join(f"M{across:.1f},{up:.1f}h0" for across, up in zip(x[alone], y[alone], strict=True))
+    path = Html(f'<path {_stroke(number)} d="{line}"/>')
+    return join([path, Html(f'<path class="d k{number % 8}" d="{dots}"/>')]) if dots else path
 
 
 def _stroke(number: int) -> str:
