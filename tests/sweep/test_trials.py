@@ -82,6 +82,13 @@ def test_an_extended_sweep_has_a_study_of_its_own(tmp_path: Path) -> None:
         assert len(study(tmp_path, sweep).trials) == len(sweep.runs)
 
 
+def test_another_study_in_the_journal_stays(tmp_path: Path) -> None:
+    """A study that a user has put into the journal is not deleted with those of the sweep."""
+    optuna.create_study(study_name="mine", storage=open_storage(tmp_path))
+    Trials(SMALL, tmp_path)
+    assert set(optuna.get_all_study_names(open_storage(tmp_path))) == {"mine", f"twophase-{SMALL.identity}"}
+
+
 def test_a_torn_journal_is_written_anew(tmp_path: Path) -> None:
     """Half a line that a crash has left costs no trial: the study is a view of the folder. Other damage is refused."""
     Trials(SMALL, tmp_path).record({FIRST: summary(3.0)}, {})

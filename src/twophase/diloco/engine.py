@@ -112,8 +112,7 @@ class DiLoCo:
     ) -> None:
         self._schedule = Schedule(inner_steps, stagger, delay, mixing)
         # Process groups are a backend, whose code is loaded by name.
-        communicator = communicator or import_module("twophase.diloco.comm").default_communicator()
-        self.communicator: Communicator = communicator  # type: ignore[assignment]
+        self.communicator: Communicator = communicator or import_module("twophase.diloco.comm").default_communicator()
         self.replicas: list[nn.Module] = [replicas] if isinstance(replicas, nn.Module) else list(replicas)
         self._setting = Setting(
             self.replicas,

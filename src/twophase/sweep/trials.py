@@ -29,8 +29,8 @@ class Trials:
     """The study in a sweep's folder, open for writing.
 
     Args:
-        sweep: the sweep. Other studies in the folder, of the sweep before it was extended, are deleted: Optuna does not
-            let the choices of a parameter grow.
+        sweep: the sweep. The study of the sweep before it was extended is deleted: Optuna does not let the choices of a
+            parameter grow.
         folder: its folder.
 
     Raises:
@@ -40,7 +40,7 @@ class Trials:
     def __init__(self, sweep: Sweep, folder: Path) -> None:
         storage, optuna, name = open_storage(folder), _optuna(), f"twophase-{sweep.identity}"
         for other in optuna.get_all_study_names(storage):
-            if other != name:
+            if other != name and other.startswith("twophase-"):  # not one that the package did not write
                 optuna.delete_study(study_name=other, storage=storage)
         self.study = optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
         trials = self.study.get_trials(deepcopy=False)
