@@ -196,12 +196,6 @@ def test_suggestions(tmp_path: Path, case: str) -> None:
     assert [word for word in absent if word in text] == []
 
 
-def test_a_verdict_is_said_once(tmp_path: Path) -> None:
-    """Where nothing can be told the words say so once a block and once for each third."""
-    hidden = judged(write_run(tmp_path, SUM, [0.5] * 40, 40, noise=1.0, initial=0.0))
-    assert describe(hidden, "run").lower().count("cannot tell") == 1 + len(hidden.findings[0].thirds)
-
-
 def test_a_language_models_run(tmp_path: Path) -> None:
     """A run that was really trained gives words, a sigma or a reason for none, and JSON that can be read back."""
     from twophase.training.train import train

@@ -15,7 +15,7 @@ import pytest
 
 from twophase.advice.period import Question, Rule, answer, describe, read_spectrum, to_json
 from twophase.cli.main import main
-from twophase.figures.period import draw, residuals
+from twophase.figures.period import draw
 from twophase.rule import OuterRule
 from twophase.theory.advice import advise
 from twophase.theory.contraction import restart_rate
@@ -200,19 +200,6 @@ def test_figures_that_cannot_be(name: str, tmp_path: Path, capsys: Capture) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "words", ["--sigma x", "--sigma 0.5 --rounds few", "--sigma 0.5 --outer.form emma", "--sgma 1"]
-)
-def test_words_that_are_no_values(words: str, capsys: Capture) -> None:
-    """A mistake in the words themselves ends the process with status 2 and names the option."""
-    with pytest.raises(SystemExit) as ended:
-        main(["period", *words.split()])
-    assert ended.value.code == 2
-    done = capsys.readouterr()
-    assert words.split()[-2] in done.err
-    assert done.out == ""
-
-
 # --- answers ------------------------------------------------------------------------------------------------------
 
 
@@ -242,36 +229,6 @@ def test_both_forms_answer_alike(capsys: Capture) -> None:
     for row, other in zip([*ema["criteria"], ema["without"]], [*total["criteria"], total["without"]], strict=True):
         assert row["period"] == other["period"]
         assert (row["rate"], row["log_loss"]) == pytest.approx((other["rate"], other["log_loss"]), rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("words", "warning"),
-    [
-        ("--sigma 0 0.5", "modes with sigma 0 are left out"),
-        (
-            "--outer.lr 0.78 --outer.momentum 0.95 --outer.no-nesterov --sigma 1 0.1 --max-period 1",
-            "period 1 is no mom",
-        ),
-        (
-            "--outer.lr 5 --outer.no-nesterov --sigma 1 0.1",
-            "1 mode (sigma 1) diverges without restarts, and no restart schedule",
-        ),
-        ("--outer.lr 0.001 --sigma 0.1", "no mode oscillates (all eigenvalues are real)"),
-        (
-            "--outer.lr 0.1 --sigma 0.5 0.001",
-            "50 % of the weight is in modes that do not oscillate, down to sigma 0.001",
-        ),
-        ("--outer.lr 0.1 --outer.no-nesterov --sigma 1 --rounds 4", "the horizon of 4 rounds is too short"),
-        ("--outer.lr 0.1 --outer.no-nesterov --sigma 1 --rounds 5", "within 5 rounds no restart is best"),
-        ("--outer.lr 0.78 --outer.momentum 0.95 --outer.no-nesterov --sigma 1 0.1", "restarting every 3 rounds would"),
-        ("--outer.momentum 0 --sigma 0.5", "the rule has no momentum"),
-    ],
-)
-def test_warnings(words: str, warning: str, capsys: Capture) -> None:
-    """Each is in the words, one a line, and in the JSON."""
-    text = in_words(capsys, *words.split())
-    assert any(line.startswith(f"warning: {warning}") for line in text.splitlines())
-    assert any(entry.startswith(warning) for entry in asked(capsys, *words.split())["warnings"])
 
 
 def test_words_hold_the_numbers() -> None:
@@ -390,21 +347,6 @@ def test_figures_of_extreme_answers(rule: OuterRule, sigma: list[float], rounds:
     """Growth, no oscillation, exact zeros, infinite rates and a single round are drawn like all else."""
     for path in draw(advise(rule, sigma, rounds=rounds), tmp_path / "figure.png"):
         assert path.stat().st_size > 0
-
-
-@pytest.mark.parametrize("period", [None, 1, 2, 5, 50])
-def test_residuals(period: int | None) -> None:
-    """x_t / x_0 round by round, signs, exact zeros and growth included: those of a simulation."""
-    for rule, sigma in (
-        (HB, 0.95),
-        (OuterRule(0.7, 0.9, True), 0.3),
-        (OuterRule(1.0, 0.5), 1.0),  # chi_1 = 0
-        (OuterRule(2.0, 0.5, True, "ema"), 1.0),  # nilpotent
-        (OuterRule(5.0, 0.9), 1.0),  # grows
-        (OuterRule(0.7, 0.0), 0.5),
-    ):
-        run = rollout(rule, [sigma], 40, restart="never" if period is None else period)
-        np.testing.assert_allclose(residuals(rule, sigma, 40, period), run.residual[:, 0], rtol=1e-9, atol=1e-15)
 
 
 # --- without torch ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from twophase.diloco.communicator import Done, SingleProcess
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.flat import checksum
 from twophase.optim.outer import OuterSGD
-from twophase.restart import Never, Periodic, Restart, RestartPolicy, RoundSignal, State, parse
+from twophase.restart import Periodic, Restart, RestartPolicy, RoundSignal, State
 from twophase.rule import OuterRule
 
 
@@ -38,64 +38,6 @@ def blocks(params: list[tuple[str, Tensor]]) -> OuterSGD:
 
 
 # --- equal to a loop in plain torch -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Block:
-    """The outer optimizer of a block, for the loop below: `due` says after which rounds m <- retain m + inject g."""
-
-    lr: float
-    momentum: float
-    nesterov: bool
-    form: str
-    due: Callable[[int], bool] = lambda t: False  # noqa: ARG005
-    retain: float = 0.0
-    inject: float = 0.0
-
-
-def assert_equals_loop(run: Run, block_of: Callable[[str], Block], steps: int) -> None:
-    """Compare the anchor of two replicas, and the replicas, with DiLoCo as one would write it down."""
-    run.go(range(steps))
-    run.engine.finish()
-    models, inner_steps = [network(0), network(0)], run.engine.inner_steps
-    anchor = {name: p.detach().clone() for name, p in models[0].named_parameters()}
-    momentum: dict[str, Tensor] = {}
-    for step in range(steps):
-        for replica, model in enumerate(models):
-            drift(model, step, replica)
-        if (step + 1) % inner_steps and step + 1 < steps:
-            continue
-        t = -(-(step + 1) // inner_steps)
-        params = [dict(model.named_parameters()) for model in models]
-        with torch.no_grad():
-            for name, a in anchor.items():
-                block = block_of(name)
-                g = ((a - params[0][name]) + (a - params[1][name])) / 2
-                weight = 1 if block.form == "sum" else 1 - block.momentum
-                m = momentum.get(name)
-                m = weight * g if m is None else m.mul_(block.momentum).add_(g, alpha=weight)
-                update = g.add(m, alpha=block.momentum) if block.nesterov else m
-                a.add_(update, alpha=-block.lr)
-                if block.due(t):
-                    m = m.mul(block.retain) if block.retain else torch.zeros_like(m)
-                    m = m.add(g, alpha=block.inject) if block.inject else m
-                momentum[name] = m
-                for replica in params:
-                    replica[name].copy_(a)
-    assert list(anchor) == list(run.engine.anchor)
-    for name, a in anchor.items():
-        assert same_bits(run.engine.anchor[name], a), name
-        assert all(same_bits(dict(model.named_parameters())[name].detach(), a) for model in run.models)
-
-
-def test_equals_a_plain_loop_with_a_period_per_block():
-    """Blocks with rules, forms and restarts of their own have the bits of the plain loop."""
-    table = {
-        "0": Block(0.3, 0.9, True, "sum", lambda t: t % 2 == 0),
-        "2": Block(0.7, 0.9, False, "ema", lambda t: t in (1, 4, 5, 8, 9)),
-        "3": Block(0.3, 0.5, False, "sum", lambda t: t % 3 == 0, 0.5, 0.25),
-    }
-    assert_equals_loop(begin(blocks), lambda name: table[name[0]], 29)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -314,16 +256,6 @@ def test_one_inner_sgd_step_is_data_parallel():
     torch.testing.assert_close(models[1].weight, together.weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["1", "soft:1:0:0"])
-def test_period_one_is_momentum_free(policy: str):
-    """A restart every round equals an outer optimizer without momentum."""
-    restarted, memoryless = begin(OuterRule(0.3, 0.9), restart=policy), begin(OuterRule(0.3, 0.0))
-    restarted.go(range(12))
-    memoryless.go(range(12))
-    for a, b in zip(restarted.engine.anchor.values(), memoryless.engine.anchor.values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
 # --- rounds and reports -------------------------------------------------------------------------------------------
 
 
@@ -392,19 +324,6 @@ def test_report_is_what_is_measured(outer: Any):
         assert report.checksum == engine.checksum() == checksum(flat_anchor)
     due = [{2, 3, 5, 6}] if not callable(outer) else [{2, 4, 6}, {1, 4, 5}, {3, 6}]
     assert restarted == [[number in rounds for rounds in due] for number in range(1, 8)]
-
-
-def test_first_round_gain_is_known():
-    """In the first round the gain is lr (heavy ball, sum), lr (1+b) (Nesterov, sum), and 1-b times that in EMA form."""
-    for rule, gain in (
-        (OuterRule(0.3, 0.9), 0.3),
-        (OuterRule(0.3, 0.9, nesterov=True), 0.3 * 1.9),
-        (OuterRule(0.3, 0.9, form="ema"), 0.3 * 0.1),
-        (OuterRule(0.3, 0.9, nesterov=True, form="ema"), 0.3 * 0.1 * 1.9),
-    ):
-        (report,) = begin(rule).go(range(3))
-        assert report.gain == pytest.approx(gain, rel=1e-12)
-        assert report.buffer_norm == report.cosine == 0
 
 
 def test_signals_reach_the_policy(register_policy: Callable[[str], Any]):
@@ -493,34 +412,7 @@ def test_a_function_is_asked_for_the_signals_of_each_round():
     assert asked_at == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize(("policy", "lacks"), [("loss", "loss_end, loss_start"), ("probe:keep,drop", "probes")])
-def test_a_state_whose_policy_lacks_something_is_refused(policy: str, lacks: str):
-    """As at construction, before anything is changed; an engine that has it takes the policy over."""
-
-    def build_one(restart: Any, **more: Any) -> DiLoCo:
-        return begin(OuterRule(0.3, 0.9), restart=restart, inner_steps=2, **more).engine
-
-    supply: dict[str, Any] = {"signals": ["loss_start", "loss_end"], "probe": lambda *_: 1.0}
-    state = build_one(policy, **supply).state_dict()
-    poor = build_one(3)
-    with pytest.raises(ValueError, match=rf"DiLoCo: restart policy {policy}.* needs {lacks}"):
-        poor.load_state_dict(state)
-    assert poor.outer.param_groups[0]["restart"] == "3"
-    rich = build_one(3, **supply)
-    rich.load_state_dict(state)
-    assert rich.outer.param_groups[0]["restart"].startswith(policy)
-
-
 # --- what takes part ----------------------------------------------------------------------------------------------
-
-
-def test_replicas_start_from_the_first():
-    """All replicas begin with the bits of the first, whatever they were built with."""
-    run = begin(OuterRule(0.3, 0.9), [0, 1, 2])
-    first = network(0)
-    for model in run.models:
-        for p, q in zip(model.parameters(), first.parameters(), strict=True):
-            assert same_bits(p, q)
 
 
 def test_frozen_parameters_and_buffers_stay():
@@ -604,17 +496,6 @@ def test_bfloat16_replicas_that_stand_still_leave_the_anchor():
     assert torch.equal(engine.anchor["weight"], before)
 
 
-def test_float64_models_have_a_float64_anchor():
-    """Float64 models keep all their digits."""
-    model = nn.Linear(2, 2, dtype=torch.float64)
-    engine = DiLoCo(model, OuterRule(1.0, 0.0), inner_steps=1)
-    with torch.no_grad():
-        model.weight.fill_(1 + 1e-12)
-    engine.step()
-    assert engine.anchor["weight"].dtype == torch.float64
-    torch.testing.assert_close(model.weight.detach(), torch.full_like(model.weight, 1 + 1e-12), rtol=0, atol=1e-15)
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_divergence_is_data(poison: float):
     """A replica with NaN or infinity ends up in the report and the anchor; nothing is raised."""
@@ -629,18 +510,6 @@ def test_divergence_is_data(poison: float):
         assert len(report.checksum) == 16
     assert not all(a.isfinite().all() for a in run.engine.anchor.values())
     assert [report.restarted for report in reports] == [False, True, False]
-
-
-def test_no_movement_is_no_update():
-    """Replicas that have not moved leave the anchor as it is; the gain is then not a number."""
-    model = network(0)
-    engine = DiLoCo(model, OuterRule(0.3, 0.9), inner_steps=1)
-    before = engine.checksum()
-    report = engine.step()
-    assert report is not None
-    assert report.checksum == before
-    assert (report.pseudo_gradient_norm, report.cosine) == (0, 0)
-    assert math.isnan(report.gain)
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------------
@@ -704,16 +573,6 @@ def test_mistakes_say_what_to_do(replicas: Callable[[], Any], outer: Any, option
     with pytest.raises(ValueError, match=r"DiLoCo|restart|Periodic") as caught:
         DiLoCo(replicas(), outer, **({"inner_steps": 2} | options))  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_restart_may_be_given_in_every_form():
-    """A policy, its text and a period are the same restart, and None is never."""
-    texts = {}
-    for policy in (Periodic(3), "3", 3, None, Never()):
-        engine = DiLoCo(nn.Linear(2, 2), RULE, inner_steps=2, restart=policy)
-        texts[str(policy)] = engine.outer.param_groups[0]["restart"]
-    assert texts == {"3": "3", "None": "never", "never": "never"}
-    assert parse(texts["3"]) == Periodic(3)
 
 
 @pytest.mark.parametrize("harm", ["double", "assign", "replace"])

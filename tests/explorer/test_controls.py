@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +14,7 @@ from twophase.rule import OuterRule
 from twophase.theory.periods import log_final_loss
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    pass
 
 pytestmark = pytest.mark.browser
 
@@ -85,24 +84,6 @@ def test_the_point_moves_on_the_map(view: View) -> None:
     view.drawn()
     assert float(page.input_value("#field-lr")) > 1.5
     assert float(page.input_value("#field-momentum")) < momentum
-
-
-def test_touch_moves_the_point(browser: Browser, tmp_path: Path) -> None:
-    """A tap on the map of a phone sets learning rate and momentum."""
-    view = View(browser, tmp_path, has_touch=True, is_mobile=True)
-    page = view.open()
-    view.sized(360, 740)
-    plot = page.locator("#map .plot").nth(1)
-    plot.scroll_into_view_if_needed()
-    page.wait_for_timeout(400)
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    assert box
-    page.touchscreen.tap(box["x"] + 0.35 * box["width"], box["y"] + 0.6 * box["height"])
-    view.drawn()
-    assert float(page.input_value("#field-lr")) < 0.3
-    assert view.complaints == []
-    page.close()
 
 
 def test_forms_and_spectra(view: View) -> None:

@@ -229,20 +229,3 @@ def test_recommendation_and_warnings_do_not_contradict(view: View, name: str) ->
     assert not re.search(r"\b(every )?1 rounds", page.inner_text("body"))
     if state.restart >= state.rounds:
         assert "no restart within the horizon" in page.inner_html("#residual")
-
-
-def test_what_leaves_the_frame(view: View) -> None:
-    """A diverging curve ends where it leaves, and the unit circle stays to be seen: triangles stand for what is out."""
-    page = view.show(State(lr=50.0, restart=0))
-    drawn = page.eval_on_selector_all("#residual svg g path", "all => all.map(p => p.getAttribute('d'))")
-    curves = [d for d in drawn if re.fullmatch(r"M[-\d.,]+(L[-\d.,]+)+", d)]
-    assert len(curves) >= 2
-    assert all(d.count("L") == 1 for d in curves)  # of 60 rounds, the first
-    assert "it leaves the frame" in page.inner_html("#residual")
-    circle = page.locator("#eigen ellipse").first
-    assert float(circle.get_attribute("ry") or 0) > 25
-    assert "point to those beyond it" in page.inner_text("#eigen figcaption")
-    page = view.show(PAPER)  # and one that stays is whole
-    drawn = page.eval_on_selector_all("#residual svg g path", "all => all.map(p => p.getAttribute('d'))")
-    assert sum(d.count("L") == 120 for d in drawn) == 7
-    assert "it leaves the frame" not in page.inner_html("#residual")

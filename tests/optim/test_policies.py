@@ -130,19 +130,6 @@ def test_distributed_checkpoints_carry_the_memory(text: str, tmp_path: Path):
 
 
 @each_rule
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_closed_gate_is_plain_averaging(rule: OuterRule, dtype: torch.dtype):
-    """`lookahead:1:0` has the bits of momentum 0 and lr 1, and so of torch.optim.SGD."""
-    outer_params, plain_params = parameters(0, SHAPES, dtype), parameters(0, SHAPES, dtype)
-    outer, plain = outer_of(outer_params, rule, "lookahead:1:0"), torch.optim.SGD(plain_params, lr=1.0)
-    for number in range(6):
-        take(outer, outer_params, number)
-        give(plain_params, gradients(plain_params, number))
-        plain.step()
-    assert all(torch.equal(p, q) for p, q in zip(outer_params, plain_params, strict=True))
-
-
-@each_rule
 @pytest.mark.parametrize(
     ("text", "plain"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -111,11 +110,6 @@ def steps(norms: list[float], buffer: float, unit: float = 1.0) -> tuple[list[St
     return taken, state
 
 
-def test_it_is_averaging_while_nothing_shrinks() -> None:
-    """As long as |g| is as large as ever, every update is the pseudo-gradient itself."""
-    assert steps([1.0, 1.0, 1.5, 1.5, 2.0], 3.0)[0] == [Step(1.0, 0.0, mix=(0.0, 1.0))] * 5
-
-
 @given(NORMS, st.floats(1e-6, 1e6), st.floats(1e-3, 1e3))
 def test_an_update_is_at_most_twice_as_long_as_averaging(norms: list[float], buffer: float, unit: float) -> None:
     """Whatever the norms have been, the buffer's part is at most |g| long and never points backwards.
@@ -136,11 +130,3 @@ def test_it_remembers_at_least_half_of_the_rounds(last: int) -> None:
     state = steps([float(1000 - number) for number in range(1, last + 1)], 1.0)[1]
     remembered = last - (1000 - max(state["older"], state["newer"])) + 1
     assert last / 2 <= remembered <= last
-
-
-@pytest.mark.parametrize("norms", [(math.nan, 1.0), (1.0, math.inf)])
-def test_a_norm_that_is_not_finite_is_a_divergence(norms: tuple[float, float]) -> None:
-    """It is not asked then, and says why."""
-    answer = ask(Auto(), {}, RoundSignal(3, 3, *norms, 0.0, rule=RULES[0]))
-    assert answer.not_finite
-    assert answer.step is None

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from policies import ALL, EMA, SUM, asked, columns, each_rule, fired
-from twophase.optim.outer import OuterSGD
 from twophase.policies.adaptive import LossTest, Probe
 from twophase.restart import (
     PROBES,
@@ -137,13 +135,6 @@ def test_comparisons_written_out():
     assert [answer.restart for answer in asked("loss:0.5", losses) if answer.restart] == 2 * [Restart(0.5, before=True)]
 
 
-def test_opposed_acts_in_every_round_and_counts_none():
-    """`opposed` answers the same in every round, and no cycle ends with it."""
-    answers = asked("opposed", 4 * [{"pseudo_gradient_norm": 1.0, "buffer_norm": 2.0}])
-    assert {answer.restart for answer in answers} == {Restart(before=True, opposed=True, counts=False)}
-    assert fired(answers) == []
-
-
 def test_probes_written_out():
     """The least finite loss wins, the first among equals; each word is the decision that the table names."""
     words, steps = "probe:keep,drop,half,average,fresh,1.3", [Step(1.0, 0.0), Step(1.3, 0.0)]
@@ -198,15 +189,6 @@ def test_what_is_missing_is_an_error(text: str):
     with pytest.raises(KeyError) as caught:
         ask(policy, policy.initial_state(), RoundSignal(3, 3, rule=SUM))
     assert caught.value.args[0] in policy.needs
-
-
-@pytest.mark.parametrize("losses", [(math.nan, 2.0, 1.0), (1.0, math.inf, math.nan), (3.0, -math.inf, 2.0)])
-def test_one_candidate_that_blows_up_is_not_taken(losses: tuple[float, ...]):
-    """Among finite losses a NaN or an infinity, even a negative one, never wins and is no divergence."""
-    (answer,) = asked("probe:1.1,1.2,1.3", columns("probes", losses))
-    best = min(loss for loss in losses if math.isfinite(loss))
-    assert answer.step == Step((1.1, 1.2, 1.3)[losses.index(best)], 0.0)
-    assert not answer.not_finite
 
 
 # --- reductions, forms --------------------------------------------------------------------------------------------
@@ -288,16 +270,6 @@ def test_first_cancellation_at_the_ends_of_the_interval():
             )
             assert slow == 0 or slow > 100, (unit, steps)
             assert fast == 2, (unit, steps)
-
-
-def test_tracked_goes_on_at_the_end_of_the_interval():
-    """A run whose first estimate lies on the interval's lower end, to rounding, takes all of its rounds."""
-    param = torch.nn.Parameter(torch.zeros(1))
-    outer = OuterSGD([param], lr=0.09, momentum=0.49, restart="tracked")
-    for gradient in (1.0, 0.5, 0.2, 0.1, 0.05):
-        param.grad = torch.tensor([gradient])
-        outer.step()
-    assert outer.param_groups[0]["rounds"] == 5
 
 
 def test_tracked_finds_the_mode():

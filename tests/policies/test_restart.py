@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import pickle
@@ -80,23 +79,6 @@ def test_promised_texts_and_their_rounds(text: str, policy: RestartPolicy, round
     assert parse(text) == parse(f"  {text} ") == policy
     assert str(policy) == text
     assert fired(answers(policy, 12)) == rounds
-
-
-@given(POLICIES)
-def test_rounds_by_definition(policy: RestartPolicy):
-    """The restarts of 100 rounds are those of the definition, and each is what the policy says (hard or soft)."""
-    rounds = range(1, 101)
-    match policy:
-        case Periodic(period) | Soft(period, _, _):
-            due = {t for t in rounds if t % period == 0}
-        case Cycle(periods):
-            due = set(itertools.takewhile(lambda t: t <= 100, itertools.accumulate(itertools.cycle(periods))))
-        case AtRounds(listed):
-            due = set(listed)
-        case _:
-            due = set()
-    event = Restart(policy.retain, policy.inject) if isinstance(policy, Soft) else Restart(0.0, 0.0)
-    assert [answer.restart for answer in answers(policy, 100)] == [event if t in due else None for t in rounds]
 
 
 @given(POLICIES, st.integers(1, 200), st.integers(0, 200))
@@ -246,14 +228,6 @@ def test_converted_rule_and_policy_take_the_same_path(rule: OuterRule, policy: R
     assert convert(rule, policy, rule.form) == (rule, policy)
 
 
-def test_soft_injection_scales_with_the_buffer():
-    """`inject_sum = inject_ema / (1 - momentum)`: 0.1 in EMA form at momentum 0.9 is 1 in sum form; retain stays."""
-    rule, policy = convert(OuterRule(7, 0.9, form="ema"), Soft(3, 0.2, 0.1), "sum")
-    assert (rule.form, rule.lr) == ("sum", pytest.approx(0.7))
-    assert isinstance(policy, Soft)
-    assert (policy.period, policy.retain, policy.inject) == (3, 0.2, pytest.approx(1.0))
-
-
 @given(RULES, POLICIES, st.integers(1, 60))
 def test_gain_is_the_mean_step_on_a_constant_gradient(rule: OuterRule, policy: RestartPolicy, rounds: int):
     """The gain is the distance that a constant unit pseudo-gradient moves x, over the rounds, in either form.
@@ -301,15 +275,6 @@ def test_gain_refuses_what_it_cannot_know(text: str, rounds: int, message: str):
 
 
 # --- a user's own policy ------------------------------------------------------------------------------------------
-
-
-def test_new_policy_has_a_text(norm_ratio):
-    """A registered policy has its text form, there and back, and appears in the messages."""
-    assert str(norm_ratio(1.5, 2)) == "norm-ratio:1.5:2"
-    assert parse("norm-ratio:1.5:2") == norm_ratio(1.5, 2)
-    for text, message in (("norm-ratio:1.5", "norm-ratio:LIMIT:QUIET"), ("sometimes", "one of .*norm-ratio")):
-        with pytest.raises(ValueError, match=message):
-            parse(text)
 
 
 def test_names_are_taken_once():

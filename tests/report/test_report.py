@@ -325,16 +325,6 @@ def test_a_watch_writes_the_pages_of_runs_that_changed(sweep_folder: Path, monke
     assert pages_by_turn == [set(pages), {changed}, set()]
 
 
-def test_an_arm_that_never_restarts_has_a_name(sweep_folder: Path) -> None:
-    """An arm called after its restart policy "never" is headed by words."""
-    table = sweep_folder / "cells.csv"
-    table.write_text(table.read_text().replace("heavy ball,", "never,"))
-    text = written(sweep_folder)
-    assert "<h3>no restart</h3>" in text
-    assert "<h3>never" not in text
-    assert '<th scope="row">never' not in text[text.index('id="verdict"') :]
-
-
 def test_a_paired_control_stands_with_its_pairs(tmp_path: Path) -> None:
     """The map of a paired control has the axes of what it is paired with, no empty cell, and its own values in it."""
     (tmp_path / "cells.csv").write_text(

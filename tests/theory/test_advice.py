@@ -257,25 +257,6 @@ def test_controls(rule: OuterRule) -> None:
         }
 
 
-def gain_of(rule: OuterRule, period: int | None, rounds: int | None) -> float:
-    """The learning rate in the name of the second control, which has four digits."""
-    name = list(controls(rule, 0.5, period, rounds))[1]
-    return float(name.removeprefix("no momentum, the same mean gain (lr ").removesuffix(")"))
-
-
-def test_gain_of_long_runs() -> None:
-    """R31: nu mean (1 - b^j) over a cycle (Nesterov: b^(j+1)); 1e12 rounds cost nothing, and b next to 1 no digits."""
-    assert gain_of(HB, 3, None) == pytest.approx(0.187, abs=5e-4)
-    assert gain_of(HB, None, 10**12) == pytest.approx(1, rel=1e-3)
-    assert gain_of(HB, 10**6, 10**12) == pytest.approx(1, rel=1e-3)
-    for nesterov in (False, True):
-        rule, rounds = OuterRule(1.0, 1 - 1e-12, nesterov, "ema"), 10**9
-        with mpmath.workdps(50):
-            b = mpmath.mpf(rule.momentum)
-            lost = b * (b if nesterov else 1) * (1 - b**rounds) / (1 - b) / rounds
-        assert gain_of(rule, None, rounds) == pytest.approx(float(1 - lost), rel=1e-3)
-
-
 def test_range_of_periods() -> None:
     """As asked; otherwise the horizon, or three times the longest first cancellation, at most 10000."""
     assert advise(HB, SIX, max_period=11).max_period == 11

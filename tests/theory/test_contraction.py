@@ -160,17 +160,6 @@ def test_long_periods(name: str):
     assert_sharp(lasting(name, 4, 6, 12)())
 
 
-def test_long_periods_of_nearly_nilpotent_modes():
-    """The same where a round leaves 1e-8 of a mode (s a double or two from 1, R9), or 1 - s is the momentum itself."""
-    gaps = itertools.product([-(2.0**-52), -(2.0**-53), 2.0**-52], np.linspace(0.05, 0.999, 8))
-    nearly = [OuterRule(1 + gap, float(momentum), True) for gap, momentum in gaps]
-    assert_sharp([(rule, 1.0, period) for rule in nearly for period in (10**5, 10**6 - 1)])
-    for momentum, period in itertools.product([1e-12, 1e-17, 1e-20], (1, 2, 3, 64, 1000, 10**6)):
-        rule = OuterRule(1.0, momentum, True, "ema")
-        sign, log = log_restart_factor(rule, 1.0, period)
-        assert Exact(rule, 1.0, period).error_required(int(sign), float(log)) <= REQUIRED, period
-
-
 @given(rules(), SIGMAS, PERIODS)
 @settings(max_examples=amount(60, 2000))
 def test_any_factor(rule: OuterRule, sigma: float, period: int):
@@ -374,17 +363,6 @@ def test_explicit_formulas_at_critical_damping(q: float, upper: bool, period: in
             assert restart_factor(*point, rounds) == pytest.approx(exact, rel=1e-11)
 
 
-@given(st.floats(0.01, 0.999), st.booleans(), st.integers(0, 200))
-def test_a_pure_cosine(momentum: float, nesterov: bool, period: int):
-    """R7: at lr sigma = 1 (EMA; Nesterov lr sigma (1+b) = 1) chi_K = rho^K cos(K phi), with cos phi = tr / (2 rho)."""
-    rule = OuterRule(1 / (1 + momentum) if nesterov else 1.0, momentum, nesterov, "ema")
-    with mpmath.workdps(50):
-        _, trace, determinant, _ = note(rule, 1.0)
-        rho = mpmath.sqrt(determinant)
-        exact = float(rho**period * mpmath.cos(period * mpmath.acos(trace / (2 * rho))))
-    assert restart_factor(rule, 1.0, period) == pytest.approx(exact, abs=float(1e-13 * rho**period + 1e-300))
-
-
 @given(rules(), st.floats(1e-6, 1), st.integers(2, 60))
 @settings(max_examples=amount(25, 2000))
 def test_recurrence_and_powers_of_r6(rule: OuterRule, sigma: float, period: int):
@@ -430,15 +408,6 @@ def test_slow_modes(nesterov: bool, form: Literal["ema", "sum"], momentum: float
             for sigma in (1e-7, 1e-5):
                 removed = 1 - float(restart_factor(rule, sigma, period))
                 assert removed == pytest.approx(float(period * effective * sigma), rel=5e-9 + 100 * period * sigma)
-
-
-def test_numbers_of_slow_modes():
-    """R31's numbers: at b .9, K 3, lr .9, nu_eff = .187 nu, and chi_3 is within .042 of plain SGD's for every sigma."""
-    rule, sigma = OuterRule(0.9, 0.9, False, "ema"), np.linspace(0, 1, 401)
-    assert restart_rate(rule, 1e-12, 3) / 1e-12 == pytest.approx(0.187 * 0.9, abs=5e-4)
-    for period, difference in ((3, 0.042), (5, 0.209)):
-        plain = (1 - restart_rate(rule, 1e-12, period) / 1e-12 * sigma) ** period
-        assert np.abs(restart_factor(rule, sigma, period) - plain).max() == pytest.approx(difference, abs=1e-3)
 
 
 # --- the two theorems -------------------------------------------------------------------------------------------------
@@ -555,21 +524,6 @@ def test_broadcasting(call: Callable[..., Any]):
     assert np.asarray(call(HB, np.empty((3, 0)), [[[1]], [[2]]])).shape[-3:] == (2, 3, 0)
 
 
-def test_shapes_of_tables():
-    """A table has its periods along a new first axis, before the broadcast shape of rules and sigma."""
-    rule = rule_grid([[0.5], [1.0], [2.0]], 0.9)
-    sigma = np.asfortranarray(np.linspace(0, 1, 24).reshape(2, 3, 4))[:, :, ::2]
-    signs, logs = restart_table(rule, sigma, 5)
-    assert signs.shape == logs.shape == (5, 2, 3, 2)
-    for index in np.ndindex(2, 3, 2):
-        single = restart_table(rule[index[1], 0], float(sigma[index]), 5)
-        assert np.array_equal(signs[(slice(None), *index)], single[0])
-        np.testing.assert_allclose(logs[(slice(None), *index)], single[1], rtol=REQUIRED)
-    assert restart_table([HB], 0.5, 3.0)[1].shape == (3, 1)  # type: ignore[arg-type]
-    for empty in ([], np.empty((0, 3)), np.empty((3, 0))):
-        assert restart_table(HB, empty, 4)[1].shape == (4, *np.shape(empty))
-
-
 @given(
     st.builds(
         OuterRule,
@@ -590,9 +544,3 @@ def test_the_whole_domain_is_quiet(rule: OuterRule, sigma: float, period: int):
     signs, logs = restart_table(rule, sigma, min(period, 130))
     assert np.array_equal(signs == 0, np.isneginf(logs))
     assert not np.isnan([*values, *logs]).any()
-
-
-def test_steps_up_to_the_largest():
-    """Up to an effective step of 1e100 nothing overflows."""
-    sign, log = log_restart_factor(OuterRule(9e99, 1 - 2.0**-53, True), 1.0, 10**6)
-    assert (sign, log) == (1, pytest.approx(10**6 * math.log(18e99), rel=1e-12))

@@ -54,15 +54,6 @@ def test_numbers_of_rules() -> None:
         ]
 
 
-@pytest.mark.parametrize("value", [0.5, 1, 0, np.float32(0.25), [0.1, 0.2], np.zeros((2, 0, 3)), [[0, 1]], []])
-def test_sigma_is_a_float_array(value: Any) -> None:
-    """Numbers, lists and arrays of any shape and kind, from 0 to 1 with both ends; modes have an axis at least."""
-    sigma = check_sigma("here", value)
-    assert (sigma.dtype, sigma.shape) == (np.float64, np.shape(value))
-    np.testing.assert_array_equal(sigma, value)
-    assert check_modes("here", 0.5).tolist() == [0.5]
-
-
 @pytest.mark.parametrize("scale", [1e-300, 1e-310, 1.0, 1e300, 1.7e308 / 3])
 def test_weights_are_normalised(scale: float) -> None:
     """To sum 1, whatever their size; equal when None; zeros stay."""
@@ -136,9 +127,3 @@ def test_refused(check: Callable[..., Any], value: Any, message: str) -> None:
     """The entry that is out of range is named with its place; what is no number is refused as a whole."""
     with pytest.raises(ValueError, match=message):
         check("here", value)
-
-
-def test_steps_within_meaning() -> None:
-    """An effective step of 1e100 is taken, and none at all."""
-    check_steps("here", np.array([1e100, 0.0]))
-    check_steps("here", np.zeros(0))

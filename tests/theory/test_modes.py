@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import oracle
 from amount import amount
-from oracle import HB, NAG, columns
+from oracle import HB, columns
 from twophase.rule import OuterRule
 from twophase.theory.contraction import restart_table
 from twophase.theory.inputs import rule_grid
@@ -96,15 +96,6 @@ def test_progress_at_the_ends_and_of_arrays():
     assert math.copysign(1, effective_progress(0.0, 0.25, 7)) == 1
     assert effective_progress([[0.1], [0.5]], 1.0, [1, 2.0, 5])[1].tolist() == [0.5, 0.75, 1 - 2.0**-5]
     assert isinstance(effective_progress(0.1, 1.0, 3), np.float64)
-
-
-def test_the_remedy_of_an_inner_lr_works():
-    """Rates that differ between modes: lowering all of them to what the message says is enough."""
-    eigenvalues, rates = np.array([0.01, 2.0]), np.array([10.0, 1.0])
-    with pytest.raises(ValueError, match="lower inner_lr to") as caught:
-        effective_progress(eigenvalues, rates, 1)
-    limit = float(str(caught.value).split("lower inner_lr to ")[1].split()[0])
-    effective_progress(eigenvalues, np.minimum(rates, limit), 1)
 
 
 @given(
@@ -217,32 +208,6 @@ def test_ends_of_the_intervals(rule: OuterRule):
             assert error(end, oracle.edge(name, rule.momentum, rule.nesterov) / unit) < 2e-15
 
 
-@given(rules(powers(-1, 3)), st.floats(1e-9, 0.5))
-def test_the_intervals_are_where_modes_oscillate_and_diverge(rule: OuterRule, distance: float):
-    """R6: just inside either end a mode oscillates, just outside it does not; below the stability limit it decays."""
-    low, high = (float(end) for end in oscillatory_interval(rule))
-    if low * (1 + distance) < high * (1 - distance):
-        for end, inward in ((low, 1), (high, -1)):
-            for side in (-1, 1):
-                sigma = end * (1 + side * inward * distance)
-                assert sigma > 1 or (regime(rule, sigma) == "oscillatory") is (side == 1)
-    for side in (-1, 1):
-        sigma = float(stable_limit(rule)) * (1 + side * distance)
-        assert sigma > 1 or np.sign(asymptotic_rate(rule, sigma)) == -side
-
-
-def test_intervals_by_hand():
-    """R6's numbers: heavy ball, lr 1, oscillates on (.026, 38) at b .9 and on (.0025, 398) at .99; stable to s 3.8."""
-    assert oscillatory_interval(HB) == pytest.approx((0.0263, 37.97), rel=2e-3)
-    assert oscillatory_interval(OuterRule(1.0, 0.99, form="ema")) == pytest.approx((0.00251, 398), rel=1e-2)
-    assert stable_limit(OuterRule(1.0, 0.9)) == pytest.approx(3.8)
-    assert stable_limit(OuterRule(1.0, 0.9, True)) == pytest.approx(1.357, abs=5e-4)
-    assert stable_limit(OuterRule(1.0, 0.0)) == stable_limit(OuterRule(1.0, 0.0, True)) == 2
-    low, high = oscillatory_interval(rule_grid([0.5, 2.0], 0.0, [False, True]))
-    assert low.tolist() == high.tolist() == [2, 0.5]
-    assert isinstance(oscillatory_interval(HB)[0], np.float64)
-
-
 @pytest.mark.parametrize("lr", [0.0, 1e-300, 1e-308, 1e-310, 5e-324])
 def test_intervals_of_tiny_rates(lr: float):
     """A tiny lr moves the ends up, to infinity where doubles end, without a warning."""
@@ -266,16 +231,6 @@ def test_asymptotic_rate(name: str):
     drawn = oracle.points(name, amount(60, 300))
     for point, rate in zip(drawn, asymptotic_rate(*columns(drawn)), strict=True):
         assert error(rate, oracle.rate(*point)) < EXACT, point
-
-
-def test_rates_by_hand():
-    """R7: heavy ball -log(b)/2 for every oscillating sigma, Nesterov -(log b + log(1-s))/2; R9 +inf; R12 -log|1-s|."""
-    assert asymptotic_rate(HB, [0.03, 0.3, 0.95]) == pytest.approx(-math.log(0.9) / 2, rel=1e-15)
-    assert asymptotic_rate(NAG, 0.95) == pytest.approx(-(math.log(0.9) + math.log1p(-0.095)) / 2, rel=1e-15)
-    assert asymptotic_rate(oracle.NILPOTENT[0], 1.0) == math.inf
-    assert asymptotic_rate(OuterRule(0.25, 0.0), 1.0) == pytest.approx(-math.log(0.75), rel=1e-15)
-    assert asymptotic_rate(OuterRule(3.0, 0.0, True), 1.0) == pytest.approx(-math.log(2), rel=1e-15)
-    assert asymptotic_rate(OuterRule(2.0, 0.0), 1.0) == 0
 
 
 @each_set
@@ -311,14 +266,6 @@ def test_the_envelope_bounds_and_is_attained():
             assert np.exp(-room) == pytest.approx(np.abs(np.cos(turn)), abs=1e-11)
     assert len(closest) > 30
     assert np.median(closest) < 1e-3
-
-
-@pytest.mark.parametrize(("sigma", "largest"), [(0.95, 1.000), (0.3, 1.023), (0.1, 1.136)])
-def test_rho_to_the_t_is_no_envelope(sigma: float, largest: float):
-    """R15's numbers: max over t <= 80 of |x_t| / rho^t; the paper's rho^t is exceeded, the true envelope is not."""
-    excess = np.exp(restart_table(HB, sigma, 80)[1] + np.arange(1, 81) * asymptotic_rate(HB, sigma))
-    assert max(1, excess.max()) == pytest.approx(largest, abs=5e-4)
-    assert excess.max() <= envelope(HB, sigma, 0) * (1 + 1e-13)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import mpmath
 import numpy as np
 import pytest
 from hypothesis import given
@@ -129,17 +128,6 @@ def test_equals_a_literal_loop(rule: OuterRule, restart: Any, events: dict[int, 
             np.testing.assert_allclose(getattr(disturbed, name)[:, j], exact_noisy, rtol=0, atol=1e-13)
     assert [t + 1 for t in np.flatnonzero(run.restarts)] == list(events)
     np.testing.assert_allclose(run.loss, (run.residual**2).mean(axis=-1) / 2, rtol=1e-14)
-
-
-@each_rule
-def test_equals_fifty_digits(rule: OuterRule):
-    """Without restart x_K is [T^K]_11 of the one-round matrix (R2), computed with 50 digits."""
-    sigma = [0.02, 0.3, 0.95]
-    run = rollout(rule, sigma, 40)
-    for j, s in enumerate(sigma):
-        with mpmath.workdps(50):
-            exact = [float(x) for x, _ in oracle.simulated(rule, s, 40)]
-        np.testing.assert_allclose(run.residual[:, j], exact, rtol=0, atol=5e-15)
 
 
 def test_what_a_policy_sees():
@@ -349,15 +337,6 @@ def test_blocks_are_separate():
     assert (run.blocks[0].restarts != run.blocks[2].restarts).any()
     x = np.concatenate([block.residual for block in run.blocks], axis=-1)
     np.testing.assert_allclose(run.loss, (x**2 @ [1, 1, 3, 0.5, 0]) / 5.5 / 2, rtol=1e-13)
-
-
-def test_blocks_of_one_rule_are_one_rollout():
-    """With one rule and schedule, blocks equal one rollout of all modes: noise, starts, loss and seeds."""
-    options: dict[str, Any] = {"noise": 0.2, "replicas": 2, "seeds": 3, "initial": 2.0}
-    whole = rollout([HB, NAG], SIX, 15, 4, **options)
-    run = rollout_blocks([Block(SIX[:2], [HB, NAG], 4), Block(SIX[2:], [HB, NAG], 4)], 15, **options)
-    np.testing.assert_array_equal(np.concatenate([block.residual for block in run.blocks], axis=-1), whole.residual)
-    np.testing.assert_allclose(run.loss, whole.loss, rtol=1e-14)
 
 
 # --- divergence ---------------------------------------------------------------------------------------------------

@@ -15,12 +15,10 @@ import torch
 import oracle
 from amount import amount
 from oracle import HB, NAG
-from twophase.restart import Soft, convert
 from twophase.rule import FORMS, Form, OuterRule
 from twophase.theory.contraction import restart_factor
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import effective_step
-from twophase.theory.rollout import rollout
 from twophase.theory.soft import cycle_matrix, soft_restart
 
 KINDS = pytest.mark.parametrize("nesterov", [False, True], ids=["heavy ball", "Nesterov"])
@@ -111,30 +109,6 @@ def test_soft_restart_removes_the_mode_from_any_state(nesterov: bool, form: Form
                 _, m, g = oracle.one_round(rule, sigma, *states[k])
                 terms = max(terms, *map(abs, (states[k][0], lr * m, lr * retain * m, lr * inject * g)))
             assert float((abs(states[-1][0]) + abs(lr * states[-1][1])) / (terms * grown)) < 1e-13
-
-
-@KINDS
-@pytest.mark.parametrize("period", [1, 3, 7])
-def test_soft_restart_in_a_rollout(nesterov: bool, period: int) -> None:
-    """The policy `Soft` with these numbers leaves rounding errors of a mode after two cycles, in both forms.
-
-    The cycle's matrix is nilpotent, and the other form has the numbers that `convert` makes.
-    """
-    ema = OuterRule(1.2, 0.85, nesterov, "ema")
-    for form in FORMS:
-        rule = ema.to(form)
-        retain, inject = map(float, soft_restart(rule, 0.6, period))
-        run = rollout(rule, [0.6], 2 * period + 4, restart=Soft(period, retain, inject))
-        assert abs(run.residual[2 * period :]).max() < 1e-14
-        assert abs(run.residual[: 2 * period]).min() > 1e-9
-        scale = np.diag([1.0, rule.lr])
-        matrix = scale @ cycle_matrix(rule, 0.6, period, retain, inject) @ np.linalg.inv(scale)
-        assert abs(matrix @ matrix).max() < 1e-14 * max(1, abs(matrix).max() ** 2)
-        assert abs(np.trace(matrix)) < 1e-14 * abs(matrix).max()
-    retain, inject = map(float, soft_restart(ema, 0.6, period))
-    other, policy = convert(ema, Soft(period, retain, inject), "sum")
-    assert isinstance(policy, Soft)
-    assert soft_restart(other, 0.6, period) == pytest.approx((policy.retain, policy.inject), rel=1e-13)
 
 
 def test_soft_restart_at_a_cancellation_is_a_hard_one() -> None:

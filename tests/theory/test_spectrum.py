@@ -165,14 +165,6 @@ def test_no_estimate(name: str):
     assert np.isnan(estimate.standard_error).all()
 
 
-def test_what_is_taken():
-    """float32 and whole numbers are taken, sums are in float64; a ratio above 1 is no error and is not clipped."""
-    x, g = observed(np.full(50, 0.5), 8)
-    assert estimate_progress(x.astype(np.float32), g.astype(np.float32)).sigma == pytest.approx(0.5, rel=1e-5)
-    assert estimate_progress(np.array([[4], [2], [1]]), np.array([[8], [4], [2]])).sigma == 2
-    assert estimate_progress(x, 1.7 * x).sigma == pytest.approx(1.7, rel=1e-12)
-
-
 X = np.arange(12.0).reshape(4, 3)
 
 

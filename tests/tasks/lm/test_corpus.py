@@ -179,15 +179,6 @@ def test_batches_are_those_of_the_counter(call: tuple[int, int, int], batch: int
     assert np.array_equal(targets, tokens + 1)
 
 
-def test_starts_cover_the_share_evenly():
-    """Over many steps every start is drawn about equally often (chi-square below its 1e-6 quantile)."""
-    built = ready(np.arange(27, dtype=np.uint8)[None], length=16, batch=8)
-    starts = np.concatenate([built.batch(3, step, 0)[0][:, 0] for step in range(500)])
-    counts = np.bincount(starts, minlength=11)
-    assert counts.size == 11
-    assert ((counts - 4000 / 11) ** 2).sum() / (4000 / 11) < 47.3
-
-
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 200))
 def test_validation_windows_are_spread_evenly(windows: int, length: int, extra: int):
     """The first window starts the held-out text, the last one ends it, and the gaps differ by at most one token."""
