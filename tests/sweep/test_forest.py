@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -23,11 +24,12 @@ from twophase.runs.folder import RunFolder, read_lines, read_summary
 from twophase.sweep import forest, states
 from twophase.sweep.forest import Grower, Stopped
 from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.plan import Plan, plan
-from twophase.sweep.states import States
+from twophase.sweep.plan import Node, Plan, plan
+from twophase.sweep.states import FORMAT, States
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.task import corpus_of
+from twophase.training import parts
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
 
@@ -308,7 +310,7 @@ def test_a_killed_walk_loses_little(
 def test_jobs_in_any_order(base: TrainConfig, tmp_path: Path, alone: Alone, fault: str) -> None:
     """Jobs done by several growers in any order take the same steps to the same runs.
 
-    A job whose states are gone, torn or of other runs goes back as far as it must; the result is the same.
+    A job whose states are gone, torn, altered or of other runs goes back as far as it must; the result is the same.
     """
     made = plan(grid(base, momentum=(0.5, 0.9), restart=("never", "2", "3")))
     jobs = made.forest.jobs(40)
@@ -321,11 +323,13 @@ def test_jobs_in_any_order(base: TrainConfig, tmp_path: Path, alone: Alone, faul
         walker.grow(job.node, deep=job.deep)
         steps += walker.tally.steps
         done.add(job.id)
-        for number, path in enumerate(sorted((tmp_path / "states").glob("*.pt")) if fault != "none" else ()):
-            if number % 2:
+        for number, path in enumerate(sorted((tmp_path / "states").glob("*.safetensors")) if fault != "none" else ()):
+            data = path.read_bytes()
+            middle, kind = len(data) * 3 // 4, (number + len(done)) % 3
+            if kind == 0:
                 path.unlink()
             else:
-                path.write_bytes(path.read_bytes()[:1000])
+                path.write_bytes((data[:1000], data[:middle] + b"\x01\x40" + data[middle + 2 :])[kind - 1])
     assert (steps == made.steps) == (fault == "none")
     check(made, tmp_path, alone(made), no_states=fault == "none")
 
@@ -472,6 +476,65 @@ def test_divergence_of_a_run_that_shares_nothing(base: TrainConfig, tmp_path: Pa
     summaries = [read_summary(tmp_path / "runs" / run, run) or {} for run in made.runs]
     assert [summary["diverged"] for summary in summaries] == [True, False]
     assert walker.tally.steps == summaries[0]["steps"] + base.steps < made.steps
+
+
+# ------------------------------------------------------------------------------------------------------ states on disk
+
+
+WEIGHT = torch.arange(40.0).view(5, 8).T
+STATE: dict[str, Any] = {
+    "format": FORMAT,
+    "replicas": [{"weight": WEIGHT, "tied": WEIGHT, "state": {0: {"step": torch.tensor(3.0)}}}],
+    "counters": {"run": {"rounds": 2, "policy_state": ()}},
+    "lines": [{"metrics": {"loss": math.nan}, "rounds": [[["run"], {"step": 1}]]}],
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> tuple[States, list[str]]:
+    """States in an empty folder, and the lines that it prints."""
+    lines: list[str] = []
+    return States(tmp_path, states.Tally(), in_memory=0, free=lambda _: 0, on_progress=lines.append), lines
+
+
+def test_damaged_states_are_never_used(store: tuple[States, list[str]]) -> None:
+    """A state with any byte altered, or cut anywhere, is reported in one line, or is read with every bit as written."""
+    (saved, lines), node, generator = store, Node("node", None, 0, 8, ("run",)), random.Random(0)
+    saved.write(node, "end", STATE)
+    path = saved.path(node, "end")
+    data, unused = path.read_bytes(), 0
+    for case in range(600):
+        place, lines[:] = generator.randrange(len(data)), []
+        other = bytes([data[place] ^ 1 << generator.randrange(8)])
+        path.write_bytes(data[:place] + (other + data[place + 1 :] if case % 4 else b""))
+        state = saved.read(node, "end", ["run"])
+        assert (state is None) == (len(lines) == 1)
+        assert all("that part is done again" in line and "\n" not in line for line in lines)
+        unused += state is None
+        if state is not None:  # a byte that says nothing, such as a space
+            assert repr(state | {"file": ""}) == repr(STATE | {"file": ""})
+            assert state["replicas"][0]["weight"].equal(WEIGHT)
+    assert unused > 550
+
+
+@pytest.mark.parametrize("case", ["of another node", "of an earlier version", "of other runs", "unsealed"])
+def test_other_states_are_not_used(store: tuple[States, list[str]], case: str) -> None:
+    """A state says which node, runs and format it is of; those of earlier versions are named, and go with the node."""
+    (saved, lines), node = store, Node("node", None, 0, 8, ("run",))
+    old, path = saved.folder / "node.end.pt", saved.path(node, "end")
+    if case == "of an earlier version":
+        old.write_bytes(b"a pickle")
+    elif case == "unsealed":
+        plain: dict[str, Any] = {"counters": {"run": {}}, "lines": torch.tensor(list(b"[]"), dtype=torch.uint8)}
+        parts.write(path, parts.take_apart(plain | {"format": FORMAT, "file": path.name}))
+    else:
+        saved.write(Node("other" if "node" in case else "node", None, 0, 8, ("run",)), "end", STATE)
+    if case == "of another node":
+        saved.path(Node("other", None, 0, 8, ("run",)), "end").rename(path)
+    assert saved.read(node, "end", ["run", "more"] if "runs" in case else ["run"]) is None
+    assert [line.split()[0] for line in lines] == ([] if "runs" in case else [(old if old.exists() else path).name])
+    saved.forget(node)
+    assert list(saved.folder.iterdir()) == []
 
 
 # ----------------------------------------------------------------------------------------------------- states in memory

@@ -7,7 +7,8 @@ import io
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,25 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
         OSError: the folder cannot be written or the disk is full; `path` is then as it was.
     """
     data = content.encode() if isinstance(content, str) else content
+    with replacing(path, durable=durable) as temporary, temporary.open("xb") as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path in the same folder; the file that the block writes there then takes the name `path`.
+
+    Args:
+        path: the file; it stays as it was if the block raises.
+        durable: whether the name must survive a power cut; the block itself syncs the bytes.
+    """
     # Not tempfile's, whose mode 0600 would hide results from colleagues: here the umask decides, as for any file.
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        yield temporary
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

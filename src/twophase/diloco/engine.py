@@ -369,7 +369,7 @@ class DiLoCo:
         (Where processes come and go, also which fragments here hold a peer's progress, and so have no weight.)
 
         With the models, the inner optimizers, and what a lossy wire owes (`wire_state_dict`), it is the whole run. It
-        holds tensors, numbers and text only, so `torch.load(weights_only=True)` reads it. The tensors are live; save
+        holds tensors, numbers and text only, so no reader needs a pickle that runs code. The tensors are live; save
         them before the next step, or clone them. With a reduction under way, which is waited for, it must be called on
         all processes.
 

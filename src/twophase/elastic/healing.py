@@ -1,8 +1,8 @@
 """Give a late replica the state of another one over a TCP connection: tensors and numbers only.
 
-The receiver builds nothing but tensors, numbers, text and containers of them, by the reader of
-`torch.load(weights_only=True)`, so a connection to a wrong or hostile process cannot run code. There is neither
-authentication nor encryption: it is for a trusted network.
+The receiver builds nothing but tensors, numbers, text and containers of them, by torch's weights-only reader, so a
+connection to a wrong or hostile process cannot run code. There is neither authentication nor encryption: it is for a
+trusted network.
 
 The donor copies nothing: it sends its live tensors, which it does not change before all have what they need. So all
 wait for a heal, and one that would take longer ends with `TooSlow` after its first try.

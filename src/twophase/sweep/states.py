@@ -1,12 +1,12 @@
 """States at the branches of a forest: on disk, and in memory or on a GPU while there is room.
 
-`write` and `read` alone know what a file in `forest/` looks like.
+`States.write` and `States.read` alone know what a file in `forest/` looks like: a sealed file of
+`twophase.training.parts`.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twophase.base.files import TEMPORARY
+from twophase.base.files import replacing
 from twophase.sweep.plan import Node
+from twophase.sweep.work import state_file
+from twophase.training import parts
 
 State = dict[str, Any]
-"""Everything that a stretch of inner steps starts from; `torch.load(weights_only=True)` reads it."""
-FORMAT = 5
+"""Everything that a stretch of inner steps starts from: a tree that `twophase.training.parts` takes."""
+FORMAT = 6
+_OLD_ENDING = ".pt"
+"""Of the pickles that earlier versions wrote, which are not read."""
 
 
 @dataclass(slots=True)
@@ -141,40 +145,60 @@ class States:
 
     def path(self, node: Node, what: str) -> Path:
         """Return the file of a state at a node's end (`end`) or inside the node (`part`)."""
-        return self.folder / f"{node.id}.{what}.pt"
+        return state_file(self.folder, node.id, what)
 
     def write(self, node: Node, what: str, state: State) -> None:
-        """Write a state, atomically."""
+        """Write a state, atomically and durably.
+
+        Raises:
+            OSError: it cannot be written, or the disk is full.
+        """
         path = self.path(node, what)
-        # A kill leaves the page cache as it is, so no fsync; a torn file after a power cut is read as none at all.
-        temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        # The logs of a long run as a tensor: safetensors bounds its header, where the rest of the tree goes.
+        lines = torch.frombuffer(bytearray(json.dumps(state["lines"]).encode()), dtype=torch.uint8)
+        part = parts.take_apart(state | {"lines": lines, "file": path.name})
+        addresses: set[int] = set()
+        for name, tensor in part.tensors.items():
+            dense = tensor.contiguous()
+            # Tied weights are one tensor with two names, which safetensors refuses.
+            part.tensors[name] = dense.clone() if dense.data_ptr() in addresses else dense
+            addresses.add(dense.data_ptr())
         try:
-            torch.save(state, temporary)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+            with replacing(path) as temporary:
+                parts.write(temporary, part, sealed=True)
+        except OSError as error:
+            why = error.strerror or error
+            raise OSError(f"a state cannot be written into {self.folder} ({why}); free space there") from error
         if what == "end":
-            self.path(node, "part").unlink(missing_ok=True)
+            self._remove(node, "part")
 
     def read(self, node: Node, what: str, runs: Sequence[str]) -> State | None:
         """Return a saved state that covers the runs, or None."""
         path = self.path(node, what)
         if not path.exists():
+            old = path.with_suffix(_OLD_ENDING)
+            if old.exists():
+                self.on_progress(f"{old.name} was written by an earlier version; that part is done again")
             return None
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = parts.read(path, sealed=True)
+            if (state["format"], state["file"]) != (FORMAT, path.name):
+                raise ValueError(f"it is {state['file']} in format {state['format']}")
+            state["lines"] = json.loads(state["lines"].numpy().tobytes())
         except Exception as error:  # whatever is wrong with it, it can be made again
-            self.on_progress(f"{path.name} cannot be read ({error}); that part is done again")
+            self.on_progress(f"{path.name} cannot be used ({error}); that part is done again")
             return None
-        if state.get("format") != FORMAT or not set(runs) <= set(state["counters"]):
-            return None
-        return state
+        return state if set(runs) <= set(state["counters"]) else None
 
     def forget(self, node: Node) -> None:
         """Remove the states of a node below which everything is done."""
         for what in ("end", "part"):
-            self.path(node, what).unlink(missing_ok=True)
+            self._remove(node, what)
+
+    def _remove(self, node: Node, what: str) -> None:
+        path = self.path(node, what)
+        for file in (path, path.with_suffix(_OLD_ENDING)):
+            file.unlink(missing_ok=True)
 
 
 def _cloned(value: Any, device: str | None = None) -> Any:

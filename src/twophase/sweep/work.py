@@ -129,7 +129,7 @@ class Work:
 
     def state(self, node: str) -> Path:
         """Return the file of the state at a node's end."""
-        return self.folder / STATES / f"{node}.end.pt"
+        return state_file(self.folder / STATES, node, "end")
 
     def ready(self) -> list[str]:
         """List the jobs that can be done now and are not done yet."""
@@ -147,6 +147,12 @@ class Work:
 
 _PLAIN = ("spec", "merge", "counts", "texts", "base", "runs", "stands_for")
 """Fields of `Work` that `plan.json` holds as they are."""
+
+
+def state_file(folder: Path, node: str, what: str) -> Path:
+    """Return the file of a state at a node's end (`end`) or inside the node (`part`)."""
+    return folder / f"{node}.{what}.safetensors"
+
 
 Execute = Callable[[Work, Job], None]
 """Does a job: afterwards its runs are finished, or (not deep) the state at its node's end is on disk."""

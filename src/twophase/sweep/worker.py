@@ -86,10 +86,8 @@ class _Executor:
             grower.grow(job.node, deep=job.deep)
         except Stopped:
             raise
-        except BaseException as error:
+        except BaseException:
             self.grower = None  # whatever state it was in
-            if isinstance(error, RuntimeError) and "inline_container" in str(error):  # torch's writer does not say why
-                raise OSError(f"a state cannot be written into {plan.folder / STATES}; is the disk full?") from error
             raise
         finally:
             record = {

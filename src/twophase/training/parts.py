@@ -6,6 +6,7 @@ safetensors finds them. The rest of the tree, with its numeric keys and tuples, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 ENDING = ".safetensors"
 _TREE = "tree"  # the metadata that hold the tree
+_DIGEST = "sha256"  # and the digest of a sealed file's content
 
 
 @dataclass(slots=True)
@@ -95,14 +98,20 @@ def put_together(part: Part) -> Any:
     return decode(json.loads(part.tree))
 
 
-def write(path: Path, part: Part) -> None:
+def write(path: Path, part: Part, *, sealed: bool = False) -> None:
     """Write a part, with contiguous tensors, and wait until the disk has it.
+
+    Args:
+        path: the file.
+        part: a tree that `take_apart` returned.
+        sealed: record the SHA-256 of the content in the file, for a file that no manifest lists.
 
     Raises:
         OSError: the file cannot be written, or the disk is full.
     """
+    metadata = {"format": "pt", _TREE: part.tree} | ({_DIGEST: _digest(part)} if sealed else {})
     try:
-        save_file(part.tensors, path, metadata={"format": "pt", _TREE: part.tree})
+        save_file(part.tensors, path, metadata=metadata)
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
@@ -112,16 +121,29 @@ def write(path: Path, part: Part) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> Any:
-    """Read the tree in a file, with contiguous tensors on the CPU.
+def read(path: Path, *, sealed: bool = False) -> Any:
+    """Read the tree in a file, with contiguous tensors on the CPU; compare a sealed file's content with its SHA-256.
 
     Raises:
-        ValueError: a safetensors file that `write` has not written.
+        ValueError: a safetensors file that `write` has not written, or of another content than its SHA-256 says.
     """
     with safe_open(path, framework="pt") as file:
-        tree = (file.metadata() or {}).get(_TREE)
+        metadata = file.metadata() or {}
+        tree = metadata.get(_TREE)
         if tree is None:
             raise ValueError(f"{path} holds tensors but no tree of them; it was not written as part of a checkpoint")
         # Copies: the reader's own tensors are views of the file, and optimizers go on with what they are given.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dictionary
-    return put_together(Part(tree, tensors))
+    part = Part(tree, tensors)
+    if sealed and metadata.get(_DIGEST) != _digest(part):
+        raise ValueError("its content differs from its SHA-256")
+    return put_together(part)
+
+
+def _digest(part: Part) -> str:
+    """Return the SHA-256 of a tree and of each tensor's name, type, shape and bytes."""
+    digest = hashlib.sha256(part.tree.encode())
+    for name, tensor in sorted(part.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
