@@ -95,7 +95,7 @@ def test_a_look_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(importlib.metadata, "requires", refuse)
-    monkeypatch.setattr(doctor.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
     checks = doctor.examine()
     assert "could not be examined" in check_of(checks, "extras").text
     place = check_of(checks, "temporary files")

@@ -246,14 +246,18 @@ def test_rewind_repeats_and_loses_no_line(
         assert [record["round"] for record in read_lines(path / "rounds.jsonl")] == [*range(before + 1)]
 
 
-def test_rewind_of_missing_and_short_logs(tmp_path: Path) -> None:
-    """A missing log stays missing, a shorter one keeps its whole lines, and no position means from the start."""
+def test_rewind_of_missing_and_torn_logs(tmp_path: Path) -> None:
+    """A missing log stays missing, a torn one keeps its whole lines, and no position means from the start."""
     with RunFolder.claim(tmp_path, Config()) as folder:
-        assert folder.position() == {"metrics.jsonl": 0, "rounds.jsonl": 0, "steps.jsonl": 0}
-        folder.rewind({"metrics.jsonl": 10, "rounds.jsonl": 10})
+        assert {name: mark["bytes"] for name, mark in folder.position().items()} == {
+            "metrics.jsonl": 0,
+            "rounds.jsonl": 0,
+            "steps.jsonl": 0,
+        }
+        folder.rewind(folder.position())
         assert not (tmp_path / "rounds.jsonl").exists()
         (tmp_path / "rounds.jsonl").write_bytes(b'{"round": 0}\n{"rou')
-        folder.rewind({"metrics.jsonl": 10, "rounds.jsonl": 1000})
+        folder.rewind({"rounds.jsonl": 17})
         assert (tmp_path / "rounds.jsonl").read_bytes() == b'{"round": 0}\n'
         folder.rewind()
         assert (tmp_path / "rounds.jsonl").read_bytes() == b""

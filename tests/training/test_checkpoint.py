@@ -201,6 +201,23 @@ def test_snapshot_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     assert (copy.is_cuda, copy.is_pinned()) == (reserve == 0.0, reserve == 2.0)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_progress_counts_is_on_the_disk_before(tmp_path: Path, size: int) -> None:
+    """The logs are synced in the thread, before a checkpoint that counts them has its name."""
+    calls: list[tuple[str, int | None]] = []
+
+    def before() -> None:
+        calls.append((threading.current_thread().name, checkpoint.latest_step(tmp_path)))
+
+    def save_one(pair: Communicator) -> None:
+        with writer(tmp_path, pair, before=before if pair.rank == 0 else lambda: None) as saving:
+            saving.save(4, {replica_file(pair.rank): {}} | ({ENGINE: {}} if pair.rank == 0 else {}), {})
+
+    assert (together(2, save_one) if size == 2 else save_one(SingleProcess())) in (None, [None, None])
+    assert calls == [("checkpoint-4", None)]
+    assert checkpoint.latest_step(tmp_path) == 4
+
+
 # ---------------------------------------------------------------------------------------------------- what goes wrong
 
 

@@ -21,8 +21,10 @@ from commands import outcome
 from forked import Forked
 from trained import newest, run, run_in_parts, stop_after
 from twophase.base.config import UsageError, dump_yaml, fingerprint, with_values
+from twophase.cli.main import main
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
+from twophase.runs.log import read_log
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import corpus_of
@@ -192,6 +194,24 @@ def test_changed_text_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     path.write_bytes(old)
     corpus_of.cache_clear()
     assert run(config, tmp_path / "run")["exit_reason"] == "finished"
+
+
+def test_lost_lines_of_a_log_are_noticed(
+    config: TrainConfig, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log cut below its checkpoint ends the command with status 2; with --accept-logs the run has the same end."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
+    run(config, tmp_path / "run", should_stop=stop_after(14))
+    log = tmp_path / "run" / "rounds.jsonl"
+    log.write_bytes(log.read_bytes().splitlines(keepends=True)[0])
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"twophase train: error: {log}: is not the log that the checkpoint of step 14 counts")
+    assert main([*words, "--accept-logs"]) == 0
+    lines, (gap,) = read_log(log)
+    assert ([line["round"] for line in lines], gap["step"]) == ([1, 3, 4], 14)
+    assert load_same(tmp_path / "run", whole)
 
 
 # ---------------------------------------------------------------------------------------------------------- a full disk

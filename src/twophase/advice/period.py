@@ -13,7 +13,7 @@ import numpy as np
 
 from twophase.base.config import UsageError
 from twophase.rule import FORM_WORDS, Form, OuterRule
-from twophase.runs.folder import standard
+from twophase.runs.log import standard
 from twophase.theory.advice import Advice, Criterion, advise
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import effective_progress

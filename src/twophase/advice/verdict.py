@@ -23,7 +23,7 @@ import numpy as np
 
 from twophase.advice.evidence import Evidence, Range, stretches, within
 from twophase.rule import OuterRule
-from twophase.runs.folder import standard
+from twophase.runs.log import standard
 from twophase.runs.record import Block, RunRecord
 from twophase.theory.advice import Advice, advise
 from twophase.theory.contraction import restart_rate

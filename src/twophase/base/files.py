@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import csv
+import errno
+import fcntl
+import glob
 import io
 import math
 import os
+import re
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 DIGITS = 12
 """Significant digits of a number in a table: the last ones of a double differ between processors."""
 TEMPORARY = ".tmp-"
 """Prefix of files that are being written; whatever bears it was left by a crash and means nothing."""
+_LEFTOVER = re.compile(re.escape(TEMPORARY) + r".+-\d+-[0-9a-f]{8}")
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
@@ -32,7 +38,7 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
         OSError: the folder cannot be written or the disk is full; `path` is then as it was.
     """
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path, durable=durable) as temporary, temporary.open("xb") as file:
+    with replacing(path, durable=durable) as temporary, temporary.open("wb") as file:
         file.write(data)
         if durable:
             file.flush()
@@ -41,21 +47,117 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; the file that the block writes there then takes the name `path`.
+    """Yield an empty file in the same folder; it takes the name `path` when the block has written it.
 
     Args:
         path: the file; it stays as it was if the block raises.
         durable: whether the name must survive a power cut; the block itself syncs the bytes.
     """
-    # Not tempfile's, whose mode 0600 would hide results from colleagues: here the umask decides, as for any file.
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    remove_leftovers(path.parent, path.name)
+    temporary, file = _locked_temporary(path)
     try:
         yield temporary
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        file.close()  # not before it has its name: under the other, without a lock, it is one that a crash has left
     if durable:
+        sync_folder(path.parent)
+
+
+def temporary_name(path: Path) -> Path:
+    """Name a file or folder that will become `path`; `remove_leftovers` knows such names."""
+    return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _locked_temporary(path: Path) -> tuple[Path, BinaryIO]:
+    """Create a file under a temporary name, locked for as long as it is open."""
+    while True:
+        # Not tempfile's, whose mode 0600 would hide results from colleagues: here the umask decides, as for any file.
+        temporary = temporary_name(path)
+        file = temporary.open("xb")
+        lock(file.fileno(), wait=True)
+        if temporary.exists():
+            return temporary, file
+        file.close()  # another process took it for a leftover in the moment before the lock
+
+
+def lock(file: int, *, wait: bool = False) -> bool:
+    """Lock an open file or folder until it is closed; False if another process has it, or there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def remove_leftovers(folder: Path, name: str = "") -> None:
+    """Remove the temporary files and folders that killed processes left in a folder; those of live ones stay.
+
+    A process holds a lock on what it writes under a temporary name, and the system frees that lock at its death. So a
+    free lock is the proof of a death, on whatever machine: neither a process id, which is given out again and means
+    nothing elsewhere, nor an age, for a suspended process goes on after any time. Without locks nothing is removed.
+
+    Args:
+        folder: may be missing.
+        name: only what was to become a file or folder of that name; empty means everything.
+    """
+    for path in folder.glob(f"{TEMPORARY}{glob.escape(name)}*"):
+        if not _LEFTOVER.fullmatch(path.name):
+            continue  # an open shard of `data prepare`, whose state says what of it counts
+        with suppress(OSError):
+            is_folder = path.is_dir()
+            file = os.open(path, os.O_NOFOLLOW | (os.O_RDONLY if is_folder else os.O_RDWR))
+            try:
+                if lock(file):
+                    shutil.rmtree(path) if is_folder else path.unlink()
+            finally:
+                os.close(file)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a whole line to a file, or nothing; half a line that a crash or a full disk has left is cut off first.
+
+    Args:
+        path: the file; made if it is missing.
+        line: ends with a newline.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written; the error names it.
+    """
+    try:
+        with path.open("a+b", buffering=0) as file:
+            lock(file.fileno(), wait=True)  # several workers share a log of jobs: none may cut what another one writes
+            end = file.seek(0, os.SEEK_END)
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                end = end_of_lines(path.read_bytes())
+                file.truncate(end)
+            try:
+                written = os.write(file.fileno(), line)
+                if written < len(line):
+                    written += os.write(file.fileno(), line[written:])  # the system now says why: full, quota, limit
+                if written < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                with suppress(OSError):  # else the next line cuts it
+                    file.truncate(end)
+                raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def end_of_lines(data: bytes) -> int:
+    """Return number of bytes up to the end of the last whole line."""
+    return data.rfind(b"\n") + 1
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, durably: a power cut must not take a run with its folder."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
         sync_folder(path.parent)
 
 

@@ -187,7 +187,7 @@ def _places() -> Iterator[Check]:
     states: dict[str, State] = {"temporary files": "broken", "this folder": "missing"}
     for (name, state), folder in zip(states.items(), (tempfile.gettempdir(), str(Path.cwd())), strict=True):
         try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-twophase-doctor-") as file:
+            with tempfile.TemporaryFile(dir=folder) as file:  # without a name, so that a kill leaves nothing
                 file.write(b"x")
                 file.flush()
         except OSError as error:

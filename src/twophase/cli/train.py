@@ -26,6 +26,11 @@ def main(words: list[str]) -> int:
         metavar="TRACKER",
         help="send the metrics to tensorboard, trackio or wandb as well; the run does not depend on them",
     )
+    parser.add_argument(
+        "--accept-logs",
+        action="store_true",
+        help="resume although a log was shortened, altered or lost since the checkpoint; a line in it marks the gap",
+    )
     _elastic_options(parser)
     options, config = train_config(parser, words)
     if options.print_config:
@@ -98,7 +103,7 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
     with (
         communication(config, options) as communicator,
         signals() as stopped,
-        claimed(out, config, communicator) as folder,
+        claimed(out, config, communicator, accept_logs=options.accept_logs) as folder,
         tracked(
             folder, options.track, run_name=out.name, config=to_tree(config), lead=communicator.rank == 0
         ) as recorder,
@@ -121,10 +126,11 @@ def describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> str
     restart = ", ".join(config.sync.restart) or config.outer.policy()  # each fragment's own, or one for all
     head = f"{out}: {config.outer.rule().describe()}, restart {restart}, S = {config.inner_steps}"
     if summary["diverged"]:
-        return f"{head}: diverged at step {summary['steps']} of {config.steps}"
-    per_byte = summary["perplexity_per_byte"]
-    per_byte_text = "" if per_byte is None or math.isnan(per_byte) else f" ({per_byte:.3f} a byte)"
-    return (
-        f"{head}: validation perplexity {summary['perplexity']:.3f} a token{per_byte_text}, "
-        f"{summary['rounds']} rounds, {summary['restarts']} restarts, {summary['seconds']:.1f} s"
+        return f"{head}: diverged at step {summary.get('steps', 'unknown')} of {config.steps}"
+    per_token, per_byte = (
+        f"{math.nan if summary.get(name) is None else summary[name]:.3f}"
+        for name in ("perplexity", "perplexity_per_byte")
     )
+    per_byte_text = "" if per_byte == "nan" else f" ({per_byte} a byte)"
+    counts = ", ".join(f"{summary.get(name, 'unknown')} {name}" for name in ("rounds", "restarts"))
+    return f"{head}: validation perplexity {per_token} a token{per_byte_text}, {counts}, {summary['seconds']:.1f} s"

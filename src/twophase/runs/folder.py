@@ -19,19 +19,24 @@ import errno
 import fcntl
 import itertools
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from twophase.base.config import Tree, UsageError, differences, dump_yaml, fingerprint, load_yaml, to_tree
-from twophase.base.files import TEMPORARY, write_atomic
+from twophase.base.files import TEMPORARY, make_folder, remove_leftovers, sync_folder, write_atomic
+from twophase.runs.log import Log, Mark, read_log, standard
 
 CONFIG, ENV, SUMMARY = "config.yaml", "env.json", "summary.json"
 METRICS, ROUNDS, STEPS = "metrics.jsonl", "rounds.jsonl", "steps.jsonl"
 LOCK = ".lock"
 _LOGS = (METRICS, ROUNDS, STEPS)
+_RATIOS = ("perplexity", "perplexity_per_byte", "engine_share")
+"""Numbers of a summary that a task may leave out."""
+_LONGEST_SECONDS = 1e10
+"""Above this, three centuries, the time of a run is a damaged number, which no date would hold."""
 
 
 class BusyError(UsageError):
@@ -45,16 +50,19 @@ class RunFolder:
         path: the folder.
         fingerprint: of the configuration in its `config.yaml`.
         resumed: whether the folder held this run's `config.yaml` before the claim.
+        accept_logs: whether `rewind` goes on with logs that were lost or altered, and marks the gap.
     """
 
-    def __init__(self, path: Path, identity: str, lock: int, *, resumed: bool) -> None:
+    def __init__(self, path: Path, identity: str, lock: int, *, resumed: bool, accept_logs: bool = False) -> None:
         self.path = path
         self.fingerprint = identity
         self.resumed = resumed
+        self.accept_logs = accept_logs
         self._lock: int | None = lock
+        self._logs = {name: Log(path / name) for name in _LOGS}
 
     @classmethod
-    def claim(cls, path: Path, config: Any) -> RunFolder:
+    def claim(cls, path: Path, config: Any, *, accept_logs: bool = False) -> RunFolder:
         """Make or reopen the folder of a run and keep every other process out of it.
 
         A missing or empty folder becomes this run's; one that holds the same configuration is resumed. Every refusal
@@ -63,6 +71,7 @@ class RunFolder:
         Args:
             path: the run's folder (`--out`).
             config: the resolved configuration, a tree of frozen dataclasses.
+            accept_logs: go on with logs that were lost or altered (`--accept-logs`).
 
         Returns:
             The claimed folder, with `config.yaml` written.
@@ -77,6 +86,7 @@ class RunFolder:
         lock = lock_folder(path, "is training")
         try:
             saved = _saved_tree(path, tree)  # once more, now that no other process can write
+            remove_leftovers(path)
             if saved is None:
                 write_atomic(path / CONFIG, dump_yaml(tree))
         except BaseException as error:
@@ -84,7 +94,8 @@ class RunFolder:
             if isinstance(error, OSError):
                 raise _unwritable(path, error) from None
             raise
-        return cls(path, fingerprint(tree if saved is None else saved), lock, resumed=saved is not None)
+        identity = fingerprint(tree if saved is None else saved)
+        return cls(path, identity, lock, resumed=saved is not None, accept_logs=accept_logs)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -126,6 +137,7 @@ class RunFolder:
         fault = _fault(record, self.fingerprint)
         if fault is not None:
             raise ValueError(f"RunFolder.finish: {fault}")
+        self.sync_logs()  # a power cut must not leave a finished run without its last lines
         write_atomic(self.path / SUMMARY, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
     def write_env(self, env: Mapping[str, Any]) -> None:
@@ -136,34 +148,50 @@ class RunFolder:
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one line to `metrics.jsonl`; numbers that are not finite become null."""
-        self._append(METRICS, record)
+        self._logs[METRICS].append(record)
 
     def log_round(self, record: Mapping[str, Any]) -> None:
         """Append one line to `rounds.jsonl`; numbers that are not finite become null."""
-        self._append(ROUNDS, record)
+        self._logs[ROUNDS].append(record)
 
     def log_step(self, record: Mapping[str, Any]) -> None:
         """Append one line to `steps.jsonl`; numbers that are not finite become null."""
-        self._append(STEPS, record)
+        self._logs[STEPS].append(record)
 
-    def position(self) -> dict[str, int]:
-        """Return the present length of each log in bytes; a checkpoint keeps it for `rewind`."""
-        paths = {name: self.path / name for name in _LOGS}
-        return {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
+    def position(self) -> dict[str, Mark]:
+        """Return the present length and SHA-256 of each log; a checkpoint keeps them for `rewind`."""
+        return {name: log.mark() for name, log in self._logs.items()}
 
-    def rewind(self, position: Mapping[str, int] | None = None) -> None:
+    def sync_logs(self) -> None:
+        """Bring the logs to the disk; another thread may append meanwhile."""
+        for log in self._logs.values():
+            log.sync()
+        sync_folder(self.path)
+
+    def rewind(self, position: Mapping[str, Mark | int] | None = None, step: int = 0) -> None:
         """Cut the logs back to where a checkpoint was taken, so that a resumed run repeats no line.
-
-        A log that is shorter than that keeps its whole lines; a last line that was cut in the middle goes.
 
         Args:
             position: what `position()` returned at the checkpoint; None, or a missing name, means from the start.
+            step: inner steps of the checkpoint.
+
+        Raises:
+            UsageError: a log that was lost or altered since, unless `accept_logs`; nothing is changed then.
         """
-        for name in _LOGS:
-            path = self.path / name
-            if path.exists():
-                with path.open("r+b") as file:
-                    file.truncate(_end_of_lines(file.read((position or {}).get(name, 0))))
+        marks = {name: (position or {}).get(name) for name in _LOGS}
+        faults = {name: fault for name, log in self._logs.items() if (fault := log.fault(marks[name])) is not None}
+        if faults and not self.accept_logs:
+            name, fault = next(iter(faults.items()))
+            raise UsageError(
+                f"{self.path / name}: is not the log that the checkpoint of step {step} counts ({fault}); put the file "
+                "back, or go on with what is there, the gap marked: repeat the command with --accept-logs (for a run "
+                f"of a sweep or study: twophase train --config {self.path / CONFIG} --out {self.path} --accept-logs)"
+            )
+        for name, log in self._logs.items():
+            if name in faults:
+                log.mend(step, faults[name])
+            else:
+                log.rewind(marks[name])
 
     def last_round(self) -> dict[str, Any] | None:
         """Return the newest whole line of `rounds.jsonl`; None where there is none."""
@@ -178,13 +206,8 @@ class RunFolder:
         for path in (*(self.path / log for log in _LOGS), self.checkpoint_dir):
             if path.exists():
                 path.rename(place / path.name)
+        self._logs = {name: Log(self.path / name) for name in _LOGS}
         return place
-
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        line = json.dumps(standard(record), allow_nan=False) + "\n"
-        # One unbuffered write of a whole line: a kill leaves at most one torn line, at the end.
-        with (self.path / name).open("ab", buffering=0) as file:
-            file.write(line.encode())
 
 
 def read_summary(path: Path, expected: str | None = None) -> dict[str, Any] | None:
@@ -202,33 +225,18 @@ def read_summary(path: Path, expected: str | None = None) -> dict[str, Any] | No
     try:
         record = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
         wanted = fingerprint(load_yaml(path / CONFIG)) if expected is None else expected
-    except (OSError, ValueError):  # unreadable, not UTF-8, not JSON, or (UsageError) no sound config.yaml
+    except (OSError, ValueError, RecursionError):  # unreadable, no JSON, or (UsageError) no sound config.yaml
         return None
     return record if _fault(record, wanted) is None else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `.jsonl` file without a torn last line; a missing file is empty.
+    """Return the records of a `.jsonl` file but for a torn last line and marks of gaps; a missing file is empty.
 
     Raises:
         UsageError: a whole line that is not a JSON object.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(data[: _end_of_lines(data)].splitlines(), start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise UsageError(
-                f"{path}: line {number} is not a JSON object; the file is damaged: put it back, or take the line out"
-            )
-        records.append(record)
-    return records
+    return read_log(path)[0]
 
 
 def lock_folder(path: Path, doing: str) -> int:
@@ -242,7 +250,7 @@ def lock_folder(path: Path, doing: str) -> int:
         UsageError: the folder cannot be written.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise _unwritable(path, error) from None
@@ -331,29 +339,19 @@ def _fault(record: Any, wanted: str) -> str | None:
         "exit_reason": (str,),
         "config": (str,),
     }
-    for key, kind in kinds.items():
+    counts = {name: (int,) for name in ("steps", "rounds", "restarts") if name in record}
+    ratios = {name: (int, float, type(None)) for name in _RATIOS if name in record}
+    for key, kind in (kinds | counts | ratios).items():
         if key not in record:
             return f"the summary has no {key!r}"
         value = record[key]
         fits = isinstance(value, kind) and (bool in kind or not isinstance(value, bool))
-        fits = fits and not (isinstance(value, float) and not math.isfinite(value))
+        # JSON knows whole numbers that no float holds, such as 10**400.
+        largest = _LONGEST_SECONDS if key == "seconds" else sys.float_info.max
+        fits = fits and (not isinstance(value, (int, float)) or abs(value) <= largest)
         if not fits or (key == "config" and value != wanted):
-            return f"the summary's {key!r} is {value!r}, which does not fit"
+            return f"the summary's {key!r} is {str(value)[:80]!r}, which does not fit"
     return None
-
-
-def standard(value: Any) -> Any:
-    """Return the value with null for every number that is not finite, which JSON cannot hold."""
-    if isinstance(value, Mapping):
-        return {str(key): standard(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [standard(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _end_of_lines(data: bytes) -> int:
-    """Return number of bytes up to the end of the last whole line."""
-    return data.rfind(b"\n") + 1
 
 
 def _unwritable(path: Path, error: OSError) -> UsageError:

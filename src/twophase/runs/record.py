@@ -22,7 +22,8 @@ from twophase.base.config import UsageError, flatten, load_yaml
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, list_some, read_lines, read_summary
+from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, list_some, read_summary
+from twophase.runs.log import read_log
 
 Column = NDArray[np.float64]
 Line = Mapping[str, Any]
@@ -200,16 +201,20 @@ def _json_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise UsageError(
             f"{path}: is damaged (it holds no JSON object); put it back, or move it out of the folder"
         ) from None
 
 
 def _log(record: RunRecord, name: str) -> list[dict[str, Any]]:
-    """Return the lines of a log, with a sentence among the problems if the last is torn."""
+    """Return the lines of a log, with a sentence among the problems for a gap and for a torn last line."""
     path = record.path / name
-    lines = read_lines(path)
+    lines, gaps = read_log(path)
+    record.problems += [
+        f"{name} was lost or altered before the run went on from step {gap['step']} with --accept-logs ({gap['gap']})."
+        for gap in gaps
+    ]
     if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
         record.problems.append(f"The last line of {name} is cut in its middle; left out.")
     return lines

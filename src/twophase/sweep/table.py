@@ -125,7 +125,7 @@ def rows_of(
             numbers = (None, None, None)
         else:
             state = "diverged" if summary["diverged"] else "finished"
-            numbers = (summary["perplexity"], summary["validation_loss"], summary["seconds"])
+            numbers = (summary.get("perplexity"), summary["validation_loss"], summary["seconds"])
         rows.append(Row(cell.arm, cell.run_id, sweep.values(cell), state, *numbers, cell.control_of, twin))
     return rows
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from twophase.base.config import UsageError, from_tree, with_values
+from twophase.base.files import append_line
 from twophase.sweep.forest import Grower
 from twophase.sweep.plan import Job
 from twophase.sweep.work import DONE_LOG, RUNS, STATES, Stopped, Work, work
@@ -98,9 +99,7 @@ class _Executor:
                 "most_held": tally.most_held,
             }
             with suppress(OSError):  # these are for people: a full disk must not undo a job that is done
-                # One unbuffered write of a whole line: workers of several processes do not mix theirs.
-                with (plan.folder / DONE_LOG).open("ab", buffering=0) as file:
-                    file.write((json.dumps(record) + "\n").encode())
+                append_line(plan.folder / DONE_LOG, (json.dumps(record) + "\n").encode())
                 print(
                     f"job {job.id}: {len(job.runs)} runs, {record['steps']} inner steps in {record['seconds']:.1f} s; "
                     f"so far at most {tally.most_held} states held, {tally.spilled} on disk alone",

@@ -17,7 +17,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -68,13 +68,23 @@ class Writer:
         fingerprint: of the configuration; a checkpoint of another one is refused when loading.
         keep: number of checkpoints that stay; older ones go once a newer one is complete.
         communicator: the processes of the run; used by the methods and never by the thread.
+        before: called in the thread before a checkpoint becomes visible: brings to the disk what `progress` counts.
     """
 
-    def __init__(self, folder: Path, *, fingerprint: str, keep: int, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fingerprint: str,
+        keep: int,
+        communicator: Communicator,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
         self.keep = keep
         self.comm = communicator
+        self._before = before
         self._snapshots = Snapshots()
         self._thread: threading.Thread | None = None
         self._step = 0
@@ -130,6 +140,8 @@ class Writer:
                             return
                         files.write(self._writing / name, part)
                         self._entries[name] = _entry(self._writing / name)
+                # A checkpoint that outlives a power cut must not count lines of a log that do not.
+                self._before()
                 if self.comm.size == 1:
                     self._complete(self._entries)
             except OSError as error:

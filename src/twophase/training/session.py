@@ -181,16 +181,18 @@ def _await_first(patience: float) -> None:
 
 
 @contextmanager
-def claimed(out: Path, config: RunConfig, communicator: Communicator) -> Iterator[RunFolder]:
+def claimed(
+    out: Path, config: RunConfig, communicator: Communicator, *, accept_logs: bool = False
+) -> Iterator[RunFolder]:
     """Claim the run's folder in process 0 on behalf of all; a refusal is raised in every process."""
     if communicator.elastic or communicator.size == 1:
-        with RunFolder.claim(out, config) as folder:
+        with RunFolder.claim(out, config, accept_logs=accept_logs) as folder:
             yield folder
         return
     folder, refusal = None, None
     if communicator.rank == 0:
         try:
-            folder = RunFolder.claim(out, config)
+            folder = RunFolder.claim(out, config, accept_logs=accept_logs)
         except UsageError as error:
             refusal = str(error)
     refusal = communicator.gather(refusal)[0]

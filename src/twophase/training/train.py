@@ -68,7 +68,11 @@ def train(
         saved = checkpoint.latest_step(folder.checkpoint_dir) if joined is None else None
 
     with checkpoint.Writer(
-        folder.checkpoint_dir, fingerprint=fingerprint(config), keep=config.keep_checkpoints, communicator=run.files
+        folder.checkpoint_dir,
+        fingerprint=fingerprint(config),
+        keep=config.keep_checkpoints,
+        communicator=run.files,
+        before=folder.sync_logs if run.lead else lambda: None,
     ) as writer:
         while (joined is not None or done.step < config.steps) and done.exit_reason == RUNNING:
             if joined is None:
@@ -150,7 +154,7 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
 def _restore(run: Trainer, folder: RunFolder) -> None:
     """Continue from the newest checkpoint, if there is one; process 0 says which that is."""
     newest = run.files.gather(checkpoint.latest(folder.checkpoint_dir))[0]
-    logs: dict[str, int] = {}
+    logs: dict[str, Any] = {}
     if newest is not None:
         saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
         numbers = saved.progress()
@@ -174,9 +178,16 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
         run.done = Progress(**numbers)
         if run.done.exit_reason == STOPPED:
             run.done.exit_reason = RUNNING
+    refusal = None
     if run.lead:
-        with _disk(folder):
-            folder.rewind(logs)  # lines written after the checkpoint will be written again
+        try:
+            with _disk(folder):
+                folder.rewind(logs, run.done.step)  # lines written after the checkpoint will be written again
+        except UsageError as error:
+            refusal = str(error)
+    refusal = run.files.gather(refusal)[0]
+    if refusal is not None:
+        raise UsageError(refusal)
 
 
 def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:

@@ -1,0 +1,158 @@
+"""A log of a run: whole lines of JSON, whose length and SHA-256 a checkpoint remembers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from twophase.base.config import UsageError
+from twophase.base.files import append_line, end_of_lines, write_atomic
+
+Mark = dict[str, Any]
+"""`bytes` and `sha256` of a log at some moment; JSON."""
+_GAP = {"step", "gap"}
+"""Keys of the line that marks where a log was lost or altered."""
+
+
+class Log:
+    """A log that one process writes, with the running SHA-256 of its whole lines.
+
+    Args:
+        path: the file, which may be missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._bytes = 0
+        self._digest: Any = None
+        """None until the file is first used: a finished run's logs are read by none of this."""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append a line; numbers that are not finite become null."""
+        self._open()
+        line = (json.dumps(standard(record), allow_nan=False) + "\n").encode()
+        append_line(self.path, line)
+        self._bytes += len(line)
+        self._digest.update(line)
+
+    def mark(self) -> Mark:
+        """Return length and SHA-256 of the whole lines so far."""
+        self._open()
+        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+
+    def sync(self) -> None:
+        """Bring the lines so far to the disk; another thread may append meanwhile."""
+        with suppress(FileNotFoundError):
+            file = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+    def fault(self, mark: Mark | int | None) -> str | None:
+        """Say how the file differs from what was there at a mark; None if it begins with the same bytes.
+
+        Args:
+            mark: what `mark` returned; a bare length is that of an older checkpoint, None the empty log.
+        """
+        data, (length, sha256) = self._read(), _parts(mark)
+        if len(data) < length:
+            return f"{len(data):,} bytes are left of {length:,}"
+        if sha256 is not None and hashlib.sha256(data[:length]).hexdigest() != sha256:
+            return f"its first {length:,} bytes were altered"
+        return None
+
+    def rewind(self, mark: Mark | int | None) -> None:
+        """Cut the file back to a mark that it has no fault against; half a line at the end goes as well."""
+        if self.path.exists():
+            end = end_of_lines(self._read()[: _parts(mark)[0]])
+            os.truncate(self.path, end)
+        self._digest = None
+
+    def mend(self, step: int, fault: str) -> None:
+        """Keep the lines up to a step that can be read, mark the gap with a line, and put the old file beside.
+
+        Args:
+            step: the inner steps at which the run goes on.
+            fault: what `fault` has said.
+        """
+        data = self._read()
+        if data:
+            places = (self.path.with_name(f"{self.path.name}.gap-{number}") for number in itertools.count(1))
+            write_atomic(next(place for place in places if not place.exists()), data)
+        lines = [*_readable(data, step), {"step": step, "gap": fault}]
+        write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+        self._digest = None
+
+    def _read(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b""
+
+    def _open(self) -> None:
+        if self._digest is None:
+            data = self._read()
+            data = data[: end_of_lines(data)]
+            self._bytes, self._digest = len(data), hashlib.sha256(data)
+
+
+def read_log(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the records of a log without a torn last line, and apart from them the lines that mark gaps.
+
+    Raises:
+        UsageError: a whole line that is not a JSON object.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return [], []
+    records: list[dict[str, Any]] = []
+    gaps: list[dict[str, Any]] = []
+    for number, line in enumerate(data[: end_of_lines(data)].splitlines(), start=1):
+        record = _record(line)
+        if record is None:
+            raise UsageError(
+                f"{path}: line {number} is not a JSON object; the file is damaged: put it back, or take the line out"
+            )
+        (gaps if record.keys() == _GAP else records).append(record)
+    return records, gaps
+
+
+def standard(value: Any) -> Any:
+    """Return the value with null for every number that is not finite, which JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {str(key): standard(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [standard(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _readable(data: bytes, step: int) -> Iterator[dict[str, Any]]:
+    """Yield the lines of ascending steps up to one, and former gaps before it; a damaged line is none."""
+    last = 0
+    for line in data[: end_of_lines(data)].splitlines():
+        record = _record(line) or {}
+        at = record.get("step")
+        if isinstance(at, int) and last < at <= step and not (at == step and record.keys() == _GAP):
+            last = at
+            yield record
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _parts(mark: Mark | int | None) -> tuple[int, str | None]:
+    """Return length and SHA-256 of a mark; no SHA-256 where an older checkpoint has none."""
+    if isinstance(mark, dict):
+        return mark["bytes"], mark["sha256"]
+    return mark or 0, None
