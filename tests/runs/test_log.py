@@ -176,16 +176,20 @@ def test_finish_syncs_the_logs_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder.release()
 
 
-WRITER = """
+WRITERS = {
+    "a file": "os.fsync = wait; files.write_atomic(Path(sys.argv[1]), b'new')",
+    "a library's file": "with files.replacing(Path(sys.argv[1])) as path: path.with_name('.tmpx').touch(); wait()",
+}
+START = """
 import os, sys, time
 from pathlib import Path
 import twophase.base.files as files
-os.fsync = lambda _: (print("writing", flush=True), time.sleep(60))
-files.write_atomic(Path(sys.argv[1]), b"new")
+wait = lambda *_: (print("writing", flush=True), time.sleep(60))
 """
 
 
-def test_leftovers_of_the_dead_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", WRITERS)
+def test_leftovers_of_the_dead_alone(tmp_path: Path, writer: str) -> None:
     """What a live process writes stays, though it is suspended; what it leaves when it is killed goes.
 
     So do folders; other names, such as open shards, are none of this.
@@ -197,7 +201,9 @@ def test_leftovers_of_the_dead_alone(tmp_path: Path) -> None:
     folder = tmp_path / ".tmp-export-12-0123abcd"
     folder.mkdir()
     (folder / "part").write_bytes(b"half")
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", START + WRITERS[writer], str(path)], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"writing\n"
         process.send_signal(signal.SIGSTOP)

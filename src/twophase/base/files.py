@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 DIGITS = 12
 """Significant digits of a number in a table: the last ones of a double differ between processors."""
@@ -38,50 +38,57 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
         OSError: the folder cannot be written or the disk is full; `path` is then as it was.
     """
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path, durable=durable) as temporary, temporary.open("wb") as file:
-        file.write(data)
-        if durable:
+    remove_leftovers(path.parent, path.name)
+    temporary, descriptor = locked_temporary(path)
+    try:
+        with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
+            file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
+            temporary.replace(path)  # under the lock: without one, the old name is that of a leftover
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
 
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield an empty file in the same folder; it takes the name `path` when the block has written it.
+    """Yield a path in a temporary folder beside `path`; the file that the block writes there then takes its name.
+
+    The folder also holds what a library writes on its way: safetensors, too, writes under another name first.
 
     Args:
         path: the file; it stays as it was if the block raises.
         durable: whether the name must survive a power cut; the block itself syncs the bytes.
     """
     remove_leftovers(path.parent, path.name)
-    temporary, file = _locked_temporary(path)
+    folder, descriptor = locked_temporary(path, is_folder=True)
     try:
-        yield temporary
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        yield folder / path.name
+        (folder / path.name).replace(path)
     finally:
-        file.close()  # not before it has its name: under the other, without a lock, it is one that a crash has left
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
     if durable:
         sync_folder(path.parent)
 
 
-def temporary_name(path: Path) -> Path:
-    """Name a file or folder that will become `path`; `remove_leftovers` knows such names."""
-    return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
-
-
-def _locked_temporary(path: Path) -> tuple[Path, BinaryIO]:
-    """Create a file under a temporary name, locked for as long as it is open."""
+def locked_temporary(path: Path, *, is_folder: bool = False) -> tuple[Path, int]:
+    """Create a file or folder under a temporary name beside `path`, locked until the returned descriptor is closed."""
     while True:
         # Not tempfile's, whose mode 0600 would hide results from colleagues: here the umask decides, as for any file.
-        temporary = temporary_name(path)
-        file = temporary.open("xb")
-        lock(file.fileno(), wait=True)
+        temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        if is_folder:
+            temporary.mkdir()
+        flags = os.O_RDONLY if is_folder else os.O_RDWR | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(temporary, flags, 0o666)
+        lock(descriptor, wait=True)
         if temporary.exists():
-            return temporary, file
-        file.close()  # another process took it for a leftover in the moment before the lock
+            return temporary, descriptor
+        os.close(descriptor)  # another process took it for a leftover in the moment before the lock
 
 
 def lock(file: int, *, wait: bool = False) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from twophase.base.config import UsageError
-from twophase.base.files import TEMPORARY, sync_folder, write_atomic
+from twophase.base.files import locked_temporary, remove_leftovers, sync_folder, write_atomic
 from twophase.diloco.flat import checksum, plan
 from twophase.runs.folder import CONFIG, ENV, SUMMARY
 from twophase.tasks.lm.config import TrainConfig
@@ -207,8 +206,8 @@ def _write_model(folder: Path, model: Llama, config: TrainConfig, ids: Ids, dtyp
 def _appearing(out: Path) -> Iterator[Path]:
     """Yield a folder to fill, which then becomes `out`; on an error nothing is left of it."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder = out.with_name(f"{TEMPORARY}{out.name}-{os.getpid()}-{secrets.token_hex(4)}")
-    folder.mkdir()
+    remove_leftovers(out.parent, out.name)
+    folder, descriptor = locked_temporary(out, is_folder=True)
     try:
         yield folder
         for path in folder.rglob("*"):
@@ -221,3 +220,5 @@ def _appearing(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    finally:
+        os.close(descriptor)
