@@ -17,7 +17,7 @@ from twophase.base.config import with_values
 from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import _blockwise_cells as cells
-from twophase.studies import _singly, blockwise, study
+from twophase.studies import _training, blockwise, study
 from twophase.studies._blockwise_cells import ALL, MEAN, NEVER, ORACLE, ROUNDS, SEARCH, SHUFFLED
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.run import Status
@@ -200,7 +200,7 @@ def test_several_workers_train_what_one_does(small: Scale, tmp_path: Path) -> No
     """Two processes leave the same runs, bit for bit."""
     perplexities = []
     for workers in (1, 2):
-        trained_rows, *_ = _singly.train_in_stages(
+        trained_rows, *_ = _training.train_in_stages(
             OneStage(), small, tmp_path / str(workers), runs=tmp_path / f"runs{workers}", workers=workers
         )
         perplexities.append([(row.run, row.perplexity) for row in trained_rows])
@@ -210,6 +210,8 @@ def test_several_workers_train_what_one_does(small: Scale, tmp_path: Path) -> No
 
 class OneStage:
     """A study that measures nothing."""
+
+    CHOOSES_RUNS = True
 
     def sweep(self, scale: Scale, rows: object, measured: object) -> Sweep:
         """Two of the study's runs."""

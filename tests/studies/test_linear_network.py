@@ -21,17 +21,22 @@ from twophase.figures.style import styled
 from twophase.rule import OuterRule
 from twophase.studies import linear_network
 from twophase.studies._digits import (
+    QUICK,
+    RULES,
+    USUAL,
     Inner,
     Linearised,
     Network,
     deviations,
+    fit,
     largest_eigenvalue,
     load_data,
     modes_of,
     modes_of_shards,
+    shard_part,
     train,
 )
-from twophase.studies.linear_network import PAPER, QUICK, RULES, USUAL
+from twophase.studies._model import HEAVY_BALL as PAPER
 from twophase.studies.study import Result
 from twophase.theory.modes import transition
 
@@ -168,7 +173,7 @@ def test_exponents_are_found():
         for width in settings.widths
         for seed in range(2)
     ]
-    fitted = linear_network.fit(rows, "r", "3", settings)["departure"]
+    fitted = fit(rows, {"rule": "r", "restart": "3"}, settings)["departure"]
     assert fitted["exponent"] == pytest.approx(-0.75)
     assert fitted["standard_error"] == pytest.approx(0, abs=1e-6)
     assert np.exp(fitted["intercept"]) == pytest.approx(2)
@@ -241,7 +246,7 @@ def test_different_data_follow_their_own_modes(model: Linearised, inner: Inner, 
 
 def test_the_same_every_time(data):
     """Rows and numbers are the same, to the last bit, in a second run."""
-    first, second = (linear_network.shard_part(TINY, data, "3") for _ in range(2))
+    first, second = (shard_part(TINY, data, "3") for _ in range(2))
     np.testing.assert_equal(first, second)
 
 

@@ -19,7 +19,7 @@ from twophase.base.config import UsageError, with_values
 from twophase.figures.style import styled
 from twophase.recipes.paper import QUICK, SCALES, Scale, robustness_heatmaps, soft_restart
 from twophase.restart import mean_outer_gain
-from twophase.studies import _lm, study
+from twophase.studies import _lm, _training, study
 from twophase.studies import retuning as retuning_study
 from twophase.studies import robustness_heatmaps as heatmaps_study
 from twophase.studies import soft_restart as soft_study
@@ -54,7 +54,7 @@ def results(name: str, scale: Scale, value: Value) -> tuple[Any, list[Row]]:
     """A study's result on made-up runs, all stages."""
     module, results_so_far, cells = MODULES[name], [], 0
     while True:
-        sweep = module.sweep(scale, results_so_far)
+        sweep = module.sweep(scale, results_so_far) if name == "retuning" else module.sweep(scale)
         if len(sweep.cells) == cells:
             return module.table(results_so_far, scale), results_so_far
         cells, results_so_far = len(sweep.cells), rows(sweep, value)
@@ -286,7 +286,7 @@ def test_diverged_and_missing_settings_stay(name: str) -> None:
 def test_nothing_known_yet(name: str) -> None:
     """Before any run has ended, table, answer and page say so instead of failing."""
     module = MODULES[name]
-    result = module.table(rows(module.sweep(QUICK, []), lambda _: None), QUICK)
+    result = module.table(rows(module.sweep(QUICK), lambda _: None), QUICK)
     assert {row["state"] for row in result.rows} == {"missing"}
     text = module.answer(result)
     assert "Not known" in text
@@ -348,14 +348,14 @@ def test_a_sweep_study_is_complete(name: str) -> None:
 def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The heatmaps and soft restarts are one sweep, the retuning two; repeated, it begins where it had arrived."""
     scale, launcher = small(tmp_path), Launcher(gain_only)
-    monkeypatch.setattr(study, "run_sweep", launcher)
+    monkeypatch.setattr(_training, "run_sweep", launcher)
     outcome = study.run(name, tmp_path / "out", scale=scale, workers=3)
     assert [path.name for path in outcome.paths] == [f"{name}.{ending}" for ending in ("png", "pdf", "csv", "json")]
     assert len(launcher.sweeps) == (2 if name == "retuning" else 1)
     assert (launcher.options["workers"], launcher.options["threads"]) == (3, 1)
     assert launcher.options["runs"] == tmp_path / "out" / "runs"
     again, facts_and_rows = Launcher(gain_only), [path.read_bytes() for path in outcome.paths[2:]]
-    monkeypatch.setattr(study, "run_sweep", again)
+    monkeypatch.setattr(_training, "run_sweep", again)
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
     assert [path.read_bytes() for path in study.run(name, tmp_path / "out", scale=scale).paths] == facts_and_rows
     if not hasattr(study.load(name), "CHOOSES_RUNS"):  # from its table alone, elsewhere, without training
@@ -374,7 +374,7 @@ def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatc
 
 def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that could not be trained end the study with their names and reasons, before anything is written."""
-    monkeypatch.setattr(study, "run_sweep", Launcher(gain_only, fail=["abc123"]))
+    monkeypatch.setattr(_training, "run_sweep", Launcher(gain_only, fail=["abc123"]))
     with pytest.raises(
         RuntimeError, match=r"1 of the \d+ runs of soft-restart-quick could not.*\n  run abc123: it broke"
     ):
@@ -395,7 +395,7 @@ def test_scales_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     for options, folder, name in asked:
         launcher = Launcher(gain_only)
-        monkeypatch.setattr(study, "run_sweep", launcher)
+        monkeypatch.setattr(_training, "run_sweep", launcher)
         study.run("soft_restart", tmp_path, **options)
         assert launcher.sweeps[0].spec() == soft_restart(SCALES[name]).spec()
         assert (tmp_path / folder / "cells.csv").is_file()

@@ -18,7 +18,7 @@ import textmaker
 from twophase.base.config import UsageError, with_values
 from twophase.cli.main import main
 from twophase.recipes.paper import QUICK, Scale
-from twophase.studies import robustness_heatmaps, study
+from twophase.studies import _training, robustness_heatmaps, study
 from twophase.studies._so_far import complete
 from twophase.sweep.table import SEED, Row, write_rows
 
@@ -93,7 +93,7 @@ def test_a_run_that_stands_for_others_counts_once() -> None:
 
 def begun(name: str, out: Path, scale: Scale, lacks: Callable[[Row], bool] = lambda _: False) -> list[Row]:
     """Make a study's folder with its table, in which some runs have not ended; return the rows."""
-    sweep = study.load(name).sweep(scale, [])
+    sweep = study.load(name).sweep(scale)
     gone = {"state": "missing", "perplexity": None, "validation_loss": None, "seconds": None}
     made: list[Row] = madeup.rows(sweep, lambda cell: 9 + cell.config.outer.lr + 0.1 * cell.config.seed)
     rows = [replace(row, **gone) if lacks(row) else row for row in made]
@@ -108,7 +108,7 @@ def begun(name: str, out: Path, scale: Scale, lacks: Callable[[Row], bool] = lam
 def test_it_says_what_the_study_says_of_those_runs_and_writes_nothing(name: str, tmp_path: Path) -> None:
     """With all runs the study's own answer; without the last seed's that of a study of the first two."""
     module: Any = study.load(name)
-    third = sorted({cell.config.seed for cell in module.sweep(SCALE, []).cells})[2]
+    third = sorted({cell.config.seed for cell in module.sweep(SCALE).cells})[2]
     for first_open in (third, 99):
         out = tmp_path / str(first_open)
         rows = begun(name, out, SCALE, lambda row, seed=first_open: row.values[SEED] >= seed)
@@ -127,7 +127,7 @@ def test_it_says_what_the_study_says_of_those_runs_and_writes_nothing(name: str,
 @pytest.mark.parametrize("name", [NAME, "robustness_heatmaps", "soft_restart", "wires"])
 def test_whatever_is_missing_something_is_said(name: str, tmp_path: Path) -> None:
     """All, half or a few runs, or whole arms are missing at random, as while a study trains: never an error."""
-    arms = sorted({cell.arm for cell in study.load(name).sweep(SCALE, []).cells})
+    arms = sorted({cell.arm for cell in study.load(name).sweep(SCALE).cells})
     for number, share in enumerate((1.0, 0.5, 0.02, 0.0)):
         rng = random.Random(number)
         gone, out = set(rng.sample(arms, rng.randint(0, len(arms) - 1))), tmp_path / str(number)
@@ -156,7 +156,7 @@ def test_a_damaged_table_is_told_and_written_again(tmp_path: Path, monkeypatch: 
         swept.append((sweep, folder))
         raise RuntimeError("as far as this")
 
-    monkeypatch.setattr(study, "run_sweep", stopped)
+    monkeypatch.setattr(_training, "run_sweep", stopped)
     monkeypatch.setattr("twophase.tasks.build.preflight_all", lambda _: {})
     with pytest.raises(RuntimeError, match="as far as this"):
         study.run("robustness_heatmaps", tmp_path, scale=SCALE)

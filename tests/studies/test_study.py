@@ -63,14 +63,16 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_study_is_its_file(toy: Any) -> None:
-    """A module in the folder is a study without being named anywhere; helpers with an underscore are none.
-
-    A study that cannot be imported here is listed with its question all the same.
-    """
+    """A module in the folder is a study without being named anywhere; helpers with an underscore are none."""
     assert study.names() == ["toy"]
-    (study._FOLDER / "broken.py").write_text('import nonexistent\n\nQUESTION = "What?"\n', encoding="utf-8")
-    assert study.questions() == {"broken": "What?", "toy": "Is it so?"}
-    assert toy.QUESTION == "Is it so?"
+    assert study.questions() == {"toy": toy.QUESTION} == {"toy": "Is it so?"}
+
+
+def test_a_list_of_studies_loads_no_torch() -> None:
+    """Every study can be imported, and asked its question, without torch, matplotlib and pandas."""
+    code = "import sys; from twophase.studies.study import questions; assert len(questions()) > 9; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "matplotlib", "pandas", "sklearn"} & set(done.stdout.split())
 
 
 def test_every_study_is_complete() -> None:

@@ -49,7 +49,7 @@ def rows(sweep: Sweep, value: Value) -> list[Row]:
 
 
 def result_of(value: Value, scale: Scale = LAPTOP) -> Any:
-    return wires.table(rows(wires.sweep(scale, []), value), scale)
+    return wires.table(rows(wires.sweep(scale), value), scale)
 
 
 def seeds_only(cell: Cell) -> float:
@@ -79,11 +79,12 @@ GAIN = "sent as {}, K=3 gains"
 @pytest.mark.parametrize("scale", [QUICK, LAPTOP, PAPER], ids=["quick", "laptop", "paper"])
 def test_each_run_is_there_on_every_wire(scale: Scale) -> None:
     """Runs on a lossy wire differ from a float32 run in the wire alone, and no run stands for one on another wire."""
-    sweep = wires.sweep(scale, [])
+    sweep = wires.sweep(scale)
     by_wire: dict[str, list[Any]] = {wire: [] for wire in WIRES}
     for config in sweep.runs.values():
         tree = to_tree(config)
         by_wire[tree["sync"].pop("wire")].append(tree)
+    assert wires.WIRES == WIRES
     assert by_wire["float32"] == by_wire["bfloat16"] == by_wire["int8"]
     momenta = {cell.config.outer.momentum for cell in sweep.cells}
     assert len(sweep.runs) == 3 * 2 * 2 * len(momenta) * len(scale.seeds) == len(sweep.cells)

@@ -1,4 +1,4 @@
-"""Real networks for the study `linear_network`: data, models, training by the engine, their modes, what is measured."""
+"""The runs of the study `linear_network`: data, models, training by the engine, their modes, and what is measured."""
 
 from __future__ import annotations
 
@@ -6,25 +6,60 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import linregress
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from twophase.base.config import UsageError
 from twophase.diloco.engine import DiLoCo
+from twophase.policies.gain import mean_outer_gain
+from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
+from twophase.studies._model import AVERAGING, HEAVY_BALL, NESTEROV, USUAL, select
 from twophase.theory.contraction import restart_factor
+from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import effective_progress
-from twophase.theory.periods import best_period
+from twophase.theory.periods import best_period, log_final_loss
 from twophase.theory.rollout import rollout
 
 Floats: TypeAlias = NDArray[np.float64]
 Data: TypeAlias = tuple[Tensor, Tensor]
 """Images, one a row, and targets."""
+Rows: TypeAlias = list[dict[str, Any]]
+RULES = (HEAVY_BALL, NESTEROV, OuterRule(0.7, 0.9), USUAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the study computes; `safety` is inner lr times the largest eigenvalue."""
+
+    digits: tuple[int, int] = (4, 9)
+    images: int = 40
+    safety: float = 0.9
+    inner_steps: int = 32
+    rounds: int = 24
+    linear_width: int = 128
+    widths: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
+    seeds: int = 4
+    fitted_from: int = 64
+    shard_inner_steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+
+
+FULL = Settings()
+QUICK = Settings(
+    inner_steps=16,
+    rounds=14,
+    linear_width=32,
+    widths=(16, 64, 256),
+    seeds=2,
+    fitted_from=16,
+    shard_inner_steps=(1, 2, 4, 16),
+)
 
 
 @contextmanager
@@ -235,3 +270,188 @@ def departures(path: Floats, expected: Floats) -> dict[str, float]:
         "log10_loss_linear": log10_loss(expected)[-1],
         "log10_loss": log10_loss(path)[-1],
     }
+
+
+# ------------------------------------------------------------------------------------------------- the linear model
+
+
+def measured(settings: Settings) -> tuple[Rows, dict[str, Any]]:
+    """Train the linear model, networks of several widths, and the linear model on halves of the data."""
+    data = load_data(settings.digits, settings.images)
+    with one_thread():
+        linear_rows, linear = linear_part(settings, data)
+        network_rows, network = network_part(settings, data)
+        shard_rows, shards = shard_part(settings, data, network["runs"][1]["restart"])
+    return linear_rows + network_rows + shard_rows, {"linear": linear, "network": network, "shards": shards}
+
+
+def linear_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
+    """The linear model against the theory: two replicas with equal data, every rule, policy, mode and cycle."""
+    rounds = settings.rounds
+    model = Linearised.of(Network(settings.linear_width, 0, data))
+    inner = Inner(settings.safety / largest_eigenvalue(model), settings.inner_steps)
+    modes = modes_of(model, inner)
+    rows, distances, cycles = [], [], []
+    for rule in RULES:
+        best = modes.period(rule, rounds)
+        for restart, period in {"never": rounds, str(best): best, "3": 3}.items():
+            path = train(model, rule, restart, rounds, inner, model.some(slice(None)), model.some(slice(None)))
+            distance, contraction, factor = deviations(path, modes, rule, restart, period)
+            distances.append(distance)
+            cycles.append(contraction)
+            worst = np.nanmax(np.abs(contraction - factor), axis=0, initial=0.0)
+            columns = {"sigma": modes.sigma, "factor": factor, "contraction": contraction[0], "deviation": worst}
+            place = {"part": "linear", "rule": rule.describe(), "restart": restart, "chosen": period == best}
+            rows += [place | dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
+    return rows, {
+        "parameters": model.theta.numel(),
+        "runs": len(distances),
+        "residual_deviation": max(distances),
+        "contraction_deviation": max(row["deviation"] for row in rows),
+        "contractions_measured": sum(int(np.isfinite(each).sum()) for each in cycles),
+        "contractions": sum(each.size for each in cycles),
+        "sigma_lowest": modes.sigma.min(),
+        "sigma_median": np.median(modes.sigma),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- the network
+
+
+def network_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
+    """Networks of growing width against their linearisations, with and without restarts, and the controls."""
+    rounds, rows, runs, tuned = settings.rounds, [], [], {}
+    extremes = min(settings.widths), max(settings.widths)
+    for width in sorted(settings.widths, reverse=True):
+        for seed in range(settings.seeds):
+            model = Linearised.of(Network(width, seed, data))
+            inner = Inner(settings.safety / largest_eigenvalue(model), settings.inner_steps)
+            modes = modes_of(model, inner)
+            if not runs:  # the widest network chooses the periods, for all
+                runs, tuned = plan(modes, rounds), tuned_losses(modes, rounds)
+            for rule, restart in runs:
+                path = train(Network(width, seed, data), rule, restart, rounds, inner)
+                expected = modes.predict(rule, restart, rounds)
+                place = {"rule": rule.describe(), "restart": restart, "width": width, "seed": seed}
+                rows.append({"part": "network"} | place | departures(path, expected))
+                if seed == 0 and width in extremes:
+                    losses = zip(log10_loss(expected), log10_loss(path), strict=True)
+                    rows += [
+                        {"part": "curve"} | place | {"round": t, "log10_loss_linear": linear, "log10_loss": actual}
+                        for t, (linear, actual) in enumerate(losses)
+                    ]
+    named = [{"rule": rule.describe(), "restart": restart} for rule, restart in runs]
+    pairs = [(named[0], named[1]), (named[2], named[3])]
+    return rows, {
+        "matched_lr": {rule.describe(): mean_gain(rule, int(period)) for rule, period in (runs[1], runs[3])},
+        "runs": [run | fit(rows, run, settings) for run in named],
+        "restart_over_never": [departure_ratios(rows, *pair) for pair in pairs],
+        "benefit": [benefit(rows, *pair, width) for pair in pairs for width in settings.widths],
+        "tuned_log10_loss_linear": tuned,
+    }
+
+
+def plan(modes: Modes, rounds: int) -> list[tuple[OuterRule, str]]:
+    """The runs: two rules without and with restarts, averaging, and no momentum at the restarts' mean gain."""
+    periods = {rule: modes.period(rule, rounds) for rule in (HEAVY_BALL, USUAL)}
+    pairs = [(rule, restart) for rule, period in periods.items() for restart in ("never", str(period))]
+    return [*pairs, (AVERAGING, "never"), (OuterRule(mean_gain(HEAVY_BALL, periods[HEAVY_BALL]), 0.0), "never")]
+
+
+def mean_gain(rule: OuterRule, period: int) -> float:
+    """What a slow mode sees a round in a cycle: the lr of the momentum-free rule of matched gain (theory note R31)."""
+    return mean_outer_gain(rule, Periodic(period), period)
+
+
+def tuned_losses(modes: Modes, rounds: int) -> dict[str, float]:
+    """What the linear theory promises to tuning: log10 of the lowest loss over lr up to 3, momentum and both kinds."""
+    grid = rule_grid(np.arange(1, 61)[:, None, None] / 20, np.arange(20)[:, None] / 20, [False, True])
+    losses = log_final_loss(grid, modes.sigma, rounds, np.arange(1, rounds + 1), weights=modes.initial**2)
+    losses = losses / np.log(10) + math.log10(np.mean(modes.initial**2))  # its initial loss is 1/2
+    never = losses[-1]
+    return {"without momentum": never[:, 0].min(), "without restarts": never.min(), "with restarts": losses.min()}
+
+
+Run: TypeAlias = dict[str, str]
+"""The rule and the restart of a run, as its rows have them."""
+_DEPARTURES = ("departure", "departure_last", "departure_of_rest")
+_GAINS = {"promised": "log10_loss_linear", "found": "log10_loss"}
+
+
+def fit(rows: Rows, run: Run, settings: Settings) -> dict[str, Any]:
+    """The exponents with which departures fall with width (least squares in logarithms), and medians by width."""
+    lines: dict[str, Any] = {}
+    used = [row for row in select(rows, part="network", **run) if row["width"] >= settings.fitted_from]
+    for name in _DEPARTURES:
+        line: Any = linregress(np.log([row["width"] for row in used]), np.log([row[name] for row in used]))
+        lines[name] = {"exponent": line.slope, "standard_error": line.stderr, "intercept": line.intercept}
+    by_width = {width: select(rows, part="network", width=width, **run) for width in settings.widths}
+    for name in ("departure", "departure_of_rest", "log10_loss_linear", "log10_loss"):
+        lines[f"median_{name}"] = {width: np.median([row[name] for row in some]) for width, some in by_width.items()}
+    return lines
+
+
+def departure_ratios(rows: Rows, never: Run, restarted: Run) -> dict[str, Any]:
+    """Departure with restarts over departure without: the geometric mean over all networks."""
+    pairs = list(zip(*(select(rows, part="network", **run) for run in (restarted, never)), strict=True))
+    return restarted | {
+        name: math.exp(np.mean([math.log(a[name] / b[name]) for a, b in pairs])) for name in _DEPARTURES
+    }
+
+
+def benefit(rows: Rows, never: Run, restarted: Run, width: int) -> dict[str, Any]:
+    """Log10 of loss without over loss with restarts, promised by the linear model and found: median and range."""
+    pairs = list(zip(*(select(rows, part="network", width=width, **run) for run in (never, restarted)), strict=True))
+    gains: dict[str, Any] = {**restarted, "width": width}
+    for name, column in _GAINS.items():
+        some = [a[column] - b[column] for a, b in pairs]
+        gains[name] = {"median": np.median(some), "low": min(some), "high": max(some)}
+    return gains
+
+
+# ---------------------------------------------------------------------------------------------------- different data
+
+
+def shard_part(settings: Settings, data: Data, period: str) -> tuple[Rows, dict[str, Any]]:
+    """The linear model with two replicas that see a half of the images each, against two sets of modes.
+
+    Those of the pooled images, as the theory has them, and those of the mean of what the replicas remove.
+    """
+    rounds, half = settings.rounds, settings.images // 2
+    model = Linearised.of(Network(settings.linear_width, 0, data))
+    shards = [slice(0, half), slice(half, None)]
+    lr = settings.safety / max(largest_eigenvalue(model.some(shard)) for shard in (slice(None), *shards))
+    rows = []
+    for steps in settings.shard_inner_steps:
+        inner = Inner(lr, steps)
+        pooled, exact = modes_of(model, inner), modes_of_shards(model, shards, inner)
+        first = first_difference(model, shards, inner)
+        for restart in ("never", period):
+            path = train(model, HEAVY_BALL, restart, rounds, inner, *(model.some(shard) for shard in shards))
+            distances = departures(path, pooled.predict(HEAVY_BALL, restart, rounds))
+            del distances["departure_last"], distances["departure_of_rest"]
+            exact_distance = departures(path, exact.predict(HEAVY_BALL, restart, rounds))["departure"]
+            rows.append(
+                {"part": "shards", "rule": HEAVY_BALL.describe(), "restart": restart, "inner_steps": steps}
+                | {"first_difference": first}
+                | distances
+                | {"departure_exact": exact_distance}
+                | {"sigma_lowest": pooled.sigma[0], "sigma_lowest_exact": exact.sigma[0]}
+            )
+    ends = [row for row in rows if row["inner_steps"] == settings.shard_inner_steps[-1]]
+    return rows, {
+        "at_one_inner_step": max(row["departure"] for row in rows if row["inner_steps"] == 1),
+        "largest_departure": max(row["departure"] for row in rows),
+        "largest_departure_exact": max(row["departure_exact"] for row in rows),
+        "largest_first_difference": max(row["first_difference"] for row in rows),
+        "benefit_at_most_inner_steps": {name: ends[0][column] - ends[1][column] for name, column in _GAINS.items()},
+    }
+
+
+def first_difference(model: Linearised, shards: list[slice], inner: Inner) -> float:
+    """Distance of the first pseudo-gradient of replicas with different data from the pooled one, relative to it."""
+    moves = []
+    for replicas in ([model.some(slice(None))], [model.some(shard) for shard in shards]):
+        train(model, AVERAGING, "never", 1, inner, *replicas)
+        moves.append((replicas[0].theta - replicas[0].start).detach().numpy())
+    return float(np.linalg.norm(moves[1] - moves[0]) / np.linalg.norm(moves[0]))

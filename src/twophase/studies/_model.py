@@ -34,6 +34,10 @@ KINDS = {"HB": False, "NAG": True}
 """Whether a kind of rule looks ahead."""
 PLAIN = OuterRule(1.0, 0.0, form="ema")
 """The same learning rate without momentum: outer SGD."""
+USUAL = OuterRule(0.7, 0.9, nesterov=True)
+"""DiLoCo's usual rule."""
+AVERAGING = OuterRule(1.0, 0.0)
+"""No momentum: the anchor becomes the mean of the replicas."""
 
 
 def blocks(modes: int = 9) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import chain
 from typing import Any
 
 from twophase.base.config import UsageError
@@ -109,11 +109,13 @@ def _seeds_by_arm(rows: Sequence[Row], every: Collection[int]) -> dict[str, set[
 
 
 def _widest(sets: Sequence[set[int]]) -> set[int]:
-    """Find the seeds that the most arms share; of several such, the most seeds, then the smallest."""
-    every = sorted(set[int]().union(*sets))  # a handful, so that all their choices can be compared
+    """Find the seeds that the most arms share; of several such, the most seeds, then the smallest.
 
-    def worth(seeds: Sequence[int]) -> tuple[int, int, list[int]]:
-        return sum(other.issuperset(seeds) for other in sets), len(seeds), [-seed for seed in seeds]
-
-    choices = chain.from_iterable(combinations(every, size) for size in range(1, len(every) + 1))
-    return set(max(choices, key=worth, default=()))
+    No seeds are shared by more arms than one of them alone, so only the largest sets around single seeds compete.
+    """
+    shared = []
+    for seed in sorted(set[int]().union(*sets)):
+        holding = [seeds for seeds in sets if seed in seeds]
+        shared.append((len(holding), sorted(set.intersection(*holding))))
+    best = max(shared, key=lambda each: (each[0], len(each[1]), [-seed for seed in each[1]]), default=(0, []))
+    return set(best[1])

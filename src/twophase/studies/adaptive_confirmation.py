@@ -7,28 +7,12 @@ Source: conclusion of the paper; theory notes R30, R31.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from twophase.recipes.adaptive import CLOSEST, FIXED, confirmation
-from twophase.recipes.paper import Scale
-from twophase.studies._adaptive import CHOSEN, answer, result_of
-from twophase.studies._adaptive_figure import draw
-from twophase.studies.policies import share_with_workers
-from twophase.studies.study import Result
-from twophase.sweep.grid import Sweep
-from twophase.sweep.table import Row
+from twophase.studies._adaptive import CHOSEN, answer, draw, result_of
 
 __all__ = ["QUESTION", "answer", "draw", "sweep", "table"]
 QUESTION = "Does the policy auto do on other seeds, another width and another text what it was chosen for?"
-
-
-def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
-    """Return the runs (`recipes.adaptive.confirmation`); nothing depends on earlier rows."""
-    del rows
-    share_with_workers()
-    return confirmation(scale)
-
-
-def table(rows: Sequence[Row], scale: Scale) -> Result:
-    """Put every arm in numbers, by place, form and rule."""
-    return result_of(rows, scale, (*FIXED, *CLOSEST, CHOSEN))
+sweep = confirmation
+table = partial(result_of, arms=(*FIXED, *CLOSEST, CHOSEN))

@@ -16,67 +16,21 @@ linear: at least as width^-1/2 (arXiv 1902.06720), as 1/width in an expansion (a
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.stats import linregress
 
-from twophase.rule import OuterRule
-from twophase.studies._digits import (
-    Data,
-    Inner,
-    Linearised,
-    Modes,
-    Network,
-    departures,
-    deviations,
-    largest_eigenvalue,
-    load_data,
-    log10_loss,
-    modes_of,
-    modes_of_shards,
-    one_thread,
-    train,
-)
-from twophase.studies._linear_network_figure import AVERAGING, PAPER, USUAL, Rows, draw, label, of_run
+from twophase.figures.style import MUTED, look, name_panels, new_figure, signed
+from twophase.studies._model import AVERAGING, HEAVY_BALL, USUAL, select
 from twophase.studies.study import Result
-from twophase.theory.inputs import rule_grid
-from twophase.theory.periods import log_final_loss
+from twophase.theory.contraction import restart_factor
 
-__all__ = ["FULL", "PAPER", "QUESTION", "QUICK", "RULES", "USUAL", "answer", "draw", "table"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 QUESTION = "Does the mode theory, restarts included, hold in the training of a network?"
-
-RULES = (PAPER, OuterRule(1.0, 0.9, nesterov=True, form="ema"), OuterRule(0.7, 0.9), USUAL)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the study computes; `safety` is inner lr times the largest eigenvalue."""
-
-    digits: tuple[int, int] = (4, 9)
-    images: int = 40
-    safety: float = 0.9
-    inner_steps: int = 32
-    rounds: int = 24
-    linear_width: int = 128
-    widths: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
-    seeds: int = 4
-    fitted_from: int = 64
-    shard_inner_steps: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-
-
-FULL = Settings()
-QUICK = Settings(
-    inner_steps=16,
-    rounds=14,
-    linear_width=32,
-    widths=(16, 64, 256),
-    seeds=2,
-    fitted_from=16,
-    shard_inner_steps=(1, 2, 4, 16),
-)
 
 
 def table(*, quick: bool = False) -> Result:
@@ -85,192 +39,11 @@ def table(*, quick: bool = False) -> Result:
     Raises:
         UsageError: scikit-learn is not installed.
     """
-    settings = QUICK if quick else FULL
-    data = load_data(settings.digits, settings.images)
-    with one_thread():
-        linear_rows, linear = linear_part(settings, data)
-        network_rows, network = network_part(settings, data)
-        shard_rows, shards = shard_part(settings, data, network["runs"][1]["restart"])
-    numbers = {"linear": linear, "network": network, "shards": shards}
-    return Result(linear_rows + network_rows + shard_rows, numbers, asdict(settings))
+    from twophase.studies import _digits  # noqa: PLC0415 - torch, which a list of studies does without
 
-
-# ------------------------------------------------------------------------------------------------- the linear model
-
-
-def linear_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
-    """The linear model against the theory: two replicas with equal data, every rule, policy, mode and cycle."""
-    rounds = settings.rounds
-    model = Linearised.of(Network(settings.linear_width, 0, data))
-    inner = Inner(settings.safety / largest_eigenvalue(model), settings.inner_steps)
-    modes = modes_of(model, inner)
-    rows, distances, cycles = [], [], []
-    for rule in RULES:
-        best = modes.period(rule, rounds)
-        for restart, period in {"never": rounds, str(best): best, "3": 3}.items():
-            path = train(model, rule, restart, rounds, inner, model.some(slice(None)), model.some(slice(None)))
-            distance, contraction, factor = deviations(path, modes, rule, restart, period)
-            distances.append(distance)
-            cycles.append(contraction)
-            worst = np.nanmax(np.abs(contraction - factor), axis=0, initial=0.0)
-            columns = {"sigma": modes.sigma, "factor": factor, "contraction": contraction[0], "deviation": worst}
-            place = {"part": "linear", "rule": rule.describe(), "restart": restart, "chosen": period == best}
-            rows += [place | dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
-    return rows, {
-        "parameters": model.theta.numel(),
-        "runs": len(distances),
-        "residual_deviation": max(distances),
-        "contraction_deviation": max(row["deviation"] for row in rows),
-        "contractions_measured": sum(int(np.isfinite(each).sum()) for each in cycles),
-        "contractions": sum(each.size for each in cycles),
-        "sigma_lowest": modes.sigma.min(),
-        "sigma_median": np.median(modes.sigma),
-    }
-
-
-# ------------------------------------------------------------------------------------------------------- the network
-
-
-def network_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
-    """Networks of growing width against their linearisations, with and without restarts, and the controls."""
-    rounds, rows, runs, tuned = settings.rounds, [], [], {}
-    extremes = min(settings.widths), max(settings.widths)
-    for width in sorted(settings.widths, reverse=True):
-        for seed in range(settings.seeds):
-            model = Linearised.of(Network(width, seed, data))
-            inner = Inner(settings.safety / largest_eigenvalue(model), settings.inner_steps)
-            modes = modes_of(model, inner)
-            if not runs:  # the widest network chooses the periods, for all
-                runs, tuned = plan(modes, rounds), tuned_losses(modes, rounds)
-            for rule, restart in runs:
-                path = train(Network(width, seed, data), rule, restart, rounds, inner)
-                expected = modes.predict(rule, restart, rounds)
-                place = {"rule": rule.describe(), "restart": restart, "width": width, "seed": seed}
-                rows.append({"part": "network"} | place | departures(path, expected))
-                if seed == 0 and width in extremes:
-                    losses = zip(log10_loss(expected), log10_loss(path), strict=True)
-                    rows += [
-                        {"part": "curve"} | place | {"round": t, "log10_loss_linear": linear, "log10_loss": actual}
-                        for t, (linear, actual) in enumerate(losses)
-                    ]
-    names = [(rule.describe(), restart) for rule, restart in runs]
-    pairs = [(names[0], names[1]), (names[2], names[3])]
-    return rows, {
-        "matched_lr": {rule: mean_gain(r, int(k)) for (r, k), (rule, _) in zip(runs[1:4:2], names[1:4:2], strict=True)},
-        "runs": [{"rule": rule, "restart": restart} | fit(rows, rule, restart, settings) for rule, restart in names],
-        "restart_over_never": [departure_ratios(rows, *pair) for pair in pairs],
-        "benefit": [benefit(rows, *pair, width) for pair in pairs for width in settings.widths],
-        "tuned_log10_loss_linear": tuned,
-    }
-
-
-def plan(modes: Modes, rounds: int) -> list[tuple[OuterRule, str]]:
-    """The runs: two rules without and with restarts, averaging, and no momentum at the restarts' mean gain."""
-    periods = {rule: modes.period(rule, rounds) for rule in (PAPER, USUAL)}
-    pairs = [(rule, restart) for rule, period in periods.items() for restart in ("never", str(period))]
-    return [*pairs, (AVERAGING, "never"), (OuterRule(mean_gain(PAPER, periods[PAPER]), 0.0), "never")]
-
-
-def mean_gain(rule: OuterRule, period: int) -> float:
-    """What a slow mode sees a round in a cycle: the lr of the momentum-free rule of matched gain (theory note R31)."""
-    ema = rule.to("ema")
-    ages = np.arange(1, period + 1) + rule.nesterov
-    return float(ema.lr * np.mean(1 - ema.momentum**ages))
-
-
-def tuned_losses(modes: Modes, rounds: int) -> dict[str, float]:
-    """What the linear theory promises to tuning: log10 of the lowest loss over lr up to 3, momentum and both kinds."""
-    grid = rule_grid(np.arange(1, 61)[:, None, None] / 20, np.arange(20)[:, None] / 20, [False, True])
-    losses = log_final_loss(grid, modes.sigma, rounds, np.arange(1, rounds + 1), weights=modes.initial**2)
-    losses = losses / np.log(10) + math.log10(np.mean(modes.initial**2))  # its initial loss is 1/2
-    never = losses[-1]
-    return {"without momentum": never[:, 0].min(), "without restarts": never.min(), "with restarts": losses.min()}
-
-
-def fit(rows: Rows, rule: str, restart: str, settings: Settings) -> dict[str, Any]:
-    """The exponents with which departures fall with width (least squares in logarithms), and medians by width."""
-    lines: dict[str, Any] = {}
-    used = [row for row in of_run(rows, rule, restart) if row["width"] >= settings.fitted_from]
-    for name in ("departure", "departure_last", "departure_of_rest"):
-        line: Any = linregress(np.log([row["width"] for row in used]), np.log([row[name] for row in used]))
-        lines[name] = {"exponent": line.slope, "standard_error": line.stderr, "intercept": line.intercept}
-    by_width = {width: of_run(rows, rule, restart, width=width) for width in settings.widths}
-    for name in ("departure", "departure_of_rest", "log10_loss_linear", "log10_loss"):
-        lines[f"median_{name}"] = {width: np.median([row[name] for row in some]) for width, some in by_width.items()}
-    return lines
-
-
-def departure_ratios(rows: Rows, never: tuple[str, str], restarted: tuple[str, str]) -> dict[str, Any]:
-    """Departure with restarts over departure without: the geometric mean over all networks."""
-    pairs = list(zip(of_run(rows, *restarted), of_run(rows, *never), strict=True))
-    ratios = {
-        name: math.exp(np.mean([math.log(a[name] / b[name]) for a, b in pairs]))
-        for name in ("departure", "departure_last", "departure_of_rest")
-    }
-    return {"rule": restarted[0], "restart": restarted[1]} | ratios
-
-
-def benefit(rows: Rows, never: tuple[str, str], restarted: tuple[str, str], width: int) -> dict[str, Any]:
-    """Log10 of loss without over loss with restarts, promised by the linear model and found: median and range."""
-    pairs = list(zip(of_run(rows, *never, width=width), of_run(rows, *restarted, width=width), strict=True))
-    gains = {
-        name: [a[column] - b[column] for a, b in pairs]
-        for name, column in (("promised", "log10_loss_linear"), ("found", "log10_loss"))
-    }
-    return {"rule": restarted[0], "restart": restarted[1], "width": width} | {
-        name: {"median": np.median(some), "low": min(some), "high": max(some)} for name, some in gains.items()
-    }
-
-
-# ---------------------------------------------------------------------------------------------------- different data
-
-
-def shard_part(settings: Settings, data: Data, period: str) -> tuple[Rows, dict[str, Any]]:
-    """The linear model with two replicas that see a half of the images each, against two sets of modes.
-
-    Those of the pooled images, as the theory has them, and those of the mean of what the replicas remove.
-    """
-    rounds, half = settings.rounds, settings.images // 2
-    model = Linearised.of(Network(settings.linear_width, 0, data))
-    shards = [slice(0, half), slice(half, None)]
-    lr = settings.safety / max(largest_eigenvalue(model.some(shard)) for shard in (slice(None), *shards))
-    rows = []
-    for steps in settings.shard_inner_steps:
-        inner = Inner(lr, steps)
-        pooled, exact = modes_of(model, inner), modes_of_shards(model, shards, inner)
-        first = first_difference(model, shards, inner)
-        for restart in ("never", period):
-            path = train(model, PAPER, restart, rounds, inner, *(model.some(shard) for shard in shards))
-            distances = departures(path, pooled.predict(PAPER, restart, rounds))
-            del distances["departure_last"], distances["departure_of_rest"]
-            exact_distance = departures(path, exact.predict(PAPER, restart, rounds))["departure"]
-            rows.append(
-                {"part": "shards", "rule": PAPER.describe(), "restart": restart, "inner_steps": steps}
-                | {"first_difference": first}
-                | distances
-                | {"departure_exact": exact_distance}
-                | {"sigma_lowest": pooled.sigma[0], "sigma_lowest_exact": exact.sigma[0]}
-            )
-    ends = [row for row in rows if row["inner_steps"] == settings.shard_inner_steps[-1]]
-    return rows, {
-        "at_one_inner_step": max(row["departure"] for row in rows if row["inner_steps"] == 1),
-        "largest_departure": max(row["departure"] for row in rows),
-        "largest_departure_exact": max(row["departure_exact"] for row in rows),
-        "largest_first_difference": max(row["first_difference"] for row in rows),
-        "benefit_at_most_inner_steps": {
-            name: ends[0][column] - ends[1][column]
-            for name, column in (("promised", "log10_loss_linear"), ("found", "log10_loss"))
-        },
-    }
-
-
-def first_difference(model: Linearised, shards: list[slice], inner: Inner) -> float:
-    """Distance of the first pseudo-gradient of replicas with different data from the pooled one, relative to it."""
-    moves = []
-    for replicas in ([model.some(slice(None))], [model.some(shard) for shard in shards]):
-        train(model, AVERAGING, "never", 1, inner, *replicas)
-        moves.append((replicas[0].theta - replicas[0].start).detach().numpy())
-    return float(np.linalg.norm(moves[1] - moves[0]) / np.linalg.norm(moves[0]))
+    settings = _digits.QUICK if quick else _digits.FULL
+    rows, numbers = _digits.measured(settings)
+    return Result(rows, numbers, asdict(settings))
 
 
 # ------------------------------------------------------------------------------------------------ what it amounts to
@@ -325,3 +98,124 @@ def answer(result: Result) -> str:
         "Not covered: other tasks and depths, mini-batches, AdamW inside, test error, language models.",
     ]
     return "\n".join(lines)
+
+
+def label(run: dict[str, Any]) -> str:
+    """A run in few words."""
+    if run["rule"] == AVERAGING.describe():
+        return "averaging"
+    if run["rule"].startswith("momentum-free"):
+        return "matched gain"
+    kind = "heavy ball" if run["rule"] == HEAVY_BALL.describe() else "Nesterov"
+    return f"{kind}, {'never' if run['restart'] == 'never' else 'K = ' + run['restart']}"
+
+
+LOOKS = {"heavy ball, never": 0, "heavy ball, K": 1, "Nesterov, never": 2, "averaging": 3, "Nesterov, K": 4}
+"""A curve's look, the same in all panels."""
+
+
+def draw(result: Result) -> Figure:
+    """Contractions, departure by width, losses at two widths, benefit by width, and different data."""
+    figure, grid = new_figure(7.3, 3, 2)
+    axes = list(grid.flat)
+    ends = min(result.settings["widths"]), max(result.settings["widths"])
+    _draw_contractions(axes[0], result)
+    _draw_departures(axes[1], result)
+    for panel, width in zip(axes[2:4], ends, strict=True):
+        _draw_losses(panel, result, width)
+    _draw_benefit(axes[4], result)
+    _draw_shards(axes[5], result)
+    titles = ["Linear model: contraction of a cycle", "Network: departure from its linear model"]
+    titles += [f"Loss, network of width {width}" for width in ends]
+    titles += ["Benefit of restarts, promised and found", "Linear model, replicas with different data"]
+    name_panels(axes, titles)
+    return figure
+
+
+def _draw_contractions(axes: Axes, result: Result) -> None:
+    """Measured contractions over the curve `|chi_K|`, for the periods that the theory chose."""
+    sigma = np.linspace(0, 1, 2001)
+    for rule, name in ((HEAVY_BALL, "heavy ball, K"), (USUAL, "Nesterov, K")):
+        rows = select(result.rows, part="linear", rule=rule.describe(), chosen=True)
+        rows = [row for row in rows if row["restart"] != "never"]
+        period, style = int(rows[0]["restart"]), look(LOOKS[name], every=1)
+        axes.plot(sigma, np.abs(restart_factor(rule, sigma, period)), color=style["color"], linewidth=0.9)
+        style |= {"linestyle": "", "markerfacecolor": "none"}
+        measured = [abs(row["contraction"]) for row in rows]
+        axes.plot([row["sigma"] for row in rows], measured, label=f"{name} = {period}", **style)
+    axes.set(yscale="log", ylim=(1e-6, 2), xlabel="effective progress $\\sigma$", ylabel="|contraction| of a mode")
+    digit, power = f"{result.numbers['linear']['contraction_deviation']:.0e}".split("e")
+    axes.legend(loc="lower left", title=f"deviation at most ${digit}\\times10^{{{int(power)}}}$")
+
+
+def _draw_departures(axes: Axes, result: Result) -> None:
+    """Every network's largest departure and the fitted powers of the width."""
+    widths = result.settings["widths"]
+    fitted = np.array([result.settings["fitted_from"], max(widths)])
+    for run in result.numbers["network"]["runs"]:
+        name = label(run)
+        if name not in {"heavy ball, never", "Nesterov, never", "averaging", f"heavy ball, K = {run['restart']}"}:
+            continue  # Nesterov's largest departure comes before its first restart
+        rows = select(result.rows, part="network", rule=run["rule"], restart=run["restart"])
+        style, line = look(LOOKS[name.split(" =")[0]], every=1), run["departure"]
+        places = [row["width"] for row in rows], [row["departure"] for row in rows]
+        axes.plot(*places, color=style["color"], linestyle="", marker=style["marker"], alpha=0.5)
+        power = np.exp(line["intercept"]) * fitted ** line["exponent"]
+        name = f"{name}: {signed(line['exponent'], 2)} ± {line['standard_error']:.2f}"
+        axes.plot(fitted, power, color=style["color"], linestyle=style["linestyle"], label=name)
+    axes.set(xscale="log", yscale="log", ylim=(2e-5, 0.7), xlabel="width", ylabel="largest departure / first residual")
+    _name_widths(axes, widths)
+    axes.legend(loc="lower left", title="exponent of the width")
+
+
+def _draw_losses(axes: Axes, result: Result, width: int) -> None:
+    """Losses of network and linear model, with and without restarts, and of averaging."""
+    for run in result.numbers["network"]["runs"][2:5]:
+        rows = select(result.rows, part="curve", width=width, rule=run["rule"], restart=run["restart"])
+        rounds, name = [row["round"] for row in rows], label(run)
+        colour = look(LOOKS[name.split(" =")[0]])["color"]
+        axes.plot(rounds, [10 ** row["log10_loss"] for row in rows], color=colour, label=name)
+        axes.plot(rounds, [10 ** row["log10_loss_linear"] for row in rows], color=colour, linestyle=":")
+    axes.plot([], [], color=MUTED, linestyle=":", label="its linear model")
+    axes.set(yscale="log", ylim=(1e-7, 10), xlabel="round", ylabel="half the mean squared residual")
+    axes.legend(loc="upper right", ncols=2)
+
+
+def _draw_benefit(axes: Axes, result: Result) -> None:
+    """How many times lower restarts make the loss: medians, and the range over seeds."""
+    for rule, name in ((HEAVY_BALL, "heavy ball, K"), (USUAL, "Nesterov, K")):
+        gains = select(result.numbers["network"]["benefit"], rule=rule.describe())
+        widths, style = [gain["width"] for gain in gains], look(LOOKS[name], every=1)
+        colour, text = style["color"], f"{name} = {gains[0]['restart']}"
+        actual = np.array([[gain["found"][key] for key in ("low", "median", "high")] for gain in gains])
+        bars: dict[str, Any] = {"yerr": np.diff(actual, axis=1).T, "capsize": 2, "elinewidth": 0.7}
+        axes.errorbar(widths, actual[:, 1], color=colour, marker=style["marker"], label=f"{text}, network", **bars)
+        promised = [gain["promised"]["median"] for gain in gains]
+        axes.plot(widths, promised, color=colour, linestyle=":", label=f"{text}, linear model")
+    axes.axhline(0, color=MUTED, linewidth=0.6)
+    axes.set(xscale="log", xlabel="width", ylabel="log10 of loss, never over K")
+    axes.set_ylim(bottom=axes.get_ylim()[0] - 0.5)
+    _name_widths(axes, result.settings["widths"])
+    axes.legend(loc="lower right")
+
+
+def _draw_shards(axes: Axes, result: Result) -> None:
+    """Departures of two replicas with halves of the data from the modes of all, and from their own."""
+    rows = [row for row in select(result.rows, part="shards") if row["restart"] != "never"]
+    steps = [row["inner_steps"] for row in rows]
+    names = {
+        "first_difference": "first pseudo-gradient, pooled",
+        "departure": "rounds, modes of pooled data",
+        "departure_exact": "rounds, modes of mean progress",
+    }
+    for number, (column, name) in enumerate(names.items()):
+        axes.plot(steps, [row[column] for row in rows], label=name, **look(number, every=1))
+    axes.set(xscale="log", yscale="log", xlabel="inner steps S", ylabel="relative departure", ylim=(1e-16, 30))
+    _name_widths(axes, steps)
+    axes.legend(loc="center", bbox_to_anchor=(0.62, 0.5))
+
+
+def _name_widths(axes: Axes, values: list[int] | tuple[int, ...]) -> None:
+    """A tick at every value of a logarithmic axis."""
+    axes.set_xticks(values, [str(value) for value in values])
+    axes.minorticks_off()

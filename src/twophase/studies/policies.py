@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import ClassVar
 
 from twophase.policies.base import AVERAGING, MEASURED, Decision, Restart, RestartPolicy, RoundSignal, State, Step
@@ -30,6 +32,18 @@ def share_with_workers() -> None:
     """Name this module in `TWOPHASE_POLICIES`, so that the workers of a sweep, processes of their own, know it too."""
     modules = [name for name in os.environ.get(POLICIES_VARIABLE, "").split(",") if name]
     os.environ[POLICIES_VARIABLE] = ",".join(dict.fromkeys([*modules, __name__]))
+
+
+class _Checked(RestartPolicy):
+    """Check every number of a policy when the policy is made."""
+
+    check: ClassVar[Callable[..., float]]
+
+    def __post_init__(self) -> None:
+        """Refuse what lies outside of the range, and keep plain numbers."""
+        for field in fields(self):  # type: ignore[arg-type] - every subclass is a dataclass
+            value = self.check(type(self).__name__, field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
 
 
 @register("gradient")
@@ -52,7 +66,7 @@ class Gradient(RestartPolicy):
 
 @register("cosine")
 @dataclass(frozen=True, slots=True)
-class Cosine(RestartPolicy):
+class Cosine(_Checked):
     """Restart when the cosine between pseudo-gradient and buffer is below a threshold. Text form `cosine:0.2`.
 
     Args:
@@ -61,12 +75,8 @@ class Cosine(RestartPolicy):
 
     threshold: float
 
+    check = partial(check_number, span=(-1, 1), example="cosine:0.2")
     needs: ClassVar[frozenset[str]] = frozenset({"cosine"})
-
-    def __post_init__(self) -> None:
-        """Refuse thresholds outside [-1, 1]."""
-        value = check_number("Cosine", "threshold", self.threshold, (-1, 1), "cosine:0.2")
-        object.__setattr__(self, "threshold", value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Restart before the mixing when the cosine is below the threshold."""
@@ -75,7 +85,7 @@ class Cosine(RestartPolicy):
 
 @register("norm")
 @dataclass(frozen=True, slots=True)
-class NormRatio(RestartPolicy):
+class NormRatio(_Checked):
     """Restart when the buffer has outgrown the pseudo-gradient: `|m| > ratio |g|`. Text form `norm:1.5`.
 
     Args:
@@ -84,12 +94,8 @@ class NormRatio(RestartPolicy):
 
     ratio: float
 
+    check = partial(check_number, span=(0, math.inf), example="norm:1.5")
     needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
-
-    def __post_init__(self) -> None:
-        """Refuse ratios that are not positive."""
-        value = check_number("NormRatio", "ratio", self.ratio, (0, math.inf), "norm:1.5")
-        object.__setattr__(self, "ratio", value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Restart before the mixing when the buffer is too long."""
@@ -97,7 +103,7 @@ class NormRatio(RestartPolicy):
 
     def scaled(self, factor: float) -> RestartPolicy:
         """Scale the ratio with the buffer."""
-        return NormRatio(self.ratio * factor)
+        return replace(self, ratio=self.ratio * factor)
 
 
 @register("speed")
@@ -137,7 +143,7 @@ class Opposed(RestartPolicy):
 
 @register("tracked")
 @dataclass(frozen=True, slots=True)
-class Tracked(RestartPolicy):
+class Tracked(_Checked):
     """Restart with a period that follows the effective progress of the rounds. Text form `tracked`.
 
     The next cycle's length is the rounded first cancellation time `K_0(sigma)` of the theory, at least 2; none where
@@ -154,11 +160,8 @@ class Tracked(RestartPolicy):
 
     first: int = 3
 
+    check = partial(check_count, least=2)
     needs: ClassVar[frozenset[str]] = MEASURED
-
-    def __post_init__(self) -> None:
-        """Refuse lengths that are not whole numbers >= 2."""
-        object.__setattr__(self, "first", check_count("Tracked", "first", self.first, least=2))
 
     def initial_state(self) -> State:
         """Return the first period, and no sums."""
@@ -195,7 +198,7 @@ class Tracked(RestartPolicy):
 
 @register("cap")
 @dataclass(frozen=True, slots=True)
-class GainCap(RestartPolicy):
+class GainCap(_Checked):
     """Shorten the update until its gain `<update, g> / <g, g>` is at most a bound. Text form `cap:1`.
 
     The buffer goes on as it would.
@@ -208,13 +211,10 @@ class GainCap(RestartPolicy):
 
     gain: float
 
+    check = partial(check_number, span=(0, math.inf), example="cap:1")
     needs: ClassVar[frozenset[str]] = MEASURED
     takes_steps: ClassVar[bool] = True
     reads_rule: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse bounds that are not positive."""
-        object.__setattr__(self, "gain", check_number("GainCap", "gain", self.gain, (0, math.inf), "cap:1"))
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Shorten the rule's update where it is too long."""
@@ -226,30 +226,19 @@ class GainCap(RestartPolicy):
 
 @register("bound")
 @dataclass(frozen=True, slots=True)
-class BufferBound(RestartPolicy):
+class BufferBound(NormRatio):
     """Shorten the buffer to `|m| <= ratio |g|` before the mixing; it keeps its direction. Text form `bound:1.5`.
 
     Args:
         ratio: above 0, for the buffer of the rule's own form.
     """
 
-    ratio: float
-
-    needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})
-
-    def __post_init__(self) -> None:
-        """Refuse ratios that are not positive."""
-        value = check_number("BufferBound", "ratio", self.ratio, (0, math.inf), "bound:1.5")
-        object.__setattr__(self, "ratio", value)
+    check = partial(check_number, span=(0, math.inf), example="bound:1.5")
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Rescale the buffer where it is too long."""
         length, most = signal.value("buffer_norm"), self.ratio * signal.value("pseudo_gradient_norm")
         return state, Restart(most / length, before=True, counts=False) if length > most else None
-
-    def scaled(self, factor: float) -> RestartPolicy:
-        """Scale the ratio with the buffer."""
-        return BufferBound(self.ratio * factor)
 
 
 @register("slowmo")
@@ -274,7 +263,7 @@ class SlowMo(RestartPolicy):
 
 @register("reseed")
 @dataclass(frozen=True, slots=True)
-class Reseed(RestartPolicy):
+class Reseed(_Checked):
     """Set the buffer, every `period` rounds, to what a constant g would have made it. Text form `reseed:3`.
 
     `m <- g` in EMA form, `m <- g / (1 - momentum)` in sum form: one trajectory in both. (`soft:3:0:1` is `m <- g` in
@@ -286,11 +275,8 @@ class Reseed(RestartPolicy):
 
     period: int
 
+    check = partial(check_count)
     reads_rule: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse periods that are not whole numbers >= 1."""
-        object.__setattr__(self, "period", check_count("Reseed", "period", self.period))
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Restart warmly when the round is a multiple of the period."""
@@ -301,7 +287,7 @@ class Reseed(RestartPolicy):
 
 @register("debiased")
 @dataclass(frozen=True, slots=True)
-class Debiased(RestartPolicy):
+class Debiased(_Checked):
     """Take out the small steps while the buffer fills: divide the update by `1 - b^j`. Text form `debiased:3`.
 
     In round j after a restart a constant g has filled the share `1 - b^j` of the buffer, in both forms; of Nesterov's
@@ -315,12 +301,9 @@ class Debiased(RestartPolicy):
 
     period: int = 0
 
+    check = partial(check_count, least=0)
     takes_steps: ClassVar[bool] = True
     reads_rule: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse periods that are not whole numbers >= 0."""
-        object.__setattr__(self, "period", check_count("Debiased", "period", self.period, least=0))
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Correct the update, and restart when the round is a multiple of the period."""
@@ -334,7 +317,7 @@ class Debiased(RestartPolicy):
 
 @register("lookahead")
 @dataclass(frozen=True, slots=True)
-class LookAheadGate(RestartPolicy):
+class LookAheadGate(_Checked):
     """Average early and late in the run, and follow the rule in between. Text form `lookahead:0.1:0.1`.
 
     The buffer goes on while the gate is closed. Needs `progress`, the share of the run that is done with this round.
@@ -349,14 +332,9 @@ class LookAheadGate(RestartPolicy):
     early: float
     late: float
 
+    check = partial(check_number, span=(0, 1), example="lookahead:0.1:0.1")
     needs: ClassVar[frozenset[str]] = frozenset({"progress"})
     takes_steps: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Refuse numbers outside [0, 1]."""
-        for name in ("early", "late"):
-            value = check_number("LookAheadGate", name, getattr(self, name), (0, 1), "lookahead:0.1:0.1")
-            object.__setattr__(self, name, value)
 
     def decide(self, state: State, signal: RoundSignal) -> tuple[State, Decision]:
         """Average outside the gate's time."""

@@ -19,7 +19,7 @@ from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN, Line, perplexity_words, ratio_words
 from twophase.studies._lm_figures import LineAt, PageRow, heatmap_page
 from twophase.studies.study import Result
-from twophase.sweep.grid import MOMENTUM_FREE, Sweep
+from twophase.sweep.grid import MOMENTUM_FREE
 from twophase.sweep.table import Row, format_table, readable
 
 if TYPE_CHECKING:
@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 QUESTION = "Do restarts enlarge the good region of outer learning rate and momentum of a language model?"
 _NEVER, _RESTARTED = "never", f"K={PERIOD}"
-
-
-def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
-    """Return the runs (`recipes.paper.robustness_heatmaps`); nothing depends on earlier rows."""
-    del rows
-    return robustness_heatmaps(scale)
+sweep = robustness_heatmaps
 
 
 def table(rows: Sequence[Row], scale: Scale) -> Result:

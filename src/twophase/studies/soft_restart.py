@@ -28,7 +28,6 @@ from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, Line, perplexity_words
 from twophase.studies._lm_figures import NEVER_FIRES, LineAt, PageRow, heatmap_page, never_fires
 from twophase.studies.study import Result
-from twophase.sweep.grid import Sweep
 from twophase.sweep.table import Row, format_table
 
 if TYPE_CHECKING:
@@ -45,12 +44,7 @@ _OTHERS = {
     "averaging": ("averaging", "plain averaging"),
 }
 """What soft restarts are compared with: in a table's head, and in a sentence."""
-
-
-def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
-    """The runs (`recipes.paper.soft_restart`); nothing depends on earlier rows."""
-    del rows
-    return soft_restart(scale)
+sweep = soft_restart
 
 
 def table(rows: Sequence[Row], scale: Scale) -> Result:

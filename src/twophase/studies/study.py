@@ -9,18 +9,20 @@ It holds
 
 A study that also holds `sweep` is a *sweep study*: its numbers come from runs that have to be trained first. It holds
 
-* `sweep(scale, rows) -> Sweep`, the cells that follow from `rows`; called with more rows until it adds no cell, and
-  each time it must begin with the cells that it had before;
+* `sweep(scale) -> Sweep`, its cells;
 * `table(rows, scale) -> Result` in the place of the above, from the rows of the sweep's table;
 * `answer` and `draw` as above.
 
 A study that chooses its later cells by the results of earlier ones holds `CHOOSES_RUNS = True`: its answer for a part
-of its runs would rest on another choice.
+of its runs would rest on another choice. Its `sweep(scale, rows)` is called with more rows until it adds no cell, and
+must begin each time with the cells that it had before.
 
-A study whose later cells depend on the trained runs, or whose runs share no steps (`sync.fragments`), also holds
+One of these whose later cells depend on the trained runs, or whose runs share no steps (`sync.fragments`), also holds
 
 * `measure(scale, rows, runs, measured) -> dict`, measurements by run id so far; `sweep` and `table` then take that as a
   further argument, and the runs are trained one by one, each with its checkpoint.
+
+A study imports torch only when its table is made, so that a list of studies does without.
 
 `run` writes `NAME.png`, `NAME.pdf`, `NAME.csv` (the rows) and, last, `NAME.json` (the numbers, with settings, question
 and version), byte for byte the same for the same input.
@@ -31,7 +33,6 @@ from __future__ import annotations
 import json
 import math
 import pkgutil
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -44,12 +45,11 @@ from twophase.base.config import UsageError
 from twophase.base.files import DIGITS, table_text
 from twophase.figures.style import rendered, styled, write_files
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
-from twophase.studies._singly import train_in_stages
 from twophase.studies._so_far import complete, joined, run_counts
+from twophase.studies._training import train_in_stages
 from twophase.sweep.plan import plan
-from twophase.sweep.run import RUNS, TABLE, Status, read_summaries, run_sweep
+from twophase.sweep.run import RUNS, TABLE, Status
 from twophase.sweep.table import SEED, Row, read_rows, rows_of
-from twophase.tasks.lm.config import check
 
 _FOLDER = Path(__file__).parent
 _COLUMNS = 110
@@ -72,12 +72,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The files and the answer of a study.
-
-    Args:
-        paths: the files written.
-        answer: its lines, long ones folded.
-    """
+    """The files that a study wrote, and the lines of its answer, long ones folded."""
 
     paths: list[Path]
     answer: str
@@ -85,20 +80,13 @@ class Outcome:
 
 def names() -> list[str]:
     """Return the names of all studies, sorted."""
-    return sorted(
-        module.name
-        for module in pkgutil.iter_modules([str(_FOLDER)])
-        if module.name not in {"study", "policies"} and not module.name.startswith("_")
-    )
+    modules = {module.name for module in pkgutil.iter_modules([str(_FOLDER)])}
+    return sorted(name for name in modules - {"study", "policies"} if not name.startswith("_"))
 
 
 def questions() -> dict[str, str]:
-    """Return the question of every study, by name.
-
-    Read off the source, so that a list of studies imports none of them: some need torch, or an extra.
-    """
-    texts = {name: (_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in names()}
-    return {name: re.findall(r'^QUESTION = "(.*)"$', text, re.MULTILINE)[0] for name, text in texts.items()}
+    """Return the question of every study, by name."""
+    return {name: load(name).QUESTION for name in names()}
 
 
 def load(name: str) -> Any:
@@ -147,7 +135,13 @@ def run(
     """
     study = load(name)
     size = _scale(name, study, quick, scale)
-    rows = _rows_of_tables(name, study, out, size, tables) if tables else []
+    rows = _all_rows("--table", study, size, _folder(name, out, size), tables) if tables else []
+    ended, every = run_counts(rows)
+    if ended < every:
+        raise UsageError(
+            f"--table: {every - ended} of the {every} runs of {name} have ended in no table; say "
+            "--so-far for what there is, or leave --table out to train every run here"
+        )
     with styled():  # this and the folder before the computation, so that their errors come first
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -159,8 +153,7 @@ def run(
             result = study.table(rows, size)
         else:
             options = {"runs": out / RUNS, "workers": workers, "progress": progress} | options
-            train = train_in_stages if hasattr(study, "measure") else _train
-            result = study.table(*train(study, size, _folder(name, out, size), **options))
+            result = study.table(*train_in_stages(study, size, _folder(name, out, size), **options))
         pictures = rendered(study.draw(result), palette=True)
     answer = study.answer(result)
     facts = {
@@ -205,11 +198,8 @@ def so_far(
             seeds that it does not have, a folder in which it has not been begun, or tables of other runs.
     """
     study = load(name)
-    size = _fixed(name, study, _scale(name, study, quick, scale), "--so-far", "so it answers at its end only")
-    table = _folder(name, out, size) / TABLE
-    if not (table.is_file() or tables):
-        raise UsageError(f"--so-far: {table} is not there; begin the study with this --out, without --so-far")
-    rows = _rows_of_all(name, study, out, size, tables)
+    size = _scale(name, study, quick, scale)
+    rows = _all_rows("--so-far", study, size, _folder(name, out, size), tables)
     all_seeds = sorted({row.values[SEED] for row in rows})
     unknown = sorted(set(seeds) - set(all_seeds))
     if unknown:
@@ -217,45 +207,34 @@ def so_far(
     whole, words = complete(rows, seeds)
     if not whole:
         return words
+    assert size is not None
     size = replace(size, seeds=tuple(sorted({row.values[SEED] for row in whole})))
     return f"{words}\n{folded(study.answer(study.table(whole, size)))}"
 
 
-def _fixed(name: str, study: Any, size: Scale | None, option: str, consequence: str) -> Scale:
-    """Return the scale of a study whose runs are fixed from the beginning; refuse any other."""
-    if size is None or hasattr(study, "measure") or hasattr(study, "CHOOSES_RUNS"):
-        why = "trains nothing" if size is None else "chooses its later runs by its earlier ones"
-        raise UsageError(f"{option}: the study {name} {why}, {consequence}; leave the option out")
-    return size
+def _all_rows(option: str, study: Any, scale: Scale | None, folder: Path, tables: Sequence[Path]) -> list[Row]:
+    """Join the rows of all runs of a study, from its sweep's folder, if it has been begun, and from the tables.
 
-
-def _rows_of_all(name: str, study: Any, out: Path, scale: Scale, tables: Sequence[Path]) -> list[Row]:
-    """Join the rows of all runs: of the study's folder, if it has been begun, and of the tables."""
-    sweep = study.sweep(scale, [])
+    Only a study whose runs are fixed from the beginning says by its sweep which those are.
+    """
+    if scale is None or hasattr(study, "CHOOSES_RUNS"):
+        why = "trains nothing" if scale is None else "chooses its later runs by its earlier ones"
+        name = study.__name__.rpartition(".")[2]
+        raise UsageError(f"{option}: the study {name} {why}; leave the option out")
+    table = folder / TABLE
+    if not (table.is_file() or tables):
+        raise UsageError(f"{option}: {table} is not there; begin the study with this --out, without {option}")
+    sweep = study.sweep(scale)
     rows = rows_of(sweep, {}, stands_for=plan(sweep).stands_for)
-    table = _folder(name, out, scale) / TABLE
     if table.is_file():  # of another version of the study it may lack runs, or have some that are none any more
         runs = {(row.arm, row.run) for row in rows}
         rows = joined(rows, {str(table): [row for row in read_rows(table) if (row.arm, row.run) in runs]})
     return joined(rows, {str(path): read_rows(path) for path in tables})
 
 
-def _rows_of_tables(name: str, study: Any, out: Path, size: Scale | None, tables: Sequence[Path]) -> list[Row]:
-    """Return the rows of a study all of whose runs have ended, in its folder or in a table."""
-    size = _fixed(name, study, size, "--table", "so it takes no tables of runs")
-    rows = _rows_of_all(name, study, out, size, tables)
-    ended, every = run_counts(rows)
-    if ended < every:
-        raise UsageError(
-            f"--table: {every - ended} of the {every} runs of {name} have ended in no table; say "
-            "--so-far for what there is, or leave --table out to train every run here"
-        )
-    return rows
-
-
-def _folder(name: str, out: Path, scale: Scale) -> Path:
+def _folder(name: str, out: Path, scale: Scale | None) -> Path:
     """Return the folder of a study's sweep."""
-    return out / (name if scale.name == LAPTOP.name else f"{name}-{scale.name}")
+    return out / (name if scale is None or scale.name == LAPTOP.name else f"{name}-{scale.name}")
 
 
 def _scale(name: str, study: Any, quick: bool, scale: str | Scale | None) -> Scale | None:
@@ -272,47 +251,6 @@ def _scale(name: str, study: Any, quick: bool, scale: str | Scale | None) -> Sca
     if chosen not in SCALES:
         raise UsageError(f"--scale {chosen!r} is not known; choose from {', '.join(SCALES)}")
     return SCALES[chosen]
-
-
-def _train(study: Any, scale: Scale, folder: Path, **options: Any) -> tuple[list[Row], Scale]:
-    """Train what the study's sweep lacks, stage after stage, and return the rows of its table.
-
-    The rows that are there already come first: a folder that has reached a later stage belongs to the larger sweep.
-    """
-    from twophase.tasks.build import preflight_all  # noqa: PLC0415 - torch, which the theory's studies do without
-
-    rows: list[Row] = []
-    if (folder / TABLE).is_file():
-        try:
-            rows = read_rows(folder / TABLE)
-        except UsageError:  # damaged: it is written again from the runs
-            first = study.sweep(scale, [])
-            rows = rows_of(first, read_summaries(first.runs, folder))
-    sweep = study.sweep(scale, rows)
-    while True:
-        for config in sweep.runs.values():
-            check(config)
-        texts = preflight_all(sweep.runs.values())  # refuse what cannot be run here before a folder is made for it
-        threads = max(config.threads for config in sweep.runs.values())
-        outcome = run_sweep(sweep, folder, **({"threads": threads, "texts": texts} | options))
-        if outcome.errors:
-            reasons = "".join(f"\n  run {run}: {reason}" for run, reason in outcome.errors.items())
-            raise RuntimeError(
-                f"{len(outcome.errors)} of the {len(sweep.runs)} runs of {sweep.name} could not be trained; "
-                f"repeat the command to try them again:{reasons}"
-            )
-        rows = read_rows(folder / TABLE)
-        missing = len({row.twin_of or row.run for row in rows if row.state == "missing"})
-        if missing:  # an answer from a part of its runs would be another one
-            raise RuntimeError(
-                f"{missing} of the {run_counts(rows)[1]} runs of {sweep.name} have not ended, and no worker was started"
-                f" here; start some with `twophase sweep-worker --out {folder}`, and repeat the command when they are "
-                "done (--so-far says what there is until then)"
-            )
-        further = study.sweep(scale, rows)
-        if len(further.cells) == len(sweep.cells):
-            return rows, scale
-        sweep = further
 
 
 def folded(text: str) -> str:

@@ -23,26 +23,27 @@ import statistics
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from itertools import product as product_of
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.special import stdtr
 
-from twophase.diloco.transfer import WIRES
-from twophase.diloco.wire import BLOCK, packet_bytes
+from twophase.figures.style import MUTED, look, name_panels, new_page
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, outcomes, worst
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
-from twophase.studies._lm import SHORT_KINDS, change_words, lines_of, perplexity_words, public, tally
-from twophase.studies._wires_figure import draw
+from twophase.studies._lm import SHORT_KINDS, change_words, first, lines_of, perplexity_words, public, tally
+from twophase.studies._lm_figures import note
 from twophase.studies.study import Result
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.table import SEED, Row, format_table
 from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
-from twophase.tasks.lm.speed import parameter_count
 
-__all__ = ["QUESTION", "answer", "draw", "sent_bytes", "sweep", "table", "verdict"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 QUESTION = "Does sending pseudo-gradients in fewer bytes change what a language model reaches?"
-EXACT, *LOSSY = WIRES
+WIRES = EXACT, *LOSSY = "float32", "bfloat16", "int8"
 FORM, LR = "sum", 0.7
 """DiLoCo's usual learning rate, in its usual form."""
 MOMENTA = (0.5, 0.9)
@@ -58,9 +59,8 @@ NOISE = "within seed noise"
 ONE_SEED = "one seed: not judged"
 
 
-def sweep(scale: Scale, rows: Sequence[Row]) -> Sweep:
-    """Cross wire, restart and momentum for both rules, at the short communication period, whatever the rows."""
-    del rows
+def sweep(scale: Scale) -> Sweep:
+    """Cross wire, restart and momentum for both rules, at the short communication period."""
     momenta = tuple(momentum for momentum in MOMENTA if momentum in scale.momenta)
     cells: list[Cell] = []
     for kind, ahead in RULES.items():
@@ -87,6 +87,8 @@ def sent_bytes(wire: str, numel: int, processes: int = PROCESSES) -> int:
         numel: elements, >= 1.
         processes: >= 1.
     """
+    from twophase.diloco.wire import BLOCK, packet_bytes  # noqa: PLC0415 - torch, which a list of studies does without
+
     if wire == EXACT:
         return 2 * (processes - 1) * 4 * numel // processes
     blocks = -(-numel // (processes * BLOCK))
@@ -146,6 +148,8 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
 
 
 def _parameters(config: TrainConfig) -> int:
+    from twophase.tasks.lm.speed import parameter_count  # noqa: PLC0415 - torch, as above
+
     return parameter_count(config.model, config.model.vocabulary_size or VOCABULARY_SIZES[config.data.vocabulary])
 
 
@@ -315,3 +319,81 @@ def _claim(claim: str, by_place: Mapping[str, Mapping[str, Any]]) -> str:
         for name, facts in by_place.items()
     }
     return tally(claim, holds, detail)
+
+
+# --------------------------------------------------------------------------------------------------------------- figure
+
+
+_LOOKS = {"bfloat16": 1, "int8": 2}
+
+
+def draw(result: Result) -> Figure:
+    """(a) Rows: the places; across: each wire's change against float32, on the seeds' own spread. (b) Bytes a round."""
+    places = result.numbers["places"] | {"all places": result.numbers["all_places"]}
+    settings, several = result.settings, len(result.settings["seeds"]) > 1
+    figure = new_page(1.5 + 0.33 * len(places))
+    changes, sent = figure.subplots(1, 2, width_ratios=(3.2, 1))
+    for row, facts in enumerate(places.values()):
+        if facts["spread"] is not None:
+            ends = (-100 * facts["spread"], 100 * facts["spread"])
+            changes.fill_betweenx([row - 0.42, row + 0.42], *ends, color="#e4e4e4", linewidth=0)
+        for wire, shift in zip(_LOOKS, (-0.17, 0.17), strict=True):
+            line: Mapping[str, Any] = {}  # the mean over the places has no dots of its own
+            if "rule" in facts:
+                place = {name: facts[name] for name in ("rule", "momentum", "restart")}
+                line = first(result.rows, wire=wire, **place) or {}
+            dots = [value for name, value in line.items() if name.startswith("float32_log_seed") and value is not None]
+            _draw_change(changes, row + shift, facts["change"][wire], wire, dots)
+    changes.axvline(0, color=MUTED, linewidth=0.7, zorder=1)
+    names = [f"{name}\n{perplexity_words(facts)}" if "perplexity" in facts else name for name, facts in places.items()]
+    changes.set_yticks(range(len(places)), names, fontsize=6.5)
+    changes.axhline(len(places) - 1.5, color=MUTED, linewidth=0.5)
+    changes.set_ylim(len(places) - 0.4, -0.6)
+    changes.set_xlabel("perplexity against float32, same seed, %")
+    for wire, number in _LOOKS.items():
+        style = look(number, every=1)
+        changes.plot([], [], color=style["color"], marker=style["marker"], linestyle="-", label=wire)
+    changes.fill_between([], [], [], color="#e4e4e4", label="float32, another seed: one standard deviation")
+    _draw_bytes(sent, result)
+    name_panels([changes, sent], ["What it changes", "What it sends"])
+    figure.legend(*changes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    bars = f"Geometric means; bars: {settings['clear']:g} standard errors; strokes: the seeds. " if several else ""
+    mean = f", mean of {len(settings['seeds'])} seeds" if several else ""
+    note(
+        figure,
+        f"{bars}Below each name: perplexity in float32{mean}.\n"
+        f"{settings['form']} form, lr {settings['lr']:g}, S={settings['inner_steps']}, {settings['rounds']} rounds; "
+        f"rule, momentum, restart. Bytes: what each of {settings['processes']} processes sends.",
+    )
+    return figure
+
+
+def _draw_change(panel: Axes, height: float, change: Mapping[str, Any], wire: str, dots: Sequence[float]) -> None:
+    """Draw one wire in one place: its mean with its error, and the seeds' log ratios as strokes."""
+    style = look(_LOOKS[wire], every=1)
+    colour = style["color"]
+    if change["ratio"] is None:
+        word = "div." if "diverged" in change["verdict"] else "missing"
+        panel.text(0, height, f"{wire}: {word}", color=colour, fontsize=6, ha="center", va="center")
+        return
+    if change["low"] is not None:
+        ends, seeds = ([100 * math.expm1(log) for log in logs] for logs in ((change["low"], change["high"]), dots))
+        panel.plot(ends, [height, height], color=colour, linewidth=1.1, zorder=3)
+        panel.plot(seeds, [height] * len(seeds), "|", color=colour, markersize=5, markeredgewidth=0.8, zorder=2)
+    panel.plot([100 * (change["ratio"] - 1)], [height], marker=style["marker"], color=colour, markersize=4, zorder=4)
+
+
+def _draw_bytes(panel: Axes, result: Result) -> None:
+    sent, share = result.numbers["bytes_a_round"], result.numbers["bytes_over_float32"]
+    colours = [look(number)["color"] for number in (0, *_LOOKS.values())]
+    thousands = [number / 1000 for number in sent.values()]
+    panel.barh(range(len(sent)), thousands, color=colours, height=0.6)
+    for row, wire in enumerate(sent):
+        end, words = thousands[row], f"{share[wire]:.3f}"
+        if row == 0:  # the longest bar has its number inside
+            panel.text(end * 0.97, row, words, ha="right", va="center", fontsize=7, color="white")
+        else:
+            panel.text(end + 3, row, words, ha="left", va="center", fontsize=7, color="black")
+    panel.set_yticks(range(len(sent)), list(sent))
+    panel.invert_yaxis()
+    panel.set_xlabel("kB a round")
