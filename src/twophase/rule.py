@@ -32,7 +32,7 @@ def check_rule(where: str, lr: float, momentum: float, form: str, nesterov: obje
         raise ValueError(f"{where}: nesterov is {nesterov!r}; it must be True or False (form comes after it)")
     if form not in FORMS:
         raise ValueError(f'{where}: form is {form!r}; write "sum" (as torch.optim.SGD) or "ema" (as the restart paper)')
-    if not (isinstance(lr, Real) and math.isfinite(lr) and lr >= 0):
+    if not (isinstance(lr, Real) and 0 <= lr < math.inf and not (isinstance(lr, int) and lr > 10**308)):
         raise ValueError(f"{where}: lr is {lr!r}; it must be a finite number >= 0 (DiLoCo uses 0.7, sum form)")
     if not (isinstance(momentum, Real) and 0 <= momentum < 1):
         raise ValueError(

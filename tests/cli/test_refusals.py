@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from commands import snapshot
+from shardmaker import prepared
 from twophase.cli import main as cli
 
 MISTAKES = [
@@ -36,12 +41,27 @@ MISTAKES = [
     ("train --lighthouse http://127.0.0.1:1", "--replica"),
     pytest.param("train --lighthouse http://127.0.0.1:1 --replica 2", "--replica is 2", marks=pytest.mark.slow),
     ("data prepare absent.txt --out tokens", "absent.txt"),
-    ("data prepare absent.txt --out tokens --threads 0", "--threads 0"),
+    ("data prepare absent.txt --out tokens --threads 0", "--threads: is 0"),
     ("data prepare absent.txt --out tokens --tokens many", "--tokens"),
     ("data count", "count"),
     ("data info .", "meta.json"),
     ("export absent there", "absent"),
     ("period --sigma 0.5 --plot figure.svg", "--plot figure.svg"),
+    ("period --sigma 0.5 --max-period inf", "--max-period"),
+    ("period --sigma 0_5", "--sigma"),
+    ("report . --watch 0", "--watch: is 0"),
+    ("report . --within -1", "--within: is -1"),
+    ("train --outer.lr 0_7", "--outer.lr: '0_7' is not a number such as 3, 0.25"),
+    ("train --outer.lr ٣", "--outer.lr"),
+    ("train --outer.lr 1e400", "--outer.lr"),
+    ("train --steps 1_000", "--steps: '1_000' is not a whole number"),
+    ("train --outer.restart soft:3:0_2:0.1", "'0_2' is not a number"),
+    ("train --sync.fragments ٣", "--sync.fragments"),
+    ("train --sync.fragments 2 --sync.restart 0=3 1=0_3", "--sync.restart"),
+    ("train --inner.lr 1e31", "--inner.lr"),
+    ("train --sync-timeout 1e300", "--sync-timeout: is 1e+300"),
+    ("data prepare absent.txt --out tokens --tokenizer bpe:٣٠٠", "write bpe:SIZE"),
+    ("data prepare absent.txt --out tokens --held-out 0_1", "--held-out"),
     ("spectrum absent", "absent"),
     ("spectrum absent --top 0", "--top"),
     ("spectrum absent --top 1000", "--top"),
@@ -55,6 +75,11 @@ MISTAKES = [
     ("sweep --sync.fragments 2 --axis sync.restart 0=3 1=5", "--sync.restart"),
     ("sweep --axis sync.fragments none 2", "--sync.fragments"),
     ("sweep --axis outer.lr 1 --in-memory -1", "--in-memory"),
+    ("sweep --axis outer.lr 0_1 1", "'0_1'"),
+    (
+        "sweep" + f" --axis seed {' '.join(map(str, range(400)))} --axis steps {' '.join(map(str, range(1, 400)))}",
+        "cells",
+    ),
     ("demo --in-memory -1 --dry-run", "--in-memory"),
     ("sweep --axis outer.lr 1 --workers -1", "--workers"),
     ("sweep --axis outer.lr 1 --slurm-time 60", "--slurm-time"),
@@ -68,7 +93,7 @@ MISTAKES = [
     ("study robustness_toy --fast", "--fast"),
     ("explore --outer.momentum 1", "momentum"),
     ("explore --outer.momentum 0.9999999", "--outer.momentum"),
-    ("explore --outer.lr nan", "lr is nan"),
+    ("explore --outer.lr nan", "--outer.lr: 'nan'"),
     ("explore --outer.lr 0", "--outer.lr"),
     ("explore --outer.restart cycle:2,3", "--outer.restart"),
     ("explore --outer.restart 0", "--outer.restart"),
@@ -88,8 +113,8 @@ MISTAKES = [
 ]
 
 
-def check(words: str, thing: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Run a command that must be refused, and leave the folder as it was."""
+def check(words: str, thing: str, capfd: pytest.CaptureFixture[str], cache: str = "") -> None:
+    """Run a command that must be refused, and leave the folder as it was; it may make one file as a cache."""
     before = snapshot(Path.cwd())
     try:
         status = cli.main(words.split())
@@ -99,7 +124,7 @@ def check(words: str, thing: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert status == 2, message
     assert thing in " ".join(message.replace("│", " ").split())
     assert "Traceback" not in message
-    assert snapshot(Path.cwd()) == before
+    assert {name: digest for name, digest in snapshot(Path.cwd()).items() if name != cache} == before
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +132,25 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("USE_TORCH", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):  # a command's own must not reach others
         monkeypatch.setenv(name, "1")
+
+
+SIZES = [
+    *("model.layers", "model.hidden-size", "model.intermediate-size", "model.heads", "model.vocabulary-size"),
+    *("data.sequence-length", "data.batch-size", "data.validation-windows", "outer.probe-sequences"),
+    *("steps", "inner-steps", "replicas", "threads", "log-every", "evaluate-every", "checkpoint-every"),
+    *("keep-checkpoints", "compute.micro-batch", "sync.delay", "sync.fragments"),
+]
+
+
+@pytest.mark.parametrize("option", SIZES)
+def test_absurd_sizes(capfd: pytest.CaptureFixture[str], option: str) -> None:
+    """No size is so large that it fills memory, ends in an overflow, or makes a plan that never ends."""
+    for number in ("1000000000", "1" + 20 * "0", "1" + 400 * "0", "1" + 5000 * "0"):
+        check(f"train --{option} {number}", f"--{option}", capfd)
+        if option != "sync.fragments":  # its values are texts
+            Path("a.yaml").write_text(f"{option.replace('-', '_')}: {number}")
+            check("train --config a.yaml", f"--{option}" if len(number) < 99 else "a.yaml", capfd)
+            Path("a.yaml").unlink()
 
 
 @pytest.mark.parametrize(("words", "thing"), MISTAKES)
@@ -126,6 +170,25 @@ FILES = {
         ("inner: {betas: 0.9}", "inner.betas"),
         ("help: 1", "help"),
         ("- 1", "--config a.yaml"),
+        ("[" * 100_000, "--config a.yaml"),
+        ("{a: " * 100_000, "--config a.yaml"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "without references"),
+        ("seed: !!int '0x10'", "tags"),
+        ("seed: 1\nseed: 2", "the key seed is given twice"),
+        ("outer: {lr: 1}\nouter.lr: 2", "outer.lr is given twice"),
+        ("1: 2", "1 is no value"),
+        ("? [1]\n: 2", "--config a.yaml"),
+        ("null: 2", "None is no value"),
+        ("seed: 1:30", "--seed"),
+        ("seed: 0x1F", "--seed"),
+        ("seed: 2001-01-01", "--seed"),
+        ("outer: {lr: .inf}", "--outer.lr"),
+        ("outer: {lr: 1.0e+999}", "--outer.lr"),
+        ("outer: {lr: 0_7}", "--outer.lr"),
+        ('data: {corpus: "file:a\\0b"}', "a zero byte"),
+        ('data: {corpus: "file:\\ud800"}', "--config a.yaml"),
+        ("été: 1", "--config a.yaml"),
+        ("#" * 300_000, "250,000 bytes"),
     ],
     "text.txt": [
         ("", "text.txt"),
@@ -148,3 +211,53 @@ def test_files(capfd: pytest.CaptureFixture[str], name: str, text: str, thing: s
     """A configuration, a text or a file in the page's place that cannot be used."""
     Path(name).write_bytes(text.encode("latin-1"))
     check(WORDS[name], thing, capfd)
+
+
+def odd_file(kind: str) -> Path:
+    """Make what is no regular file."""
+    path = Path("odd.txt")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        path.symlink_to(kind)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "/dev/full", "/dev/zero", "/dev/null"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --config odd.txt",
+        "train --data.corpus file:odd.txt",
+        "train --data.corpus tokens:odd.txt",
+        "data prepare odd.txt --out tokens --kind text --tokenizer bytes",
+        "data prepare odd.txt --out tokens --kind parquet --tokenizer bytes",
+        "period --spectrum odd.txt",
+        "explore --out odd.txt",
+        "report odd.txt",
+    ],
+)
+def test_what_is_no_file(capfd: pytest.CaptureFixture[str], kind: str, words: str) -> None:
+    """A pipe would block, a device might never end: neither is opened."""
+    odd_file(kind)
+    check(words, "odd.txt", capfd)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="token files of other systems are no pipes")
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "train-00000.bin", "token_bytes.npy", "meta.json"])
+def test_token_files_that_are_none(capfd: pytest.CaptureFixture[str], name: str) -> None:
+    """A pipe in the place of a file of token shards is refused by its name."""
+    folder = prepared(Path("tokens"), [np.arange(90, dtype="u2")], [np.arange(90, dtype="u2")], 100)
+    if name in ("train.bin", "val.bin"):
+        for path in folder.iterdir():
+            path.unlink()
+        for other in ("train.bin", "val.bin"):
+            (folder / other).write_bytes(bytes(2000))
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    check("train --data.corpus tokens:tokens --model.vocabulary-size 100", name, capfd, "tokens/.verified.json")

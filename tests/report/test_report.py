@@ -378,7 +378,6 @@ MISTAKES: dict[str, Callable[[Path, Path], list[object]]] = {
     "--runs is for sweeps": lambda run, _: [run, "--runs"],
     "--where is for sweeps": lambda run, _: [run, "--where", "a=1"],
     "--where a: ": lambda _, sweep: [sweep, "--where", "a"],
-    "--watch 0": lambda run, _: [run, "--watch", "0"],
     "cannot be written (Is a directory)": lambda run, _: [run, "--out", run],
     "cannot be written (No such file": lambda run, _: [run, "--out", run / "no" / "page.html"],
     "cells.csv: cannot be read": lambda run, sweep: [(sweep / "cells.csv").rename(run / "moved").parent and sweep],

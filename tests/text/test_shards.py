@@ -111,7 +111,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other hash": (lambda f: damage_meta(f, sha256="cd" * 32), r"and meta\.json says cdcdcdcdcdcdcdcd"),
     "no meta": (lambda f: (f / META).unlink(), r"holds no meta\.json; .*twophase data prepare"),
     "no object": (lambda f: (f / META).write_text("[]"), r"meta\.json is damaged"),
-    "no dtype": (change(META, lambda d: d.replace(b"uint16", b"int8")), r"meta\.json is damaged \(dtype 'int8'\)"),
+    "no dtype": (
+        change(META, lambda d: d.replace(b"uint16", b"int8")),
+        r"meta\.json is damaged \(its dtype is 'int8'\)",
+    ),
     "newer": (change(META, lambda d: d.replace(b'"format": 1', b'"format": 2')), "install a newer twophase"),
     "no training": (no_split(TRAIN), r"holds no train tokens; prepare it again"),
     "no validation": (no_split(VALIDATION), r"holds no validation tokens; prepare it again"),

@@ -28,7 +28,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"outer.probe_sequences": 5}, r"--outer\.probe-sequences is 5; .*1 to --data\.batch-size 4"),
     ({"outer.probe_sequences": -1}, r"--outer\.probe-sequences is -1; "),
     ({"inner_steps": 23}, r"--inner-steps is 23; .*at most steps \(22\); lower --inner-steps"),
-    ({"inner_steps": 0}, r"--inner-steps is 0; it must be a whole number >= 1"),
+    ({"inner_steps": 0}, r"--inner-steps is 0; it must be a whole number from 1 to 100,000,000"),
     ({"replicas": 0}, r"--replicas is 0; "),
     ({"inner.lr": 0.0}, r"--inner\.lr is 0\.0; "),
     ({"inner.lr": math.nan}, r"--inner\.lr is nan; "),

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from twophase.base.config import UsageError
+from twophase.base.files import check_regular
+from twophase.number import number as read_number
 from twophase.rule import FORM_WORDS, Form, OuterRule
 from twophase.runs.log import standard
 from twophase.theory.advice import Advice, Criterion, advise
@@ -149,6 +151,7 @@ def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
         UsageError: a file that cannot be read or is no such table; the message names the line.
     """
     try:
+        check_regular(path)
         reader = csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), skipinitialspace=True)
         lines = [(reader.line_num, line) for line in reader if any(word.strip() for word in line)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -166,7 +169,7 @@ def read_spectrum(path: Path) -> tuple[Floats, Floats | None]:
         try:
             if len(words) != len(columns):
                 raise ValueError
-            table.append([float(word) for word in words])
+            table.append([float(read_number(word.strip().removeprefix("+"))) for word in words])
         except ValueError:
             raise UsageError(
                 f"--spectrum {path}: row {number} is {','.join(words)!r}; write sigma, or sigma,weight, as numbers, "

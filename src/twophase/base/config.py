@@ -11,17 +11,23 @@ import difflib
 import hashlib
 import json
 import operator
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 
 from twophase.base.errors import RunError, UsageError  # noqa: F401 - callers import both from here, too
+from twophase.base.files import check_regular
+from twophase.number import number, whole_number
 
 C = TypeVar("C")
 Tree = dict[str, Any]
 
+_LARGEST_YAML = 250_000
+_LEVELS = 10
 LATER = {"twophase": "later"}
 """Metadata of a field that came after others had been used: while it has its default it is left out of the tree, so a
 configuration from before has the same fingerprint, and its runs are found and resumed."""
@@ -61,7 +67,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
         prefix: the path of the tree, for messages.
 
     Raises:
-        UsageError: names that `cls` does not have, or lacks.
+        UsageError: names that `cls` does not have, or lacks, or values of another kind.
     """
     default = cls()
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -73,28 +79,33 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
     values = {}
     for name in tree:
         value, model = tree[name], getattr(default, name)
+        kind = {type(None): type(value), tuple: list, float: (float, int)}.get(type(model), type(model))
+        if dataclasses.is_dataclass(model):
+            kind = Mapping
+        if not isinstance(value, kind) or (isinstance(value, bool) and not isinstance(model, bool)):
+            raise UsageError(f"{prefix}{name} is {value!r}, which is not of the kind of {model!r}")
         if dataclasses.is_dataclass(model):
             value = from_tree(type(model), value, f"{prefix}{name}.")
         elif isinstance(model, tuple):
             value = tuple(value)
         elif isinstance(model, float):
-            value = float(value)
+            value = float(number(repr(value)))  # refuses an int that no float holds
         values[name] = value
     return cls(**values)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as one dictionary from dotted path to value.
+    """Return nested dictionaries as one dictionary from dotted path to value; refuse a path that occurs twice.
 
     >>> flatten({"outer": {"lr": 0.7}, "seed": 0})
     {'outer.lr': 0.7, 'seed': 0}
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if twice := flat.keys() & inner.keys():
+            raise UsageError(f"{min(twice)} is given twice, once below its group and once by its path; leave one out")
+        flat |= inner
     return flat
 
 
@@ -151,17 +162,69 @@ def dump_yaml(config: Any, *, every: bool = False) -> str:
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=120)
 
 
+class _Loader(yaml.SafeLoader):
+    """Read YAML as configurations have it: plain values below keys that occur once, few levels, decimal numbers.
+
+    What YAML 1.1 takes for numbers besides (`010` is 8, `1:30` is 90, `0_2` is 2), and times, stays text.
+    """
+
+    yaml_implicit_resolvers: ClassVar[Any] = {
+        first: [(tag, form) for tag, form in forms if not tag.endswith((":int", ":float", ":timestamp"))]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _levels = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse references, which can make a small file huge, tags, and more levels than a configuration has."""
+        event: Any = self.peek_event()
+        self._levels += 1
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) or self._levels > _LEVELS:
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1}: write plain values, without references, tags, or more than "
+                f"{_LEVELS} levels"
+            )
+        node = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
+
+    def construct_scalar(self, node: Any) -> Any:
+        """Refuse text that no file name and no option can hold."""
+        text = super().construct_scalar(node)
+        if isinstance(text, str) and b"\0" in os.fsencode(text):
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a text holds a zero byte")
+        return text
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Refuse a key that occurs twice, of which YAML would take the last."""
+        keys = [str(self.construct_object(key, deep=True)) for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1}: the key {twice} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"-?(0|[1-9][0-9]*)$"), list("-0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    # Less than what PyYAML quotes when it writes such a text, so that a text is read back as one.
+    re.compile(r"-?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?$|-?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+    list("-.0123456789"),
+)
+
+
 def load_yaml(path: Path) -> Tree:
     """Return the mapping that a YAML file holds.
 
     Raises:
-        UsageError: a file that is missing, unreadable, not YAML, or not a mapping.
+        UsageError: a file that is missing, unreadable, too large, not YAML as `_Loader` takes it, or not a mapping.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if check_regular(path) > _LARGEST_YAML:
+            raise ValueError(f"more than {_LARGEST_YAML:,} bytes, which no configuration has")
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a kind of SafeLoader
     except OSError as error:
         raise UsageError(f"--config {path}: cannot be read ({error.strerror}); check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"--config {path}: is not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
         kind = "nothing" if tree is None else type(tree).__name__
@@ -227,7 +290,17 @@ def parse_arguments(default: C, words: Sequence[str], *, prog: str, description:
     nearest ones) when the words do not fit.
     """
     import tyro  # noqa: PLC0415 - a fifth of a second that `import twophase` should not cost
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec  # noqa: PLC0415 - the same
 
-    return tyro.cli(
-        type(default), args=_spelt_out(list(words), default), default=default, prog=prog, description=description
-    )
+    registry = ConstructorRegistry()
+    for kind, read in {int: whole_number, float: lambda text: float(number(text))}.items():
+        spec: Any = PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=kind.__name__.upper(),
+            instance_from_str=lambda words, read=read: read(words[0]),
+            is_instance=lambda value, kind=kind: isinstance(value, (kind, int)) and not isinstance(value, bool),
+            str_from_instance=lambda value: [str(value)],
+        )
+        registry.primitive_rule(lambda asked, kind=kind, spec=spec: spec if asked.type is kind else None)
+    spelt = _spelt_out(list(words), default)
+    return tyro.cli(type(default), args=spelt, default=default, prog=prog, description=description, registry=registry)

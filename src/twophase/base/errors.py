@@ -1,8 +1,27 @@
-"""Two errors that end a program: a mistake of the user's, and a failure while running."""
+"""What ends a program: a mistake of the user's, a failure while running, and a full memory."""
+
+FULL = (RuntimeError, OSError, ImportError, MemoryError)
+"""What may be raised where memory runs out."""
+_FULL = (
+    "can't allocate memory",
+    "annot allocate memory",
+    "std::bad_alloc",
+    "can't start new thread",
+    "failed to map segment",
+)
 
 
 class UsageError(ValueError):
     """A mistake of the user's, with the remedy in its message; the command line ends with status 2."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether a device or this machine is out of memory; for the latter torch has no exception of its own."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's, without its import
+        return True
+    if isinstance(error, ImportError) and error.__cause__ is not None:  # SciPy's, which says that it is broken
+        return is_out_of_memory(error.__cause__)
+    return isinstance(error, FULL) and any(words in str(error) for words in _FULL)
 
 
 class RunError(RuntimeError):

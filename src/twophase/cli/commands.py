@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twophase.number import whole_number
+
 if TYPE_CHECKING:
     from twophase.tasks.lm.config import TrainConfig
 
@@ -91,16 +93,19 @@ def parse_known(parser: argparse.ArgumentParser, words: list[str], then: str) ->
     return parser.parse_known_args(words)
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
-    """Return an argument's type: whole numbers from the smallest on."""
+def between(smallest: float, largest: float, read: Callable[[str], Any] = whole_number) -> Callable[[str], Any]:
+    """Return an argument's type: whole numbers of a range, or what else `read` reads."""
 
-    def whole_number(word: str) -> int:
-        number = int(word)
-        if number < smallest:
-            raise argparse.ArgumentTypeError(f"is {number}; it must be a whole number >= {smallest}")
-        return number
+    def parsed(word: str) -> Any:
+        try:
+            value = read(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if not smallest <= value <= largest:
+            raise argparse.ArgumentTypeError(f"is {value}; it must be from {smallest:,} to {largest:,}")
+        return value
 
-    return whole_number
+    return parsed
 
 
 def print_config(config: TrainConfig) -> int:

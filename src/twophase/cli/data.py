@@ -8,10 +8,11 @@ import re
 import signal
 from pathlib import Path
 
-from twophase.base.config import UsageError
-from twophase.cli.commands import plain_parser
+from twophase.cli.commands import between, plain_parser
+from twophase.number import number
 from twophase.text.meta import META, TRAIN, VALIDATION, Meta, read_meta
 from twophase.text.prepare import Request, prepare
+from twophase.training.config import MOST_THREADS
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _LARGEST = 10**18
@@ -36,8 +37,6 @@ def main(words: list[str]) -> int:
 
 def _prepare(options: argparse.Namespace) -> None:
     if options.threads is not None:
-        if options.threads < 1:
-            raise UsageError(f"--threads {options.threads}: must be at least 1")
         os.environ["RAYON_NUM_THREADS"] = str(options.threads)  # tokenizers reads it when it first encodes
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if options.threads > 1 else "false"
     request = Request(
@@ -102,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--held-out",
-        type=float,
+        type=between(0, 1, number),
         default=0.005,
         metavar="SHARE",
         help="share of the documents that validate, chosen by a hash of their text (%(default)s)",
@@ -111,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--column", default="text", help="name of the text in JSON objects and Parquet tables (%(default)s)")
     add("--shard-tokens", type=_count, default=100_000_000, metavar="N", help="tokens of a shard (100M)")
     add("--train-bytes", type=_count, default=50_000_000, metavar="N", help="text that bpe:SIZE learns from (50M)")
-    add("--threads", type=int, metavar="N", help="threads of the tokenizer (as many as cores)")
+    add("--threads", type=between(1, MOST_THREADS), metavar="N", help="threads of the tokenizer (as many as cores)")
     add("--quiet", action="store_true", help="show no progress")
     return parser
 

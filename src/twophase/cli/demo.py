@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twophase.cli.commands import command_line, run_parser
+from twophase.cli.commands import between, command_line, run_parser
 from twophase.cli.sweep import list_figures
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="a smaller grid of shorter runs, under two minutes")
     parser.add_argument(
         "--seeds",
-        type=int,
+        type=between(0, 2**63 - 1),
         nargs="+",
         default=[0],
         metavar="SEED",

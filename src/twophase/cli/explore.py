@@ -8,7 +8,7 @@ from typing import Any
 
 from twophase.advice.period import Rule, Spectrum
 from twophase.base.config import UsageError, parse_arguments
-from twophase.base.files import write_atomic
+from twophase.base.files import check_regular, write_atomic
 from twophase.cli.commands import parse_known, plain_parser
 from twophase.explorer.from_run import FromRun, read_run
 from twophase.explorer.page import MARK, State, build
@@ -139,7 +139,7 @@ def main(words: list[str]) -> int:
 def _write(out: Path, page: str) -> None:
     """Write the page; a file that is no such page is left alone."""
     try:
-        if out.exists() and MARK.encode() not in out.read_bytes()[:2000]:
+        if out.exists() and (check_regular(out) == 0 or MARK.encode() not in out.read_bytes()[:2000]):
             raise UsageError(f"--out {out}: holds something else than a page of twophase explore; choose another name")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, page)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 
-from twophase.base.config import RunError, UsageError
+from twophase.base.errors import FULL, RunError, UsageError, is_out_of_memory
 from twophase.cli.commands import COMMANDS, PROGRAM, interrupted
 
 
@@ -41,13 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, RunError) as error:
-        return _complain(f"{PROGRAM} {name}", str(error), "failed", status=1)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which only some commands import
+    except FULL as error:
+        if isinstance(error, RunError) or (isinstance(error, OSError) and not is_out_of_memory(error)):
+            return _complain(f"{PROGRAM} {name}", str(error), "failed", status=1)
+        if not is_out_of_memory(error):
             raise
-        advice = "give a smaller model, fewer --replicas, or a GPU to each by torchrun; what has been saved is intact"
-        reason = f"weights and optimizers do not fit into the device's memory ({str(error).splitlines()[0]})"
+        advice = (
+            "give a smaller model, fewer --replicas, --data.batch-size or --data.validation-windows, fewer --workers, "
+            "or a GPU to each replica by torchrun; what has been saved is intact"
+        )
+        reason = f"the memory is full ({(str(error).splitlines() or ['no more is known'])[0]})"
         return _complain(f"{PROGRAM} {name}", f"{reason}; {advice}", "failed", status=1)
 
 

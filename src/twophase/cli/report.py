@@ -13,9 +13,10 @@ from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.base.progress import meter
-from twophase.cli.commands import config_paths, plain_parser
+from twophase.cli.commands import between, config_paths, plain_parser
 from twophase.judge.verdict import WITHIN, verdict
 from twophase.judge.verdict_text import describe, write
+from twophase.number import number
 from twophase.report.page import counted, relative
 from twophase.report.run import run_report
 from twophase.report.sweep import sweep_report
@@ -55,13 +56,13 @@ def _parser() -> argparse.ArgumentParser:
         f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g}); it then shows the "
         "newest by itself, until that is switched off on it"
     )
-    add("--watch", type=float, nargs="?", const=WATCH_SECONDS, metavar="SECONDS", help=watch)
+    add("--watch", type=between(1, 86400, number), nargs="?", const=WATCH_SECONDS, metavar="SECONDS", help=watch)
     add("--runs", action="store_true", help="of a sweep: also write the report of each of its runs")
     within = (
         "of a sweep: distances from the best of all that robustness areas are given for, relative "
         f"(default {' '.join(map(str, WITHIN))})"
     )
-    add("--within", type=float, nargs="+", default=WITHIN, metavar="X", help=within)
+    add("--within", type=between(0, 1, number), nargs="+", default=WITHIN, metavar="X", help=within)
     controls = "of a sweep: further arms to compare the others with, besides linked and momentum-free ones"
     add("--controls", nargs="+", default=(), metavar="ARM", help=controls)
     where = "of a sweep: judge only the cells with these values, such as inner_steps=20"
@@ -70,8 +71,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.watch is not None and not 1 <= options.watch <= 86400:
-        raise UsageError(f"--watch {options.watch:g}: give seconds between 1 and 86400, such as --watch 10")
     for word in options.where:
         if "=" not in word:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from twophase.base.config import UsageError
-from twophase.cli.commands import plain_parser
+from twophase.cli.commands import between, plain_parser
 
-_MOST_EIGENVALUES = 100
+_MOST_EIGENVALUES = 100  # each is found by itself
 
 
 def main(words: list[str]) -> int:
@@ -25,20 +25,19 @@ def main(words: list[str]) -> int:
         "else embeddings, attention, mlp, norms, head)",
     )
     text = "of the run's training text, of its own batch size (%(default)s)"
-    add("--batches", type=int, default=4, metavar="N", help=text)
-    add("--top", type=int, default=5, metavar="N", help="eigenvalues of each block found one by one (%(default)s)")
+    add("--batches", type=between(1, 10_000), default=4, metavar="N", help=text)
+    add(
+        "--top",
+        type=between(1, _MOST_EIGENVALUES),
+        default=5,
+        metavar="N",
+        help="eigenvalues of each block found one by one (%(default)s)",
+    )
     add("--out", type=Path, metavar="DIR", help="folder of spectrum.png, .pdf, .csv and .json (the run's own)")
     add("--json", action="store_true", help="print one JSON object instead of words")
     add("--quiet", action="store_true", help="show no progress")
     options = parser.parse_args(words)
     patterns = _patterns(options.blocks)
-    for option, value in (("--batches", options.batches), ("--top", options.top)):
-        if value < 1:
-            raise UsageError(f"{option} is {value}; it must be a whole number >= 1")
-    if options.top > _MOST_EIGENVALUES:
-        raise UsageError(
-            f"--top is {options.top}; it must be at most {_MOST_EIGENVALUES}: each eigenvalue is found by itself"
-        )
     from twophase.cli.block_report import spectrum
 
     return spectrum(options, patterns)

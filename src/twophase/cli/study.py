@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from twophase.base.config import UsageError
-from twophase.cli.commands import PROGRAM, plain_parser
+from twophase.cli.commands import between, plain_parser
 
 
 def main(words: list[str]) -> int:
@@ -30,7 +29,7 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument(
         "--so-far",
-        type=int,
+        type=between(0, 2**63 - 1),
         nargs="*",
         metavar="SEED",
         help="of a study that trains: what it says of the runs that have ended by now, of these seeds or those with the"
@@ -60,19 +59,15 @@ def main(words: list[str]) -> int:
         where = {"scale": options.scale, "seeds": options.so_far, "tables": options.table}
         print(f"\n{so_far(options.name, options.out, options.quick, **where)}")
         return 0
-    try:
-        with watched(options.name, quiet=options.quiet) as progress:
-            outcome = run(
-                options.name,
-                options.out,
-                options.quick,
-                scale=options.scale,
-                workers=workers_of(options),
-                progress=progress,
-                tables=options.table,
-            )
-    except RuntimeError as error:
-        print(f"{PROGRAM} study: failed: {error}", file=sys.stderr)
-        return 1
+    with watched(options.name, quiet=options.quiet) as progress:
+        outcome = run(
+            options.name,
+            options.out,
+            options.quick,
+            scale=options.scale,
+            workers=workers_of(options),
+            progress=progress,
+            tables=options.table,
+        )
     print("\n".join(["", outcome.answer, "", *map(str, outcome.paths)]))
     return 0

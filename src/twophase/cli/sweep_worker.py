@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from twophase.cli.commands import at_least, plain_parser
+from twophase.cli.commands import between, plain_parser
 
 
 def main(words: list[str]) -> int:
@@ -13,7 +13,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the sweep's folder")
     parser.add_argument(
         "--in-memory",
-        type=at_least(0),
+        type=between(0, 10**6),
         default=8,
         metavar="N",
         help="states at branches held in memory at most, each about the size of a checkpoint; others are read back "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import UsageError
 from twophase.base.progress import duration, meter
-from twophase.cli.commands import at_least
+from twophase.cli.commands import between
 from twophase.runs.folder import list_some
 from twophase.sweep.grid import Sweep
 from twophase.sweep.plan import plan
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MOST_CELLS = 1000
 """Cells that are run without `--yes`."""
+MOST_WORKERS = 10_000
 _TIMED_STEPS = 12
 
 Results = Callable[[list[Row], Sweep, Path], str]
@@ -44,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--yes", action="store_true", help=f"run more than {MOST_CELLS} cells without asking")
     parser.add_argument(
         "--in-memory",
-        type=at_least(0),
+        type=between(0, 10**6),
         metavar="N",
         help="states at branches that a worker holds in memory at most, each about the size of a checkpoint (8)",
     )
@@ -60,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_workers(parser: argparse.ArgumentParser, more: str = "") -> None:
     """The option `--workers`."""
     text = f"worker processes (default: one a core, here {_cores()}, or one a GPU){more}"
-    parser.add_argument("--workers", type=at_least(0), default=None, metavar="N", help=text)
+    parser.add_argument("--workers", type=between(0, MOST_WORKERS), default=None, metavar="N", help=text)
 
 
 def workers_of(options: argparse.Namespace) -> int:
@@ -160,22 +161,18 @@ def run(
         launched.extend(submit(out, command, workers, slurm or {}))
 
     with watched(sweep.name, quiet=options.quiet) as progress:
-        try:
-            outcome = run_sweep(
-                sweep,
-                out,
-                workers=workers,
-                threads=max(config.threads for config in sweep.runs.values()),
-                merge=not options.no_merge,
-                devices=devices,
-                launch=launch if options.launcher == "slurm" and workers > 0 else None,
-                texts=texts,
-                in_memory=options.in_memory,
-                progress=progress,
-            )
-        except RuntimeError as error:
-            print(f"{name}: failed: {error}", file=sys.stderr)
-            return 1
+        outcome = run_sweep(
+            sweep,
+            out,
+            workers=workers,
+            threads=max(config.threads for config in sweep.runs.values()),
+            merge=not options.no_merge,
+            devices=devices,
+            launch=launch if options.launcher == "slurm" and workers > 0 else None,
+            texts=texts,
+            in_memory=options.in_memory,
+            progress=progress,
+        )
     print(f"{out}: {_counts_text(outcome)} in {duration(outcome.seconds)}")
     _explain(name, outcome, read_plan(sweep, out), launched=launched, repeat=repeat, workers=workers)
     status = 1 if outcome.errors else 0

@@ -10,9 +10,13 @@ from typing import Any
 
 from twophase.base.config import UsageError, fingerprint, to_tree
 from twophase.base.progress import meter, round_text, step_text
-from twophase.cli.commands import config_options, interrupted, print_config, run_parser, train_config
+from twophase.cli.commands import between, config_options, interrupted, print_config, run_parser, train_config
+from twophase.number import number
 from twophase.runs.folder import read_summary
 from twophase.tasks.lm.config import TrainConfig
+from twophase.training.config import MOST_REPLICAS
+
+_SECONDS = between(1e-3, 1e7, number)
 
 
 def main(words: list[str]) -> int:
@@ -53,23 +57,32 @@ def main(words: list[str]) -> int:
 def _elastic_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("replicas that come and go (extra twophase[ft])")
     group.add_argument("--lighthouse", metavar="URL", help="of torchft_lighthouse, such as http://10.0.0.1:29510")
-    group.add_argument("--replica", type=int, metavar="N", help="the number of this replica, from 0")
+    group.add_argument(
+        "--replica", type=between(0, MOST_REPLICAS), metavar="N", help="the number of this replica, from 0"
+    )
     group.add_argument(
         "--host",
         metavar="ADDRESS",
         help="of the interface to listen on; a private one (127.0.0.1)",
     )
-    group.add_argument("--min-replicas", type=int, metavar="N", help="replicas that a run needs to begin (all of them)")
+    group.add_argument(
+        "--min-replicas",
+        type=between(1, MOST_REPLICAS),
+        metavar="N",
+        help="replicas that a run needs to begin (all of them)",
+    )
     group.add_argument(
         "--sync-timeout",
-        type=float,
+        type=_SECONDS,
         metavar="S",
         help="seconds for a heal or a reduction (120); also under torchrun (600 on GPUs, 1800 without)",
     )
-    group.add_argument("--quorum-timeout", type=float, metavar="S", help="seconds for the slowest's inner steps (3600)")
+    group.add_argument(
+        "--quorum-timeout", type=_SECONDS, metavar="S", help="seconds for the slowest's inner steps (3600)"
+    )
     group.add_argument(
         "--start-timeout",
-        type=float,
+        type=_SECONDS,
         default=600.0,
         metavar="S",
         help="seconds to wait for the others to begin, also under torchrun (600)",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import ClassVar
 
+from twophase.number import number, shortened
 from twophase.policies.base import AVERAGING, PROBES, Decision, Restart, RestartPolicy, RoundSignal, State, Step
 from twophase.policies.checks import LARGEST, check_number
 from twophase.policies.text import register
@@ -156,12 +157,12 @@ def _word(choice: object) -> str:
 def _decision(word: str) -> Decision:
     if word in _WORDS:
         return _WORDS[word]
-    try:
-        gain = float(word)
-    except ValueError:
-        gain = math.nan
+    gain = math.nan
+    with suppress(ValueError):
+        gain = float(number(word))
     if not 0 < gain <= LARGEST:
         raise ValueError(
-            f"Probe: candidate {word!r} is not known; choose from {', '.join(_WORDS)}, or a gain above 0 such as 1.3"
+            f"Probe: candidate {shortened(word)!r} is not known; choose from {', '.join(_WORDS)}, or a gain above 0 "
+            "such as 1.3"
         )
     return Step(gain, 0.0)

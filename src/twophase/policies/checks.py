@@ -10,10 +10,14 @@ LARGEST = 1e30
 """The largest number that a policy may multiply a buffer or a pseudo-gradient with; a float32 holds it."""
 
 
+MOST = 10**15
+"""The largest count: no run has as many rounds, and every float, JSON reader and tensor holds it exactly."""
+
+
 def check_count(where: str, what: str, value: object, least: int = 1) -> int:
     """Return `value` as a plain int if it is a whole number >= `least` (NumPy's included); else raise a ValueError."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{where}: {what} is {value!r}; it must be a whole number >= {least}")
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= MOST:
+        raise ValueError(f"{where}: {what} is {value!r}; it must be a whole number >= {least} and at most 10^15")
     return int(value)
 
 

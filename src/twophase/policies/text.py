@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar
 
+from twophase.number import number, shortened
 from twophase.policies.base import Never, RestartPolicy
 
 _REGISTRY: dict[str, type[RestartPolicy]] = {Never.name: Never}
@@ -99,11 +99,12 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
 
 @lru_cache(maxsize=1024)
 def _parse_text(text: str) -> RestartPolicy:
-    name, *words = ["periodic", text] if re.fullmatch(r"[+-]?[0-9]+", text) else text.split(":")
+    name, *words = ["periodic", text] if re.fullmatch(r"-?[0-9]+", text) else text.split(":")
     cls = _class_of(name)
     if cls is None:
         raise ValueError(
-            f"restart {text!r} is not known; write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
+            f"restart {shortened(text)!r} is not known; write never, a period such as 3, cycle:5,6,10, at:4,9, "
+            "soft:3:0.2:0.1, or "
             f"one of {', '.join(sorted(_REGISTRY))} with its values; {POLICIES_VARIABLE} (an environment variable) "
             f"names modules with policies of your own, or those of the studies: {POLICIES_VARIABLE}={STUDIED}"
         )
@@ -112,23 +113,16 @@ def _parse_text(text: str) -> RestartPolicy:
     try:
         values = [_value(word, kind) for word, kind in zip(words, kinds.values(), strict=False)]
     except ValueError as error:
-        raise ValueError(f"restart {text!r}: {error}; write {usage}") from None
+        raise ValueError(f"restart {shortened(text)!r}: {error}; write {usage}") from None
     try:
         return cls(*values, *words[len(values) :])
     except TypeError:
-        raise ValueError(f"restart {text!r} has the wrong number of values; write {usage}") from None
+        raise ValueError(f"restart {shortened(text)!r} has the wrong number of values; write {usage}") from None
 
 
 def _value(word: str, kind: str) -> Any:
     """Return the value of a field of some type: a number, or a tuple of numbers or of texts."""
     if "tuple" not in kind:
-        return _number(word)
+        return number(word)
     items = word.split(",")
-    return tuple(items if "str" in kind else map(_number, items))
-
-
-def _number(word: str) -> float:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(word)
-    raise ValueError(f"{word!r} is not a number")
+    return tuple(items if "str" in kind else map(number, items))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError, flatten
+from twophase.base.files import read_json_object
 from twophase.judge.verdict import select
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
@@ -85,7 +85,7 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
         problems.append(f"{failed:,} of {len(rows):,} cells could not be run.")
     problems += _lost_runs(path, rows)
     forms = {str(row.values["outer.form"]) for row in rows if "outer.form" in row.values}
-    forms = forms or {str(flatten(spec.get("base", {})).get("outer.form", ""))}
+    forms = forms or {str(spec.get("base", {}).get("outer.form", ""))}
     words = " and ".join(FORM_WORDS.get(form, "form unknown") for form in sorted(forms))
     return SweepRecord(path, page_folder or path, rows, problems, words)
 
@@ -93,12 +93,12 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
 def _description(path: Path) -> dict[str, Any]:
     """Return what `sweep.json` holds, or nothing where it is missing."""
     try:
-        spec = json.loads((path / SPEC).read_text(encoding="utf-8"))
+        spec = read_json_object(path / SPEC)
+        return spec | {"base": flatten(dict(spec.get("base", {})))}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{path / SPEC}: is damaged ({error}); put it back, or move it out of the folder") from None
-    return spec
 
 
 def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:

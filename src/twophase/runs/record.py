@@ -6,7 +6,6 @@ line and a remedy.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from twophase import __version__
 from twophase.base.config import UsageError, flatten, load_yaml
+from twophase.base.files import read_json_object
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
@@ -200,8 +200,8 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError):
+        return read_json_object(path)
+    except ValueError:
         raise UsageError(
             f"{path}: is damaged (it holds no JSON object); put it back, or move it out of the folder"
         ) from None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import Tree, UsageError, flatten
-from twophase.base.files import write_atomic
+from twophase.base.files import read_json_object, write_atomic
 
 NAMES = ("none", "tensorboard", "trackio", "wandb")
 PROJECT = "twophase"
@@ -73,8 +73,8 @@ def identity(folder: Path) -> str:
     """Return the id under which trackers know the run of a folder, the same after resuming or moving it."""
     path = folder / _IDENTITY
     # A power cut may leave an empty file, since it is not synced; the trackers then see a new run.
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+        return str(read_json_object(path)["id"])
     # Not the fingerprint of the configuration: a run that is deleted and repeated is another run to the trackers.
     fresh = secrets.token_hex(6)
     write_atomic(path, json.dumps({"id": fresh}) + "\n", durable=False)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
+from twophase.base.errors import RunError, UsageError
+from twophase.base.files import read_json_object, write_atomic
 from twophase.recipes.paper import Scale
 from twophase.runs.folder import RunFolder, read_summary
 from twophase.studies._so_far import run_counts
@@ -43,7 +43,7 @@ def train_in_stages(study: Any, scale: Scale, folder: Path, **options: Any) -> t
 
     Raises:
         UsageError: a run that is impossible here.
-        RuntimeError: runs that could not be trained, by name, or that have not ended.
+        RunError: runs that could not be trained, by name, or that have not ended.
     """
     chooses, measures = hasattr(study, "CHOOSES_RUNS"), hasattr(study, "measure")
     extra = (_read_measured(folder),) if measures else ()
@@ -66,7 +66,7 @@ def train_in_stages(study: Any, scale: Scale, folder: Path, **options: Any) -> t
 
 def _read_measured(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / MEASURED).read_text(encoding="utf-8"))
+        return read_json_object(folder / MEASURED)
     except (OSError, ValueError):  # none yet, or damaged: it is measured again
         return {}
 
@@ -83,14 +83,14 @@ def _train_sweep(sweep: Sweep, folder: Path, **options: Any) -> list[Row]:
     outcome = run_sweep(sweep, folder, **({"threads": threads, "texts": texts} | options))
     if outcome.errors:
         reasons = "".join(f"\n  run {run}: {reason}" for run, reason in outcome.errors.items())
-        raise RuntimeError(
+        raise RunError(
             f"{len(outcome.errors)} of the {len(sweep.runs)} runs of {sweep.name} could not be trained; "
             f"repeat the command to try them again:{reasons}"
         )
     rows = read_rows(folder / TABLE)
     missing = len({row.twin_of or row.run for row in rows if row.state == "missing"})
     if missing:  # an answer from a part of its runs would be another one
-        raise RuntimeError(
+        raise RunError(
             f"{missing} of the {run_counts(rows)[1]} runs of {sweep.name} have not ended, and no worker was started "
             f"here; start some with `twophase sweep-worker --out {folder}`, and repeat the command when they are "
             "done (--so-far says what there is until then)"

@@ -131,7 +131,7 @@ def run(
     Raises:
         UsageError: no such study or scale, matplotlib is not installed, a run that is impossible here, the files cannot
             be written, or tables that are of another study, or lack a run.
-        RuntimeError: runs that could not be trained, by name; nothing is drawn without them.
+        RunError: runs that could not be trained, by name; nothing is drawn without them.
     """
     study = load(name)
     size = _scale(name, study, quick, scale)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from twophase.base.errors import RunError
+
 DEATHS = 5
 """Give up after this many worker deaths per worker with no run finished or failed in between.
 
@@ -56,7 +58,7 @@ class Crew:
             How they died.
 
         Raises:
-            RuntimeError: they do nothing but die.
+            RunError: they do nothing but die.
         """
         if progressed > self.progressed:
             self.deaths, self.progressed = 0, progressed
@@ -70,7 +72,7 @@ class Crew:
             cause = f"worker {number} {how}; see {self._log(number).name}"
             self.deaths += 1
             if self.deaths > DEATHS * self.size or (code == 2 and progressed == 0):
-                raise RuntimeError(f"{cause}: {self._last_words(number)}")
+                raise RunError(f"{cause}: {self._last_words(number)}")
             causes.append(cause)
             self._unleash(self.processes[number])
             self._start(number)
@@ -118,7 +120,7 @@ class Crew:
                     process_group=0,
                 )
         except OSError as error:
-            raise RuntimeError(f"a worker cannot be run with {' '.join(self.command)!r}: {error}") from error
+            raise RunError(f"a worker cannot be run with {' '.join(self.command)!r}: {error}") from error
 
     def _log(self, number: int) -> Path:
         return self.folder / f"worker-{number}.log"

@@ -13,11 +13,14 @@ from functools import cached_property
 from typing import Any
 
 from twophase.base.config import Tree, UsageError, differences, fingerprint, get, to_tree, values_of, with_values
+from twophase.number import number, whole_number
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 
 MOMENTUM_FREE = "momentum-free"
 """Name of the arm of outer SGD without momentum."""
+MOST_CELLS = 100_000
+"""Cells of a product at most; each takes a few kilobytes of this process's memory."""
 _NO_WORDS = "none"
 _NEXT_WORD = re.compile(r",\s*(?=[^,=\s][^,=]*=)")
 
@@ -145,8 +148,11 @@ def product(base: Any, axes: Sequence[Axis], arm: str = "", fixed: Mapping[str, 
         equal settings have equal run ids.
 
     Raises:
-        UsageError: an unknown path, a value of the wrong type, an axis without values or with a repeated one.
+        UsageError: an unknown path, a value of the wrong type, an axis without values or with a repeated one, or too
+            many cells.
     """
+    if (count := math.prod(len(axis.values) for axis in axes)) > MOST_CELLS:
+        raise UsageError(f"the axes make {count:,} cells; a sweep has at most {MOST_CELLS:,}: leave out values")
     shared = {path: _fitted(base, path, [value])[0] for path, value in (fixed or {}).items()}
     columns = [_fitted(base, axis.path, axis.values) for axis in axes]
     cells = []
@@ -277,9 +283,10 @@ def _fitted_number(path: str, value: Any, like: bool | int | float) -> bool | in
             return truths[str(value).lower()]
     elif not isinstance(value, bool):
         try:
-            number = type(like)(value)
-            if math.isfinite(number) and (isinstance(value, str) or number == value):
-                return number
+            read = whole_number if isinstance(like, int) else number
+            fitted = type(like)(read(value) if isinstance(value, str) else value)
+            if math.isfinite(fitted) and (isinstance(value, str) or fitted == value):
+                return fitted
         except (ValueError, TypeError, OverflowError):
             pass
     raise _misfit(path, value, like)

@@ -32,6 +32,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from twophase.base.files import json_object
+
 CLAIMS = "claims"
 ATTEMPTS = 3
 """Deaths of workers under a job that make it fail."""
@@ -231,9 +233,7 @@ class Queue:
 def _record(data: bytes) -> dict[str, Any]:
     """Parse a claim; it is empty where the worker died before it had written it."""
     with suppress(ValueError):
-        record = json.loads(data)
-        if isinstance(record, dict):
-            return record
+        return json_object(data)
     return {}
 
 

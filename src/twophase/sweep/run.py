@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
+from twophase.base.errors import RunError, UsageError
+from twophase.base.files import read_json_object, write_atomic
 from twophase.runs.folder import check_place, list_some, lock_folder, read_summary
 from twophase.sweep.crew import Crew
 from twophase.sweep.grid import Sweep, extends, spec_differences
@@ -156,7 +156,7 @@ def run_sweep(
 
     Raises:
         UsageError: workers < 0, or a folder of another sweep, in use, or not writable; nothing is overwritten.
-        RuntimeError: the workers cannot be started, or die one after the other, or the trials cannot be written.
+        RunError: the workers cannot be started, or die one after the other, or the trials cannot be written.
         KeyboardInterrupt: after the workers have been told to stop and have ended.
     """
     if workers < 0:
@@ -207,7 +207,7 @@ def _work_there(sweep: Sweep, folder: Path, *, merge: bool, texts: Mapping[str, 
         return None
     spec = sweep.spec()
     try:
-        saved = json.loads((folder / SPEC).read_text(encoding="utf-8"))
+        saved = read_json_object(folder / SPEC)
         different = [] if extends(spec, saved) else spec_differences(spec, saved)
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
@@ -327,10 +327,10 @@ class _Call:
         """Sum up the call.
 
         Raises:
-            RuntimeError: the trials cannot be written.
+            RunError: the trials cannot be written.
         """
         if self.unrecorded:
-            raise RuntimeError(
+            raise RunError(
                 f"the trials cannot be written ({self.unrecorded}); when they can again, repeat the command: nothing "
                 "that is finished is lost"
             )

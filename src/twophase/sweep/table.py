@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
+from twophase.base.files import check_regular, write_atomic
 from twophase.sweep.grid import Sweep, text_of
 
 State = Literal["finished", "diverged", "missing", "failed"]
@@ -153,6 +153,7 @@ def read_rows(path: Path) -> list[Row]:
         UsageError: the file is missing, is not UTF-8 text, is no table of cells, or holds none.
     """
     try:
+        check_regular(path)
         with path.open(newline="", encoding="utf-8-sig") as file:
             header, *lines = list(csv.reader(file)) or [[]]
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from twophase.base.files import write_atomic
+from twophase.base.files import read_json_object, write_atomic
 
 MIN_DOCSTRING, MIN_CODE = 120, 200
 SKIPPED = frozenset(
@@ -127,8 +127,8 @@ def _cache_file(root: Path, corpus: str) -> Path | None:
 
 def _read_cache(path: Path, key: str) -> list[str] | None:
     """Return the texts of a cache file, or None if it is absent, damaged, or of other files."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        stored = json.loads(path.read_bytes())
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        stored = read_json_object(path)
         if stored["key"] == key and stored["fingerprint"] == fingerprint(stored["texts"]):
             return stored["texts"]
     return None

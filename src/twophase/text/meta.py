@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
+from twophase.base.files import read_json_object, write_atomic
+from twophase.number import shortened
 
 META = "meta.json"
 TOKEN_BYTES = "token_bytes.npy"  # noqa: S105 - no secret
@@ -29,6 +31,10 @@ FORMAT = 1
 DTYPES = {"uint16": 2, "uint32": 4}
 """Types of token ids, and their bytes."""
 TRAIN, VALIDATION = "train", "validation"
+SHARD = re.compile(r"(train|validation)-[0-9]+\.bin")
+"""Names of token files."""
+_MOST = 10**15
+S = TypeVar("S", "Shard", "Meta")
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,31 @@ def write_meta(folder: Path, meta: Meta) -> None:
     write_atomic(folder / META, json.dumps({"format": FORMAT, **asdict(meta)}, indent=1) + "\n")
 
 
+def read_splits(splits: Any) -> dict[str, tuple[Shard, ...]]:
+    """Return the shards by split that JSON describes.
+
+    Raises:
+        ValueError, TypeError, AttributeError: values of another kind, or a file outside of the folder.
+    """
+    made = {name: tuple(_checked(Shard(**shard)) for shard in shards) for name, shards in splits.items()}
+    files = [shard.file for shards in made.values() for shard in shards]
+    odd = [file for file in files if not SHARD.fullmatch(file)] + sorted(set(made) - {TRAIN, VALIDATION})
+    if odd or len(set(files)) < len(files):
+        raise ValueError(f"its splits and their files are not as they are written: {shortened(str(odd or files))}")
+    return made
+
+
+def _checked(record: S) -> S:
+    """Return a record of JSON's values whose types are the fields'; its counts may be as large as a disk's."""
+    for each in fields(record):
+        value = getattr(record, each.name)
+        kind = {"str": str, "int": int}.get(str(each.type), Mapping)
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if not fits or (kind is int and not 0 <= value <= _MOST):
+            raise ValueError(f"its {each.name} is {shortened(repr(value))}")
+    return record
+
+
 def read_meta(folder: Path) -> Meta:
     """Return what a folder holds.
 
@@ -99,13 +130,14 @@ def read_meta(folder: Path) -> Meta:
     """
     path = folder / META
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json_object(path)
         if record.pop("format") > FORMAT:
             raise UsageError(f"{path} is of a newer format than this version reads; install a newer twophase")
-        splits = {name: tuple(Shard(**shard) for shard in shards) for name, shards in record.pop("splits").items()}
-        meta = Meta(**record, splits=splits)
+        meta = _checked(Meta(**record | {"splits": read_splits(record.pop("splits"))}))
         if meta.dtype not in DTYPES:
-            raise ValueError(f"dtype {meta.dtype!r}")
+            raise ValueError(f"its dtype is {shortened(meta.dtype)!r}")
+        if not meta.end_of_text < meta.vocabulary_size <= 1 << 8 * DTYPES[meta.dtype]:
+            raise ValueError(f"its vocabulary of {meta.vocabulary_size} ids, ended by {meta.end_of_text}, is none")
     except FileNotFoundError:
         raise UsageError(
             f"{folder} holds no {META}; it is no finished folder of token shards; make one with "

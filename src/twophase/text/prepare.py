@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -25,11 +26,12 @@ from typing import Any
 import numpy as np
 
 from twophase.base.config import UsageError, differences, fingerprint
-from twophase.base.files import TEMPORARY, write_atomic
+from twophase.base.files import TEMPORARY, read_json_object, write_atomic
 from twophase.base.progress import meter
+from twophase.policies.checks import check_count
 from twophase.text.meta import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta, write_meta
 from twophase.text.sources import BATCH_BYTES, Batch, File, batches, find
-from twophase.text.tokenizer import BUILT_IN, SMALLEST_BPE, Ids, Tokenizer, load_tokenizer, train_bpe
+from twophase.text.tokenizer import BUILT_IN, LARGEST_BPE, SMALLEST_BPE, Ids, Tokenizer, load_tokenizer, train_bpe
 from twophase.text.writer import Splits
 
 STATE = ".preparing.json"
@@ -151,8 +153,10 @@ def _planned(request: Request) -> _Plan:
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1, for example 10M")
     is_bpe, size = request.tokenizer.startswith(_BPE), request.tokenizer.removeprefix(_BPE)
-    if is_bpe and not (size.isdecimal() and int(size) >= SMALLEST_BPE):
-        raise UsageError(f"--tokenizer {request.tokenizer}: write bpe:SIZE, {SMALLEST_BPE} or more, as bpe:8000")
+    if is_bpe and not (re.fullmatch("[0-9]{1,7}", size) and SMALLEST_BPE <= int(size) <= LARGEST_BPE):
+        raise UsageError(
+            f"--tokenizer {request.tokenizer}: write bpe:SIZE, {SMALLEST_BPE} to {LARGEST_BPE}, as bpe:8000"
+        )
     if request.end_of_text is not None and (is_bpe or request.tokenizer in BUILT_IN):
         raise UsageError(
             f"--end-of-text {request.end_of_text}: --tokenizer {request.tokenizer} has its own end of a text; leave "
@@ -215,8 +219,15 @@ class _Preparation:
         state = self._begun()
         self.tokenizer = self._tokenizer(state.get("tokenizer_sha256"))
         self.splits = Splits(folder, self.tokenizer.dtype, plan.request.shard_tokens)
-        self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
-        self.place: dict[str, int] = state.get("place", {"stage": 0, "file": 0, "record": 0})
+        self.place: dict[str, int] = {"stage": 0, "file": 0, "record": 0}
+        try:
+            self.splits.resume(state.get("splits", {"closed": {}, "parts": {}}))
+            place = state.get("place", self.place)
+            self.place = {name: check_count(STATE, name, place[name], 0) for name in self.place}
+        except UsageError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise self._damaged(error) from None
         self.saved = time.monotonic()
 
     def run(self, *, quiet: bool) -> Meta:
@@ -291,9 +302,14 @@ class _Preparation:
     def _save(self) -> None:
         self.splits.flush()
         facts = {"request": self.plan.record(), "tokenizer_sha256": self.tokenizer.sha256}
-        state = facts | {"place": self.place, "splits": self.splits.state()}
-        write_atomic(self.folder / STATE, json.dumps(state))
+        self._write(facts | {"place": self.place, "splits": self.splits.state()})
         self.saved = time.monotonic()
+
+    def _damaged(self, error: Exception) -> UsageError:
+        return UsageError(f"{self.folder / STATE} is damaged ({error}); delete {self.folder} and prepare it again")
+
+    def _write(self, state: dict[str, Any]) -> None:
+        write_atomic(self.folder / STATE, json.dumps(state | {"fingerprint": fingerprint(state)}))
 
     def _begun(self) -> dict[str, Any]:
         """Return the state of an interrupted folder; an empty one for a new folder."""
@@ -301,10 +317,12 @@ class _Preparation:
         if not path.exists():
             return {}
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
+            state = read_json_object(path)
+            if state.pop("fingerprint", None) not in (None, fingerprint(state)):  # earlier versions wrote none
+                raise ValueError("it has changed since it was written")
             changed = differences(self.plan.record(), state["request"])
-        except (ValueError, KeyError, AttributeError):
-            raise UsageError(f"{path} is damaged; delete {self.folder} and prepare it again") from None
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise self._damaged(error) from None
         if changed:
             raise UsageError(
                 f"--out {self.folder}: was begun with another request ({_few(changed)}); repeat that one, name another "
@@ -323,7 +341,7 @@ class _Preparation:
             tokenizer = replace(load_tokenizer(str(folder)), name=request.tokenizer)
         if expected is None:
             # First, for it makes the folder one that is being prepared; a tokenizer that fails leaves it empty.
-            write_atomic(self.folder / STATE, json.dumps({"request": self.plan.record()}))
+            self._write({"request": self.plan.record()})
             tokenizer.save(folder)
             np.save(self.folder / f"{TEMPORARY}{TOKEN_BYTES}", tokenizer.token_bytes)
             (self.folder / f"{TEMPORARY}{TOKEN_BYTES}").rename(self.folder / TOKEN_BYTES)

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
+from twophase.base.files import check_regular, read_json_object, write_atomic
 from twophase.base.progress import meter
-from twophase.text.meta import DTYPES, META, TOKEN_BYTES, TRAIN, VALIDATION, Meta, read_meta
+from twophase.text.meta import DTYPES, META, SHARD, TOKEN_BYTES, TRAIN, VALIDATION, Meta, read_meta
 
 VERIFIED = ".verified.json"
 """Beside the token files: size, time of change and SHA-256 of those that were read whole before."""
@@ -30,7 +30,6 @@ HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 """Magic number and version of the headed `.bin` files of llm.c and modded-nanogpt, and the type of their ids."""
 
 _QUIET_BYTES = 1 << 30  # below this, hashing is over before one wonders
-_PREPARED = re.compile(r"(train|validation)-\d+\.bin")
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class Shards:
 def is_prepared(folder: Path) -> bool:
     """Return whether a folder is one of `twophase data prepare`, finished or not, or holds no bare `.bin` files."""
     names = [file.name for file in _bin_files(folder)]
-    return (folder / META).exists() or not names or any(map(_PREPARED.fullmatch, names))
+    return (folder / META).exists() or not names or any(map(SHARD.fullmatch, names))
 
 
 def open_shards(folder: Path) -> Shards:
@@ -177,9 +176,14 @@ def open_shards(folder: Path) -> Shards:
     digests(folder, {shard.file: shard.sha256 for split in splits for shard in meta.splits[split]})
     path = folder / TOKEN_BYTES
     try:
-        token_bytes = np.load(path, allow_pickle=False).astype(np.int64, casting="safe")
+        check_regular(path)
+        # Mapped: a header of another shape must not take memory that the file does not fill.
+        token_bytes = np.load(path, mmap_mode="r", allow_pickle=False)
         if token_bytes.shape != (meta.vocabulary_size,):
             raise ValueError(f"its shape is {token_bytes.shape}, not ({meta.vocabulary_size},)")
+        token_bytes = token_bytes.astype(np.int64, casting="safe")
+        if token_bytes.min() < 0:
+            raise ValueError("an id has fewer than 0 bytes")
     except (OSError, ValueError, TypeError, EOFError) as error:
         raise UsageError(f"{path} cannot be used ({error}); copy it again, or prepare the folder again") from None
     return Shards(folder, splits, meta.vocabulary_size, meta.fingerprint, meta, token_bytes)
@@ -234,16 +238,15 @@ def _sha256(path: Path) -> str:
 
 def _remembered(folder: Path) -> dict[str, Any]:
     try:
-        entries = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
+        return read_json_object(folder / VERIFIED)
     except (OSError, ValueError):
         return {}
-    return entries if isinstance(entries, dict) else {}
 
 
 def _check_size(file: TokenFile, because: str) -> None:
     expected = file.offset + file.tokens * DTYPES[file.dtype]
     try:
-        size = file.path.stat().st_size
+        size = check_regular(file.path)
     except OSError as error:
         raise _unreadable(file.path, error) from None
     if size != expected:
@@ -308,7 +311,7 @@ def _word_in(path: Path, *words: str) -> bool:
 def _bin_file(path: Path) -> TokenFile:
     """Return a `.bin` file by what it is: its header if it has one, else bare uint16."""
     try:
-        size = path.stat().st_size
+        size = check_regular(path)
         header = np.fromfile(path, "<i4", 3)  # magic, version, number of tokens; 253 unused int32 follow
     except OSError as error:
         raise _unreadable(path, error) from None

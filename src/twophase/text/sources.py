@@ -11,7 +11,6 @@ import glob
 import gzip
 import io
 import itertools
-import json
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from twophase.base.config import UsageError
+from twophase.base.files import check_regular, json_object
 
 T = TypeVar("T")
 
@@ -145,7 +145,12 @@ def _file(path: Path, kind: str) -> File | None:
     name = path.name.lower().removesuffix(".gz")
     if kind == "auto":
         kind = next((each for each, endings in KINDS.items() if name.endswith(endings)), "")
-    return File(str(path.absolute()), path.name, kind, path.stat().st_size) if kind else None
+    if not kind:
+        return None
+    try:
+        return File(str(path.absolute()), path.name, kind, check_regular(path))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}); name files that can be read again") from None
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -250,7 +255,7 @@ def _refusals(file: File) -> Iterator[None]:
     """Turn whatever goes wrong while a file is read into one message."""
     try:
         yield
-    except UsageError:
+    except (UsageError, MemoryError):
         raise
     except ImportError as error:
         raise UsageError(
@@ -278,6 +283,8 @@ def _refusals(file: File) -> Iterator[None]:
 @contextmanager
 def _opened(file: File) -> Iterator[io.TextIOWrapper]:
     """Open a file of lines, packed or not, here or on the hub."""
+    if not file.remote:
+        check_regular(Path(file.path))
     with _hub_file(file) if file.remote else Path(file.path).open("rb") as source:
         stream: Any = gzip.GzipFile(fileobj=source) if file.path.lower().endswith(".gz") else source
         with io.TextIOWrapper(stream, encoding="utf-8-sig") as lines:
@@ -306,14 +313,12 @@ def _json_records(file: File, lines: io.TextIOWrapper, column: str, start: int) 
 
 def _text_of(line: str, column: str, where: str) -> str | None:
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        entry = None
-    if not isinstance(entry, dict):
+        entry = json_object(line)
+    except ValueError:
         raise UsageError(
             f'{where} is not a JSON object ({line[:60]!r}); write one object a line, such as {{"{column}": "words"}}, '
             f"then repeat the command"
-        )
+        ) from None
     text = entry.get(column)
     if text is not None and not isinstance(text, str):
         raise UsageError(f"{where}: {column!r} is {type(text).__name__}, not text; choose another with --column")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
+from twophase.base.files import json_object, write_atomic
 from twophase.text import mistral
 
 Ids = NDArray[np.unsignedinteger]
@@ -25,7 +25,7 @@ ENDS = ("</s>", END_OF_TEXT, "<|end_of_text|>")
 """Names that the end of a text usually has, where a tokenizer's own configuration names none."""
 BUILT_IN = ("bytes", "mistral")
 """Names of tokenizers that need no folder and name the end of a text themselves."""
-SMALLEST_BPE = 257
+SMALLEST_BPE, LARGEST_BPE, LARGEST_VOCABULARY = 257, 1_000_000, 10_000_000
 """Ids of 256 bytes and the end of a text: a BPE without merges."""
 _LETTERS, _BLANKS = "A-Za-z\u0080-\U0010ffff", " \t\n\r"
 BYTE_LEVEL = f" ?[{_LETTERS}]+| ?[0-9]+| ?[^{_LETTERS}0-9{_BLANKS}]+|[{_BLANKS}]+(?![^{_BLANKS}])|[{_BLANKS}]+"
@@ -111,8 +111,10 @@ def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
     Raises:
         UsageError: a size outside the range.
     """
-    if not SMALLEST_BPE <= size <= 1_000_000:
-        raise UsageError(f"--tokenizer bpe:{size}: the size must be {SMALLEST_BPE} to 1000000, for example bpe:8000")
+    if not SMALLEST_BPE <= size <= LARGEST_BPE:
+        raise UsageError(
+            f"--tokenizer bpe:{size}: the size must be {SMALLEST_BPE} to {LARGEST_BPE}, for example bpe:8000"
+        )
     hf = _tokenizers(f"--tokenizer bpe:{size}")
     made = hf.Tokenizer(hf.models.BPE())
     pre = hf.pre_tokenizers
@@ -189,10 +191,12 @@ def _from_folder(folder: Path, name: str, end_of_text: str | None) -> Tokenizer:
     try:
         made = hf.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         files = {other.name: other.read_text(encoding="utf-8") for other in beside if other.is_file()}
-        end = json.loads(files.get(CONFIG_JSON, "{}")).get("eos_token")
+        end = json_object(files.get(CONFIG_JSON, "{}")).get("eos_token")
+        end = end.get("content") if isinstance(end, dict) else end
+        if not isinstance(end, str | None):
+            raise ValueError(f"the eos_token in {CONFIG_JSON} is {end!r}")
     except Exception as error:  # tokenizers raises bare Exception
         raise UsageError(f"--tokenizer {name}: {path} cannot be read ({error}); save the tokenizer again") from None
-    end = end.get("content") if isinstance(end, dict) else end
     wanted = (end_of_text,) if end_of_text else (end,) if end else ENDS
     end = next((token for token in wanted if made.token_to_id(token) is not None), None)
     if end is None:
@@ -240,7 +244,9 @@ def _wrap(made: Any, name: str, end: str, files: Mapping[str, str]) -> Tokenizer
     made.encode_special_tokens = True  # documents may write about </s>: that is text
     text = made.to_str()
     content, vocabulary = json.loads(text), made.get_vocab(with_added_tokens=True)
-    size = max(vocabulary.values()) + 1
+    size = max(vocabulary.values(), default=0) + 1
+    if size > LARGEST_VOCABULARY:
+        raise UsageError(f"--tokenizer {name}: has the id {size - 1:,}; ids must be below {LARGEST_VOCABULARY:,}")
     dtype = np.uint16 if size <= 1 << 16 else np.uint32
 
     def encode(texts: list[str]) -> list[Ids]:

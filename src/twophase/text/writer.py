@@ -18,7 +18,7 @@ import numpy as np
 
 from twophase.base.config import UsageError
 from twophase.base.files import TEMPORARY, sync_folder
-from twophase.text.meta import DTYPES, Shard
+from twophase.text.meta import DTYPES, Shard, read_splits
 from twophase.text.tokenizer import Ids
 
 
@@ -102,8 +102,9 @@ class Splits:
         Raises:
             UsageError: a file of the state is missing or too short.
         """
-        self.closed = {split: [Shard(**shard) for shard in shards] for split, shards in state["closed"].items()}
-        self.parts = {split: Shard(**part) for split, part in state["parts"].items()}
+        self.closed = {split: list(shards) for split, shards in read_splits(state["closed"]).items()}
+        parts = read_splits({split: [part] for split, part in state["parts"].items()})
+        self.parts = {split: part for split, (part,) in parts.items()}
         current = {self.folder / shard.file: shard for shards in self.closed.values() for shard in shards}
         for part in self.parts.values():
             path = self._path(part)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from twophase.base.config import LATER, UsageError, get
+from twophase.number import shortened
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import Form, OuterRule, check_rule
 
 LARGEST_LR = 1e30
 """What a float32 holds with room to spare; a larger factor fails inside of torch."""
+MOST_STEPS, MOST_REPLICAS, MOST_FRAGMENTS, MOST_THREADS = 10**8, 10**5, 10**4, 1024
+"""Far beyond any use, and small enough that plans, names and threads of so many can be made."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,11 @@ class SyncConfig:
 
     def parts(self) -> int | dict[str, str]:
         """The number of fragments, or their patterns by name."""
-        if len(self.fragments) == 1 and self.fragments[0].isdecimal():
-            return int(self.fragments[0])
+        if len(self.fragments) == 1 and re.fullmatch("[0-9]+", self.fragments[0]):
+            count = int(self.fragments[0][:40])
+            if not 1 <= count <= MOST_FRAGMENTS:
+                raise _refusal("sync.fragments", shortened(self.fragments[0]), f"from 1 to {MOST_FRAGMENTS:,}")
+            return count
         return _pairs("sync.fragments", self.fragments, "ends=embedding|head blocks=blocks, or one number")
 
     def policies(self) -> dict[str, RestartPolicy] | None:
@@ -180,9 +187,10 @@ Range = tuple[str, Callable[[Any], bool], str]
 """A value's dotted path, what it must fulfil, and the same in words."""
 
 
-def whole_numbers(smallest: int, *paths: str) -> list[Range]:
-    """Ranges of whole numbers that have a smallest one."""
-    return [(path, lambda value: value >= smallest, f"a whole number >= {smallest}") for path in paths]
+def whole_numbers(smallest: int, largest: int, *paths: str) -> list[Range]:
+    """Ranges of whole numbers."""
+    words = f"a whole number from {smallest} to {largest:,}"
+    return [(path, lambda value: smallest <= value <= largest, words) for path in paths]
 
 
 def require(config: Any, ranges: Iterable[Range]) -> None:
@@ -211,9 +219,12 @@ def check(config: RunConfig) -> None:
     require(
         config,
         [
-            *whole_numbers(1, "replicas", "steps", "inner_steps", "threads", "checkpoint_every", "keep_checkpoints"),
-            ("inner.lr", lambda lr: math.isfinite(lr) and lr > 0, "a finite number above 0"),
-            ("inner.weight_decay", lambda decay: math.isfinite(decay) and decay >= 0, "a finite number >= 0"),
+            *whole_numbers(1, MOST_STEPS, "steps", "inner_steps", "checkpoint_every", "keep_checkpoints"),
+            *whole_numbers(0, MOST_STEPS, "log_every", "evaluate_every"),
+            *whole_numbers(1, MOST_REPLICAS, "replicas"),
+            *whole_numbers(1, MOST_THREADS, "threads"),
+            ("inner.lr", lambda lr: 0 < lr <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
+            ("inner.weight_decay", lambda decay: 0 <= decay <= LARGEST_LR, f"from 0 to {LARGEST_LR:g}"),
             ("inner.betas", lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
             ("inner.warmup", lambda share: 0 <= share <= 1, "a share of the steps, in [0, 1]"),
             (
@@ -226,14 +237,12 @@ def check(config: RunConfig) -> None:
                 lambda share: not wsd or 0 <= share <= 1 - inner.warmup,
                 f"a share of the steps, in [0, 1 - inner.warmup] = [0, {1 - inner.warmup:g}]",
             ),
-            ("inner.clip_norm", lambda norm: norm >= 0, ">= 0 (0 means no clipping)"),
+            ("inner.clip_norm", lambda norm: 0 <= norm <= LARGEST_LR, f"from 0 (no clipping) to {LARGEST_LR:g}"),
             (
                 "compute.autotune",
                 lambda autotune: config.compute.compile or not autotune,
                 "used together with --compute.compile",
             ),
-            ("log_every", lambda steps: steps >= 0, ">= 0 (0 means no lines inside a round)"),
-            ("evaluate_every", lambda rounds: rounds >= 0, ">= 0 (0 means at the end only)"),
             ("divergence_loss", lambda loss: loss >= 0, ">= 0 (0 means 3 ln(vocabulary))"),
             ("seed", lambda seed: 0 <= seed < 2**63, "a whole number >= 0 and below 2^63"),
             (
@@ -258,7 +267,7 @@ def check(config: RunConfig) -> None:
     parts = sync.parts()
     names = {str(number) for number in range(parts)} if isinstance(parts, int) else set(parts)
     if not names:
-        raise _refusal("sync.fragments", "empty" if isinstance(parts, dict) else parts, "a whole number >= 1")
+        raise _refusal("sync.fragments", "empty", f"a whole number from 1 to {MOST_FRAGMENTS:,}, or patterns by name")
     path = "outer.restart"
     try:
         config.outer.policy()

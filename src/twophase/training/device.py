@@ -6,7 +6,8 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-from twophase.base.config import UsageError
-
-_CPU_IS_FULL = "can't allocate memory"
+from twophase.base.errors import FULL, RunError, UsageError, is_out_of_memory
 
 
 def usable_device(name: str) -> torch.device:
@@ -67,22 +66,43 @@ def _mapped(function: Callable[[Any], Any], batch: Any) -> Any:
     return function(batch)
 
 
+def check_memory(what: str, needed: int, device: torch.device, remedy: str) -> None:
+    """Refuse what surely does not fit into a device's memory, or this process's part of the machine's.
+
+    Raises:
+        UsageError: with the estimate and the remedy.
+    """
+    there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine_bytes()
+    if needed > there:
+        raise UsageError(
+            f"--device {device}: {what} need at least {needed / 1e9:,.1f} GB, and its memory has {there / 1e9:,.1f}; "
+            f"{remedy}"
+        )
+
+
+def machine_bytes() -> int:
+    """Return this machine's memory, free or not, or the smaller limit of this process or its container."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), resource.getrlimit(resource.RLIMIT_AS)[0]]
+    with suppress(OSError, ValueError):
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    return min(limit for limit in limits if limit > 0)  # no limit is -1
+
+
 @contextmanager
 def room_for(what: str, device: torch.device | str) -> Iterator[None]:
     """Name what does not fit on the device, and the remedy, where memory runs out within.
 
     Raises:
-        UsageError: in place of the device's exception.
+        RunError: in place of the device's exception.
     """
     try:
         yield
-    except RuntimeError as error:
+    except FULL as error:
         if not is_out_of_memory(error):
             raise
-        raise UsageError(
+        raise RunError(
             f"--device {device}: out of memory for {what} ({first_line(error)}); use a device with more memory, "
-            "a smaller model, more processes with fewer replicas each, or --device cpu. What the run has saved is "
-            "intact"
+            "a smaller model, or more processes with fewer replicas each. What the run has saved is intact"
         ) from error
 
 
@@ -90,11 +110,6 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its type where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether a device is out of memory, or a CPU, for which torch has no exception of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or _CPU_IS_FULL in str(error)
 
 
 def device_name(device: torch.device) -> str:

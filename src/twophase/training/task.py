@@ -13,7 +13,7 @@ from twophase.base.config import UsageError
 from twophase.diloco.communicator import Communicator
 from twophase.diloco.fragment import partition
 from twophase.training.config import RunConfig
-from twophase.training.device import room_for, usable_device
+from twophase.training.device import check_memory, room_for, usable_device
 
 
 class Task(Protocol):
@@ -119,22 +119,30 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
 
     Raises:
         UsageError: replicas that the processes cannot share, an impossible device, data that cannot be used or does
-            not last for the run, or fragments that the model cannot be cut into.
+            not last for the run, weights that do not fit into the memory, or fragments that the model cannot be cut
+            into.
     """
     if config.replicas % processes:
         raise UsageError(
             f"--replicas is {config.replicas} and there are {processes} processes; replicas must be a multiple of the "
             f"processes, for example --replicas {processes}"
         )
-    device = usable_device(config.device)
+    device, share = usable_device(config.device), config.replicas // processes
     if check_task := getattr(task, "check", None):
         check_task(device)
+    with torch.device("meta"):  # the names and sizes of its parameters are enough
+        sizes = {name: parameter.numel() for name, parameter in task.model(config.seed).named_parameters()}
+    check_memory(
+        f"the weights and optimizers of {share} replicas of {sum(sizes.values()):,} parameters",
+        # In float32: weights, gradients and AdamW's two moments of each replica; anchor and pseudo-gradient.
+        4 * (4 * share + 2) * sum(sizes.values()),
+        device,
+        "take a smaller model, fewer --replicas, or more processes by torchrun",
+    )
     parts = config.sync.parts()
     if parts == 1:
         return
-    with torch.device("meta"):  # the names and sizes of its parameters are enough
-        model = task.model(config.seed)
     try:
-        partition({name: parameter.numel() for name, parameter in model.named_parameters()}, parts)
+        partition(sizes, parts)
     except ValueError as error:
         raise UsageError(f"--sync.fragments {' '.join(config.sync.fragments)}: {error}") from None

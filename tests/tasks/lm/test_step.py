@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twophase.base.config import UsageError, with_values
+from twophase.base.config import RunError, UsageError, with_values
 from twophase.diloco.communicator import SingleProcess
 from twophase.tasks.build import build_task
 from twophase.tasks.lm import step as step_module
@@ -184,7 +184,7 @@ def test_out_of_memory_for_good(micro: int, remedy: str):
     config = config_of(micro_batch=micro)
     compute = Step(config, VOCABULARY, CPU, 1)
     compute._loss = full_above(0)
-    with pytest.raises(UsageError, match=rf"--compute.micro-batch {micro or 1} .*16.8 GiB.*{remedy}.*intact"):
+    with pytest.raises(RunError, match=rf"--compute.micro-batch {micro or 1} .*16.8 GiB.*{remedy}.*intact"):
         gradients(config, compute)
 
 
@@ -423,7 +423,7 @@ def test_an_evaluation_that_does_not_fit_takes_smaller_pieces():
 def test_weights_that_do_not_fit_are_told_in_one_message():
     """A device too small for weights or optimizers: a message with the remedy; other faults pass."""
     message = r"--device cpu: out of memory for the weights.*smaller model"
-    with pytest.raises(UsageError, match=message), room_for("the weights", "cpu"):
+    with pytest.raises(RunError, match=message), room_for("the weights", "cpu"):
         torch.empty(1 << 60, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="shapes"), room_for("the weights", "cpu"):
         raise RuntimeError("shapes do not match")

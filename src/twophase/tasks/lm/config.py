@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from twophase.base.config import fingerprint, to_tree
-from twophase.training.config import RunConfig, require, whole_numbers
+from twophase.training.config import LARGEST_LR, RunConfig, require, whole_numbers
 from twophase.training.config import check as check_run
 
+MOST_LAYERS, MOST_NUMBERS = 1000, 10**7
+"""Layers, and what else a model and its batches have of one kind; products of them are limited by the memory."""
 VOCABULARY_SIZES = {"char": 96, "bytes": 256}
 
 
@@ -97,11 +99,14 @@ def check(config: TrainConfig) -> TrainConfig:
         UsageError: naming the option, its value, the range and the remedy.
     """
     model, batch = config.model, config.data.batch_size
-    counts = ("model.layers", "model.hidden_size", "model.intermediate_size", "model.heads")
+    sizes = ["model.hidden_size", "model.intermediate_size", "model.heads"]
+    sizes += ["data.sequence_length", "data.batch_size", "data.validation_windows"]
     require(
         config,
         [
-            *whole_numbers(1, *counts, "data.sequence_length", "data.batch_size", "data.validation_windows"),
+            *whole_numbers(1, MOST_LAYERS, "model.layers"),
+            *whole_numbers(1, MOST_NUMBERS, *sizes),
+            *whole_numbers(0, MOST_NUMBERS, "model.vocabulary_size"),
             (
                 "model.hidden_size",
                 lambda size: size % (2 * model.heads) == 0,
@@ -112,13 +117,8 @@ def check(config: TrainConfig) -> TrainConfig:
                 lambda heads: heads == 0 or (heads > 0 and model.heads % heads == 0),
                 f"0 (as many as heads) or a divisor of --model.heads {model.heads}",
             ),
-            ("model.rope_theta", lambda theta: theta > 0, "above 0"),
-            ("model.norm_eps", lambda eps: eps > 0, "above 0"),
-            (
-                "model.vocabulary_size",
-                lambda size: size >= 0,
-                ">= 0 (0 means as many as the data's vocabulary has)",
-            ),
+            ("model.rope_theta", lambda theta: 0 < theta <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
+            ("model.norm_eps", lambda eps: 0 < eps <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
             ("data.vocabulary", lambda name: name in VOCABULARY_SIZES, f"one of {', '.join(VOCABULARY_SIZES)}"),
             ("data.held_out", lambda share: 0 < share < 1, "between 0 and 1, for example 0.08"),
             (

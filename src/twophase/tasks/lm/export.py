@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from twophase.base.config import UsageError
-from twophase.base.files import locked_temporary, remove_leftovers, sync_folder, write_atomic
+from twophase.base.files import locked_temporary, read_json_object, remove_leftovers, sync_folder, write_atomic
 from twophase.diloco.flat import checksum, plan
 from twophase.runs.folder import CONFIG, ENV, SUMMARY
 from twophase.tasks.lm.config import TrainConfig
@@ -168,10 +168,9 @@ def _checksum(path: Path, weights: Mapping[str, Tensor], config: TrainConfig) ->
 def _json(path: Path) -> dict[str, Any]:
     """Return what a JSON file holds; nothing when it is missing or damaged."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except (OSError, ValueError):
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _damaged(path: Path, why: str) -> UsageError:

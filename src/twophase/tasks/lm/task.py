@@ -19,7 +19,7 @@ from twophase.tasks.lm.evaluate import numbers, total_nats
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.speed import flops_per_token
 from twophase.tasks.lm.step import Step, drawn
-from twophase.training.device import moved
+from twophase.training.device import check_memory, moved
 
 _EVALUATED_LOGITS = 1 << 28
 
@@ -87,7 +87,15 @@ class LanguageTask:
                 f"--compute.attention is {config.compute.attention}; --device {config.device} has no choice of "
                 "kernels, so leave it at auto"
             )
-        corpus = self.corpus
+        corpus, data = self.corpus, config.data
+        for option, count in {"validation-windows": data.validation_windows, "batch-size": data.batch_size}.items():
+            check_memory(
+                f"--data.{option} {count} windows of {data.sequence_length} tokens",
+                # Read, and as int64 tokens and targets.
+                3 * 8 * count * data.sequence_length,
+                torch.device("cpu"),
+                f"lower --data.{option} or --data.sequence-length",
+            )
         if not config.repeat:
             corpus.check_enough(config.steps)
 

@@ -1,0 +1,50 @@
+"""Commands that run out of memory: one message with the remedy, status 2 at the door and 1 later."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import forked
+import textmaker
+
+MEGABYTE = 1_000_000
+TRAIN = "train --out run"
+# Megabytes beyond those of a process that has imported everything, the command, its status, and what the message says.
+CASES = [
+    (200, f"{TRAIN} --data.validation-windows 700000", 1, "the memory is full"),
+    (200, f"{TRAIN} --data.validation-windows 3000000", 2, "--data.validation-windows"),
+    (200, f"{TRAIN} --model.intermediate-size 1000000", 2, "a smaller model"),
+    (100, f"{TRAIN} --model.layers 900 --model.hidden-size 64", 2, "a smaller model"),
+    (200, f"{TRAIN} --replicas 300 --model.hidden-size 128", 2, "fewer --replicas"),
+    (100, f"{TRAIN} --data.batch-size 100000", 1, "--data.batch-size"),
+    (2, TRAIN, 1, "the memory is full"),
+    (30, "sweep --out sweep --axis outer.lr 0.3 0.7 --dry-run --model.intermediate-size 100000", 1, "smaller model"),
+    (1, "demo --quick --dry-run", 1, "the memory is full"),
+    (10, "study robustness_toy --quick", 1, "the memory is full"),
+    (1, "report .", 1, "the memory is full"),
+    (1, "spectrum .", 1, "the memory is full"),
+    (10, "data prepare text.txt --out tokens --tokenizer bytes", 1, "the memory is full"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("megabytes", "words", "status", "text"), CASES)
+def test_out_of_memory(tmp_path: Path, megabytes: int, words: str, status: int, text: str) -> None:
+    """No traceback; the message names what to lower."""
+    textmaker.write(tmp_path / "text.txt")
+    if words.startswith(("train", "sweep")):
+        words += " --data.corpus file:text.txt --data.sequence-length 16 --steps 20 --inner-steps 5"
+    program = Path(__file__).parents[1] / "limited.py"
+    process = forked.Program(
+        [str(program), str(megabytes * MEGABYTE), str(tmp_path), *words.split()],
+        tmp_path / "out",
+        tmp_path / "err",
+        os.environ,
+    )
+    assert process.wait(120) == status
+    message = (tmp_path / "err").read_text()
+    assert "Traceback" not in message
+    assert text in message.splitlines()[-1]
