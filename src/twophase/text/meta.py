@@ -133,7 +133,8 @@ def read_meta(folder: Path) -> Meta:
         record = read_json_object(path)
         if record.pop("format") > FORMAT:
             raise UsageError(f"{path} is of a newer format than this version reads; install a newer twophase")
-        meta = _checked(Meta(**record | {"splits": read_splits(record.pop("splits"))}))
+        record["splits"] = read_splits(record["splits"])
+        meta = _checked(Meta(**record))
         if meta.dtype not in DTYPES:
             raise ValueError(f"its dtype is {shortened(meta.dtype)!r}")
         if not meta.end_of_text < meta.vocabulary_size <= 1 << 8 * DTYPES[meta.dtype]:
