@@ -79,10 +79,7 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
     values = {}
     for name in tree:
         value, model = tree[name], getattr(default, name)
-        kind = {type(None): type(value), tuple: list, float: (float, int)}.get(type(model), type(model))
-        if dataclasses.is_dataclass(model):
-            kind = Mapping
-        if not isinstance(value, kind) or (isinstance(value, bool) and not isinstance(model, bool)):
+        if not _is_like(value, model):
             raise UsageError(f"{prefix}{name} is {value!r}, which is not of the kind of {model!r}")
         if dataclasses.is_dataclass(model):
             value = from_tree(type(model), value, f"{prefix}{name}.")
@@ -92,6 +89,15 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
             value = float(number(repr(value)))  # refuses an int that no float holds
         values[name] = value
     return cls(**values)
+
+
+def _is_like(value: Any, model: Any) -> bool:
+    """Tell whether a value of a tree is of the kind of a configuration's value."""
+    if dataclasses.is_dataclass(model):
+        return isinstance(value, Mapping)
+    kinds: dict[type, Any] = {type(None): object, tuple: list, float: (float, int)}
+    kind = kinds.get(type(model), type(model))
+    return isinstance(value, kind) and (isinstance(model, bool | None) or not isinstance(value, bool))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ MOST = 10**15
 
 def check_count(where: str, what: str, value: object, least: int = 1) -> int:
     """Return `value` as a plain int if it is a whole number >= `least` (NumPy's included); else raise a ValueError."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value <= MOST:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= MOST:
         raise ValueError(f"{where}: {what} is {value!r}; it must be a whole number >= {least} and at most 10^15")
     return int(value)
 
