@@ -10,7 +10,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test coverage check bench gate docs clean
+.PHONY: help setup setup-dev demo test coverage check bench gate faults docs clean
 
 help:
 	@echo "make demo    set up, train the demo's runs and draw them (runs/demo/figures)"
@@ -19,6 +19,7 @@ help:
 	@echo "make check   set up and run ruff and pyright"
 	@echo "make bench   set up and run the benchmarks, each held against its bounds (ARGS=\"sync loader\": some of them)"
 	@echo "make gate    set up and hold the CUDA code of a training step to its bounds, without a GPU"
+	@echo "make faults  set up, kill 1,000 processes and give 10,000 damaged or odd inputs (two hours on two cores)"
 	@echo "make docs    set up, build the documentation into site/ and check its links"
 	@echo "make setup   only the set-up for use;  make setup-dev  also what tests and checks need"
 
@@ -86,6 +87,9 @@ bench: setup-dev
 gate: $(VENV)/.installed-gate
 	@$(BIN)/python -m pytest -q tests/diloco/test_kernels.py
 	@$(BIN)/python benchmarks/cuda_gate.py
+
+faults: setup-dev
+	@$(BIN)/python tests/faults $(ARGS)
 
 docs: $(VENV)/.installed-docs
 	@$(BIN)/zensical build --clean --strict

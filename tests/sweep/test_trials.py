@@ -97,9 +97,11 @@ def test_a_torn_journal_is_written_anew(tmp_path: Path) -> None:
     for _ in range(2):
         Trials(SMALL, tmp_path).record(dict.fromkeys((FIRST, SECOND), summary(3.0)), {})
     assert [trial.user_attrs["run"] for trial in study(tmp_path).trials] == [FIRST, SECOND]
-    (tmp_path / TRIALS).write_text("hello\n\nworld\n")
-    with pytest.raises(UsageError, match=r"trials\.journal: is damaged .*; remove it"):
-        open_storage(tmp_path)
+    sound = (tmp_path / TRIALS).read_text()
+    for damaged in ("hello\n\nworld\n", sound.replace('"op_code":4', '"op_code":99'), sound.replace("value", "\0", 1)):
+        (tmp_path / TRIALS).write_text(damaged)
+        with pytest.raises(UsageError, match=r"trials\.journal: is damaged .*; remove it"):
+            Trials(SMALL, tmp_path)
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

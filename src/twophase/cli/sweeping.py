@@ -176,7 +176,7 @@ def run(
     print(f"{out}: {_counts_text(outcome)} in {duration(outcome.seconds)}")
     _explain(name, outcome, read_plan(sweep, out), launched=launched, repeat=repeat, workers=workers)
     status = 1 if outcome.errors else 0
-    if not outcome.changed and any((out / "figures").iterdir()):
+    if not outcome.changed and _is_drawn(out):
         print(f"nothing has changed: table {out / TABLE}, figures in {out / 'figures'}")
         return status
     try:
@@ -186,6 +186,12 @@ def run(
             raise
         print(f"{name}: {error}", file=sys.stderr)  # on a full disk there is no room for a figure either
     return status
+
+
+def _is_drawn(out: Path) -> bool:
+    """Return whether a figure, whose numbers are written last, is newer than the table."""
+    drawn = [path.stat().st_mtime_ns for path in (out / "figures").glob("*.csv")]
+    return max(drawn, default=0) >= (out / TABLE).stat().st_mtime_ns
 
 
 def _counts_text(outcome: Outcome) -> str:

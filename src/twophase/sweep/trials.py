@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,12 +40,13 @@ class Trials:
 
     def __init__(self, sweep: Sweep, folder: Path) -> None:
         storage, optuna, name = open_storage(folder), _optuna(), f"twophase-{sweep.identity}"
-        for other in optuna.get_all_study_names(storage):
-            if other != name and other.startswith("twophase-"):  # not one that the package did not write
-                optuna.delete_study(study_name=other, storage=storage)
-        self.study = optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
-        trials = self.study.get_trials(deepcopy=False)
-        self._recorded = {(trial.user_attrs.get("run"), trial.user_attrs.get("state")) for trial in trials}
+        with _damage_named(folder / TRIALS):
+            for other in optuna.get_all_study_names(storage):
+                if other != name and other.startswith("twophase-"):  # not one that the package did not write
+                    optuna.delete_study(study_name=other, storage=storage)
+            self.study = optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
+            trials = self.study.get_trials(deepcopy=False)
+            self._recorded = {(trial.user_attrs.get("run"), trial.user_attrs.get("state")) for trial in trials}
         self._arms = {cell.run_id: cell.arm for cell in reversed(sweep.cells)}
         self._params = {
             # Optuna takes no tuple for a choice.
@@ -107,14 +109,24 @@ def open_storage(folder: Path) -> BaseStorage:
     try:
         if path.exists() and not path.read_bytes().endswith(b"\n"):
             path.unlink()  # a crash has torn the last line, to which Optuna would append; every trial is written again
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _damage_named(path):
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             lock = journal.JournalFileOpenLock(str(path), _LOCK_SECONDS)
             return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path), lock_obj=lock))
     except OSError as error:
         raise UsageError(f"--out {folder}: cannot be used ({error.strerror}); choose another --out") from None
-    except (ValueError, KeyError) as error:
-        raise UsageError(f"{path}: is damaged ({error}); remove it and repeat the sweep's command") from None
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Turn Optuna's own errors about a journal into one that names the file."""
+    try:
+        yield
+    except (UsageError, OSError):
+        raise
+    except Exception as error:  # it trusts what it reads: an odd value fails anywhere, also in an assertion
+        text = f"{path}: is damaged ({error or type(error).__name__}); remove it and repeat the sweep's command"
+        raise UsageError(text) from None
 
 
 def _optuna() -> Any:

@@ -1,0 +1,1 @@
+"""Faults on purpose: kills, power cuts, failing calls, damaged files, odd inputs (docs/reliability.md)."""
