@@ -9,8 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from twophase.judge.comparison import Comparison
-from twophase.judge.difference import Difference
+from twophase.judge.comparison import Comparison, Difference
 from twophase.judge.verdict import Verdict
 from twophase.sweep.table import Row, State
 

@@ -15,7 +15,7 @@ from hypothesis import settings as configure
 from hypothesis import strategies as st
 
 from twophase.judge.bootstrap import percentile_interval, t_interval
-from twophase.judge.difference import Difference
+from twophase.judge.comparison import Difference
 from twophase.judge.verdict import Verdict, verdict
 from twophase.judge.verdict_text import describe, write
 from twophase.sweep.table import Row

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_options, run, take_slurm_options
-    from twophase.recipes.arms import controls, in_arms
+    from twophase.recipes.controls import controls_of, in_arms
     from twophase.sweep.grid import Sweep, parse_axes
     from twophase.tasks.lm.config import check
 
@@ -51,7 +51,7 @@ def main(words: list[str]) -> int:
     for cell in cells:
         check(cell.config)
     if options.controls:
-        added = controls(config, axes, cells)
+        added = controls_of(config, axes, cells)
         for cell in added:
             check(cell.config)
         cells += added

@@ -17,6 +17,10 @@ there counts as diverged. The mean over cells is over those that finished on eve
 seeds judge the same cells; the others are counted by what became of them. For areas a diverged cell is outside, and
 only cells that are missing are left out. Cells with the same runs in both arms differ by exactly 0 and are no evidence:
 they are counted, and left out as long as there are others.
+
+A run that diverged has no number but is worse than any number: its seed counts for the other side, and takes the mean
+and the intervals away, because an average without it would flatter. A seed in which both diverged, or in which a run
+is missing, says nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +33,68 @@ from typing import Any, Literal
 
 import numpy as np
 
-from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, SAME, fate, outcomes
-from twophase.judge.difference import Difference, SeedDifference, summary
+from twophase.judge.bootstrap import Interval, percentile_interval, t_interval
+from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, SAME, Remark, fate, outcomes
 from twophase.sweep.table import Setting
 
+Measure = Literal["tuned best", "held out", "cells", "area"]
 Matching = Literal["paired", "same place", ""]
 HELD_OUT_SEEDS = 3
 """The fewest seeds for holding one out: with two, each choice would rest on a single run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeedDifference:
+    """One seed's difference.
+
+    Args:
+        seed: the seed; None in a sweep without an axis of seeds.
+        value: positive where the arm is better; None when there is none.
+        remark: why there is none, or `same run` where the arm and the control are one run.
+    """
+
+    seed: Any
+    value: float | None
+    remark: Remark = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One measure of an arm against a control.
+
+    Args:
+        measure: what is compared; see the module.
+        within: x of `area`, relative; None for the other measures.
+        by_seed: one difference a seed; natural logarithms of perplexity ratios, for `area` shares from -1 to 1.
+        better: seeds in which the arm is better, those in which only the control diverged included.
+        worse: likewise for the control.
+        equal: seeds with no difference.
+        mean: over the seeds; None when there is none, or when a run diverged in one arm only.
+        bootstrap: 95 % percentile interval of the mean over seeds; None for one seed or without any spread.
+        t: Student's 95 % interval of it, for areas cut off at -1 and 1, beyond which there is none.
+        note: what a reader must know, such as why there is no interval; may be empty.
+    """
+
+    measure: Measure
+    within: float | None
+    by_seed: tuple[SeedDifference, ...]
+    better: int
+    worse: int
+    equal: int
+    mean: float | None
+    bootstrap: Interval | None
+    t: Interval | None
+    note: str
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds could be compared."""
+        return self.better + self.worse + self.equal
+
+    @property
+    def ratio(self) -> float | None:
+        """The control's perplexity over the arm's, exp(mean); above 1 the arm is better. None for an area."""
+        return None if self.mean is None or self.measure == "area" else ratio_of(self.mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,23 +261,23 @@ def _tuned(arm: Arm, control: Arm) -> Difference:
     best, other = arm.best, control.best
     if best is None or other is None:
         empty = [name for name, chosen in (("the arm", best), ("the control", other)) if chosen is None]
-        return summary("tuned best", [], f"nothing finished in {' and '.join(empty)}")
+        return _summary("tuned best", [], f"nothing finished in {' and '.join(empty)}")
     same = arm.runs[best] == control.runs[other]
     pairs = map(_between, arm.seeds, arm.outcomes[best], control.outcomes[other], same)
-    return summary("tuned best", list(pairs), "" if arm.seeds else "no seed in common")
+    return _summary("tuned best", list(pairs), "" if arm.seeds else "no seed in common")
 
 
 def _held_out(arm: Arm, control: Arm) -> Difference:
     count = len(arm.seeds)
     if count < HELD_OUT_SEEDS:
-        return summary("held out", [], f"needs {HELD_OUT_SEEDS} seeds, {count or 'none'} in common")
+        return _summary("held out", [], f"needs {HELD_OUT_SEEDS} seeds, {count or 'none'} in common")
     differences, others, bests = [], 0, (arm.best, control.best)
     for column, seed in enumerate(arm.seeds):
         (mine, outcome, run), (other, control_outcome, control_run) = arm.held_out(column), control.held_out(column)
         differences.append(_between(seed, outcome, control_outcome, run == control_run))
         others += (mine, other) != bests
     note = f"other settings than tuned best in {others} of {count} seeds" if others else "the settings of tuned best"
-    return summary("held out", differences, "" if None in bests else note)
+    return _summary("held out", differences, "" if None in bests else note)
 
 
 def _matched(
@@ -248,7 +307,7 @@ def _over_cells(seeds: Sequence[Any], sides: Sequence[Any], note: str) -> Differ
         values = [pair.value for pair in pairs if pair.value is not None]
         remark = pairs[0].remark if len({pair.remark for pair in pairs}) == 1 else ""
         differences.append(SeedDifference(seed, math.fsum(values) / len(values) if values else None, remark))
-    return summary("cells", differences, note)
+    return _summary("cells", differences, note)
 
 
 def _area(seeds: Sequence[Any], sides: Sequence[Any], within: float, bests: Sequence[float | None]) -> Difference:
@@ -260,7 +319,7 @@ def _area(seeds: Sequence[Any], sides: Sequence[Any], within: float, bests: Sequ
             near, control_near = (int((side <= best * (1 + within)).sum()) for side in (arm, control))
             differences.append(SeedDifference(seed, (near - control_near) / count, SAME if same.all() else ""))
     many = "1 cell" if count == 1 else f"{count} cells"
-    return summary("area", differences, many if count else "no cell is there in both", within)
+    return _summary("area", differences, many if count else "no cell is there in both", within)
 
 
 def _cells_note(cells: Cells) -> str:
@@ -284,3 +343,55 @@ def _cells_note(cells: Cells) -> str:
     if alone:
         notes.append("without a partner: " + ", ".join(alone))
     return "; ".join(notes)
+
+
+def _summary(
+    measure: Measure, differences: Sequence[SeedDifference], note: str = "", within: float | None = None
+) -> Difference:
+    """Summarize differences, one a seed.
+
+    Args:
+        measure: what is compared.
+        differences: one a seed, in any order; empty when nothing can be compared.
+        note: words that stand before those on the seeds.
+        within: x of an area.
+    """
+    remarks: list[Remark] = [difference.remark for difference in differences]
+    values = [difference.value for difference in differences if difference.value is not None]
+    one_sided = {ARM, CONTROL} & set(remarks)
+    spread = max(values) > min(values) if values and not one_sided else False
+    notes = [note]
+    for remark, words in _WORDS.items():
+        count = remarks.count(remark)
+        if count:
+            notes.append(words if count == len(remarks) else f"{words} in {count} of {len(remarks)} seeds")
+    if one_sided:
+        notes.append("no mean")
+    elif values and not spread and remarks.count(SAME) < len(values):
+        notes.append("one seed: no interval" if len(values) == 1 else "no spread over seeds: no interval")
+    student = t_interval(values) if spread else None
+    if student and measure == "area":
+        student = Interval(max(student.low, -1), min(student.high, 1))
+    return Difference(
+        measure,
+        within,
+        tuple(differences),
+        better=sum(value > 0 for value in values) + remarks.count(CONTROL),
+        worse=sum(value < 0 for value in values) + remarks.count(ARM),
+        equal=sum(value == 0 for value in values),
+        mean=math.fsum(values) / len(values) if values and not one_sided else None,
+        bootstrap=percentile_interval(values) if spread else None,
+        t=student,
+        note="; ".join(filter(None, notes)),
+    )
+
+
+_WORDS: dict[Remark, str] = {
+    SAME: "same runs", ARM: "arm diverged", CONTROL: "control diverged", BOTH: "both diverged", MISSING: "missing",
+}  # fmt: skip
+"""What befell some of the seeds."""
+
+
+def ratio_of(log_ratio: float) -> float:
+    """exp(log_ratio), kept within what a float holds: t intervals over two seeds of a wild arm reach far."""
+    return math.exp(max(-700.0, min(log_ratio, 700.0)))

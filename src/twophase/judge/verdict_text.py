@@ -13,8 +13,7 @@ from typing import Any
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.judge.bootstrap import Interval, largest_coverage
-from twophase.judge.comparison import Comparison
-from twophase.judge.difference import Difference, ratio_of
+from twophase.judge.comparison import Comparison, Difference, ratio_of
 from twophase.judge.verdict import Verdict
 from twophase.sweep.table import Setting, format_table, readable
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import product as product_of
 from typing import Any
 
-from twophase.recipes.controls import momentum_free, with_averaging
+from twophase.recipes.controls import FORM, LR, MOMENTUM, NESTEROV, RESTART, momentum_free, with_averaging
 from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
 from twophase.rule import Form
 from twophase.sweep.grid import Axis, Cell, Sweep, product
+from twophase.sweep.table import SEED
 
 FIXED = {"never": "never", "K=2": "2", "K=3": "3", "K=5": "5", "K=7": "7"}
 """Arms without decisions, from name to restart policy."""
@@ -46,8 +47,6 @@ MOMENTA = (0.3, 0.5, 0.7, 0.9)
 MIDDLE = 16
 """Communication period, in inner steps, of what is not tried at all of them."""
 
-_LR, _MOMENTUM, _NESTEROV, _FORM = "outer.lr", "outer.momentum", "outer.nesterov", "outer.form"
-_RESTART, _INNER_STEPS, _SEED = "outer.restart", "inner_steps", "seed"
 WIDTH, CORPUS = "model.hidden_size", "data.corpus"
 
 
@@ -128,18 +127,18 @@ def momenta_of(scale: Scale) -> tuple[float, ...]:
 def _cells(scale: Scale, trials: Sequence[_Trial]) -> list[Cell]:
     cells: list[Cell] = []
     for trial in trials:
-        model, seeds = trial.base.model, Axis(_SEED, trial.seeds)
+        model, seeds = trial.base.model, Axis(SEED, trial.seeds)
         place = {
             WIDTH: model.hidden_size,
             "model.intermediate_size": model.intermediate_size,
             CORPUS: trial.base.data.corpus,
         }
-        grid = [seeds, Axis(_MOMENTUM, momenta_of(scale)), Axis(_LR, scale.lrs)]
+        grid = [seeds, Axis(MOMENTUM, momenta_of(scale)), Axis(LR, scale.lrs)]
         for inner_steps in trial.inner_steps:
-            here = place | {_INNER_STEPS: inner_steps}
+            here = place | {"inner_steps": inner_steps}
             for form, kind, name in product_of(trial.forms, RULES, trial.arms):
-                fixed = here | {_FORM: form, _NESTEROV: RULES[kind], _RESTART: trial.arms[name]}
+                fixed = here | {FORM: form, NESTEROV: RULES[kind], RESTART: trial.arms[name]}
                 cells += product(scale.base, grid, arm_name(form, kind, name), fixed)
             if trial.free:
-                cells += momentum_free(scale.base, [seeds], with_averaging(scale.lrs), here | {_FORM: "sum"})
+                cells += momentum_free(scale.base, [seeds], with_averaging(scale.lrs), here | {FORM: "sum"})
     return cells

@@ -1,4 +1,4 @@
-"""Controls: the runs without which a comparison with and without restarts says little.
+"""A grid as arms that are compared, and controls, without which a comparison of restarts says little.
 
 A restart empties the momentum buffer, and an emptied buffer pushes less, so a restarted run is also a run of smaller
 steps. Three kinds of runs tell the two apart:
@@ -15,19 +15,23 @@ A period that is not shorter than the run restarts nothing that still counts; `r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from twophase.base.config import with_values
 from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.sweep.grid import MOMENTUM_FREE, Axis, Cell, product
+from twophase.sweep.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
 
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""
 _ANY = OuterRule(1.0, 0.5)
 """When a schedule restarts does not depend on the rule."""
-_LR, _MOMENTUM, _NESTEROV, _RESTART = "outer.lr", "outer.momentum", "outer.nesterov", "outer.restart"
+LR, MOMENTUM, RESTART = "outer.lr", "outer.momentum", "outer.restart"
+NESTEROV, FORM = "outer.nesterov", "outer.form"
+"""Axes of sweeps, by their dotted paths."""
+_BLOCKS = "sync.restart"
 
 
 def with_averaging(lrs: Iterable[float]) -> tuple[float, ...]:
@@ -63,8 +67,8 @@ def momentum_free(
     Raises:
         UsageError: as for `grid.product`.
     """
-    shared = {_NESTEROV: False, _MOMENTUM: 0.0, _RESTART: "never"} | dict(fixed or {})
-    return product(base, [*axes, Axis(_LR, tuple(lrs))], arm, shared)
+    shared = {NESTEROV: False, MOMENTUM: 0.0, RESTART: "never"} | dict(fixed or {})
+    return product(base, [*axes, Axis(LR, tuple(lrs))], arm, shared)
 
 
 def gain_matched(cell: Cell, arm: str) -> Cell | None:
@@ -93,7 +97,7 @@ def gain_matched(cell: Cell, arm: str) -> Cell | None:
     lr = _six_digits(outer.lr * (restarted / plain))
     if lr == _six_digits(outer.lr):
         return None
-    changed = {_LR: lr, _RESTART: "never"}
+    changed = {LR: lr, RESTART: "never"}
     return Cell(arm, {**cell.values, **changed}, with_values(cell.config, changed), control_of=cell.run_id)
 
 
@@ -128,3 +132,65 @@ def restarts_that_count(policy: RestartPolicy, rounds: int) -> int:
 def _six_digits(value: float) -> float:
     """Equal to any precision that matters, and readable in a table."""
     return float(f"{value:.6g}")
+
+
+def in_arms(base: Any, axes: Sequence[Axis]) -> list[Cell]:
+    """Every combination of the axes' values, in arms by form, rule and restart, so far as these vary.
+
+    The form, the rule and the restart, of all or of each fragment, say *what* is tuned; all other axes are what it is
+    tuned over. A grid that varies none of them is one arm without a name.
+
+    Args:
+        base: as for `grid.product`.
+        axes: as for `grid.product`.
+
+    Returns:
+        The cells, with arms such as `sum, Nesterov, K=3`.
+
+    Raises:
+        UsageError: as `grid.product`.
+    """
+    return [replace(cell, arm=_arm(cell.values, cell.config)) for cell in product(base, axes)]
+
+
+def controls_of(base: Any, axes: Sequence[Axis], cells: Sequence[Cell]) -> list[Cell]:
+    """The controls of a grid: momentum-free outer SGD, plain averaging, and the gain-matched run of each restarted one.
+
+    Args:
+        base: of the grid.
+        axes: of the grid; the momentum-free runs take its outer learning rates (or the base's) and 1, and vary with it
+            in everything that is not outer.
+        cells: of the grid. A policy that decides from measured signals has no mean gain known in advance, hence no
+            gain-matched control; nor has a run whose fragments have a policy each, and so perhaps different gains.
+
+    Returns:
+        The cells of the controls.
+    """
+    lrs = next((axis.values for axis in axes if axis.path == LR), (base.outer.lr,))
+    others = [axis for axis in axes if not axis.path.startswith("outer.") and axis.path != _BLOCKS]
+    by_block = any(cell.config.sync.restart for cell in cells)
+    controls = momentum_free(base, others, with_averaging(lrs), {_BLOCKS: ()} if by_block else None)
+    for cell in cells:
+        policy = cell.config.outer.policy()
+        is_scheduled = not (policy.needs or policy.by_coordinate)  # what its updates are
+        if policy == Never() or not is_scheduled or cell.config.outer.momentum == 0 or cell.config.sync.restart:
+            continue
+        never = _arm({**cell.values, RESTART: "never"}, cell.config)
+        control = gain_matched(cell, f"{never}, gain of {_restart(str(policy))}")
+        if control is not None:
+            controls.append(control)
+    return controls
+
+
+def _arm(values: Any, config: Any) -> str:
+    words = [values[FORM]] if FORM in values else []
+    words += [("heavy ball", "Nesterov")[values[NESTEROV]]] if NESTEROV in values else []
+    of_blocks = values.get(_BLOCKS)
+    if RESTART in values or of_blocks == ():  # these have outer.restart, also where it does not vary
+        words.append(_restart(values.get(RESTART, config.outer.restart)))
+    words += [text_of(of_blocks)] if of_blocks else []
+    return ", ".join(words)
+
+
+def _restart(text: str) -> str:
+    return f"K={text}" if text.isdecimal() else text

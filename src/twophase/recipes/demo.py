@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from twophase.base.config import with_values
-from twophase.recipes.controls import gain_matched_all, momentum_free, with_averaging
+from twophase.recipes.controls import LR, MOMENTUM, NESTEROV, RESTART, gain_matched_all, momentum_free, with_averaging
+from twophase.recipes.paper import PERIOD, RULES
 from twophase.sweep.grid import Axis, Cell, Sweep, product
+from twophase.sweep.table import SEED
 from twophase.tasks.lm.config import TrainConfig
 
-PERIOD = 3
-"""Rounds between restarts."""
-KINDS = {"heavy ball": False, "Nesterov": True}
-_LR, _MOMENTUM, _NESTEROV, _RESTART, _SEED = "outer.lr", "outer.momentum", "outer.nesterov", "outer.restart", "seed"
 _LRS, _MOMENTA = (0.3, 0.7, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9)
 _QUICK_LRS, _QUICK_MOMENTA = (0.3, 1.1), (0.1, 0.5, 0.9)
 _MATCHED_FROM, _QUICK_MATCHED_FROM = 0.5, 0.9
@@ -50,18 +48,18 @@ def demo(
     lrs, momenta = (_QUICK_LRS, _QUICK_MOMENTA) if quick else (_LRS, _MOMENTA)
     if quick:
         base = with_values(base, _QUICK)
-    seed_axis = Axis(_SEED, tuple(seeds))
+    seed_axis = Axis(SEED, tuple(seeds))
     cells: list[Cell] = []
-    for kind, nesterov in KINDS.items():
+    for kind, nesterov in RULES.items():
         for restart in ("never", str(PERIOD)):
-            axes = [seed_axis, Axis(_MOMENTUM, momenta), Axis(_LR, lrs)]
-            cells += product(base, axes, arm_name(kind, restart), {_NESTEROV: nesterov, _RESTART: restart})
+            axes = [seed_axis, Axis(MOMENTUM, momenta), Axis(LR, lrs)]
+            cells += product(base, axes, arm_name(kind, restart), {NESTEROV: nesterov, RESTART: restart})
     if controls:
-        restarted = [cell for cell in cells if cell.values[_RESTART] != "never"]
+        restarted = [cell for cell in cells if cell.values[RESTART] != "never"]
         least = _QUICK_MATCHED_FROM if quick else _MATCHED_FROM
         cells += momentum_free(base, [seed_axis], with_averaging(_LRS))
-        for kind, nesterov in KINDS.items():
-            matched = [c for c in restarted if c.values[_NESTEROV] == nesterov and c.values[_MOMENTUM] >= least]
+        for kind, nesterov in RULES.items():
+            matched = [c for c in restarted if c.values[NESTEROV] == nesterov and c.values[MOMENTUM] >= least]
             cells += gain_matched_all(matched, matched_arm(kind))
     return Sweep("demo-quick" if quick else "demo", base, cells)
 

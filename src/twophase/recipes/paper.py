@@ -22,11 +22,20 @@ from typing import Any
 
 from twophase.policies.base import RestartPolicy
 from twophase.policies.scheduled import Periodic, Soft
-from twophase.recipes.controls import gain_matched_all, momentum_free, with_averaging
+from twophase.recipes.controls import (
+    FORM,
+    LR,
+    MOMENTUM,
+    NESTEROV,
+    RESTART,
+    gain_matched_all,
+    momentum_free,
+    with_averaging,
+)
 from twophase.recipes.pretraining import paper_150m
 from twophase.rule import Form
 from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.table import Row, settings
+from twophase.sweep.table import SEED, Row, settings
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.config import InnerConfig
 
@@ -47,9 +56,6 @@ SOFT_RULE = ("Nesterov", 0.9, 0.7)
 """Rule, learning rate and momentum of the paper's soft restart sweeps."""
 SOFT_PERIOD_SHORT, SOFT_PERIOD_LONG = 5, 3
 """Their restart periods at the short and at the long communication period."""
-
-_LR, _MOMENTUM, _NESTEROV, _FORM = "outer.lr", "outer.momentum", "outer.nesterov", "outer.form"
-_RESTART, _INNER_STEPS, _SEED = "outer.restart", "inner_steps", "seed"
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,7 @@ def robustness_heatmaps(scale: Scale) -> Sweep:
         for rule in product_of(BOTH_FORMS, RULES):
             cells += _grid(scale, inner_steps, rule, "never")
             restarted = _grid(scale, inner_steps, rule, str(PERIOD))
-            cells += restarted + _matched(cell for cell in restarted if cell.values[_MOMENTUM] >= scale.matched_from)
+            cells += restarted + _matched(cell for cell in restarted if cell.values[MOMENTUM] >= scale.matched_from)
         cells += _free(scale, inner_steps)
     return Sweep(f"robustness-heatmaps-{scale.name}", scale.base, cells)
 
@@ -214,9 +220,9 @@ def soft_restart(scale: Scale) -> Sweep:
     for inner_steps, period in ((scale.short, SOFT_PERIOD_SHORT), (scale.long, SOFT_PERIOD_LONG)):
         policies = tuple(str(soft_policy(period, *pair)) for pair in product_of(scale.retain, scale.inject))
         for form in BOTH_FORMS:
-            fixed = {_MOMENTUM: momentum, _LR: lr}
-            cells += _runs(scale, inner_steps, (form, kind), "never", fixed, Axis(_RESTART, ("never",)))
-            restarted = _runs(scale, inner_steps, (form, kind), f"soft K={period}", fixed, Axis(_RESTART, policies))
+            fixed = {MOMENTUM: momentum, LR: lr}
+            cells += _runs(scale, inner_steps, (form, kind), "never", fixed, Axis(RESTART, ("never",)))
+            restarted = _runs(scale, inner_steps, (form, kind), f"soft K={period}", fixed, Axis(RESTART, policies))
             cells += restarted + _matched(restarted)
         cells += _free(scale, inner_steps)
     return Sweep(f"soft-restart-{scale.name}", scale.base, cells)
@@ -278,8 +284,8 @@ def tuned(scale: Scale, rows: Iterable[Row]) -> dict[tuple[str, str, str], tuple
     for setting in settings(first_rows):
         if setting.perplexity is not None:
             values = setting.values
-            key = (values[_FORM], kinds[values[_NESTEROV]], values[_RESTART])
-            place = (setting.perplexity, values[_MOMENTUM], values[_LR])
+            key = (values[FORM], kinds[values[NESTEROV]], values[RESTART])
+            place = (setting.perplexity, values[MOMENTUM], values[LR])
             best[key] = min(place, best.get(key, place))
     return {key: (lr, momentum) for key, (_, momentum, lr) in best.items()}
 
@@ -300,22 +306,22 @@ def _second_stage(scale: Scale, best: Mapping[tuple[str, str, str], tuple[float,
     for inner_steps in scale.retuning:
         for rule in product_of(BOTH_FORMS, RULES):
             if (*rule, "never") in best:
-                fixed: dict[str, Any] = {_LR: best[*rule, "never"][0], _RESTART: "never"}
-                cells += _runs(scale, inner_steps, rule, BETA_SWEEP, fixed, Axis(_MOMENTUM, scale.momenta))
+                fixed: dict[str, Any] = {LR: best[*rule, "never"][0], RESTART: "never"}
+                cells += _runs(scale, inner_steps, rule, BETA_SWEEP, fixed, Axis(MOMENTUM, scale.momenta))
             for what, restart, controlled in ((K_SWEEP, "never", periods), own_tuning):
                 if (*rule, restart) in best:
-                    fixed = dict(zip((_LR, _MOMENTUM), best[*rule, restart], strict=True))
-                    restarted = _runs(scale, inner_steps, rule, what, fixed, Axis(_RESTART, periods))
-                    cells += restarted + _matched(cell for cell in restarted if cell.values[_RESTART] in controlled)
+                    fixed = dict(zip((LR, MOMENTUM), best[*rule, restart], strict=True))
+                    restarted = _runs(scale, inner_steps, rule, what, fixed, Axis(RESTART, periods))
+                    cells += restarted + _matched(cell for cell in restarted if cell.values[RESTART] in controlled)
         cells += _free(scale, inner_steps)
     return cells
 
 
 def _grid(scale: Scale, inner_steps: int, rule: tuple[str, str], restart: str) -> list[Cell]:
     """Return the runs of a rule over momentum x learning rate."""
-    axes = (Axis(_MOMENTUM, scale.momenta), Axis(_LR, scale.lrs))
+    axes = (Axis(MOMENTUM, scale.momenta), Axis(LR, scale.lrs))
     what = "never" if restart == "never" else f"K={restart}"
-    return _runs(scale, inner_steps, rule, what, {_RESTART: restart}, *axes)
+    return _runs(scale, inner_steps, rule, what, {RESTART: restart}, *axes)
 
 
 def _runs(
@@ -323,14 +329,14 @@ def _runs(
 ) -> list[Cell]:
     """Return the runs of an arm, for every seed; `rule` is a form and a kind."""
     form, kind = rule
-    shared = {_INNER_STEPS: inner_steps, _FORM: form, _NESTEROV: RULES[kind], **fixed}
-    return product(scale.base, [Axis(_SEED, scale.seeds), *axes], arm_name(form, kind, what), shared)
+    shared = {"inner_steps": inner_steps, FORM: form, NESTEROV: RULES[kind], **fixed}
+    return product(scale.base, [Axis(SEED, scale.seeds), *axes], arm_name(form, kind, what), shared)
 
 
 def _free(scale: Scale, inner_steps: int) -> list[Cell]:
     """Return outer SGD without momentum; without it the forms are one rule, written as the sum form here."""
-    fixed = {_INNER_STEPS: inner_steps, _FORM: "sum"}
-    return momentum_free(scale.base, [Axis(_SEED, scale.seeds)], with_averaging(scale.lrs), fixed)
+    fixed = {"inner_steps": inner_steps, FORM: "sum"}
+    return momentum_free(scale.base, [Axis(SEED, scale.seeds)], with_averaging(scale.lrs), fixed)
 
 
 def _matched(restarted: Iterable[Cell]) -> list[Cell]:

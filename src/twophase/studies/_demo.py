@@ -9,8 +9,9 @@ from pathlib import Path
 from twophase.figures.heatmaps import Panel, heatmaps, scale_of, tile
 from twophase.judge.cells import CONTROL, MISSING, fate, outcome
 from twophase.judge.verdict import verdict as judge
-from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE
-from twophase.recipes.demo import KINDS, PERIOD, arm_name, matched_arm
+from twophase.recipes.controls import AVERAGING_LR, LR, MOMENTUM, MOMENTUM_FREE
+from twophase.recipes.demo import arm_name, matched_arm
+from twophase.recipes.paper import PERIOD, RULES
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN
 from twophase.sweep.grid import Sweep
@@ -18,7 +19,6 @@ from twophase.sweep.table import SEED, Row, Setting, format_table, geometric_mea
 
 CLAIM_MOMENTUM, CLAIM_RATIO = 0.9, 1.2
 """The claim that the verdict checks: at this momentum, heavy ball without restarts is worse by at least this factor."""
-_LR, _MOMENTUM = "outer.lr", "outer.momentum"
 
 
 def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
@@ -34,7 +34,7 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
         # A control takes the place of what it controls.
         row = by_run[cell.runs[0]]
         values = by_run[row.control_of or row.run].values
-        by_arm.setdefault(cell.arm, {})[values[_MOMENTUM], values[_LR]] = cell
+        by_arm.setdefault(cell.arm, {})[values[MOMENTUM], values[LR]] = cell
     finished = [cell.perplexity for cell in cells if cell.perplexity is not None]
     seeds, base = _seeds(sweep), sweep.base
     form = FORM_WORDS[base.outer.form] + (f", mean over {len(seeds)} seeds" if len(seeds) > 1 else "")
@@ -52,14 +52,14 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
     for name, arm_of, words, title, note in (
         (
             "demo",
-            {kind: arm_name(kind, "never") for kind in KINDS},
+            {kind: arm_name(kind, "never") for kind in RULES},
             "no restart",
             f"Outer momentum with and without restarts ({form})",
             _lines([run, _momentum_free(rows)]),
         ),
         (
             "controls",
-            {kind: matched_arm(kind) for kind in KINDS},
+            {kind: matched_arm(kind) for kind in RULES},
             f"no restart, mean gain of K={PERIOD}",
             f"The same mean outer gain without and with restarts ({form})",
             f"Left: learning rate lowered until the mean outer gain is that of the cell to the right.\n{outlined}",
@@ -91,7 +91,7 @@ def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
     table = []
     for arm in judged.arms:
         best, near = arm.best, arm.areas[0].near
-        at = f"momentum {best.values[_MOMENTUM]:g}, lr {best.values[_LR]:g}" if best else ""
+        at = f"momentum {best.values[MOMENTUM]:g}, lr {best.values[LR]:g}" if best else ""
         bests = (arm.settings, readable(best.perplexity) if best else "", at, readable(arm.geometric_mean))
         worst = readable(arm.worst.perplexity) if arm.worst else ""
         table.append([arm.arm, *bests, worst, near, f"{near / arm.settings:.0%}", arm.diverged, arm.missing])
@@ -111,7 +111,7 @@ def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
 def _momentum_free(rows: Sequence[Row]) -> str:
     """Describe the momentum-free control in one sentence, empty when the sweep has none."""
     free = [setting for setting in settings(rows) if setting.arm == MOMENTUM_FREE]
-    by_lr = {setting.values[_LR]: setting.perplexity for setting in free if setting.perplexity is not None}
+    by_lr = {setting.values[LR]: setting.perplexity for setting in free if setting.perplexity is not None}
     if not by_lr:
         return "Momentum-free control: nothing finished yet." if free else ""
     lr = min(by_lr, key=lambda lr: by_lr[lr])
@@ -162,9 +162,9 @@ def _claim_words(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     """Check the claim on heavy ball: never / K=3 for every learning rate and seed, and whether it reaches its bound."""
     arms = (arm_name("heavy ball", "never"), arm_name("heavy ball", str(PERIOD)))
     at = {
-        (row.arm, row.values[SEED], row.values[_LR]): outcome(row.state, result(row))
+        (row.arm, row.values[SEED], row.values[LR]): outcome(row.state, result(row))
         for row in rows
-        if row.arm in arms and row.values[_MOMENTUM] == CLAIM_MOMENTUM
+        if row.arm in arms and row.values[MOMENTUM] == CLAIM_MOMENTUM
     }
     lrs = sorted({lr for _, _, lr in at})
     answers: list[bool | None] = []
