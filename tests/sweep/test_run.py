@@ -25,7 +25,7 @@ from twophase.sweep.crew import Crew
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.run import Outcome, Status, read_plan, read_summaries, run_sweep
 from twophase.sweep.table import read_rows, write_rows
-from twophase.sweep.trials import Trials, open_storage
+from twophase.sweep.trials import TRIALS, Trials, open_storage
 from twophase.sweep.work import Work
 
 # A worker that trains nothing. `mode` of a configuration says how it misbehaves.
@@ -357,6 +357,41 @@ def test_trials_that_cannot_be_written(
     assert states(tmp_path) == ["finished", "diverged"]
     assert run_sweep(sweep, tmp_path, workers=1, command=["/nonexistent"]).skipped == 2
     assert trials_of(tmp_path) == [("diverges", "diverged"), ("ok", "finished")]
+
+
+def test_a_journal_with_half_a_line_is_written_anew(
+    tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up inside a line of the journal costs no trial, and none is glued to that half."""
+    record = Trials.record
+    calls = iter([True])
+
+    def flaky(trials: Trials, *words: Any) -> None:
+        if next(calls, False):
+            with (tmp_path / TRIALS).open("ab") as file:
+                file.write(b'{"op_code": 4, "wor')
+            raise OSError("no space left")
+        record(trials, *words)
+
+    monkeypatch.setattr(Trials, "record", flaky)
+    run_sweep(sweep_of("ok", "diverges"), tmp_path, workers=1, command=command)
+    assert trials_of(tmp_path) == [("diverges", "diverged"), ("ok", "finished")]
+
+
+def test_leftovers_of_killed_processes_go(tmp_path: Path, command: list[str]) -> None:
+    """The next call on a sweep's folder removes what killed processes left half written, Optuna's lock included."""
+    run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command)
+    before = content(tmp_path).keys()
+    for name in (
+        ".tmp-cells.csv-1-0123abcd",
+        "figures/.tmp-overview.png-1-0123abcd",
+        "forest/.tmp-a.end.safetensors-1-0123abcd",
+        "trials.journal.lock0a1b.rename",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    run_sweep(sweep_of("ok"), tmp_path, workers=1, command=command)
+    assert content(tmp_path).keys() == before
 
 
 def test_sweep_of_an_older_version(tmp_path: Path, command: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,6 +50,40 @@ def finish(plan: Work, run: str) -> None:
     with RunFolder.claim(plan.run_folder(run), config) as folder:
         numbers = {"validation_loss": 2.0, "tokens": 1, "seconds": 1.0}
         folder.finish(numbers | {"diverged": False, "exit_reason": "end"})
+
+
+HOSTILE = ("../../elsewhere", "/etc", "..", "", "a/b", "a\n")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("place", ["runs", "stands_for", "nodes", "jobs"])
+def test_names_that_lead_elsewhere(tmp_path: Path, name: str, place: str) -> None:
+    """A plan in which a run, node or job is called so is refused before anything is written."""
+    written(tmp_path)
+    path = tmp_path / "plan.json"
+    plan = json.loads(path.read_text())
+    if place == "runs":
+        plan["runs"][name] = {}
+    elif place == "stands_for":
+        plan["stands_for"]["0" * 12] = name
+    else:
+        plan[place].append([name, *plan[place][0][1:]])
+    path.write_text(json.dumps(plan))
+    with pytest.raises(UsageError, match=r"its plan\.json cannot be used .*no name of a run, node or job.*remove that"):
+        Work.read(tmp_path)
+
+
+def test_a_link_in_the_place_of_a_run(tmp_path: Path) -> None:
+    """A run's folder that is a link is refused by its name; the folder of all runs may be one, as in studies."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "sweep").mkdir()
+    made = written(tmp_path / "sweep")
+    (tmp_path / "sweep" / "runs").symlink_to(tmp_path / "shared")
+    assert Work.read(tmp_path / "sweep") is not None
+    run = next(iter(made.runs))
+    (tmp_path / "shared" / run).symlink_to(tmp_path)
+    with pytest.raises(UsageError, match=f"runs/{run} is a link"):
+        Work.read(tmp_path / "sweep")
 
 
 class Hands:

@@ -135,6 +135,8 @@ def _write_runs(runs: Path, page: Path, states: _States) -> list[str]:
     faults: list[str] = []
     changed: _States = {}
     for folder in filter(is_run, sorted(runs.iterdir()) if runs.is_dir() else []):
+        if folder.is_symlink():  # its page would be written somewhere else
+            continue
         files = [(folder / name).stat() for name in _FILES if (folder / name).exists()]
         state = [(file.st_size, file.st_mtime_ns) for file in files]
         if states.get(folder) != state:

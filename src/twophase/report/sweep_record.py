@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +12,13 @@ from twophase.base.files import read_json_object
 from twophase.judge.verdict import select
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
-from twophase.runs.folder import list_some, read_summary
+from twophase.runs.folder import RUN_ID, list_some, read_summary
 from twophase.sweep.run import SPEC, TABLE
 from twophase.sweep.table import Row, read_rows
 from twophase.sweep.work import RUNS
 
 REPORT = "report.html"
 """Name of a report in its run's or sweep's folder."""
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(slots=True)
@@ -49,7 +47,7 @@ class SweepRecord:
     def run_folder(self, run: str) -> Path | None:
         """Return the folder of a run; None where there is none, or the name is no run's and might lead anywhere."""
         folder = self.path / RUNS / run
-        return folder if _RUN_ID.fullmatch(run) and folder.is_dir() else None
+        return folder if RUN_ID.fullmatch(run) and folder.is_dir() and not folder.is_symlink() else None
 
     def page_of(self, run: str) -> str | None:
         """Return the path from the page to a run's own report, or to its folder; None where there is neither."""
@@ -104,7 +102,7 @@ def _description(path: Path) -> dict[str, Any]:
 def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
     """Name the runs that have a result in the table and no sound folder."""
     done = dict.fromkeys(row.twin_of or row.run for row in rows if row.state in ("finished", "diverged"))
-    lost = [run for run in done if _RUN_ID.fullmatch(run) and read_summary(path / RUNS / run, run) is None]
+    lost = [run for run in done if RUN_ID.fullmatch(run) and read_summary(path / RUNS / run, run) is None]
     if not lost:
         return []
     names = list_some(lost, 3)

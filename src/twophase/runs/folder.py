@@ -20,6 +20,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ from twophase.runs.log import Log, Mark, read_log, standard
 CONFIG, ENV, SUMMARY = "config.yaml", "env.json", "summary.json"
 METRICS, ROUNDS, STEPS = "metrics.jsonl", "rounds.jsonl", "steps.jsonl"
 LOCK = ".lock"
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""What a run may be called in a file; any other name might lead out of its folder."""
 _LOGS = (METRICS, ROUNDS, STEPS)
 _RATIOS = ("perplexity", "perplexity_per_byte", "engine_share")
 """Numbers of a summary that a task may leave out."""

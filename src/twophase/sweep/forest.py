@@ -39,7 +39,7 @@ from twophase.tasks.build import task_of
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig
-from twophase.training.train import train
+from twophase.training.train import disk, train
 from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
 
 
@@ -305,7 +305,8 @@ class Grower:
         entry = {"metrics": run.end_round(report), "rounds": rounds}
         self._lines.append(entry)
         for name, log in logs.items():
-            _write_line(log, entry, name)
+            with disk(log):
+                _write_line(log, entry, name)
 
     # --------------------------------------------------------------------------------------------------------- runs
 
@@ -315,18 +316,20 @@ class Grower:
     def _log(self, claims: ExitStack, run: str) -> RunFolder:
         """Claim a run's folder and write what has happened so far."""
         log = claims.enter_context(self._claim(run))
-        log.write_env(self._run.environment())
-        log.rewind({})
-        for entry in self._lines:
-            _write_line(log, entry, run)
+        with disk(log):
+            log.write_env(self._run.environment())
+            log.rewind({})
+            for entry in self._lines:
+                _write_line(log, entry, run)
         return log
 
     def _finish(self, logs: Mapping[str, RunFolder]) -> None:
         """Write the outcome of runs that have ended here."""
         outcome = self._run.outcome()
         for run, log in logs.items():
-            write_atomic(log.weights, self._run.weights(self.configs[run]))
-            log.finish(outcome | self._run.summary(self._outers.counters[run]["restarts"]))
+            with disk(log):
+                write_atomic(log.weights, self._run.weights(self.configs[run]))
+                log.finish(outcome | self._run.summary(self._outers.counters[run]["restarts"]))
 
     # ------------------------------------------------------------------------------------------------------- states
 

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twophase.base.errors import RunError, UsageError
-from twophase.base.files import read_json_object, write_atomic
+from twophase.base.files import read_json_object, remove_leftovers, write_atomic
 from twophase.runs.folder import check_place, list_some, lock_folder, read_summary
 from twophase.sweep.crew import Crew
 from twophase.sweep.grid import Sweep, extends, spec_differences
@@ -165,6 +165,8 @@ def run_sweep(
     check_place(folder, SPEC, "sweep")  # refuse before anything is touched
     lock = lock_folder(folder, "is running a sweep")
     try:
+        for place in (folder, folder / FIGURES, folder / STATES):
+            remove_leftovers(place)
         old = _work_there(sweep, folder, merge=merge, texts=texts or {})
         try:
             work = _planned(sweep, folder, old, merge=merge, workers=workers, runs=runs, texts=texts or {})
@@ -272,7 +274,7 @@ class _Call:
     def __init__(self, sweep: Sweep, work: Work, progress: Callable[[Status], None] | None) -> None:
         self.sweep, self.work, self.progress = sweep, work, progress
         self.began = time.monotonic()
-        self.trials = Trials(sweep, work.folder)
+        self.trials: Trials | None = Trials(sweep, work.folder)
         self.summaries: dict[str, Any] = read_summaries(list(work.runs), work.folder)
         self.skipped = frozenset(self.summaries)
         self.errors: dict[str, str] = {}
@@ -363,10 +365,12 @@ class _Call:
     def _write(self) -> None:
         """Bring trials and table up to date."""
         try:
+            # Opened anew after a failure, which drops a journal with half a line: Optuna would append to that.
+            self.trials = self.trials or Trials(self.sweep, self.work.folder)
             self.trials.record(self.summaries, self.errors)
             self.unrecorded = ""
         except Exception as error:  # a full disk, or another process's lock: the next write tries again
-            self.unrecorded = str(error) or type(error).__name__
+            self.trials, self.unrecorded = None, str(error) or type(error).__name__
         path = self.work.folder / TABLE
         before = path.read_bytes() if path.exists() else b""
         write_rows(path, rows_of(self.sweep, self.summaries, self.errors, self.work.stands_for))

@@ -11,7 +11,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from twophase.base.config import UsageError, values_of
 from twophase.base.files import write_atomic
-from twophase.runs.folder import BusyError, read_summary
+from twophase.runs.folder import RUN_ID, BusyError, read_summary
 from twophase.sweep.grid import Sweep
 from twophase.sweep.plan import Forest, Job, Node, Plan
 from twophase.sweep.queue import Claim, Queue
@@ -99,10 +99,13 @@ class Work:
             jobs = [Job(name, node, deep, forest.nodes[node].runs, after) for name, node, deep, after in data["jobs"]]
             values: dict[str, Any] = {name: data[name] for name in _PLAIN if name in data or name != "texts"}
             values.setdefault("texts", {})  # older plans have none
+            _check_names(folder, {*forest.nodes, *(job.id for job in jobs)}, values)
             return cls(folder, forest, {job.id: job for job in jobs}, **values)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except UsageError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"--out {folder}: its {PLAN} cannot be used ({error}); remove that file and repeat the sweep's "
                 "command, finished runs stay"
@@ -143,6 +146,25 @@ class Work:
         if not job.deep and self.state(job.node).exists():
             return False
         return not all(map(self.finished, job.runs))
+
+
+def _check_names(folder: Path, pieces: Collection[str], values: Mapping[str, Any]) -> None:
+    """Refuse a plan in which a run, node or job has a name that leads out of the sweep's folder.
+
+    Raises:
+        UsageError: a run's folder is a link.
+        ValueError: such a name.
+    """
+    runs = {*values["runs"], *values["stands_for"], *values["stands_for"].values()}
+    for name in (*runs, *pieces):
+        if not (isinstance(name, str) and RUN_ID.fullmatch(name)):
+            raise ValueError(f"{str(name)[:80]!r} is no name of a run, node or job")
+    for run in sorted(runs):
+        if (folder / RUNS / run).is_symlink():
+            raise UsageError(
+                f"--out {folder}: {RUNS}/{run} is a link, and runs are written in the sweep's own folder alone; put "
+                "the folder itself there, or remove the link"
+            )
 
 
 _PLAIN = ("spec", "merge", "counts", "texts", "base", "runs", "stands_for")

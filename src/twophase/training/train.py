@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
@@ -57,7 +58,7 @@ def train(
     preflight(config, task, 1 if communicator.elastic else communicator.size)
     run = Trainer(task, config, communicator)
     if run.lead:
-        with _disk(folder):
+        with disk(folder):
             folder.write_env(run.environment())
             checkpoint.clean(folder.checkpoint_dir)
     joined = _begin(run, folder)
@@ -89,7 +90,7 @@ def train(
                 continue
             line = run.end_round(report)
             if run.lead:
-                with _disk(folder):
+                with disk(folder):
                     folder.log_round(round_line(report, done.step))
                     folder.log_metrics(line)
                 on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
@@ -108,7 +109,7 @@ def train(
         return run.summary()
     # After the checkpoint and before the summary: a repeated command does again what is interrupted here.
     summary = run.outcome() | run.summary()
-    with _disk(folder):
+    with disk(folder):
         write_atomic(folder.weights, run.weights(config))
         folder.finish(summary)
     return summary
@@ -118,7 +119,7 @@ def _log_step(run: Trainer, folder: RunFolder, on_step: Callable[[dict[str, Any]
     """Write a line about the inner steps since the last one, if it is due."""
     line = run.step_line()
     if line is not None:
-        with _disk(folder):
+        with disk(folder):
             folder.log_step(line)
         on_step(line)
 
@@ -128,7 +129,7 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
     if not run.comm.elastic:
         _restore(run, folder)
         return None
-    with _disk(folder):
+    with disk(folder):
         folder.rewind(folder.position())  # a line that a kill has cut
     newest = checkpoint.latest_step(folder.checkpoint_dir)
     report = run.join(lambda: _restore(run, folder))
@@ -141,7 +142,7 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
     last = folder.last_round()
     if last is not None and run.done.is_foreign_sync(last["step"], last["checksum"]):
         # The replica and its peers trained apart for a while: two histories do not go into one folder.
-        with _disk(folder):
+        with disk(folder):
             place = folder.set_aside(f"parted-{last['step']:08d}")
         _log.warning(
             "step %d of this replica's record is not of this run, which begins a new one; %s keeps the old",
@@ -181,7 +182,7 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
     refusal = None
     if run.lead:
         try:
-            with _disk(folder):
+            with disk(folder):
                 folder.rewind(logs, run.done.step)  # lines written after the checkpoint will be written again
         except UsageError as error:
             refusal = str(error)
@@ -214,9 +215,10 @@ def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
 
 
 @contextmanager
-def _disk(folder: RunFolder) -> Iterator[None]:
-    """Name the folder that cannot be written, and what to do."""
+def disk(folder: RunFolder) -> Iterator[None]:
+    """Name the file or folder that cannot be written, and what to do."""
     try:
         yield
     except OSError as error:
-        raise checkpoint.unwritable(folder.weights.parent, "the run's files", error) from error
+        place = Path(error.filename or folder.path)
+        raise checkpoint.unwritable(place, "the run's files", error) from error
