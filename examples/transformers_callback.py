@@ -69,7 +69,7 @@ class DiLoCoCallback(TrainerCallback):
         mine = [p.detach().clone() for p in model.parameters()] if state.global_step else []
         self.engine = DiLoCo(model, self.rule, restart=self.restart, inner_steps=self.inner_steps)
         self.reports = []
-        check_steps(self.engine.communicator.gather(state.global_step))
+        check_steps(self.engine.communicator.gather(state.global_step, int))
         if state.global_step:
             path = self._path(args, state)
             if not path.exists():

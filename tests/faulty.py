@@ -4,6 +4,7 @@
 
     events=FILE                append a line of JSON for each round that counts, each hold and each fault, with its time
     connect=SECONDS            how long to wait for the first connection to a lighthouse
+    unpickle=never             fail where anything is unpickled
     ACTION@MOMENT:COUNT        do this when the moment comes for the COUNT-th time
 
 Actions: `kill` and `stop` (SIGKILL, SIGSTOP to itself), `kill=FILE` (only if the file is not there yet), `hold=FILE`
@@ -18,12 +19,15 @@ import functools
 import io
 import json
 import os
+import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import distributed_c10d
 
 from twophase.diloco.engine import DiLoCo
 from twophase.elastic import healing, torchft
@@ -36,6 +40,8 @@ SETTLE = 0.3
 PACE = 0.05
 
 MOMENTS = {
+    "meeting": "when the processes of a group know the first one's address, before they connect",
+    "met": "when they have connected, before the first collective",
     "inner": "before an inner step",
     "under way": "before an inner step while a reduction is under way",
     "reduce": "after the quorum and the roll call, before the reduction",
@@ -66,6 +72,8 @@ class Faults:
             defaults = torchft.TorchFT.__init__.__kwdefaults__
             assert defaults is not None
             defaults["connect_timeout"] = float(value)
+        elif name == "unpickle":
+            pickle.load = pickle.loads = pickle.Unpickler = distributed_c10d._unpickler = None  # type: ignore[assignment]
         else:
             action, _, moment = word.rpartition("@")
             moment, _, count = moment.partition(":")
@@ -96,6 +104,7 @@ class Faults:
                 os.kill(os.getpid(), signal.SIGKILL)
         elif what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.5)  # another thread may take the signal, somewhat later
         elif what == "hold":
             while not file.exists():
                 time.sleep(0.01)
@@ -151,6 +160,8 @@ def prepare(faults: Faults) -> None:
         stream.write(data[len(data) // 2 :])
 
     wrap(Trainer, "inner_step", before=step)
+    wrap(distributed_c10d, "_new_process_group_helper", before=lambda *_, **__: faults.at("meeting"))
+    wrap(distributed_c10d, "_update_default_pg", after=lambda _: faults.at("met"))
     wrap(DiLoCo, "_reduce", before=lambda *_: faults.at("reduce"))
     wrap(
         torchft.TorchFT,

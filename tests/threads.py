@@ -1,4 +1,4 @@
-"""Processes played by threads, for code that needs no more of them than `gather`."""
+"""Processes played by threads, for code that needs no more of them than the exchange of bytes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ class Member(SingleProcess):
         self.rank, self.size = rank, len(shared)
         self._shared, self._barrier = shared, barrier
 
-    def gather(self, value: Any) -> list[Any]:
-        """As of a process group."""
+    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
+        """As of a process group whose processes are replicas."""
         assert threading.current_thread().name.startswith("member-"), "a collective in another thread"
-        self._shared[self.rank] = value
+        if in_replica:
+            return [sent]
+        self._shared[self.rank] = sent
         self._barrier.wait(PATIENCE)
         values = list(self._shared)
         self._barrier.wait(PATIENCE)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import threads
 import twophase
 from twophase.base import source
 from twophase.diloco import agreement
@@ -42,10 +41,10 @@ class Two(SingleProcess):
         """The other has done an inner step more."""
         return [list(numbers), [*numbers[:6], numbers[6] + 1, *numbers[7:]] if len(numbers) > 4 else list(numbers)]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, kind: Any) -> list[Any]:
         """Both say what they were started with."""
-        here, replicas = value
-        return [[here, replicas], [here | self.theirs, replicas]]
+        assert kind is dict
+        return [value, value | self.theirs]
 
 
 def test_places_in_a_run_are_compared():
@@ -88,31 +87,9 @@ def test_an_edit_is_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert of_copy() not in (original, edited)
 
 
-class Threads(SingleProcess):
-    """One of several processes, as far as the exchange of numbers is concerned, in threads of this one."""
-
-    def __init__(self, number: int, said: list[Any], barrier: threading.Barrier) -> None:
-        self.number, self.said, self.barrier, self.size = number, said, barrier, len(said)
-
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """What each has said."""
-        return self.gather(list(numbers))
-
-    def gather(self, value: Any) -> list[Any]:
-        """What each has said."""
-        self.said[self.number] = value
-        self.barrier.wait(10)
-        said = list(self.said)
-        self.barrier.wait(10)
-        return said
-
-
 def together(*calls: Callable[[Communicator], Any]) -> list[Any]:
     """What each call brings home, made at the same time."""
-    said, barrier = [None] * len(calls), threading.Barrier(len(calls))
-    with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(call, Threads(number, said, barrier)) for number, call in enumerate(calls)]
-        return [future.result(20) for future in futures]
+    return threads.together(len(calls), lambda member: calls[member.rank](member))
 
 
 def test_a_replica_without_weight_decides_nothing():

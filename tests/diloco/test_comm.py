@@ -63,7 +63,7 @@ def check_alone(communicator: Communicator) -> None:
     communicator.broadcast(tensor)
     assert torch.equal(tensor, vector(0))
     assert pending.bytes_sent == 0
-    assert communicator.gather({"a": (1, "b")}) == [{"a": (1, "b")}]
+    assert communicator.gather({"a": [1, "b"]}, dict) == [{"a": [1, "b"]}]
 
 
 def test_without_torch_distributed():
@@ -222,7 +222,7 @@ def talk(communicator: Communicator, rank: int) -> dict[str, Any]:
         "ranks": second,
         "bytes": [work.bytes_sent for work in pending],
         "copied": copied,
-        "gathered": communicator.gather({"rank": rank, "text": "é" * (rank + 1)}),
+        "gathered": communicator.gather({"rank": rank, "text": "é" * (rank + 1)}, dict),
     }
 
 

@@ -88,9 +88,9 @@ class Recorder(SingleProcess):
         self.calls: list[str] = []
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The other holds the same."""
+        """The other holds the same, but three replicas."""
         self.calls.append(f"exchange {len(numbers)}")
-        return [list(numbers)] * 2
+        return [list(numbers), [3.0] if numbers == [1] else list(numbers)]
 
     def launch_sum(self, tensor: Tensor) -> Done:
         """A flat buffer, which stays as it is."""
@@ -102,10 +102,10 @@ class Recorder(SingleProcess):
         self.calls.append("broadcast")
         tensor.fill_(1.0)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, kind: Any) -> list[Any]:
         """Another process of the same kind."""
-        self.calls.append("gather")
-        return [value, [value[0], 3]]
+        self.calls.append(f"gather {kind.__name__}")
+        return [value, value]
 
 
 def test_one_reduction_a_round():
@@ -113,7 +113,7 @@ def test_one_reduction_a_round():
     recorder = Recorder()
     model = nn.Linear(3, 2)
     engine = DiLoCo(model, OuterRule(1.0, 0.0), inner_steps=1, communicator=recorder)
-    assert recorder.calls == ["gather", "broadcast"]
+    assert recorder.calls == ["gather dict", "exchange 1", "broadcast"]
     assert all(torch.equal(p, torch.ones_like(p)) for p in model.parameters())
     recorder.calls.clear()
     for _ in range(3):

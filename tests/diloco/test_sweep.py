@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -44,13 +43,9 @@ class Twins(SingleProcess):
         """Twice the tensor, later."""
         return Sum(tensor)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value twice."""
-        return [value, value]
-
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers twice."""
-        return [list(numbers), list(numbers)]
+    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
+        """The bytes twice."""
+        return [sent] if in_replica else [sent, sent]
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:

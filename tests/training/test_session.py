@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from twophase.base.config import RunError, UsageError
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training import session
-from twophase.training.session import process_group, take_device
+from twophase.training.session import _meeting, process_group, take_device
 
 
 @pytest.fixture
@@ -77,58 +78,85 @@ def test_an_environment_that_is_not_torchruns(monkeypatch: pytest.MonkeyPatch):
         pass
 
 
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The group's arguments, in a process of torchrun whose current device is its second GPU."""
-    for name, value in {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "")  # so that it is put back
-    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(session, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
-    arguments: dict[str, Any] = {}
-
-    def join(backend: str, **options: Any) -> None:
-        arguments.update(options, backend=backend)
-        raise RuntimeError("enough")
-
-    monkeypatch.setattr(dist, "init_process_group", join)
-    return arguments
-
-
 @pytest.mark.parametrize(
     ("device", "timeout", "place", "seconds"),
     [("cpu", None, None, 1800), ("cpu", 7.0, None, 7), ("cuda", None, "cuda:1", 600), ("cuda", 0.5, "cuda:1", 0.5)],
 )
-def test_a_group_has_a_timeout_and_its_own_gpu(
-    joined: dict[str, Any], device: str, timeout: float | None, place: str | None, seconds: float
+def test_a_group_has_timeouts_and_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, timeout: float | None, place: str | None, seconds: float
 ):
-    """Collectives end in finite time; NCCL is bound to the rank's GPU and reports errors instead of aborting."""
-    with pytest.raises(RunError, match="enough"), process_group(TrainConfig(device=device), timeout=timeout):
-        pass
-    assert joined["timeout"].total_seconds() == seconds
+    """It forms within the first timeout, and the second one holds from then on.
+
+    NCCL is bound to the rank's GPU and reports errors instead of aborting.
+    """
+    for name, value in {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "")  # so that it is put back
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
+    joined: dict[str, Any] = {}
+    limits: list[float] = []
+
+    class Group:
+        def __init__(self, timeout: float) -> None:
+            self.timeout = timeout
+
+        def exchange(self, numbers: list[float]) -> None:
+            del numbers
+            limits.append(self.timeout)
+
+    def join(backend: str, **options: Any) -> None:
+        joined.update(options, backend=backend)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: dist.HashStore())
+    monkeypatch.setattr(session, "_meeting", lambda *_: "meeting")
+    monkeypatch.setattr(session, "ProcessGroup", Group)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda limit: limits.append(limit.total_seconds()))
+    with process_group(TrainConfig(device=device), 3.0, timeout):
+        assert joined["timeout"].total_seconds() == 3
+        assert limits == [3, seconds]
+    assert limits == [3, seconds, seconds]
     assert joined["device_id"] == (place and torch.device(place))
     assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == (place and "1")
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-def test_impossible_timeouts(joined: dict[str, Any], seconds: float):
-    """It is refused before the processes meet."""
-    with pytest.raises(UsageError, match="--sync-timeout is"), process_group(TrainConfig(), timeout=seconds):
-        pass
-    assert not joined
-
-
 @pytest.mark.dist
-def test_the_first_process_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch):
-    """Where the others never come it says so after its patience, and not after torch's half an hour."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+@pytest.mark.parametrize("agent", [False, True])
+def test_the_first_process_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, *, agent: bool):
+    """Where another never comes it says so after its patience; it serves the store, or finds torchrun's."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if not agent:
+        del store
     place = {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in place.items():
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": agent}).items():
         monkeypatch.setenv(name, str(value))
     with (
-        pytest.raises(RunError, match=f"the processes cannot meet at 127.0.0.1:{port} .*1/2 clients"),
+        pytest.raises(RunError, match=f"the processes cannot meet at 127.0.0.1:{port} .process 1 has not come in 1 s"),
         process_group(TrainConfig(), patience=1.0),
     ):
         pass
+
+
+@pytest.mark.dist
+def test_restarted_processes_meet_one_another_only():
+    """In a store that knows an earlier start, whole or broken off, all agree on a new prefix, in any order."""
+    store, prefixes = dist.HashStore(), []
+    starts: list[dict[int, float]] = [{0: 0, 1: 0, 2: 0}, {0: 0.3, 1: 0, 2: 0}, {1: 0, 2: 0}, {0: 0, 2: 0.1}]
+
+    def meet(rank: int, delay: float, patience: float) -> str:
+        time.sleep(delay)
+        return _meeting(store, rank, 3, patience)
+
+    for delays in [*starts, *starts[:2]]:
+        patience = 5.0 if len(delays) == 3 else 0.5
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(meet, rank, delay, patience) for rank, delay in delays.items()]
+        if len(delays) < 3:
+            assert all("not come in 0.5 s" in str(call.exception()) for call in calls)
+        else:
+            (prefix,) = {call.result() for call in calls}
+            prefixes.append(prefix)
+    assert len(set(prefixes)) == 4

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError, fingerprint, to_tree
+from twophase.base.leash import follow_torchrun
 from twophase.base.progress import meter, round_text, step_text
 from twophase.cli.commands import between, config_options, interrupted, print_config, run_parser, train_config
 from twophase.number import number
@@ -16,11 +17,14 @@ from twophase.runs.folder import read_summary
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import MOST_REPLICAS
 
-_SECONDS = between(1e-3, 1e7, number)
+_SECONDS = between(1e-3, 1e6, number)  # sockets take no more than 2e6
 
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
+    follow_torchrun()
+    # Torch reads it when it is imported: a peer's death would else print stack traces before our one message.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parser = run_parser("train", add_help=False)
     config_options(parser)
     parser.add_argument(
@@ -85,7 +89,7 @@ def _elastic_options(parser: argparse.ArgumentParser) -> None:
         type=_SECONDS,
         default=600.0,
         metavar="S",
-        help="seconds to wait for the others to begin, also under torchrun (600)",
+        help="seconds to wait for the others to come and begin, also under torchrun (600)",
     )
 
 

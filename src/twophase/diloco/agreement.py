@@ -57,12 +57,11 @@ def same_start(communicator: Communicator, description: Mapping[str, Any], repli
         ValueError: naming the first difference.
     """
     here = json.loads(json.dumps(description))
-    everyone = communicator.gather([here, replicas])
-    for other, (there, _) in enumerate(everyone):
+    for other, there in enumerate(communicator.gather(here, dict)):
         what = first_unlike(here, there, (f"process {communicator.rank}", f"process {other}"))
         if what is not None:
             raise ValueError(f"DiLoCo: {what}; start all processes with the same program and options")
-    return [count for _, count in everyone]
+    return [int(count) for (count,) in communicator.exchange([replicas])]
 
 
 def first_unlike(here: Mapping[str, Any], there: Mapping[str, Any], names: tuple[str, str]) -> str | None:
@@ -218,9 +217,10 @@ def _same_signals(
         raise ValueError(
             "DiLoCo: step(signals=...) has other names in another shard of this replica; give the same ones"
         )
-    if any(row[1:] != head for row in communicator.exchange([weight, *head])):
-        rows = enumerate(communicator.gather([weight, names]))
-        counted = [(number, names_there) for number, (weight_there, names_there) in rows if weight_there]
+    rows = communicator.exchange([weight, *head])
+    if any(row[1:] != head for row in rows):
+        everyone = [list(map(str, names_there)) for names_there in communicator.gather(names, list)]
+        counted = [(number, everyone[number]) for number, row in enumerate(rows) if row[0]]
         first, expected = counted[0] if counted else (0, names)
         for number, names_there in counted:
             if names_there != expected:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -196,31 +195,17 @@ class ProcessGroup(Communicator):
         with _explained():
             _finish(dist.broadcast(tensor, group=self.group, group_src=0, async_op=True), tensor.device, self.timeout)
 
-    def gather(self, value: Any) -> list[Any]:
-        """All-gather of Python objects."""
-        values: list[Any] = [None] * self.size
-        with _explained():
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All-gather of the numbers' eight bytes each."""
-        return self._exchange(numbers, self.group)
-
-    def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The same over the shards."""
-        return [list(numbers)] if self.shards is None else self._exchange(numbers, self.shards)
-
-    def _exchange(self, numbers: Sequence[float], group: dist.ProcessGroup | None) -> list[list[float]]:
-        # As bytes: a NaN keeps its bits.
-        count, size = len(numbers), dist.get_world_size(group)
+    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
+        """All-gather over the group, or over the shards."""
+        if in_replica and self.shards is None:
+            return [sent]
+        group = self.shards if in_replica else self.group
         device = torch.device("cpu") if _takes_cpu(group) else self._device
-        sent = torch.frombuffer(bytearray(struct.pack(f"={count}d", *numbers)), dtype=torch.uint8).to(device)
-        received = torch.empty(size * sent.numel(), dtype=torch.uint8, device=device)
+        message = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(device)
+        received = torch.empty((dist.get_world_size(group), len(sent)), dtype=torch.uint8, device=device)
         with _explained():
-            _finish(_all_gather(received, sent, group), device, self.timeout)
-        words = struct.unpack(f"={size * count}d", bytes(received.tolist()))
-        return [list(words[start : start + count]) for start in range(0, size * count, count)]
+            _finish(_all_gather(received.view(-1), message, group), device, self.timeout)
+        return [row.numpy().tobytes() for row in received.cpu()]
 
 
 def _takes_cpu(group: dist.ProcessGroup | None) -> bool:

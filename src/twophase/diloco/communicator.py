@@ -6,12 +6,19 @@ The engine is written once, against `Communicator`. `comm.ProcessGroup` sums ove
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from twophase.base.errors import RunError
+
+_LONGEST = 1 << 24
+"""Bytes of one process's JSON at most: a peer must not make this process reserve any amount of memory."""
 
 
 class Interrupted(Exception):  # noqa: N818 - no fault: a process has gone, and the others go on
@@ -94,21 +101,45 @@ class Communicator(Protocol):
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by process 0's, in place."""
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the small picklable `value` of every process, in order of rank (for rare calls: it pickles)."""
-        return [value]
+    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
+        """Return the bytes of every process, in order of rank.
+
+        Args:
+            sent: as many on every process, and not none.
+            in_replica: exchange them between the processes that share one replica's shards.
+        """
+        del in_replica
+        return [sent]
+
+    def gather(self, value: Any, kind: Any) -> list[Any]:
+        """Return a JSON value of every process, in order of rank. Pickles of a peer could run code here.
+
+        Args:
+            value: this process's.
+            kind: type, or union of types, of every process's.
+
+        Raises:
+            RunError: a process has sent no JSON of that kind.
+        """
+        text = json.dumps(value).encode()
+        lengths = [row[0] for row in self.exchange([len(text)])]
+        for number, length in enumerate(lengths):
+            if not 1 <= length <= _LONGEST:
+                raise _stranger(number, f"a message of {length:g} bytes, where 1 to {_LONGEST} are allowed")
+        rows = self.exchange_bytes(text.ljust(int(max(lengths))))
+        return [_parsed(row, kind, number) for number, row in enumerate(rows)]
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every process, in order of rank: a few bytes, for every round.
 
         Args:
-            numbers: as many on every process; floats, or whole numbers below 2^53.
+            numbers: as many on every process; floats, or whole numbers below 2^53. A NaN keeps its bits.
         """
-        return [list(numbers)]
+        return _unpacked(self.exchange_bytes(_packed(numbers)))
 
     def exchange_in_replica(self, numbers: Sequence[float]) -> list[list[float]]:
         """Do the same between the processes that share one replica's shards; this process's alone where none does."""
-        return [list(numbers)]
+        return _unpacked(self.exchange_bytes(_packed(numbers), in_replica=True))
 
     # ------------------------------------------------------------------------- of processes that come and go
 
@@ -158,3 +189,28 @@ class SingleProcess(Communicator):
 
     rank: int = 0  # type: ignore[override] - it never changes
     size: int = 1  # type: ignore[override]
+
+
+def _packed(numbers: Sequence[float]) -> bytes:
+    return struct.pack(f"={len(numbers)}d", *numbers)
+
+
+def _unpacked(rows: Sequence[bytes]) -> list[list[float]]:
+    return [list(struct.unpack(f"={len(row) // 8}d", row)) for row in rows]
+
+
+def _parsed(text: bytes, kind: Any, process: int) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _stranger(process, f"no JSON ({type(error).__name__})") from None
+    if not isinstance(value, kind):
+        raise _stranger(process, f"a value of type {type(value).__name__}")
+    return value
+
+
+def _stranger(process: int, what: str) -> RunError:
+    return RunError(
+        f"process {process} sent {what}; start all processes with the same program and options, and let no other "
+        "program reach the ports of the group"
+    )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -71,22 +69,13 @@ class Collectives(Communicator):
         """Broadcast from process 0."""
         self._launch(lambda group: group.broadcast([tensor], BroadcastOptions()), 0, tensor).wait()
 
-    def gather(self, value: Any) -> list[Any]:
-        """All-gather of JSON values: nothing that comes from another process is unpickled."""
-        text = json.dumps(value).encode()
-        longest = int(max(row[0] for row in self.exchange([len(text)])))
-        return [json.loads(row) for row in self._exchange_bytes(text.ljust(longest))]
-
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """All-gather of the numbers' eight bytes each."""
-        form = f"={len(numbers)}d"
-        return [list(struct.unpack(form, row)) for row in self._exchange_bytes(struct.pack(form, *numbers))]
-
-    def _exchange_bytes(self, sent_bytes: bytes) -> list[bytes]:
-        sent = torch.frombuffer(bytearray(sent_bytes), dtype=torch.uint8)
-        received = torch.empty(self.size * len(sent_bytes), dtype=torch.uint8)
-        self.launch_gather(received, sent).wait()
-        return [row.numpy().tobytes() for row in received.view(self.size, len(sent_bytes))]
+    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
+        """All-gather; a replica is one process."""
+        if in_replica:
+            return [sent]
+        received = torch.empty((self.size, len(sent)), dtype=torch.uint8)
+        self.launch_gather(received.view(-1), torch.frombuffer(bytearray(sent), dtype=torch.uint8)).wait()
+        return [row.numpy().tobytes() for row in received]
 
     def _launch(self, start: Callable[[Any], Any], bytes_sent: int, *tensors: Tensor) -> Pending:
         if self._failure is None and self.size == 1:

@@ -155,7 +155,7 @@ class Writer:
 
     def poll(self) -> None:
         """Complete a checkpoint that all processes have written, or raise what went wrong; never waits for the disk."""
-        if self._thread is not None and not any(self.comm.gather(self._thread.is_alive())):
+        if self._thread is not None and not any(row[0] for row in self.comm.exchange([self._thread.is_alive()])):
             self.close()
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Writer:
         self._thread, failure, self._failure = None, self._failure, None
         self._agree(failure)
         if self.comm.size > 1:
-            entries = self.comm.gather(self._entries)
+            entries = self.comm.gather(self._entries, dict)
             if self.comm.rank == 0:
                 try:
                     self._complete({name: entry for some in entries for name, entry in some.items()})
@@ -176,14 +176,15 @@ class Writer:
 
     @property
     def _writing(self) -> Path:
-        return self.folder / f"{_WRITING}{_PREFIX}{self._step:08d}"
+        return self.folder / f"{_WRITING}{path_of(self.folder, self._step).name}"
 
     def _unwritable(self, error: OSError) -> OSError:
         return unwritable(self.folder, f"the checkpoint of step {self._step}", error)
 
     def _agree(self, failure: BaseException | None) -> None:
         """Raise one process's failure on all, after removing the half checkpoint: it is useless, and the disk full."""
-        texts = [text for text in self.comm.gather(None if failure is None else str(failure)) if text is not None]
+        text = None if failure is None else str(failure)
+        texts = [text for text in self.comm.gather(text, str | None) if text is not None]
         if texts and self.comm.rank == 0:
             shutil.rmtree(self._writing, ignore_errors=True)
         if texts:
@@ -200,7 +201,7 @@ class Writer:
             "files": entries | {_PROGRESS: _entry(self._writing / _PROGRESS)},
         }
         write_atomic(self._writing / _MANIFEST, json.dumps(manifest, indent=1))
-        self._writing.rename(self.folder / f"{_PREFIX}{self._step:08d}")
+        self._writing.rename(path_of(self.folder, self._step))
         sync_folder(self.folder)
         for path in _checkpoints(self.folder)[: -self.keep]:
             half = path.rename(path.with_name(f"{_WRITING}{path.name}"))  # a kill from here on leaves no torn one
@@ -219,6 +220,11 @@ def unwritable(where: Path, what: str, error: OSError) -> OSError:
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return the place of the checkpoint of a step."""
+    return folder / f"{_PREFIX}{step:08d}"
 
 
 def latest(folder: Path) -> Path | None:

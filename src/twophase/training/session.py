@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from twophase.base.config import RunError, UsageError
 from twophase.diloco.comm import ProcessGroup
@@ -117,8 +117,8 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
 
     Args:
         config: the run.
-        patience: seconds to wait until the first process's address answers.
-        timeout: seconds for a collective; None means ten minutes on GPUs and half an hour without.
+        patience: seconds until all processes have come, are connected, and have answered once.
+        timeout: seconds for a later collective; None means ten minutes on GPUs and half an hour without.
     """
     if world_size() == 1:
         yield SingleProcess()
@@ -129,33 +129,44 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
             f"the environment has WORLD_SIZE={world_size()} but no {', '.join(missing)}; start the processes with "
             "torchrun, which sets them all, or unset WORLD_SIZE"
         )
-    if timeout is not None and not 0 < timeout < math.inf:
-        raise UsageError(f"--sync-timeout is {timeout}; it must be a positive number of seconds, such as 600")
     on_gpu = config.device.startswith("cuda")
     limit = timeout or (600.0 if on_gpu else dist.default_pg_timeout.total_seconds())
     if on_gpu:
         # Otherwise NCCL's watchdog may notice a dead peer first, and aborts the process: no message, no status 1.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None  # `take_device` has set it
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    try:
+
+    def form() -> ProcessGroup:
         _await_first(patience)
-        # Torch would let the first process wait for the others for half an hour; that is for collectives, not for this.
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=patience)))
-        store.set_timeout(timedelta(seconds=limit))
+        rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves the store
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], port, is_master=rank == 0 and not agent, timeout=timedelta(seconds=patience),
+            wait_for_workers=False,
+        )  # fmt: skip
         dist.init_process_group(
             "gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
-            store=dist.PrefixStore("twophase", store), rank=rank, world_size=size, timeout=timedelta(seconds=limit),
-            device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,  # `take_device` has set it
+            store=dist.PrefixStore(_meeting(store, rank, size, patience), store), rank=rank, world_size=size,
+            timeout=timedelta(seconds=patience), device_id=device,
         )  # fmt: skip
+        group = ProcessGroup(timeout=patience)
+        group.exchange([1.0])  # a peer that has died or hangs since it came is noticed now, and not after `limit`
+        group.timeout = limit
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit))
+        return group
+
+    try:
+        communicator = _within(patience + 1, form)  # of the limits within, most end with a better reason
     except (RuntimeError, ValueError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
         raise RunError(
-            f"the processes cannot meet at {where} ({str(error).splitlines()[0]}); give torchrun an address that all "
-            "machines reach and a free port (--rdzv-endpoint HOST:PORT), and gloo its interface (GLOO_SOCKET_IFNAME)"
+            f"the processes cannot meet at {where} ({reason}); give torchrun an address that all machines reach and a "
+            "free port (--master-addr, --master-port), and gloo its interface (GLOO_SOCKET_IFNAME)"
         ) from error
     try:
-        communicator = ProcessGroup(timeout=limit)
         yield communicator
-        communicator.gather(None)  # leave together: a process that goes first takes its connections with it
+        communicator.exchange([1.0])  # leave together: a process that goes first takes its connections with it
     except BaseException:
         if on_gpu:
             # Destroying the group waits for NCCL's collectives, and one that a dead peer has not joined never ends.
@@ -164,6 +175,23 @@ def process_group(config: RunConfig, patience: float = 600.0, timeout: float | N
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _within(seconds: float, call: Callable[[], ProcessGroup]) -> ProcessGroup:
+    """Return a call's result in time: torch's store waits in C code, and for ever where its host stands still."""
+    future: Future[ProcessGroup] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # whatever it is, it belongs to the waiting caller
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="twophase meeting").start()
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        raise RuntimeError(f"no answer for {seconds:g} s") from None
 
 
 def _await_first(patience: float) -> None:
@@ -178,6 +206,32 @@ def _await_first(patience: float) -> None:
             if time.monotonic() >= end:
                 raise RuntimeError(f"no answer there for {patience:g} s: {error}") from None
             time.sleep(0.1)
+
+
+def _meeting(store: dist.Store, rank: int, size: int, patience: float) -> str:
+    """Return a prefix of the store's keys that the processes of this start share, and none before them.
+
+    Processes that torchrun has restarted meet in a store that still holds the addresses of the last ones. So the first
+    one names the meeting, and each other goes on only when its own new name stands in the first one's list.
+    """
+    mine, end = uuid.uuid4().hex, time.monotonic() + patience
+    if rank == 0:
+        store.set("twophase", mine)
+        for other in range(1, size):
+            try:
+                store.wait([f"{mine}/{other}"], timedelta(seconds=max(0.01, end - time.monotonic())))
+            except dist.DistStoreError:
+                raise RuntimeError(f"process {other} has not come in {patience:g} s") from None
+        store.set(f"{mine}/all", " ".join(store.get(f"{mine}/{other}").decode() for other in range(1, size)))
+        return mine
+    while time.monotonic() < end:
+        if store.check(["twophase"]):
+            meeting = store.get("twophase").decode()
+            store.set(f"{meeting}/{rank}", mine)
+            if store.check([f"{meeting}/all"]) and mine.encode() in store.get(f"{meeting}/all"):
+                return meeting
+        time.sleep(0.05)
+    raise RuntimeError(f"a process has not come in {patience:g} s")
 
 
 @contextmanager
@@ -195,7 +249,7 @@ def claimed(
             folder = RunFolder.claim(out, config, accept_logs=accept_logs)
         except UsageError as error:
             refusal = str(error)
-    refusal = communicator.gather(refusal)[0]
+    refusal = communicator.gather(refusal, str | None)[0]
     if refusal is not None:
         raise UsageError(refusal)
     try:

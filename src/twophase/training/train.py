@@ -154,9 +154,10 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
 
 def _restore(run: Trainer, folder: RunFolder) -> None:
     """Continue from the newest checkpoint, if there is one; process 0 says which that is."""
-    newest = run.files.gather(checkpoint.latest(folder.checkpoint_dir))[0]
+    step = run.files.gather(checkpoint.latest_step(folder.checkpoint_dir), int | None)[0]
     logs: dict[str, Any] = {}
-    if newest is not None:
+    if step is not None:
+        newest = checkpoint.path_of(folder.checkpoint_dir, step)
         saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
         numbers = saved.progress()
         logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
@@ -186,7 +187,7 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
                 folder.rewind(logs, run.done.step)  # lines written after the checkpoint will be written again
         except UsageError as error:
             refusal = str(error)
-    refusal = run.files.gather(refusal)[0]
+    refusal = run.files.gather(refusal, str | None)[0]
     if refusal is not None:
         raise UsageError(refusal)
 
@@ -208,7 +209,7 @@ def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
     progress = dataclasses.asdict(run.done) | {
         "logs": folder.position() if run.lead else {},
         "text": run.text,
-        "execution": run.files.gather(run.execution),  # each process may have chosen for itself
+        "execution": run.files.gather(run.execution, dict),  # each process may have chosen for itself
         "processes": run.files.size,
     }
     writer.save(run.done.step, parts, progress)

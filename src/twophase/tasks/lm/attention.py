@@ -94,9 +94,9 @@ def choose(
     name = fastest(names, timed) if communicator.rank == 0 or not together else ""
     works = True
     if together:
-        name = communicator.gather(name)[0]
+        name = communicator.gather(name, str)[0]
         works = communicator.rank == 0 or name == "default" or fastest((name,), timed=False) == name
-        verdicts = communicator.gather(works)
+        verdicts = communicator.gather(works, bool)
         if not all(verdicts):
             raise UsageError(
                 f"--compute.attention {wanted}: process 0 chose {name}, which does not work in process "

@@ -1,0 +1,140 @@
+"""Processes of torchrun, as whole commands: what they exchange, how they meet, and what ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import textmaker
+from elastic import DRIVER, Processes, free_port, until
+from twophase.base.config import dump_yaml
+from twophase.base.leash import GRACE
+from twophase.runs.folder import RunFolder, read_lines
+from twophase.tasks.build import build_task
+from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.training.train import train
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """24 rounds of 4 inner steps, with a checkpoint after each."""
+    text = textmaker.write(tmp_path_factory.mktemp("groups") / "text.txt")
+    return TrainConfig(
+        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
+        data=DataConfig(corpus=f"file:{text}", sequence_length=16, batch_size=4, validation_windows=32),
+        steps=96,
+        inner_steps=4,
+        checkpoint_every=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def weights(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The result of one process."""
+    with RunFolder.claim(tmp_path_factory.mktemp("alone"), config) as folder:
+        train(build_task(config), config, folder)
+    return folder.weights.read_bytes()
+
+
+class Group(Processes):
+    """The two processes of a run; of each, words may say what happens to it and when."""
+
+    def __init__(self, folder: Path, config: TrainConfig, *options: str) -> None:
+        super().__init__(folder / "words")
+        (folder / "config.yaml").write_text(dump_yaml(config))
+        self.out = folder / "run"
+        self.words = ["train", "--config", str(folder / "config.yaml"), "--out", str(self.out), "--quiet", *options]
+
+    def both(self, faults: Sequence[Sequence[str]] = ((), ())) -> list[Any]:
+        """Start them."""
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        place["GLOO_SOCKET_IFNAME"] = "lo"
+        return [
+            self.start(str(rank), [sys.executable, str(DRIVER), *words, "--", *self.words], RANK=str(rank), **place)
+            for rank, words in enumerate(faults)
+        ]
+
+
+@pytest.fixture
+def group(config: TrainConfig, tmp_path: Path) -> Iterator[Group]:
+    """Processes that wait 3 seconds for one another."""
+    with Group(tmp_path, config, "--start-timeout", "3") as processes:
+        yield processes
+
+
+def test_nothing_is_unpickled(group: Group, weights: bytes):
+    """A whole run in which `pickle` cannot read has the bytes of one process."""
+    for rank, process in enumerate(group.both([["unpickle=never"]] * 2)):
+        group.ended(str(rank), process)
+    assert (group.out / "weights.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("fault", ["kill@meeting:1", "kill@met:1", "stop@meeting:1", "stop@met:1"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_peer_is_lost_while_the_group_forms(group: Group, victim: int, fault: str):
+    """The other ends within its start timeout with one message and status 1; nothing has been written."""
+    other = 1 - victim
+    processes = group.both([[fault], []] if victim == 0 else [[], [fault]])
+    group.ended(str(other), processes[other], 1)
+    # Torch was imported before the command could silence it.
+    (line,) = [line for line in group.said(str(other)) if "twophase train" in line]
+    assert "failed: the processes cannot meet at 127.0.0.1:" in line or "failed: the connection to the other" in line
+    assert not group.out.exists()
+
+
+def workers(agent: int) -> list[int]:
+    """The processes that another one has started."""
+    return list(map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()))
+
+
+def running(process: int) -> bool:
+    """Whether it has neither ended nor become a zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_torchrun_restarts_its_workers_and_is_killed(group: Group, weights: bytes):
+    """A killed worker is replaced, though the store still holds its address; those of a killed agent end by themselves.
+
+    The folder then resumes, to the bytes of one process.
+    """
+    hold = group.folder / "hold"
+    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    program += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command = [str(DRIVER), f"hold={hold}@inner:60", "--", *group.words, "--start-timeout", "60"]
+    agent = group.start("agent", ["env", *program, *command], GLOO_SOCKET_IFNAME="lo")
+    rounds = group.out / "rounds.jsonl"
+
+    def count() -> int:
+        return len(read_lines(rounds)) if rounds.exists() else 0
+
+    until("some rounds", lambda: count() > 2)
+    first = workers(agent.pid)
+    os.kill(first[1], signal.SIGKILL)
+    until("both have been replaced", lambda: len(workers(agent.pid)) == 2 and not set(first) & set(workers(agent.pid)))
+    until("all rounds before the hold", lambda: count() == 14)
+    second = workers(agent.pid)
+    agent.kill()
+    killed = time.monotonic()
+    try:
+        until("they have ended", lambda: not any(map(running, second)))
+        print(f"  the workers ended {time.monotonic() - killed:.2f} s after torchrun")
+        assert time.monotonic() - killed < GRACE + 10
+    finally:
+        for process in filter(running, second):
+            os.kill(process, signal.SIGKILL)
+    for rank, process in enumerate(group.both()):
+        group.ended(str(rank), process)
+    assert (group.out / "weights.safetensors").read_bytes() == weights
