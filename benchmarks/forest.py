@@ -48,10 +48,10 @@ def paper_plan(form: str, inner_steps: int) -> Plan:
     return plan(Sweep("paper", base, product(base, axes)))
 
 
-def count() -> None:
+def count(sizes: tuple[int, ...] = (64, 128, 512, 1024, 2048)) -> None:
     print(f"{'form':>5}{'S':>6}{'T':>8}{'runs':>6}{'asked':>10}{'executed':>10}{'saving':>8}{'exact algebra':>15}")
     for form in ("sum", "ema"):
-        for inner_steps in (64, 128, 512, 1024, 2048):
+        for inner_steps in sizes:
             made = paper_plan(form, inner_steps)
             print(
                 f"{form:>5}{inner_steps:6}{STEPS // inner_steps:8}{len(made.runs):6}{made.steps_asked:10}"

@@ -24,11 +24,27 @@ torch.set_num_threads(1)  # sums are then made in one order, so that equal means
 
 # Derandomized, so that a newcomer's `make test` never meets a new example. To look for such examples:
 # HYPOTHESIS_PROFILE=explore pytest ... (see amount.py)
-settings.register_profile("twophase", deadline=None, max_examples=40, derandomize=True, print_blob=True)
+settings.register_profile("twophase", deadline=None, max_examples=25, derandomize=True, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "twophase"))
 
 pytest_plugins = ["browser"]  # the session fixture of one headless Chromium
+
+QUICK_CASES = 5
+"""At most so many cases of a test are in the quick set, `-m "not slow"`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Call most cases of a test slow that has many, each of them quick: spread evenly, a few are left."""
+    alike: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in alike.values():
+        for number, item in enumerate(cases):
+            if number % -(-len(cases) // QUICK_CASES):
+                item.add_marker("slow")
 
 
 @pytest.fixture

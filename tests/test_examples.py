@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -211,9 +212,11 @@ def test_callback_at_lr_1_is_the_plain_trainer(hf: ModuleType, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [13, 21], ids=["mid-round checkpoint", "checkpoint of a round's end"])
-def test_interrupted_and_resumed_is_uninterrupted(hf: ModuleType, tmp_path: Path, at: int):
-    """A Trainer that is interrupted and resumed from its last checkpoint ends with the bits of one that was not."""
+def test_interrupted_and_resumed_is_uninterrupted(hf: ModuleType, tmp_path: Path):
+    """A Trainer that is resumed from its last checkpoint ends with the bits of one that was not interrupted.
+
+    From a checkpoint in the middle of a round, and from one of a round's end.
+    """
 
     def build(folder: str, *more: Any) -> tuple[Any, Any]:
         callback = hf.DiLoCoCallback(hf.OuterRule(0.7, 0.9, nesterov=True), inner_steps=4, restart=3)
@@ -221,17 +224,17 @@ def test_interrupted_and_resumed_is_uninterrupted(hf: ModuleType, tmp_path: Path
 
     whole, uninterrupted = build("whole")
     uninterrupted.train()
-    _, stopped = build("parts", interrupt(hf, at))
-    with pytest.raises(KeyboardInterrupt):
-        stopped.train()
-    rest, resumed = build("parts")
-    resumed.train(resume_from_checkpoint=True)
     rounds = [(report.round, report.restarted, report.checksum) for report in whole.reports]
     assert [number for number, restarted, _ in rounds if restarted] == [3, 6]
-    assert [(report.round, report.restarted, report.checksum) for report in rest.reports] == rounds[
-        at // 10 * 10 // 4 :
-    ]
-    assert all(map(same_bits, weights(uninterrupted), weights(resumed)))
+    for at in (13, 21):
+        _, stopped = build(f"parts {at}", interrupt(hf, at))
+        with pytest.raises(KeyboardInterrupt):
+            stopped.train()
+        rest, resumed = build(f"parts {at}")
+        resumed.train(resume_from_checkpoint=True)
+        after = [(report.round, report.restarted, report.checksum) for report in rest.reports]
+        assert after == rounds[at // 10 * 10 // 4 :]
+        assert all(map(same_bits, weights(uninterrupted), weights(resumed)))
 
 
 @pytest.mark.slow
@@ -259,18 +262,38 @@ def test_callback_refuses(hf: ModuleType, tmp_path: Path):
 ROUNDS = 7
 
 
+def listeners(pid: int) -> set[str]:
+    """Addresses, in the kernel's hexadecimal, on which a process listens."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(str(link.readlink()))
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                addresses.add(fields[1])
+    return addresses
+
+
+def is_loopback(address: str) -> bool:
+    """127.0.0.1, as it is or mapped into IPv6."""
+    return address.partition(":")[0] in ("0100007F", "0000000000000000FFFF00000100007F")
+
+
 @pytest.fixture(scope="session")
-def torchft_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two replica groups saved."""
+def torchft_replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], set[str]]:
+    """What two replica groups saved, and on which addresses they listened."""
     pytest.importorskip("torchft", reason="the extra ft is not installed")
     folder = tmp_path_factory.mktemp("torchft")
     with held_port() as port:
-        run_torchft(folder, f"127.0.0.1:{port}")
-    return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(2)]
+        seen = run_torchft(folder, f"127.0.0.1:{port}")
+    return [torch.load(folder / f"{number}.pt", weights_only=True) for number in range(2)], seen
 
 
-def run_torchft(folder: Path, place: str) -> None:
-    """Run a lighthouse at `place` and two replica groups, to their end."""
+def run_torchft(folder: Path, place: str) -> set[str]:
+    """Run a lighthouse at `place` and two replica groups; the addresses on which these listen."""
     program = [str(FOLDER / "torchft_diloco.py"), "--replicas", "2", "--lighthouse", f"http://{place}"]
     processes: list[Any] = []
     logs = [folder / "0.log", folder / "1.log"]
@@ -279,6 +302,7 @@ def run_torchft(folder: Path, place: str) -> None:
             words = ["--replica", str(number), "--rounds", str(ROUNDS), "--out", str(folder / f"{number}.pt")]
             processes.append(Program([*program, *words], log, log, ONE_THREAD))
         replicas = [*processes]
+        seen = wait_for_listeners(replicas)  # the replicas wait for the lighthouse, so they can be looked at
         lighthouse = [BIN / "torchft_lighthouse", "--min_replicas", "2", "--bind", place, "--quorum_tick_ms", "20"]
         processes.append(subprocess.Popen(lighthouse, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
         codes = [replica.wait(timeout=90) for replica in replicas]
@@ -287,6 +311,18 @@ def run_torchft(folder: Path, place: str) -> None:
         for process in processes:
             process.kill()
             process.wait()
+    return seen
+
+
+def wait_for_listeners(replicas: list[Program]) -> set[str]:
+    """Each replica's store, checkpoint server and manager, as soon as all of them listen."""
+    by_replica: list[set[str]] = []
+    for _ in range(1200):
+        by_replica = [listeners(replica.pid) for replica in replicas if replica.poll() is None]
+        if len(by_replica) < 2 or all(len(addresses) >= 3 for addresses in by_replica):
+            break  # a replica that has ended is told by the caller, with its log
+        time.sleep(0.1)
+    return set().union(*by_replica)
 
 
 def simulate(example: ModuleType) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -314,9 +350,9 @@ def simulate(example: ModuleType) -> tuple[list[list[Tensor]], list[list[Tensor]
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_torchft_replicas_agree(torchft_replicas: list[dict[str, Any]]):
+def test_torchft_replicas_agree(torchft_replicas: tuple[list[dict[str, Any]], set[str]]):
     """Both replica groups hold the same weights, momentum and counters; every third round restarted."""
-    first, second = torchft_replicas
+    (first, second), _ = torchft_replicas
     assert all(same_bits(p, second["weights"][name]) for name, p in first["weights"].items())
     for state_a, state_b in zip(first["outers"], second["outers"], strict=True):
         assert state_a["param_groups"] == state_b["param_groups"]
@@ -328,15 +364,24 @@ def test_torchft_replicas_agree(torchft_replicas: list[dict[str, Any]]):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_torchft_equals_a_single_process(torchft_replicas: list[dict[str, Any]]):
+def test_torchft_equals_a_single_process(torchft_replicas: tuple[list[dict[str, Any]], set[str]]):
     """Weights and momentum buffers have the bits of the same DiLoCo, written in plain torch in one process."""
-    run, _ = torchft_replicas
+    (run, _), _ = torchft_replicas
     anchors, momentum = simulate(load("torchft_diloco"))
     assert all(map(same_bits, run["weights"].values(), [a for fragment in anchors for a in fragment]))
     for outer, buffers in zip(run["outers"], momentum, strict=True):
         for state, m in zip(outer["state"].values(), buffers, strict=True):
             assert m.abs().max() > 0
             assert same_bits(state["momentum_buffer"], m)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_torchft_listens_on_this_machine_only(torchft_replicas: tuple[list[dict[str, Any]], set[str]]):
+    """Store, checkpoint server and manager of both replica groups are bound to 127.0.0.1."""
+    _, seen = torchft_replicas
+    assert len(seen) >= 6
+    assert [address for address in seen if not is_loopback(address)] == []
 
 
 if __name__ == "__main__":

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import zipfile
+from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
+import engine_overhead
 import gpu
+import lm_throughput
 import textmaker
-from gpu_parts import driver, run
-from gpu_parts.records import Record, Settings, Unfinished
+from gpu_parts import driver, engine, kernels, run
+from gpu_parts.records import Record, Settings, Unfinished, toy
+from twophase.base.config import RunError, from_tree
+from twophase.recipes.pretraining import RECIPES, nano, paper_150m
+from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.speed import flops_per_token
 
 PROGRAM = gpu.HERE / "gpu.py"
 ABSENT = "tyro docstring_parser optuna alembic sqlalchemy rich scipy datasets submitit".split()
@@ -56,27 +68,40 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def forked_child(words: list[str], *, check: bool) -> Any:
+    """In place of `subprocess.run` for a process that trains: forked, it need not import torch again."""
+    assert not check
+    folder, tree, kill_after = words[3:]
+    if (pid := os.fork()) == 0:
+        engine.child(Path(folder), from_tree(TrainConfig, json.loads(tree)), int(kill_after))
+        os._exit(0)
+    return SimpleNamespace(returncode=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_all_parts(tmp_path: Path, words: list[str]):
-    """With few packages all parts leave files and figures; a second call does nothing, one after a cut what is left."""
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_all_parts(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """All parts leave files and figures, each unit in this process here; a second call does nothing."""
+
+    def launch(part: str, unit: str, options: Any, end: float) -> int:
+        return driver.perform(Namespace(**vars(options) | {"unit": f"{part}.{unit}", "deadline": end}))
+
+    monkeypatch.setattr(driver, "launch", launch)
+    monkeypatch.setattr(engine, "subprocess", SimpleNamespace(run=forked_child))
+    monkeypatch.setattr(sys, "argv", [*sys.argv])  # a unit gives a benchmark its own
+    # Graphs are made as ever, but run as they are: what makes C++ of them takes most of the time.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     out = tmp_path / "out"
 
     def call() -> tuple[dict[str, float], list[str]]:
-        ended = subprocess.run(
-            [sys.executable, str(PROGRAM), *words, "--seed", "0"],
-            env=os.environ | {"PYTHONPATH": str(bare)}, cwd=tmp_path, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        lines = ended.stdout.splitlines()
+        assert gpu.main([*words, "--seed", "0"]) == 0
+        lines = capsys.readouterr().out.splitlines()
         return json.loads(lines[-1]), lines[:-1]
 
     figures, said = call()
     assert set(contents(out)) == FILES
-    assert sum(map(len, contents(out).values())) < 1 << 20
     for name in ("rho", "eager_ratio", "compiled_ratio", "peak_memory_gb", "tokens_ratio_s1", "nano_nesterov_best_k"):
         assert figures[name] > 0
     assert (figures["resume_same_bits"], figures["units_left"], figures["nano_cells"]) == (1, 0, 20)
@@ -91,9 +116,16 @@ def test_all_parts(tmp_path: Path, words: list[str]):
 
 @pytest.mark.slow
 def test_killed_call(tmp_path: Path, words: list[str]):
-    """A call that is killed takes its unit's process with it, and the next one does what it had not done."""
+    """A call that is killed takes its unit's process with it, and the next one does what it had not done.
+
+    Both have few packages.
+    """
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
+    options: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": str(bare)}, "text": True}
     command = [sys.executable, str(PROGRAM), *words, "--seed", "1", "--parts", "nano"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:
         assert process.stdout
         for line in process.stdout:
             if line.startswith("seed 1, nesterov-0.7-3"):
@@ -106,11 +138,32 @@ def test_killed_call(tmp_path: Path, words: list[str]):
     assert not Path(f"/proc/{unit}").exists()
     before = [row["cell"] for row in table(tmp_path / "out" / "nano.csv")]
     assert before[3:4] == ["nesterov-0.7-3"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(command, capture_output=True, check=True, **options).stdout
     rows = [row["cell"] for row in table(tmp_path / "out" / "nano.csv")]
     assert rows[: len(before)] == before
     assert len(set(rows)) == len(rows) == 20
     assert said.count("perplexity ") == 20 - len(before)
+
+
+@pytest.mark.slow
+def test_parent_that_is_gone(tmp_path: Path, words: list[str]):
+    """A unit's process that says nothing for long also ends when its parent does."""
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, str(PROGRAM), *words, "--unit", "engine.resume", "--watched"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(gpu.HERE), str(gpu.SOURCE)])}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_unit_that_takes_too_long(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
+    """A unit is ended when its part's time is over, and left to the next call."""
+    (tmp_path / "out").mkdir()
+    gpu.add_packages(None, tmp_path / "place")
+    options = gpu.arguments().parse_args(words)
+    assert driver.launch("engine", "resume", options, time.time() + 1.0) == driver.UNFINISHED
+    assert "--minutes" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "engine.json").exists()
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> list[str]:
@@ -128,7 +181,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, failing: str = "") -> list[str]:
 
 DAMAGED = (
     '{"tiny": true, "uni',
-    "[]",
     '{"tiny": true, "units": {"a": 3}, "rows": []}',
     '{"tiny": true, "units": {"kernels": {"figures": {"step_ms": 1.0}}}, "rows": []}',  # without its classes
     '{"tiny": false, "units": {}, "rows": []}',  # not damaged, but of the whole model
@@ -186,44 +238,28 @@ def test_refusals(
     assert not begun
 
 
-def wheel(folder: Path, name: str, content: bytes | None = None) -> None:
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}.whl"
-    if content is not None:
-        path.write_bytes(content)
-        return
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{name.split('-', maxsplit=1)[0]}.py", "VALUE = 3\n")
+def test_wheels(tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Wheels for this Python can be imported from, those for another are passed over.
 
-
-def test_wheels(tmp_path: Path):
-    """Wheels for this Python can be imported from, those for another are passed over."""
-    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    for tags in (
-        "pure-1-py3-none-any",
-        f"fitting-1-{python}-{python}-any",
-        "foreign-1-cp27-cp27m-any",
-        "os2-1-py3-none-os2",
-    ):
-        wheel(tmp_path / "wheels", tags)
-    gpu.unpack(tmp_path / "wheels", tmp_path / "place")
-    assert {path.name for path in (tmp_path / "place").iterdir()} == {"pure.py", "fitting.py"}
-
-
-@pytest.mark.parametrize("content", [None, b"no zip file"])
-def test_bad_wheels(
-    tmp_path: Path,
-    words: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    content: bytes | None,
-):
-    """Without the folder, or with a damaged wheel, there is one message, and the parts run with what is installed."""
-    if content is not None:
-        wheel(tmp_path / "wheels", "broken-1-py3-none-any", content)
+    Without the folder, or with a damaged wheel, there is one message, and the parts run with what is installed.
+    """
+    python, wheels = f"cp{sys.version_info.major}{sys.version_info.minor}", tmp_path / "wheels"
     begun = launched(monkeypatch)
-    assert gpu.main([*words, "--wheels", str(tmp_path / "wheels")]) == 1
+    assert gpu.main([*words, "--wheels", str(wheels)]) == 1
+    wheels.mkdir()
+    tags = ("pure-1-py3-none-any", f"fitting-1-{python}-{python}-any", "foreign-1-cp27-cp27m-any", "os2-1-py3-none-os2")
+    for name in tags:
+        with zipfile.ZipFile(wheels / f"{name}.whl", "w") as archive:
+            archive.writestr(f"{name.partition('-')[0]}.py", "VALUE = 3\n")
+    gpu.unpack(wheels, tmp_path / "place")
+    assert {path.name for path in (tmp_path / "place").iterdir()} == {"pure.py", "fitting.py"}
+    for name in tags:
+        (wheels / f"{name}.whl").unlink()
+    (wheels / "broken-1-py3-none-any.whl").write_bytes(b"no zip file")
+    capsys.readouterr()
+    assert gpu.main([*words, "--wheels", str(wheels)]) == 1
     assert sum("--wheels" in line for line in capsys.readouterr().out.splitlines()) == 1
+    assert begun == 2 * begun[: len(begun) // 2]
     assert set(begun) == set(gpu.PARTS)
 
 
@@ -234,7 +270,7 @@ def unit_says(capsys: pytest.CaptureFixture[str], words: list[str], unit: str, *
     return status, capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("unit", ["run.curve", "nano.seed0", "probe.kernels"])
+@pytest.mark.parametrize("unit", ["run.curve", "probe.kernels"])
 def test_too_little_memory(
     tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unit: str
 ):
@@ -248,6 +284,16 @@ def test_too_little_memory(
     assert status == driver.REFUSED
     assert "out of memory at --compute.micro-batch 1" in line
     assert not (tmp_path / "out" / f"{unit.partition('.')[0]}.json").exists()
+
+
+@pytest.mark.parametrize(("unit", "kernel"), [("probe.device", "cudnn"), ("run.curve", "flash")])
+def test_attention_that_is_not_there(words: list[str], capsys: pytest.CaptureFixture[str], unit: str, kernel: str):
+    """A kernel that was asked for and does not work here ends a unit with one message that names the remedy."""
+    status, lines = unit_says(capsys, words, unit, "--attention", kernel)
+    assert status == driver.REFUSED
+    (line,) = [line for line in lines if line.startswith(unit.replace(".", " "))]
+    assert kernel in line
+    assert "auto" in line
 
 
 def test_unexpected_error(
@@ -264,6 +310,7 @@ def test_unexpected_error(
     assert "Traceback" in (tmp_path / "out" / "run.log").read_text()
 
 
+@pytest.mark.slow
 def test_run_stops_and_goes_on(tmp_path: Path, words: list[str]):
     """A run that stops near its deadline keeps its curve, and goes on to the same losses as one that does not stop."""
     corpus = words[words.index("--corpus") + 1]
@@ -283,3 +330,129 @@ def test_run_stops_and_goes_on(tmp_path: Path, words: list[str]):
         return [row["validation_loss"] for row in table(place / "run.csv")]
 
     assert losses("parts", -1.0, 1000.0) == losses("whole", 1000.0)
+
+
+KINDS = {
+    "matrix products": (
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
+        "triton_tem_fused_mm_3",
+        "aten::mm",
+    ),
+    "attention": (
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128",
+        "fmha_cutlassB_bf16_aligned_64x64_k64_seqaligned_sm80(...)",
+    ),
+    "elementwise": (
+        "triton_poi_fused__scaled_dot_product_flash_attention__to_copy_mm_t_4",
+        "triton_red_fused__to_copy_logsumexp_2",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+    ),
+    "optimizer": ("void at::native::multi_tensor_apply_kernel<..., at::native::FusedAdamMathFunctor<float>>",),
+    "other": ("Memcpy DtoD (Device -> Device)", "Memset (Device)"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_class_of_a_kernel(kind: str):
+    """Kernels by names seen in traces; what Inductor has fused near attention is not attention."""
+    assert {kernel: kernels.class_of(kernel) for kernel in KINDS[kind]} == dict.fromkeys(KINDS[kind], kind)
+
+
+def test_kernels_alone_make_a_step(monkeypatch: pytest.MonkeyPatch):
+    """Products and attention, timed alone, hold the operations that are counted for a step."""
+
+    def at_once(call: Any, *_: Any) -> float:
+        call()  # shapes and types fit
+        return 1e-3
+
+    monkeypatch.setattr(kernels, "seconds_of", at_once)
+    config, meta = paper_150m(), torch.device("meta")
+    products = kernels.products(config, meta, 65536, 1.0)
+    attention = [line for line in kernels.attentions(config, meta, 32, 1.0) if line["kernel"] == "flash"]
+    counted = flops_per_token(config.model, 32000, 2048)
+    step = {name: count * config.step_tokens for name, count in counted._asdict().items()}
+    done = sum(1e12 * line["tflops"] * 1e-3 * line["step_ms"] for line in products)
+    square = step["palm"] - step["causal"]
+    assert done == pytest.approx(step["causal"] - square)
+    # Forward and backward of attention by kernels that compute scores again: 7 products where 6 are counted.
+    assert 1e12 * attention[0]["tflops"] * 1e-3 * attention[0]["step_ms"] == pytest.approx(square * 7 / 6)
+
+
+@dataclass
+class Row:
+    """A line of the profiler's averages."""
+
+    key: str
+    device_type: DeviceType
+    self_device_time_total: float
+    count: int
+
+
+class Profiler:
+    """A profiler that has seen two steps on a GPU."""
+
+    def __init__(self, **_: Any) -> None:
+        self.rows = [
+            Row("nvjet_tst_128x256", DeviceType.CUDA, 8000.0, 20),
+            Row("triton_poi_fused_mul_0", DeviceType.CUDA, 2000.0, 4),
+            Row("aten::mm", DeviceType.CPU, 8000.0, 20),  # launched the first line
+            Row("Optimizer.step#AdamW.step", DeviceType.CUDA, 500.0, 2),  # a stretch with kernels of its own
+            Row("Memset (Device)", DeviceType.CUDA, 400.0, 2),
+        ]
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def key_averages(self) -> list[Row]:
+        """All lines."""
+        return self.rows
+
+
+def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Each kernel counts once; classes and remainder add up to the step; a trace without kernels has no sum."""
+    monkeypatch.setattr(kernels, "profile", Profiler)
+    monkeypatch.setattr(kernels, "wait_for", lambda _: 0.0)
+    top, classes, _ = kernels.profiled(lambda: None, torch.device("cuda"), 2)
+    assert [(line["kernel"], line["ms"], line["calls"]) for line in top] == [
+        ("nvjet_tst_128x256", 4.0, 10),
+        ("triton_poi_fused_mul_0", 1.0, 2),
+        ("Memset (Device)", 0.2, 1),
+    ]
+    assert classes == {"matrix products": 4.0, "elementwise": 1.0, "other": 0.2, "attention": 0.0, "optimizer": 0.0}
+    rows = {row["part"]: row["ms"] for row in kernels.closing_sum(6.0, classes, {})}
+    assert rows["remainder: no kernel runs"] == pytest.approx(0.8)
+    monkeypatch.setattr(Profiler, "key_averages", lambda self: self.rows[2:3])
+    with pytest.raises(RunError, match="trace"):
+        kernels.profiled(lambda: None, torch.device("cuda"), 2)
+
+
+def test_recipe_of_another_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """`engine_overhead.py --recipe` runs a recipe that names a tokenizer, which its text has no use for."""
+    config = toy(nano())
+    config = replace(config, data=replace(config.data, tokenizer="mistral"))
+    monkeypatch.setitem(RECIPES, "toy", lambda *_, **__: config)
+    words = "--recipe toy --inner-steps 1 2 --seconds 0 --block 2 --device cpu".split()
+    monkeypatch.setattr(sys, "argv", ["engine_overhead.py", *words])
+    assert engine_overhead.main() == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures.keys() == {f"{name}_s{s}" for name in ("tokens_ratio", "engine_share") for s in (1, 2)}
+    assert all(value > 0 for value in figures.values())
+
+
+@pytest.mark.slow
+def test_contestant_that_fails():
+    """A contestant that cannot be built is left out with its reason; the other's bursts are measured."""
+    config = toy(nano())
+    contestants = {
+        "product": lm_throughput.Contestant("product", config),
+        "ours": lm_throughput.Contestant("ours", replace(config, device="nowhere")),
+    }
+    outcomes = lm_throughput.contest(contestants, 0.0, 0.01)
+    assert len(outcomes["product"].seconds) == 3
+    assert outcomes["ours"].error
+    assert not outcomes["ours"].seconds

@@ -47,6 +47,7 @@ def test_import_law():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_the_law_can_be_broken(tmp_path: Path):
     """Every contract names the import that breaks it, also inside functions and for type checkers."""
     shutil.copytree(ROOT, tmp_path / "twophase", ignore=shutil.ignore_patterns("__pycache__"))
@@ -80,6 +81,7 @@ def test_modules_import_from_modules():
                 assert statement in {"from twophase import __version__", "import twophase"}, importer
 
 
+@pytest.mark.slow
 def test_torch_free_rooms_load_no_torch():
     """A fresh interpreter that imports every module of the torch-free rooms, and the command line, has no torch."""
     law = configparser.ConfigParser()
@@ -105,6 +107,7 @@ for name in {modules!r}:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.slow
 def test_lazy_names_load_what_they_need():
     """Importing the package loads no torch, nor does a policy or a rule; the optimizer does."""
     code = "import sys, twophase; {}; print('torch' in sys.modules); {}; print('torch' in sys.modules)"
@@ -184,6 +187,7 @@ def test_the_guide_names_files_that_exist():
             assert (ROOT / place).exists(), f"{change.strip()}: {place}"
 
 
+@pytest.mark.slow
 def test_names_and_words():
     """No name is on the list of those that say nothing, and no text has a subject that hides its noun."""
     for path, text in measure_house.texts():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -119,6 +120,91 @@ def test_the_usual_rule_beside_averaging() -> None:
     assert ratio(("demo",), rule("3", lr=0.3), rule("3")) > 1
     gains = span([ratio(place, rule("never"), rule("3")) for place in PLACES.values()])
     assert f"{times(gains)} times lower perplexity than without restarts" in page()
+
+
+def test_momentum_of_nine_tenths_setting_by_setting() -> None:
+    """What is said of single settings at momentum 0.9, in sum and in EMA form."""
+    text = page()
+
+    def gains(form: str, kinds: tuple[bool, ...], lrs: tuple[float, ...] = LRS) -> list[float]:
+        """No restart over K = 3."""
+        pairs = [
+            (place, *(rule(restart, form=form, nesterov=nesterov, lr=lr) for restart in ("never", "3")))
+            for place in PLACES.values()
+            for nesterov in kinds
+            for lr in lrs
+            if form == "sum" or place != ("demo",)
+        ]
+        return [ratio(*pair) for pair in pairs]
+
+    assert len(gains("ema", (False, True))) == 7 * 2 * 3
+    assert f"{times(span(gains('sum', (False, True))))} times as high, in single settings of eight places" in text
+    assert f"{times(span(gains('sum', (False,))))} times lower perplexity than without" in text
+    costs = {lr: span([1 / gain for gain in gains("ema", (False, True), (lr,))]) for lr in LRS}
+    assert f"{times(costs[0.3])} times higher perplexity at lr 0.3" in text
+    assert "at 1.1 between {:.2f} and {:.2f} times".format(*costs[1.1]) in text
+    means = [
+        math.prod(ratio(place, *(rule(r, form="ema", nesterov=kind, lr=lr) for r in ("3", "never"))) for lr in LRS)
+        ** (1 / 3)
+        for place in short()
+        for kind in (False, True)
+    ]
+    assert f"it makes runs worse, by {percent(span(means))} in the mean over lr 0.3 to 1.1" in text
+    longer = [
+        [
+            ratio(place, *(rule(restart, nesterov=kind, lr=lr) for restart in ("7", "3")))
+            for place in short()
+            if place[0] == "confirmation"
+            for lr in LRS
+        ]
+        for kind in (False, True)
+    ]
+    assert max(longer[0]) > max(longer[1])
+    assert f"where 3 against 7 is up to {100 * max(longer[0]) - 100:.0f} %" in text
+    assert f"every 7 rounds is up to {100 * max(longer[0]) - 100:.0f} % worse than every 3" in text
+
+
+def best(place: Any, form: str, nesterov: bool, restart: str) -> float:
+    """The lowest mean perplexity of an arm with momentum."""
+    means = [
+        geometric_mean(list(seeds.values()))
+        for (its_form, kind, momentum, _, policy), seeds in runs()[place].items()
+        if (its_form, kind, policy) == (form, nesterov, restart) and momentum > 0
+    ]
+    assert len(means) in (12, 15)
+    return min(means)
+
+
+def test_best_settings_with_and_without_restarts() -> None:
+    """They are as good as each other, either way; in the demo both are ahead of plain averaging."""
+    pairs = {
+        (place, form, kind): best(place, form, kind, "3") / best(place, form, kind, "never")
+        for place in PLACES.values()
+        for form in (("sum",) if place == ("demo",) else ("sum", "ema"))
+        for kind in (False, True)
+    }
+    assert min(pairs.values()) < 1 < max(pairs.values())
+    largest = max(max(value, 1 / value) for value in pairs.values())
+    assert f"the best settings with and without differ by at most {100 * largest - 100:.0f} %" in page()
+    averaging = geometric_mean(list(runs()["demo",][AVERAGING].values()))
+    gaps = []
+    for place in short():
+        arms = {(form, kind, restart) for form, kind, momentum, _, restart in runs()[place] if momentum > 0}
+        bests = [best(place, *arm) for arm in arms if arm[2] in ("never", "2", "3", "5", "7")]
+        gaps.append(geometric_mean(list(runs()[place][AVERAGING].values())) / min(bests))
+    assert f"over 480 inner steps at most {100 * max(gaps) - 100:.1f} % behind the best setting" in page()
+    ahead = {
+        restart: span([100 * (1 - best(("demo",), "sum", kind, restart) / averaging) for kind in (False, True)])
+        for restart in ("3", "never")
+    }
+    assert "by {:.0f} to {:.0f} %, but so does the same momentum".format(*ahead["3"]) in page()
+    assert ahead["never"][0] > ahead["3"][0] - 0.5
+    overall = {setting: geometric_mean(list(seeds.values())) for setting, seeds in runs()["demo",].items()}
+    first = min(overall, key=lambda setting: overall[setting])
+    behind = 100 * (1 - ratio(("demo",), first, AVERAGING))
+    assert f"{behind:.0f} % behind the best one, a momentum of {first[2]}" in page()
+    assert f"{behind:.0f} % below it in the mean, and below it for every seed" in page()
+    assert all(runs()["demo",][first][seed] < value for seed, value in runs()["demo",][AVERAGING].items())
 
 
 def test_nesterov_beside_its_gain_matched_control() -> None:

@@ -206,10 +206,8 @@ def open_page(watched: Watched, path: Path) -> None:
     ("name", "width", "scheme"),
     [
         ("index.html", 1280, "light"),
-        ("faq.html", 1280, "dark"),
-        ("api/optimizer.html", 1280, "light"),
+        ("api/optimizer.html", 1280, "dark"),
         ("restarts.html", 360, "light"),
-        ("reproduce.html", 1280, "dark"),
     ],
 )
 def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: int, scheme: Any) -> None:

@@ -135,6 +135,7 @@ def test_missing_numbers(tmp_path: Path) -> None:
 REVIEWED = OuterRule(0.35, 0.9, nesterov=True)
 
 
+@pytest.mark.slow
 def test_what_restarts_hide_is_not_judged(tmp_path: Path) -> None:
     """Where restarts drop every buffer before it could turn, noisy runs are neither lagging nor held, nor told to grow.
 
@@ -242,6 +243,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["diagnose", "report"])
 def test_runs_of_studies_are_read(command: str, tmp_path: Path) -> None:
     """A process that knows no policy of the studies still names it in the words about a run that used it."""

@@ -152,33 +152,20 @@ def refused(capsys: Capture, words: list[Any], message: str) -> None:
         ("", "no spectrum given; give one of --sigma 0.95 0.6"),
         ("--sigma", "no spectrum given"),
         ("--sigma 1.5", "sigma[0] is 1.5; effective progress lies in [0, 1]"),
-        ("--sigma 0 0", "no mode moves"),
         ("--sigma 0.5 --outer.momentum 1", "momentum is 1.0; it must lie in [0, 1)"),
-        ("--sigma 0.5 --outer.lr -1", "lr is -1.0; it must be a finite number >= 0"),
-        ("--sigma 0.5 --outer.lr 0", "no mode moves (lr 0, sigma 0.5)"),
-        ("--sigma 0.5 --outer.lr 1e200", "lr must keep it below 1e100"),
         ("--sigma 0.5 --rounds 0", "--rounds is 0; it must be a whole number >= 1"),
         ("--sigma 0.5 --rounds 2.5", "--rounds is 2.5; it must be a whole number >= 1"),
         ("--sigma 0.5 --max-period 0", "--max-period is 0; it must be a whole number >= 1"),
         ("--sigma 0.5 --weights", "--weights: no numbers given"),
-        ("--sigma 0.5 --weights -1", "weights[0] is -1.0; a weight is a finite number >= 0"),
-        ("--sigma 0.5 --weights 1 2", "weights have shape (2,); give one a mode, shape (1,)"),
         ("--sigma-range 0.5", "--sigma-range 0.5: write LOW HIGH or LOW HIGH COUNT"),
         ("--sigma-range 0.5 0.1", "--sigma-range 0.5 0.1: write LOW HIGH"),
         ("--sigma-range 0.1 0.5 1", "a whole COUNT of at least 2"),
-        ("--sigma-range 0.1 0.5 2.5", "a whole COUNT"),
-        ("--sigma-range 0.1 0.9 1e12", "--sigma-range 0.1 0.9 1e+12: write LOW HIGH or LOW HIGH COUNT"),
         ("--sigma-range 0.1 0.9 10001", "a whole COUNT of at least 2 and at most 10,000, for example"),
         ("--sigma-range 0.1 0.9 1000 --max-period 1e6", "it must be at most 100,000 for 1,000 modes"),
         ("--sigma-range 0.1 0.5 3 4", "write LOW HIGH"),
-        ("--sigma-range 0.1 1.5", "effective progress lies in [0, 1]"),
-        ("--eigenvalues 1 30 --inner-lr 0.1 --inner-steps 5", "inner_lr * eigenvalue of mode 1 is 3; it must be <= 1"),
         ("--eigenvalues 1 30", "--eigenvalues needs --inner-lr and --inner-steps"),
         ("--eigenvalues 1 --inner-lr 0.1", "--eigenvalues needs --inner-lr and --inner-steps"),
-        ("--sigma 0.5 --inner-lr 0.1", "--eigenvalues needs --inner-lr and --inner-steps"),
         ("--sigma-range 0.1 0.5 --inner-steps 5", "--eigenvalues needs --inner-lr and --inner-steps"),
-        ("--eigenvalues 1 --inner-lr 0.1 --inner-steps 0", "--inner-steps is 0"),
-        ("--eigenvalues -1 --inner-lr 0.1 --inner-steps 5", "eigenvalue[0] is"),
         ("--sigma 0.5 --sigma-range 0.1 0.5", "--sigma and --sigma-range given; give one of"),
         ("--sigma 0.5 --spectrum absent.csv", "--sigma and --spectrum given"),
         ("--spectrum absent.csv", "--spectrum absent.csv: cannot be read"),
@@ -190,7 +177,8 @@ def test_mistakes(words: str, message: str, capsys: Capture, tmp_path: Path, mon
     refused(capsys, words.split(), message)
 
 
-@pytest.mark.parametrize("name", ["figure.svg", "figure", "figure.PNG", "absent/figure.png"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["figure.svg", "figure", "absent/figure.png"])
 def test_figures_that_cannot_be(name: str, tmp_path: Path, capsys: Capture) -> None:
     """A wrong ending or a folder that is not there: status 2, one line, no file."""
     assert main(["period", "--sigma", "0.5", "--plot", str(tmp_path / name)]) == 2
@@ -322,10 +310,7 @@ def test_figure_beside_json(tmp_path: Path, capsys: Capture) -> None:
     points = table(path.with_suffix(".csv"))
     assert {panel for panel, _ in points} == {"residual", "cancellation", "envelope", "rate"}
     assert {series for panel, series in points if panel == "rate"} == {"slowest mode", "no restart"}  # 33 are too many
-    first = path.read_bytes()
-    assert first.startswith(b"\x89PNG")
-    assert asked(capsys, "--sigma-range", 0.3, 0.95, "--plot", path)
-    assert path.read_bytes() == first
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -333,14 +318,10 @@ def test_figure_beside_json(tmp_path: Path, capsys: Capture) -> None:
     ("rule", "sigma", "rounds"),
     [
         (OuterRule(1e6, 0.5), [1.0, 0.3], 100),
-        (HB, [1e-12], None),
-        (OuterRule(0.01, 0.5), [0.5], 10),
-        (OuterRule(1.0, 0.5), [1.0, 0.5], 3),
         (OuterRule(0.25, 0.25), [1.0], 1),
         (OuterRule(2.0, 0.5, True, "ema"), [1.0], None),
-        (OuterRule(2.0, 0.5, True, "ema"), [1.0], 20),
     ],
-    ids=["unstable", "slow", "real", "zero factor", "critical", "nilpotent", "nilpotent, 20 rounds"],
+    ids=["unstable", "critical, a single round", "nilpotent"],
 )
 def test_figures_of_extreme_answers(rule: OuterRule, sigma: list[float], rounds: int | None, tmp_path: Path) -> None:
     """Growth, no oscillation, exact zeros, infinite rates and a single round are drawn like all else."""

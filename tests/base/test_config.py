@@ -169,7 +169,8 @@ def test_differences_are_phrases_with_both_values():
     assert differences({"a": {"b": 1}}, {"c": 2}) == ["a.b is not set there, 1 here", "c is 2 there, not set here"]
 
 
-@settings(max_examples=15)
+@pytest.mark.slow
+@settings(max_examples=6)
 @given(CONFIGS, CONFIGS)
 def test_differences_are_empty_exactly_for_equal_trees(here: Config, there: Config):
     """No differences if and only if the trees are equal; and as many phrases as there are unequal values."""
@@ -180,6 +181,7 @@ def test_differences_are_empty_exactly_for_equal_trees(here: Config, there: Conf
 # --- YAML ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(CONFIGS)
 def test_there_and_back(config: Config):

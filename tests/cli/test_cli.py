@@ -30,6 +30,7 @@ def corpus(tmp_path: Path) -> str:
     return f"file:{textmaker.write(tmp_path / 'text.txt')}"
 
 
+@pytest.mark.slow
 def test_help_without_torch() -> None:
     """`--help`, of the program and of each command, loads no torch."""
     code = (

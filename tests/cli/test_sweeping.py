@@ -134,7 +134,7 @@ def claimants(folder: Path) -> set[int]:
 @pytest.mark.skipif(not Path("/proc/self/fd/1").exists(), reason="finds the workers in /proc")
 def test_killed_at_random_moments(tmp_path: Path, corpus: str, call: Call) -> None:
     """SIGKILL to random workers, and to the parent: in the end every run is bit for bit that of one quiet worker."""
-    axes = "--axis outer.momentum 0.5 0.9 --axis outer.restart never 2 3 5 --axis outer.lr 0.3 0.7".split()
+    axes = "--axis outer.momentum 0.5 0.9 --axis outer.restart never 2 3 --axis outer.lr 0.3 0.7".split()
     size = ["--steps", "42"]
     quiet, folder = tmp_path / "quiet", tmp_path / "sweep"
     complete(call, quiet, *size, *axes)
@@ -158,8 +158,8 @@ def test_killed_at_random_moments(tmp_path: Path, corpus: str, call: Call) -> No
     assert set(ends) <= {-signal.SIGKILL, 0, 1}  # 1 if a job has seen three workers die, which the next command forgets
 
     rows = read_rows(folder / "cells.csv")
-    assert [row.state for row in rows] == ["finished"] * 16
-    assert len({tuple(row.values.items()) for row in rows}) == 16
+    assert [row.state for row in rows] == ["finished"] * 12
+    assert len({tuple(row.values.items()) for row in rows}) == 12
     assert numbers(rows) == numbers(read_rows(quiet / "cells.csv"))
     assert outcomes(folder) == outcomes(quiet)
     assert list((folder / "forest").iterdir()) == []
@@ -228,6 +228,7 @@ def test_dry_run(tmp_path: Path, corpus: str, call: Call) -> None:
     assert "Estimated time: " in said.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -258,7 +259,7 @@ def test_extension(tmp_path: Path, corpus: str, call: Call) -> None:
     """More values keep every byte of what is finished, execute what the plan says, and no finished node again."""
     folder = tmp_path / "sweep"
     small = "--axis outer.lr 0.3 0.7 --axis outer.momentum 0 0.9 --axis outer.restart 2".split()
-    large = "--axis outer.lr 0.3 0.5 0.7 --axis outer.momentum 0 0.9 --axis outer.restart never 2 3".split()
+    large = "--axis outer.lr 0.3 0.5 0.7 --axis outer.momentum 0 0.9 --axis outer.restart never 2".split()
     for axes in (small, large):
         finished = {path.name for path in folder.glob("runs/*")}
         before, steps = snapshot(folder / "runs") if finished else {}, steps_done(folder)
@@ -314,9 +315,10 @@ def test_stopped_worker(tmp_path: Path, call: Call, stop_after: Callable[..., No
 @pytest.mark.slow
 def test_extension_of_a_stopped_sweep(tmp_path: Path, call: Call, stop_after: Callable[..., None]) -> None:
     """A sweep that was stopped in the middle and extended gives the bits of the larger one in one go."""
-    large = [*GRID, "0.5"]  # another outer.lr
-    assert call("sweep", *GRID, "--out", tmp_path / "sweep", "--workers", "0").status == 0
-    stop_after(70, signal.SIGTERM)
+    grid = "--axis outer.restart never 2 --axis outer.lr 0.3 0.7".split()
+    large = [*grid, "0.5"]  # another outer.lr
+    assert call("sweep", *grid, "--out", tmp_path / "sweep", "--workers", "0").status == 0
+    stop_after(30, signal.SIGTERM)
     assert call("sweep-worker", "--out", tmp_path / "sweep").status == 143
     assert list((tmp_path / "sweep" / "forest").iterdir()) != []
     for folder in (tmp_path / "sweep", tmp_path / "one go"):
@@ -382,6 +384,7 @@ def test_workers_elsewhere(tmp_path: Path, call: Call) -> None:
     assert "nothing has changed" in call(*words).out
 
 
+@pytest.mark.slow
 def test_worker_with_another_text(tmp_path: Path, corpus: str, call: Call) -> None:
     """A worker that sees another text than the sweep was begun with takes no job."""
     folder = tmp_path / "sweep"
@@ -398,6 +401,7 @@ def test_worker_with_another_text(tmp_path: Path, corpus: str, call: Call) -> No
 # --------------------------------------------------------------------------------------------------------------- Slurm
 
 
+@pytest.mark.slow
 def test_slurm_launcher(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--launcher slurm` submits workers, which need the folder alone; `--workers 0` submits none."""
     calls = []

@@ -37,6 +37,64 @@ def blocks(params: list[tuple[str, Tensor]]) -> OuterSGD:
     return OuterSGD(groups, lr=0.3, momentum=0.9)
 
 
+@dataclass(frozen=True)
+class Block:
+    """The outer optimizer of a block, for the loop below: `due` says after which rounds m <- retain m + inject g."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    form: str
+    due: Callable[[int], bool] = lambda t: False  # noqa: ARG005
+    retain: float = 0.0
+    inject: float = 0.0
+
+
+def assert_equals_loop(run: Run, block_of: Callable[[str], Block], steps: int) -> None:
+    """Compare the anchor of two replicas, and the replicas, with DiLoCo as one would write it down."""
+    run.go(range(steps))
+    run.engine.finish()
+    models, inner_steps = [network(0), network(0)], run.engine.inner_steps
+    anchor = {name: p.detach().clone() for name, p in models[0].named_parameters()}
+    momentum: dict[str, Tensor] = {}
+    for step in range(steps):
+        for replica, model in enumerate(models):
+            drift(model, step, replica)
+        if (step + 1) % inner_steps and step + 1 < steps:
+            continue
+        t = -(-(step + 1) // inner_steps)
+        params = [dict(model.named_parameters()) for model in models]
+        with torch.no_grad():
+            for name, a in anchor.items():
+                block = block_of(name)
+                g = ((a - params[0][name]) + (a - params[1][name])) / 2
+                weight = 1 if block.form == "sum" else 1 - block.momentum
+                m = momentum.get(name)
+                m = weight * g if m is None else m.mul_(block.momentum).add_(g, alpha=weight)
+                update = g.add(m, alpha=block.momentum) if block.nesterov else m
+                a.add_(update, alpha=-block.lr)
+                if block.due(t):
+                    m = m.mul(block.retain) if block.retain else torch.zeros_like(m)
+                    m = m.add(g, alpha=block.inject) if block.inject else m
+                momentum[name] = m
+                for replica in params:
+                    replica[name].copy_(a)
+    assert list(anchor) == list(run.engine.anchor)
+    for name, a in anchor.items():
+        assert same_bits(run.engine.anchor[name], a), name
+        assert all(same_bits(dict(model.named_parameters())[name].detach(), a) for model in run.models)
+
+
+def test_equals_a_plain_loop_with_a_period_per_block():
+    """Blocks with rules, forms and restarts of their own have the bits of the plain loop."""
+    table = {
+        "0": Block(0.3, 0.9, True, "sum", lambda t: t % 2 == 0),
+        "2": Block(0.7, 0.9, False, "ema", lambda t: t in (1, 4, 5, 8, 9)),
+        "3": Block(0.3, 0.5, False, "sum", lambda t: t % 3 == 0, 0.5, 0.25),
+    }
+    assert_equals_loop(begin(blocks), lambda name: table[name[0]], 29)
+
+
 # --- equal to a loop in plain torch -------------------------------------------------------------------------------
 
 
@@ -326,38 +384,6 @@ def test_report_is_what_is_measured(outer: Any):
     assert restarted == [[number in rounds for rounds in due] for number in range(1, 8)]
 
 
-def test_signals_reach_the_policy(register_policy: Callable[[str], Any]):
-    """Values promised and given to `step` at a round's end reach the policy; without them it says what is missing."""
-
-    @register_policy("test-loss")
-    @dataclass(frozen=True, slots=True)
-    class AboveLoss(RestartPolicy):
-        bound: float
-        needs: ClassVar[frozenset[str]] = frozenset({"loss"})
-
-        def decide(self, state: State, signal: RoundSignal) -> tuple[State, Restart | None]:
-            assert signal.extra is not None
-            return state, Restart() if signal.extra["loss"] > self.bound else None
-
-    with pytest.raises(ValueError, match=r"test-loss:2\.0 needs loss; .*promise them with DiLoCo.signals=\['loss'\]"):
-        begin(OuterRule(0.3, 0.9), restart=AboveLoss(2.0), inner_steps=2)
-    engine = begin(OuterRule(0.3, 0.9), restart=AboveLoss(2.0), inner_steps=2, signals=["loss"]).engine
-    restarted = []
-    for loss in (1.0, 3.0, 1.5):
-        assert engine.step() is None
-        report = engine.step({"loss": loss})
-        assert report is not None
-        restarted.append(report.restarted)
-    assert restarted == [False, True, False]
-    engine.step()
-    report = engine.finish({"loss": 9.0})
-    assert report is not None
-    assert report.restarted
-    engine.step()
-    with pytest.raises(ValueError, match=r"test-loss:2\.0 needs loss; .*step\(signals=\.\.\.\)"):
-        engine.step()
-
-
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("where", ["step", "finish"])
 def test_a_round_without_its_signals_has_not_happened(where: str, delay: int):
@@ -410,6 +436,24 @@ def test_a_function_is_asked_for_the_signals_of_each_round():
     engine.finish(values)
     assert asked == [(2, ["0"]), (4, ["1"]), (6, ["0"]), (8, ["0"]), (8, ["1"])]
     assert asked_at == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("policy", "lacks"), [("loss", "loss_end, loss_start"), ("probe:keep,drop", "probes")])
+def test_a_state_whose_policy_lacks_something_is_refused(policy: str, lacks: str):
+    """As at construction, before anything is changed; an engine that has it takes the policy over."""
+
+    def build_one(restart: Any, **more: Any) -> DiLoCo:
+        return begin(OuterRule(0.3, 0.9), restart=restart, inner_steps=2, **more).engine
+
+    supply: dict[str, Any] = {"signals": ["loss_start", "loss_end"], "probe": lambda *_: 1.0}
+    state = build_one(policy, **supply).state_dict()
+    poor = build_one(3)
+    with pytest.raises(ValueError, match=rf"DiLoCo: restart policy {policy}.* needs {lacks}"):
+        poor.load_state_dict(state)
+    assert poor.outer.param_groups[0]["restart"] == "3"
+    rich = build_one(3, **supply)
+    rich.load_state_dict(state)
+    assert rich.outer.param_groups[0]["restart"].startswith(policy)
 
 
 # --- what takes part ----------------------------------------------------------------------------------------------
@@ -496,6 +540,17 @@ def test_bfloat16_replicas_that_stand_still_leave_the_anchor():
     assert torch.equal(engine.anchor["weight"], before)
 
 
+def test_float64_models_have_a_float64_anchor():
+    """Float64 models keep all their digits."""
+    model = nn.Linear(2, 2, dtype=torch.float64)
+    engine = DiLoCo(model, OuterRule(1.0, 0.0), inner_steps=1)
+    with torch.no_grad():
+        model.weight.fill_(1 + 1e-12)
+    engine.step()
+    assert engine.anchor["weight"].dtype == torch.float64
+    torch.testing.assert_close(model.weight.detach(), torch.full_like(model.weight, 1 + 1e-12), rtol=0, atol=1e-15)
+
+
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_divergence_is_data(poison: float):
     """A replica with NaN or infinity ends up in the report and the anchor; nothing is raised."""
@@ -510,6 +565,18 @@ def test_divergence_is_data(poison: float):
         assert len(report.checksum) == 16
     assert not all(a.isfinite().all() for a in run.engine.anchor.values())
     assert [report.restarted for report in reports] == [False, True, False]
+
+
+def test_no_movement_is_no_update():
+    """Replicas that have not moved leave the anchor as it is; the gain is then not a number."""
+    model = network(0)
+    engine = DiLoCo(model, OuterRule(0.3, 0.9), inner_steps=1)
+    before = engine.checksum()
+    report = engine.step()
+    assert report is not None
+    assert report.checksum == before
+    assert (report.pseudo_gradient_norm, report.cosine) == (0, 0)
+    assert math.isnan(report.gain)
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------------

@@ -146,6 +146,15 @@ def test_every_change_shows(data: st.DataObject, change: Callable[[st.DataObject
     assert (checksum(words.view(values.dtype)) == checksum(values)) == torch.equal(words, as_words(values))
 
 
+def test_zeros_of_both_signs_and_lengths_differ():
+    """0 and -0, and buffers of zeros of different lengths, have different checksums."""
+    zeros = [torch.zeros(n) for n in (0, 1, 2, 4095, 4096, 4097, 65536, 65537)]
+    negative = torch.zeros(4096)
+    negative[1234] = -0.0
+    digits = [checksum(flat) for flat in [*zeros, negative]]
+    assert len(set(digits)) == len(digits)
+
+
 def test_no_two_signs_of_a_piece_cancel():
     """A sign also changes w ^ (w >> 29) by 2^2 or 2^34, and no two weights add up, or differ, to make that vanish."""
     golden, piece = flat._GOLDEN % 2**64, flat._PIECE

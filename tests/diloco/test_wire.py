@@ -134,6 +134,16 @@ def test_int8_is_within_half_a_scale(drawn: tuple[list[float], torch.dtype]):
     assert_close_by_block(x, y)
 
 
+@pytest.mark.parametrize("largest", [SMALLEST, 63 * SMALLEST, 180 * SMALLEST, 1e-42, 1e-38, 1.0, 1e30, LARGEST])
+def test_int8_reaches_the_ends_of_float32(largest: float):
+    """From the least subnormal to the last number: a block's largest elements, of either sign, come back."""
+    x = torch.linspace(-1, 1, BLOCK, dtype=torch.float64).mul_(largest).float()
+    y = received_of("int8", x)
+    assert y.isfinite().all()
+    assert y[-1] == -y[0] > 0
+    assert_close_by_block(x, y)
+
+
 def test_int8_rounds_half_to_even():
     """With max|x| = 127 the scale is 1: whole numbers stay, halves go to the even neighbour, -0 and 1e-300 become 0."""
     x = torch.tensor([127.0, -127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 3.0, -0.0, 126.5])

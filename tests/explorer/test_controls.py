@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from explorerview import PAPER, SIX, View, number
-from twophase.explorer.page import RunSpectrum, State
+from twophase.explorer.page import State
 from twophase.rule import OuterRule
 from twophase.theory.periods import log_final_loss
 
 if TYPE_CHECKING:
-    pass
+    from playwright.sync_api import Browser
 
 pytestmark = pytest.mark.browser
-
-ATTACK = "<script>document.title='run'</script><img src=x onerror=alert(2)>"
 
 
 def test_sliders_fields_and_keys(view: View) -> None:
@@ -84,6 +83,24 @@ def test_the_point_moves_on_the_map(view: View) -> None:
     view.drawn()
     assert float(page.input_value("#field-lr")) > 1.5
     assert float(page.input_value("#field-momentum")) < momentum
+
+
+def test_touch_moves_the_point(browser: Browser, tmp_path: Path) -> None:
+    """A tap on the map of a phone sets learning rate and momentum."""
+    view = View(browser, tmp_path, has_touch=True, is_mobile=True)
+    page = view.open()
+    view.sized(360, 740)
+    plot = page.locator("#map .plot").nth(1)
+    plot.scroll_into_view_if_needed()
+    page.wait_for_timeout(400)
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box
+    page.touchscreen.tap(box["x"] + 0.35 * box["width"], box["y"] + 0.6 * box["height"])
+    view.drawn()
+    assert float(page.input_value("#field-lr")) < 0.3
+    assert view.complaints == []
+    page.close()
 
 
 def test_forms_and_spectra(view: View) -> None:
@@ -166,16 +183,6 @@ def test_damaged_addresses_give_the_default_and_say_so(view: View) -> None:
     view.drawn()
     assert page.input_value("#field-lr") == "2"
     assert not page.is_visible("#notice")
-
-
-def test_names_stay_text(view: View) -> None:
-    """A run whose name is markup is shown as it is written: no element comes of it and nothing runs."""
-    page = view.open(State(spectrum="run", mode=0), run=RunSpectrum(ATTACK, (0.4, 0.2), "a note & <b>more</b>"))
-    assert page.inner_text("#run") == f"{ATTACK}: a note & <b>more</b>"
-    assert page.evaluate("document.querySelectorAll('#run *').length") == 0
-    assert page.title() == "Outer-momentum restarts, mode by mode"
-    assert page.evaluate("document.images.length") == 0
-    assert "0.4" in page.inner_text("#mode")
 
 
 def test_many_moves_between_two_frames_are_one_drawing(view: View) -> None:

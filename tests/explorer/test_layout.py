@@ -77,3 +77,43 @@ def test_nothing_moves_away(view: View) -> None:
         for name, (wide, places) in zip(KINDS, results, strict=True):
             assert wide <= width, (name, width)
             assert set(map(tuple, places)) - set(first) == set(), (name, width)
+
+
+def test_messages_move_nothing(view: View) -> None:
+    """A message at the foot of the window, a copied link and another theme: no control moves."""
+    page = view.open()
+    where = """() => [...document.querySelectorAll("button, input, select, figure")].map(node => {
+        const box = node.getBoundingClientRect(); return [box.left, box.top, box.width]; })"""
+    before = page.evaluate(where)
+    page.evaluate("app.say('The low end of the range is above its high end.')")
+    view.drawn()
+    assert page.is_visible("#notice")
+    assert page.evaluate(where) == before
+    view.act("click", "#copy")
+    assert page.evaluate(where) == before
+    view.act("click", "#theme")
+    assert page.evaluate(where) == before
+    view.act("click", "#reset")
+    assert not page.is_visible("#notice")
+
+
+def test_sliders_stay_over_every_figure(view: View) -> None:
+    """On a phone the sliders for rate, momentum and period stay in sight with any figure below them, and move it."""
+    page = view.open()
+    for width in (360, 768):
+        view.sized(width, 740)
+        assert not page.is_visible("#field-rounds")  # folded away
+        for name in ("residual", "rate", "gain"):
+            page.evaluate("name => document.getElementById(name).scrollIntoView()", name)
+            view.drawn()
+            knobs, plot = page.locator("#most").bounding_box(), page.locator(f"#{name} .plot").bounding_box()
+            assert knobs
+            assert plot
+            assert 0 <= knobs["y"] < knobs["y"] + knobs["height"] < 200
+            assert knobs["y"] + knobs["height"] <= plot["y"] < plot["y"] + plot["height"] <= 740
+            before = page.inner_html(f"#{name} .plot")
+            page.focus("#slider-momentum")
+            view.press("ArrowLeft")
+            assert page.inner_html(f"#{name} .plot") != before
+    view.sized(700, 360)  # a phone on its side has no height for both
+    assert page.locator("#most").evaluate("node => getComputedStyle(node).position") == "static"

@@ -31,6 +31,7 @@ def close(shown: str, true: float) -> bool:
     return shown == "–" if math.isnan(true) else math.isclose(number(shown), true, rel_tol=6e-4, abs_tol=1e-9)
 
 
+@pytest.mark.slow
 def test_thousands_of_points_agree_with_the_theory(view: View) -> None:
     """log|chi| to a relative 1e-12 (1e-9 is promised), its sign, the regime, rates, phases and cancellations.
 

@@ -40,6 +40,7 @@ def panel(*rows: Sequence[float | State]) -> Panel:
     return Panel("p", list(range(1, len(rows[0]) + 1)), list(range(1, len(rows) + 1)), cells)
 
 
+@pytest.mark.slow
 def test_the_files(tmp_path: Path) -> None:
     """A figure is a PNG of the promised size, a PDF, and a CSV with a line a cell; same input, same bytes."""
     pytest.importorskip("matplotlib")
@@ -63,6 +64,7 @@ def test_the_files(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in again] == [png, pdf, table]
 
 
+@pytest.mark.slow
 def test_other_shapes(tmp_path: Path) -> None:
     """Many cells, panels of different shapes, and figures without a single number are drawn without a warning."""
     pytest.importorskip("matplotlib")

@@ -88,6 +88,7 @@ def picture(draw: Any = lambda panels: panels[0].plot([0, 1], [0, -1], **look(1,
         return rendered(figure, **options)
 
 
+@pytest.mark.slow
 def test_pages_and_panels() -> None:
     """Figures are as wide as the page, panels are lettered in order, and fonts are embedded as text (TrueType)."""
     pytest.importorskip("matplotlib")
@@ -103,6 +104,7 @@ def test_pages_and_panels() -> None:
     assert b"CreationDate" not in pdf
 
 
+@pytest.mark.slow
 def test_the_users_own_style_does_not_show() -> None:
     """Whatever matplotlib is set to elsewhere, figures come out the same, byte for byte."""
     mpl = pytest.importorskip("matplotlib")
@@ -111,6 +113,7 @@ def test_the_users_own_style_does_not_show() -> None:
         assert picture() == plain
 
 
+@pytest.mark.slow
 def test_last_digits_of_the_layout_do_not_reach_the_files() -> None:
     """Places that differ in their last digits, as the layout's solver leaves them, make the same bytes.
 
@@ -140,6 +143,7 @@ def test_last_digits_of_the_layout_do_not_reach_the_files() -> None:
     assert nudged(0.0) != nudged(1e-3)
 
 
+@pytest.mark.slow
 def test_palette_keeps_the_curves_colours() -> None:
     """Reduced to 256 colours a picture keeps those of thin curves beside a large gradient, and shrinks."""
 

@@ -22,6 +22,7 @@ def table(rows: list[Row], arm: str = "a"):
     return logs(outcomes([setting for setting in settings(rows) if setting.arm == arm], *PLACE))
 
 
+@pytest.mark.slow
 @given(TABLES)
 def test_the_table_has_the_states_and_results_of_the_settings(rows: list[Row]) -> None:
     """Settings of which some run has ended are in it: logarithms, inf for a diverged run, NaN for a missing one."""

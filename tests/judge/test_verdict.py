@@ -255,6 +255,7 @@ def test_order_does_not_matter(rows: list[Row], number: int) -> None:
     assert summary_of(verdict(changed, WITHIN)) == summary_of(verdict(rows, WITHIN))
 
 
+@pytest.mark.slow
 @configure(deadline=None)
 @given(TABLES)
 def test_scale_does_not_matter(rows: list[Row]) -> None:
@@ -297,6 +298,7 @@ def test_what_has_not_finished_enters_no_mean(rows: list[Row], junk: float) -> N
     assert verdict(changed, WITHIN) == verdict(rows, WITHIN)
 
 
+@pytest.mark.slow
 @configure(deadline=None)
 @given(TABLES)
 def test_every_table_has_words_and_files(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> None:

@@ -45,28 +45,6 @@ def test_equals_the_printed_equations(rule: OuterRule, policy: str):
             assert (x.item(), m.item()) == pytest.approx(place, rel=1e-13, abs=1e-14)
 
 
-def test_groups_keep_their_own_rule_period_and_age():
-    """A restart period per block is a param group: each group is the run of its own rule and policy, in bits."""
-    settings: list[dict[str, Any]] = [
-        {"restart": 2},
-        {"restart": "cycle:3,4", "lr": 0.3, "nesterov": True},
-        {"restart": 5, "form": "ema", "momentum": 0.6},
-        {},
-    ]
-    blocks, twins = ([parameters(seed, SHAPES[3:]) for seed in range(4)] for _ in range(2))
-    defaults: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "restart": "soft:4:0.5:0.1"}
-    groups = [{"params": block} | setting for block, setting in zip(blocks, settings, strict=True)]
-    outer = OuterSGD(groups, **defaults)
-    run(outer, range(23))
-    for block, twin, setting, group in zip(blocks, twins, settings, outer.param_groups, strict=True):
-        alone = OuterSGD(twin, **defaults | setting)
-        run(alone, range(23))
-        assert all(map(same_bits, block, twin))
-        assert group["rounds_since_restart"] == alone.param_groups[0]["rounds_since_restart"]
-    assert [group["restarts"] for group in outer.param_groups] == [11, 6, 4, 5]
-    assert [group["restart"] for group in outer.param_groups] == ["2", "cycle:3,4", "5", "soft:4:0.5:0.1"]
-
-
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 

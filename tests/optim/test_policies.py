@@ -63,8 +63,9 @@ def outer_of(params: list[Any], rule: OuterRule, text: str) -> OuterSGD:
     return OuterSGD.from_rule(params, rule, policy, signals=PROMISED)
 
 
-@each_rule
-@pytest.mark.parametrize("text", [*SCHEDULED, *ALL])
+@pytest.mark.parametrize(
+    ("rule", "text"), [(RULES[(n + more) % 4], text) for n, text in enumerate([*SCHEDULED, *ALL]) for more in (0, 3)]
+)
 def test_slow_twin(rule: OuterRule, text: str):
     """Parameters, buffers, cycles and memories are those of the twin that writes the equations out."""
     params, plain = parameters(0, SHAPES), parameters(0, SHAPES)
@@ -84,8 +85,7 @@ def test_slow_twin(rule: OuterRule, text: str):
     assert not torch.allclose(flat(params), flat(plain), atol=1e-6)
 
 
-@each_policy
-@pytest.mark.parametrize("stop", [1, 11])
+@pytest.mark.parametrize(("text", "stop"), [(text, (1, 11)[n % 2]) for n, text in enumerate(ALL)])
 def test_resumed_is_uninterrupted(text: str, stop: int):
     """Saved through a file after any round and taken up, a run ends with the bits and counters of one that was not."""
     rule, whole, first = RULES[3], parameters(0, SHAPES, torch.float32), parameters(0, SHAPES, torch.float32)
@@ -124,6 +124,19 @@ def test_distributed_checkpoints_carry_the_memory(text: str, tmp_path: Path):
     set_optimizer_state_dict(other, twin, state["outer"])
     assert counters(outer) == counters(twin)
     assert all(map(same_bits, buffers(outer), buffers(twin)))
+
+
+@each_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_closed_gate_is_plain_averaging(rule: OuterRule, dtype: torch.dtype):
+    """`lookahead:1:0` has the bits of momentum 0 and lr 1, and so of torch.optim.SGD."""
+    outer_params, plain_params = parameters(0, SHAPES, dtype), parameters(0, SHAPES, dtype)
+    outer, plain = outer_of(outer_params, rule, "lookahead:1:0"), torch.optim.SGD(plain_params, lr=1.0)
+    for number in range(6):
+        take(outer, outer_params, number)
+        give(plain_params, gradients(plain_params, number))
+        plain.step()
+    assert all(torch.equal(p, q) for p, q in zip(outer_params, plain_params, strict=True))
 
 
 # --- reductions, bit for bit ------------------------------------------------------------------------------------------

@@ -61,6 +61,24 @@ def test_loading_copies():
     assert other.param_groups[0]["rounds"] == 9
 
 
+def test_loading_replaces_everything():
+    """Loading an early state into an optimizer that went further drops its buffers, counters and memory."""
+    params = parameters(0)
+    outer = OuterSGD(params, 0.1, 0.9, restart=3)
+    start = copy.deepcopy(outer.state_dict())
+    places = [p.detach().clone() for p in params]
+    run(outer, range(5))
+    first = [p.detach().clone() for p in params]
+    outer.load_state_dict(start)
+    assert not any("momentum_buffer" in outer.state[p] for p in params)
+    with torch.no_grad():
+        for p, x in zip(params, places, strict=True):
+            p.copy_(x)
+    run(outer, range(5))
+    assert all(same_bits(p, x) for p, x in zip(params, first, strict=True))
+    assert outer.param_groups[0]["rounds"] == 5
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])  # noqa: S301
 def test_copies_go_on_alike(clone: Callable[[Any], Any]):
     """A deep copy or pickle of parameters and optimizer continues with the same bits, restarts included."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from forked import in_processes
 from outers import counters, randoms
-from replicas import same_bits
+from replicas import same_bits, through_file
 from twophase import restart as restart_module
 from twophase.diloco.engine import DiLoCo
 from twophase.optim.outer import OuterSGD
@@ -96,6 +96,7 @@ def assert_same_run(here: dict[str, Any], whole: dict[str, Any]) -> None:
     assert here["counters"] == whole["counters"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["soft:2:0.3:0.5", "test-turned:0.1"])
 def test_dtensors_in_one_process(mesh_of_one: Any, register_policy: Callable[[str], Any], policy: str):
     """DTensor parameters, mixed with plain ones in a group, step like whole tensors, adaptive restarts included."""
@@ -228,6 +229,42 @@ def test_inside_torchft(policy: str, norm_ratio: type[RestartPolicy]):
     assert isinstance(engine.outer, OuterSGD)
     assert counters(outer) == counters(engine.outer)
     assert outer.param_groups[0]["restarts"] > 0
+
+
+@pytest.mark.parametrize("policy", ["3", "norm-ratio:1.5:1"])
+def test_heals_inside_torchft(policy: str, norm_ratio: type[RestartPolicy]):
+    """A joiner that loads what torchft moves has equal counters and weights ever after, through the next restarts."""
+    assert norm_ratio.name == "norm-ratio"
+    local_sgd = pytest.importorskip("torchft.local_sgd")
+    replicas = []
+    for seed in (0, 1):
+        model = small_model(seed)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        outer = OuterSGD(model.parameters(), 0.7, 0.9, nesterov=True, restart=policy)
+        manager = torchft_manager()
+        diloco = local_sgd.DiLoCo(manager, [model], inner, outer, sync_every=2)
+        (key, load, save), _ = manager.register_state_dict_fn.call_args
+        assert "0" in key
+        replicas.append((diloco, model, inner, outer, load, save))
+    donor, joiner = replicas
+    with donor[0], joiner[0]:
+        for _ in inner_steps(donor[1], donor[2], range(10)):
+            pass
+        for _ in inner_steps(joiner[1], joiner[2], range(100, 102)):  # one round alone, on other data
+            pass
+        moved = through_file({"outer": donor[5](), "model": donor[1].state_dict(), "inner": donor[2].state_dict()})
+        joiner[1].load_state_dict(moved["model"])
+        joiner[2].load_state_dict(moved["inner"])
+        joiner[4](moved["outer"])
+        for start in range(10, 24, 2):
+            for _, model, inner, *_ in replicas:
+                for _ in inner_steps(model, inner, range(start, start + 2)):
+                    pass
+            for p, q in zip(donor[1].parameters(), joiner[1].parameters(), strict=True):
+                assert same_bits(p, q)
+            assert counters(donor[3]) == counters(joiner[3])
+    assert donor[3].param_groups[0]["rounds"] == 12
+    assert donor[3].param_groups[0]["restarts"] >= 3
 
 
 if __name__ == "__main__":

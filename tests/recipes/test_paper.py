@@ -164,6 +164,7 @@ def test_soft_restart(scale: Scale, cells: int) -> None:
         assert {c.config.inner_steps for c in averaging} == {scale.short, scale.long}
 
 
+@pytest.mark.slow
 def test_first_stage_is_a_part_of_the_heatmaps() -> None:
     """The tuning's runs are those of the heatmaps at the short communication period: none is trained for it alone."""
     for scale in SCALES.values():
@@ -186,6 +187,7 @@ def test_second_stage_extends_the_first() -> None:
     assert retuning(QUICK, rows(robustness_heatmaps(QUICK), BOWL)).spec() == whole.spec()
 
 
+@pytest.mark.slow
 def test_second_stage_cells() -> None:
     """At every S: beta at nu*, K at (nu*, beta*) and the own tuning, controls for the K that fire, momentum-free."""
 

@@ -56,7 +56,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Densities here need not be fine."""
-    monkeypatch.setattr("twophase.spectrum.STEPS", 20)
+    monkeypatch.setattr("twophase.spectrum.STEPS", 8)
     monkeypatch.setattr("twophase.spectrum.PROBES", 1)
 
 

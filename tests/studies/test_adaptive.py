@@ -45,6 +45,7 @@ def result_of(name: str, value: Value) -> Any:
     return STUDIES[name][0].table(rows(sweep_of(name), value), SCALE)
 
 
+@pytest.mark.slow
 @each_study
 def test_what_the_world_is_made_of_is_found(name: str) -> None:
     """Means, bests, worsts, the best period, and ratios against every control are those of the made-up world."""
@@ -106,6 +107,7 @@ def test_a_policy_that_fails_is_said_to(name: str) -> None:
     assert "4 div." in STUDIES[name][0].answer(gone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "holds"), [(1.02, True), (0.97, False)])
 def test_a_tuned_best_may_be_behind_within_what_the_seeds_can_tell(first: float, holds: bool) -> None:
     """A setting that is better than `auto` in the mean is no objection while it is worse for one seed of three."""
@@ -120,6 +122,7 @@ def test_a_tuned_best_may_be_behind_within_what_the_seeds_can_tell(first: float,
     assert set(claims[claim].values()) == {holds}
 
 
+@pytest.mark.slow
 def test_one_setting_that_is_worse_for_every_seed_is_counted() -> None:
     """A rule that is better than `auto` at one setting, for every seed, is counted there and nowhere else."""
 
@@ -155,6 +158,7 @@ def test_figures_come_out() -> None:
     assert pictures[".pdf"][:4] == b"%PDF"
 
 
+@pytest.mark.slow
 def test_the_runs_of_the_choice() -> None:
     """Every policy is a policy; `auto` is one run a seed and communication period, whatever the rule."""
     for policy in (FIXED | ADAPTIVE | RIVALS).values():

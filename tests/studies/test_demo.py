@@ -103,6 +103,7 @@ def figure(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_figures_show_every_cell(tmp_path: Path) -> None:
     """`demo` shows the 60 cells of the main grid, `controls` each gain-matched run at its restarted cell's place."""
     sweep = demo()
@@ -131,6 +132,7 @@ def test_figures_show_every_cell(tmp_path: Path) -> None:
         assert line["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_figures_show_means_and_gaps(tmp_path: Path) -> None:
     """With several seeds a cell is the mean; one diverged seed makes it diverged, one missing seed missing."""
     sweep = demo(quick=True, seeds=(0, 1))
@@ -171,6 +173,7 @@ def test_title_names_the_form_and_the_seeds(
     assert "8.50 (lr 1); plain averaging (lr 1) 8.50" in seen[0]["note"]
 
 
+@pytest.mark.slow
 def test_without_controls_there_is_one_figure(tmp_path: Path) -> None:
     """A sweep without controls draws and judges without them."""
     sweep = demo(quick=True, controls=False)
@@ -246,6 +249,7 @@ def test_a_ratio_below_the_bound_outweighs_what_is_missing() -> None:
     assert verdict(results, sweep).endswith("every learning rate and seed: no.")
 
 
+@pytest.mark.slow
 def test_nothing_run_yet(tmp_path: Path) -> None:
     """Before any run has ended, figures and verdict say so instead of failing."""
     sweep = demo(quick=True)

@@ -244,12 +244,14 @@ def test_different_data_follow_their_own_modes(model: Linearised, inner: Inner, 
 # --- the study as a whole -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_every_time(data):
     """Rows and numbers are the same, to the last bit, in a second run."""
     first, second = (shard_part(TINY, data, "3") for _ in range(2))
     np.testing.assert_equal(first, second)
 
 
+@pytest.mark.slow
 def test_answer(result: Result):
     """The answer is what the numbers say: change one, and its line changes."""
     text = linear_network.answer(result)

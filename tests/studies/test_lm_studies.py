@@ -68,6 +68,7 @@ def line_of(text: str, words: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- analysis
 
 
+@pytest.mark.slow
 @each_study
 def test_where_only_gain_matters_restarts_gain_nothing_over_their_control(name: str) -> None:
     """In a world of gain alone every comparison with the gain-matched controls is even, and the answer says so."""
@@ -85,6 +86,7 @@ def test_where_only_gain_matters_restarts_gain_nothing_over_their_control(name: 
     assert all(line.startswith("Does not hold: '") for line in claims)
 
 
+@pytest.mark.slow
 @each_study
 def test_where_restarts_help_the_answers_say_so(name: str) -> None:
     """In a world where every restart that fires helps, the claims against each control hold, with the numbers."""
@@ -149,6 +151,7 @@ def test_retuning_finds_flatness_and_the_price_of_not_retuning() -> None:
     assert "S=12 has 4 rounds: K = 5 never fires there" in text
 
 
+@pytest.mark.slow
 def test_periods_that_never_fire_are_in_no_number() -> None:
     """A period that the run is too short for is listed and drawn hollow, and left out of best and comparisons."""
 
@@ -166,6 +169,7 @@ def test_periods_that_never_fire_are_in_no_number() -> None:
     assert [(row["inner_steps"], row["restart"], row["perplexity"]) for row in marked] == [(12, "5", 1.0)] * 8
 
 
+@pytest.mark.slow
 def test_hollow_markers_are_the_periods_that_never_fire() -> None:
     """In the retuning page exactly the points of periods that never fire are hollow."""
     from matplotlib.colors import to_hex
@@ -178,6 +182,7 @@ def test_hollow_markers_are_the_periods_that_never_fire() -> None:
     assert [at for point, at in points if to_hex(point.get_markerfacecolor()) == "#ffffff"] == [2.0] * 8
 
 
+@pytest.mark.slow
 def test_soft_optimum_and_whether_it_moves() -> None:
     """The best soft setting, its gain over the hard one, and whether it is elsewhere at the other S."""
 
@@ -295,6 +300,7 @@ def test_nothing_known_yet(name: str) -> None:
         module.draw(result).draw_without_rendering()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "cells"), [("robustness_heatmaps", 8 * 3 * 4), ("soft_restart", 4 * 2 * 4)])
 def test_heatmaps_show_every_cell_of_the_table(name: str, cells: int) -> None:
     """Each number of the page is that of its row: distinct made-up values are the texts of the page."""

@@ -41,6 +41,7 @@ def grid(states: Callable[[int, str, float, int], str]) -> list[Row]:
     return rows
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(["finished", "finished", "diverged", "missing", "failed"]), min_size=36, max_size=36))
 @settings(max_examples=200, deadline=None)
 def test_selected_are_whole_arms_over_equal_seeds_and_no_choice_of_seeds_selects_more(drawn: list[str]) -> None:

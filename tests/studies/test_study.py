@@ -115,6 +115,7 @@ def test_four_files(toy: Any, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy")
 def test_same_input_same_bytes(tmp_path: Path) -> None:
     """Run twice, all four files are equal byte for byte, whatever the user's own matplotlib settings are."""

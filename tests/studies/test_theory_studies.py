@@ -66,6 +66,7 @@ ANCHORS = {
 """The theory note's anchors, by their place among the numbers; a text has the digits that the note prints."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ANCHORS)
 def test_anchors(mechanism: Result, path: str) -> None:
     """Each anchor of paper figure 1 has its printed digits."""
@@ -81,6 +82,7 @@ def test_anchors(mechanism: Result, path: str) -> None:
     assert value == wanted(ANCHORS[path])
 
 
+@pytest.mark.slow
 def test_blocks_of_every_size_rank_the_same(mechanism: Result) -> None:
     """Whatever the number of modes, each finer choice of periods is better; no residual leaves its true envelope."""
     for f in mechanism.numbers["blocks"].values():
@@ -227,6 +229,7 @@ REGRETS = {  # R22: median and mean, from other draws of the same distribution
 }
 
 
+@pytest.mark.slow
 def test_regrets(criteria: Result) -> None:
     """R22's regrets at 60 rounds lie within three standard errors of ours; both have the sampling error of 1500."""
     for name, pair in REGRETS.items():
@@ -236,6 +239,7 @@ def test_regrets(criteria: Result) -> None:
                 assert abs(facts[key] - value) <= 3 * math.sqrt(2) * facts[f"{key}_error"] + 0.005, name
 
 
+@pytest.mark.slow
 def test_exact_loss_never_loses(criteria: Result) -> None:
     """By definition the exact final loss has no regret, and no criterion has a negative one."""
     for facts in criteria.numbers.values():
@@ -244,6 +248,7 @@ def test_exact_loss_never_loses(criteria: Result) -> None:
         assert all(facts[name]["q10"] >= 0 for name in period_criteria.CRITERIA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [12, 60])
 def test_choices_are_the_theorys(rounds: int) -> None:
     """The vectorised choices and losses equal `best_period` and `log_final_loss`, problem by problem."""

@@ -108,6 +108,7 @@ def test_where_the_wire_does_nothing_the_answer_says_so() -> None:
     assert "HB 0.9 1.29 / 1.29 / 1.29" in line_of(text, "Perplexity without restarts over")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "verdict"), [(1.2, "higher"), (1.01, "higher, by less than a seed"), (0.9, "lower")]
 )
@@ -126,6 +127,7 @@ def test_a_wire_that_matters_is_found_and_measured_against_the_seeds(factor: flo
         assert facts["shift"]["int8"]["ratio"] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_a_restart_that_gains_less_on_a_wire_is_told() -> None:
     """A wire that takes a fifth off what restarts gain is named, in the one place where it does."""
 
@@ -182,6 +184,7 @@ def test_the_standard_error_is_that_of_the_seeds() -> None:
     assert "3.3 of the 18 would be beyond 2 standard errors" in text  # 18 times P(|t| > 2) with 2 degrees of freedom
 
 
+@pytest.mark.slow
 def test_divergence_and_missing_runs() -> None:
     """A wire that diverges where float32 does not refutes; float32's own divergence and missing runs are not known."""
 
@@ -220,6 +223,7 @@ def test_divergence_and_missing_runs() -> None:
     assert sorted(texts[:4]) == ["bfloat16: div.", "bfloat16: missing", "int8: div.", "int8: div."]
 
 
+@pytest.mark.slow
 def test_nothing_known_yet() -> None:
     """Before any run has ended, table, answer and page say so instead of failing."""
     result = result_of(lambda _: None, QUICK)

@@ -334,6 +334,7 @@ def test_jobs_in_any_order(base: TrainConfig, tmp_path: Path, alone: Alone, faul
     check(made, tmp_path, alone(made), no_states=fault == "none")
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_gets_lost_is_made_again(base: TrainConfig, tmp_path: Path, alone: Alone) -> None:
     """States speak for the runs that were under way alone: one that was finished, and is lost, starts where it must."""
     made = plan(grid(base, momentum=(0.9,), restart=("never", "3", "4")))
@@ -540,6 +541,7 @@ def test_other_states_are_not_used(store: tuple[States, list[str]], case: str) -
 # ----------------------------------------------------------------------------------------------------- states in memory
 
 
+@pytest.mark.slow
 def test_few_states_are_held(base: TrainConfig, tmp_path: Path) -> None:
     """However the runs branch, at most log2(runs) + 1 states are held; a limit of 0 holds none."""
     base = with_values(base, {"steps": 64, "inner_steps": 1})

@@ -253,6 +253,7 @@ def test_different_bits_have_different_names() -> None:
     assert told_apart >= 12
 
 
+@pytest.mark.slow
 def test_bits_imply_algebra() -> None:
     """On the grid, updates of equal bits are equal in algebra, and so is the future that buffers of equal bits have."""
     updates: dict[object, str] = {}

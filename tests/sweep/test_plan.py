@@ -372,6 +372,7 @@ def check_merge(sweep: Sweep, made: Plan) -> dict[History, list[str]]:
     return classes
 
 
+@pytest.mark.slow
 @given(TWINS, st.data())
 def test_merging_is_equality_of_coefficients(drawn: list[dict[str, Any]], data: st.DataObject) -> None:
     """Runs become one if and only if all else is equal and the exact coefficients of every update are.

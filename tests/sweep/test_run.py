@@ -319,6 +319,7 @@ def test_twins(tmp_path: Path, command: list[str]) -> None:
 # ------------------------------------------------------------------------------------------------------------- trials
 
 
+@pytest.mark.slow
 def test_every_run_is_a_trial(tmp_path: Path, command: list[str]) -> None:
     """The study shows every run once, also those that ended while no call watched, and those of an extension."""
     sweep = sweep_of("ok", "diverges", "fails once")
@@ -410,6 +411,7 @@ def test_sweep_of_an_older_version(tmp_path: Path, command: list[str]) -> None:
 # -------------------------------------------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.slow
 def test_no_run_is_lost_or_counted_twice(tmp_path: Path, command: list[str]) -> None:
     """With workers that die, lie and fail, every run is counted once and finished at most once."""
     modes = ("ok", "killed once", "killed after", "killed always", "fails", "diverges", "lies", "killed always", "ok")
@@ -429,6 +431,7 @@ def test_no_run_is_lost_or_counted_twice(tmp_path: Path, command: list[str]) -> 
     assert_all_ended(tmp_path)
 
 
+@pytest.mark.slow
 def test_failed_shared_stretch_fails_the_runs_below(tmp_path: Path, command: list[str]) -> None:
     """When the piece that runs share cannot be done, each of them has failed with its reason, and no worker waits."""
     sweep = grid(lr=(0.3, 0.5, 0.7), momentum=(0.5, 0.9))
@@ -442,6 +445,7 @@ def test_failed_shared_stretch_fails_the_runs_below(tmp_path: Path, command: lis
     assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (6, 0, 0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["claims", "trials.journal", "plan.json", "summary.json"])
 def test_lost_files_cost_nothing_else(tmp_path: Path, command: list[str], lost: str) -> None:
     """Without its claims, trials or plan a half-done sweep goes on; a run whose summary is damaged is done again."""
@@ -497,6 +501,7 @@ def test_table_follows_the_runs(tmp_path: Path, command: list[str]) -> None:
     assert counts(run_sweep(sweep, tmp_path, workers=2, command=command)) == (2, 0, 0, 0)
 
 
+@pytest.mark.slow
 def test_interrupt_stops_the_workers_in_good_order(tmp_path: Path, command: list[str]) -> None:
     """On KeyboardInterrupt every worker is told by SIGTERM, saves and ends; the table is written; a repeat resumes."""
     sweep, interrupted = sweep_of("ok", "hang", "hang", "ok", "ok"), []
@@ -519,6 +524,7 @@ def test_interrupt_stops_the_workers_in_good_order(tmp_path: Path, command: list
     assert tries(tmp_path, sweep) == [1, 2, 2, 1, 1]
 
 
+@pytest.mark.slow
 def test_table_that_cannot_be_written(tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full for the parent stops the workers in good order, with the reason; a repeat resumes."""
     sweep, calls = sweep_of("ok", "hang", "hang"), iter(range(1))

@@ -129,6 +129,7 @@ def test_the_array_is_what_was_asked_for(tmp_path: Path, cluster: Path) -> None:
     assert "constraint" not in options_of_sbatch
 
 
+@pytest.mark.slow
 def test_every_job_runs_the_command(tmp_path: Path, cluster: Path) -> None:
     """The submitted script, run as Slurm would run it, runs exactly the words given; a repetition runs them again."""
     out = tmp_path / "out"

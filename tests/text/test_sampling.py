@@ -68,6 +68,7 @@ def test_golden_values():
     assert large == [slow(place, 10**9 + 1, (7, 8)) for place in (0, 1, 10**9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [7, 17])
 def test_every_value_is_as_likely_at_every_place(n: int):
     """Over many keys, consecutive ones in either word, values are uniform at each place (chi-square at 1e-6)."""

@@ -73,6 +73,17 @@ def test_restarts_can_help_where_a_mode_oscillates() -> None:
     assert not restart_can_help([OuterRule(0.25, 0.25), oracle.NILPOTENT[0]], 1.0).any()  # critical, nilpotent
 
 
+def test_no_schedule_stabilises() -> None:
+    """R18: with spectral radius >= 1 every factor is >= 1, hence what any schedule leaves: nothing helps."""
+    unstable = 0
+    for rule, sigma in modes(4, amount(150, 500)):
+        if asymptotic_rate(rule, sigma) <= 0:
+            unstable += 1
+            assert not restart_can_help(rule, sigma)
+            assert log_restart_factor(rule, sigma, np.arange(1, 40))[1].min() > 0
+    assert unstable > 15
+
+
 # --- shares of a spectrum that are hurt ---------------------------------------------------------------------------
 
 

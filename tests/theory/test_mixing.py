@@ -14,10 +14,10 @@ import pytest
 
 import oracle
 from amount import amount
-from oracle import HB, SIX, THREE, random_rule
+from oracle import HB, NAG, SIX, THREE, random_rule
 from twophase.restart import AtRounds, Never
 from twophase.rule import FORMS, OuterRule
-from twophase.theory.contraction import log_restart_factor, restart_table
+from twophase.theory.contraction import log_restart_factor, restart_can_help, restart_table
 from twophase.theory.mixing import Schedule, best_schedule, chebyshev_rate, mixed_periods
 from twophase.theory.modes import asymptotic_rate
 from twophase.theory.periods import best_period, log_final_loss
@@ -64,6 +64,7 @@ def check_mix(rule: OuterRule, sigma: Any, max_period: int) -> Any:
     return mix
 
 
+@pytest.mark.slow
 def test_mixes_are_between_the_best_period_and_chebyshev() -> None:
     """R24 and R25: fixed <= mix <= Chebyshev on random spectra and rules, stable or not."""
     rng, gains = random.Random(2), 0
@@ -101,6 +102,22 @@ def test_mixes_of_two_modes_are_optimal() -> None:
         assert len(mix.periods) <= 2
         pairs += len(mix.periods) == 2
     assert pairs > 5
+
+
+@pytest.mark.parametrize(
+    ("rule", "sigma", "period"),
+    [
+        *((HB, sigma, 20) for tiny in (1e-9, 1e-100, 1e-310) for sigma in ([tiny], [tiny, tiny / 2, 0.95, 0.3])),
+        *((rule, np.linspace(low, 1, 121), 40) for rule, low in ((HB, 0.02), (NAG, 0.02), (OuterRule(0.5, 0.6), 0.01))),
+        (OuterRule(0.9, 0.001), [1.0, 0.99], 700),  # chi far below 1e-308
+    ],
+)
+def test_no_gain_where_the_slowest_modes_do_not_oscillate(rule: OuterRule, sigma: Any, period: int) -> None:
+    """R24 and R17: with slow real modes, however slow, the mix is the longest period: 1.00 times its rate."""
+    assert not restart_can_help(rule, min(sigma))
+    mix = check_mix(rule, sigma, period)
+    assert mix.rate == pytest.approx(mix.fixed_rate, rel=2e-3)
+    assert mix.fixed_period == period
 
 
 def test_mixes_where_a_factor_is_zero_or_nearly() -> None:
@@ -154,6 +171,7 @@ def check_schedule(schedule: Schedule, rule: OuterRule, sigma: Any, rounds: int,
     assert schedule.policy == (AtRounds(tuple(ends)) if ends else Never())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sigma", "loss", "noted"),
     [
@@ -170,6 +188,7 @@ def test_anchor_schedules(sigma: Any, loss: float, noted: Any) -> None:
     assert schedule.log_loss / LOG_10 <= loss + 5e-4
 
 
+@pytest.mark.slow
 def test_schedules_are_never_worse_than_a_single_period() -> None:
     """Random rules (stable or not), spectra, weights and horizons: no K <= max_period is better, nor is none."""
     rng, better = random.Random(4), 0
@@ -197,6 +216,7 @@ def partitions(rounds: int, largest: int) -> Iterator[dict[int, int]]:
             yield {**rest, **({largest: count} if count else {})}
 
 
+@pytest.mark.slow
 def test_schedules_of_short_runs_are_optimal_or_nearly() -> None:
     """Against every multiset of cycles, T <= 16: the search mostly finds the optimum and always comes near it."""
     rng, exact = random.Random(5), 0

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import mpmath
 import numpy as np
 import pytest
 from hypothesis import given
@@ -130,6 +131,17 @@ def test_equals_a_literal_loop(rule: OuterRule, restart: Any, events: dict[int, 
     np.testing.assert_allclose(run.loss, (run.residual**2).mean(axis=-1) / 2, rtol=1e-14)
 
 
+@each_rule
+def test_equals_fifty_digits(rule: OuterRule):
+    """Without restart x_K is [T^K]_11 of the one-round matrix (R2), computed with 50 digits."""
+    sigma = [0.02, 0.3, 0.95]
+    run = rollout(rule, sigma, 40)
+    for j, s in enumerate(sigma):
+        with mpmath.workdps(50):
+            exact = [float(x) for x, _ in oracle.simulated(rule, s, 40)]
+        np.testing.assert_allclose(run.residual[:, j], exact, rtol=0, atol=5e-15)
+
+
 def test_what_a_policy_sees():
     """Counters and measures are those of the optimizer: taken over all modes, before g is mixed in."""
     policy = Scripted({3: Restart(), 6: Restart(0.5, 0.2, before=True), 7: Restart(before=True)})
@@ -206,6 +218,7 @@ def test_forms_are_one_trajectory(rule: OuterRule, policy: RestartPolicy, noise:
     np.testing.assert_allclose(*buffers, rtol=0, atol=1e-13 * np.abs(buffers[0]).max())
 
 
+@pytest.mark.slow
 @given(rules(), st.integers(1, 12))
 def test_reductions(rule: OuterRule, period: int):
     """R4: period 1 is momentum-free at lr w (Nesterov lr w (1 + b)); long periods never show; Soft(K, 0, 0) is hard."""
@@ -357,11 +370,10 @@ def test_a_diverged_trajectory_asks_no_more():
     assert (hard.buffer[[2, 4]] == 0).all()
 
 
-@pytest.mark.parametrize("restart", ADAPTIVE)
-@pytest.mark.parametrize("form", ["sum", "ema"])
+@pytest.mark.parametrize(("restart", "form"), [(text, ("sum", "ema")[n % 2]) for n, text in enumerate(ADAPTIVE)])
 def test_every_policy_survives_divergence(form: Any, restart: str):
     """Up to the largest numbers there are and beyond, without a warning; what a policy cannot be shown is marked."""
-    for lr, nesterov, rounds in ((30.0, False, 400), (1e10, True, 60)):
+    for lr, nesterov, rounds in ((30.0, False, 300), (1e10, True, 40)):
         run = rollout(OuterRule(lr, 0.9, nesterov, form), [0.5, 1.0], rounds, restart)
         assert np.isfinite(run.residual).all() or run.not_finite.any() or not parse(restart).needs & MEASURED
 
@@ -403,7 +415,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"initial": [1.0, 1.0, 1.0]}, "initial has 3 modes; .*all 2 values"),
     ({"noise": -0.1}, r"noise is -0\.1; .*>= 0"),
     ({"noise": np.zeros((5, 2))}, r"noise has shape \(5, 2\); .*\(5, replicas, 2\)"),
-    ({"noise": np.zeros((4, 1, 2))}, r"noise has shape \(4, 1, 2\)"),
     ({"noise": np.zeros((5, 0, 2))}, r"noise has shape \(5, 0, 2\)"),
     ({"noise": np.zeros((5, 3, 2)), "replicas": 2}, "replicas is 2, but noise holds 3; leave replicas out"),
     ({"noise": np.zeros((5, 3, 2)), "seeds": 2}, "seeds go with noise that is drawn"),

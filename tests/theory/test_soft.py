@@ -67,6 +67,7 @@ def assert_optimum(rule: OuterRule, sigma: float, period: int, within: float) ->
 # --- the soft restart that removes a mode (R26) -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @FORM
 @KINDS
 def test_soft_restart_is_the_formula_to_the_last_digits(nesterov: bool, form: Form) -> None:

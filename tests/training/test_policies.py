@@ -29,6 +29,7 @@ MEMORY, LOSSES, ROUNDS = "policy_state", "round_losses", "begun"
 """Keys in checkpoints: a policy's own memory, losses of a round under way, the start of each fragment's round."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "values", "stops", "fires", "remembers"),
     [
@@ -201,6 +202,7 @@ def probing(short_run: TrainConfig) -> TrainConfig:
     return with_values(short_run, {"outer.restart": GAINS, "inner.lr": 0.05})
 
 
+@pytest.mark.slow
 def test_as_many_as_there_are_is_the_default(probing: TrainConfig, tmp_path: Path) -> None:
     """All sequences of a batch, given as a number, are the whole batch bit for bit; fewer make another run.
 
@@ -234,6 +236,7 @@ SYNCS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sync", "micro_batch"), [(SYNCS[0], 2), (SYNCS[1], 0)], ids=["whole", "fragments"])
 def test_candidates_are_weighed_on_the_first_sequences(
     probing: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: dict[str, Any], micro_batch: int

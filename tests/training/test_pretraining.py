@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +20,7 @@ import yaml
 import shardmaker
 import textmaker
 from commands import SMALL, outcome
+from forked import Forked
 from trained import end_group, newest, run, start_group, stop_after
 from twophase.base.config import from_tree, load_yaml, to_tree
 from twophase.cli.main import main
@@ -85,9 +88,33 @@ def same_losses(folder: Path, whole: Path) -> None:
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.slow
+def test_killed_at_random_moments(tmp_path: Path, small: list[str], whole: Path) -> None:
+    """SIGKILL again and again: all files are in the end those of the undisturbed run, each step is logged once."""
+    folder, source, kills = tmp_path / "run", random.Random(0), 0
+    while not (folder / "summary.json").exists():
+        before = checkpoint.latest_step(folder / "checkpoint")
+        process = Forked("train", *small, *LONG, "--out", folder)
+        while process.poll() is None and checkpoint.latest_step(folder / "checkpoint") == before:
+            time.sleep(0.005)
+        time.sleep(source.uniform(0, 0.15))
+        if kills < 3:
+            process.kill()
+            kills += process.wait() == -signal.SIGKILL
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode in (0, -signal.SIGKILL), errors
+    assert kills >= 2, "the run was over before it could be killed; make it longer"
+    assert outcome(folder) == outcome(whole)
+    same_losses(folder, whole)
+    lines = [read_lines(path / "steps.jsonl") for path in (folder, whole)]
+    for key in ("step", "train_loss", "inner_lr"):
+        assert [line[key] for line in lines[0]] == [line[key] for line in lines[1]]
+
+
 # ----------------------------------------------------------------------------------------------- killed and dealt anew
 
 
+@pytest.mark.slow
 def test_lines_about_steps(whole: Path) -> None:
     """A line every so many steps, of positive numbers that agree with each other and with the rounds."""
     lines, rounds = (read_lines(whole / f"{name}.jsonl") for name in ("steps", "metrics"))
@@ -178,6 +205,7 @@ def test_export(tmp_path: Path, text: Path, shards: Path, small: list[str]) -> N
 # ----------------------------------------------------------------------------------------------------------- few tokens
 
 
+@pytest.mark.slow
 def test_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused before a folder is made; the steps that it names are possible, and with --repeat all of them."""
     arrays = [np.arange(windows * T + 1, dtype=np.uint16) for windows in (40, 8)]

@@ -39,6 +39,7 @@ def config(short_run: TrainConfig) -> TrainConfig:
     return short_run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SYNCS)
 def test_resumed_equals_uninterrupted(config: TrainConfig, tmp_path: Path, name: str) -> None:
     """It learns; stopped again and again, in the middle of rounds and delays, it ends with the same bytes and lines."""

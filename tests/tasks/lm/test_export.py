@@ -84,6 +84,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kv_heads", [0, 2])
 def test_same_loss(corpus: Path, tmp_path: Path, tied: bool, kv_heads: int) -> None:
@@ -100,6 +101,7 @@ def test_same_loss(corpus: Path, tmp_path: Path, tied: bool, kv_heads: int) -> N
     assert transformers_loss(out, tokens, targets) == pytest.approx(model.loss(tokens, targets).item(), rel=3e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16(run: Path, tmp_path: Path) -> None:
     """--dtype bfloat16 halves the file; every weight is the float32 one, rounded, and opens in that type."""
     whole, half = export(run, tmp_path / "32"), export(run, tmp_path / "16", dtype="bfloat16")

@@ -137,6 +137,7 @@ def test_compiled_pieces_are_of_one_size(monkeypatch: pytest.MonkeyPatch, rows: 
     assert size - 256 * pieces < rows - size * (pieces - 1)  # the last is as large, but for tiles
 
 
+@pytest.mark.slow
 def test_the_operation_that_orders_is_a_well_behaved_one():
     """Its fake, its schema and its place in compiled code agree with it."""
     x, others = torch.randn(3, 4), [torch.zeros(()), torch.ones(2)]

@@ -57,6 +57,7 @@ def starts(corpus: Corpus, replica: int, samples: int, seed: int = 0) -> list[in
 # Which replica reads which window when
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 32])
 @pytest.mark.parametrize("batch", [1, 3, 50])
 def test_each_replica_reads_its_share_once_an_epoch(folder: Path, replicas: int, batch: int):
