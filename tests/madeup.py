@@ -22,3 +22,9 @@ def rows(sweep: Sweep, value: Value) -> list[Row]:
             losses = {"perplexity": number, "validation_loss": number}
             summaries[cell.run_id] = losses | {"seconds": 1.0, "diverged": number is None}
     return rows_of(sweep, summaries)
+
+
+def line_of(text: str, words: str) -> str:
+    """Return the only line of a text that has these words."""
+    (line,) = [line for line in text.splitlines() if words in line]
+    return line

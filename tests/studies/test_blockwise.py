@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import textmaker
-from madeup import Value, rows
+from madeup import Value, line_of, rows
 from twophase.base.config import with_values
 from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
@@ -57,7 +57,7 @@ def staged(value: Value, periods: Mapping[str, tuple[str, ...]], scale: Scale = 
         sweep = blockwise.sweep(scale, results, measured)
         results = rows(sweep, value)
         for place in cells.places(scale):
-            measured |= measurement(cells.pilot(scale, place), periods)
+            measured |= measurement(cells.pilot(place), periods)
         if blockwise.sweep(scale, results, measured).runs.keys() == sweep.runs.keys():
             return results, measured, sweep
 
@@ -65,11 +65,6 @@ def staged(value: Value, periods: Mapping[str, tuple[str, ...]], scale: Scale = 
 def result_of(value: Value, periods: Mapping[str, tuple[str, ...]], scale: Scale = LAPTOP) -> Any:
     results, measured, _ = staged(value, periods, scale)
     return blockwise.table(results, scale, measured)
-
-
-def line_of(text: str, words: str) -> str:
-    (line,) = [line for line in text.splitlines() if words in line]
-    return line
 
 
 RIGHT = {MEAN: tuple(BEST.values()), ROUNDS: ("1", "1", "1", "1")}

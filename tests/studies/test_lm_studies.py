@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import textmaker
-from madeup import Value, rows
+from madeup import Value, line_of, rows
 from twophase.base.config import UsageError, with_values
 from twophase.figures.style import styled
 from twophase.recipes.paper import QUICK, SCALES, Scale, robustness_heatmaps, soft_restart
@@ -58,11 +58,6 @@ def results(name: str, scale: Scale, value: Value) -> tuple[Any, list[Row]]:
         if len(sweep.cells) == cells:
             return module.table(results_so_far, scale), results_so_far
         cells, results_so_far = len(sweep.cells), rows(sweep, value)
-
-
-def line_of(text: str, words: str) -> str:
-    (line,) = [line for line in text.splitlines() if words in line]
-    return line
 
 
 # ----------------------------------------------------------------------------------------------------------- analysis
@@ -339,14 +334,6 @@ class Launcher:
         folder.mkdir(exist_ok=True)
         write_rows(folder / "cells.csv", rows(sweep, self.value))
         return launch.Outcome(len(sweep.runs), 0, len(self.fail), 0, 1.0, dict.fromkeys(self.fail, "it broke"))
-
-
-@each_study
-def test_a_sweep_study_is_complete(name: str) -> None:
-    """Each is found by its file, and holds its question and the four parts of a sweep study."""
-    module = study.load(name)
-    assert study.questions()[name] == module.QUESTION
-    assert all(callable(getattr(module, part)) for part in ("sweep", "table", "answer", "draw"))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import textmaker
+from madeup import Value, line_of, rows
 from twophase.base.config import to_tree, with_values
 from twophase.diloco.comm import ProcessGroup
 from twophase.diloco.setting import open_channel
@@ -26,26 +27,12 @@ from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import study, wires
 from twophase.sweep import run as launch
-from twophase.sweep.grid import Cell, Sweep
+from twophase.sweep.grid import Cell
 from twophase.sweep.plan import plan
-from twophase.sweep.table import Row, rows_of
 from twophase.tasks.lm.model import Llama
 
-Value = Callable[[Cell], float | str | None]
-"""A made-up perplexity, "diverged", or None for a run that is missing."""
 SEED_FACTOR = {0: 0.97, 1: 1.04, 2: 1.0}
 SEED_SPREAD = statistics.stdev(map(math.log, SEED_FACTOR.values()))
-
-
-def rows(sweep: Sweep, value: Value) -> list[Row]:
-    summaries: dict[str, dict[str, Any]] = {}
-    for cell in sweep.cells:
-        result = value(cell)
-        if result is not None:
-            number = None if isinstance(result, str) else result
-            numbers = dict.fromkeys(("perplexity", "validation_loss"), number)
-            summaries[cell.run_id] = numbers | {"seconds": 1.0, "diverged": number is None}
-    return rows_of(sweep, summaries)
 
 
 def result_of(value: Value, scale: Scale = LAPTOP) -> Any:
@@ -65,11 +52,6 @@ def with_int8(factor: float, value: Value = seeds_only) -> Value:
         return perplexity * (factor if cell.config.sync.wire == "int8" else 1)
 
     return changed
-
-
-def line_of(text: str, words: str) -> str:
-    (line,) = [line for line in text.splitlines() if words in line]
-    return line
 
 
 CLAIM = "sent as {}, the model reaches"

@@ -71,8 +71,9 @@ class Design:
 
 @dataclass(frozen=True)
 class Place:
-    """A width and a communication period."""
+    """A width and a communication period of a scale."""
 
+    scale: Scale
     width: int
     inner_steps: int
 
@@ -80,6 +81,11 @@ class Place:
     def name(self) -> str:
         """For tables."""
         return f"width {self.width}, S={self.inner_steps}"
+
+    @property
+    def design(self) -> Design:
+        """The design of the scale."""
+        return design(self.scale)
 
 
 def design(scale: Scale) -> Design:
@@ -97,13 +103,13 @@ def design(scale: Scale) -> Design:
 def places(scale: Scale) -> list[Place]:
     """Combine every width with every communication period."""
     made = design(scale)
-    return [Place(width, inner_steps) for width in made.widths for inner_steps in made.inner_steps]
+    return [Place(scale, width, inner_steps) for width in made.widths for inner_steps in made.inner_steps]
 
 
 @cache
-def _cell(scale: Scale, place: Place, arm: str, seed: int, periods: Periods) -> Cell:
+def _cell(place: Place, arm: str, seed: int, periods: Periods) -> Cell:
     """Return one run; without momentum it is plain averaging."""
-    base, momentum = scale.base, 0.0 if arm == FREE else MOMENTUM
+    base, momentum = place.scale.base, 0.0 if arm == FREE else MOMENTUM
     values = {
         "model.hidden_size": place.width,
         "inner_steps": place.inner_steps,
@@ -113,7 +119,7 @@ def _cell(scale: Scale, place: Place, arm: str, seed: int, periods: Periods) -> 
     }
     fixed = {
         "model.intermediate_size": base.model.intermediate_size * place.width // base.model.hidden_size,
-        "steps": design(scale).steps,
+        "steps": place.design.steps,
         "outer.lr": LR if momentum else 1.0,
         "outer.nesterov": momentum > 0,
         "outer.form": FORM,
@@ -130,88 +136,76 @@ def _alike(policy: str) -> Periods:
     return (policy,) * len(BLOCKS)
 
 
-def pilot(scale: Scale, place: Place) -> str:
+def pilot(place: Place) -> str:
     """Return the id of the run without restarts on the search seed, in which everything is measured."""
-    return _cell(scale, place, ONE, design(scale).search_seed, _alike(NEVER)).run_id
+    return _cell(place, ONE, place.design.search_seed, _alike(NEVER)).run_id
 
 
 def sweep(scale: Scale, rows: Sequence[Row], measured: Mapping[str, Any]) -> Sweep:
     """Return the cells that follow from the results and measurements so far."""
     scores = scores_of(rows)
-    cells = [cell for place in places(scale) for cell in _cells(scale, place, scores, measured)]
+    cells = [cell for place in places(scale) for cell in _cells(place, scores, measured.get(pilot(place)))]
     return Sweep(f"blockwise-{scale.name}", scale.base, cells)
 
 
 def scores_of(rows: Sequence[Row]) -> dict[str, float]:
     """Return the perplexities of the runs that have ended; infinite for one that has diverged."""
-    return {
-        row.run: math.inf if row.perplexity is None else row.perplexity
-        for row in rows
-        if row.state in ("finished", "diverged")
-    }
+    ended = [row for row in rows if row.state in ("finished", "diverged")]
+    return {row.run: math.inf if row.perplexity is None else row.perplexity for row in ended}
 
 
-def _cells(scale: Scale, place: Place, scores: Mapping[str, float], measured: Mapping[str, Any]) -> Iterator[Cell]:
-    made = design(scale)
+def _cells(place: Place, scores: Mapping[str, float], facts: Mapping[str, Any] | None) -> Iterator[Cell]:
+    made = place.design
     for policy in made.policies:
         for seed in (made.search_seed, *made.seeds):
-            yield _cell(scale, place, ONE, seed, _alike(policy))
-    yield from _judged(scale, place, FREE, _alike(NEVER))
-    facts = measured.get(pilot(scale, place))
-    tried, oracle = searched(scale, place, scores)
-    chosen = {arm: tuple(facts["periods"][arm]) for arm in (MEAN, ALL, ROUNDS)} if facts else {}
-    for arm, periods in chosen.items():
-        yield from _with_shuffled(scale, place, arm, periods)
-    yield from (_cell(scale, place, SEARCH, made.search_seed, periods) for periods in tried)
+            yield _cell(place, ONE, seed, _alike(policy))
+    yield from _judged(place, FREE, _alike(NEVER))
+    for arm in (MEAN, ALL, ROUNDS) if facts else ():
+        yield from _with_shuffled(place, arm, tuple(facts["periods"][arm]))
+    tried, oracle = searched(place, scores)
+    yield from (_cell(place, SEARCH, made.search_seed, periods) for periods in tried)
     if oracle is not None:
-        yield from _with_shuffled(scale, place, ORACLE, oracle)
+        yield from _with_shuffled(place, ORACLE, oracle)
 
 
-def _judged(scale: Scale, place: Place, arm: str, periods: Periods) -> Iterator[Cell]:
-    for seed in design(scale).seeds:
-        yield _cell(scale, place, arm, seed, periods)
+def _judged(place: Place, arm: str, periods: Periods) -> Iterator[Cell]:
+    return (_cell(place, arm, seed, periods) for seed in place.design.seeds)
 
 
-def _with_shuffled(scale: Scale, place: Place, arm: str, periods: Periods) -> Iterator[Cell]:
+def _with_shuffled(place: Place, arm: str, periods: Periods) -> Iterator[Cell]:
     """Yield an arm, and the same periods on other blocks, drawn at random; none where all are equal."""
-    yield from _judged(scale, place, arm, periods)
+    yield from _judged(place, arm, periods)
     others = sorted(set(permutations(periods)) - {periods})
-    for drawn in random.Random(f"{place.name} {arm}").sample(others, min(design(scale).draws, len(others))):
-        yield from _judged(scale, place, SHUFFLED[arm], drawn)
+    for drawn in random.Random(f"{place.name} {arm}").sample(others, min(place.design.draws, len(others))):
+        yield from _judged(place, SHUFFLED[arm], drawn)
 
 
-def best_alike(scale: Scale, place: Place, scores: Mapping[str, float]) -> str | None:
+def best_alike(place: Place, scores: Mapping[str, float]) -> str | None:
     """Find the policy for all blocks that is best on the search seed; None as long as a score is missing."""
-    best = _best(scale, place, ONE, [_alike(policy) for policy in design(scale).policies], scores)
+    best = _best(place, ONE, list(map(_alike, place.design.policies)), scores)
     return None if best is None else best[0]
 
 
-def searched(scale: Scale, place: Place, scores: Mapping[str, float]) -> tuple[list[Periods], Periods | None]:
+def searched(place: Place, scores: Mapping[str, float]) -> tuple[list[Periods], Periods | None]:
     """Search the oracle: from the best policy for all, one block after the other takes the policy that is best.
 
     Returns:
         What was or is to be tried, and the best; None as long as a score of what was tried is missing.
     """
-    start = best_alike(scale, place, scores)
-    if start is None:
-        return [], None
-    tried: list[Periods] = []
-    present = _alike(start)
+    start, tried = best_alike(place, scores), list[Periods]()
+    best = None if start is None else _alike(start)
     for number in range(len(BLOCKS)):
-        options = [(*present[:number], policy, *present[number + 1 :]) for policy in design(scale).policies]
-        tried += [option for option in options if option not in tried]
-        best = _best(scale, place, SEARCH, options, scores)
         if best is None:
-            return tried, None
-        present = best
-    return tried, present
+            break
+        options = [(*best[:number], policy, *best[number + 1 :]) for policy in place.design.policies]
+        tried += [option for option in options if option not in tried]
+        best = _best(place, SEARCH, options, scores)
+    return tried, best
 
 
-def _best(
-    scale: Scale, place: Place, arm: str, options: Sequence[Periods], scores: Mapping[str, float]
-) -> Periods | None:
+def _best(place: Place, arm: str, options: Sequence[Periods], scores: Mapping[str, float]) -> Periods | None:
     """Find the first of the options with the least score on the search seed; None as long as a score is missing."""
-    runs = {option: _cell(scale, place, arm, design(scale).search_seed, option).run_id for option in options}
+    runs = {option: _cell(place, arm, place.design.search_seed, option).run_id for option in options}
     return min(options, key=lambda option: scores[runs[option]]) if scores.keys() >= set(runs.values()) else None
 
 
@@ -221,18 +215,18 @@ def _best(
 def measure(scale: Scale, rows: Sequence[Row], runs: Path, before: Mapping[str, Any]) -> dict[str, Any]:
     """Measure curvature and rounds of the pilot of each place, and the periods that follow."""
     ended = {row.run for row in rows if row.state == "finished"}
-    pilots = [pilot(scale, place) for place in places(scale)]
-    return {**before, **{run: _measured(scale, runs / run) for run in pilots if run in ended and run not in before}}
+    new = [run for run in map(pilot, places(scale)) if run in ended and run not in before]
+    return {**before, **{run: _measured(design(scale), runs / run) for run in new}}
 
 
-def _measured(scale: Scale, run: Path) -> dict[str, Any]:
+def _measured(made: Design, run: Path) -> dict[str, Any]:
     # torch, which drawing and planning do without
     from twophase import spectrum  # noqa: PLC0415
     from twophase.tasks.lm.restored import restore  # noqa: PLC0415
 
     restored = restore(run)
     setting = spectrum.setting_of(restored.config)
-    blocks = spectrum.measure(restored, BLOCKS, restored.batches(design(scale).batches), top=1)
+    blocks = spectrum.measure(restored, BLOCKS, restored.batches(made.batches), top=1)
     forecasts = [spectrum.forecast(block, setting) for block in blocks]
     shown = spectrum.seen(read_record(run), setting)
     rounds = [shown[name].whole for name in BLOCKS]
@@ -251,7 +245,7 @@ def _measured(scale: Scale, run: Path) -> dict[str, Any]:
         "rounds_sigma": [block.sigma for block in rounds],
         "rounds_error": [block.standard_error for block in rounds],
         "rounds_shown": [shown[name].interval is not None for name in BLOCKS],
-        "log_loss": {policy: _predicted(forecasts, setting, policy) for policy in design(scale).policies},
+        "log_loss": {policy: _predicted(forecasts, setting, policy) for policy in made.policies},
     }
     return standard(facts)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -60,17 +59,6 @@ QUICK = Settings(
     fitted_from=16,
     shard_inner_steps=(1, 2, 4, 16),
 )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Give torch one thread: sums have one order, and matrices this small gain nothing by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------- data, networks, training
@@ -277,11 +265,14 @@ def departures(path: Floats, expected: Floats) -> dict[str, float]:
 
 def measured(settings: Settings) -> tuple[Rows, dict[str, Any]]:
     """Train the linear model, networks of several widths, and the linear model on halves of the data."""
-    data = load_data(settings.digits, settings.images)
-    with one_thread():
+    data, threads = load_data(settings.digits, settings.images), torch.get_num_threads()
+    torch.set_num_threads(1)  # sums have one order, and matrices this small gain nothing by more
+    try:
         linear_rows, linear = linear_part(settings, data)
         network_rows, network = network_part(settings, data)
         shard_rows, shards = shard_part(settings, data, network["runs"][1]["restart"])
+    finally:
+        torch.set_num_threads(threads)
     return linear_rows + network_rows + shard_rows, {"linear": linear, "network": network, "shards": shards}
 
 
@@ -343,7 +334,7 @@ def network_part(settings: Settings, data: Data) -> tuple[Rows, dict[str, Any]]:
     named = [{"rule": rule.describe(), "restart": restart} for rule, restart in runs]
     pairs = [(named[0], named[1]), (named[2], named[3])]
     return rows, {
-        "matched_lr": {rule.describe(): mean_gain(rule, int(period)) for rule, period in (runs[1], runs[3])},
+        "matched_lr": {rule.describe(): _mean_gain(rule, int(period)) for rule, period in (runs[1], runs[3])},
         "runs": [run | fit(rows, run, settings) for run in named],
         "restart_over_never": [departure_ratios(rows, *pair) for pair in pairs],
         "benefit": [benefit(rows, *pair, width) for pair in pairs for width in settings.widths],
@@ -355,10 +346,10 @@ def plan(modes: Modes, rounds: int) -> list[tuple[OuterRule, str]]:
     """The runs: two rules without and with restarts, averaging, and no momentum at the restarts' mean gain."""
     periods = {rule: modes.period(rule, rounds) for rule in (HEAVY_BALL, USUAL)}
     pairs = [(rule, restart) for rule, period in periods.items() for restart in ("never", str(period))]
-    return [*pairs, (AVERAGING, "never"), (OuterRule(mean_gain(HEAVY_BALL, periods[HEAVY_BALL]), 0.0), "never")]
+    return [*pairs, (AVERAGING, "never"), (OuterRule(_mean_gain(HEAVY_BALL, periods[HEAVY_BALL]), 0.0), "never")]
 
 
-def mean_gain(rule: OuterRule, period: int) -> float:
+def _mean_gain(rule: OuterRule, period: int) -> float:
     """What a slow mode sees a round in a cycle: the lr of the momentum-free rule of matched gain (theory note R31)."""
     return mean_outer_gain(rule, Periodic(period), period)
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from twophase.figures.style import look, signed
 from twophase.policies.base import RestartPolicy
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
+from twophase.theory.contraction import restart_table
 from twophase.theory.inputs import Rules, rule_grid
 from twophase.theory.periods import log_final_loss
 from twophase.theory.rollout import Block, rollout, rollout_blocks
@@ -96,6 +98,44 @@ def curve_rows(
         place = values | dict(zip(columns, (kind, name), strict=True))
         rows += [place | {"round": t, "log10_loss": v if np.isfinite(v) else None} for t, v in enumerate(logs.tolist())]
     return rows
+
+
+def log_residuals(rules: np.ndarray, sigma: np.ndarray, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+    """Log |chi_K| and log |x_T / x_0| with a restart every K rounds, for K = 1 ... T; no restart is the last.
+
+    Args:
+        rules: of shape (rules,).
+        sigma: of the modes, along the last axis.
+        rounds: T.
+
+    Returns:
+        Two arrays of shape (T, rules, modes).
+    """
+    logs = restart_table(rules[:, None], sigma, rounds)[1]
+    periods = np.arange(1, rounds + 1)
+    rest = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])[rounds % periods]
+    return logs, (rounds // periods)[:, None, None] * logs + rest
+
+
+def draw_losses(
+    axes: Axes, rows: list[Any], columns: tuple[str, str], looks: Mapping[str, int], every: int = 0
+) -> None:
+    """Draw loss curves by round, each with its last loss.
+
+    Args:
+        axes: where.
+        rows: of `curve_rows`.
+        columns: as of `curve_rows`.
+        looks: from the kind of a curve to its look.
+        every: rounds between two markers; 0 sets each curve's markers a little apart from the others'.
+    """
+    kind, name = columns
+    for number, each in enumerate(dict.fromkeys(row[kind] for row in rows)):
+        some = select(rows, **{kind: each})
+        x, y = series(some, "round", "log10_loss")
+        marks = every or (3 + 2 * number, x[-1] // 5)
+        axes.plot(x, y, label=f"{some[0][name]} ({signed(y[-1])})", **look(looks[each], every=marks))
+    axes.set(xlabel="outer round", ylabel="log₁₀ loss", xlim=(0, rows[-1]["round"]))
 
 
 def listed(values: Iterable[Any]) -> str:

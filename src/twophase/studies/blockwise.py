@@ -51,7 +51,7 @@ ARMS = (FREE, *(name for arm, control in SHUFFLED.items() for name in (arm, cont
 
 def table(rows: Sequence[Row], scale: Scale, measured: Mapping[str, Any]) -> Result:
     """Tell every arm of every place with its change against the chosen K, and what was measured there."""
-    places = {place.name: _place(rows, scale, place, measured) for place in cells.places(scale)}
+    places = {place.name: _place(rows, place, measured) for place in cells.places(scale)}
     lines = []
     for name, facts in places.items():
         for arm, line in facts["arms"].items():
@@ -68,16 +68,16 @@ def table(rows: Sequence[Row], scale: Scale, measured: Mapping[str, Any]) -> Res
     return Result(lines, {"places": places}, settings)
 
 
-def _place(rows: Sequence[Row], scale: Scale, place: Place, measured: Mapping[str, Any]) -> dict[str, Any]:
+def _place(rows: Sequence[Row], place: Place, measured: Mapping[str, Any]) -> dict[str, Any]:
     """Put one width and communication period in numbers."""
-    made = cells.design(scale)
+    made = place.design
     here = [
         row
         for row in rows
         if (row.values["model.hidden_size"], row.values["inner_steps"]) == (place.width, place.inner_steps)
     ]
     judged = [row for row in here if row.values[SEED] in made.seeds]
-    chosen = cells.best_alike(scale, place, cells.scores_of(rows))
+    chosen = cells.best_alike(place, cells.scores_of(rows))
     alike = {
         policy: Arm([row for row in judged if row.arm == ONE and _periods(row)[0] == policy])
         for policy in made.policies
@@ -86,7 +86,7 @@ def _place(rows: Sequence[Row], scale: Scale, place: Place, measured: Mapping[st
     arms |= {name: Arm([row for row in judged if row.arm == name]) for name in ARMS}
     arms = {name: arm for name, arm in arms.items() if arm.periods}
     pairs = {name: control for name, control in SHUFFLED.items() if {name, control} <= arms.keys()}
-    facts = measured.get(cells.pilot(scale, place))
+    facts = measured.get(cells.pilot(place))
     return {
         "width": place.width,
         "inner_steps": place.inner_steps,

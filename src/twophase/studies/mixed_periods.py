@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from twophase.figures.style import HATCH, INK, look, name_panels, new_page, signed
+from twophase.figures.style import HATCH, INK, look, name_panels, new_page
 from twophase.rule import OuterRule
 from twophase.studies._model import (
     HEAVY_BALL,
@@ -25,15 +25,16 @@ from twophase.studies._model import (
     blocks,
     curve_rows,
     dot_chart,
+    draw_losses,
     log10_loss,
+    log_residuals,
     same_gain,
     select,
-    series,
     tuned_momentum,
     verdict,
 )
 from twophase.studies.study import Result
-from twophase.theory.contraction import restart_rate, restart_table
+from twophase.theory.contraction import restart_rate
 from twophase.theory.inputs import rule_grid
 from twophase.theory.mixing import best_schedule, chebyshev_rate, mixed_periods
 from twophase.theory.modes import asymptotic_rate
@@ -53,6 +54,7 @@ SPECTRA = {"six modes": np.array(SIX), "three blocks of 9": np.concatenate(block
 TUNED_ROUNDS, LARGEST_LR, LARGEST_MOMENTUM = 24, 4.0, 0.95
 GRIDS = {"coarse": (80, 39), "fine": (160, 77)}
 """Learning rates up to 4 (sum form) and momenta from 0 to 0.95, over which rules are tuned."""
+_COLUMNS = ("curve", "case")
 Place: TypeAlias = tuple[tuple[float, float], str]
 """An interval of sigma and a key of `KINDS`."""
 _RATES = {
@@ -155,7 +157,7 @@ def _schedules(panel: str, sigma: np.ndarray) -> tuple[list[dict[str, Any]], dic
         "sgd_ema": ("SGD, same lr", PLAIN, "never"),
         "tuned_momentum": (f"HB, β={tuned.momentum:.2f}, no restart", tuned, "never"),
     }
-    rows = curve_rows([sigma], ROUNDS, curves, ("curve", "case"), panel=panel)
+    rows = curve_rows([sigma], ROUNDS, curves, _COLUMNS, panel=panel)
     return rows, {
         "none": log10_loss(HEAVY_BALL, sigma, ROUNDS),
         "fixed_period": best,
@@ -173,12 +175,10 @@ def _tuned(place: Place, sizes: tuple[int, int], modes: int) -> dict[str, Any]:
     """The best worst-case rate after a finite run, learning rate and momentum tuned on a grid, with and without K."""
     (low, high), nesterov = place[0], KINDS[place[1]]
     lrs = np.linspace(0, LARGEST_LR, sizes[0] + 1)[1:]
-    sigma, periods = np.linspace(low, high, modes), np.arange(1, TUNED_ROUNDS + 1)
+    sigma = np.linspace(low, high, modes)
     best: dict[str, dict[str, Any]] = {"none": {"rate": -np.inf}, "restart": {"rate": -np.inf}}
     for momentum in np.linspace(0, LARGEST_MOMENTUM, sizes[1]).tolist():
-        logs = restart_table(rule_grid(lrs, momentum, nesterov)[:, None], sigma, TUNED_ROUNDS)[1]
-        rest = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])[TUNED_ROUNDS % periods]
-        worst = ((TUNED_ROUNDS // periods)[:, None, None] * logs + rest).max(axis=-1)
+        worst = log_residuals(rule_grid(lrs, momentum, nesterov), sigma, TUNED_ROUNDS)[1].max(axis=-1)
         rates = -worst / TUNED_ROUNDS  # of shape (periods, learning rates); the last period is no restart
         for name, first in (("none", TUNED_ROUNDS - 1), ("restart", 0)):
             k, i = np.unravel_index(np.argmax(rates[first:]), rates[first:].shape)
@@ -271,9 +271,11 @@ def draw(result: Result) -> Figure:
     last = list(result.numbers["tuned"])[-1]
     titles = [f"rate of the slowest mode in the long run, momentum {MOMENTUM}", *SPECTRA, "lr and momentum tuned"]
     name_panels([axes[name] for name in "abcd"], titles)
+    looks = {name: number for name, (_, number) in _RATES.items()}
     _draw_rates(axes["a"], select(result.rows, panel="a"))
     for name in "bc":
-        _draw_curves(axes[name], select(result.rows, panel=name))
+        draw_losses(axes[name], select(result.rows, panel=name), _COLUMNS, looks, every=24)
+        axes[name].legend(loc="upper center", bbox_to_anchor=(0.45, -0.2))
     _draw_tuned(axes["d"], [row for row in select(result.rows, panel="d") if row["case"].startswith(f"{last}: ")])
     return figure
 
@@ -293,15 +295,6 @@ def _draw_rates(axes: Axes, rows: list[Any]) -> None:
     labels = [f"σ from {case}" for case in cases]
     dot_chart(axes, labels, xlabel="nats a round (log scale; rules that diverge are left out)")
     axes.legend(loc="upper center", bbox_to_anchor=(0.35, -0.15), ncols=3)
-
-
-def _draw_curves(axes: Axes, rows: list[Any]) -> None:
-    for name in dict.fromkeys(row["curve"] for row in rows):
-        some = select(rows, curve=name)
-        x, y = series(some, "round", "log10_loss")
-        axes.plot(x, y, label=f"{some[0]['case']} ({signed(y[-1])})", **look(_RATES[name][1], every=24))
-    axes.set(xlabel="outer round", ylabel="log₁₀ loss", xlim=(0, ROUNDS))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2))
 
 
 def _draw_tuned(axes: Axes, rows: list[Any]) -> None:

@@ -15,9 +15,8 @@ import numpy as np
 from scipy.special import logsumexp
 
 from twophase.figures.style import HATCH, look, name_panels, new_page
-from twophase.studies._model import LOG_10, dot_chart, select, verdict
+from twophase.studies._model import LOG_10, dot_chart, log_residuals, select, verdict
 from twophase.studies.study import Result
-from twophase.theory.contraction import restart_table
 from twophase.theory.inputs import rule_grid
 from twophase.theory.periods import heuristic_period
 
@@ -71,10 +70,8 @@ class Draws:
 
     def losses(self, rounds: int) -> tuple[np.ndarray, np.ndarray]:
         """log|chi_K| for K = 1 ... rounds, shape (K, N, modes), and log10 of the final losses, shape (K, N)."""
-        logs = restart_table(self.rules[:, None], self.sigma, rounds)[1]
-        periods = np.arange(1, rounds + 1)
-        rest = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])[rounds % periods]
-        return logs, (self.sum_of_squares((rounds // periods)[:, None, None] * logs + rest) - np.log(2)) / LOG_10
+        logs, ends = log_residuals(self.rules, self.sigma, rounds)
+        return logs, (self.sum_of_squares(ends) - np.log(2)) / LOG_10
 
     def sum_of_squares(self, logs: np.ndarray) -> np.ndarray:
         """Return log sum_j w_j exp(2 logs_j)."""

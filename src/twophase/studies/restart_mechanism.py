@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from twophase.figures.style import INK, MUTED, look, name_panels, new_page, signed
+from twophase.figures.style import INK, MUTED, look, name_panels, new_page
 from twophase.rule import OuterRule
 from twophase.studies._model import (
     HEAVY_BALL,
@@ -22,6 +22,7 @@ from twophase.studies._model import (
     Curve,
     blocks,
     curve_rows,
+    draw_losses,
     listed,
     log10_joint,
     log10_loss,
@@ -314,7 +315,7 @@ def draw(result: Result) -> Figure:
     ]
     name_panels([panels[name] for name in "abcdef"], titles)
     for name in "abc":
-        _draw_losses(panels[name], select(result.rows, panel=name))
+        draw_losses(panels[name], select(result.rows, panel=name), _COLUMNS, _LOOKS)
     panels["a"].set_ylim(FLOOR, 4)
     # Outside the panels: inside, eight curves leave no room. To the right of (c) there is a free place.
     for name in "ab":
@@ -325,15 +326,6 @@ def draw(result: Result) -> Figure:
         _draw_oscillation(panels[name], select(result.rows, panel=name))
     _draw_tuning(panels["f"], result)
     return figure
-
-
-def _draw_losses(axes: Axes, rows: list[Any]) -> None:
-    for number, name in enumerate(dict.fromkeys(row["curve"] for row in rows)):
-        some = select(rows, curve=name)
-        x, y = series(some, "round", "log10_loss")
-        marks = (3 + 2 * number, x[-1] // 5)
-        axes.plot(x, y, label=f"{name} ({signed(y[-1])})", **look(_LOOKS[some[0]["kind"]], every=marks))
-    axes.set(xlabel="outer round", ylabel="log₁₀ loss", xlim=(0, rows[-1]["round"]))
 
 
 def _draw_oscillation(axes: Axes, rows: list[Any]) -> None:
