@@ -87,6 +87,15 @@ def test_seeds_that_are_asked_for_are_kept_and_arms_without_them_are_named() -> 
     ]
 
 
+def test_many_seeds_are_no_burden() -> None:
+    """Of 40 seeds those that both arms have are found at once; every choice of them would take years."""
+    rows = [
+        Row(arm, f"{arm}-{seed}", {"inner_steps": 4, SEED: seed}, "missing" if arm == "b" and seed > 29 else "finished")
+        for arm, seed in product("ab", range(40))
+    ]
+    assert {row.values[SEED] for row in complete(rows)[0]} == set(range(30))
+
+
 def test_a_run_that_stands_for_others_counts_once() -> None:
     rows = [replace(row, twin_of="one") for row in grid(lambda *_: "finished")]
     assert complete(rows)[1].startswith("1 of 1 runs")

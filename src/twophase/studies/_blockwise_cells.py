@@ -160,8 +160,8 @@ def _cells(place: Place, scores: Mapping[str, float], facts: Mapping[str, Any] |
         for seed in (made.search_seed, *made.seeds):
             yield _cell(place, ONE, seed, _alike(policy))
     yield from _judged(place, FREE, _alike(NEVER))
-    for arm in (MEAN, ALL, ROUNDS) if facts else ():
-        yield from _with_shuffled(place, arm, tuple(facts["periods"][arm]))
+    for arm, periods in facts["periods"].items() if facts else ():
+        yield from _with_shuffled(place, arm, tuple(periods))
     tried, oracle = searched(place, scores)
     yield from (_cell(place, SEARCH, made.search_seed, periods) for periods in tried)
     if oracle is not None:
