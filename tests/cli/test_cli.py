@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shlex
 import signal
 import subprocess
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 import textmaker
-from amount import amount
 from commands import SMALL, snapshot
 from forked import Forked, call
 from twophase.cli import main as cli
@@ -198,12 +196,6 @@ def wait_for(path: Path, process: Forked, pattern: str = "*") -> None:
         time.sleep(0.0005)
 
 
-def rounds_of(folder: Path) -> int:
-    """The rounds that a run has noted."""
-    path = folder / "rounds.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopped_by_a_signal(
@@ -223,44 +215,3 @@ def test_stopped_by_a_signal(
     assert call(*shlex.split(hint)[3:]).returncode == 0
     weights = [(folder / "weights.safetensors").read_bytes() for folder in (tmp_path / "run", whole)]
     assert weights[0] == weights[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(amount(1, 10)))
-def test_killed_at_random_moments(
-    tmp_path: Path, uninterrupted: Callable[[int], tuple[list[str], Path]], seed: int
-) -> None:
-    """SIGKILL at random moments, checkpoint writes included: the end is byte for byte the uninterrupted one."""
-    words, whole = uninterrupted(seed)
-    run = tmp_path / "run"
-    source = random.Random(seed)
-    kills = writes = 0
-    while True:
-        ahead = max(1, rounds_of(run) + source.randrange(4))  # none ahead: while it starts
-        process = Forked(*words, "--out", run)
-        if kills % 2:
-            wait_for(run / "checkpoint", process, ".writing-*")  # in the middle of a write
-        elif kills < 6:
-            while process.poll() is None and rounds_of(run) < ahead:
-                time.sleep(0.0005)
-            time.sleep(source.uniform(0, 0.1))
-        if kills < 6:
-            process.kill()
-        process.communicate(timeout=120)
-        writes += any((run / "checkpoint").glob(".writing-*"))
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL
-        kills += 1
-    assert kills >= 3, "the run was over before it could be killed; make it longer"
-    assert writes >= 1, "no kill hit a checkpoint write"
-    assert (run / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
-    ends = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
-    for end in ends:
-        del end["seconds"], end["engine_share"]  # wall times
-    assert ends[0] == ends[1]
-    rounds = [
-        [line | {"seconds": 0} for line in map(json.loads, (folder / "rounds.jsonl").read_text().splitlines())]
-        for folder in (run, whole)
-    ]
-    assert rounds[0] == rounds[1]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import random
 import re
 import resource
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,6 @@ import pytest
 
 import textmaker
 from commands import SMALL, outcome, snapshot
-from forked import Forked
 from twophase.cli.main import main
 from twophase.runs.folder import read_lines
 from twophase.sweep import crew as launch
@@ -107,64 +103,6 @@ def steps_done(folder: Path) -> int:
 
 
 # --------------------------------------------------------------------------------------------------------------- kills
-
-
-def workers_of(folder: Path) -> list[int]:
-    """The processes that write their output into a sweep's folder, as workers do, forked ones too; no zombies."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/fd/1"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
-            if path.readlink().is_relative_to(folder):
-                pids.append(int(path.parts[2]))
-    return pids
-
-
-def claimants(folder: Path) -> set[int]:
-    """The processes that have had a job of a sweep, and so have their imports behind them."""
-    pids = set()
-    for path in (folder / "claims").glob("[!.]*.*"):
-        with contextlib.suppress(OSError, ValueError):  # it ends or begins at this moment
-            pids.add(json.loads(path.read_text())["pid"])
-    return pids
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.timeout(900)  # two whole sweeps, one of them killed again and again
-@pytest.mark.skipif(not Path("/proc/self/fd/1").exists(), reason="finds the workers in /proc")
-def test_killed_at_random_moments(tmp_path: Path, corpus: str, call: Call) -> None:
-    """SIGKILL to random workers, and to the parent: in the end every run is bit for bit that of one quiet worker."""
-    axes = "--axis outer.momentum 0.5 0.9 --axis outer.restart never 2 3 --axis outer.lr 0.3 0.7".split()
-    size = ["--steps", "42"]
-    quiet, folder = tmp_path / "quiet", tmp_path / "sweep"
-    complete(call, quiet, *size, *axes)
-
-    words = ["sweep", *SMALL, "--data.corpus", corpus, *size, *axes, "--out", str(folder), "--workers", "4"]
-    source, kills, ends = random.Random(0), 0, []
-    while 0 not in ends:
-        process = Forked(*words)
-        while process.poll() is None:
-            time.sleep(source.uniform(0.02, 0.2))
-            victims = sorted(claimants(folder).intersection(workers_of(folder)))
-            if kills < 5 and victims:
-                os.kill(source.choice(victims), signal.SIGKILL)
-                kills += 1
-                if kills == 3:
-                    process.kill()
-        assert "Traceback" not in "".join(process.communicate(timeout=60))
-        ends.append(process.returncode)
-    assert kills >= 3, "the sweep was over before it could be killed; make it longer"
-    assert ends.count(-signal.SIGKILL) == 1
-    assert set(ends) <= {-signal.SIGKILL, 0, 1}  # 1 if a job has seen three workers die, which the next command forgets
-
-    rows = read_rows(folder / "cells.csv")
-    assert [row.state for row in rows] == ["finished"] * 12
-    assert len({tuple(row.values.items()) for row in rows}) == 12
-    assert numbers(rows) == numbers(read_rows(quiet / "cells.csv"))
-    assert outcomes(folder) == outcomes(quiet)
-    assert list((folder / "forest").iterdir()) == []
-    assert workers_of(folder) == []
-    assert "nothing has changed" in call("sweep", *size, *axes, "--out", folder, "--workers", "4").out
 
 
 # ------------------------------------------------------------------------------------------------- merging and planning

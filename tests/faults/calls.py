@@ -180,7 +180,7 @@ def install(fault: Fault) -> Callable[[], None]:  # noqa: PLR0915 - one wrapper 
         if "b" in mode:
             return buffer
         encoding = options.pop("encoding", args[0] if args else None)
-        return io.TextIOWrapper(buffer, encoding or "utf-8", *args[1:], **options)
+        return io.TextIOWrapper(buffer, encoding or "utf-8", newline=options.get("newline"))
 
     def watched_save(tensors: Any, path: Any, metadata: Any = None) -> None:
         """As safetensors does: its failures are its own, and leave a part of the file."""

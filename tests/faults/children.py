@@ -141,7 +141,7 @@ class Ended:
             return "traceback"
         if self.status in (0, 1, 2):
             said = [line for line in self.err.splitlines() if line.strip()]
-            return "" if self.status == 0 or (0 < len(said) <= 60) else "no clear message"
+            return "" if self.status == 0 or said else "no clear message"
         return f"status {self.status}"
 
 

@@ -21,7 +21,9 @@ from faults.calls import Fault
 from faults.children import Ended, call, ended
 from faults.scenes import Stage, contents, copy
 
-SHOWN = re.compile(r"env\.json|.*\.jsonl|.*\.log|trials\.journal|\.lock|\.verified\.json|.*\.html|verdict\..*")
+SHOWN = re.compile(
+    r"env\.json|config\.yaml|.*\.jsonl|.*\.log|trials\.journal|\.lock|\.verified\.json|.*\.html|verdict\..*"
+)
 """Files whose content commands show as it is, without being able to tell what it was."""
 _NUMBER = re.compile(rb"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?![\w.])")
 _VALUES = [b"1" + b"0" * 400, b"-1", b"0", b"1e999", b"NaN", b"null", b'"x"', b"true", b"[]", b"{}", b"1e-320", b"2.5"]
@@ -221,7 +223,7 @@ class Damage:
         """Prepared shards that are prepared again."""
         scene = self.stage.scene("data bpe:300")
         out = self.stage.finished(scene)
-        return Source(out, lambda place: [["data", "info", str(place)], scene.words(place)], must=r".*\.bin")
+        return Source(out, lambda place: [["data", "info", str(place)], scene.words(place)], must="")
 
     def _corpus(self) -> Source:
         """Prepared shards that are trained on."""

@@ -129,6 +129,7 @@ class Interruptions:
         end = self._call(whole)
         if end.status == 0:  # it went on in smaller micro-batches, which round otherwise
             shutil.rmtree(out)
+            out.mkdir()
         return f"allocation {number} fails", end.fault and f"{end.fault}: {end.err[-900:]}"
 
     def _start_with(self, fault: Fault, scene: Scene, out: Path, *, steps: bool = True) -> Any:

@@ -14,7 +14,6 @@ from faults.calls import Disk, Fault
 from faults.children import Child, ended
 from faults.interruptions import bad_end
 from faults.scenes import Stage
-from twophase.base import files
 from twophase.base.files import write_atomic
 
 
@@ -105,17 +104,6 @@ def test_faults_are_seen(tmp_path: Path, stage: Stage) -> None:
 
 def ended_well(folder: Path) -> Any:
     return ended(Child(lambda: 0, folder / "well.out", folder / "well.err"), folder / "well")
-
-
-def test_an_unsynced_write_is_seen(tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were files not synced before they take their names, power cuts would lose rounds that a checkpoint counts."""
-    from faults.interruptions import Interruptions
-
-    player = Interruptions(stage, tmp_path)
-    assert player.play("power", "data bytes", 4)["failed"] == ""
-    monkeypatch.setattr(files.os, "fsync", lambda _: None)
-    ends = [player.play("power", "data bytes", seed)["failed"] for seed in range(4, 16)]
-    assert any(ends)
 
 
 def test_cases_are_repeatable() -> None:

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -253,33 +252,6 @@ def test_interruptions_leave_no_trace(
     assert content(prepared(asked)) == content(whole(**limits))
 
 
-@pytest.mark.slow
-def test_a_real_kill_leaves_no_trace(tmp_path: Path):
-    """A process that is killed with SIGKILL at some moments of its work, and started again, makes the same folder."""
-    for number in range(3):
-        write(tmp_path / "in" / f"{number}.json.gz", texts(8000, seed=number))
-    expected = content(prepared(request(tmp_path / "in", tmp_path / "whole", shard_tokens=300_000)))
-    code = """
-import sys
-from pathlib import Path
-from twophase.text import prepare as module
-module.SAVE_SECONDS = 0.05
-request = module.Request((sys.argv[1],), Path(sys.argv[2]), tokenizer="bytes", held_out=0.1, shard_tokens=300_000)
-module.prepare(request)
-"""
-    out = tmp_path / "out"
-    kills = 0
-    for size in (0, 400_000, 2_000_000, None):
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "in"), str(out)], env=LIGHT)
-        while size is not None and process.poll() is None:
-            if written(out) > size:
-                process.send_signal(signal.SIGKILL)
-            time.sleep(0.005)
-        kills += process.wait() == -signal.SIGKILL
-    assert kills >= 2
-    assert content(out) == expected
-
-
 def test_a_finished_folder_is_left_alone(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The same request on a finished folder reads nothing and changes nothing."""
     asked = request(corpus, tmp_path / "out")
@@ -353,14 +325,18 @@ def test_a_damaged_source_is_resumed_when_it_is_whole(corpus: Path, whole: Calla
 
 
 def test_a_missing_part_is_told(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """An interrupted folder from which a shard was taken, or whose state is damaged, says what to do."""
-    asked = request(original, tmp_path / "out")
-    interrupted(asked, monkeypatch, "_declare", 1)
-    part, right = asked.out / "train-00001.bin", (asked.out / "train-00001.bin").read_bytes()
-    for damage, message in ((part.unlink, "is missing"), (lambda: part.write_bytes(right + b"0"), r"has \S+ bytes")):
-        damage()
-        with pytest.raises(UsageError, match=rf"train-00001.bin {message}.*; delete the folder and prepare it again"):
-            prepare(asked)
+    """An interrupted folder whose shards or state are missing, cut or changed says what to do."""
+    monkeypatch.setattr(module, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 23)
+    for method, count, pattern in (("_declare", 1, "train-00001.bin"), ("_save", 5, ".tmp-train-*.bin")):
+        asked = request(original, tmp_path / method)
+        interrupted(asked, monkeypatch, method, count)
+        (part,) = asked.out.glob(pattern)
+        right = part.read_bytes()
+        for message, data in ("is missing", None), (r"has \S+ bytes", right[:2]), ("has changed", b"?" + right[1:]):
+            part.unlink() if data is None else part.write_bytes(data)
+            with pytest.raises(UsageError, match=rf"{part.name} {message}.*; delete the folder and prepare it again"):
+                prepare(asked)
     (asked.out / STATE).write_text("{")
     with pytest.raises(UsageError, match=r"is damaged \(.*\); delete"):
         prepare(asked)

@@ -112,15 +112,17 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no meta": (lambda f: (f / META).unlink(), r"holds no meta\.json; .*twophase data prepare"),
     "no object": (lambda f: (f / META).write_text("[]"), r"meta\.json is damaged"),
     "no dtype": (
-        change(META, lambda d: d.replace(b"uint16", b"int8")),
+        lambda f: write_meta(f, dataclasses.replace(read_meta(f), dtype="int8")),
         r"meta\.json is damaged \(its dtype is 'int8'\)",
     ),
+    "a digit": (change(META, lambda d: d.replace(b'"largest": ', b'"largest": 1')), r"meta\.json is damaged"),
     "newer": (change(META, lambda d: d.replace(b'"format": 1', b'"format": 2')), "install a newer twophase"),
     "no training": (no_split(TRAIN), r"holds no train tokens; prepare it again"),
     "no validation": (no_split(VALIDATION), r"holds no validation tokens; prepare it again"),
     "no token bytes": (lambda f: (f / TOKEN_BYTES).unlink(), r"token_bytes\.npy cannot be used"),
     "fewer token bytes": (lambda f: np.save(f / TOKEN_BYTES, np.arange(VOCABULARY - 1)), r"shape is \(499,\), not"),
     "fractions": (lambda f: np.save(f / TOKEN_BYTES, np.ones(VOCABULARY)), r"token_bytes\.npy cannot be used"),
+    "a cut header": (change(TOKEN_BYTES, lambda d: d.replace(b")", b" ")), r"token_bytes\.npy cannot be used"),
     "no array": (lambda f: (f / TOKEN_BYTES).write_bytes(b"no array"), r"token_bytes\.npy cannot be used"),
 }
 

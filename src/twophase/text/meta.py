@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from twophase.base.config import UsageError
+from twophase.base.config import UsageError, fingerprint
 from twophase.base.files import read_json_object, write_atomic
 from twophase.number import shortened
 
@@ -94,7 +94,8 @@ class Meta:
 
 def write_meta(folder: Path, meta: Meta) -> None:
     """Declare a folder whole."""
-    write_atomic(folder / META, json.dumps({"format": FORMAT, **asdict(meta)}, indent=1) + "\n")
+    record = {"format": FORMAT, **asdict(meta)}
+    write_atomic(folder / META, json.dumps(record | {"fingerprint": fingerprint(record)}, indent=1) + "\n")
 
 
 def read_splits(splits: Any) -> dict[str, tuple[Shard, ...]]:
@@ -131,8 +132,11 @@ def read_meta(folder: Path) -> Meta:
     path = folder / META
     try:
         record = read_json_object(path)
-        if record.pop("format") > FORMAT:
+        if record["format"] > FORMAT:
             raise UsageError(f"{path} is of a newer format than this version reads; install a newer twophase")
+        if record.pop("fingerprint", None) not in (None, fingerprint(record)):  # earlier versions wrote none
+            raise ValueError("it has changed since it was written")
+        del record["format"]
         record["splits"] = read_splits(record["splits"])
         meta = _checked(Meta(**record))
         if meta.dtype not in DTYPES:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -343,8 +344,9 @@ class _Preparation:
             # First, for it makes the folder one that is being prepared; a tokenizer that fails leaves it empty.
             self._write({"request": self.plan.record()})
             tokenizer.save(folder)
-            np.save(self.folder / f"{TEMPORARY}{TOKEN_BYTES}", tokenizer.token_bytes)
-            (self.folder / f"{TEMPORARY}{TOKEN_BYTES}").rename(self.folder / TOKEN_BYTES)
+            buffer = io.BytesIO()
+            np.save(buffer, tokenizer.token_bytes)
+            write_atomic(self.folder / TOKEN_BYTES, buffer.getvalue())
         elif tokenizer.sha256 != expected:
             raise UsageError(
                 f"--tokenizer {request.tokenizer}: is not the one that {self.folder} was begun with (SHA-256 "

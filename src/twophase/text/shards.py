@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,7 @@ def open_shards(folder: Path) -> Shards:
         token_bytes = token_bytes.astype(np.int64, casting="safe")
         if token_bytes.min() < 0:
             raise ValueError("an id has fewer than 0 bytes")
-    except (OSError, ValueError, TypeError, EOFError) as error:
+    except (OSError, ValueError, TypeError, EOFError, SyntaxError, TokenError) as error:  # its header is Python's text
         raise UsageError(f"{path} cannot be used ({error}); copy it again, or prepare the folder again") from None
     return Shards(folder, splits, meta.vocabulary_size, meta.fingerprint, meta, token_bytes)
 

@@ -27,7 +27,7 @@ class Splits:
     """The shards of all splits of a folder.
 
     A shard is closed at the end of the document with which it has `shard_tokens` ids. `closed` are the whole shards of
-    each split; `parts` say what counts of each open one, whose `sha256` is empty.
+    each split; `parts` say what counts of each open one, whose `sha256` is that of its bytes so far.
     """
 
     folder: Path
@@ -36,6 +36,7 @@ class Splits:
     closed: dict[str, list[Shard]] = field(default_factory=dict)
     parts: dict[str, Shard] = field(default_factory=dict)
     _files: dict[str, BinaryIO] = field(default_factory=dict)
+    _hashes: dict[str, Any] = field(default_factory=dict)
 
     def tokens(self, split: str) -> int:
         """Return ids of a split so far."""
@@ -48,7 +49,9 @@ class Splits:
         part = self.parts.get(split) or Shard(name, 0, 0, 0, 0, "")
         if split not in self._files:
             self._files[split] = self._path(part).open("ab")
-        self._files[split].write(ids.astype(np.dtype(self.dtype).newbyteorder("<"), copy=False).tobytes())
+        data = ids.astype(np.dtype(self.dtype).newbyteorder("<"), copy=False).tobytes()
+        self._files[split].write(data)
+        self._hashes.setdefault(split, hashlib.sha256()).update(data)
         self.parts[split] = replace(
             part,
             tokens=part.tokens + len(ids),
@@ -69,12 +72,9 @@ class Splits:
             return
         if split in self._files:
             self._files.pop(split).close()
-        path = self._path(part)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        path.rename(self.folder / part.file)
+        self._path(part).rename(self.folder / part.file)
         sync_folder(self.folder)
-        self.closed.setdefault(split, []).append(replace(part, sha256=digest))
+        self.closed.setdefault(split, []).append(replace(part, sha256=self._hashes.pop(split).hexdigest()))
 
     def flush(self) -> None:
         """Bring what is open to the disk."""
@@ -93,19 +93,20 @@ class Splits:
         """Return what `resume` needs, as plain values; call `flush` before."""
         return {
             "closed": {split: [asdict(shard) for shard in shards] for split, shards in self.closed.items()},
-            "parts": {split: asdict(part) for split, part in self.parts.items()},
+            "parts": {s: asdict(replace(p, sha256=self._hashes[s].hexdigest())) for s, p in self.parts.items()},
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go back to a saved state: cut open parts to what counts, remove what came after.
 
         Raises:
-            UsageError: a file of the state is missing or too short.
+            UsageError: a file of the state is missing, too short, or of other content.
         """
         self.closed = {split: list(shards) for split, shards in read_splits(state["closed"]).items()}
         parts = read_splits({split: [part] for split, part in state["parts"].items()})
         self.parts = {split: part for split, (part,) in parts.items()}
         current = {self.folder / shard.file: shard for shards in self.closed.values() for shard in shards}
+        whole = set(current)
         for part in self.parts.values():
             path = self._path(part)
             current[path] = part
@@ -113,13 +114,22 @@ class Splits:
                 (self.folder / part.file).rename(path)  # it was closed after the state was saved
         for path, shard in current.items():
             size, actual = shard.tokens * DTYPES[self.dtype], path.stat().st_size if path.exists() else -1
-            if actual < size or (shard.sha256 and actual != size):
-                what = "is missing" if actual < 0 else f"has {actual:,} bytes instead of {size:,}"
+            fault, digest = "", hashlib.sha256()
+            if actual < size or (path in whole and actual != size):
+                fault = "is missing" if actual < 0 else f"has {actual:,} bytes instead of {size:,}"
+            else:
+                os.truncate(path, size)
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256")  # an open part goes on with it
+                if digest.hexdigest() != shard.sha256 and shard.sha256:  # earlier versions had none of an open part
+                    fault = "has changed since it was written"
+            if fault:
                 raise UsageError(
-                    f"--out {self.folder}: cannot be resumed, because {path.name} {what}; delete the folder and "
+                    f"--out {self.folder}: cannot be resumed, because {path.name} {fault}; delete the folder and "
                     f"prepare it again, or give another --out"
                 )
-            os.truncate(path, size)
+            if path not in whole:
+                self._hashes[shard.file.partition("-")[0]] = digest
         for path in self.folder.glob("*.bin"):  # hidden ones too
             if path.name.removeprefix(TEMPORARY).startswith(("train-", "validation-")) and path not in current:
                 path.unlink()

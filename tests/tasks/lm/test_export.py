@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from twophase.tasks.lm.export import RECORD, describe
 from twophase.tasks.lm.export import export as export_record
 from twophase.tasks.lm.export_tokenizer import text_tokenizer
 from twophase.tasks.lm.tokens import decode, encode
+from twophase.text.meta import read_meta, write_meta
 from twophase.training.trainer import Trainer
 
 pytest.importorskip("transformers", reason="the extra hf is not installed")
@@ -232,8 +234,7 @@ def test_shards_have_moved(shards: Path, tmp_path: Path) -> None:
 def test_other_shards(shards: Path, tmp_path: Path) -> None:
     """A folder that was prepared with another tokenizer is refused by the hash that the run recorded."""
     run = shard_run(shards, tmp_path / "run")
-    meta = json.loads((shards / "meta.json").read_text())
-    (shards / "meta.json").write_text(json.dumps(meta | {"tokenizer_sha256": "cd" * 32}))
+    write_meta(shards, dataclasses.replace(read_meta(shards), tokenizer_sha256="cd" * 32))
     with pytest.raises(UsageError, match=r"cdcdcdcd.*01234567"):
         export(run, tmp_path / "hf")
 
