@@ -194,7 +194,35 @@ def test_finish_refuses_what_would_not_validate(tmp_path: Path, key: str) -> Non
         assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.parametrize("damage", ["{", "", "[]", '{"exit_reason": "\xe9"}', "other", "config gone", "config damaged"])
+ODD_NUMBERS = {
+    "validation_loss": ("1" + "0" * 400, "1" + "0" * 5000, "NaN", "-Infinity", "1e400"),
+    "tokens": ("-1" + "0" * 400,),
+    "seconds": ("1e300", "null"),
+    "perplexity": ('"7.4"', "[7.4]", "1" + "0" * 400, "true"),
+    "engine_share": ("{}",),
+    "rounds": ("1.5", '"3"', "null"),
+    "restarts": ("true",),
+    "steps": ("1" + "0" * 400,),
+}
+
+
+@pytest.mark.parametrize(("key", "text"), [(key, text) for key, texts in ODD_NUMBERS.items() for text in texts])
+def test_odd_numbers_are_no_outcome(tmp_path: Path, key: str, text: str) -> None:
+    """A number that no float holds, or a value of another kind, means that the run is not finished."""
+    with RunFolder.claim(tmp_path, Config()) as folder:
+        folder.finish({**GOOD, "rounds": 4, "restarts": 1, "steps": 12, "engine_share": None, key: 1})
+    path = tmp_path / "summary.json"
+    sound = path.read_text()
+    assert read_summary(tmp_path) is not None
+    path.write_text(sound.replace(f'"{key}": 1', f'"{key}": {text}'))
+    assert path.read_text() != sound
+    assert read_summary(tmp_path) is None
+
+
+DAMAGES = ["{", "", "[]", '{"exit_reason": "\xe9"}', "other", "config gone", "config damaged"]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, pytest.param("[" * 100_000, id="nested")])
 def test_damaged_summary_is_not_finished(tmp_path: Path, damage: str) -> None:
     """Whatever is wrong with summary.json, the run counts as not finished and nothing is raised."""
     with RunFolder.claim(tmp_path, Config()) as folder:

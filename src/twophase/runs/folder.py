@@ -181,8 +181,24 @@ class RunFolder:
         Raises:
             UsageError: a log that was lost or altered since, unless `accept_logs`; nothing is changed then.
         """
-        marks = {name: (position or {}).get(name) for name in _LOGS}
-        faults = {name: fault for name, log in self._logs.items() if (fault := log.fault(marks[name])) is not None}
+        mended = self.check_logs(position or {}, step)
+        for name in self._logs.keys() - mended:
+            self._logs[name].rewind((position or {}).get(name))
+
+    def check_logs(self, position: Mapping[str, Mark | int], step: int) -> set[str]:
+        """Compare the logs with what a checkpoint counts; lines after that do not matter.
+
+        Args:
+            position: what `position()` returned at the checkpoint.
+            step: inner steps of the checkpoint.
+
+        Returns:
+            Names of the logs that were lost or altered and, as `accept_logs` says, now hold what can still be read.
+
+        Raises:
+            UsageError: there are such logs and they are not accepted; nothing is changed then.
+        """
+        faults = {name: why for name, log in self._logs.items() if (why := log.fault(position.get(name))) is not None}
         if faults and not self.accept_logs:
             name, fault = next(iter(faults.items()))
             raise UsageError(
@@ -190,11 +206,9 @@ class RunFolder:
                 "back, or go on with what is there, the gap marked: repeat the command with --accept-logs (for a run "
                 f"of a sweep or study: twophase train --config {self.path / CONFIG} --out {self.path} --accept-logs)"
             )
-        for name, log in self._logs.items():
-            if name in faults:
-                log.mend(step, faults[name])
-            else:
-                log.rewind(marks[name])
+        for name, fault in faults.items():
+            self._logs[name].mend(step, fault)
+        return set(faults)
 
     def last_round(self) -> dict[str, Any] | None:
         """Return the newest whole line of `rounds.jsonl`; None where there is none."""

@@ -239,6 +239,14 @@ def latest_step(folder: Path) -> int | None:
     return None if newest is None else _step(newest)
 
 
+def counted_logs(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint counts of the logs; nothing where that cannot be read, which loading then refuses."""
+    try:
+        return dict(json.loads((path / _PROGRESS).read_text(encoding="utf-8"))["logs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def clean(folder: Path) -> None:
     """Remove what a crash left half written or half removed."""
     for path in folder.glob(f"{_WRITING}*"):

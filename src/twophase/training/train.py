@@ -129,9 +129,11 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
     if not run.comm.elastic:
         _restore(run, folder)
         return None
-    with disk(folder):
-        folder.rewind(folder.position())  # a line that a kill has cut
     newest = checkpoint.latest_step(folder.checkpoint_dir)
+    with disk(folder):
+        if newest is not None:  # the state may come from a peer, but the logs go on
+            folder.check_logs(checkpoint.counted_logs(checkpoint.path_of(folder.checkpoint_dir, newest)), newest)
+        folder.rewind(folder.position())  # a line that a kill has cut
     report = run.join(lambda: _restore(run, folder))
     if newest is not None and run.done.step < newest:
         raise RunError(
