@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import distributed_c10d
+from torchft.process_group import ProcessGroupGloo
 
 from twophase.diloco.engine import DiLoCo
 from twophase.elastic import healing, torchft
@@ -162,6 +163,7 @@ def prepare(faults: Faults) -> None:
     wrap(Trainer, "inner_step", before=step)
     wrap(distributed_c10d, "_new_process_group_helper", before=lambda *_, **__: faults.at("meeting"))
     wrap(distributed_c10d, "_update_default_pg", after=lambda _: faults.at("met"))
+    wrap(ProcessGroupGloo, "configure", before=lambda *_, **__: faults.at("meeting"))
     wrap(DiLoCo, "_reduce", before=lambda *_: faults.at("reduce"))
     wrap(
         torchft.TorchFT,

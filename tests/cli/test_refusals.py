@@ -39,7 +39,7 @@ MISTAKES = [
     ("train --start-timeout 0", "--start-timeout"),
     ("train --start-timeout nan", "--start-timeout"),
     ("train --sync-timeout -1", "--sync-timeout"),
-    ("train --sync-timeout 1e7", "--sync-timeout"),
+    ("train --sync-timeout 1e8", "--sync-timeout"),
     ("train --quorum-timeout inf", "--quorum-timeout"),
     ("train --quorum-timeout soon", "--quorum-timeout"),
     ("train --replica 1", "--lighthouse"),

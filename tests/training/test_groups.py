@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import textmaker
-from elastic import DRIVER, Processes, free_port, until
+from elastic import DRIVER, Processes, Run, free_port, lighthouse, until
 from twophase.base.config import dump_yaml
 from twophase.base.leash import GRACE
 from twophase.runs.folder import RunFolder, read_lines
@@ -71,6 +71,11 @@ def group(config: TrainConfig, tmp_path: Path) -> Iterator[Group]:
         yield processes
 
 
+def last_words(processes: Processes, name: str) -> list[str]:
+    """What the command itself said; here torch was imported before the command could silence torch's own warnings."""
+    return [line for line in processes.said(name) if "twophase train" in line]
+
+
 def test_nothing_is_unpickled(group: Group, weights: bytes):
     """A whole run in which `pickle` cannot read has the bytes of one process."""
     for rank, process in enumerate(group.both([["unpickle=never"]] * 2)):
@@ -85,10 +90,23 @@ def test_a_peer_is_lost_while_the_group_forms(group: Group, victim: int, fault: 
     other = 1 - victim
     processes = group.both([[fault], []] if victim == 0 else [[], [fault]])
     group.ended(str(other), processes[other], 1)
-    # Torch was imported before the command could silence it.
-    (line,) = [line for line in group.said(str(other)) if "twophase train" in line]
+    (line,) = last_words(group, str(other))
     assert "failed: the processes cannot meet at 127.0.0.1:" in line or "failed: the connection to the other" in line
     assert not group.out.exists()
+
+
+@pytest.mark.parametrize("fault", ["stop@up:1", "kill@meeting:1"])
+def test_an_elastic_peer_is_lost_while_it_joins(config: TrainConfig, tmp_path: Path, fault: str):
+    """The other waits for another one as long as its start timeout says; then one message, status 1, and no round."""
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    with lighthouse() as url, Run(tmp_path, tmp_path / "config.yaml", url, "--start-timeout", "4") as run:
+        first = run.replica(0)
+        second = run.replica(1, fault)
+        run.ended("0", first, 1)
+        (line,) = last_words(run, "0")
+        assert "failed: TorchFT: 1 of 2 replicas are here after 4 s" in line
+        assert not run.lines(0)
+        second.kill()
 
 
 def workers(agent: int) -> list[int]:
