@@ -422,8 +422,9 @@ def test_bytes_of_a_sum_are_told_once():
 
         size = 2
 
-        def gather(self, value: Any) -> list[Any]:
+        def gather(self, value: Any, kind: Any) -> list[Any]:
             """The value twice."""
+            del kind
             return [value, value]
 
         def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
