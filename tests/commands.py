@@ -22,7 +22,7 @@ def snapshot(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-TIMES = ("seconds", "engine_share")
+TIMES = ("seconds", "engine_share", "summary_sha256")  # the summary's own, times included
 
 
 def outcome(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,14 @@ from twophase.text.meta import TOKEN_BYTES, TRAIN, VALIDATION, Meta, Shard, writ
 
 SHA256 = "0123456789abcdef" * 4
 """Of a tokenizer that does not exist."""
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file, or flip it back; size and time of change stay."""
+    data, status = bytearray(path.read_bytes()), path.stat()
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def prepared(

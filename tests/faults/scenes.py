@@ -25,7 +25,7 @@ KINDS = {
     "streaming": "--sync.fragments 2 --sync.delay 1 --sync.mixing 0.5 --sync.wire int8 --inner-steps 4".split(),
     "probing": ["--outer.restart", "probe:keep,drop,average", "--checkpoint-every", "2"],
 }
-TIMES = re.compile(r".*seconds?|engine_share|flops_per_second_palm|mfu|peak_memory_bytes|logs")
+TIMES = re.compile(r".*seconds?|engine_share|flops_per_second_palm|mfu|peak_memory_bytes|logs|summary_sha256")
 """Keys of JSON that differ between equal runs: durations, speeds, and what is known of logs that hold such."""
 _UNLIKE = re.compile(
     r"\.lock|forest|verdict\..*|env\.json|.*\.log|\.verified\.json|trials\.journal|jobs\.jsonl|report\.html|manifest\.json"

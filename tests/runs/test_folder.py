@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from twophase.base.config import UsageError, fingerprint, load_yaml, to_tree
 from twophase.base.files import write_atomic
-from twophase.runs.folder import RunFolder, lock_folder, read_lines, read_summary
+from twophase.runs.folder import RunFolder, lock_folder, read_lines, read_summary, weights_fault
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def test_claim_makes_the_folder(tmp_path: Path) -> None:
         assert load_yaml(path / "config.yaml") == to_tree(Config())
         assert not folder.resumed
         assert folder.fingerprint == fingerprint(Config())
-        assert (folder.checkpoint_dir, folder.weights) == (path / "checkpoint", path / "weights.safetensors")
+        assert folder.checkpoint_dir == path / "checkpoint"
         assert folder.summary() is None
     before = contents(tmp_path)
     with RunFolder.claim(path, Config()) as folder:
@@ -165,7 +165,9 @@ def test_finished_run(tmp_path: Path) -> None:
     with RunFolder.claim(tmp_path, Config()) as folder:
         folder.finish({**GOOD, "best": math.inf})
         expected = {**GOOD, "best": None, "config": fingerprint(Config())}
-        assert folder.summary() == read_summary(tmp_path) == read_summary(tmp_path, folder.fingerprint) == expected
+        summary = folder.summary() or {}
+        assert summary == read_summary(tmp_path) == read_summary(tmp_path, folder.fingerprint)
+        assert {key: value for key, value in summary.items() if key != "summary_sha256"} == expected
         assert read_summary(tmp_path, "0" * 12) is None
         folder.finish({**GOOD, "validation_loss": math.nan, "perplexity": math.inf, "diverged": True})
         assert (folder.summary() or {})["validation_loss"] is None
@@ -212,14 +214,17 @@ def test_odd_numbers_are_no_outcome(tmp_path: Path, key: str, text: str) -> None
     with RunFolder.claim(tmp_path, Config()) as folder:
         folder.finish({**GOOD, "rounds": 4, "restarts": 1, "steps": 12, "engine_share": None, key: 1})
     path = tmp_path / "summary.json"
-    sound = path.read_text()
+    record = json.loads(path.read_text())
+    del record["summary_sha256"]  # which would refuse every change
+    sound = json.dumps(record, indent=2)
+    path.write_text(sound)
     assert read_summary(tmp_path) is not None
     path.write_text(sound.replace(f'"{key}": 1', f'"{key}": {text}'))
     assert path.read_text() != sound
     assert read_summary(tmp_path) is None
 
 
-DAMAGES = ["{", "", "[]", '{"exit_reason": "\xe9"}', "other", "config gone", "config damaged"]
+DAMAGES = ["{", "", "[]", '{"exit_reason": "\xe9"}', "other", "a digit", "config gone", "config damaged"]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, pytest.param("[" * 100_000, id="nested")])
@@ -230,6 +235,8 @@ def test_damaged_summary_is_not_finished(tmp_path: Path, damage: str) -> None:
     path, config = tmp_path / "summary.json", tmp_path / "config.yaml"
     if damage == "other":
         path.write_text(json.dumps({**json.loads(path.read_text()), "config": "0" * 12}))
+    elif damage == "a digit":
+        path.write_text(json.dumps({**json.loads(path.read_text()), "validation_loss": 2.5}))
     elif damage == "config gone":
         config.unlink()
     elif damage == "config damaged":
@@ -237,6 +244,22 @@ def test_damaged_summary_is_not_finished(tmp_path: Path, damage: str) -> None:
     else:
         path.write_text(damage, encoding="latin-1")
     assert read_summary(tmp_path) is None
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    """Weights of another content than the summary recorded are a fault; removed ones and those of old runs are none."""
+    with RunFolder.claim(tmp_path, Config()) as folder:
+        folder.finish(GOOD, bytes(1000))
+        summary = folder.summary() or {}
+    assert weights_fault(tmp_path, summary) == ""
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(bytes(999) + b"\1")
+    fault = weights_fault(tmp_path, summary)
+    assert fault.startswith(f"{path} is damaged: its SHA-256 differs")
+    assert "delete it and summary.json and repeat" in fault
+    assert weights_fault(tmp_path, GOOD) == ""
+    path.unlink()
+    assert weights_fault(tmp_path, summary) == ""
 
 
 def test_logs_are_standard_json(tmp_path: Path) -> None:

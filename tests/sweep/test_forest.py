@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import shardmaker
 import textmaker
 from amount import amount
-from twophase.base.config import with_values
+from twophase.base.config import RunError, with_values
 from twophase.diloco.transfer import WIRES
 from twophase.restart import HARD, PROBES, RestartPolicy
 from twophase.runs.folder import RunFolder, read_lines, read_summary
@@ -33,7 +35,7 @@ from twophase.training import parts
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
 
-TIMES = ("seconds", "engine_share")
+TIMES = ("seconds", "engine_share", "summary_sha256")  # the summary's own, times included
 
 
 @pytest.fixture(scope="module")
@@ -536,6 +538,25 @@ def test_other_states_are_not_used(store: tuple[States, list[str]], case: str) -
     assert [line.split()[0] for line in lines] == ([] if "runs" in case else [(old if old.exists() else path).name])
     saved.forget(node)
     assert list(saved.folder.iterdir()) == []
+
+
+def test_damaged_tokens_end_a_walk(base: TrainConfig, tmp_path: Path) -> None:
+    """On a shard with a flipped bit no run finishes, and no state stays that the repaired sweep would use."""
+    ids = [np.arange(size, dtype=np.uint16) * 7 % 90 for size in (4000, 600)]
+    tokens = shardmaker.prepared(tmp_path / "tokens", ids[:1], ids[1:], 90)
+    made = plan(grid(with_values(base, {"data.corpus": f"tokens:{tokens}"}), lr=(0.3, 0.7), restart=("never", "2")))
+    grow(made, tmp_path / "whole")
+    expected = {run: outcome(tmp_path / "whole" / "runs" / run) for run in made.runs}
+    shardmaker.flip(tokens / "train-00000.bin")
+    corpus_of.cache_clear()
+    with pytest.raises(RunError, match=r"train-00000\.bin was damaged since"):
+        grow(made, tmp_path, in_memory=0)
+    assert list((tmp_path / "states").iterdir()) == []
+    assert not any(read_summary(tmp_path / "runs" / run) for run in made.runs)
+    shardmaker.flip(tokens / "train-00000.bin")
+    corpus_of.cache_clear()
+    assert grow(made, tmp_path).tally.steps == made.steps
+    check(made, tmp_path, expected)
 
 
 # ----------------------------------------------------------------------------------------------------- states in memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import resource
@@ -14,15 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import shardmaker
 import textmaker
 from commands import outcome
 from forked import Forked, Program
 from trained import newest, run, run_in_parts, stop_after
-from twophase.base.config import UsageError, dump_yaml, fingerprint, with_values
+from twophase.base.config import RunError, UsageError, dump_yaml, fingerprint, with_values
 from twophase.cli.main import main
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder, read_lines
@@ -32,7 +35,7 @@ from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.task import corpus_of
 from twophase.training import checkpoint, parts
 from twophase.training.inner import inner_lr
-from twophase.training.train import _begin, _restore
+from twophase.training.train import _begin, _restore, train
 from twophase.training.trainer import Trainer
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -145,6 +148,7 @@ def test_trains_on_while_a_checkpoint_is_written(
     expected: dict[str, Any] = outcome(whole) | {"config": (tmp_path / "run" / "config.yaml").read_bytes()}
     expected["summary"]["config"] = fingerprint(config)
     expected["weights"] = (tmp_path / "run" / "weights.safetensors").read_bytes()
+    expected["summary"]["weights_sha256"] = hashlib.sha256(expected["weights"]).hexdigest()
     assert outcome(tmp_path / "run") == expected
     assert load_same(tmp_path / "run", whole)
     names = checkpoints(tmp_path / "run")
@@ -326,3 +330,48 @@ def test_divergence_is_data(config: TrainConfig, tmp_path: Path, values: dict[st
     (tmp_path / "summary.json").unlink()  # killed between the last checkpoint and the summary
     assert run(config, tmp_path)["diverged"]
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == summary["steps"]
+
+
+# ------------------------------------------------------------------------------------------------------- damaged tokens
+
+
+@pytest.fixture
+def tokens(config: TrainConfig, tmp_path: Path) -> TrainConfig:
+    """The short run on token shards that were opened before."""
+    ids = [np.arange(size, dtype=np.uint16) * 7 % 90 for size in (4000, 600)]
+    folder = shardmaker.prepared(tmp_path / "tokens", ids[:1], ids[1:], 90)
+    values = with_values(config, {"data.corpus": f"tokens:{folder}"})
+    build_task(values).corpus.batch(0, 0, 0)
+    corpus_of.cache_clear()
+    return values
+
+
+def test_damaged_tokens_end_a_run(tokens: TrainConfig, tmp_path: Path) -> None:
+    """A run on a shard with a flipped bit never finishes; repaired, the repeated command gives the same bytes."""
+    run(tokens, tmp_path / "whole")
+    shard, folder = tmp_path / "tokens" / "train-00000.bin", tmp_path / "run"
+    shardmaker.flip(shard)
+    corpus_of.cache_clear()
+    with pytest.raises(RunError, match=r"train-00000\.bin was damaged since .*damaged-data keeps what rests on it"):
+        run(tokens, folder)
+    assert {path.name for path in folder.iterdir()} == {".lock", "config.yaml", "env.json", "damaged-data"}
+    corpus_of.cache_clear()
+    with pytest.raises(UsageError, match="its SHA-256 is"):  # refused before it begins
+        run(tokens, folder)
+    shardmaker.flip(shard)
+    corpus_of.cache_clear()
+    run(tokens, folder)
+    assert outcome(folder) == outcome(tmp_path / "whole")
+
+
+def test_damage_that_is_seen_early_ends_a_run_early(tokens: TrainConfig, tmp_path: Path) -> None:
+    """The fault is asked for after every step."""
+    shardmaker.flip(tmp_path / "tokens" / "validation-00000.bin")
+    rounds: list[int] = []
+    task = build_task(tokens)
+    assert task.corpus.verification is not None
+    task.corpus.verification.start()
+    task.corpus.verification.finish()
+    with RunFolder.claim(tmp_path / "run", tokens) as folder, pytest.raises(RunError, match=r"-00000\.bin was damaged"):
+        train(task, tokens, folder, on_round=lambda line: rounds.append(line["round"]))
+    assert rounds == []

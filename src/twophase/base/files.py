@@ -6,6 +6,7 @@ import csv
 import errno
 import fcntl
 import glob
+import hashlib
 import io
 import json
 import math
@@ -180,6 +181,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_regular(path: Path) -> int:

@@ -64,6 +64,16 @@ def config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
 
 
+def verify_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--verify`."""
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read all token shards and compare them with their checksums before anything else; otherwise those that "
+        "were right before are read while training goes on",
+    )
+
+
 def train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
     """Parse the parser's own options and, from YAML files and all other options, the checked configuration."""
     from twophase.base.config import check_tree, load_yaml, parse_arguments, to_arguments

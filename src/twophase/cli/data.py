@@ -12,6 +12,7 @@ from twophase.cli.commands import between, plain_parser
 from twophase.number import number
 from twophase.text.meta import META, TRAIN, VALIDATION, Meta, read_meta
 from twophase.text.prepare import Request, prepare
+from twophase.text.shards import open_shards
 from twophase.training.config import MOST_THREADS
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
@@ -30,6 +31,9 @@ def main(words: list[str]) -> int:
         parser.print_help()
     elif options.command == "info":
         print(describe(options.folder, read_meta(options.folder)))
+        if options.verify:
+            open_shards(options.folder, trust=False)
+            print("  verified     every shard has the SHA-256 that it was prepared with")
     else:
         _prepare(options)
     return 0
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "what a folder of token shards holds"
     info = commands.add_parser("info", help=text, description=text, allow_abbrev=False)
     info.add_argument("folder", type=Path, metavar="DIR", help="the --out of `twophase data prepare`")
+    info.add_argument("--verify", action="store_true", help="read all shards and compare them with their checksums")
     text = "text to token shards that every run reads through memory maps; repeat the command to resume it"
     add = commands.add_parser("prepare", help=text, description=text, allow_abbrev=False).add_argument
     add(

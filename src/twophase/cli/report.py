@@ -21,7 +21,7 @@ from twophase.report.page import counted, relative
 from twophase.report.run import run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import REPORT, is_sweep, read_sweep
-from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY
+from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, weights_fault
 from twophase.runs.record import RunRecord, is_run, read_record
 from twophase.sweep.work import RUNS
 
@@ -92,12 +92,19 @@ def _write_page(options: argparse.Namespace, page: Path, refresh: float, states:
     """Write the page of a run or a sweep, and at the end say it in words; return whether the run goes on."""
     if is_sweep(options.folder):
         return _sweep(options, page, refresh, states)
-    record = read_record(options.folder, config_paths())
+    record = _read(options.folder)
     diagnosis = diagnose(record)
     _write(page, run_report(record, diagnosis, refresh=refresh, back=_back(record, page)))
     if not refresh:
         print(f"{describe_diagnosis(diagnosis, str(options.folder))}\n\nreport {page}")
     return record.state == "unfinished"
+
+
+def _read(folder: Path) -> RunRecord:
+    """Read a run's folder, its final weights included."""
+    record = read_record(folder, config_paths())
+    record.problems += filter(None, [weights_fault(folder, record.summary or {})])
+    return record
 
 
 def _back(record: RunRecord, page: Path) -> str | None:
@@ -145,7 +152,7 @@ def _write_runs(runs: Path, page: Path, states: _States) -> list[str]:
     with meter("pages", len(changed), quiet=bool(states) or not changed) as show:
         for count, (folder, state) in enumerate(changed.items(), start=1):
             try:
-                record = read_record(folder, config_paths())
+                record = _read(folder)
             except UsageError as error:  # the other runs still get their pages
                 faults.append(str(error))
                 continue

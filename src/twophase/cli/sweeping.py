@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import UsageError
 from twophase.base.progress import duration, meter
-from twophase.cli.commands import between
+from twophase.cli.commands import between, verify_option
 from twophase.runs.folder import list_some
 from twophase.sweep.grid import Sweep
 from twophase.sweep.plan import plan
@@ -42,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-merge", action="store_true", help="run cells apart that are the same run in exact arithmetic"
     )
+    verify_option(parser)
     parser.add_argument("--yes", action="store_true", help=f"run more than {MOST_CELLS} cells without asking")
     parser.add_argument(
         "--in-memory",
@@ -148,7 +149,11 @@ def run(
     work, texts = read_plan(sweep, out), None
     if options.dry_run or work is None or not all(map(work.finished, work.runs)):
         from twophase.tasks.build import preflight_all
+        from twophase.tasks.lm.corpus import verify
 
+        if options.verify:
+            for data, size in {(config.data, config.model.vocabulary_size) for config in sweep.runs.values()}:
+                verify(data, size)
         texts = preflight_all(sweep.runs.values())  # refuses what cannot be used here before a folder is made
     if options.dry_run:
         print(dry_run(sweep, out, workers=max(workers, 1), merge=not options.no_merge))

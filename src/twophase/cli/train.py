@@ -8,12 +8,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError, fingerprint, to_tree
+from twophase.base.config import RunError, UsageError, fingerprint, to_tree
 from twophase.base.leash import follow_torchrun
 from twophase.base.progress import meter, round_text, step_text
-from twophase.cli.commands import between, config_options, interrupted, print_config, run_parser, train_config
+from twophase.cli.commands import (
+    between,
+    config_options,
+    interrupted,
+    print_config,
+    run_parser,
+    train_config,
+    verify_option,
+)
 from twophase.number import number
-from twophase.runs.folder import read_summary
+from twophase.runs.folder import read_summary, weights_fault
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import MOST_REPLICAS
 
@@ -39,6 +47,7 @@ def main(words: list[str]) -> int:
         action="store_true",
         help="resume although a log was shortened, altered or lost since the checkpoint; a line in it marks the gap",
     )
+    verify_option(parser)
     _elastic_options(parser)
     options, config = train_config(parser, words)
     if options.print_config:
@@ -47,7 +56,10 @@ def main(words: list[str]) -> int:
     _check_elastic(options)
     if options.lighthouse is not None:
         out = out / f"replica-{options.replica}"  # each is a run of its own, wherever its machine is
-    summary = read_summary(out, fingerprint(config)) or _train_run(out, config, options)
+    summary = read_summary(out, fingerprint(config))
+    if summary is not None and (fault := weights_fault(out, summary)):
+        raise RunError(fault)
+    summary = summary or _train_run(out, config, options)
     lead = os.environ.get("RANK", "0") == "0"
     if summary["exit_reason"] == "stopped":
         if lead:
@@ -109,12 +121,15 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
     """Train what is not finished yet."""
     from twophase.runs.trackers import check, tracked
     from twophase.tasks.build import task_of
+    from twophase.tasks.lm.corpus import verify
     from twophase.training.session import claimed, communication, signals, take_device, world_size
     from twophase.training.task import preflight
     from twophase.training.train import train
 
     check(options.track)
     take_device(config)
+    if options.verify:
+        verify(config.data, config.model.vocabulary_size)
     task = task_of(config)
     preflight(config, task, world_size())  # before a folder is made for what cannot be run
     with (

@@ -8,6 +8,7 @@
 | `rounds.jsonl`  | one line a round                                                 | appended           |
 | `steps.jsonl`   | one line every `log_every` steps: loss, speed, memory            | appended           |
 | `checkpoint/`   | the trainer's own                                                | by the trainer     |
+| `weights.safetensors` | the final weights                                          | before the summary |
 | `summary.json`  | the outcome; the run is finished if and only if this validates   | last, atomically   |
 
 Nothing here knows what is trained: a configuration is any tree of frozen dataclasses.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -27,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import Tree, UsageError, differences, dump_yaml, fingerprint, load_yaml, to_tree
-from twophase.base.files import TEMPORARY, make_folder, remove_leftovers, sync_folder, write_atomic
+from twophase.base.files import TEMPORARY, file_sha256, make_folder, remove_leftovers, sync_folder, write_atomic
 from twophase.runs.log import Log, Mark, read_log, standard
 
-CONFIG, ENV, SUMMARY = "config.yaml", "env.json", "summary.json"
+CONFIG, ENV, SUMMARY, WEIGHTS = "config.yaml", "env.json", "summary.json", "weights.safetensors"
 METRICS, ROUNDS, STEPS = "metrics.jsonl", "rounds.jsonl", "steps.jsonl"
 LOCK = ".lock"
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -117,21 +119,19 @@ class RunFolder:
         """Where the trainer keeps its checkpoints (the trainer makes it)."""
         return self.path / "checkpoint"
 
-    @property
-    def weights(self) -> Path:
-        """Where the trainer writes the final weights."""
-        return self.path / "weights.safetensors"
-
     def summary(self) -> dict[str, Any] | None:
         """Return the outcome of the run, or None while it has no valid `summary.json`."""
         return read_summary(self.path, self.fingerprint)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`, which makes the run finished; numbers that are not finite become null.
+    def finish(self, summary: Mapping[str, Any], weights: bytes | None = None) -> None:
+        """Write the final weights and `summary.json`, which makes the run finished.
+
+        Numbers that are not finite become null. The summary records its own SHA-256 and that of the weights.
 
         Args:
             summary: `validation_loss`, a number, or null in a diverged run; `tokens`, a whole number; `seconds`;
                 `diverged`, bool; `exit_reason`, text; and whatever else the task says of its run, such as `perplexity`.
+            weights: content of `weights.safetensors`.
 
         Raises:
             ValueError: a required value is missing or of the wrong type.
@@ -141,6 +141,10 @@ class RunFolder:
         if fault is not None:
             raise ValueError(f"RunFolder.finish: {fault}")
         self.sync_logs()  # a power cut must not leave a finished run without its last lines
+        if weights is not None:
+            write_atomic(self.path / WEIGHTS, weights)
+            record["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+        record["summary_sha256"] = _digest(record)
         write_atomic(self.path / SUMMARY, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
     def write_env(self, env: Mapping[str, Any]) -> None:
@@ -242,9 +246,33 @@ def read_summary(path: Path, expected: str | None = None) -> dict[str, Any] | No
     try:
         record = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
         wanted = fingerprint(load_yaml(path / CONFIG)) if expected is None else expected
+        return record if _fault(record, wanted) is None else None
     except (OSError, ValueError, RecursionError):  # unreadable, no JSON, or (UsageError) no sound config.yaml
         return None
-    return record if _fault(record, wanted) is None else None
+
+
+def weights_fault(path: Path, summary: Mapping[str, Any]) -> str:
+    """Return what is wrong with the final weights of a run, with its remedy; nothing where they are sound.
+
+    Nothing is wrong with weights that were removed, nor with those of earlier versions, which recorded no SHA-256.
+
+    Args:
+        path: the run's folder.
+        summary: what its `summary.json` holds.
+    """
+    expected, weights = summary.get("weights_sha256"), path / WEIGHTS
+    try:
+        if expected is None or file_sha256(weights) == expected:
+            return ""
+        why = f"is damaged: its SHA-256 differs from the one in {SUMMARY}"
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    return (
+        f"{weights} {why}; delete it and {SUMMARY} and repeat the run's command, or its sweep's, which resumes from "
+        "the last checkpoint, or trains the run again"
+    )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -368,7 +396,15 @@ def _fault(record: Any, wanted: str) -> str | None:
         fits = fits and (not isinstance(value, (int, float)) or abs(value) <= largest)
         if not fits or (key == "config" and value != wanted):
             return f"the summary's {key!r} is {str(value)[:80]!r}, which does not fit"
+    if record.get("summary_sha256", _digest(record)) != _digest(record):  # earlier versions wrote none
+        return "the summary's content differs from its SHA-256"
     return None
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a summary without its own."""
+    rest = {key: value for key, value in record.items() if key != "summary_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _unwritable(path: Path, error: OSError) -> UsageError:

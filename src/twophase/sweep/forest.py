@@ -26,8 +26,7 @@ from typing import Any, cast
 
 import torch
 
-from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
+from twophase.base.config import RunError, UsageError
 from twophase.diloco.communicator import SingleProcess
 from twophase.optim.outer import OuterSGD
 from twophase.runs.folder import RunFolder, read_summary
@@ -241,6 +240,7 @@ class Grower:
                 run.done.seconds = before + now - started
                 if run.done.step == node.stop or run.done.exit_reason != RUNNING:
                     break
+                self._check_data()
                 stopping = self.should_stop()
                 if stopping or now - self._saved_at > self.save_seconds:
                     self._save(node, "part")
@@ -325,11 +325,18 @@ class Grower:
 
     def _finish(self, logs: Mapping[str, RunFolder]) -> None:
         """Write the outcome of runs that have ended here."""
+        self._check_data(wait=True)
         outcome = self._run.outcome()
         for run, log in logs.items():
+            summary = outcome | self._run.summary(self._outers.counters[run]["restarts"])
             with disk(log):
-                write_atomic(log.weights, self._run.weights(self.configs[run]))
-                log.finish(outcome | self._run.summary(self._outers.counters[run]["restarts"]))
+                log.finish(summary, self._run.weights(self.configs[run]))
+
+    def _check_data(self, *, wait: bool = False) -> None:
+        """Refuse to go on with damaged data; every state on disk may rest on it, and is made again."""
+        if fault := self._run.data_fault(wait=wait):
+            self.states.clear()
+            raise RunError(f"{fault}; then repeat the command")
 
     # ------------------------------------------------------------------------------------------------------- states
 

@@ -195,6 +195,11 @@ class States:
         for what in ("end", "part"):
             self._remove(node, what)
 
+    def clear(self) -> None:
+        """Remove all states."""
+        for path in self.folder.glob(f"*{parts.ENDING}"):
+            path.unlink(missing_ok=True)
+
     def _remove(self, node: Node, what: str) -> None:
         path = self.path(node, what)
         for file in (path, path.with_suffix(_OLD_ENDING)):

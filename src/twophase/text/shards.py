@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.base.config import UsageError
-from twophase.base.files import check_regular, read_json_object, write_atomic
+from twophase.base.files import check_regular, file_sha256, read_json_object, write_atomic
 from twophase.base.progress import meter
 from twophase.text.meta import DTYPES, META, SHARD, TOKEN_BYTES, TRAIN, VALIDATION, Meta, read_meta
 
@@ -124,6 +124,8 @@ class Shards:
         fingerprint: SHA-256 of what a run sees of them, hexadecimal.
         meta: what the folder says of itself; None of `.bin` files that say nothing.
         token_bytes: (vocabulary_size,) int64, UTF-8 bytes of each id; None where unknown.
+        trusted: the SHA-256 of each file that was not read now, because its size and time of change are those of an
+            earlier reading.
     """
 
     path: Path
@@ -132,6 +134,7 @@ class Shards:
     fingerprint: str
     meta: Meta | None = None
     token_bytes: NDArray[np.int64] | None = None
+    trusted: Mapping[Path, str] = field(default_factory=dict)
 
     def tokens(self, split: str) -> int:
         """Return number of token ids of a split."""
@@ -151,7 +154,7 @@ def is_prepared(folder: Path) -> bool:
     return (folder / META).exists() or not names or any(map(SHARD.fullmatch, names))
 
 
-def open_shards(folder: Path) -> Shards:
+def open_shards(folder: Path, *, trust: bool = True) -> Shards:
     """Return the shards of a finished folder of `twophase data prepare`.
 
     Each shard's SHA-256 is compared with that of `meta.json`. Files of the size and time of change that they had at an
@@ -159,6 +162,7 @@ def open_shards(folder: Path) -> Shards:
 
     Args:
         folder: holds `meta.json`.
+        trust: whether what `.verified.json` remembers counts.
 
     Raises:
         UsageError: no finished folder, a shard that is absent, of another size or of other content, or no split to
@@ -174,7 +178,8 @@ def open_shards(folder: Path) -> Shards:
         splits[split] = tuple(TokenFile(folder / shard.file, shard.tokens, meta.dtype) for shard in meta.splits[split])
         for file in splits[split]:
             _check_size(file, f"{META} says {file.tokens:,} {meta.dtype} ids")
-    digests(folder, {shard.file: shard.sha256 for split in splits for shard in meta.splits[split]})
+    expected = {shard.file: shard.sha256 for split in splits for shard in meta.splits[split]}
+    trusted = digests(folder, expected, trust=trust)[1]
     path = folder / TOKEN_BYTES
     try:
         check_regular(path)
@@ -187,17 +192,21 @@ def open_shards(folder: Path) -> Shards:
             raise ValueError("an id has fewer than 0 bytes")
     except (OSError, ValueError, TypeError, EOFError, SyntaxError, TokenError) as error:  # its header is Python's text
         raise UsageError(f"{path} cannot be used ({error}); copy it again, or prepare the folder again") from None
-    return Shards(folder, splits, meta.vocabulary_size, meta.fingerprint, meta, token_bytes)
+    return Shards(folder, splits, meta.vocabulary_size, meta.fingerprint, meta, token_bytes, trusted)
 
 
-def digests(folder: Path, expected: Mapping[str, str | None]) -> dict[str, str]:
+def digests(folder: Path, expected: Mapping[str, str | None], *, trust: bool) -> tuple[dict[str, str], dict[Path, str]]:
     """Return the SHA-256 of some files of a folder, remembered there as long as size and time of change stay.
 
     Args:
         folder: may be one that cannot be written; then nothing is remembered.
         expected: from the names of files to the hashes that they must have, None for any; another one is refused.
+        trust: whether remembered hashes count; otherwise every file is read.
+
+    Returns:
+        The hashes by name, and by path those that are remembered ones.
     """
-    remembered = _remembered(folder)
+    remembered = _remembered(folder) if trust else {}
     facts = {}
     for name in expected:
         status = (folder / name).stat()
@@ -209,6 +218,7 @@ def digests(folder: Path, expected: Mapping[str, str | None]) -> dict[str, str]:
         # A remembered hash that is not the expected one proves nothing: both files may have been put back since.
         if isinstance(digest, str) and entry == facts[name] | {"sha256": digest} and wanted in (None, digest):
             result[name] = digest
+    trusted = {folder / name: digest for name, digest in result.items()}
     sizes = {name: facts[name]["size"] for name in expected if name not in result}
     total, done = sum(sizes.values()), 0
     with meter("checking token files (MB)", total // 10**6, quiet=total < _QUIET_BYTES) as show:
@@ -226,15 +236,22 @@ def digests(folder: Path, expected: Mapping[str, str | None]) -> dict[str, str]:
             with contextlib.suppress(OSError):  # a folder that cannot be written is checked each time
                 write_atomic(folder / VERIFIED, json.dumps(entries, indent=1) + "\n", durable=False)
         show(done // 10**6, "")
-    return result
+    return result, trusted
 
 
 def _sha256(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_sha256(path)
     except OSError as error:
         raise _unreadable(path, error) from None
+
+
+def forget(path: Path) -> None:
+    """Have a file read the next time that its folder is opened."""
+    entries = _remembered(path.parent)
+    if entries.pop(path.name, None) is not None:
+        with contextlib.suppress(OSError):
+            write_atomic(path.parent / VERIFIED, json.dumps(entries, indent=1) + "\n", durable=False)
 
 
 def _remembered(folder: Path) -> dict[str, Any]:
@@ -268,7 +285,7 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
 # ------------------------------------------------------------------------ files that do not name their vocabulary
 
 
-def open_bin(path: Path, vocabulary_size: int) -> Shards:
+def open_bin(path: Path, vocabulary_size: int, *, trust: bool = True) -> Shards:
     """Open token files that do not name their vocabulary: nanoGPT's (bare uint16) or modded-nanogpt's (with header).
 
     Args:
@@ -276,6 +293,7 @@ def open_bin(path: Path, vocabulary_size: int) -> Shards:
             their name (`train.bin`, `fineweb_train_000001.bin`) are trained on and those with `val` validated on; or
             one file to train on, with the `val` files beside it.
         vocabulary_size: of the tokenizer that made them, >= 1.
+        trust: whether what `.verified.json` remembers counts.
 
     Raises:
         UsageError: no such files, or ones that are not what their size or their header says.
@@ -295,10 +313,11 @@ def open_bin(path: Path, vocabulary_size: int) -> Shards:
             f"`twophase data prepare`"
         )
     splits = {TRAIN: tuple(map(_bin_file, training)), VALIDATION: tuple(map(_bin_file, validation))}
-    hashes = digests(folder, dict.fromkeys(file.name for file in (*training, *validation)))
+    names = dict.fromkeys(file.name for file in (*training, *validation))
+    hashes, trusted = digests(folder, names, trust=trust)
     seen = {split: [(hashes[f.path.name], f.dtype, f.offset) for f in files] for split, files in splits.items()}
     fingerprint = hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
-    return Shards(path, splits, vocabulary_size, fingerprint)
+    return Shards(path, splits, vocabulary_size, fingerprint, trusted=trusted)
 
 
 def _bin_files(folder: Path) -> list[Path]:

@@ -12,7 +12,6 @@ files into a folder of another name, waits for the disk, renames the folder, and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from twophase.base.config import UsageError
-from twophase.base.files import sync_folder, write_atomic
+from twophase.base.files import file_sha256, sync_folder, write_atomic
 from twophase.diloco.communicator import Communicator
 from twophase.training import parts as files
 from twophase.training.snapshot import Snapshots
@@ -323,5 +322,4 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}

@@ -20,7 +20,8 @@ class Task(Protocol):
     """What is trained: a model, its batches, its loss and its evaluation.
 
     A task may also have `step(device, replicas, communicator) -> Step`, its own way to compute in place of `PlainStep`,
-    and `check(device)`, which raises a UsageError about data or a device that cannot be used.
+    `check(device)`, which raises a UsageError about data or a device that cannot be used, and `data_fault(wait)`, which
+    returns what a check in the background has found wrong with the data, or an empty text.
     """
 
     def model(self, seed: int) -> nn.Module:

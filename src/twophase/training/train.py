@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
-from twophase.base.files import write_atomic
 from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.diloco.report import RoundReport
 from twophase.runs.folder import RunFolder
@@ -50,7 +49,8 @@ def train(
 
     Raises:
         UsageError: an impossible configuration, corpus, device or checkpoint.
-        RunError: elastic replicas do not meet, or have begun without this one's newer checkpoint.
+        RunError: elastic replicas do not meet, or have begun without this one's newer checkpoint; or the data turns out
+            to be damaged.
         OSError: the folder cannot be written, or the disk is full; nothing is lost since the newest checkpoint.
     """
     communicator = communicator or SingleProcess()
@@ -65,6 +65,10 @@ def train(
     done = run.done
     before, started = done.seconds, time.perf_counter()
     saved: int | None = done.step
+
+    def stopping() -> bool:
+        return should_stop() or bool(run.data_fault())
+
     if run.comm.elastic:  # a state that came from a peer is nowhere on this disk
         saved = checkpoint.latest_step(folder.checkpoint_dir) if joined is None else None
 
@@ -78,14 +82,14 @@ def train(
         while (joined is not None or done.step < config.steps) and done.exit_reason == RUNNING:
             if joined is None:
                 run.inner_step()
-                report = run.synchronize(should_stop)
+                report = run.synchronize(stopping)
                 _log_step(run, folder, on_step)
             else:  # a late joiner, at the end of its peers' round
                 report, joined = joined, None
             done.seconds = before + time.perf_counter() - started
             if report is None:
                 # An elastic sync under way cannot be saved: it ends first.
-                if run.files.size == 1 and not (run.comm.elastic and run.engine.under_way) and should_stop():
+                if run.files.size == 1 and not (run.comm.elastic and run.engine.under_way) and stopping():
                     done.exit_reason = STOPPED
                 continue
             line = run.end_round(report)
@@ -94,7 +98,7 @@ def train(
                     folder.log_round(round_line(report, done.step))
                     folder.log_metrics(line)
                 on_round(line | {"restarted": report.restarted, "seconds": done.seconds, "tokens": run.tokens()})
-            if run.comm.elastic and done.exit_reason == RUNNING and should_stop():  # without its peers
+            if run.comm.elastic and done.exit_reason == RUNNING and stopping():  # without its peers
                 done.exit_reason = STOPPED
             due = report.complete and report.round % config.checkpoint_every == 0
             if done.exit_reason == RUNNING and due:
@@ -105,14 +109,31 @@ def train(
             _save(run, folder, writer)
 
     # The last checkpoint is whole now, on all processes.
+    _check_data(run, folder)
     if not run.lead or done.exit_reason == STOPPED:
         return run.summary()
     # After the checkpoint and before the summary: a repeated command does again what is interrupted here.
     summary = run.outcome() | run.summary()
     with disk(folder):
-        write_atomic(folder.weights, run.weights(config))
-        folder.finish(summary)
+        folder.finish(summary, run.weights(config))
     return summary
+
+
+def _check_data(run: Trainer, folder: RunFolder) -> None:
+    """End the run in all processes if the data of one was damaged, now or before the end of the run.
+
+    Logs and checkpoints rest on that data: they are set aside, so that the repeated command begins anew.
+    """
+    faults = run.files.gather(run.data_fault(wait=run.done.exit_reason != STOPPED), str)
+    fault = next(filter(None, faults), "")
+    if not fault:
+        return
+    place = ""
+    if run.lead:
+        with disk(folder):
+            place = str(folder.set_aside("damaged-data"))
+    place = run.files.gather(place, str)[0]
+    raise RunError(f"{fault}; {place} keeps what rests on it, and the repeated command begins again")
 
 
 def _log_step(run: Trainer, folder: RunFolder, on_step: Callable[[dict[str, Any]], None]) -> None:

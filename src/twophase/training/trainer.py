@@ -149,6 +149,11 @@ class Trainer:
         self.done.step += 1
         self.validation = None
 
+    def data_fault(self, *, wait: bool = False) -> str:
+        """Return what the task's check in the background has found wrong with its data; `wait` for the end of it."""
+        check = getattr(self.task, "data_fault", None)
+        return check(wait=wait) if check else ""
+
     def settle(self) -> None:
         """Read the losses that are still on the device, which waits for it, into `done`."""
         if self._losses:

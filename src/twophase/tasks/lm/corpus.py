@@ -20,6 +20,7 @@ from twophase.text.meta import TRAIN, VALIDATION
 from twophase.text.sampling import window_of
 from twophase.text.shards import Shards, is_prepared, open_bin, open_shards
 from twophase.text.sources import documents
+from twophase.text.verification import Verification
 
 TOKENS = "tokens:"
 SEPARATOR = "\n\n"
@@ -57,6 +58,7 @@ class Corpus:
         batch_size: windows of a batch.
         validation_windows: windows of a validation.
         description: facts for the record of a run, as plain values.
+        verification: of token files that were taken on trust; None where all was read.
     """
 
     vocabulary_size: int
@@ -70,6 +72,7 @@ class Corpus:
     batch_size: int
     validation_windows: int
     description: dict[str, Any]
+    verification: Verification | None = None
 
     def batch(self, seed: int, step: int, replica: int) -> tuple[Ids, Ids]:
         """Return a replica's windows at a step: a pure function of (seed, step, replica).
@@ -308,10 +311,21 @@ def _shard_corpus(data: DataConfig, replicas: int, vocabulary_size: int, named: 
         batch_size=data.batch_size,
         validation_windows=data.validation_windows,
         description=facts,
+        verification=Verification(shards.trusted) if shards.trusted else None,
     )
 
 
-def _open(data: DataConfig, vocabulary_size: int, named: str) -> Shards:
+def verify(data: DataConfig, vocabulary_size: int) -> None:
+    """Read all token files of a corpus and compare them with their SHA-256, whatever was remembered of them.
+
+    Raises:
+        UsageError: a file that is damaged, or that the corpus cannot be used.
+    """
+    if data.corpus.startswith(TOKENS):
+        _open(data, vocabulary_size, f"--data.corpus {data.corpus}", trust=False)
+
+
+def _open(data: DataConfig, vocabulary_size: int, named: str, *, trust: bool = True) -> Shards:
     path = Path(os.path.expanduser(data.corpus.removeprefix(TOKENS)))  # noqa: PTH111 - Path's raises for unknown users
     if data.corpus == TOKENS or not path.exists():
         raise UsageError(
@@ -320,7 +334,7 @@ def _open(data: DataConfig, vocabulary_size: int, named: str) -> Shards:
             "folders"
         )
     if path.is_dir() and is_prepared(path):
-        return open_shards(path)
+        return open_shards(path, trust=trust)
     if path.is_file() and is_prepared(path.parent):
         raise UsageError(f"{named}: is a part of a prepared folder; name the folder: {TOKENS}{path.parent}")
     if vocabulary_size < 1:
@@ -328,7 +342,7 @@ def _open(data: DataConfig, vocabulary_size: int, named: str) -> Shards:
             f"{named}: .bin files do not say how many ids their vocabulary has; give --model.vocabulary-size, for "
             f"example 50304 for GPT-2's 50257 (a multiple of 64 is faster)"
         )
-    return open_bin(path, vocabulary_size)
+    return open_bin(path, vocabulary_size, trust=trust)
 
 
 def _check_tokenizer(shards: Shards, wanted: str, named: str) -> None:

@@ -1,0 +1,69 @@
+"""What the commands say of token shards and weights that were damaged behind an unchanged size and time of change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardmaker
+from commands import SMALL
+from twophase.cli.main import main
+from twophase.tasks.lm.task import corpus_of
+from twophase.text.shards import open_shards
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Token shards that were opened before."""
+    ids = [np.arange(size, dtype=np.uint16) * 7 % 90 for size in (4000, 600)]
+    folder = shardmaker.prepared(tmp_path / "shards", ids[:1], ids[1:], 90)
+    open_shards(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [("train --verify", 2), ("train", 1), ("sweep --verify --axis outer.lr 0.3", 2), ("data info --verify", 2)],
+)
+def test_damaged_shards(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, status: int
+) -> None:
+    """`--verify` refuses them before a folder is made; without it, training ends with status 1 and no summary."""
+    shardmaker.flip(shards / "train-00000.bin")
+    corpus_of.cache_clear()
+    out, (name, *more) = tmp_path / "out", words.split()
+    place = [*SMALL, "--data.corpus", f"tokens:{shards}", "--out", str(out), "--quiet"]
+    assert main([name, *([*more, str(shards)] if name == "data" else place + more)]) == status
+    said = capsys.readouterr().err
+    assert "train-00000.bin" in said
+    assert "copy it again, or prepare the folder again" in said
+    assert said.count("\n") == 1
+    assert out.exists() == (status == 1)
+    assert not (out / "summary.json").exists()
+
+
+def test_sound_shards(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`data info --verify` says that all shards were read."""
+    assert main(["data", "info", str(shards), "--verify"]) == 0
+    assert "every shard has the SHA-256" in capsys.readouterr().out
+
+
+def test_damaged_weights(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train` on a finished run and `report` name damaged weights; deleted, they come back from the last checkpoint."""
+    words = ["train", *SMALL, "--data.corpus", f"tokens:{shards}", "--out", str(tmp_path / "run"), "--quiet"]
+    weights = tmp_path / "run" / "weights.safetensors"
+    assert main(words) == 0
+    sound = weights.read_bytes()
+    shardmaker.flip(weights)
+    capsys.readouterr()
+    assert main(words) == 1
+    assert f"{weights} is damaged: its SHA-256 differs" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert f"{weights} is damaged: its SHA-256 differs" in " ".join(capsys.readouterr().out.split())
+    assert "its SHA-256 differs" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    weights.unlink()
+    (tmp_path / "run" / "summary.json").unlink()
+    assert main(words) == 0
+    assert weights.read_bytes() == sound
