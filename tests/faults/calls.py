@@ -30,6 +30,10 @@ KILL, HALF, ERROR, FULL, SHORT, POWER = "kill", "half", "error", "full", "short"
 MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Error code 12"
 
 
+INSTALLED: list[Callable[[], None]] = []
+"""What undoes the wrapping; a child of this process begins without its faults."""
+
+
 @dataclass
 class Fault:
     """What happens at which call.
@@ -216,6 +220,7 @@ def install(fault: Fault) -> Callable[[], None]:  # noqa: PLR0915 - one wrapper 
         for owner, name, original in undo:
             setattr(owner, name, original)
 
+    INSTALLED[:] = [restore]
     return restore
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from faults.calls import INSTALLED
 from twophase.cli.main import main
 from twophase.sweep import crew
 
@@ -112,6 +113,8 @@ def _popen(command: list[str], *, stdin: int, stdout: Any, stderr: Any, env: Map
 
     def call() -> int:
         os.environ.update(env)
+        for restore in INSTALLED:
+            restore()
         if first is not None:
             first()
         return main(command[4:])

@@ -22,9 +22,10 @@ from faults.children import Ended, call, ended
 from faults.scenes import Stage, contents, copy
 
 SHOWN = re.compile(
-    r"env\.json|config\.yaml|.*\.jsonl|.*\.log|trials\.journal|\.lock|\.verified\.json|.*\.html|verdict\..*"
+    r"env\.json|(config|summary)\.(yaml|json)|.*\.jsonl|.*\.log|trials\.journal|\.lock|\.verified\.json|.*\.html|verdict\..*"
 )
 """Files whose content commands show as it is, without being able to tell what it was."""
+WEIGHTS = "weights.safetensors"
 _NUMBER = re.compile(rb"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?(?![\w.])")
 _VALUES = [b"1" + b"0" * 400, b"-1", b"0", b"1e999", b"NaN", b"null", b'"x"', b"true", b"[]", b"{}", b"1e-320", b"2.5"]
 
@@ -163,7 +164,8 @@ class Damage:
             elif end.status == 0 and number == len(goods):
                 failed = self._silent(source, out, path, damaged, self._good[name][1])
             elif end.status == 0 and not SHOWN.fullmatch(path.name) and _words(end.out) != _words(good.out):
-                failed = f"silent: {_first_difference(good.out, end.out)}" if not end.err else ""
+                is_told = end.err or "missing or wrong" in end.out
+                failed = "" if is_told else f"silent: {_first_difference(good.out, end.out)}"
             if failed:
                 return {"how": how, "failed": f"{words[0]}: {failed}"}
         return {"how": how, "failed": ""}
@@ -171,7 +173,8 @@ class Damage:
     def _silent(self, source: Source, out: Path, path: Path, damaged: bytes | None, wanted: dict[str, bytes]) -> str:
         """Say in what a result differs though the command has ended well."""
         is_untouched = path.read_bytes() == damaged if path.is_file() else damaged is None
-        if is_untouched and not re.fullmatch(source.must, path.name):
+        is_gone = damaged is None and path.name == WEIGHTS  # a finished run's may be removed
+        if is_gone or (is_untouched and not re.fullmatch(source.must, path.name)):
             path.unlink(missing_ok=True) if not path.is_dir() else None  # it was not read
             wanted = {name: data for name, data in wanted.items() if out / name != path}
         try:

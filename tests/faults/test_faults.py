@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,23 @@ def test_faults_are_seen(tmp_path: Path, stage: Stage) -> None:
 
 def ended_well(folder: Path) -> Any:
     return ended(Child(lambda: 0, folder / "well.out", folder / "well.err"), folder / "well")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_a_sample(tmp_path: Path) -> None:
+    """A dozen kills and 150 inputs of a fixed seed: no byte differs, nothing is silent, hangs or leaves a file."""
+    words = ["--kills", "12", "--inputs", "150", "--seed", "7", "--processes", "1", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent), *words], capture_output=True, text=True, check=False
+    )
+    failures = tmp_path / run.FAILURES
+    assert not failures.exists(), failures.read_text()
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert (figures["kills"], figures["inputs"]) == (13, 150)
+    assert figures["stall_p95"] <= figures["heartbeat"] + 1.0
 
 
 def test_cases_are_repeatable() -> None:
