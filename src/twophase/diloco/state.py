@@ -14,6 +14,7 @@ from twophase.diloco.setting import Schedule, Setting, check_needs
 from twophase.diloco.sweep import goes_on_device
 from twophase.diloco.sync import Part, Sync
 from twophase.optim.outer import OuterSGD
+from twophase.policies.checks import check_count
 
 _KEYS = {"anchor", "layout", "fragments", "under_way", "schedule", "launching", "round", "inner_step", "syncs"}
 
@@ -97,6 +98,7 @@ def check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> Non
         raise ValueError(
             f"DiLoCo.load_state_dict: the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned"
         )
+    _check_values(state, setting)
     here: dict[str, Any] = {
         "fragments": [fragment.name for fragment in setting.fragments],
         "parameters of the model": _layout(setting),
@@ -126,6 +128,32 @@ def check(state: Mapping[str, Any], setting: Setting, schedule: Schedule) -> Non
     pairs = zip(setting.fragments, state["fragments"], strict=True)
     groups = [g for f, saved in pairs if isinstance(f.outer, OuterSGD) for g in saved["outer"]["param_groups"]]
     check_needs([group for group in groups if "restart" in group], setting.supplied)
+
+
+def _check_values(state: Mapping[str, Any], setting: Setting) -> None:
+    """Refuse counts that are none, numbers of fragments that there are not, and sums of another shape."""
+    numbers = [*state["launching"], *state.get("borrowed", ())]
+    counts = {name: state[name] for name in ("round", "inner_step", "syncs")}
+    for saved in state["fragments"]:
+        counts |= {f"{saved['name']}'s {name}": saved[name] for name in ("round", "steps")}
+    for sync in state["under_way"]:
+        numbers += sync["fragments"]
+        counts |= {f"a sync's {name}": sync[name] for name in ("age", "replicas", "bytes_sent")}
+        counts |= {f"a sync's steps of {number}": steps for number, steps in enumerate(sync["steps"])}
+    for what, value in counts.items():
+        check_count("DiLoCo.load_state_dict", what, value, 0)
+    there = range(len(setting.fragments))
+    if any(check_count("DiLoCo.load_state_dict", "a fragment's number", number, 0) not in there for number in numbers):
+        raise ValueError(f"DiLoCo.load_state_dict: the state has fragments {numbers}, this engine {len(there)}")
+    pairs = [(setting.anchor, state["anchor"])]
+    for sync in state["under_way"]:
+        pairs += zip((setting.fragments[number].gradient for number in sync["fragments"]), sync["sums"], strict=True)
+    for here, saved in pairs:
+        if (saved.shape, saved.dtype) != (here.shape, here.dtype) and saved.numel() == here.numel():
+            raise ValueError(
+                f"DiLoCo.load_state_dict: the state has {saved.dtype} of shape {tuple(saved.shape)} where this engine "
+                f"has {here.dtype} of shape {tuple(here.shape)}; pass what state_dict() returned"
+            )
 
 
 def _layout(setting: Setting) -> list[list[object]]:

@@ -9,8 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from twophase.base.files import json_object
 from twophase.optim.products import Angles
 from twophase.policies.base import MEASURED, PROBES, Answer
+from twophase.policies.checks import check_count
 from twophase.policies.text import parse
 from twophase.rule import OuterRule, check_rule
 
@@ -64,7 +66,7 @@ def complete_(group: dict[str, Any]) -> None:
     policy = parse(group.get("restart", "never"))
     memory = group.get("policy_state", policy.initial_state())
     group |= {"form": "sum", "nesterov": False, **dict.fromkeys(COUNTERS, 0)} | group
-    group |= {"restart": str(policy), "policy_state": json.loads(memory) if isinstance(memory, str) else memory}
+    group |= {"restart": str(policy), "policy_state": json_object(memory) if isinstance(memory, str) else memory}
     check_group(group)
 
 
@@ -125,6 +127,11 @@ def loaded_groups(
         here = groups[index] if index < len(groups) else {}
         loaded.append({"restart": here.get("restart", "never")} | group)
         complete_(loaded[-1])
+        for name in COUNTERS:
+            check_count("OuterSGD: the loaded state's group", name, loaded[-1][name], 0)
+        for name, value in loaded[-1]["policy_state"].items():
+            if math.isnan(as_number(f"OuterSGD: the loaded policy's {name}", value)):
+                raise ValueError(f"OuterSGD: the loaded policy's {name} is not a number; load what was saved")
         check_needs(loaded[-1], promised, "the loaded state's ")
     count_candidates(loaded)
     return loaded

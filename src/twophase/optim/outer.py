@@ -370,6 +370,14 @@ class OuterSGD(Optimizer):
                 not promised; nothing has been changed.
         """
         groups = loaded_groups(state_dict, self.param_groups, self.promised)  # refuse before anything is loaded
+        for group, loaded in zip(self.param_groups, groups, strict=False):  # the base class counts them
+            for param, index in zip(group["params"], loaded["params"], strict=False):
+                saved = state_dict["state"].get(index, {}).get(BUFFER)
+                if saved is not None and saved.shape != param.shape:
+                    raise ValueError(
+                        f"OuterSGD: the loaded buffer of parameter {index} has shape {tuple(saved.shape)}, the "
+                        f"parameter {tuple(param.shape)}; load the state of an optimizer of these parameters"
+                    )
         super().load_state_dict(state_dict | {"param_groups": groups})
         # The base class has just cast every buffer to its parameter's dtype (and shares the others with the caller's
         # dictionary), so the buffers are put back from the original: as they were, and our own copy.

@@ -16,15 +16,16 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from twophase.base.config import UsageError
-from twophase.base.files import file_sha256, sync_folder, write_atomic
+from twophase.base.errors import RunError, UsageError, is_out_of_memory
+from twophase.base.files import file_sha256, read_json_object, sync_folder, write_atomic
 from twophase.diloco.communicator import Communicator
 from twophase.training import parts as files
 from twophase.training.snapshot import Snapshots
@@ -266,10 +267,12 @@ class Checkpoint:
     def __init__(self, path: Path, fingerprint: str) -> None:
         self.path = path
         try:
-            manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+            manifest = read_json_object(path / _MANIFEST)
             entries = dict(manifest["files"])
             self.step: int = manifest["step"]
             owner, version = manifest["config"], manifest.get("format", 1)
+            if type(self.step) is not int or any(Path(name).name != name for name in entries):
+                raise ValueError("a step that is no number, or a file outside of the folder")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, f"its {_MANIFEST} cannot be read ({error})") from None
         if _NAME.fullmatch(path.name) and self.step != _step(path):
@@ -293,7 +296,19 @@ class Checkpoint:
 
     def progress(self) -> dict[str, Any]:
         """Read the plain numbers."""
-        return json.loads((self.path / _PROGRESS).read_text(encoding="utf-8"))
+        with self.content(_PROGRESS):
+            return read_json_object(self.path / _PROGRESS)
+
+    @contextmanager
+    def content(self, name: str) -> Iterator[None]:
+        """Turn what goes wrong while a file's content is used into the message of a damaged checkpoint."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, UsageError | RunError) or is_out_of_memory(error):
+                raise
+            reason = " ".join(str(error).split())
+            raise _damaged(self.path, f"{name}: {reason or type(error).__name__}") from None
 
     def holds(self, name: str) -> bool:
         """Tell whether there is such a part."""
@@ -301,7 +316,8 @@ class Checkpoint:
 
     def part(self, name: str) -> Any:
         """Read one part, with its tensors on the CPU."""
-        return files.read(self.path / name)
+        with self.content(name):
+            return files.read(self.path / name)
 
 
 def _damaged(path: Path, why: str) -> UsageError:

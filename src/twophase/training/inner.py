@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -67,7 +67,12 @@ class Replica:
         """Continue from `state_dict()`."""
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["inner"])
-        self.round_losses = list(state.get("round_losses", ()))  # older states have their sum
+        self.round_losses = list(map(float, state.get("round_losses", ())))  # older states have their sum
+
+    def has_moved(self, numbers: Collection[int]) -> bool:
+        """Tell whether one of some parameters, by their numbers, differs from its first value."""
+        pairs = zip(self.model.parameters(), self.task.model(self.config.seed).parameters(), strict=True)
+        return any(not torch.equal(now.cpu(), first) for n, (now, first) in enumerate(pairs) if n in numbers)
 
 
 def inner_lr(config: RunConfig, step: int) -> float:

@@ -95,7 +95,10 @@ def put_together(part: Part) -> Any:
             return tuple(decode(item) for item in content)
         return float(content)  # earlier versions wrote {"float": "nan"}
 
-    return decode(json.loads(part.tree))
+    try:
+        return decode(json.loads(part.tree))
+    except RecursionError:
+        raise ValueError("its tree is nested too deeply") from None
 
 
 def write(path: Path, part: Part, *, sealed: bool = False) -> None:

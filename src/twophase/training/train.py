@@ -16,6 +16,7 @@ from twophase.diloco.report import RoundReport
 from twophase.runs.folder import RunFolder
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
+from twophase.training.content import check_moments, check_position, check_progress, check_tree
 from twophase.training.task import Task, preflight
 from twophase.training.trainer import RUNNING, STOPPED, Progress, Trainer, round_line
 
@@ -183,24 +184,20 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
         newest = checkpoint.path_of(folder.checkpoint_dir, step)
         saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
         numbers = saved.progress()
-        logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
-        processes = numbers.pop("processes")
+        with saved.content("progress.json"):
+            check_progress(numbers, saved.step, folder.position())
+            logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
+            processes = numbers.pop("processes")
+            done = Progress(**numbers)
         if text != run.text:
             raise UsageError(
                 f"{run.compute.data_name}: the text is not the one that this run began with "
                 f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old text back, or choose "
                 "another --out"
             )
-        run.engine.load_state_dict(saved.part(checkpoint.ENGINE))  # at a round's end it also sets the models
-        owed = checkpoint.wire_file(run.files.rank)
-        # With other processes, the residuals belong to no process.
-        if processes == run.files.size and saved.holds(owed):
-            run.engine.load_wire_state_dict(saved.part(owed))
-        for replica in run.replicas:
-            part = saved.part(checkpoint.replica_file(replica.number))
-            replica.load_state_dict({"model": replica.model.state_dict()} | part)
+        _load(run, saved, done.step, processes)
         run.restore_execution(execution[run.files.rank % len(execution)])
-        run.done = Progress(**numbers)
+        run.done = done
         if run.done.exit_reason == STOPPED:
             run.done.exit_reason = RUNNING
     refusal = None
@@ -213,6 +210,33 @@ def _restore(run: Trainer, folder: RunFolder) -> None:
     refusal = run.files.gather(refusal, str | None)[0]
     if refusal is not None:
         raise UsageError(refusal)
+
+
+def _load(run: Trainer, saved: checkpoint.Checkpoint, step: int, processes: int) -> None:
+    """Load a checkpoint's states into a fresh run, each checked before it is loaded."""
+    state = saved.part(checkpoint.ENGINE)
+    with saved.content(checkpoint.ENGINE):
+        check_tree(state, run.engine.state_dict())
+        if run.config.shares_steps and not run.comm.elastic:
+            check_position(state, run.config, step)
+        run.engine.load_state_dict(state)  # at a round's end it also sets the models
+    owed = checkpoint.wire_file(run.files.rank)
+    # With other processes, the residuals belong to no process.
+    if processes == run.files.size and saved.holds(owed):
+        residuals = saved.part(owed)
+        with saved.content(owed):
+            run.engine.load_wire_state_dict(residuals)
+    for replica in run.replicas:
+        name = checkpoint.replica_file(replica.number)
+        part = saved.part(name)
+        with saved.content(name):
+            fresh = replica.state_dict()
+            part = {"model": fresh["model"]} | part
+            check_tree(part, fresh)
+            without = check_moments(part["inner"]["state"], replica.model.parameters(), step)
+            replica.load_state_dict(part)
+            if without and step and replica.has_moved(without):
+                raise ValueError(f"inner.state has nothing of parameter {without[0]}, which has been trained")
 
 
 def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:
