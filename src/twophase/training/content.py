@@ -50,7 +50,7 @@ def check_tree(saved: Any, fresh: Any, path: str = "") -> None:
         fits, keys = True, _ADAMW if "betas" in fresh else fresh.keys() | saved.keys()
         if odd := {str(key) for key in keys if key not in fresh or key not in saved} - _LATER:
             raise ValueError(f"{path or 'it'} lacks, or has besides, {shortened(', '.join(sorted(odd)))}")
-        for key in keys & fresh.keys() & saved.keys() - ({"lr"} if "betas" in fresh else set()):  # a schedule sets it
+        for key in fresh.keys() & saved.keys() - ({"lr"} if "betas" in fresh else set()):  # a schedule sets it
             check_tree(saved[key], fresh[key], f"{path}.{key}" if path else str(key))
     elif isinstance(fresh, list | tuple) and fits:
         fits = len(saved) == len(fresh)
