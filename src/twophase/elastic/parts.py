@@ -36,6 +36,8 @@ _LOOK_EVERY = 0.5
 _ANEW, _ASKS_ANEW = 1.0, 30
 """Seconds between two questions to a restarted lighthouse, and their number: a manager that has lost the lighthouse
 tries again after pauses that grow to ten seconds."""
+_FORMING = 0.75
+"""Seconds in which a group must form at the first try; after each failure twice as many, up to `connect_timeout`."""
 _SETTLED = 15.0
 """Seconds after which the heartbeats of all live replicas reach a restarted lighthouse. Their pauses grow to ten
 seconds as well, so a replica that was heard may be silent for seconds after it (up to a third of the outage, as
@@ -146,7 +148,11 @@ def store(address: str) -> TCPStore:
 
 
 def group(address: str, timeout: float, connect_timeout: float) -> Any:
-    """Make torchft's gloo group: it listens on one address, and waits less long while it forms than afterwards."""
+    """Make torchft's gloo group: it listens on one address, and waits less long while it forms than afterwards.
+
+    The lighthouse may name a dead replica: one that asked for this quorum, and died less than a heartbeat timeout ago.
+    The others wait for it in vain, so the first try is short; over a slow link a later one succeeds.
+    """
     from torch._C import _distributed_c10d  # noqa: PLC0415 - not on every platform
     from torchft.process_group import ProcessGroupGloo  # noqa: PLC0415 - optional
 
@@ -154,14 +160,18 @@ def group(address: str, timeout: float, connect_timeout: float) -> Any:
 
     class Group(ProcessGroupGloo):
         members: Sequence[int] = ()
+        forming = _FORMING
 
         def configure(self, *args: Any, **kwargs: Any) -> None:
             *_, self.members = args  # numbers of the replicas, in order of rank
+            self._timeout = timedelta(seconds=min(self.forming, connect_timeout))
+            self.forming *= 2
             super().configure(*args, **kwargs)
+            self.forming = _FORMING
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
             options = Gloo._Options()
-            options._timeout = timedelta(seconds=connect_timeout)
+            options._timeout = self._timeout
             options._devices = [Gloo.create_device(hostname=address)]
             backend = Gloo(store, rank, world_size, options)
             backend._set_default_timeout(timedelta(seconds=timeout))
@@ -171,7 +181,7 @@ def group(address: str, timeout: float, connect_timeout: float) -> Any:
                 group._register_backend(torch.device(kind), torch.distributed.ProcessGroup.BackendType.GLOO, backend)
             return group
 
-    return Group(timeout=timedelta(seconds=connect_timeout))
+    return Group()
 
 
 @contextmanager
