@@ -119,10 +119,12 @@ class Run(Processes):
         config: file of the configuration.
         url: of the lighthouse.
         options: further words of the command.
+        alone: replicas of a run in which each may go on by itself; at first each waits until all are up.
     """
 
-    def __init__(self, folder: Path, config: Path, url: str, *options: str) -> None:
+    def __init__(self, folder: Path, config: Path, url: str, *options: str, alone: int = 0) -> None:
         super().__init__(folder)
+        self.alone = alone
         times = ["--sync-timeout", "20", "--quorum-timeout", "60", "--start-timeout", "90"]
         self.words = ["train", "--config", str(config), "--out", str(folder / "run"), "--quiet", "--lighthouse", url]
         self.words += [*times, *options]
@@ -132,6 +134,10 @@ class Run(Processes):
     def replica(self, number: int, *faults: str, prefix: Sequence[str] = (), options: Sequence[str] = ()) -> Any:
         """Start one, with words for `faulty`; files in them are relative to the folder."""
         self.launched[number] = time.time()
+        if self.alone:
+            options = ["--min-replicas", "1", *options]
+            others = [f"hold=up-{other}@up:1" for other in range(self.alone) if other != number]
+            faults = (*faults, f"touch=up-{number}@up:1", *others)
         pairs = [word.partition("=") for word in (f"events={number}.events", *faults)]  # ACTION=FILE@MOMENT:COUNT
         words = [f"{what}={self.folder / file}" if equal else what for what, equal, file in pairs]
         command = [*prefix, sys.executable, str(DRIVER), *words, "--", *self.words, "--replica", str(number), *options]

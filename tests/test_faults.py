@@ -140,11 +140,11 @@ def begin(base: TrainConfig, tmp_path: Path) -> Iterator[Begin]:
     """Prepare a run of some kind at a lighthouse of its own; all its processes end with the test."""
     with ExitStack() as stack:
 
-        def prepare(kind: str, *options: str, url: str | None = None) -> Run:
+        def prepare(kind: str, *options: str, url: str | None = None, alone: int = 0) -> Run:
             file = tmp_path / "config.yaml"
             file.write_text(dump_yaml(with_values(base, KINDS[kind])))
             url = url or stack.enter_context(lighthouse())
-            return stack.enter_context(Run(tmp_path / "replicas", file, url, *options))
+            return stack.enter_context(Run(tmp_path / "replicas", file, url, *options, alone=alone))
 
         yield prepare
 
@@ -187,7 +187,7 @@ def test_killed_in_the_inner_phase_and_while_it_is_healed(begin: Begin, good: Go
 
     The one that lives goes on alone meanwhile, repeats the sync in which the second died, and sees one newcomer.
     """
-    run = begin("two")
+    run = begin("two", alone=2)
     first = run.replica(0, "hold=second@inner:33", "hold=third@inner:53")
     killed(run, "1", run.replica(1, "kill@inner:22"))
     until("the other goes on alone", lambda: run.lines(0)[-1]["replicas"] == 1)
@@ -197,6 +197,7 @@ def test_killed_in_the_inner_phase_and_while_it_is_healed(begin: Begin, good: Go
     good(run, "two", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1]
     assert sizes(run, 0) == [2, 1, 2]
+    assert [line["round"] for line in run.lines(0) if line["minority"]] == [6]  # the first that the other one missed
     assert max(line["attempts"] for line in run.lines(0) if line["round"] < 9) == 1  # a dead replica is not waited for
     assert max(line["attempts"] for line in run.lines(0) if line["replicas"] == 1) >= 2  # the heal that broke off
     tell_recovery(run, "kill at inner", of=1, survivor=0)
@@ -205,7 +206,7 @@ def test_killed_in_the_inner_phase_and_while_it_is_healed(begin: Begin, good: Go
 
 def test_one_of_three_is_killed_and_then_the_one_that_heals_it(begin: Begin, good: Good) -> None:
     """One of three dies; the one that gives its successor the state dies over it; the last one gives it instead."""
-    run = begin("three")
+    run = begin("three", alone=3)
     giving = ("hold=second@inner:33", "kill=died@giving:1", "hold=third@inner:57")
     others = {number: run.replica(number, *giving) for number in (0, 2)}
     killed(run, "1", run.replica(1, "kill@inner:22"))
@@ -250,7 +251,7 @@ def test_of_three_one_is_killed_at_each_moment(begin: Begin, good: Good) -> None
 @pytest.mark.parametrize("moment", ["reduce:6", "counted:7"])
 def test_killed_between_quorum_and_outer_step(begin: Begin, good: Good, moment: str) -> None:
     """One of two dies within a sync: the other repeats it alone unless it had succeeded, and no round counts twice."""
-    run = begin("two")
+    run = begin("two", alone=2)
     comes_back(run, moment, 33)
     good(run, "two", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1]
@@ -267,7 +268,7 @@ def test_one_is_killed_where_candidates_are_probed(begin: Begin, good: Good) -> 
 
     A successor has no inner steps behind it in its first round, and probes like the other.
     """
-    run = begin("probing")
+    run = begin("probing", alone=2)
     comes_back(run, "inner:22", 33)
     good(run, "probing", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1]
@@ -281,7 +282,7 @@ def test_both_are_stopped_with_a_sync_under_way(begin: Begin, good: Good) -> Non
 
     So it is further than the other when both are started again, and gives it its state.
     """
-    run = begin("delayed")
+    run = begin("delayed", alone=2)
     both = [run.replica(0, "touch=there@inner:18"), run.replica(1, "hold=go@inner:17")]
     run.await_event(1, "hold at inner")
     until("the first is at the sync of step 18", (run.folder / "there").exists)
@@ -291,7 +292,7 @@ def test_both_are_stopped_with_a_sync_under_way(begin: Begin, good: Good) -> Non
     all_end(run, both, 130)
     steps = [latest_step(run.out / f"replica-{number}" / "checkpoint") for number in (0, 1)]
     assert steps == [20, 17]
-    both = [run.replica(number) for number in (0, 1)]
+    both = [run.replica(number, options=["--min-replicas", "2"]) for number in (0, 1)]
     all_end(run, both)
     good(run, "delayed", numbers=(0, 1), always=(0,))
     assert sizes(run, 0) == [2, 1, 2]
@@ -302,7 +303,7 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
 
     What it has then is the other's, so its own record does not go on, and is kept.
     """
-    run = begin("two", "--sync-timeout", "6", "--checkpoint-every", "1")
+    run = begin("two", "--sync-timeout", "6", "--checkpoint-every", "1", alone=2)
     first = run.replica(0, "stop@reduce:6")
     second = run.replica(1, "hold=never@inner:26")
     until("stopped", lambda: stopped(first))
@@ -310,7 +311,7 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
     until("a checkpoint of step 24", lambda: latest_step(run.out / "replica-1" / "checkpoint") == 24)
     second.kill()
     run.ended("1", second, -signal.SIGKILL)
-    again = run.replica(1, "touch=up@up:1")
+    again = run.replica(1, "touch=up@up:1", options=["--min-replicas", "2"])
     until("up", (run.folder / "up").exists)
     time.sleep(0.5)
     wake(first)
@@ -329,7 +330,7 @@ def test_a_history_of_its_own_is_set_aside(begin: Begin, good: Good) -> None:
 
 def test_killed_during_a_delayed_sync(begin: Begin, good: Good) -> None:
     """Two fragments on an int8 wire, summed while training goes on: one of two dies with a sum under way."""
-    run = begin("streaming")
+    run = begin("streaming", alone=2)
     comes_back(run, "under way:11", 40)
     good(run, "streaming", numbers=(0, 1), always=(0,))
     assert newcomers(run, 0) == [1, 1]  # in each fragment
@@ -343,7 +344,7 @@ def test_killed_during_a_delayed_sync(begin: Begin, good: Good) -> None:
 
 def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
     """SIGSTOP between inner steps and in a reduction, longer than the timeouts: left behind, and healed afterwards."""
-    run = begin("two", "--sync-timeout", "6")
+    run = begin("two", "--sync-timeout", "6", alone=2)
     first = run.replica(0, "hold=once@inner:33", "hold=twice@inner:65")
     second = run.replica(1, "stop@inner:14", "stop@reduce:8")
     for number, (file, pause) in enumerate((("once", HEARTBEAT + 2), ("twice", 8.0)), start=1):
@@ -398,10 +399,10 @@ def test_the_lighthouse_is_killed_and_comes_back(
 
 @pytest.fixture(scope="module")
 def link() -> Iterator[tuple[Hub, list[Place]]]:
-    """Two places with a link between them, where the tests may make such."""
+    """Three places with links between them, where the tests may make such."""
     with ExitStack() as stack:
         try:
-            hub, places = stack.enter_context(joined())
+            hub, places = stack.enter_context(joined(3))
         except Refused as reason:
             pytest.skip(f"no network namespaces: {reason}")
         command = lighthouse_command(f"{places[0].address}:29510")
@@ -421,8 +422,8 @@ def at_places(run: Run, places: list[Place], *faults: tuple[str, ...], options: 
 
 def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, link: tuple[Hub, list[Place]]) -> None:
     """With the link between two machines cut in a reduction, the one at the lighthouse goes on; the other is healed."""
-    hub, places = link
-    run = begin("two", "--sync-timeout", "6", url=f"http://{places[0].address}:29510")
+    hub, (*places, _) = link
+    run = begin("two", "--sync-timeout", "6", url=f"http://{places[0].address}:29510", alone=2)
     there = ("hold=cut@reduce:6", "touch=healed@healed:1")
     both = at_places(run, places, ("hold=cut@reduce:6", "hold=whole@inner:33", "pace=healed@inner:34"), there)
     for number in range(2):
@@ -447,7 +448,7 @@ def test_a_link_is_cut_for_longer_than_the_timeout(begin: Begin, good: Good, lin
 
 def test_a_slow_link(begin: Begin, link: tuple[Hub, list[Place]], tmp_path: Path) -> None:
     """At 50 Mbit/s replicas agree as ever, and int8 sends a quarter of float32's bytes."""
-    hub, places = link
+    hub, (*places, _) = link
     big = ["--model.hidden-size", "256", "--model.intermediate-size", "512", "--model.layers", "2", "--steps", "4"]
     lines_by_wire: dict[str, list[dict[str, Any]]] = {}
     for number in range(2):
@@ -470,6 +471,116 @@ def test_a_slow_link(begin: Begin, link: tuple[Hub, list[Place]], tmp_path: Path
     for wire, lines in lines_by_wire.items():
         spent = statistics.median(line["seconds"]["reduce"] for line in lines)
         say(f"{wire} at 50 Mbit/s: {sent[wire] / 1e6:.2f} MB, {spent:.2f} s in a reduction")
+
+
+# --- one result for one run -------------------------------------------------------------------------------------------
+
+
+def takes_the_result(run: Run, late: Any) -> None:
+    """Replica 1 comes after replica 0's end, and ends with the same result, bit for bit, and one line that says so."""
+    run.ended("1", late)
+    (line,) = [line for line in run.said("1") if "the run had ended without this replica" in line]
+    assert run.summary(0)["checksum"] in line
+    for key in ("checksum", "perplexity", "steps", "rounds", "exit_reason"):
+        assert run.summary(1)[key] == run.summary(0)[key], key
+    weights = [(run.out / f"replica-{number}/weights.safetensors").read_bytes() for number in (0, 1)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(("kind", "alone"), [("three", 0), ("two", 2)])
+def test_suspended_for_longer_than_the_run(begin: Begin, good: Good, kind: str, alone: int) -> None:
+    """Stopped until the others have finished, a replica has their result, also where it might go on alone."""
+    run = begin(kind, alone=alone)
+    late = run.replica(1, "stop@inner:22")
+    others = {number: run.replica(number) for number in (0, *((2,) if kind == "three" else ()))}
+    for number, process in others.items():
+        run.ended(str(number), process)
+    assert stopped(late)
+    wake(late)
+    takes_the_result(run, late)
+    good(run, kind, numbers=(0, 1), always=(0,))
+    assert max(line["round"] for line in run.lines(1)) == 5
+    assert any(line["minority"] for line in run.lines(0)) == (alone > 0)
+
+
+def test_restarted_after_the_others_have_finished(begin: Begin, tmp_path: Path) -> None:
+    """Killed, and started again after the end: it is refused while the result is out of reach, and then takes it over.
+
+    The lighthouse may be gone by then. A file that holds the end of another configuration's run is refused as well.
+    """
+    record = tmp_path / "the record.json"
+    run = begin("two", "--run-record", str(record), alone=2)
+    others = [run.replica(0)]
+    killed(run, "1", run.replica(1, "kill@inner:22"))
+    all_end(run, others)
+    run.words[run.words.index("--lighthouse") + 1] = f"http://127.0.0.1:{free_port()}"
+    (run.out / "replica-0").rename(tmp_path / "elsewhere")
+    run.ended("1", run.replica(1), 1)
+    line = run.said("1")[-1]
+    assert f"the run is over ({record}), with checksum " in line
+    assert "copy weights.safetensors from there to " in line
+    run.ended("1", run.replica(1, options=["--outer.lr", "0.5", "--out", str(tmp_path / "new")]), 2)
+    assert "holds the end of another run" in run.said("1")[-1]
+    (tmp_path / "elsewhere").rename(run.out / "replica-0")
+    takes_the_result(run, run.replica(1))
+
+
+def test_a_run_that_began_earlier_does_not_meddle(begin: Begin, good: Good, tmp_path: Path) -> None:
+    """A replica of an earlier run wakes up at the lighthouse of a new one: it ends, and that goes on."""
+    with lighthouse() as url:
+        old = begin("two", "--min-replicas", "1", url=url)
+        old.words[old.words.index("--out") + 1] = str(tmp_path / "old")
+        sleeper = old.replica(0, "stop@inner:61")
+        until("stopped", lambda: stopped(sleeper))
+        time.sleep(HEARTBEAT + 0.5)
+        run = begin("two", url=url)
+        both = [run.replica(number, "hold=awake@inner:21") for number in (0, 1)]
+        for number in (0, 1):
+            run.await_event(number, "hold at inner")
+        wake(sleeper)
+        time.sleep(0.5)
+        run.touch("awake")
+        old.ended("0", sleeper, 1)
+        all_end(run, both)
+    good(run, "two", numbers=(0, 1), always=(0, 1))
+    assert any("this replica belongs to run " in line for line in old.said("0"))
+
+
+def test_a_minority_waits(begin: Begin, good: Good, link: tuple[Hub, list[Place]]) -> None:
+    """Cut off with the lighthouse from both others, one of three trains no round alone, and goes on with them later."""
+    hub, places = link
+    run = begin("three", url=f"http://{places[0].address}:29510")
+    processes = at_places(run, places, *[("hold=cut@inner:22",)] * 3)
+    for number in range(3):
+        run.await_event(number, "hold at inner")
+    for port in (1, 2):
+        hub.cut(port)
+    run.touch("cut")
+    until("the one at the lighthouse waits", lambda: any("1 of the last sync's replicas" in s for s in run.said("0")))
+    time.sleep(3 * HEARTBEAT)
+    assert [line["round"] for line in run.lines(0)] == [1, 2, 3, 4, 5]
+    for port in (1, 2):
+        hub.mend(port)
+    all_end(run, processes)
+    good(run, "three", numbers=(0, 1, 2), always=(0,))
+    assert min(line["replicas"] for line in run.lines(0)) >= 2
+    assert not any(line["minority"] for line in run.lines(0))
+
+
+def test_two_of_three_die_one_after_the_other(begin: Begin, good: Good) -> None:
+    """The second dies while it waits for the first one to be found dead, and is named once more: that costs no 30 s."""
+    run = begin("three", alone=3)
+    first, last = run.replica(0), run.replica(2)
+    killed(run, "1", run.replica(1, "kill@reduce:6"))
+    time.sleep(0.3)
+    last.kill()
+    run.ended("2", last, -signal.SIGKILL)
+    all_end(run, [first])
+    good(run, "three", numbers=(0,), always=(0,))
+    waited = run.wait_after("kill at reduce", 1, 0)
+    say(f"two of three killed: the next round counted {waited:.2f} s later (heartbeat timeout {HEARTBEAT:g} s)")
+    assert waited < 10 * HEARTBEAT
+    assert sizes(run, 0) == [3, 1]
 
 
 # --- torchrun's processes ---------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ MISTAKES = [
     ("train --quorum-timeout soon", "--quorum-timeout"),
     ("train --replica 1", "--lighthouse"),
     ("train --min-replicas 1", "--lighthouse"),
+    ("train --lighthouse http://127.0.0.1:1 --replica 0 --run-record missing/run.json", "--run-record"),
     ("train --lighthouse http://127.0.0.1:1", "--replica"),
     pytest.param("train --lighthouse http://127.0.0.1:1 --replica 2", "--replica is 2", marks=pytest.mark.slow),
     ("data prepare absent.txt --out tokens", "absent.txt"),

@@ -33,12 +33,12 @@ class Meeting(SingleProcess):
         del engine, save
         self.load = load
 
-    def enter(self, syncs: int, *, running: bool = False) -> None:
+    def enter(self, syncs: int, *, run: int = 0) -> None:
         """As far as anyone."""
 
-    def enough(self, count: int) -> bool:
-        """Two are enough."""
-        return count == 2
+    def enough(self, count: int, needed: int | None = None) -> bool:
+        """Two are enough to begin."""
+        return needed is not None or count == 2
 
     def begin(self) -> bool:
         """Give the next state."""
@@ -79,6 +79,64 @@ def test_a_state_adopted_at_the_beginning(mixing: float, donated: int, restored:
     group.attach(run.engine, run.state, run.load)
     assert run.engine.join(restore=lambda: None if restored is None else run.load(state(restored))) is None
     assert [report.newcomers for report in run.go(range(20, 26))] == newcomers
+
+
+class Waits(Exception):  # noqa: N818 - no fault of the test
+    """A sync lacks replicas; holds how many of the last one's are there, and how many must be."""
+
+
+class Crowd(SingleProcess):
+    """This process and others that hold the same; those of each roll call are listed."""
+
+    elastic, replica = True, 0
+
+    def __init__(self, allowance: float, calls: Sequence[Sequence[int]]) -> None:
+        self.allowance, self.calls = allowance, list(calls)
+
+    def enough(self, count: int, needed: int | None = None) -> bool:
+        """End instead of waiting."""
+        if needed is not None and count < needed:
+            raise Waits(count, needed)
+        return True
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """The others say the same, but for their numbers."""
+        if len(numbers) < 10:
+            return [list(numbers)]
+        return [[*numbers[:4], number, *numbers[5:]] for number in self.calls.pop(0)]
+
+
+@pytest.mark.parametrize(
+    ("allowance", "before", "then", "lacks"),
+    [
+        (float("inf"), [0, 1, 2], [0, 1], None),
+        (float("inf"), [0, 1, 2], [0, 1, 2, 3, 4], None),
+        (float("inf"), [0, 1, 2], [0], (1, 2)),
+        (float("inf"), [0, 1], [0], (1, 2)),
+        (float("inf"), [0, 1, 2, 3], [0, 1], (2, 3)),  # the other half might go on as well
+        (float("inf"), [0, 1, 2], [0, 3, 4], (1, 2)),  # newcomers are no witnesses of the last sync
+        (float("inf"), [0, 1, 2], [0, 0, 0], (1, 2)),  # a number counts once
+        (2, [0, 1, 2, 3], [0, 1], None),
+        (2, [0, 1, 2, 3], [0], (1, 3)),
+        (1, [0, 1], [0], None),
+    ],
+)
+def test_a_sync_needs_most_of_the_last_ones_replicas(
+    allowance: float, before: list[int], then: list[int], lacks: tuple[int, int] | None
+):
+    """Or as many as are explicitly allowed, and the report says where that was used."""
+    group = Crowd(allowance, [before, before, before, then])
+    run = start(RULE, [0], inner_steps=1, communicator=group)
+    assert run.engine.join() is None
+    (first,) = run.go(range(1))
+    assert (first.replicas, first.minority) == (len(before), False)
+    if lacks is not None:
+        with pytest.raises(Waits) as waits:
+            run.go(range(1, 2))
+        assert waits.value.args == lacks
+    else:
+        (second,) = run.go(range(1, 2))
+        assert second.minority == (2 * len(set(before) & set(then)) <= len(before))
 
 
 def healed(**options: Any) -> Any:

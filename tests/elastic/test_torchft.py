@@ -144,11 +144,17 @@ def worker(replica: int, folder: Path, urls: dict[str, str]) -> None:
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name, url in urls.items():
-        with communicator(url, replica) as group:
+        options = {"min_replicas": 1} if name == "kill" else {}
+        with communicator(url, replica, **options) as group:
             mine = Replica()
             engine = DiLoCo(mine.model, RULE, communicator=group, **SCENARIOS.get(name, SCENARIOS["plain"]))
             group.attach(engine, mine.save, mine.load)
             reports: list[dict[str, Any]] = []
+            if name == "kill":  # one may go on alone, and so might begin alone
+                group._started()
+                (folder / f"up-{replica}").touch()
+                until("both are up", lambda: all((folder / f"up-{number}").exists() for number in range(2)))
+                time.sleep(0.3)
             first = engine.join({"loss": 0.0})
             reports += [facts(first)] if first else []
             if name == "kill":
@@ -558,8 +564,8 @@ def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
         fail, enough = group._fail, group.enough
         group._fail = lambda error: (failures.append(error), fail(error))
 
-        def enough_for(count: int) -> bool:
-            answer = enough(count)
+        def enough_for(count: int, needed: int | None = None) -> bool:
+            answer = enough(count, needed)
             if place == 1 and count == 2:
                 tried.set()
             return answer
@@ -576,6 +582,30 @@ def test_replicas_may_ask_for_unlike_numbers(monkeypatch: pytest.MonkeyPatch):
     third = {"timeout": 6.0}
     options = [third | {"min_replicas": count} for count in (2, 3, 3)]
     assert lives(monkeypatch, live, *((option, {}) for option in options)) == [(3, [])] * 3
+
+
+@pytest.mark.dist
+def test_one_of_two_does_not_go_on_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """It waits for the other, which has gone, and ends after start_timeout with the option that would let it go on."""
+
+    def live(place: int, group: Any, mine: Replica, engine: DiLoCo) -> Any:
+        engine.join()
+        group.start_timeout = 0.5
+        reports = []
+        while place == 0 or not reports:
+            mine.step(place)
+            try:
+                reports.append(engine.step())
+            except RunError as error:
+                return reports, str(error)
+        return reports, engine.run
+
+    (reports, error), (_, run) = lives(monkeypatch, live, ({}, {}), ({}, {}))
+    assert [(report.replicas, report.minority) for report in reports] == [(2, False)]
+    assert "1 of the last sync's replicas are here after 0.5 s, but 2 must be" in error
+    assert "--min-replicas 1" in error
+    assert abs(run / 1000 - time.time()) < PATIENCE
+    assert caplog.messages.count("1 of the last sync's replicas are here, and 2 must be; waiting for the others") == 1
 
 
 @pytest.mark.dist
@@ -615,6 +645,7 @@ def test_a_newcomer_has_no_weight_in_a_repeated_sync(monkeypatch: pytest.MonkeyP
     for report, anchor in (option for place, option in enumerate(results) if place != dead):
         assert (report.replicas, report.newcomers) == (1, others)
         assert report.attempts == 2
+        assert report.minority
         assert dict(report.signals) == {"loss": float(counts) if others else 7.0}
         assert {"quorum", "reduce"} <= set(report.seconds)
         for mean, original in zip(anchor, states[counts], strict=True):

@@ -140,12 +140,13 @@ def test_an_elastic_run(tmp_path: Path) -> None:
     """Where replicas come and go, the page counts them."""
     write_run(tmp_path, SUM, [0.3])
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
-    lines[7] |= {"newcomers": 1, "attempts": 3, "replicas": 1}
+    lines[7] |= {"newcomers": 1, "attempts": 3, "replicas": 1, "minority": True}
     write_lines(tmp_path / "rounds.jsonl", lines)
     text = harmless(page_of(tmp_path))
     assert "Replicas that come and go" in text
     assert "with any: 1 round<" in text
     assert "with more than one: 1 round<" in text
+    assert "allowed by --min-replicas: 1 round<" in text
 
 
 INCOMPLETE: dict[str, tuple[str, Callable[[str], str | None], str]] = {

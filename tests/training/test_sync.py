@@ -124,12 +124,12 @@ class Alone(SingleProcess):
     def attach(self, engine: Any, save: Any, load: Any) -> None:
         """Without a late joiner, no state is needed."""
 
-    def enter(self, syncs: int, *, running: bool = False) -> None:
+    def enter(self, syncs: int, *, run: int = 0) -> None:
         """Without peers, no other replica is further."""
 
-    def enough(self, count: int) -> bool:
+    def enough(self, count: int, needed: int | None = None) -> bool:
         """Need one replica."""
-        return count == 1
+        return count == (needed or 1)
 
 
 def test_a_replica_that_stops_alone(config: TrainConfig, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ _LEVELS = 100
 _DEEP = f"it is nested more than {_LEVELS} levels deep"
 
 
-def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, replace: bool = True) -> None:
     """Write `content` to `path` in one indivisible step.
 
     The bytes go to a temporary file in the same folder, reach the disk, and take the name only then.
@@ -39,8 +39,10 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
         path: the file.
         content: text or bytes.
         durable: whether it must survive a power cut; False spares waiting for the disk, twice.
+        replace: whether it may take the place of a file that is there.
 
     Raises:
+        FileExistsError: there is one, and it may not be replaced, also one that another process writes just now.
         OSError: the folder cannot be written or the disk is full; `path` is then as it was.
     """
     data = content.encode() if isinstance(content, str) else content
@@ -52,7 +54,11 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            temporary.replace(path)  # under the lock: without one, the old name is that of a leftover
+            if replace:
+                temporary.replace(path)  # under the lock: without one, the old name is that of a leftover
+            else:
+                os.link(temporary, path)  # of several processes one succeeds
+                temporary.unlink()
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

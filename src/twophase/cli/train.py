@@ -85,7 +85,13 @@ def _elastic_options(parser: argparse.ArgumentParser) -> None:
         "--min-replicas",
         type=between(1, MOST_REPLICAS),
         metavar="N",
-        help="replicas that a run needs to begin (all of them)",
+        help="replicas that a run needs to begin (all of them), and to go on (most of the last round's)",
+    )
+    group.add_argument(
+        "--run-record",
+        type=Path,
+        metavar="FILE",
+        help="file for the run's end, which late replicas take over; let all replicas reach it (OUT/run.json)",
     )
     group.add_argument(
         "--sync-timeout",
@@ -106,7 +112,7 @@ def _elastic_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_elastic(options: argparse.Namespace) -> None:
-    names = ("replica", "host", "min_replicas", "quorum_timeout")
+    names = ("replica", "host", "min_replicas", "quorum_timeout", "run_record")
     options_set = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
     if options.lighthouse is None and options_set:
         raise UsageError(
@@ -115,6 +121,11 @@ def _check_elastic(options: argparse.Namespace) -> None:
         )
     if options.lighthouse is not None and options.replica is None:
         raise UsageError("--replica is missing; with --lighthouse each replica has a number of its own, from 0")
+    if options.run_record is not None and not os.access(options.run_record.parent, os.W_OK):
+        raise UsageError(
+            f"--run-record {options.run_record}: its folder is missing or cannot be written; make it, or name a "
+            "file in another one"
+        )
 
 
 def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
@@ -122,6 +133,7 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
     from twophase.runs.trackers import check, tracked
     from twophase.tasks.build import task_of
     from twophase.tasks.lm.corpus import verify
+    from twophase.training.ending import Ending
     from twophase.training.session import claimed, communication, signals, take_device, world_size
     from twophase.training.task import preflight
     from twophase.training.train import train
@@ -132,8 +144,9 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
         verify(config.data, config.model.vocabulary_size)
     task = task_of(config)
     preflight(config, task, world_size())  # before a folder is made for what cannot be run
+    ending = None if options.lighthouse is None else Ending(options.run_record or out.parent / "run.json")
     with (
-        communication(config, options) as communicator,
+        communication(config, options, ending) as communicator,
         signals() as stopped,
         claimed(out, config, communicator, accept_logs=options.accept_logs) as folder,
         tracked(
@@ -146,6 +159,7 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
                 config,
                 recorder,
                 communicator=communicator,
+                ending=ending,
                 on_round=lambda line: show(line["step"], round_text(line)),
                 on_step=lambda line: show(line["step"], step_text(line)),
                 should_stop=stopped.is_set,

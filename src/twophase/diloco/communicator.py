@@ -7,6 +7,7 @@ The engine is written once, against `Communicator`. `comm.ProcessGroup` sums ove
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,9 @@ class Communicator(Protocol):
     replica: int = 0
     """This replica's number, whichever others are there."""
 
+    allowance: float = math.inf
+    """Replicas that may go on without most of those of the last sync; inf: none may."""
+
     def begin(self) -> bool:
         """Begin a sync with the processes that take part in it.
 
@@ -167,21 +171,26 @@ class Communicator(Protocol):
             load: takes it.
         """
 
-    def enter(self, syncs: int, *, running: bool = False) -> None:
+    def enter(self, syncs: int, *, run: int = 0) -> None:
         """Announce, before `begin`, how far this process's state is; one that is behind another is given the other's.
 
         Args:
             syncs: that it has behind it, plus 1; 0 asks for any state that there is.
-            running: whether its run is under way; a late joiner then is behind, however many it has.
+            run: identity of the run that is under way, if one is; a late joiner then is behind, however many syncs it
+                has, and so is a replica of a run that began earlier.
         """
 
-    def enough(self, count: int) -> bool:
-        """Return whether a run may begin with this many replicas; wait a moment if not.
+    def enough(self, count: int, needed: int | None = None) -> bool:
+        """Return whether a run may begin, or go on, with this many replicas; wait a moment if not.
+
+        Args:
+            count: replicas that are there; of the last sync's, in a run under way.
+            needed: how many a run under way needs; None where it has not begun.
 
         Raises:
             RuntimeError: they have not come in time.
         """
-        return count > 0
+        return count >= (needed or 1)
 
 
 class SingleProcess(Communicator):

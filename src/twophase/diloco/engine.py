@@ -163,6 +163,11 @@ class DiLoCo:
         """Syncs that have been completed, over all fragments."""
         return self._position.syncs
 
+    @property
+    def run(self) -> int:
+        """Identity of a run whose processes come and go, in milliseconds since 1970; 0 before `join`, or elsewhere."""
+        return self._position.run
+
     # ---------------------------------------------------------------------------------------------------- the rounds
 
     def step(self, signals: Signals = None) -> RoundReport | None:
@@ -255,6 +260,7 @@ class DiLoCo:
                 failed, sync = sync, self._launch(sync.fragments, sync.members.attempts + 1, at_once=True)
                 sync.add(failed)
             self._position.borrowed.difference_update([fragment.number for fragment in sync.fragments])
+            self._position.present = list(sync.members.present)
             sync.apply()
             complete = sync.fragments[-1] is self.fragments[-1]
             self._position.round += complete

@@ -1,6 +1,9 @@
 """Membership: the replicas that take part in a sync, always the same or, where processes come and go, listed anew.
 
 It returns values. The state of a replica that comes late is replaced by a peer's inside `Communicator.begin`.
+
+A sync needs most of the replicas of the last one that counted, so two halves of a run never both go on. Replicas are
+counted by their numbers: a process that died and came back is the replica that it was.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ class Position:
         syncs: syncs that have succeeded, over all fragments.
         borrowed: numbers of the fragments in which this process (the others are the same on all) holds a peer's
             progress, each until a sync of it has succeeded.
+        run: identity of a run whose processes come and go: the milliseconds since 1970 at which it first began.
+        present: numbers of the replicas of the last sync that counted, where processes come and go.
     """
 
     launching: list[int]
@@ -37,6 +42,8 @@ class Position:
     inner_step: int = 0
     syncs: int = 0
     borrowed: set[int] = field(default_factory=set)
+    run: int = 0
+    present: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,11 @@ class Members:
         newcomers: replicas that are there without weight.
         attempts: how often the sync has been tried, this time included.
         seconds: time spent on listing them, by phase.
+        present: numbers of all replicas, where processes come and go.
+        returned: how many of them took part in the last sync that counted.
+        needed: how many of these a sync needs: most of them, or none where all members allow so few replicas.
+        minority: whether those that returned are not most of them.
+        run: identity of the run, by process 0.
     """
 
     weight: int
@@ -56,6 +68,11 @@ class Members:
     newcomers: int = 0
     attempts: int = 1
     seconds: Mapping[str, float] = field(default_factory=dict)
+    present: tuple[int, ...] = ()
+    returned: int = 0
+    needed: int = 0
+    minority: bool = False
+    run: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +142,8 @@ class Membership:
                 self._communicator.commit()  # ends the failed attempt, so that the next `begin` starts another
                 attempts += 1
             else:
-                return replace(members, attempts=attempts, seconds={"quorum": time.perf_counter() - start})
+                if self._go_on(members):
+                    return replace(members, attempts=attempts, seconds={"quorum": time.perf_counter() - start})
 
     def arrive(self, position: Position, *, ready: bool) -> Arrival:
         """Try once to join the others.
@@ -141,11 +159,15 @@ class Membership:
             members, running, all_ready = self._call_roll(position, 0, running=False, ready=ready)
             if running:
                 self.absent = False
-                return Arrival(members)
+                # From now on it holds the others' state, and waits with them for more.
+                return Arrival(members if self._go_on(members) else self.attend(position, 1))
             # Each rank judges by its own minimum; no collective follows before the vote, so none waits for another.
             enough = communicator.enough(members.replicas + members.newcomers)
             # Only together: a vote while one replica still restores would fail by its timeout.
-            return Arrival(enough=enough, begun=enough and all_ready and communicator.commit())
+            begun = enough and all_ready and communicator.commit()
+            if begun:
+                position.run, position.present = members.run, list(members.present)
+            return Arrival(enough=enough, begun=begun)
         except Interrupted:
             communicator.commit()  # ends the failed attempt, so that the next `begin` starts another
             return Arrival()
@@ -154,8 +176,12 @@ class Membership:
         """Take part with full weight from now on, unless this replica was set to a peer's progress inside a round."""
         if at_anchor or (position.syncs == 0 and position.inner_step == 0):
             position.borrowed.clear()
-        self._communicator.enter(1 + position.syncs, running=True)
+        self._communicator.enter(1 + position.syncs, run=position.run)
         self.absent = False
+
+    def _go_on(self, members: Members) -> bool:
+        """Return whether a sync may go on with these, the same on all of them; wait a moment if not."""
+        return self._communicator.enough(members.returned, members.needed)
 
     def _begin(self, position: Position) -> None:
         """Begin a sync; adopt a state healed from a peer, and drop local error-feedback residuals then."""
@@ -189,18 +215,32 @@ class Membership:
             same_start(communicator, description, self._replicas)
         place = [(position.launching or [0])[0], len(position.launching), position.inner_step]
         digests = [fragment.digest() for fragment in fragments]
-        everyone = communicator.exchange([running, self._replicas, weight, ready, *place, *all_halves(digests)])
-        fault = first_difference([row[7:] for row in everyone], fragments, digests)
+        mine = [communicator.replica, communicator.allowance, position.run or int(1000 * time.time())]
+        everyone = communicator.exchange([running, self._replicas, weight, ready, *mine, *place, *all_halves(digests)])
+        fault = first_difference([row[10:] for row in everyone], fragments, digests)
         under_way = any(row[0] for row in everyone)
         if under_way and fault is None:
-            fault = _unlike_positions([row[4:7] for row in everyone])
+            fault = _unlike_positions([row[7:10] for row in everyone])
         if fault is not None:
             remedy = REMEDY if under_way else "start all replicas from the same seed, checkpoint and options"
             raise Disagreement(f"DiLoCo: before a sync {fault}. {remedy}")
         present, counted = (int(sum(row[column] for row in everyone)) for column in (1, 2))
         if not counted:  # only newcomers are there: they count, or the progress of the replicas that have gone is lost
             weight, counted = self._replicas, present
-        return Members(weight, counted, present - counted), under_way, all(row[3] for row in everyone)
+        numbers, last = sorted({int(row[4]) for row in everyone}), set(position.present)
+        returned, majority = len(last.intersection(numbers)), len(last) // 2 + 1 if last else 0
+        allowed = len(numbers) >= max(row[5] for row in everyone)  # by all, or some would wait where others go on
+        members = Members(
+            weight,
+            counted,
+            present - counted,
+            present=tuple(numbers),
+            returned=returned,
+            needed=0 if allowed else majority,
+            minority=returned < majority,
+            run=int(everyone[0][6]),
+        )
+        return members, under_way, all(row[3] for row in everyone)
 
 
 def _unlike_positions(everyone: list[list[float]]) -> str | None:

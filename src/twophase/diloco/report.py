@@ -45,6 +45,7 @@ class RoundReport:
         replicas: replicas that took part.
         newcomers: replicas that came late, were given another's state, and had no weight in this round.
         attempts: how often it was tried; more than 1 when processes went away during the sync.
+        minority: whether it went on without most of the replicas of the round before, as `min_replicas` allows.
         restarted: whether the momentum of any param group restarted.
         fragments: what each fragment did.
         groups: each param group's norms, cosine, gain and restart; empty for an outer optimizer other than `OuterSGD`.
@@ -66,6 +67,7 @@ class RoundReport:
     replicas: int
     newcomers: int
     attempts: int
+    minority: bool
     restarted: bool
     fragments: tuple[FragmentRound, ...]
     groups: tuple[GroupRound, ...]
@@ -112,6 +114,7 @@ def merged(reports: Sequence[RoundReport]) -> RoundReport:
         partial=any(report.partial for report in reports),
         newcomers=max(report.newcomers for report in reports),
         attempts=max(report.attempts for report in reports),
+        minority=any(report.minority for report in reports),
         restarted=any(report.restarted for report in reports),
         fragments=fragments,
         groups=tuple(group for report in reports for group in report.groups),

@@ -70,6 +70,7 @@ def load(state: Mapping[str, Any], setting: Setting, position: Position, *, at_o
     position.round, position.inner_step, position.syncs = state["round"], state["inner_step"], state["syncs"]
     position.launching, position.at_once = list(state["launching"]), state.get("at_once", at_once)
     position.borrowed = set(state.get("borrowed", ()))
+    position.run, position.present = state.get("run", 0), list(state.get("present", ()))
     setting.look_up(setting.fragments)
     return [_load_sync(saved, setting) for saved in state["under_way"]]
 

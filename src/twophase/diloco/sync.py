@@ -284,6 +284,7 @@ class Sync:
                     replicas=members.replicas,
                     newcomers=members.newcomers,
                     attempts=members.attempts,
+                    minority=members.minority,
                     restarted=restarted,
                     fragments=(FragmentRound(name, number, part.steps, restarted, digest["anchor"]),),
                     groups=part.groups,

@@ -43,8 +43,10 @@ _log = logging.getLogger("twophase")
 _HEAL_RATE = 0.1e9  # bytes a second, a third of what was measured on loopback
 _HEAL_MARGIN = 5.0
 _POLL = 0.2
+_SYNCS = 1 << 20
+"""Times the identity of a run under way, added to its syncs: no late joiner has more, nor a run that began earlier."""
 _UNDER_WAY = 1 << 40
-"""Added to the syncs of a run under way, so that no late joiner can have more of them."""
+"""Less than any run under way has by that, and more than any checkpoint."""
 
 
 class TorchFT(Collectives):
@@ -60,10 +62,12 @@ class TorchFT(Collectives):
         quorum_timeout: seconds to wait for the other replicas at a sync; longer than their inner steps take.
         connect_timeout: seconds to wait for a connection.
         patience: seconds that the lighthouse may be away.
-        min_replicas: how many a run needs to begin; None means all. Later on the remaining ones go on, even one.
+        min_replicas: how many a run needs to begin; None means all. Later on a sync needs most of the replicas of the
+            last one, or so many where this is not None.
         start_timeout: seconds to wait for them.
         max_attempts: how often in a row a sync may fail, >= 1. A failure while another replica is being healed counts
             for that replica alone.
+        over: tells whether a run of this identity (0: not known yet) has ended elsewhere; asked before each sync.
 
     Raises:
         ImportError: torchft is not installed, or is another release.
@@ -85,6 +89,7 @@ class TorchFT(Collectives):
         min_replicas: int | None = None,
         start_timeout: float = 600.0,
         max_attempts: int = 10,
+        over: Callable[[int], bool] = lambda _: False,
     ) -> None:
         parts.check_environment()
         parts.check_installed()
@@ -93,6 +98,7 @@ class TorchFT(Collectives):
                 f"TorchFT: replica is {replica} and replicas is {replicas}; replica counts from 0 to replicas - 1"
             )
         self.min_replicas = replicas if min_replicas is None else min_replicas
+        self.allowance = math.inf if min_replicas is None else min_replicas
         if not 1 <= self.min_replicas <= replicas:
             raise ValueError(f"TorchFT: min_replicas is {min_replicas}; it must be between 1 and replicas = {replicas}")
         self.timeout, self.quorum_timeout, self.connect_timeout = timeout, quorum_timeout, connect_timeout
@@ -102,7 +108,7 @@ class TorchFT(Collectives):
                 raise ValueError(f"TorchFT: {name} is {getattr(self, name)}; it must be a number of seconds above 0")
         if max_attempts < 1:
             raise ValueError(f"TorchFT: max_attempts is {max_attempts}; it must be at least 1")
-        self.replica, self.replicas = replica, replicas
+        self.replica, self.replicas, self._over = replica, replicas, over
         self.lighthouse, self._lighthouse_at = parts.lighthouse(lighthouse)
         self.address = parts.address_of(host, self._lighthouse_at[0])
         super().__init__()
@@ -111,6 +117,7 @@ class TorchFT(Collectives):
         self._save: Callable[[], Mapping[str, Any]] | None = None
         self._load: Callable[[Mapping[str, Any]], None] | None = None
         self._size: Callable[[], int] = lambda: 0
+        self._run: Callable[[], int] = lambda: 0
         self._listening_before: set[str] = set()
         self._healed = False
         self._refusal: Exception | None = None
@@ -158,10 +165,15 @@ class TorchFT(Collectives):
             difference = first_unlike(_facts(engine), state["run"], ("this replica", "the run that it comes into"))
             if difference is not None:
                 raise ValueError(f"TorchFT: {difference}; start it with the run's program and options")
+            if self._running and state["engine"]["run"] != engine.run:
+                raise RunError(
+                    f"TorchFT: this replica belongs to run {engine.run}, but the lighthouse at {self.lighthouse} now "
+                    f"serves run {state['engine']['run']}, which began later; give each run a lighthouse of its own"
+                )
             engine.load_state_dict(state["engine"])
             load(state["own"])
 
-        self._save, self._load = give, take
+        self._save, self._load, self._run = give, take, lambda: engine.run
         self._size = lambda: bytes_of(save()) + sum(f.flat.nbytes for f in engine.fragments) + _outer_bytes(engine)[0]
         bytes_of(give())  # refuses what cannot be sent
         # Of optimizers that have not stepped yet: the inner one's moments, and the outer one's buffer.
@@ -179,18 +191,20 @@ class TorchFT(Collectives):
 
     # ---------------------------------------------------------------------------------------------------- a sync
 
-    def enter(self, syncs: int, *, running: bool = False) -> None:
+    def enter(self, syncs: int, *, run: int = 0) -> None:
         """Announce, before `begin`, how far this process's state is: in a run under way further than any checkpoint."""
-        self._running = running
-        step = syncs + (_UNDER_WAY if running else 0)
-        self._started().load_state_dict({"step": step, "batches_committed": 0})
+        self._running = run > 0
+        self._started().load_state_dict({"step": syncs + _SYNCS * run, "batches_committed": 0})
 
     def begin(self) -> bool:
         """Wait for the others of the next sync; return whether this process was behind and took their state.
 
         Raises:
-            RunError: the lighthouse is away, the others do not come, or their state does not come in time.
+            RunError: the lighthouse is away, the others do not come, their state does not come in time, or the run has
+                ended without this process.
         """
+        if self._over(self._run()):
+            raise RunError("TorchFT: the run has ended without this replica; take the result of one that has finished")
         manager = self._started()
         assert self._healing is not None
         self._healing.disallow_checkpoint()
@@ -241,16 +255,20 @@ class TorchFT(Collectives):
             )
         return False
 
-    def enough(self, count: int) -> bool:
-        """Return whether `min_replicas` are there; wait a moment if not.
+    def enough(self, count: int, needed: int | None = None) -> bool:
+        """Return whether `min_replicas` are there, or those that a sync needs; wait a moment if not.
 
         Raises:
             RunError: they have not come within `start_timeout`.
         """
         now = time.monotonic()
-        if count >= self.min_replicas and not self._twice:
+        if count >= (self.min_replicas if needed is None else needed) and not (needed is None and self._twice):
             self._waiting_since = None
             return True
+        if needed and self._waiting_since is None:
+            _log.warning(
+                "%d of the last sync's replicas are here, and %d must be; waiting for the others", count, needed
+            )
         self._waiting_since = self._waiting_since or now
         if now - self._waiting_since > self.start_timeout:
             if self._twice:
@@ -258,9 +276,18 @@ class TorchFT(Collectives):
                     f"TorchFT: two processes say that they are replica {self._twice[0]}, and would train on the same "
                     "text; give each a number of its own (twophase train: --replica)"
                 )
+            if needed:
+                raise RunError(
+                    f"TorchFT: {count} of the last sync's replicas are here after {self.start_timeout:g} s, but "
+                    f"{needed} must be, or two parts of a run could go on apart; start the others again and repeat "
+                    "this command, take the result of one that has finished, or, if the others are gone for good, "
+                    f"repeat it with min_replicas={len(self._members)} (twophase train: --min-replicas "
+                    f"{len(self._members)})"
+                )
             raise RunError(
                 f"TorchFT: {count} of {self.min_replicas} replicas are here after {self.start_timeout:g} s; start the "
-                "others, with the same lighthouse, or lower min_replicas (twophase train: --min-replicas)"
+                "others, with the same lighthouse, lower min_replicas (twophase train: --min-replicas), or, if they "
+                "have finished, take the result of one of them"
             )
         time.sleep(_POLL)
         return False

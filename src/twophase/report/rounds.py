@@ -104,14 +104,15 @@ def _milliseconds(seconds: float) -> str:
 
 def _attendance(record: RunRecord) -> Html | None:
     """Return, where replicas come and go, how many took part, came late, and how often a sync was tried."""
-    replicas, late, tries = (record.rounds[name] for name in ("replicas", "newcomers", "attempts"))
+    replicas, late, tries, few = (record.rounds[name] for name in ("replicas", "newcomers", "attempts", "minority"))
     if not ((late > 0).any() or (tries > 1).any() or len(set(finite(replicas))) > 1):
         return None
-    with_late, with_more = (counted(int(rounds.sum()), "round") for rounds in (late > 0, tries > 1))
+    with_late, with_more, with_few = (counted(int(rounds.sum()), "round") for rounds in (late > 0, tries > 1, few > 0))
     rows = [
         ["replicas in the mean", f"{np.nanmin(replicas):.0f}", f"{np.nanmax(replicas):.0f}", ""],
         ["newcomers, without weight", "", f"{np.nanmax(late):.0f}", f"with any: {with_late}"],
         ["attempts at a sync", "", f"{np.nanmax(tries):.0f}", f"with more than one: {with_more}"],
+        ["without most of the round before", "", "", f"allowed by --min-replicas: {with_few}"],
     ]
     header = ["in a round", "fewest", "most", "how often"]
     curve = Curve("replicas in the mean", record.rounds["round"], replicas)

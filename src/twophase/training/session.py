@@ -24,6 +24,7 @@ from twophase.diloco.comm import ProcessGroup
 from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.runs.folder import RunFolder
 from twophase.training.config import RunConfig
+from twophase.training.ending import Ending
 
 
 class Stop(threading.Event):
@@ -80,8 +81,16 @@ def take_device(config: RunConfig) -> None:
 
 
 @contextmanager
-def communication(config: RunConfig, options: argparse.Namespace) -> Iterator[Communicator]:
-    """Join the replicas that meet at a lighthouse, or the processes that torchrun started."""
+def communication(
+    config: RunConfig, options: argparse.Namespace, ending: Ending | None = None
+) -> Iterator[Communicator]:
+    """Join the replicas that meet at a lighthouse, or the processes that torchrun started.
+
+    Args:
+        config: the run.
+        options: of the command line.
+        ending: where the replicas that meet at a lighthouse keep their run's end.
+    """
     if options.lighthouse is None:
         with process_group(config, options.start_timeout, options.sync_timeout) as communicator:
             yield communicator
@@ -104,6 +113,7 @@ def communication(config: RunConfig, options: argparse.Namespace) -> Iterator[Co
             quorum_timeout=3600.0 if options.quorum_timeout is None else options.quorum_timeout,
             start_timeout=options.start_timeout,
             min_replicas=options.min_replicas,
+            over=ending.is_over if ending else lambda _: False,
         )
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from None

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
+from twophase.base.files import write_atomic
 from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.diloco.report import RoundReport
-from twophase.runs.folder import RunFolder
+from twophase.runs.folder import WEIGHTS, RunFolder
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
 from twophase.training.content import check_moments, check_position, check_progress, check_tree
+from twophase.training.ending import Ending
 from twophase.training.task import Task, preflight
 from twophase.training.trainer import RUNNING, STOPPED, Progress, Trainer, round_line
 
@@ -29,6 +31,7 @@ def train(
     folder: RunFolder,
     *,
     communicator: Communicator | None = None,
+    ending: Ending | None = None,
     on_round: Callable[[dict[str, Any]], None] = lambda _: None,
     on_step: Callable[[dict[str, Any]], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -40,6 +43,7 @@ def train(
         config: the run.
         folder: where it is written; process 0's counts.
         communicator: the processes that share the replicas; None means this one alone.
+        ending: where elastic replicas keep the run's end, which one that comes late takes over.
         on_round: called with each round's line of metrics (in process 0).
         on_step: called with each line of `steps.jsonl` (in process 0).
         should_stop: called after every step (after every round with several processes); true writes a checkpoint and
@@ -50,8 +54,8 @@ def train(
 
     Raises:
         UsageError: an impossible configuration, corpus, device or checkpoint.
-        RunError: elastic replicas do not meet, or have begun without this one's newer checkpoint; or the data turns out
-            to be damaged.
+        RunError: elastic replicas do not meet, have begun without this one's newer checkpoint, or have a result that
+            cannot be taken over; or the data turns out to be damaged.
         OSError: the folder cannot be written, or the disk is full; nothing is lost since the newest checkpoint.
     """
     communicator = communicator or SingleProcess()
@@ -62,6 +66,43 @@ def train(
         with disk(folder):
             folder.write_env(run.environment())
             checkpoint.clean(folder.checkpoint_dir)
+    if ending is not None and (record := ending.read()):
+        return _take(run, folder, ending, record)
+    try:
+        _go(run, folder, on_round, on_step, should_stop)
+    except RunError:
+        record = ending and ending.read(run.engine.run)
+        if not ending or not record:  # else this replica was away for so long that the others have finished
+            raise
+        return _take(run, folder, ending, record)
+
+    # The last checkpoint is whole now, on all processes.
+    _check_data(run, folder)
+    if not run.lead or run.done.exit_reason == STOPPED:
+        return run.summary()
+    # After the checkpoint and before the summary: a repeated command does again what is interrupted here.
+    summary, weights = run.outcome() | run.summary(), run.weights(config)
+    with disk(folder):
+        if ending is not None:
+            write_atomic(
+                folder.path / WEIGHTS, weights
+            )  # first: a late replica may read them as soon as the record is there
+            record = ending.conclude(run.engine.run, run.identity, folder.path, summary)
+            if record["checksum"] != summary["checksum"]:
+                return _take(run, folder, ending, record)
+        folder.finish(summary, weights)
+    return summary
+
+
+def _go(
+    run: Trainer,
+    folder: RunFolder,
+    on_round: Callable[[dict[str, Any]], None],
+    on_step: Callable[[dict[str, Any]], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Train to the end, or until it should stop, and have the last checkpoint written; arguments as of `train`."""
+    config = run.config
     joined = _begin(run, folder)
     done = run.done
     before, started = done.seconds, time.perf_counter()
@@ -109,16 +150,6 @@ def train(
         if saved != done.step:
             _save(run, folder, writer)
 
-    # The last checkpoint is whole now, on all processes.
-    _check_data(run, folder)
-    if not run.lead or done.exit_reason == STOPPED:
-        return run.summary()
-    # After the checkpoint and before the summary: a repeated command does again what is interrupted here.
-    summary = run.outcome() | run.summary()
-    with disk(folder):
-        folder.finish(summary, run.weights(config))
-    return summary
-
 
 def _check_data(run: Trainer, folder: RunFolder) -> None:
     """End the run in all processes if the data of one was damaged, now or before the end of the run.
@@ -135,6 +166,35 @@ def _check_data(run: Trainer, folder: RunFolder) -> None:
             place = str(folder.set_aside("damaged-data"))
     place = run.files.gather(place, str)[0]
     raise RunError(f"{fault}; {place} keeps what rests on it, and the repeated command begins again")
+
+
+def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any]) -> dict[str, Any]:
+    """Write the result of a run that has ended without this replica; return its summary."""
+    if record["config"] != run.identity:
+        raise UsageError(
+            f"--run-record {ending.path}: holds the end of another run, with another configuration or other texts; "
+            "choose another --out, or another file"
+        )
+    summary, source, here = record["summary"], Path(record["folder"]), folder.path / WEIGHTS
+    with disk(folder):
+        # One that was brought here by hand, where the other replica's folder is out of reach.
+        if not any(_adopted(run, place, record["checksum"]) for place in (here, source / WEIGHTS)):
+            raise RunError(
+                f"the run is over ({ending.path}), with checksum {record['checksum']}, but {source} on "
+                f"{record['host']} has no such weights that can be read here; copy {WEIGHTS} from there to "
+                f"{here} and repeat the command, or move {ending.path} away for a new run"
+            )
+        folder.finish(summary, run.weights(run.config))
+    _log.warning("the run had ended without this replica: its result, checksum %s, is %s's", record["checksum"], source)
+    return summary
+
+
+def _adopted(run: Trainer, weights: Path, checksum: str) -> bool:
+    """Take over a file of weights; return whether it is there and has the checksum."""
+    try:
+        return run.adopt(weights.read_bytes(), checksum)
+    except OSError:
+        return False
 
 
 def _log_step(run: Trainer, folder: RunFolder, on_step: Callable[[dict[str, Any]], None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import json
 import math
 import os
 import platform
@@ -27,6 +28,7 @@ from twophase.base.config import RunError, UsageError, fingerprint, values_of
 from twophase.base.source import source_digest
 from twophase.diloco.communicator import Communicator, SingleProcess
 from twophase.diloco.engine import DiLoCo, Signals
+from twophase.diloco.fragment import short_hash
 from twophase.diloco.report import RoundReport, merged
 from twophase.training.config import RunConfig
 from twophase.training.device import device_name, make_repeatable, peak_bytes, room_for
@@ -129,6 +131,21 @@ class Trainer:
         self.done.exit_reason = state["exit_reason"]
         self.done.history = list(state["history"])
         self.validation = None
+
+    @property
+    def identity(self) -> str:
+        """Digits of what all replicas of a run have alike: the values of the configuration, and the texts."""
+        return short_hash(json.dumps([self.text, _alike(self.config)], sort_keys=True, default=str))
+
+    def adopt(self, weights: bytes, checksum: str) -> bool:
+        """Set the anchor to the weights of a finished replica; return whether they are those of this checksum."""
+        try:
+            tensors = safetensors.torch.load(weights)
+            for name, view in self.engine.anchor.items():
+                view.copy_(tensors[name].view_as(view))
+        except (safetensors.SafetensorError, KeyError, RuntimeError):  # damaged, or of another model
+            return False
+        return self.engine.checksum() == checksum
 
     def join(self, restore: Callable[[], None]) -> RoundReport | None:
         """Join the other elastic replicas; `restore` reads the newest checkpoint where no run is under way.

@@ -1,0 +1,97 @@
+"""The end of an elastic run, in a file that its replicas share: a run has one result, also where a replica comes late.
+
+The first replica that finishes writes the file, and no later result may differ from it. A replica that was dead or
+suspended meanwhile looks there when it begins and before each sync, and takes the result over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from twophase.base.config import RunError
+from twophase.base.files import read_json_object, write_atomic
+from twophase.runs.log import standard
+
+_SEAL = "sha256"
+"""Key of the digest of all else in the file."""
+
+
+class Ending:
+    """What is known of a run's end.
+
+    Args:
+        path: the file; a folder that all replicas reach makes it hold for all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, run: int = 0) -> dict[str, Any] | None:
+        """Return `run`, `config`, `checksum`, `host`, `folder` and `summary` of the result; None while there is none.
+
+        Args:
+            run: identity of the run; the record of another is None. 0 takes any.
+
+        Raises:
+            RunError: the file cannot be read, or is no such record.
+        """
+        try:
+            record = read_json_object(self.path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise self._damaged(str(error)) from None
+        if record.pop(_SEAL, "") != _digest(record):
+            raise self._damaged("its checksum is not that of its content")
+        return record if run in (0, record["run"]) else None
+
+    def is_over(self, run: int) -> bool:
+        """Tell whether a run has ended; a file that cannot be read for a moment ends no run under way."""
+        try:
+            return self.read(run) is not None
+        except RunError:
+            return False
+
+    def conclude(self, run: int, config: str, folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a result the run's, unless it has one; return the record of the one that it has.
+
+        Args:
+            run: identity of the run.
+            config: identity of its configuration.
+            folder: of the replica that has the result.
+            summary: its `summary.json`, with the checksum.
+
+        Raises:
+            RunError: the file holds the record of another run.
+            OSError: it cannot be written.
+        """
+        checksum, place = summary["checksum"], str(folder.resolve())
+        record = {"run": run, "config": config, "checksum": checksum, "host": socket.gethostname(), "folder": place}
+        record["summary"] = standard(summary)
+        try:
+            text = json.dumps(record | {_SEAL: _digest(record)}, indent=2, allow_nan=False)
+            write_atomic(self.path, text + "\n", replace=False)
+        except FileExistsError:
+            existing = self.read()
+            if existing is None or existing["run"] != run:
+                raise RunError(
+                    f"--run-record {self.path}: holds the end of another run, so that of run {run} cannot be written "
+                    "there; name another file, or move this one away, and repeat the command: checkpoints are intact"
+                ) from None
+            return existing
+        return record
+
+    def _damaged(self, why: str) -> RunError:
+        return RunError(
+            f"--run-record {self.path}: is not the record of a run's end ({why}); put it back, or move it away and "
+            "repeat the command"
+        )
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
