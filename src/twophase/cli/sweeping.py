@@ -222,10 +222,11 @@ def _explain(
         print(f"submitted {len(launched)} workers to Slurm: {', '.join(launched[:4])}{' …' * (len(launched) > 4)}")
     runs_by_error: dict[str, list[str]] = {}  # a full disk or a missing text fails many in the same way
     for run, error in outcome.errors.items():
-        runs_by_error.setdefault(error, []).append(run)
+        runs_by_error.setdefault(error.replace(run, "RUN"), []).append(run)
     for error, runs in runs_by_error.items():
         several = f"{len(runs)} runs failed: {error} ({list_some(runs)})"
-        print(f"{name}: {f'run {runs[0]} failed: {error}' if len(runs) == 1 else several}", file=sys.stderr)
+        only = f"run {runs[0]} failed: {outcome.errors[runs[0]]}"
+        print(f"{name}: {only if len(runs) == 1 else several}", file=sys.stderr)
     if outcome.errors:
         print(f"try the failed runs again with: {repeat}", file=sys.stderr)
     if launched or (workers == 0 and work is not None and outcome.skipped < len(work.runs)):

@@ -371,10 +371,8 @@ class _Call:
             self.unrecorded = ""
         except Exception as error:  # a full disk, or another process's lock: the next write tries again
             self.trials, self.unrecorded = None, str(error) or type(error).__name__
-        path = self.work.folder / TABLE
-        before = path.read_bytes() if path.exists() else b""
-        write_rows(path, rows_of(self.sweep, self.summaries, self.errors, self.work.stands_for))
-        self.changed |= path.read_bytes() != before
+        rows = rows_of(self.sweep, self.summaries, self.errors, self.work.stands_for)
+        self.changed |= write_rows(self.work.folder / TABLE, rows)
         self.table_at, self.tabled = time.monotonic(), self.ended
 
     def _report(self, event: Happening, run: str = "", error: str = "") -> None:

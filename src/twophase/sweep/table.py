@@ -130,8 +130,12 @@ def rows_of(
     return rows
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Write `cells.csv` atomically: one row a cell, a column an axis; what is not known stays empty, never zero."""
+def write_rows(path: Path, rows: Sequence[Row]) -> bool:
+    """Write `cells.csv` atomically: one row a cell, a column an axis; what is not known stays empty, never zero.
+
+    Returns:
+        False where the file holds these rows already; it then keeps its time, so that figures can be told to be newer.
+    """
     paths = list(dict.fromkeys(name for row in rows for name in row.values))
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -140,7 +144,11 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         diverged = None if row.state in {"missing", "failed"} else row.state == "diverged"
         after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of, row.twin_of]
         writer.writerow([_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]])
-    write_atomic(path, buffer.getvalue())
+    text = buffer.getvalue()
+    if path.exists() and path.read_bytes() == text.encode():
+        return False
+    write_atomic(path, text)
+    return True
 
 
 def read_rows(path: Path) -> list[Row]:
