@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from twophase.base.config import UsageError
-from twophase.base.files import check_regular
+from twophase.base.reading import check_regular
 from twophase.number import number as read_number
 from twophase.rule import FORM_WORDS, Form, OuterRule
 from twophase.runs.log import standard

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 
 from twophase.base.errors import RunError, UsageError  # noqa: F401 - callers import both from here, too
-from twophase.base.files import check_regular
+from twophase.base.reading import check_regular
 from twophase.number import number, whole_number
 
 C = TypeVar("C")

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of one; reading what may be anything."""
+"""Writing files so that a crash leaves either the old file or the new one, never half of one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import fcntl
 import glob
 import hashlib
 import io
-import json
 import math
 import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,6 @@ DIGITS = 12
 TEMPORARY = ".tmp-"
 """Prefix of files that are being written; whatever bears it was left by a crash and means nothing."""
 _LEFTOVER = re.compile(re.escape(TEMPORARY) + r".+-\d+-[0-9a-f]{8}")
-_LEVELS = 100
-_DEEP = f"it is nested more than {_LEVELS} levels deep"
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, replace: bool = True) -> None:
@@ -193,53 +188,6 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_regular(path: Path) -> int:
-    """Return the size of a regular file in bytes; a folder, pipe, socket or device might block or never end.
-
-    Raises:
-        OSError: it is none, is missing, or cannot be looked at.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        what = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
-        raise OSError(errno.EINVAL, f"it is {what}, not a file", str(path))
-    return status.st_size
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds; see `json_object`.
-
-    Raises:
-        OSError: it is no regular file, is missing, or cannot be read.
-        ValueError: it holds no such object.
-    """
-    check_regular(path)
-    return json_object(path.read_bytes())
-
-
-def json_object(text: str | bytes) -> dict[str, Any]:
-    """Return the object that JSON writes, of at most 100 levels, so that what reads it may recurse.
-
-    Raises:
-        ValueError: no JSON, no object, or more levels.
-    """
-    try:
-        record = json.loads(text)
-    except RecursionError:
-        raise ValueError(_DEEP) from None
-    if not isinstance(record, dict):
-        raise ValueError(f"it holds {type(record).__name__} and not a JSON object")
-    level: list[Any] = [record]
-    depth = 0
-    while level:
-        depth += 1
-        if depth > _LEVELS:
-            raise ValueError(_DEEP)
-        inner = chain.from_iterable(part.values() if isinstance(part, dict) else part for part in level)
-        level = [part for part in inner if isinstance(part, (dict, list))]
-    return record
 
 
 def table_text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from twophase.advice.period import Rule, Spectrum
 from twophase.base.config import UsageError, parse_arguments
-from twophase.base.files import check_regular, write_atomic
+from twophase.base.files import write_atomic
+from twophase.base.reading import check_regular
 from twophase.cli.commands import parse_known, plain_parser
 from twophase.explorer.from_run import FromRun, read_run
 from twophase.explorer.page import MARK, State, build

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twophase.base.files import json_object
+from twophase.base.reading import json_object
 from twophase.optim.products import Angles
 from twophase.policies.base import MEASURED, PROBES, Answer
 from twophase.policies.checks import check_count

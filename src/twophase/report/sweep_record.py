@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError, flatten
-from twophase.base.files import read_json_object
+from twophase.base.reading import read_json_object
 from twophase.judge.verdict import select
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from twophase import __version__
 from twophase.base.config import UsageError, flatten, load_yaml
-from twophase.base.files import read_json_object
+from twophase.base.reading import read_json_object
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import Tree, UsageError, flatten
-from twophase.base.files import read_json_object, write_atomic
+from twophase.base.files import write_atomic
+from twophase.base.reading import read_json_object
 
 NAMES = ("none", "tensorboard", "trackio", "wandb")
 PROJECT = "twophase"

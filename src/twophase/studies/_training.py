@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.errors import RunError, UsageError
-from twophase.base.files import read_json_object, write_atomic
+from twophase.base.files import write_atomic
+from twophase.base.reading import read_json_object
 from twophase.recipes.paper import Scale
 from twophase.runs.folder import RunFolder, read_summary
 from twophase.studies._so_far import run_counts

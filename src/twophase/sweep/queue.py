@@ -32,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from twophase.base.files import json_object
+from twophase.base.reading import json_object
 
 CLAIMS = "claims"
 ATTEMPTS = 3

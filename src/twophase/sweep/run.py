@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twophase.base.errors import RunError, UsageError
-from twophase.base.files import read_json_object, remove_leftovers, write_atomic
+from twophase.base.files import remove_leftovers, write_atomic
+from twophase.base.reading import read_json_object
 from twophase.runs.folder import check_place, list_some, lock_folder, read_summary
 from twophase.sweep.crew import Crew
 from twophase.sweep.grid import Sweep, extends, spec_differences

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from twophase.base.config import UsageError
-from twophase.base.files import check_regular, write_atomic
+from twophase.base.files import write_atomic
+from twophase.base.reading import check_regular
 from twophase.sweep.grid import Sweep, text_of
 
 State = Literal["finished", "diverged", "missing", "failed"]

@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from twophase.base.files import read_json_object, write_atomic
+from twophase.base.files import write_atomic
+from twophase.base.reading import read_json_object
 
 MIN_DOCSTRING, MIN_CODE = 120, 200
 SKIPPED = frozenset(

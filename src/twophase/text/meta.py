@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from twophase.base.config import UsageError, fingerprint
-from twophase.base.files import read_json_object, write_atomic
+from twophase.base.files import write_atomic
+from twophase.base.reading import read_json_object
 from twophase.number import shortened
 
 META = "meta.json"

@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from twophase.base.config import UsageError, differences, fingerprint
-from twophase.base.files import TEMPORARY, read_json_object, write_atomic
+from twophase.base.files import TEMPORARY, write_atomic
 from twophase.base.progress import meter
+from twophase.base.reading import read_json_object
 from twophase.policies.checks import check_count
 from twophase.text.meta import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta, write_meta
 from twophase.text.sources import BATCH_BYTES, Batch, File, batches, find

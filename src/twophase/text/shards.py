@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.base.config import UsageError
-from twophase.base.files import check_regular, file_sha256, read_json_object, write_atomic
+from twophase.base.files import file_sha256, write_atomic
 from twophase.base.progress import meter
+from twophase.base.reading import check_regular, read_json_object
 from twophase.text.meta import DTYPES, META, SHARD, TOKEN_BYTES, TRAIN, VALIDATION, Meta, read_meta
 
 VERIFIED = ".verified.json"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from twophase.base.config import UsageError
-from twophase.base.files import check_regular, json_object
+from twophase.base.reading import check_regular, json_object
 
 T = TypeVar("T")
 

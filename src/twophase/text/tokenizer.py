@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twophase.base.config import UsageError
-from twophase.base.files import json_object, write_atomic
+from twophase.base.files import write_atomic
+from twophase.base.reading import json_object
 from twophase.text import mistral
 
 Ids = NDArray[np.unsignedinteger]

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from twophase.base.errors import RunError, UsageError, is_out_of_memory
-from twophase.base.files import file_sha256, read_json_object, sync_folder, write_atomic
+from twophase.base.files import file_sha256, sync_folder, write_atomic
+from twophase.base.reading import read_json_object
 from twophase.diloco.communicator import Communicator
 from twophase.training import parts as files
 from twophase.training.snapshot import Snapshots

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import RunError
-from twophase.base.files import read_json_object, write_atomic
+from twophase.base.files import write_atomic
+from twophase.base.reading import read_json_object
 from twophase.runs.log import standard
 
 _SEAL = "sha256"

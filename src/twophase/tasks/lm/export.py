@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from twophase.base.config import UsageError
-from twophase.base.files import locked_temporary, read_json_object, remove_leftovers, sync_folder, write_atomic
+from twophase.base.files import locked_temporary, remove_leftovers, sync_folder, write_atomic
+from twophase.base.reading import read_json_object
 from twophase.diloco.flat import checksum, plan
 from twophase.runs.folder import CONFIG, ENV, SUMMARY
 from twophase.tasks.lm.config import TrainConfig
