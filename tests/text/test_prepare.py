@@ -121,6 +121,7 @@ def test_what_is_in_a_folder(corpus: Path, tmp_path: Path):
     assert (meta.vocabulary_size, meta.end_of_text) == (tokenizer.vocabulary_size, tokenizer.end_of_text)
     sizes = np.load(out / "token_bytes.npy")
     assert sizes.tolist() == tokenizer.token_bytes.tolist()
+    assert meta.token_bytes_sha256 == hashlib.sha256((out / "token_bytes.npy").read_bytes()).hexdigest()
     for split in (TRAIN, VALIDATION):
         for number, shard in enumerate(meta.splits[split]):
             ids = np.fromfile(out / shard.file, "<u2")

@@ -123,6 +123,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "fewer token bytes": (lambda f: np.save(f / TOKEN_BYTES, np.arange(VOCABULARY - 1)), r"shape is \(499,\), not"),
     "fractions": (lambda f: np.save(f / TOKEN_BYTES, np.ones(VOCABULARY)), r"token_bytes\.npy cannot be used"),
     "a cut header": (change(TOKEN_BYTES, lambda d: d.replace(b")", b" ")), r"token_bytes\.npy cannot be used"),
+    "other token bytes": (
+        lambda f: write_meta(f, dataclasses.replace(read_meta(f), token_bytes_sha256="cd" * 32)),
+        r"token_bytes\.npy cannot be used \(its SHA-256 is not that in meta\.json\)",
+    ),
     "no array": (lambda f: (f / TOKEN_BYTES).write_bytes(b"no array"), r"token_bytes\.npy cannot be used"),
 }
 

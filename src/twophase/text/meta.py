@@ -71,6 +71,7 @@ class Meta:
         dtype: a key of `DTYPES`.
         source: what the text was, as plain values for the record.
         splits: from `train` and `validation` to their shards, in order.
+        token_bytes_sha256: of `token_bytes.npy`, hexadecimal; empty in a folder of earlier versions.
     """
 
     tokenizer: str
@@ -80,6 +81,7 @@ class Meta:
     dtype: str
     source: Mapping[str, Any]
     splits: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict)
+    token_bytes_sha256: str = ""
 
     def tokens(self, split: str) -> int:
         """Return number of token ids of a split."""

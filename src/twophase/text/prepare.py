@@ -345,9 +345,6 @@ class _Preparation:
             # First, for it makes the folder one that is being prepared; a tokenizer that fails leaves it empty.
             self._write({"request": self.plan.record()})
             tokenizer.save(folder)
-            buffer = io.BytesIO()
-            np.save(buffer, tokenizer.token_bytes)
-            write_atomic(self.folder / TOKEN_BYTES, buffer.getvalue())
         elif tokenizer.sha256 != expected:
             raise UsageError(
                 f"--tokenizer {request.tokenizer}: is not the one that {self.folder} was begun with (SHA-256 "
@@ -380,6 +377,9 @@ class _Preparation:
                 f"--held-out {self.plan.held_out}: holds out none of so few documents; give --validation FILES, or a "
                 f"larger share with another --out"
             )
+        buffer = io.BytesIO()
+        np.save(buffer, self.tokenizer.token_bytes)
+        write_atomic(self.folder / TOKEN_BYTES, buffer.getvalue())
         meta = Meta(
             tokenizer=self.tokenizer.name,
             tokenizer_sha256=self.tokenizer.sha256,
@@ -388,6 +388,7 @@ class _Preparation:
             dtype=self.tokenizer.dtype,
             source=self.plan.record(),
             splits={split: tuple(shards) for split, shards in sorted(self.splits.closed.items())},
+            token_bytes_sha256=hashlib.sha256(buffer.getvalue()).hexdigest(),
         )
         write_meta(self.folder, meta)
         (self.folder / STATE).unlink()

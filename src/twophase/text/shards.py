@@ -184,6 +184,8 @@ def open_shards(folder: Path, *, trust: bool = True) -> Shards:
     path = folder / TOKEN_BYTES
     try:
         check_regular(path)
+        if meta.token_bytes_sha256 not in ("", file_sha256(path)):
+            raise ValueError(f"its SHA-256 is not that in {META}")
         # Mapped: a header of another shape must not take memory that the file does not fill.
         token_bytes = np.load(path, mmap_mode="r", allow_pickle=False)
         if token_bytes.shape != (meta.vocabulary_size,):
