@@ -16,7 +16,7 @@ import textmaker
 from elastic import DRIVER, Processes, Run, free_port, lighthouse, until
 from twophase.base.config import dump_yaml
 from twophase.base.leash import GRACE
-from twophase.runs.folder import RunFolder, read_lines
+from twophase.runs.folder import WEIGHTS, RunFolder, read_lines
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.train import train
@@ -42,7 +42,7 @@ def weights(config: TrainConfig, tmp_path_factory: pytest.TempPathFactory) -> by
     """The result of one process."""
     with RunFolder.claim(tmp_path_factory.mktemp("alone"), config) as folder:
         train(build_task(config), config, folder)
-    return folder.weights.read_bytes()
+    return (folder.path / WEIGHTS).read_bytes()
 
 
 class Group(Processes):
