@@ -39,7 +39,7 @@ class Two(SingleProcess):
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """The other has done an inner step more."""
-        return [list(numbers), [*numbers[:6], numbers[6] + 1, *numbers[7:]] if len(numbers) > 4 else list(numbers)]
+        return [list(numbers), [*numbers[:9], numbers[9] + 1, *numbers[10:]] if len(numbers) > 4 else list(numbers)]
 
     def gather(self, value: Any, kind: Any) -> list[Any]:
         """Both say what they were started with."""
