@@ -133,11 +133,13 @@ class Run(Processes):
 
     def replica(self, number: int, *faults: str, prefix: Sequence[str] = (), options: Sequence[str] = ()) -> Any:
         """Start one, with words for `faulty`; files in them are relative to the folder."""
-        self.launched[number] = time.time()
+        others: list[str] = []
         if self.alone:
             options = ["--min-replicas", "1", *options]
-            others = [f"hold=up-{other}@up:1" for other in range(self.alone) if other != number]
+            if number not in self.launched:  # one that comes back finds the others at work
+                others = [f"hold=up-{other}@up:1" for other in range(self.alone) if other != number]
             faults = (*faults, f"touch=up-{number}@up:1", *others)
+        self.launched[number] = time.time()
         pairs = [word.partition("=") for word in (f"events={number}.events", *faults)]  # ACTION=FILE@MOMENT:COUNT
         words = [f"{what}={self.folder / file}" if equal else what for what, equal, file in pairs]
         command = [*prefix, sys.executable, str(DRIVER), *words, "--", *self.words, "--replica", str(number), *options]

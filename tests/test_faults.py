@@ -345,8 +345,9 @@ def test_killed_during_a_delayed_sync(begin: Begin, good: Good) -> None:
 def test_paused_for_longer_than_the_timeouts(begin: Begin, good: Good) -> None:
     """SIGSTOP between inner steps and in a reduction, longer than the timeouts: left behind, and healed afterwards."""
     run = begin("two", "--sync-timeout", "6", alone=2)
-    first = run.replica(0, "hold=once@inner:33", "pace=back@inner:34", "hold=twice@inner:65")
-    second = run.replica(1, "stop@inner:14", "touch=back@healed:1", "stop@reduce:8")
+    paces = ("pace=back@inner:34", "pace=again@inner:66")  # else the first could end before the second is back
+    first = run.replica(0, "hold=once@inner:33", "hold=twice@inner:65", *paces)
+    second = run.replica(1, "stop@inner:14", "touch=back@healed:1", "stop@reduce:8", "touch=again@healed:2")
     for number, (file, pause) in enumerate((("once", HEARTBEAT + 2), ("twice", 8.0)), start=1):
         until("stopped", lambda: stopped(second))
         time.sleep(pause)
