@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from faults.calls import INSTALLED
+from forked import Signalled
 from twophase.cli.main import main
 from twophase.sweep import crew
 
@@ -24,7 +25,7 @@ HANG = 60.0
 """Seconds after which a command counts as hanging."""
 
 
-class Child:
+class Child(Signalled):
     """A process that was forked to call a function; it has the methods of `subprocess.Popen`."""
 
     def __init__(self, call: Callable[[], int], out: Path, err: Path, *, stdin: int = -1) -> None:
@@ -57,19 +58,6 @@ class Child:
             raise subprocess.TimeoutExpired("twophase", timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        """SIGTERM."""
-        self.send_signal(signal.SIGTERM)
 
 
 def _be_child(call: Callable[[], int], out: Path, err: Path, stdin: int) -> None:

@@ -7,34 +7,28 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import textmaker
 from elastic import DRIVER, Processes, Run, free_port, lighthouse, until
 from twophase.base.config import dump_yaml
 from twophase.base.leash import GRACE
 from twophase.runs.folder import WEIGHTS, RunFolder, read_lines
 from twophase.tasks.build import build_task
-from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
+from twophase.tasks.lm.config import TrainConfig
 from twophase.training.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+def config(short_run: TrainConfig) -> TrainConfig:
     """24 rounds of 4 inner steps, with a checkpoint after each."""
-    text = textmaker.write(tmp_path_factory.mktemp("groups") / "text.txt")
-    return TrainConfig(
-        model=ModelConfig(layers=1, hidden_size=16, intermediate_size=24),
-        data=DataConfig(corpus=f"file:{text}", sequence_length=16, batch_size=4, validation_windows=32),
-        steps=96,
-        inner_steps=4,
-        checkpoint_every=1,
-    )
+    data = replace(short_run.data, validation_windows=32)
+    return replace(short_run, data=data, steps=96, inner_steps=4, checkpoint_every=1)
 
 
 @pytest.fixture(scope="module")

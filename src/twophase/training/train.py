@@ -84,9 +84,8 @@ def train(
     summary, weights = run.outcome() | run.summary(), run.weights(config)
     with disk(folder):
         if ending is not None:
-            write_atomic(
-                folder.path / WEIGHTS, weights
-            )  # first: a late replica may read them as soon as the record is there
+            # First: a late replica may read them as soon as the record is there.
+            write_atomic(folder.path / WEIGHTS, weights)
             record = ending.conclude(run.engine.run, run.identity, folder.path, summary)
             if record["checksum"] != summary["checksum"]:
                 return _take(run, folder, ending, record)
