@@ -164,8 +164,9 @@ def ended(child: Child, log: Path, patience: float = HANG) -> Ended:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         status = None
-    texts = [log.with_suffix(ending).read_text(errors="replace") for ending in (".out", ".err")]
-    return Ended(status, *texts)
+    paths = [log.with_suffix(ending) for ending in (".out", ".err")]
+    # A child may be killed before it has opened them.
+    return Ended(status, *(path.read_text(errors="replace") if path.exists() else "" for path in paths))
 
 
 def call(words: Sequence[str], log: Path, first: Callable[[], Any] | None = None, patience: float = HANG) -> Ended:

@@ -23,7 +23,7 @@ import pytest
 from twophase.base.config import UsageError
 from twophase.text import prepare as module
 from twophase.text import sources
-from twophase.text.meta import TOKENIZER, TRAIN, VALIDATION, Meta, read_meta
+from twophase.text.meta import TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta
 from twophase.text.prepare import STATE, Request, is_held_out, prepare
 from twophase.text.tokenizer import load_tokenizer
 
@@ -338,6 +338,11 @@ def test_a_missing_part_is_told(original: Path, tmp_path: Path, monkeypatch: pyt
             part.unlink() if data is None else part.write_bytes(data)
             with pytest.raises(UsageError, match=rf"{part.name} {message}.*; delete the folder and prepare it again"):
                 prepare(asked)
+    sizes = asked.out / TOKEN_BYTES
+    for damage in (lambda: np.save(sizes, np.load(sizes) + 1), sizes.unlink):
+        damage()
+        with pytest.raises(UsageError, match=rf"{TOKEN_BYTES} or the tokenizer beside it is damaged.*; delete"):
+            prepare(asked)
     (asked.out / STATE).write_text("{")
     with pytest.raises(UsageError, match=r"is damaged \(.*\); delete"):
         prepare(asked)

@@ -345,11 +345,18 @@ class _Preparation:
             # First, for it makes the folder one that is being prepared; a tokenizer that fails leaves it empty.
             self._write({"request": self.plan.record()})
             tokenizer.save(folder)
+            write_atomic(self.folder / TOKEN_BYTES, _token_bytes(tokenizer))
         elif tokenizer.sha256 != expected:
             raise UsageError(
                 f"--tokenizer {request.tokenizer}: is not the one that {self.folder} was begun with (SHA-256 "
                 f"{tokenizer.sha256[:12]} instead of {expected[:12]}); the folder's own is in {folder}; restore it, or "
                 f"prepare into another folder"
+            )
+        elif not (path := self.folder / TOKEN_BYTES).exists() or path.read_bytes() != _token_bytes(tokenizer):
+            # What a token stands for is no part of the tokenizer's own hash.
+            raise UsageError(
+                f"{path} or the tokenizer beside it is damaged: they say different things of a token; delete "
+                f"{self.folder} and prepare it again"
             )
         return tokenizer
 
@@ -377,9 +384,6 @@ class _Preparation:
                 f"--held-out {self.plan.held_out}: holds out none of so few documents; give --validation FILES, or a "
                 f"larger share with another --out"
             )
-        buffer = io.BytesIO()
-        np.save(buffer, self.tokenizer.token_bytes)
-        write_atomic(self.folder / TOKEN_BYTES, buffer.getvalue())
         meta = Meta(
             tokenizer=self.tokenizer.name,
             tokenizer_sha256=self.tokenizer.sha256,
@@ -388,11 +392,18 @@ class _Preparation:
             dtype=self.tokenizer.dtype,
             source=self.plan.record(),
             splits={split: tuple(shards) for split, shards in sorted(self.splits.closed.items())},
-            token_bytes_sha256=hashlib.sha256(buffer.getvalue()).hexdigest(),
+            token_bytes_sha256=hashlib.sha256(_token_bytes(self.tokenizer)).hexdigest(),
         )
         write_meta(self.folder, meta)
         (self.folder / STATE).unlink()
         return meta
+
+
+def _token_bytes(tokenizer: Tokenizer) -> bytes:
+    """Return the content of `token_bytes.npy`."""
+    buffer = io.BytesIO()
+    np.save(buffer, tokenizer.token_bytes)
+    return buffer.getvalue()
 
 
 def is_held_out(text: str, share: float) -> bool:
