@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "give a smaller model, fewer --replicas, --data.batch-size or --data.validation-windows, fewer --workers, "
             "or a GPU to each replica by torchrun; what has been saved is intact"
         )
-        reason = f"the memory is full ({(str(error).splitlines() or ['no more is known'])[0]})"
+        reason = f"the memory is full ({(str(error).splitlines() or [''])[0] or 'no more is known'})"
         return _complain(f"{PROGRAM} {name}", f"{reason}; {advice}", "failed", status=1)
 
 

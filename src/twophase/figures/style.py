@@ -68,7 +68,7 @@ def styled() -> Iterator[None]:
     """
     try:
         import matplotlib as mpl  # noqa: PLC0415 - an extra, and half a second that `import twophase` should not cost
-    except ImportError:
+    except ModuleNotFoundError:
         raise UsageError("drawing needs matplotlib, which is not installed; pip install 'twophase[plot]'") from None
     with mpl.rc_context():
         mpl.rcdefaults()

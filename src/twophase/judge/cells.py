@@ -51,7 +51,7 @@ def outcomes(settings: Iterable[Setting], *place: str) -> DataFrame:
     """
     try:
         import pandas as pd  # noqa: PLC0415 - an extra, and slow to import
-    except ImportError:
+    except ModuleNotFoundError:
         raise UsageError("comparing arms needs pandas, which is not installed; pip install 'twophase[sweep]'") from None
     cells = list(settings)
     keys = [tuple(cell.arm if name == "arm" else cell.values[name] for name in place) for cell in cells]

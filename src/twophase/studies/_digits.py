@@ -72,7 +72,7 @@ def load_data(digits: tuple[int, int], count: int) -> Data:
     """
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra
-    except ImportError:
+    except ModuleNotFoundError:
         raise UsageError(
             "the study linear_network needs scikit-learn, which is not installed; pip install 'twophase[studies]'"
         ) from None

@@ -116,7 +116,7 @@ def submit(folder: Path, command: Sequence[str], workers: int, options: Mapping[
     try:
         import submitit  # noqa: PLC0415 - an extra, and half a second that `import twophase` should not cost
         from submitit.core.utils import FailedJobError, FailedSubmissionError  # noqa: PLC0415
-    except ImportError:
+    except ModuleNotFoundError:
         raise UsageError(
             "--launcher slurm needs submitit, which is not installed; pip install 'twophase[slurm]'"
         ) from None

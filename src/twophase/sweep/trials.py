@@ -134,7 +134,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 def _optuna() -> Any:
     try:
         import optuna  # noqa: PLC0415 - an extra, and a second that `import twophase` should not cost
-    except ImportError:
+    except ModuleNotFoundError:
         raise UsageError("a sweep needs optuna, which is not installed; pip install 'twophase[sweep]'") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from twophase.base.config import UsageError
+from twophase.base.errors import UsageError, is_out_of_memory
 from twophase.base.reading import check_regular, json_object
 
 T = TypeVar("T")
@@ -257,7 +257,7 @@ def _refusals(file: File) -> Iterator[None]:
         yield
     except (UsageError, MemoryError):
         raise
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise UsageError(
             f"{file.name}: is read with the package {error.name}; run `pip install 'twophase[data]'`"
         ) from None
@@ -269,6 +269,8 @@ def _refusals(file: File) -> Iterator[None]:
             "command"
         ) from None
     except Exception as error:  # pyarrow, fsspec and the hub's client each have errors of their own
+        if is_out_of_memory(error):
+            raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if file.remote:
             raise UsageError(

@@ -231,7 +231,7 @@ def _tokenizers(named: str) -> Any:
     try:
         import tokenizers  # noqa: PLC0415 - an optional package
         from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers  # noqa: F401, PLC0415 - the same
-    except ImportError:
+    except ModuleNotFoundError:
         raise UsageError(
             f"{named}: needs the package tokenizers; run `pip install 'twophase[data]'`, or use --tokenizer bytes"
         ) from None
