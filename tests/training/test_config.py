@@ -115,6 +115,18 @@ def test_a_configuration_of_an_earlier_version_is_the_same_run(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("room", "name", "value"),
+    [("inner", "betas", [0.9, {}]), ("inner", "betas", ["0.9", 0.9]), ("sync", "restart", [2])],
+)
+def test_parts_of_another_kind_are_refused(room: str, name: str, value: list[object]) -> None:
+    """A damaged file may hold a list whose parts are of another kind; the message names the list."""
+    tree = to_tree(TrainConfig())
+    tree[room][name] = value
+    with pytest.raises(UsageError, match=f"{room}.{name} is "):
+        from_tree(TrainConfig, tree)
+
+
+@pytest.mark.parametrize(
     ("values", "expected"),
     [
         ({}, [2.0, 1 + math.cos(math.pi / 2), 1 + math.cos(math.pi * 69 / 90), 1 + math.cos(math.pi * 80 / 90)]),

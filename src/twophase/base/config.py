@@ -95,7 +95,10 @@ def _is_like(value: Any, model: Any) -> bool:
     """Tell whether a value of a tree is of the kind of a configuration's value."""
     if dataclasses.is_dataclass(model):
         return isinstance(value, Mapping)
-    kinds: dict[type, Any] = {type(None): object, tuple: list, float: (float, int)}
+    if isinstance(model, tuple):
+        example = model[0] if model else ""  # an empty tuple is one of texts
+        return isinstance(value, list) and all(_is_like(part, example) for part in value)
+    kinds: dict[type, Any] = {type(None): object, float: (float, int)}
     kind = kinds.get(type(model), type(model))
     return isinstance(value, kind) and (isinstance(model, bool | None) or not isinstance(value, bool))
 

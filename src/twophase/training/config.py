@@ -225,7 +225,11 @@ def check(config: RunConfig) -> None:
             *whole_numbers(1, MOST_THREADS, "threads"),
             ("inner.lr", lambda lr: 0 < lr <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
             ("inner.weight_decay", lambda decay: 0 <= decay <= LARGEST_LR, f"from 0 to {LARGEST_LR:g}"),
-            ("inner.betas", lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
+            (
+                "inner.betas",
+                lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+                "two numbers in [0, 1)",
+            ),
             ("inner.warmup", lambda share: 0 <= share <= 1, "a share of the steps, in [0, 1]"),
             (
                 "inner.decay",
