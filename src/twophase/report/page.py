@@ -1,8 +1,8 @@
 """The shell of a report: elements that escape their text by construction, and one self-contained page.
 
 A report shows text from files of unknown origin. `tag` escapes every text that it gets; only `Html` made here is taken
-as it is. The page's content security policy lets a browser run and load nothing, except, by its hash, `watch.js` on a
-watched page. The looks are `page.css`.
+as it is. The page's content security policy lets a browser load nothing, and run only the page's scripts, each by its
+hash: no text of a file can change them. The looks are `page.css`; those of charts, and all colours, are `plot.css`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from urllib.parse import quote
 
+STYLES = ("uplot/uPlot.min.css", "plot.css", "page.css")
 LONGEST = 4000
 """Characters of a text that are shown."""
 # Characters that have no picture, or turn the direction of those after them; a lone surrogate cannot be written at all.
@@ -192,7 +194,13 @@ def details(summary: str, *children: object) -> Html:
 
 
 def page(
-    title: str, subtitle: object, *children: object, what: str = "", problems: Sequence[str] = (), refresh: float = 0
+    title: str,
+    subtitle: object,
+    *children: object,
+    what: str = "",
+    problems: Sequence[str] = (),
+    refresh: float = 0,
+    scripts: Sequence[str] = (),
 ) -> str:
     """Return the whole document.
 
@@ -203,10 +211,13 @@ def page(
         what: "run" or "sweep", for the notice at the top.
         problems: sentences about what is missing or wrong in the folder, for that notice.
         refresh: seconds after which the page is written again and shows its newest self; 0 without a watch.
+        scripts: what the page runs at its end, our own code alone; `plot.script()` draws its charts.
     """
-    script = Html(_asset("watch.js")) if refresh else Html()
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"{_POLICY}; script-src 'sha256-{digest}'" if refresh else _POLICY
+    scripts = [*scripts, *([asset("watch.js")] if refresh else [])]
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    policy = "; script-src ".join(
+        [_POLICY, *([" ".join(f"'sha256-{digest}'" for digest in digests)] if scripts else [])]
+    )
     head = join(
         [
             tag("meta", charset="utf-8"),
@@ -215,18 +226,20 @@ def page(
             tag("meta", name="color-scheme", content="light dark"),
             tag("meta", name="referrer", content="no-referrer"),
             tag("title", title),
-            tag("style", Html(_asset("page.css"))),
+            tag("style", Html("".join(map(asset, STYLES)))),
         ]
     )
     watch = _watch(what, refresh) if refresh else None
     notice = tag("div", watch, notes(problems), class_="notice", role="note") if watch or problems else None
-    without = "no script but the one that shows the newest" if refresh else "no script"
     body = tag(
         "body",
         tag("header", tag("h1", title), tag("p", subtitle, class_="lead")),
         tag("main", notice, *children),
-        tag("footer", tag("p", f"Written by twophase report. The file is complete in itself: {without}, no network.")),
-        tag("script", script) if refresh else None,
+        tag(
+            "footer",
+            tag("p", "Written by twophase. The file is complete in itself and asks for nothing from elsewhere."),
+        ),
+        *(tag("script", Html(script)) for script in scripts),
     )
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>{body}</html>\n'
 
@@ -240,5 +253,7 @@ def _watch(what: str, refresh: float) -> Html:
     return join([tag("p", words, tag("a", "Show the newest", href="")), tag("p", label, hidden=True)])
 
 
-def _asset(name: str) -> str:
+@cache
+def asset(name: str) -> str:
+    """Return a text file beside this module."""
     return files("twophase.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,197 @@
+"""Line charts of a page: data as JSON in the page, which uPlot (MIT, in `uplot/`) and `plot.js` draw in its colours.
+
+    loss = figure(Chart("loss", "Loss", "step", "loss (nats)", [Curve("run", steps, losses)]))
+    page(title, subtitle, loss, scripts=[script()])
+
+`style` and `script` are what a page needs once, whatever the number of its charts; `page.page` has the style. A chart
+shows its values under the pointer and by arrow keys, follows light and dark and the width, and prints. Some of its
+numbers are also in a folded table, which needs no script.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from twophase.report.page import Html, asset, counted, details, minus, table, tag, written
+from twophase.runs.record import LARGEST
+
+MOST_POINTS = 600
+"""Points of a curve that are drawn; of more, the lowest and highest of each stretch."""
+_MOST_ROWS = 12
+_Floats = NDArray[np.float64]
+
+
+class Curve(NamedTuple):
+    """One line of a chart: its name with the unit, and its points; nan interrupts it. With `dots`, points alone."""
+
+    name: str
+    x: ArrayLike
+    y: ArrayLike
+    dots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What a chart shows.
+
+    Args:
+        name: of the csv file that a reader can save, without ending.
+        title: what it shows, for the caption.
+        x_label, y_label: with units; the horizontal axis counts rounds or steps.
+        curves: at most eight looks differ.
+        log: a logarithmic vertical axis; numbers that are not positive are then left out.
+        restarts: places of restarts on the horizontal axis.
+        syncs: places of the outer steps on the horizontal axis.
+        level: a horizontal line, by its name; not on a logarithmic axis.
+        note: a sentence for the caption.
+        bulk: end the vertical axis where most points do, if a few lie far beyond.
+        names: words for the places 0, 1, ... of the horizontal axis, in place of numbers.
+    """
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    log: bool = False
+    restarts: Sequence[float] = ()
+    syncs: Sequence[float] = ()
+    level: tuple[str, float] | None = None
+    note: str = ""
+    bulk: bool = False
+    names: Sequence[str] = ()
+
+
+def style() -> str:
+    """Return the looks that charts need, and the page's colours as CSS variables (`--ink`, `--paper`, `--c0`, ...).
+
+    A page of `page.page` has them already.
+    """
+    return asset("uplot/uPlot.min.css") + asset("plot.css")
+
+
+def script() -> str:
+    """Return the script that draws every chart above it; `plots.draw(figure, data)` draws one again."""
+    return asset("uplot/uPlot.iife.min.js") + asset("plot.js")
+
+
+def figure(chart: Chart) -> Html | None:
+    """Return the chart as a figure with its data, caption and table; None where it has no number to show."""
+    curves = [(curve, _points(curve, log=chart.log)) for curve in chart.curves]
+    curves = [(curve, points) for curve, points in curves if np.isfinite(points[:, 1]).any()]
+    if not curves:
+        return None
+    longest = max(len(points) for _, points in curves)
+    remarks = [chart.note] if chart.note else []
+    if longest > MOST_POINTS:
+        remarks.append(f"Of {longest:,} points the extremes of each stretch are drawn.")
+    data = {"x": chart.x_label, "y": chart.y_label, "series": [_series(curve, points) for curve, points in curves]}
+    data |= {"log": True} if chart.log else {}
+    data |= {"restarts": [_short(x) for x in chart.restarts]} if len(chart.restarts) else {}
+    data |= {"syncs": [_short(x) for x in _spread(chart.syncs)]} if len(chart.syncs) else {}
+    data |= {"level": chart.level} if chart.level else {}
+    data |= {"names": list(chart.names)} if chart.names else {}
+    heights = np.concatenate([points[:, 1] for _, points in curves])
+    heights = heights[np.isfinite(heights)]
+    if chart.bulk and len(inside := _bulk(heights)) < len(heights):
+        data["bulk"] = [_short(inside.min()), _short(inside.max())]
+        farthest = heights[np.argmax(np.abs(heights - np.median(heights)))]
+        remarks.append(
+            f"Beyond the axis: {len(heights) - len(inside):,} of {counted(len(heights), 'point')}, as far as "
+            f"{written(float(farthest), '.4g')}."
+        )
+    words = f"{chart.title}. {_summary(chart, curves)}"
+    return tag(
+        "figure",
+        # A data block is not run; no text in it can end it.
+        tag("script", Html(json.dumps(data).replace("<", "\\u003c")), type="application/json"),
+        tag("div", aria_label=words),
+        tag("ul", class_="legend"),
+        tag(
+            "figcaption",
+            tag("strong", f"{chart.title}. "),
+            *(f"{remark} " for remark in remarks),
+            tag("a", "Numbers (csv)", download=f"{chart.name}.csv", hidden=True),
+        ),
+        details("The chart as a table", _table(chart, curves)),
+        class_="plot",
+    )
+
+
+def _series(curve: Curve, points: _Floats) -> dict[str, object]:
+    thin = _thinned(points)
+    y = [_short(value) if math.isfinite(value) else None for value in thin[:, 1].tolist()]
+    return {"name": curve.name, "x": [_short(x) for x in thin[:, 0].tolist()], "y": y} | (
+        {"dots": 1} if curve.dots else {}
+    )
+
+
+def _short(value: float) -> float | int:
+    """Return a number in five digits, whole numbers as they are: pages have many."""
+    return int(value) if value % 1 == 0 else float(f"{value:.5g}")
+
+
+def _spread(places: Sequence[float]) -> Sequence[float]:
+    return places[:: math.ceil(len(places) / MOST_POINTS)]
+
+
+def _points(curve: Curve, *, log: bool) -> _Floats:
+    """Return the points of a curve as rows of x and y; nan where the picture has no place for y."""
+    x, y = np.asarray(curve.x, dtype=np.float64), np.array(curve.y, dtype=np.float64)
+    # No quantity of a run is beyond these; differences and powers of ten of such numbers would overflow.
+    y[~(np.abs(y) <= LARGEST)] = np.nan
+    y[np.abs(y) < 1 / LARGEST] = 0
+    if log:
+        y[~(y > 0)] = np.nan
+    return np.stack([x, y], axis=1)[np.abs(x) <= LARGEST]
+
+
+def _thinned(points: _Floats) -> _Floats:
+    """Return at most about `MOST_POINTS` points: of each stretch the lowest and the highest, in their order."""
+    if len(points) <= MOST_POINTS:
+        return points
+    places: list[int] = []
+    for stretch in np.array_split(np.arange(len(points)), MOST_POINTS // 2):
+        y = points[stretch, 1]
+        if np.isfinite(y).any():
+            places += sorted({int(stretch[np.nanargmin(y)]), int(stretch[np.nanargmax(y)])})
+    return points[places]
+
+
+def _bulk(heights: _Floats) -> _Floats:
+    """Return all heights, or most of them if a few lie so far away that the others would be a flat line."""
+    low, middle, high = np.quantile(heights, (0.25, 0.5, 0.75))
+    reach = max(3 * (high - low), 0.5 * abs(middle))
+    if np.ptp(heights) > 2 * (high - low + 2 * reach) > 0:
+        return heights[(heights >= low - reach) & (heights <= high + reach)]
+    return heights
+
+
+def _summary(chart: Chart, curves: Sequence[tuple[Curve, _Floats]]) -> str:
+    """Describe the chart in words, for readers without the picture."""
+    parts = []
+    for curve, points in curves:
+        shown = points[np.isfinite(points[:, 1])]
+        (start, first), (end, last) = shown[[0, -1]]
+        low, high = shown[:, 1].min(), shown[:, 1].max()
+        words = f"from {first:.4g} at {start:g} to {last:.4g} at {end:g}, lowest {low:.4g}, highest {high:.4g}"
+        parts.append(f"{curve.name}: {minus(words)}")
+    marks = f" Marked: {counted(len(chart.restarts), 'restart')}." if len(chart.restarts) else ""
+    return f"{chart.y_label} against {chart.x_label}. {'; '.join(parts)}.{marks}"
+
+
+def _table(chart: Chart, curves: Sequence[tuple[Curve, _Floats]]) -> Html:
+    """Return a few rows of each curve, evenly spread; all rows where the places have names."""
+    rows = []
+    for curve, points in curves:
+        count = len(points) if chart.names else min(len(points), _MOST_ROWS)
+        for x, y in points[np.linspace(0, len(points) - 1, count).round().astype(int)].tolist():
+            rows.append([curve.name, chart.names[int(x)] if chart.names else f"{x:g}", written(y, ".4g")])
+    return table(["curve", chart.x_label, chart.y_label], rows, caption=f"{chart.title}: some of its points.")
