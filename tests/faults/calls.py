@@ -82,7 +82,7 @@ class Disk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[int, dict[str, int]] = {}
-        self.contents: dict[int, bytes] = {}
+        self.contents: dict[int, tuple[bytes, int]] = {}
         for path in (folder, *folder.rglob("*")):
             self.sync(path)
 
@@ -92,7 +92,7 @@ class Disk:
         if path.is_dir():
             self.entries[number] = {entry.name: entry.inode() for entry in os.scandir(path)}
         else:
-            self.contents[number] = path.read_bytes()
+            self.contents[number] = path.read_bytes(), path.stat().st_mtime_ns
 
     def cut(self, rng: random.Random, *, late: bool) -> None:
         """Write what is left beside the folder, with the ending `.cut`."""
@@ -106,16 +106,17 @@ class Disk:
                 for name, child in (self.entries if late else now).get(number, {}).items():
                     put(child, place / name)
                 return
-            synced = self.contents.get(number, b"")
+            synced, changed = self.contents.get(number, (b"", 0))
             last = synced
             if number in paths and paths[number].is_file():
-                last = paths[number].read_bytes()
+                last, changed = paths[number].read_bytes(), paths[number].stat().st_mtime_ns
             if last.startswith(synced):
                 more = last[len(synced) :]
                 lengths = [b"", more, more[: rng.randint(0, len(more))], bytes(len(more))]
                 place.write_bytes(synced + rng.choice(lengths))
             else:
                 place.write_bytes(rng.choice([synced, last]))
+            os.utime(place, ns=(changed, changed))
 
         put(self.folder.stat().st_ino, self.folder.with_name(f"{self.folder.name}.cut"))
 
