@@ -34,7 +34,7 @@ from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.speed import flops_per_token
 
 PROGRAM = gpu.HERE / "gpu.py"
-ABSENT = "tyro docstring_parser optuna alembic sqlalchemy rich scipy datasets submitit".split()
+ABSENT = "optuna alembic sqlalchemy rich scipy datasets submitit".split()
 """Packages that a bare machine with a GPU does not have."""
 FILES = {
     *(f"{part}.{ending}" for part in gpu.PARTS for ending in ("json", "log")),

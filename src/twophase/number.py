@@ -1,12 +1,14 @@
-"""Read numbers from text so that none means another number than it seems to.
+"""Read what people type: numbers so that none means another than it seems to, and names that were misspelt.
 
 Python's `int` and `float` take more than people mean: `0_2` is 2, other scripts' digits count, `1e400` is infinite.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 
 _NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _WHOLE = re.compile(r"-?[0-9]{1,40}")
@@ -44,3 +46,40 @@ def shortened(text: str) -> str:
     'aa…'
     """
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
+    """Return a remedy for a name that is not among some names: the likeliest, or else all of them.
+
+    The right word in the wrong group counts, and so do initials; then what is spelt alike.
+
+    Args:
+        name: what was typed; case, hyphens and underscores do not matter.
+        names: what there is.
+        otherwise: the remedy where no name is near; `choose from`, and all names, if empty.
+
+    >>> did_you_mean("outer.learning_rate", ["inner.lr", "outer.lr", "outer.momentum"])
+    'did you mean outer.lr?'
+    >>> did_you_mean("momentun", ["lr", "momentum"]), did_you_mean("x", ["lr", "momentum"])
+    ('did you mean momentum?', 'choose from lr, momentum')
+    """
+    names = list(names)
+    plain = {_plain(item): item for item in names}
+    group, _, leaf = _plain(name).rpartition(".")
+    leaves = {item: item.rpartition(".")[2] for item in plain}
+    alike = [item for item, other in leaves.items() if leaf in (other, _initials(other)) or other == _initials(leaf)]
+    near = [item for item in alike if item.rpartition(".")[0] == group] or alike
+    near = near or difflib.get_close_matches(_plain(name), plain, n=1)
+    if near:
+        return f"did you mean {' or '.join(plain[item] for item in near)}?"
+    return otherwise or f"choose from {', '.join(names)}"
+
+
+def _plain(name: str) -> str:
+    return name.lower().lstrip("-").replace("-", "_")
+
+
+def _initials(name: str) -> str:
+    """Return the first letters of several words; a single word has none that could be meant."""
+    words = [word for word in name.split("_") if word]
+    return "".join(word[0] for word in words) if len(words) > 1 else "?"

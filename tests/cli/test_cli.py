@@ -44,6 +44,26 @@ def test_help_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_help_has_one_usage_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """Help says once how a command is used; a sweep's names its own options and points to all others."""
+    texts = {}
+    for words in ("train --help", "sweep --help", "sweep --help-all", "period -h", "explore --help"):
+        with pytest.raises(SystemExit) as end:
+            cli.main(words.split())
+        assert end.value.code == 0
+        texts[words] = capsys.readouterr().out
+        assert texts[words].count("usage:") == 1
+        assert "None" not in texts[words]
+        assert max(map(len, texts[words].splitlines())) <= 80
+    for group in ("the run", "model", "data", "inner", "outer", "sync", "compute"):
+        assert f"\n{group}:\n" in texts["train --help"]
+        assert f"\n{group}:\n" in texts["sweep --help-all"]
+        assert f"\n{group}:\n" not in texts["sweep --help"]
+    assert texts["sweep --help"].rstrip().endswith("--help-all lists them")
+    assert len(texts["sweep --help"].splitlines()) < 60
+    assert "--outer.momentum X" in texts["period -h"]
+
+
 @pytest.mark.slow
 def test_a_mistake_from_outside(tmp_path: Path) -> None:
     """The process itself ends with status 2 and the message, without a traceback."""

@@ -151,6 +151,7 @@ def test_coefficients_that_no_integer_of_a_tensor_holds(number: str):
     ("value", "message"),
     [
         ("sometimes", "'sometimes' is not known; write never, .*cycle:5,6,10, at:4,9, soft:3:0.2:0.1"),
+        ("periodc:3", "'periodc:3' is not known; did you mean periodic[?]"),
         ("²", "'²' is not known"),
         ("3.0", "'3.0' is not known; .* a period such as 3"),
         ("-3", "period is -3; .* >= 1"),
@@ -348,7 +349,7 @@ def test_modules_with_policies_of_others(tmp_path: Path, monkeypatch: pytest.Mon
     )
     (tmp_path / "broken.py").write_text("import a_module_that_is_nowhere\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"test-theirs:4' is not known.*TWOPHASE_POLICIES .* names modules"):
+    with pytest.raises(ValueError, match=r"test-theirs:4' is not known.*TWOPHASE_POLICIES, .* names modules"):
         parse("test-theirs:4")
     monkeypatch.setenv("TWOPHASE_POLICIES", "broken")
     with pytest.raises(ValueError, match=r"TWOPHASE_POLICIES: the module 'broken' cannot be imported .*PYTHONPATH"):

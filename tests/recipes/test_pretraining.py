@@ -99,5 +99,5 @@ def test_pace(inner_steps: int):
 def test_by_name():
     """Recipes go by their names, with underscores or dashes; others are refused with the list."""
     assert recipe("paper-150m") == paper_150m() == RECIPES["paper_150m"]()
-    with pytest.raises(UsageError, match="--recipe is 'large'; it must be one of paper_150m, small, nano"):
+    with pytest.raises(UsageError, match="--recipe large: there is no such recipe; choose from paper_150m"):
         recipe("large")

@@ -26,7 +26,7 @@ _MOST_MODES = 10_000  # of it; more say nothing new, and each costs memory
 
 @dataclass(frozen=True)
 class Rule:
-    """Hold the outer rule."""
+    """The outer rule."""
 
     lr: float = 0.7
     """Outer learning rate, in the form named below."""

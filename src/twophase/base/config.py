@@ -1,4 +1,4 @@
-"""Configurations as trees of frozen dataclasses: YAML layers, the command line, resolved copies, fingerprints.
+"""Configurations as trees of frozen dataclasses: YAML layers, resolved copies, fingerprints.
 
 A value is addressed by its dotted path (`outer.lr`), which is also its command-line option (`--outer.lr`) and its
 place in YAML. This module knows no particular configuration.
@@ -7,13 +7,12 @@ place in YAML. This module knows no particular configuration.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import operator
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -21,7 +20,7 @@ import yaml
 
 from twophase.base.errors import RunError, UsageError  # noqa: F401 - callers import both from here, too
 from twophase.base.reading import check_regular
-from twophase.number import number, whole_number
+from twophase.number import did_you_mean, number
 
 C = TypeVar("C")
 Tree = dict[str, Any]
@@ -249,9 +248,7 @@ def check_tree(tree: Mapping[str, Any], default: Any, where: str) -> None:
     defaults = values_of(default)
     for path, value in flatten(tree).items():
         if path not in defaults:
-            near = difflib.get_close_matches(path, defaults, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(defaults)}"
-            raise UsageError(f"{where}: {path} is no value of the configuration; {hint}")
+            raise UsageError(f"{where}: {path} is no value of the configuration; {did_you_mean(path, defaults)}")
         like = defaults[path]
         if isinstance(like, bool):
             kind, fits = "true or false", isinstance(value, bool)
@@ -261,55 +258,3 @@ def check_tree(tree: Mapping[str, Any], default: Any, where: str) -> None:
             kind, fits = "one value", isinstance(value, (int, float, str)) and not isinstance(value, bool)
         if not fits:
             raise UsageError(f"{where}: {path} is {value!r}; write {kind}, for example {json.dumps(like)}")
-
-
-def to_arguments(tree: Mapping[str, Any]) -> list[str]:
-    """Return the command-line words that set the same values as a YAML tree.
-
-    >>> to_arguments({"outer": {"lr": 0.7, "nesterov": True}})
-    ['--outer.lr', '0.7', '--outer.nesterov']
-    """
-    words: list[str] = []
-    for path, value in flatten(tree).items():
-        *scope, leaf = path.split(".")
-        if isinstance(value, bool):
-            words.append("--" + ".".join([*scope, leaf if value else f"no-{leaf}"]))
-        else:
-            words += [f"--{path}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
-    return words
-
-
-def _spelt_out(words: list[str], default: Any) -> list[str]:
-    """Turn `--outer.nesterov true` into `--outer.nesterov`, and `false` into `--outer.no-nesterov`."""
-    flags = {path.replace("_", "-") for path, value in values_of(default).items() if isinstance(value, bool)}
-    spelt: list[str] = []
-    for word in words:
-        last = spelt[-1] if spelt else ""
-        if word.lower() in ("true", "false") and last.removeprefix("--").replace("_", "-") in flags:
-            spelt[-1:] = to_arguments({last.removeprefix("--"): word.lower() == "true"})
-        else:
-            spelt.append(word)
-    return spelt
-
-
-def parse_arguments(default: C, words: Sequence[str], *, prog: str, description: str = "") -> C:
-    """Parse command-line words on top of a default configuration, by tyro.
-
-    Ends the process with status 2 and tyro's message (which names the option, the value and, for a misspelt name, the
-    nearest ones) when the words do not fit.
-    """
-    import tyro  # noqa: PLC0415 - a fifth of a second that `import twophase` should not cost
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec  # noqa: PLC0415 - the same
-
-    registry = ConstructorRegistry()
-    for kind, read in {int: whole_number, float: lambda text: float(number(text))}.items():
-        spec: Any = PrimitiveConstructorSpec(
-            nargs=1,
-            metavar=kind.__name__.upper(),
-            instance_from_str=lambda words, read=read: read(words[0]),
-            is_instance=lambda value, kind=kind: isinstance(value, (kind, int)) and not isinstance(value, bool),
-            str_from_instance=lambda value: [str(value)],
-        )
-        registry.primitive_rule(lambda asked, kind=kind, spec=spec: spec if asked.type is kind else None)
-    spelt = _spelt_out(list(words), default)
-    return tyro.cli(type(default), args=spelt, default=default, prog=prog, description=description, registry=registry)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twophase.base.options import Parser
 from twophase.number import whole_number
 
 if TYPE_CHECKING:
@@ -33,14 +34,12 @@ COMMANDS = {
 """What each command does; its module in this package has its name."""
 
 
-def plain_parser(command: str, **options: Any) -> argparse.ArgumentParser:
+def plain_parser(command: str, **options: Any) -> Parser:
     """Make the parser of a command, without options."""
-    return argparse.ArgumentParser(
-        prog=f"{PROGRAM} {command}", description=COMMANDS[command], allow_abbrev=False, **options
-    )
+    return Parser(f"{PROGRAM} {command}", description=COMMANDS[command], **options)
 
 
-def run_parser(command: str, **options: Any) -> argparse.ArgumentParser:
+def run_parser(command: str, **options: Any) -> Parser:
     """Make the parser of a command that trains: `--out` and `--quiet`."""
     parser = plain_parser(command, **options)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results; an unfinished one is resumed")
@@ -74,33 +73,34 @@ def verify_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def train_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
-    """Parse the parser's own options and, from YAML files and all other options, the checked configuration."""
-    from twophase.base.config import check_tree, load_yaml, parse_arguments, to_arguments
+def train_config(parser: Parser, words: list[str], *, brief: bool = False) -> tuple[argparse.Namespace, TrainConfig]:
+    """Parse all words: the parser's own options, and the checked configuration from YAML files and its own options.
+
+    Args:
+        parser: the parser; the configuration's options are added to it.
+        words: of the command line.
+        brief: leave the configuration's options out of `--help`.
+    """
+    from twophase.base.config import check_tree, flatten, load_yaml, with_values
+    from twophase.base.options import add_values, parse_values, to_arguments, values_given
     from twophase.recipes.pretraining import at_pace, recipe
     from twophase.tasks.lm.config import TrainConfig, check
 
-    options, rest = parse_known(parser, words, "and the values of the configuration:")
+    if not (brief and {"-h", "--help"} & set(words)):
+        add_values(parser, TrainConfig(), "the run")
+    options = parser.parse_args(words)
     config = recipe(options.recipe) if options.recipe else TrainConfig()
-    all_words = list(rest)
+    paths: list[str] = []
     for path in options.config:
         tree = load_yaml(path)
         check_tree(tree, config, f"--config {path}")
-        config = parse_arguments(config, to_arguments(tree), prog=f"{parser.prog} --config {path}")
-        all_words += to_arguments(tree)
-    config = parse_arguments(config, rest, prog=parser.prog)
+        config = parse_values(config, to_arguments(tree), f"--config {path}: ")
+        paths += flatten(tree)
+    values = values_given(options, config)
+    config = with_values(config, values)
     if options.recipe:
-        named = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in all_words}
-        config = at_pace(config, keep=named)
+        config = at_pace(config, keep={*paths, *values})
     return options, check(config)
-
-
-def parse_known(parser: argparse.ArgumentParser, words: list[str], then: str) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options of a parser without `--help`; return the other words, for tyro, whose help comes second."""
-    if "-h" in words or "--help" in words:
-        parser.print_help()
-        print(f"\n{then}\n")
-    return parser.parse_known_args(words)
 
 
 def between(smallest: float, largest: float, read: Callable[[str], Any] = whole_number) -> Callable[[str], Any]:

@@ -70,11 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = plain_parser("data")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     text = "what a folder of token shards holds"
-    info = commands.add_parser("info", help=text, description=text, allow_abbrev=False)
+    info = commands.add_parser("info", help=text, description=text)
     info.add_argument("folder", type=Path, metavar="DIR", help="the --out of `twophase data prepare`")
     info.add_argument("--verify", action="store_true", help="read all shards and compare them with their checksums")
     text = "text to token shards that every run reads through memory maps; repeat the command to resume it"
-    add = commands.add_parser("prepare", help=text, description=text, allow_abbrev=False).add_argument
+    add = commands.add_parser("prepare", help=text, description=text).add_argument
     add(
         "source",
         nargs="+",

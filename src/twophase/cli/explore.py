@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from twophase.advice.period import Rule, Spectrum
-from twophase.base.config import UsageError, parse_arguments
+from twophase.base.config import UsageError, with_values
 from twophase.base.files import write_atomic
+from twophase.base.options import add_values, values_given
 from twophase.base.reading import check_regular
-from twophase.cli.commands import parse_known, plain_parser
+from twophase.cli.commands import plain_parser
 from twophase.explorer.from_run import FromRun, read_run
 from twophase.explorer.page import MARK, State, build
 from twophase.policies.base import Never
@@ -24,7 +25,7 @@ _RANGE_MODES = 16
 
 @dataclass(frozen=True)
 class Outer(Rule):
-    """Hold the outer rule, and when its momentum restarts."""
+    """The outer rule, and when its momentum restarts."""
 
     restart: str = str(State.restart)
     """Rounds between restarts, or `never`."""
@@ -108,7 +109,7 @@ def _spectrum(question: Question, run: FromRun | None) -> dict[str, Any]:
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
-    parser = plain_parser("explore", add_help=False)
+    parser = plain_parser("explore")
     parser.add_argument(
         "--out",
         type=Path,
@@ -120,9 +121,11 @@ def main(words: list[str]) -> int:
         "--run", type=Path, metavar="RUN", help="begin with this run's rule, length and estimated effective progress"
     )
     parser.add_argument("--open", action="store_true", help="open it in the browser")
-    options, rest = parse_known(parser, words, "and where it begins; everything can be moved on the page:")
+    add_values(parser, Question(), "where the page begins; everything can be moved on it")
+    options = parser.parse_args(words)
     run = read_run(options.run) if options.run else None
-    state = state_of(parse_arguments(of_run(run) if run else Question(), rest, prog=parser.prog), run)
+    question = of_run(run) if run else Question()
+    state = state_of(with_values(question, values_given(options, question)), run)
     page = build(state, run.spectrum if run and state.spectrum == "run" else None)
     _write(options.out, page)
     print(f"page {options.out} ({len(page.encode()) / 1000:.0f} kB): open it in a browser; it needs no network")

@@ -16,6 +16,7 @@ from importlib import import_module
 
 from twophase.base.errors import FULL, RunError, UsageError, is_out_of_memory
 from twophase.cli.commands import COMMANDS, PROGRAM, interrupted
+from twophase.number import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = words
     if name not in COMMANDS:
-        return _complain(PROGRAM, f"{name!r} is no command; choose from {', '.join(COMMANDS)}")
+        return _complain(PROGRAM, f"{name!r} is no command; {did_you_mean(name, COMMANDS)}")
     try:
         return import_module(f"twophase.cli.{name.replace('-', '_')}").main(rest)
     except UsageError as error:

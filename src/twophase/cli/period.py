@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from twophase.cli.commands import parse_known, plain_parser
+from twophase.cli.commands import plain_parser
 
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.advice.period import Question, answer, describe, to_json
-    from twophase.base.config import parse_arguments
+    from twophase.base.config import with_values
+    from twophase.base.options import add_values, values_given
     from twophase.figures.period import check_ending, draw
 
-    parser = plain_parser("period", add_help=False)
+    parser = plain_parser("period")
     parser.add_argument(
         "--plot",
         type=Path,
@@ -21,10 +22,11 @@ def main(words: list[str]) -> int:
         help="draw the oscillation, and rate and loss against the period, into FILE (.png or .pdf; numbers as .csv)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
-    options, rest = parse_known(parser, words, "and the question:")
+    add_values(parser, Question(), "the question")
+    options = parser.parse_args(words)
     if options.plot:
         check_ending(options.plot)
-    advice = answer(parse_arguments(Question(), rest, prog=parser.prog))
+    advice = answer(with_values(Question(), values_given(options, Question())))
     print(to_json(advice) if options.json else describe(advice), flush=True)
     if options.plot:
         paths = draw(advice, options.plot)

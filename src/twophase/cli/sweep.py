@@ -20,10 +20,10 @@ def main(words: list[str]) -> int:
     from twophase.sweep.grid import Sweep, parse_axes
     from twophase.tasks.lm.config import check
 
-    parser = run_parser("sweep", add_help=False)
-    config_options(parser)
-    add_options(parser)
-    parser.add_argument(
+    parser = run_parser("sweep", epilog=f"every option of `{PROGRAM} train` is one here, too; --help-all lists them")
+    parser.add_argument("--help-all", action="help", help="list also the values of the configuration, and stop")
+    grid = parser.add_argument_group("the grid")
+    grid.add_argument(
         "--axis",
         nargs="+",
         action="append",
@@ -32,14 +32,16 @@ def main(words: list[str]) -> int:
         help="an axis of the grid and its values, such as --axis outer.lr 0.3 0.7 or --axis outer.restart never 3; a "
         "set of words is one value, with commas between them: --axis sync.restart none a=3,b=loss",
     )
-    parser.add_argument(
+    grid.add_argument(
         "--controls",
         action="store_true",
         help="add what restarts should be judged against: momentum-free runs, plain averaging, and for each run "
         "with scheduled restarts one without at the same mean outer gain",
     )
+    config_options(parser)
+    add_options(parser)
     rest, slurm = take_slurm_options(words)
-    options, config = train_config(parser, rest)
+    options, config = train_config(parser, rest, brief=True)
     if options.print_config:
         return print_config(config)
     if not options.axis:

@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
     follow_torchrun()
     # Torch reads it when it is imported: a peer's death would else print stack traces before our one message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    parser = run_parser("train", add_help=False)
+    parser = run_parser("train")
     config_options(parser)
     parser.add_argument(
         "--track",

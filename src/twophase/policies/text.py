@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar
 
-from twophase.number import number, shortened
+from twophase.number import did_you_mean, number, shortened
 from twophase.policies.base import Never, RestartPolicy
 
 _REGISTRY: dict[str, type[RestartPolicy]] = {Never.name: Never}
@@ -102,11 +102,14 @@ def _parse_text(text: str) -> RestartPolicy:
     name, *words = ["periodic", text] if re.fullmatch(r"-?[0-9]+", text) else text.split(":")
     cls = _class_of(name)
     if cls is None:
+        forms = (
+            "write never, a period such as 3, cycle:5,6,10, at:4,9, soft:3:0.2:0.1, or "
+            f"one of {', '.join(sorted(_REGISTRY))} with its values"
+        )
         raise ValueError(
-            f"restart {shortened(text)!r} is not known; write never, a period such as 3, cycle:5,6,10, at:4,9, "
-            "soft:3:0.2:0.1, or "
-            f"one of {', '.join(sorted(_REGISTRY))} with its values; {POLICIES_VARIABLE} (an environment variable) "
-            f"names modules with policies of your own, or those of the studies: {POLICIES_VARIABLE}={STUDIED}"
+            f"restart {shortened(text)!r} is not known; {did_you_mean(name, _REGISTRY, forms)} ({POLICIES_VARIABLE}, "
+            "an environment variable, names modules with policies of your own, or those of the studies: "
+            f"{POLICIES_VARIABLE}={STUDIED})"
         )
     kinds = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
     usage = ":".join([name, *(field.upper() + ",..." * ("tuple" in kind) for field, kind in kinds.items())])

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from twophase.base.config import UsageError, with_values
+from twophase.number import did_you_mean
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
@@ -109,7 +110,7 @@ def recipe(name: str) -> TrainConfig:
     """
     recipe = RECIPES.get(name.replace("-", "_"))
     if recipe is None:
-        raise UsageError(f"--recipe is {name!r}; it must be one of {', '.join(RECIPES)}")
+        raise UsageError(f"--recipe {name}: there is no such recipe; {did_you_mean(name, RECIPES)}")
     return recipe()
 
 

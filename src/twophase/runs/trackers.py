@@ -27,6 +27,7 @@ from typing import Any
 from twophase.base.config import Tree, UsageError, flatten
 from twophase.base.files import write_atomic
 from twophase.base.reading import read_json_object
+from twophase.number import did_you_mean
 
 NAMES = ("none", "tensorboard", "trackio", "wandb")
 PROJECT = "twophase"
@@ -60,7 +61,7 @@ def check(names: Sequence[str]) -> tuple[str, ...]:
     """
     for name in names:
         if name not in NAMES:
-            raise UsageError(f"--track {name}: there is no such tracker; choose from {', '.join(NAMES)}")
+            raise UsageError(f"--track {name}: there is no such tracker; {did_you_mean(name, NAMES)}")
         # A module may also be put into sys.modules by hand, and then has nothing that find_spec looks for.
         if name != "none" and name not in sys.modules and importlib.util.find_spec(name) is None:
             raise UsageError(

@@ -44,6 +44,7 @@ from twophase import __version__
 from twophase.base.config import UsageError
 from twophase.base.files import DIGITS, table_text
 from twophase.figures.style import rendered, styled, write_files
+from twophase.number import did_you_mean
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 from twophase.studies._so_far import complete, joined, run_counts
 from twophase.studies._training import train_in_stages
@@ -96,7 +97,7 @@ def load(name: str) -> Any:
         UsageError: there is no such study.
     """
     if name not in names():
-        raise UsageError(f"{name!r} is no study; choose from {', '.join(names())}")
+        raise UsageError(f"{name!r} is no study; {did_you_mean(name, names())}")
     return import_module(f"twophase.studies.{name}")
 
 
@@ -249,7 +250,7 @@ def _scale(name: str, study: Any, quick: bool, scale: str | Scale | None) -> Sca
         raise UsageError(f"--quick is a scale of its own; leave out either it or --scale {scale}")
     chosen = QUICK.name if quick else scale or LAPTOP.name
     if chosen not in SCALES:
-        raise UsageError(f"--scale {chosen!r} is not known; choose from {', '.join(SCALES)}")
+        raise UsageError(f"--scale {chosen!r} is not known; {did_you_mean(chosen, SCALES)}")
     return SCALES[chosen]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import re
@@ -13,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from twophase.base.config import Tree, UsageError, differences, fingerprint, get, to_tree, values_of, with_values
-from twophase.number import number, whole_number
+from twophase.number import did_you_mean, number, whole_number
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 
@@ -260,10 +259,8 @@ def _field(base: Any, path: str) -> tuple[Any, Any]:
         hint = None
     paths = values_of(base) if hint is None or is_dataclass(hint) else {}
     if hint is None:
-        nearest = [name for name in paths if name.rpartition(".")[2] == leaf]
-        nearest += [name for name in difflib.get_close_matches(path, paths, n=3) if name not in nearest]
-        hint = f"did you mean {', '.join(nearest)}?" if nearest else f"the values are: {', '.join(paths)}"
-        raise UsageError(f"--axis {path}: there is no such configuration value; {hint}")
+        remedy = did_you_mean(path, paths, f"the values are: {', '.join(paths)}")
+        raise UsageError(f"--axis {path}: there is no such configuration value; {remedy}")
     if is_dataclass(hint):
         inside = [name for name in paths if name.startswith(f"{path}.")]
         raise UsageError(f"--axis {path} is a group of values; name one of them: {', '.join(inside)}")

@@ -1,0 +1,213 @@
+"""The options of a command line: those of a command, and one for each value of a configuration.
+
+A value's option is its dotted path (`--outer.lr`); its help is the text below its field.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import itertools
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, NoReturn, TypeVar
+
+from twophase.base.config import flatten, values_of, with_values
+from twophase.base.errors import UsageError
+from twophase.number import did_you_mean, number, whole_number
+
+C = TypeVar("C")
+
+_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
+_TRUTHS = {"true": True, "false": False}
+
+
+class Parser(argparse.ArgumentParser):
+    """Parse the words of a command; a mistake is a UsageError of one line, with the name that may have been meant."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        def formatter(prog: str) -> argparse.HelpFormatter:
+            return argparse.HelpFormatter(prog, max_help_position=30)
+
+        super().__init__(prog, allow_abbrev=False, formatter_class=formatter, **options)
+        # Any word of one dash is a value, such as -1e-5: argparse itself takes it for an option.
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]|-(inf|nan)")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse all words; refuse what is no option."""
+        args = list(args or ())
+        words = {_with_hyphens(word): word for word in args}
+        options, rest = super().parse_known_args(list(map(_with_hyphens, args)), namespace)
+        if rest:
+            odd = words[next((word for word in rest if word.startswith("-")), rest[0])].split("=")[0]
+            hint = f"{self.prog} --help lists the options"
+            raise UsageError(f"{odd!r} is no option; {did_you_mean(odd, self._option_string_actions, hint)}")
+        return options, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's message as a UsageError that begins with the option."""
+        remedy = "" if message.endswith("?") else f"; {self.prog} --help lists the options"
+        raise UsageError(message.removeprefix("argument ") + remedy)
+
+
+def _with_hyphens(word: str) -> str:
+    """Spell an option with hyphens; underscores, as in a configuration's file, are the same option."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def among(names: Sequence[str]) -> Callable[[str], str]:
+    """Return an option's type: one of some names."""
+
+    def parsed(word: str) -> str:
+        if word not in names:
+            raise argparse.ArgumentTypeError(f"{word!r} is not known; {did_you_mean(word, names)}")
+        return word
+
+    return parsed
+
+
+def add_values(parser: argparse.ArgumentParser, config: Any, title: str) -> None:
+    """Add an option for each value of a configuration, a group for each of its parts.
+
+    Args:
+        parser: the parser.
+        config: the configuration, a tree of frozen dataclasses; help shows its values as defaults.
+        title: of the group of the values that belong to no part.
+    """
+    parser.usage = f"{parser.prog} [OPTIONS]"  # more than a hundred of them say nothing in a row
+    defaults = values_of(config)
+    groups: dict[str, Any] = {"": parser.add_argument_group(title)}
+    for path, kind, text, part in _values(type(config)):
+        name = path.rpartition(".")[0]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name, (inspect.getdoc(part) or "").replace("%", "%%"))
+        _add_value(groups[name], path, kind, text, defaults[path])
+
+
+def _values(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield path, kind, text and class of each value, those of the configuration itself before those of its parts."""
+    kinds, texts = typing.get_type_hints(cls), _texts(cls)
+    for field in sorted(fields(cls), key=lambda field: is_dataclass(kinds[field.name])):
+        kind = kinds[field.name]
+        if is_dataclass(kind):
+            yield from _values(kind, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", kind, texts.get(field.name, ""), cls
+
+
+def _texts(cls: Any) -> Mapping[str, str]:
+    """Return the text below each field of a class and of those that it derives from."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        texts |= _texts_of_module(base.__module__).get(base.__name__, {})
+    return texts
+
+
+@cache
+def _texts_of_module(name: str) -> Mapping[str, Mapping[str, str]]:
+    """Return the text below each field, by class; of a module without a file, such as a notebook, nothing."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[name]))
+    except (OSError, TypeError):
+        return {}
+    texts: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        body = node.body if isinstance(node, ast.ClassDef) else []
+        fields_of_class = texts.setdefault(getattr(node, "name", ""), {})
+        for field, text in itertools.pairwise(body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=path)), ast.Expr(value=ast.Constant(value=str() as words)):
+                    fields_of_class[path] = " ".join(words.split())
+    return texts
+
+
+def _add_value(group: Any, path: str, kind: Any, text: str, default: Any) -> None:
+    option, leaf = f"--{path.replace('_', '-')}", path.rpartition(".")[2].replace("_", "-")
+    numbers = default if isinstance(default, list) else [] if default is None else [default]
+    shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in numbers)
+    shown = shown.lower() if isinstance(default, bool) else shown
+    settings: dict[str, Any] = {
+        "dest": path,
+        "default": argparse.SUPPRESS,
+        "help": (text.rstrip(".") + (f" ({shown})" if shown else "")).replace("%", "%%"),
+    }
+    if typing.get_origin(kind) in (typing.Union, UnionType):  # X | None
+        (kind,) = (choice for choice in typing.get_args(kind) if choice is not type(None))
+    if kind is bool:
+        group.add_argument(option, nargs="?", const=True, type=_truth, metavar="true|false", **settings)
+        opposite = option.removesuffix(leaf) + f"no-{leaf}"
+        group.add_argument(opposite, action="store_false", dest=path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        return
+    if typing.get_origin(kind) is tuple:
+        kind, *others = typing.get_args(kind)
+        settings["nargs"] = "*" if Ellipsis in others else 1 + len(others)
+    if typing.get_origin(kind) is typing.Literal:
+        names = typing.get_args(kind)
+        group.add_argument(option, type=among(names), metavar="|".join(names), **settings)
+        return
+    group.add_argument(option, type=_reader(kind), metavar=_METAVARS.get(kind, "TEXT"), **settings)
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    read = {int: whole_number, float: lambda text: float(number(text))}.get(kind, kind)
+
+    def parsed(word: str) -> Any:
+        try:
+            return read(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def _truth(word: str) -> bool:
+    if word.lower() not in _TRUTHS:
+        raise argparse.ArgumentTypeError(f"{word!r} is not true or false")
+    return _TRUTHS[word.lower()]
+
+
+def values_given(options: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """Return the values of a configuration that were given as options, from dotted path to value."""
+    paths = values_of(config)
+    values = {path: value for path, value in vars(options).items() if path in paths}
+    return {path: tuple(value) if isinstance(value, list) else value for path, value in values.items()}
+
+
+def parse_values(default: C, words: Sequence[str], where: str = "") -> C:
+    """Return a configuration with the values that some words, options of it, give.
+
+    Raises:
+        UsageError: an unknown option, or a value of the wrong type; the message begins with `where`.
+    """
+    parser = Parser("", add_help=False)
+    add_values(parser, default, "values")
+    try:
+        return with_values(default, values_given(parser.parse_args(words), default))
+    except UsageError as error:
+        raise UsageError(where + str(error)) from None
+
+
+def to_arguments(tree: Mapping[str, Any]) -> list[str]:
+    """Return the command-line words that set the same values as a YAML tree.
+
+    >>> to_arguments({"outer": {"lr": 0.7, "nesterov": True}})
+    ['--outer.lr', '0.7', '--outer.nesterov']
+    """
+    words: list[str] = []
+    for path, value in flatten(tree).items():
+        *scope, leaf = path.split(".")
+        if isinstance(value, bool):
+            words.append("--" + ".".join([*scope, leaf if value else f"no-{leaf}"]))
+        else:
+            words += [f"--{path}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
+    return words
