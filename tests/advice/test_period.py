@@ -141,7 +141,9 @@ def refused(capsys: Capture, words: list[Any], message: str) -> None:
     assert main(["period", *map(str, words)]) == 2
     done = capsys.readouterr()
     assert len(done.err.splitlines()) == 1
-    assert done.err.startswith("twophase period: error: ")
+    assert done.err.startswith(
+        f"twophase period: error: {message}" if message.startswith("--") else "twophase period: "
+    )
     assert message in done.err
     assert done.out == ""
 
@@ -151,8 +153,18 @@ def refused(capsys: Capture, words: list[Any], message: str) -> None:
     [
         ("", "no spectrum given; give one of --sigma 0.95 0.6"),
         ("--sigma", "no spectrum given"),
-        ("--sigma 1.5", "sigma[0] is 1.5; effective progress lies in [0, 1]"),
-        ("--sigma 0.5 --outer.momentum 1", "momentum is 1.0; it must lie in [0, 1)"),
+        ("--sigma 1.5", "--sigma is 1.5; effective progress lies in [0, 1]; for curvatures write --eigenvalues"),
+        ("--sigma-range 0.5 1.5", "--sigma-range is 1.0"),
+        ("--sigma 0", "--sigma: no mode with a weight above 0 has a sigma above 0"),
+        ("--sigma 0.5 --outer.lr 0", "--outer.lr is 0; nothing would move"),
+        ("--sigma 0.5 --outer.lr -1", "--outer.lr is -1.0; it must be a finite number >= 0"),
+        ("--sigma 0.5 --outer.lr 1e200", "--outer.lr: the effective step lr * sigma reaches 5e+199"),
+        ("--sigma 0.5 --outer.momentum 1", "--outer.momentum is 1.0; it must lie in [0, 1)"),
+        ("--sigma 0.5 --weights 1 2", "--weights have shape (2,); give one a mode"),
+        ("--sigma 0.5 --weights -1", "--weights is -1.0; a weight is a finite number"),
+        ("--eigenvalues -3 --inner-lr 0.1 --inner-steps 3", "--eigenvalues is -3.0; it must be a finite number"),
+        ("--eigenvalues 3 --inner-lr -1 --inner-steps 3", "--inner-lr is -1.0"),
+        ("--eigenvalues 30 --inner-lr 0.1 --inner-steps 3", "--inner-lr * eigenvalue of mode 0 is 3; it must be <= 1"),
         ("--sigma 0.5 --rounds 0", "--rounds is 0; it must be a whole number >= 1"),
         ("--sigma 0.5 --rounds 2.5", "--rounds is 2.5; it must be a whole number >= 1"),
         ("--sigma 0.5 --max-period 0", "--max-period is 0; it must be a whole number >= 1"),
@@ -161,7 +173,7 @@ def refused(capsys: Capture, words: list[Any], message: str) -> None:
         ("--sigma-range 0.5 0.1", "--sigma-range 0.5 0.1: write LOW HIGH"),
         ("--sigma-range 0.1 0.5 1", "a whole COUNT of at least 2"),
         ("--sigma-range 0.1 0.9 10001", "a whole COUNT of at least 2 and at most 10,000, for example"),
-        ("--sigma-range 0.1 0.9 1000 --max-period 1e6", "it must be at most 100,000 for 1,000 modes"),
+        ("--sigma-range 0.1 0.9 1000 --max-period 1e6", "--max-period is 1000000; it must be at most 100,000"),
         ("--sigma-range 0.1 0.5 3 4", "write LOW HIGH"),
         ("--eigenvalues 1 30", "--eigenvalues needs --inner-lr and --inner-steps"),
         ("--eigenvalues 1 --inner-lr 0.1", "--eigenvalues needs --inner-lr and --inner-steps"),

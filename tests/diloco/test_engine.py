@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -334,6 +335,56 @@ def test_rounds_end_when_they_should():
         assert all(same_bits(p.detach(), run.engine.anchor[name]) for name, p in model.named_parameters())
     run.go(range(11, 14))
     assert (run.engine.round, run.engine.inner_step) == (5, 0)
+
+
+def test_report_and_engine_in_words():
+    """A report is a line of numbers and a dictionary with all of them; an engine says what it is set to.
+
+    JSON takes the dictionary, the signals aside, which the caller has.
+    """
+    run = begin(OuterRule(0.7, 0.9, nesterov=True), restart=2)
+    assert repr(run.engine) == (
+        "DiLoCo(2 replicas, Nesterov lr 0.7 momentum 0.9 (sum form), restart 2, 3 inner steps a round, round 0)"
+    )
+    for step in range(5):
+        run.step(step)
+    drift(run.models[0], 5, 0)
+    report = run.engine.step({"loss": 2.0})
+    assert report is not None
+    values = json.loads(json.dumps(report.as_dict()))
+    for name in ("gain", "cosine", "buffer_norm", "pseudo_gradient_norm", "restarted", "checksum", "round", "seconds"):
+        assert values[name] == getattr(report, name)
+    assert report.buffer_norm > 0
+    assert "signals" not in values
+    text = str(report)
+    assert text.startswith("round 2: 3 inner steps, 2 replicas, restarted, gain ")
+    assert f"cosine {report.cosine:.3g}, buffer norm {report.buffer_norm:.3g}, pseudo-gradient norm " in text
+    assert "\n" not in text
+    assert repr(run.engine).endswith("round 2)")
+    several = begin(blocks, [0], fragments={"a": "0.", "b": "."}, stagger=False)
+    assert "1 replica, 2 fragments, Nesterov lr 0.3 momentum 0.9 (sum form), restart 2 | " in repr(several.engine)
+    assert str(run_round(several)).startswith("round 1: 3 inner steps, 1 replica, a: no restart, b: restarted, gain ")
+    adam = begin(lambda named: torch.optim.Adam([p for _, p in named], lr=0.1), [0])
+    assert "1 replica, Adam, 3 inner steps" in repr(adam.engine)
+    assert "gain" not in str(run_round(adam))
+
+
+def run_round(run: Run) -> Any:
+    """The last report of the first round."""
+    return [report for step in range(3) if (report := run.step(step)) is not None][-1]
+
+
+def test_data_parallel_replicas_are_refused():
+    """A replica inside DistributedDataParallel would average gradients in every step: refused, with the remedy."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        for replica in (wrapped, [nn.Sequential(wrapped)]):
+            with pytest.raises(ValueError, match=r"DistributedDataParallel, which averages .*\(its \.module\)"):
+                DiLoCo(replica, OuterRule(0.7, 0.9), inner_steps=2)
+        DiLoCo(wrapped.module, OuterRule(0.7, 0.9), inner_steps=2)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("outer", [OuterRule(0.3, 0.9, nesterov=True), OuterRule(1.0, 0.9, form="ema"), blocks])

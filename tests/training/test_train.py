@@ -303,6 +303,7 @@ def test_command_on_a_full_disk(config: TrainConfig, whole: Path, tmp_path: Path
     (line,) = errors.splitlines()
     assert line.startswith(f"twophase train: failed: the checkpoint of step 12 cannot be written to {tmp_path}/run/")
     assert "(File too large); free space there" in line
+    assert line.endswith("the run starts from the beginning, for it has no checkpoint yet")
     assert checkpoints(tmp_path / "run") == []
     run(config, tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(whole)

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from twophase.theory.advice import Advice, Criterion, advise
 from twophase.theory.inputs import Floats
 from twophase.theory.modes import effective_progress
 
+_FROM_CURVATURES = "for curvatures write --eigenvalues 10 1 --inner-lr 0.1 --inner-steps 50"
 _RANGE_MODES = 33  # of --sigma-range, unless told
 _MOST_MODES = 10_000  # of it; more say nothing new, and each costs memory
 
@@ -36,6 +38,13 @@ class Rule:
     """Look ahead (Nesterov) instead of heavy ball."""
     form: Form = "sum"
     """`sum` (as torch.optim.SGD) or `ema` (as the restart paper); lr_sum = lr_ema (1 - momentum)."""
+
+    def value(self) -> OuterRule:
+        """Return the rule as a value; refuse numbers that make none."""
+        try:
+            return OuterRule(self.lr, self.momentum, self.nesterov, self.form)
+        except ValueError as error:
+            raise UsageError(str(error).replace("OuterRule: ", "--outer.", 1)) from None
 
 
 @dataclass(frozen=True)
@@ -101,16 +110,31 @@ def answer(question: Question) -> Advice:
     Raises:
         UsageError: no spectrum, several, or values out of range.
     """
-    outer = question.outer
+    rule = question.outer.value()
+    if rule.lr == 0:
+        raise UsageError("--outer.lr is 0; nothing would move: give a number above 0")
+    rounds, max_period = whole("--rounds", question.rounds), whole("--max-period", question.max_period)
+    option = question.option(*["--spectrum"] if question.spectrum else [])
     try:
-        rule = OuterRule(outer.lr, outer.momentum, outer.nesterov, outer.form)
-        sigma, weights = _modes(question)
-        rounds, max_period = whole("--rounds", question.rounds), whole("--max-period", question.max_period)
+        sigma, weights = _modes(question, option)
         return advise(rule, sigma, weights=weights, rounds=rounds, max_period=max_period)
     except UsageError:
         raise
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(_in_options(str(error), option)) from None
+
+
+def _in_options(message: str, spectrum: str) -> str:
+    """Put options, that of the spectrum among them, in the place of the arguments in a message of the theory."""
+    text = re.sub(r"^\w+: |\[\d+\]", "", message).replace("inner_lr", "--inner-lr")
+    text = text.replace("effective_progress computes it from eigenvalues", _FROM_CURVATURES)
+    options = {"sigma": spectrum, "eigenvalue": spectrum, "max_period": "--max-period", "weights": "--weights"}
+    word = text.partition(" ")[0]
+    if word in options:
+        return options[word] + text.removeprefix(word)
+    if text.startswith("no mode moves"):
+        return f"{spectrum}: no mode with a weight above 0 has a sigma above 0; nothing would move"
+    return text if text.startswith("--") else f"--outer.lr: {text}"
 
 
 def whole(option: str, value: float | None) -> int | None:
@@ -120,11 +144,12 @@ def whole(option: str, value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-def _modes(question: Question) -> tuple[Floats, Floats | None]:
+def _modes(question: Question, option: str) -> tuple[Floats, Floats | None]:
+    """Return sigma and weights of the modes that an option gives."""
     if question.weights == ():
         raise UsageError("--weights: no numbers given; write one a mode, or leave it out for equal weights")
     weights = None if question.weights is None else np.array(question.weights)
-    match question.option(*["--spectrum"] if question.spectrum else []):
+    match option:
         case "--sigma":
             return np.array(question.sigma), weights
         case "--sigma-range":

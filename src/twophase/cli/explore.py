@@ -17,7 +17,6 @@ from twophase.explorer.page import MARK, State, build
 from twophase.policies.base import Never
 from twophase.policies.scheduled import Periodic
 from twophase.policies.text import parse
-from twophase.rule import OuterRule
 
 _RANGE_MODES = 16
 """Modes of --sigma-range without a COUNT."""
@@ -55,10 +54,7 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
             effective progress without a spectrum beside it.
     """
     outer = question.outer
-    try:
-        OuterRule(outer.lr, outer.momentum, outer.nesterov, outer.form)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    outer.value()  # refuses what makes no rule
     try:
         policy = parse(outer.restart)
     except ValueError as error:

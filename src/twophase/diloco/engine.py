@@ -137,6 +137,18 @@ class DiLoCo:
             self.communicator.broadcast(self._setting.anchor)
         self._setting.restore()
 
+    def __repr__(self) -> str:
+        """Return replicas, rule, restart, inner steps and round in a line."""
+        outers = dict.fromkeys(text for fragment in self.fragments for text in fragment.describe_outer())
+        parts = [
+            f"{self.replica_count} {'replica' if self.replica_count == 1 else 'replicas'}",
+            *([f"{len(self.fragments)} fragments"] if len(self.fragments) > 1 else []),
+            " | ".join(outers),
+            f"{self.inner_steps} inner steps a round",
+            f"round {self.round}",
+        ]
+        return f"DiLoCo({', '.join(parts)})"
+
     def description(self) -> dict[str, Any]:
         """Return what all processes must have alike, by the words that name it."""
         return self._setting.describe()

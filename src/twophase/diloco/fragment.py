@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from twophase.diloco.flat import Digest, Layout, checksum
 from twophase.diloco.transfer import Channel
+from twophase.optim.groups import rule_of
 from twophase.optim.outer import BUFFER, OuterSGD
 
 SMALL = 1 << 20
@@ -245,6 +246,12 @@ class Fragment:
         """The outer optimizer of a fragment that has an `OuterSGD`."""
         assert isinstance(self.outer, OuterSGD)
         return self.outer
+
+    def describe_outer(self) -> list[str]:
+        """Return rule and restart of each param group; of another optimizer than `OuterSGD` its name."""
+        if not isinstance(self.outer, OuterSGD):
+            return [type(self.outer).__name__]
+        return [f"{rule_of(group).describe()}, restart {group['restart']}" for group in self.outer.param_groups]
 
     @property
     def needs(self) -> frozenset[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from twophase.optim.groups import GroupRound
 
@@ -29,7 +30,7 @@ class FragmentRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What happened in a round.
+    """What happened in a round; `print(report)` is a line of it, and `as_dict()` has every number for a log.
 
     The same on every process, except `bytes_sent`, `seconds`, and the `attempts` of one that came late.
 
@@ -100,6 +101,34 @@ class RoundReport:
         square = sum(group.pseudo_gradient_norm**2 for group in self.groups)
         along = sum(group.gain * group.pseudo_gradient_norm**2 for group in self.groups if group.pseudo_gradient_norm)
         return along / square if square != 0 else float("nan")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values: a line of `rounds.jsonl`, but for its `step`.
+
+        All fields but `signals`, which belong to the caller's metrics; and `buffer_norm`, `cosine` and `gain`. A gain
+        may be NaN, which JSON does not have.
+        """
+        fields = asdict(self)
+        del fields["signals"]
+        return fields | {"buffer_norm": self.buffer_norm, "cosine": self.cosine, "gain": self.gain}
+
+    def __str__(self) -> str:
+        restarts = {f.name: "restarted" if f.restarted else "no restart" for f in self.fragments}
+        is_whole = list(restarts) == ["0"] and self.complete  # the only fragment of a model has that name
+        parts = [
+            f"{self.inner_steps} inner steps",
+            f"{self.replicas} {'replica' if self.replicas == 1 else 'replicas'}",
+            restarts["0"] if is_whole else ", ".join(f"{name}: {restart}" for name, restart in restarts.items()),
+        ]
+        if self.groups:
+            parts.append(f"gain {self.gain:.3g}, cosine {self.cosine:.3g}, buffer norm {self.buffer_norm:.3g}")
+        parts += [
+            f"pseudo-gradient norm {self.pseudo_gradient_norm:.3g}",
+            f"{self.bytes_sent:,} bytes sent",
+            f"{sum(self.seconds.values()):.3g} s",
+            f"checksum {self.checksum}",
+        ]
+        return f"round {self.round}: {', '.join(parts)}"
 
 
 def merged(reports: Sequence[RoundReport]) -> RoundReport:

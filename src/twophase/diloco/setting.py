@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from twophase.diloco.agreement import versions
@@ -205,6 +206,12 @@ def _collect_slots(replicas: list[nn.Module], communicator: Communicator) -> lis
         if not isinstance(replica, nn.Module):
             raise ValueError(
                 f"DiLoCo: replicas holds a {type(replica).__name__}; pass the module itself, or a list of modules"
+            )
+        if any(isinstance(module, DistributedDataParallel) for module in replica.modules()):
+            raise ValueError(
+                "DiLoCo: replicas holds a DistributedDataParallel, which averages the gradients of each inner step: no "
+                "replica would train on its own; pass the module inside of it (its .module), and shard a replica over "
+                "several processes by FSDP2"
             )
     collected = [slots_of(replica) for replica in replicas]
     if not collected[0]:

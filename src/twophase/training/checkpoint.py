@@ -180,7 +180,7 @@ class Writer:
         return self.folder / f"{_WRITING}{path_of(self.folder, self._step).name}"
 
     def _unwritable(self, error: OSError) -> OSError:
-        return unwritable(self.folder, f"the checkpoint of step {self._step}", error)
+        return unwritable(self.folder, f"the checkpoint of step {self._step}", error, self.folder)
 
     def _agree(self, failure: BaseException | None) -> None:
         """Raise one process's failure on all, after removing the half checkpoint: it is useless, and the disk full."""
@@ -209,14 +209,27 @@ class Writer:
             shutil.rmtree(half)
 
 
-def unwritable(where: Path, what: str, error: OSError) -> OSError:
-    """Return the error of a disk that is full or cannot be written, with its remedy."""
+def unwritable(where: Path, what: str, error: OSError, checkpoints: Path) -> OSError:
+    """Return the error of a disk that is full or cannot be written, with its remedy.
+
+    Args:
+        where: the file or folder.
+        what: what cannot be written there.
+        error: what the system said.
+        checkpoints: the run's `checkpoint/`, for what a repeated command begins with.
+    """
     remedy = "free space there or make it writable"
     if isinstance(error, FileNotFoundError):
         remedy = "choose an --out that all processes see, and leave it in its place"
+    step = latest_step(checkpoints)
+    begins = (
+        "starts from the beginning, for it has no checkpoint yet"
+        if step is None
+        else f"resumes from its checkpoint of step {step}, which is whole"
+    )
     return OSError(
         f"{what} cannot be written to {where} ({error.strerror or error}); {remedy}, then repeat the command: the run "
-        "resumes from its newest whole checkpoint, which is intact"
+        f"{begins}"
     )
 
 

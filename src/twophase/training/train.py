@@ -328,4 +328,4 @@ def disk(folder: RunFolder) -> Iterator[None]:
         yield
     except OSError as error:
         place = Path(error.filename or folder.path)
-        raise checkpoint.unwritable(place, "the run's files", error) from error
+        raise checkpoint.unwritable(place, "the run's files", error, folder.checkpoint_dir) from error

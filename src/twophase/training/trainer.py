@@ -373,10 +373,7 @@ def _alike(config: RunConfig) -> dict[str, Any]:
 
 def round_line(report: RoundReport, step: int) -> dict[str, Any]:
     """Return a round's line of `rounds.jsonl`."""
-    totals = {"buffer_norm": report.buffer_norm, "cosine": report.cosine, "gain": report.gain}
-    fields = dataclasses.asdict(report)
-    del fields["signals"]  # the loss is a metric, and a request to stop does not belong to the run
-    return {"step": step} | fields | totals
+    return {"step": step} | report.as_dict()
 
 
 def _columns(validation: Mapping[str, float]) -> dict[str, float]:
