@@ -6,16 +6,17 @@ import csv
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from madeup import rows
+from madeup import Value, rows
 from twophase.base.config import UsageError, with_values
 from twophase.recipes.demo import demo
 from twophase.restart import mean_outer_gain
-from twophase.studies._demo import draw, verdict
+from twophase.studies._demo import draw, findings, terminal_maps, verdict
 from twophase.sweep.grid import Cell
 from twophase.tasks.lm.config import TrainConfig, check
 
@@ -32,26 +33,31 @@ def made_up(cell: Cell) -> float:
 
 
 def test_runs() -> None:
-    """A main grid of 4 arms, 5 momenta x 3 learning rates, in sum form; 4 momentum-free runs and 18 gain-matched ones.
+    """A main grid of 4 arms, 5 momenta x 3 learning rates, in sum form; 4 momentum-free, 18 gain-matched, and `auto`.
 
     Nothing else differs from the default run, and every run can be run. Without controls there is the main grid alone.
+    The first two runs are the pair that is shown round by round, which differs in the restart only.
     """
     sweep = demo()
     arms = Counter(cell.arm for cell in sweep.cells)
-    assert arms == dict.fromkeys(MAIN, 15) | {"momentum-free": 4} | dict.fromkeys(MATCHED, 9)
-    assert len(sweep.runs) == 82
+    assert arms == dict.fromkeys(MAIN, 15) | {"momentum-free": 4, "auto": 1} | dict.fromkeys(MATCHED, 9)
+    assert len(sweep.runs) == 83
     assert sweep.base == TrainConfig()
     assert {cell.config.outer.form for cell in sweep.cells} == {"sum"}
     for cell in sweep.cells:
         assert with_values(TrainConfig(), cell.values) == check(cell.config)
-        assert cell.arm.startswith("Nesterov") == cell.config.outer.nesterov
-        assert cell.config.outer.restart == ("3" if cell.arm.endswith(", K=3") else "never")
+        assert cell.arm.startswith("Nesterov") == cell.config.outer.nesterov or cell.arm == "auto"
+        policy = {"auto": "auto"}.get(cell.arm, "never")
+        assert cell.config.outer.restart == ("3" if cell.arm.endswith(", K=3") else policy)
     free = [cell.config.outer for cell in sweep.cells if cell.arm == "momentum-free"]
     assert [(outer.lr, outer.momentum) for outer in free] == [(lr, 0.0) for lr in (0.3, 0.7, 1.0, 1.1)]
     main = demo(controls=False)
     assert main.cells == sweep.cells[:60]
     axes = main.spec()["axes"]
-    assert (axes["outer.lr"], axes["outer.momentum"]) == ([0.3, 0.7, 1.1], [0.1, 0.3, 0.5, 0.7, 0.9])
+    assert (sorted(axes["outer.lr"]), sorted(axes["outer.momentum"])) == ([0.3, 0.7, 1.1], [0.1, 0.3, 0.5, 0.7, 0.9])
+    never, restarted = sweep.cells[:2]
+    assert {**never.values, "outer.restart": "3"} == restarted.values
+    assert (never.values["outer.momentum"], never.values["outer.lr"], never.arm) == (0.9, 0.7, "heavy ball, never")
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -80,7 +86,7 @@ def test_quick_form_is_small_and_short() -> None:
     sweep = demo(quick=True)
     assert 24 <= len(sweep.runs) <= 36
     assert {(check(cell.config).steps, cell.config.inner.lr) for cell in sweep.cells} == {(480, 4e-3)}
-    assert {cell.arm for cell in sweep.cells} == {*MAIN, "momentum-free", *MATCHED}
+    assert {cell.arm for cell in sweep.cells} == {*MAIN, "momentum-free", *MATCHED, "auto"}
     assert sweep.name != demo().name
 
 
@@ -89,7 +95,7 @@ def test_seeds_repeat_every_run_and_the_base_is_kept() -> None:
     single, three = demo(), demo(seeds=(0, 1, 2))
     assert len(three.runs) == 3 * len(single.runs)
     assert set(single.runs) <= set(three.runs)
-    assert Counter(cell.config.seed for cell in three.cells) == {0: 82, 1: 82, 2: 82}
+    assert Counter(cell.config.seed for cell in three.cells) == {0: 83, 1: 83, 2: 83}
     for seeds in ((), (0, 0)):
         with pytest.raises(UsageError, match="--axis seed"):
             demo(seeds=seeds)
@@ -267,3 +273,81 @@ def test_recipe_needs_no_torch() -> None:
     imports = "import sys, twophase.studies._demo, twophase.recipes.demo as d; d.demo()"
     script = f"{imports}; assert not {{'torch', 'matplotlib', 'pandas'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- the story
+
+
+def lowered(by: float) -> Callable[[Cell], float]:
+    """Multiply the perplexity of restarted runs; the others have 8, or 16 at momentum 0.9."""
+
+    def value(cell: Cell) -> float:
+        high = cell.values["outer.momentum"] == 0.9 and cell.arm in MAIN
+        return (16.0 if high else 8.0) * (by if cell.arm.endswith(", K=3") else 1.0)
+
+    return value
+
+
+def diverging(arms: str) -> Callable[[Cell], float | str]:
+    return lambda cell: "diverged" if cell.arm.endswith(arms) else 8.0
+
+
+TOLD: list[tuple[dict[str, Any], Value, list[str]]] = [
+    ({}, lowered(0.6), ["restarts more settings work. 24 of 30", "(4.80); without, 0 of 30", "too: the best result: "]),
+    ({}, lowered(0.6), ["ends at 1.67 (heavy ball) and 1.67 (Nesterov) times", "with restarts 4.80, without 8.00"]),
+    (
+        {},
+        lowered(1.5),
+        ["restarts fewer settings work. 0 of 30", "without, 24 of 30", "the best result did not improve: "],
+    ),
+    ({}, lowered(1.5), ["At momentum 0.9 a run without restarts ends at 0.67 (heavy ball) and 0.67 (Nesterov)"]),
+    ({}, lowered(0.97), ["the best result hardly improved: with restarts 7.76, without 8.00, without momentum 8.00"]),
+    ({}, lowered(1.0), ["restarts as many settings work. 24 of 30", "1.00 (heavy ball) and 1.00 (Nesterov) times"]),
+    ({}, made_up, ["restarts as many settings work. 30 of 30", "`auto` 8.00", "may be luck", "One seed"]),
+    ({}, diverging("K=3"), ["0 of 30 end", "30 diverged with restarts, 0 without", "with restarts no result"]),
+    ({}, diverging("never"), ["30 of 30 end", "0 diverged with restarts, 30 without", "without no result"]),
+    ({}, diverging(""), ["nothing has finished", "with restarts no result, without no result"]),
+    ({}, lambda _: None, ["So far 0 of 83 runs have ended", "nothing has finished", "The best results: "]),
+    (
+        {"quick": True},
+        made_up,
+        ["12 settings of the outer step (heavy ball and Nesterov, 3 momenta, 2 learning rates)"],
+    ),
+    ({"seeds": (0, 1)}, made_up, ["mean over 2 seeds", "Beside them stand 23 settings as controls"]),
+    ({"controls": False}, made_up, ["(seed 0).", "with restarts 8.00, without 8.00."]),
+]
+
+
+@pytest.mark.parametrize(("options", "value", "words"), TOLD)
+def test_findings_hold_for_any_result(options: dict[str, Any], value: Value, words: list[str]) -> None:
+    """Three paragraphs with the numbers of the rows, whichever side is better, diverged or missing."""
+    sweep = demo(**options)
+    paragraphs = findings(rows(sweep, value), sweep)
+    assert [text.split()[0] for text in paragraphs][:2] == ["Compared:", "Changed:"]
+    assert len(paragraphs) == 3
+    text = "\n".join(paragraphs)
+    assert [word for word in words if word not in text] == [], text
+    assert ("control" in text) == ("Beside" in text) == options.get("controls", True)
+    assert ("One seed" in text) == ("seeds" not in options and "The best results:" not in text)
+    assert not {"nan", "None", "inf"} & set(text.replace(",", " ").replace(".", " ").split())
+
+
+def test_terminal_maps_fill_in() -> None:
+    """The map has a number for a finished cell, a dot for one to come, a word for a diverged one, in 40 columns."""
+    sweep = demo()
+
+    def value(cell: Cell) -> float | str | None:
+        place = (cell.values["outer.momentum"], cell.values["outer.lr"])
+        return {(0.9, 0.7): "diverged", (0.9, 1.1): 123.4}.get(place, 8.26 if place[0] == 0.1 else None)
+
+    text = terminal_maps(rows(sweep, value))
+    lines = text.plain.replace("\N{MIDDLE DOT}", ".").splitlines()
+    assert max(map(len, lines[:-2])) == 40
+    assert lines[2:5] == [
+        "lr    0.3  0.7  1.1  lr    0.3  0.7  1.1",
+        "0.9     . div.  123  0.9     . div.  123",
+        "0.7     .    .    .  0.7     .    .    .",
+    ]
+    assert lines[7] == "0.1  8.26 8.26 8.26  0.1  8.26 8.26 8.26"
+    grounds = {str(span.style) for span in text.spans if " on rgb(" in str(span.style)}
+    assert len(grounds) == 2

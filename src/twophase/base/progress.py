@@ -6,7 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _PLAIN_SECONDS = 10.0
 
@@ -21,24 +24,43 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def meter(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[int, str], None]]:
+def meter(
+    what: str,
+    total: int,
+    *,
+    quiet: bool = False,
+    plain_seconds: float = _PLAIN_SECONDS,
+    picture: Callable[[], RenderableType] | None = None,
+) -> Iterator[Callable[[int, str], None]]:
     """Show progress on stderr; yields `show(done, text)`.
 
-    On a terminal a bar with the remaining time; elsewhere a line at most every ten seconds, and one at the end.
+    On a terminal a bar with the remaining time and the text below it; elsewhere plain lines, and one at the end.
 
     Args:
         what: a word or two.
         total: what `done` counts up to.
         quiet: show nothing.
+        plain_seconds: time between two plain lines, at least.
+        picture: returns what a terminal shows above the bar, a few times a second.
     """
     if quiet:
         yield lambda _done, _text: None
     elif sys.stderr.isatty():
         from rich.console import Console  # noqa: PLC0415 - only where it is shown
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+
+        class Display(Progress):
+            """The picture, the bar, and the text, which a bar's line has no room for."""
+
+            def get_renderables(self) -> Iterator[RenderableType]:
+                if picture is not None:
+                    yield picture()
+                yield self.make_tasks_table(self.tasks)
+                yield from (Text(task.fields["text"]) for task in self.tasks if task.fields["text"])
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True)) as bars:
+        with Display(*columns, console=Console(stderr=True)) as bars:
             task = bars.add_task(what, total=total, text="")
             yield lambda done, text: bars.update(task, completed=done, text=text)
     else:
@@ -47,7 +69,7 @@ def meter(what: str, total: int, *, quiet: bool = False) -> Iterator[Callable[[i
         def show(done: int, text: str) -> None:
             nonlocal last
             now = time.monotonic()
-            if done >= total or now - last >= _PLAIN_SECONDS:
+            if done >= total or now - last >= plain_seconds:
                 print(f"{what} {done}/{total}  {text}  ({duration(now - began)})", file=sys.stderr, flush=True)
                 last = now
 

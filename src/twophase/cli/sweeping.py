@@ -20,10 +20,12 @@ from twophase.runs.folder import list_some
 from twophase.sweep.grid import Sweep
 from twophase.sweep.plan import plan
 from twophase.sweep.run import TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
-from twophase.sweep.table import Row, format_table, read_rows
+from twophase.sweep.table import Row, format_table, read_rows, readable
 from twophase.sweep.work import Work
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from twophase.tasks.lm.config import TrainConfig
 
 MOST_CELLS = 1000
@@ -33,6 +35,8 @@ _TIMED_STEPS = 12
 
 Results = Callable[[list[Row], Sweep, Path], str]
 """Draws a sweep and says what came out, from its rows."""
+Picture = Callable[[list[Row]], "RenderableType"]
+"""Makes what a terminal shows of a sweep while it runs."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,24 +75,41 @@ def workers_of(options: argparse.Namespace) -> int:
 
 
 @contextmanager
-def watched(what: str, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
-    """Show the progress of sweeps one after the other, each on a display of its own; yields what `run_sweep` calls."""
+def watched(what: str, *, quiet: bool, picture: Picture | None = None) -> Iterator[Callable[[Status], None]]:
+    """Show the progress of sweeps one after the other, each on a display of its own; yields what `run_sweep` calls.
+
+    Args:
+        what: a word or two.
+        quiet: show nothing.
+        picture: makes what a terminal shows above the bar; called at the start and for every run that ends.
+    """
     with ExitStack() as displays:
         show: Callable[[int, str], None] = lambda *_: None  # noqa: E731
+        drawn: RenderableType = ""
 
         def tell(status: Status) -> None:
-            nonlocal show
+            nonlocal show, drawn
+            if picture is not None:
+                drawn = picture(status.rows())
             if status.event == "begun":
                 displays.close()
-                show = displays.enter_context(meter(what, status.total, quiet=quiet))
-            words = [
-                f"{count} {name}" for name in ("skipped", "diverged", "failed") if (count := getattr(status, name))
-            ]
-            words += [status.error] if status.event == "replaced" else []
-            words += [f"last {status.run}"] if status.run else []
-            show(status.done, ", ".join(words))
+                above = (lambda: drawn) if picture is not None else None
+                # a plain line for every run: its setting and perplexity is what there is to see
+                display = meter(what, status.total, quiet=quiet, plain_seconds=0.0, picture=above)
+                show = displays.enter_context(display)
+            show(status.done, _status_text(status))
 
         yield tell
+
+
+def _status_text(status: Status) -> str:
+    """Say what has just happened, and how many runs did not simply finish."""
+    result = f"perplexity {readable(status.perplexity)}" if status.perplexity is not None else status.event
+    words = [f"{status.setting or status.run}: {result}"] if status.run else []
+    words += [status.error] if status.event == "replaced" else []
+    counts = {"finished before": status.skipped, "diverged": status.diverged, "failed": status.failed}
+    words += [f"{count} {name}" for name, count in counts.items() if count]
+    return "; ".join(words)
 
 
 def take_slurm_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -120,6 +141,7 @@ def run(
     repeat: str,
     results: Results,
     slurm: Mapping[str, Any] | None = None,
+    picture: Picture | None = None,
 ) -> int:
     """Run a sweep, show it, and print its results.
 
@@ -130,6 +152,7 @@ def run(
         repeat: the command that repeats all this.
         results: draws and describes.
         slurm: options of the Slurm launcher.
+        picture: as for `watched`.
 
     Returns:
         The exit status.
@@ -165,7 +188,7 @@ def run(
 
         launched.extend(submit(out, command, workers, slurm or {}))
 
-    with watched(sweep.name, quiet=options.quiet) as progress:
+    with watched(sweep.name, quiet=options.quiet, picture=picture) as progress:
         outcome = run_sweep(
             sweep,
             out,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from twophase.base.files import table_text
 from twophase.figures.style import DIVERGED, HATCH, INK, PAPER, log_ticks, new_figure, rendered, styled, write_files
 from twophase.sweep.table import Setting, State, readable
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 WIDEST_RANGE = 3.0
 """The colour scale ends at this multiple of the best value; a blow-up beyond it must not flatten the rest."""
 _MISSING = "#d4d4d4"
+# From good to bad, by lightness alone in order: the ends and quarters of matplotlib's viridis, reversed.
+_SHADES = ((253, 231, 37), (94, 201, 98), (33, 145, 140), (59, 82, 139), (68, 1, 84))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +250,14 @@ def draw_colour_bar(
         bar.ax.axhline(scale.bound, color=INK, linewidth=1.6)
     end = f"; colours end at {readable(scale.high)}" if clipped else ""
     bar.set_label(f"{label}\n(log scale{end})")  # two lines: a figure of one row is lower than one line is long
+
+
+def shade(value: float, scale: Scale) -> tuple[tuple[int, int, int], str]:
+    """Return ground (red, green and blue, 0 to 255) and ink of a cell where nothing is plotted, near `colours_of`'s."""
+    share = math.log(value / scale.low) / math.log(scale.high / scale.low)
+    places = np.linspace(0, 1, len(_SHADES))
+    red, green, blue = (round(float(np.interp(share, places, channel))) for channel in zip(*_SHADES, strict=True))
+    return (red, green, blue), readable_on([red / 255, green / 255, blue / 255])
 
 
 def readable_on(colour: Sequence[float]) -> str:

@@ -15,7 +15,7 @@ from twophase.base.files import write_atomic
 from twophase.judge.bootstrap import Interval, largest_coverage
 from twophase.judge.comparison import Comparison, Difference, ratio_of
 from twophase.judge.verdict import Verdict
-from twophase.sweep.table import Setting, format_table, readable
+from twophase.sweep.table import Setting, format_table, place_words, readable
 
 _WIDTH = 100
 
@@ -216,13 +216,7 @@ def _small(spread: float | None) -> str | None:
 
 
 def _place(setting: Setting | None, varied: Sequence[str]) -> str | None:
-    """Name a setting by the axes that vary within its arm, by their last words where these are unambiguous."""
+    """Name a setting by the axes that vary within its arm."""
     if setting is None:
         return None
-    last = [path.rpartition(".")[2] for path in varied]
-    parts = []
-    for path, leaf in zip(varied, last, strict=True):
-        value = setting.values.get(path)
-        text = f"{value:g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else value
-        parts.append(f"{leaf if last.count(leaf) == 1 else path} {text}")
-    return ", ".join(parts) or "its only setting"
+    return place_words(setting.values, varied) or "its only setting"

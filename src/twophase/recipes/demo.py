@@ -4,6 +4,7 @@ The question is whether restarting the outer momentum enlarges the region of hyp
 answers it: both kinds of rule, 5 momenta, 3 learning rates, without restarts and with one every 3 rounds. It cannot
 tell a better use of momentum from a smaller step: in sum form, momentum 0.9 moves the anchor by 10 times the learning
 rate a round in the long run, but by 1.87 times when it restarts every 3 rounds. The controls of `recipes.controls` can.
+Beside them is `auto`, the policy that needs neither learning rate nor momentum nor period.
 """
 
 from __future__ import annotations
@@ -25,24 +26,29 @@ _QUICK = {"steps": 480, "inner.lr": 4e-3}
 """Half the steps at twice the inner learning rate: half the price, the same picture, its optimum at less momentum."""
 
 
+AUTO = "auto"
+"""The arm of the policy of that name."""
+
+
 def demo(
     quick: bool = False,
     seeds: Sequence[int] = (0,),
     controls: bool = True,
     base: TrainConfig | None = None,
 ) -> Sweep:
-    """The demo's runs: 60 a seed for the main grid, 22 a seed for the controls.
+    """The demo's runs: 60 a seed for the main grid, 22 a seed for the controls, and `auto`.
 
     Args:
         quick: a smaller grid of shorter runs: 24 a seed, and 8 for the controls, each at half the price.
         seeds: each seed repeats every run; tables and figures then show means over the seeds.
-        controls: add the momentum-free and the gain-matched runs.
+        controls: add the momentum-free and the gain-matched runs, and `auto`.
         base: what all runs share (`TrainConfig()` when None); its outer learning rate, momentum, kind, restart and its
             seed are replaced, and with `quick` its steps and inner learning rate too.
 
     Returns:
         The sweep; its arms are named `heavy ball, never`, `heavy ball, K=3`, `Nesterov, never`, `Nesterov, K=3`,
-        `momentum-free`, and the two restart-free ones with `, gain of K=3` behind.
+        `momentum-free`, the two restart-free ones with `, gain of K=3` behind, and `auto`. It begins with the two runs
+        that its story shows round by round: heavy ball at the largest momentum, without restarts and with them.
     """
     base = base or TrainConfig()
     lrs, momenta = (_QUICK_LRS, _QUICK_MOMENTA) if quick else (_LRS, _MOMENTA)
@@ -54,6 +60,9 @@ def demo(
         for restart in ("never", str(PERIOD)):
             axes = [seed_axis, Axis(MOMENTUM, momenta), Axis(LR, lrs)]
             cells += product(base, axes, arm_name(kind, restart), {NESTEROV: nesterov, RESTART: restart})
+    # Workers take the runs in this order, so the story has its pair within half a minute.
+    shown = {SEED: seeds[0] if seeds else 0, NESTEROV: False, MOMENTUM: momenta[-1], LR: lrs[len(lrs) // 2]}
+    cells.sort(key=lambda cell: any(cell.values[path] != value for path, value in shown.items()))
     if controls:
         restarted = [cell for cell in cells if cell.values[RESTART] != "never"]
         least = _QUICK_MATCHED_FROM if quick else _MATCHED_FROM
@@ -61,6 +70,9 @@ def demo(
         for kind, nesterov in RULES.items():
             matched = [c for c in restarted if c.values[NESTEROV] == nesterov and c.values[MOMENTUM] >= least]
             cells += gain_matched_all(matched, matched_arm(kind))
+        # Of the rule nothing enters; its values are the base's.
+        fixed = {NESTEROV: base.outer.nesterov, MOMENTUM: base.outer.momentum, LR: base.outer.lr, RESTART: AUTO}
+        cells += product(base, [seed_axis], AUTO, fixed)
     return Sweep("demo-quick" if quick else "demo", base, cells)
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from twophase.figures.heatmaps import Scale, readable_on, scale_of
+from twophase.figures.heatmaps import Scale, scale_of, shade
 from twophase.figures.overview import Placed, cut
 from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.report.page import Html, join, link, minus, scroll, tag
@@ -17,8 +14,6 @@ from twophase.report.sweep_record import SweepRecord
 from twophase.sweep.table import Setting, readable
 
 _MOST_MAPS, _LONGEST_AXIS = 24, 60
-# From good to bad, by lightness alone in order: the ends and quarters of matplotlib's viridis, reversed.
-_COLOURS = ((253, 231, 37), (94, 201, 98), (33, 145, 140), (59, 82, 139), (68, 1, 84))
 
 
 def arm_name(arm: str) -> str:
@@ -144,13 +139,13 @@ def _cell(
     if setting.perplexity is None:
         word = "diverged" if setting.state == "diverged" else "missing"
         return tag("td", tag("span", link(word, target)), below, class_="gone" if word == "diverged" else "void")
-    ground, ink = _colours(setting.perplexity, scale)
+    ground, ink = shade(setting.perplexity, scale)
     return tag(
         "td",
         link(perplexity_text(setting.perplexity), target),
         tag("small", "best of all") if setting == best else None,
         below,
-        style=f"background:{ground};color:{ink}",
+        style=f"background:rgb{ground};color:{ink}",
         class_="best" if setting == best else None,
     )
 
@@ -161,14 +156,6 @@ def _seed_links(setting: Setting, record: SweepRecord) -> Html:
     seeds = zip(setting.seeds, setting.canonical, setting.states, strict=True)
     links = [link(f"{seed}{marks.get(state, '')}", record.page_of(run)) for seed, run, state in seeds]
     return join([f"{len(links)} seeds: ", join(links, ", ")])
-
-
-def _colours(value: float, scale: Scale) -> tuple[str, str]:
-    """Return ground and ink of a cell."""
-    share = math.log(value / scale.low) / math.log(scale.high / scale.low)
-    places = np.linspace(0, 1, len(_COLOURS))
-    mixed = [float(np.interp(share, places, channel)) for channel in zip(*_COLOURS, strict=True)]
-    return f"rgb({','.join(f'{c:.0f}' for c in mixed)})", readable_on([c / 255 for c in mixed])
 
 
 def _ordered(values: Collection[Any]) -> list[Any]:

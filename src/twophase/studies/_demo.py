@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from twophase.figures.heatmaps import Panel, heatmaps, scale_of, tile
+from twophase.figures.terminal import text_maps
 from twophase.judge.cells import CONTROL, MISSING, fate, outcome
+from twophase.judge.verdict import ArmVerdict, Verdict, select
 from twophase.judge.verdict import verdict as judge
 from twophase.recipes.controls import AVERAGING_LR, LR, MOMENTUM, MOMENTUM_FREE
-from twophase.recipes.demo import arm_name, matched_arm
+from twophase.recipes.demo import AUTO, arm_name, matched_arm
 from twophase.recipes.paper import PERIOD, RULES
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN
 from twophase.sweep.grid import Sweep
 from twophase.sweep.table import SEED, Row, Setting, format_table, geometric_mean, readable, result, settings
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 CLAIM_MOMENTUM, CLAIM_RATIO = 0.9, 1.2
 """The claim that the verdict checks: at this momentum, heavy ball without restarts is worse by at least this factor."""
@@ -28,50 +34,30 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
     gain-matched runs in the place of the restarted cells that they control. With several seeds they show means. The
     folder is the sweep's `figures`; returned are the paths written.
     """
-    cells, by_run = settings(rows), {row.run: row for row in rows}
-    by_arm: dict[str, dict[tuple[float, float], Setting]] = {}
-    for cell in cells:
-        # A control takes the place of what it controls.
-        row = by_run[cell.runs[0]]
-        values = by_run[row.control_of or row.run].values
-        by_arm.setdefault(cell.arm, {})[values[MOMENTUM], values[LR]] = cell
-    finished = [cell.perplexity for cell in cells if cell.perplexity is not None]
+    finished = [cell.perplexity for cell in settings(rows) if cell.perplexity is not None]
     seeds, base = _seeds(sweep), sweep.base
     form = FORM_WORDS[base.outer.form] + (f", mean over {len(seeds)} seeds" if len(seeds) > 1 else "")
     best = readable(min(finished, default=None)) or "none yet"
     outlined = f"Outlined: within {WITHIN:.0%} of the best of all runs ({best})."
     run = f"{base.replicas} replicas, {base.inner_steps} inner steps a round, {base.rounds} rounds. {outlined}"
-
-    def panel(kind: str, words: str, arm: str, where: str) -> Panel:
-        """Make an arm a heatmap at the places where it, or another arm, has runs."""
-        momenta, lrs = (sorted({place[axis] for place in by_arm[where]}) for axis in (0, 1))
-        grid = [[by_arm[arm].get((momentum, lr)) for lr in lrs] for momentum in momenta]
-        return Panel(f"{kind[0].upper()}{kind[1:]}, {words}", lrs, momenta, [list(map(tile, row)) for row in grid])
-
     paths = []
-    for name, arm_of, words, title, note in (
+    for name, panels, title, note in (
         (
             "demo",
-            {kind: arm_name(kind, "never") for kind in RULES},
-            "no restart",
+            main_maps(rows),
             f"Outer momentum with and without restarts ({form})",
             _lines([run, _momentum_free(rows)]),
         ),
         (
             "controls",
-            {kind: matched_arm(kind) for kind in RULES},
-            f"no restart, mean gain of K={PERIOD}",
+            _maps(rows, matched_arm, f"no restart, mean gain of K={PERIOD}"),
             f"The same mean outer gain without and with restarts ({form})",
             f"Left: learning rate lowered until the mean outer gain is that of the cell to the right.\n{outlined}",
         ),
     ):
-        if by_arm.keys() >= set(arm_of.values()):
-            every = f"restart every {PERIOD} rounds"
+        if panels:
             paths += heatmaps(
-                [
-                    [panel(kind, words, arm, arm), panel(kind, every, arm_name(kind, str(PERIOD)), arm)]
-                    for kind, arm in arm_of.items()
-                ],
+                panels,
                 title=title,
                 note=note,
                 path_stem=folder / name,
@@ -83,6 +69,157 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
     return paths
 
 
+def main_maps(rows: Sequence[Row]) -> list[list[Panel]]:
+    """Return the heatmaps of the main grid: for each kind of rule one without restarts and one with them."""
+    return _maps(rows, lambda kind: arm_name(kind, "never"), "no restart")
+
+
+def _maps(rows: Sequence[Row], arm_of: Callable[[str], str], words: str) -> list[list[Panel]]:
+    """Set an arm of each kind beside the restarted one, at the places where it has runs; nothing where it has none."""
+    by_run = {row.run: row for row in rows}
+    by_arm: dict[str, dict[tuple[float, float], Setting]] = {}
+    for cell in settings(rows):
+        # A control takes the place of what it controls.
+        row = by_run[cell.runs[0]]
+        values = by_run[row.control_of or row.run].values
+        by_arm.setdefault(cell.arm, {})[values[MOMENTUM], values[LR]] = cell
+    panels = []
+    for kind in RULES:
+        places = by_arm.get(arm_of(kind), {})
+        momenta, lrs = (sorted({place[axis] for place in places}) for axis in (0, 1))
+        columns = {words: places, f"restart every {PERIOD} rounds": by_arm[arm_name(kind, str(PERIOD))]}
+        panels.append(
+            [
+                Panel(
+                    f"{kind[0].upper()}{kind[1:]}, {title}",
+                    lrs,
+                    momenta,
+                    [[tile(cells.get((momentum, lr))) for lr in lrs] for momentum in momenta],
+                )
+                for title, cells in columns.items()
+            ]
+        )
+    return panels if all(panel.x for row in panels for panel in row) else []
+
+
+def terminal_maps(rows: Sequence[Row]) -> Text:
+    """Return the main grid as text that fills in while the demo runs, and below it what stands beside the grid."""
+    finished = [cell.perplexity for cell in settings(rows) if cell.perplexity is not None]
+    text = text_maps(main_maps(rows), scale_of(finished, WITHIN), x_label="lr")
+    results = (f"{name} {readable(cell.perplexity)}" for name, cell in beside(rows).items() if cell and cell.perplexity)
+    text.append(f"Perplexity; lower is better. Rows: momentum.\n{', '.join(results) or 'Nothing beside it yet'}")
+    return text
+
+
+def beside(rows: Sequence[Row]) -> dict[str, Setting | None]:
+    """Return what the grid is to be held against: the best without momentum, plain averaging, and `auto`."""
+    cells = settings(rows)
+    free = [cell for cell in cells if cell.arm == MOMENTUM_FREE]
+    finished = [cell for cell in free if cell.perplexity is not None]
+    return {
+        "without momentum": min(finished, key=lambda cell: cell.perplexity or 0.0, default=None),
+        "plain averaging": next((cell for cell in free if cell.values[LR] == AVERAGING_LR), None),
+        "`auto`": next((cell for cell in cells if cell.arm == AUTO), None),
+    }
+
+
+def findings(rows: Sequence[Row], sweep: Sweep) -> list[str]:
+    """Say what was compared, what the restart changed, and what it did not: a short paragraph each, from any results.
+
+    Every number is one of `twophase.judge.verdict`, which compares each restarted arm with its twin without restarts
+    and with its gain-matched control.
+    """
+    judged = judge(rows, (WITHIN,), [arm_name(kind, "never") for kind in RULES])
+    arms = {arm.arm: arm for arm in judged.arms}
+    without, restarted = ([arms[arm_name(kind, each)] for kind in RULES] for each in ("never", str(PERIOD)))
+    return [
+        _compared(rows, sweep, judged, without),
+        _changed(rows, judged, without, restarted),
+        _unchanged(rows, sweep, without, restarted),
+    ]
+
+
+def _compared(rows: Sequence[Row], sweep: Sweep, judged: Verdict, without: Sequence[ArmVerdict]) -> str:
+    """Say how many settings of what were compared, over how many seeds, and how many runs are still missing."""
+    pairs, seeds = sum(arm.settings for arm in without), _seeds(sweep)
+    momenta, lrs = (len({s.values[path] for s in settings(rows) if s.arm == without[0].arm}) for path in (MOMENTUM, LR))
+    others = sum(arm.settings for arm in judged.arms) - 2 * pairs
+    of_seeds = f"seed {seeds[0]}" if len(seeds) == 1 else f"mean over {len(seeds)} seeds"
+    missing = sum(row.state in {"missing", "failed"} for row in rows)
+    return " ".join(
+        [
+            f"Compared: {pairs} settings of the outer step ({' and '.join(RULES)}, {momenta} momenta, {lrs} learning "
+            f"rates), each without a restart of the momentum and with one every {PERIOD} rounds ({of_seeds}).",
+            *([f"Beside them stand {others} settings as controls."] if others else []),
+            *([f"So far {len(rows) - missing} of {len(rows)} runs have ended."] if missing else []),
+        ]
+    )
+
+
+def _changed(
+    rows: Sequence[Row], judged: Verdict, without: Sequence[ArmVerdict], restarted: Sequence[ArmVerdict]
+) -> str:
+    """Say how many settings work with restarts and without, and how the largest momentum and a smaller step fare."""
+    if judged.best is None:
+        return "Changed: nothing has finished yet."
+    fewer, more = (sum(arm.areas[0].near for arm in arms) for arms in (without, restarted))
+    pairs = sum(arm.settings for arm in without)
+    word = "more" if more > fewer else "fewer" if more < fewer else "as many"
+    sentences = [
+        f"Changed: with restarts {word} settings work. {more} of {pairs} end within {WITHIN:.0%} of the best result of "
+        f"all ({readable(judged.best.perplexity)}); without, {fewer} of {pairs}."
+    ]
+    diverged = [sum(arm.diverged for arm in arms) for arms in (restarted, without)]
+    if any(diverged):
+        sentences.append(f"{diverged[0]} diverged with restarts, {diverged[1]} without.")
+    largest = max(row.values[MOMENTUM] for row in rows)
+    of_largest = judge(select(rows, {MOMENTUM: f"{largest!r}"}), (WITHIN,), [arm.arm for arm in without])
+    if ratios := _ratios(of_largest, lambda kind: arm_name(kind, "never")):
+        sentences.append(
+            f"At momentum {largest:g} a run without restarts ends at {ratios} times the perplexity of its twin with "
+            "them."
+        )
+    if ratios := _ratios(judged, matched_arm):
+        sentences.append(f"A smaller learning rate with the same mean step, and no restart: {ratios} times.")
+    return " ".join(sentences)
+
+
+def _unchanged(
+    rows: Sequence[Row], sweep: Sweep, without: Sequence[ArmVerdict], restarted: Sequence[ArmVerdict]
+) -> str:
+    """Say whether the best result improved, and what it is to be held against."""
+    bests = [min((s.best.perplexity or 0.0 for s in arms if s.best), default=None) for arms in (restarted, without)]
+    numbers = {"with restarts": bests[0], "without": bests[1]}
+    numbers |= {name: cell.perplexity for name, cell in beside(rows).items() if cell is not None}
+    shown = ", ".join(f"{name} {readable(value) or 'no result'}" for name, value in numbers.items())
+    if bests[0] is None or bests[1] is None:
+        return f"The best results: {shown}."
+    ratio = bests[1] / bests[0]
+    if ratio > 1 + MARGIN:
+        head = "Changed, too: the best result"
+    else:
+        head = f"Not changed: the best result {'did not improve' if ratio <= 1 else 'hardly improved'}"
+    sentences = [f"{head}: {shown}."]
+    fewer, more = (sum(arm.areas[0].near for arm in arms) for arms in (without, restarted))
+    if more > fewer and ratio <= 1 + MARGIN and all(row.state in {"finished", "diverged"} for row in rows):
+        sentences.append("A restart made a poor momentum less harmful; a good one did not need it.")
+    if len(_seeds(sweep)) == 1:
+        sentences.append("One seed: a difference of a few percent may be luck.")
+    return " ".join(sentences)
+
+
+def _ratios(judged: Verdict, control_of: Callable[[str], str]) -> str:
+    """Return for each kind a control's perplexity over the restarted arm's, over matched settings, in words."""
+    ratio_by_arms = {
+        (pair.arm, pair.control): difference.ratio
+        for pair in judged.comparisons
+        for difference in pair.differences
+        if difference.measure == "cells" and difference.ratio is not None
+    }
+    pairs = {kind: (arm_name(kind, str(PERIOD)), control_of(kind)) for kind in RULES}
+    return " and ".join(f"{ratio_by_arms[arms]:.2f} ({kind})" for kind, arms in pairs.items() if arms in ratio_by_arms)
+
+
 def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
     """Say in plain text what the demo showed: the arms, the controls, and the claim on heavy ball at momentum 0.9."""
     seeds, judged = _seeds(sweep), judge(rows, (WITHIN,))
@@ -91,7 +228,7 @@ def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
     table = []
     for arm in judged.arms:
         best, near = arm.best, arm.areas[0].near
-        at = f"momentum {best.values[MOMENTUM]:g}, lr {best.values[LR]:g}" if best else ""
+        at = f"momentum {best.values[MOMENTUM]:g}, lr {best.values[LR]:g}" if best and arm.arm != AUTO else ""
         bests = (arm.settings, readable(best.perplexity) if best else "", at, readable(arm.geometric_mean))
         worst = readable(arm.worst.perplexity) if arm.worst else ""
         table.append([arm.arm, *bests, worst, near, f"{near / arm.settings:.0%}", arm.diverged, arm.missing])

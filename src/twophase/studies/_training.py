@@ -19,7 +19,7 @@ from twophase.studies._so_far import run_counts
 from twophase.studies.policies import share_with_workers
 from twophase.sweep.grid import Sweep
 from twophase.sweep.run import TABLE, Happening, Status, read_summaries, run_sweep
-from twophase.sweep.table import Row, read_rows, rows_of, write_rows
+from twophase.sweep.table import Row, read_rows, rows_of, titles, write_rows
 from twophase.tasks.lm.config import TrainConfig, check
 
 Progress = Callable[[Status], None]
@@ -104,12 +104,14 @@ def _train_singly(
 ) -> list[Row]:
     """Train runs that share no steps (they are in fragments) as `twophase train` does, each with its checkpoint."""
     summaries = {run: summary for run in sweep.runs if (summary := read_summary(runs / run, run)) is not None}
-    skipped, diverged = len(summaries), 0
+    skipped, diverged, names = len(summaries), 0, titles(sweep)
 
     def report(event: Happening, run: str = "") -> None:
         if progress is not None:
             finished = len(summaries) - skipped - diverged
-            progress(Status(len(sweep.runs), finished, diverged, 0, skipped, run, event))
+            perplexity = summaries.get(run, {}).get("perplexity")
+            words = (run, event, "", names.get(run, ""), perplexity)
+            progress(Status(len(sweep.runs), finished, diverged, 0, skipped, *words))
 
     waiting = [(runs / run, config) for run, config in sweep.runs.items() if run not in summaries]
     if waiting:

@@ -28,7 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from twophase.sweep.crew import Crew
 from twophase.sweep.grid import Sweep, extends, spec_differences
 from twophase.sweep.plan import plan
 from twophase.sweep.queue import CLAIMS, Queue
-from twophase.sweep.table import rows_of, write_rows
+from twophase.sweep.table import Row, rows_of, titles, write_rows
 from twophase.sweep.trials import Trials
 from twophase.sweep.work import RUNS, STATES, Work
 
@@ -76,6 +76,9 @@ class Status:
         run: id of the run that this report is about; empty at the start and when a worker is replaced.
         event: what has just happened: the sweep began, this run ended so, or a worker was replaced.
         error: why a run failed or a worker was replaced.
+        setting: the run's arm and values, for people.
+        perplexity: of a run that has finished with one.
+        rows: returns the table as it is now.
     """
 
     total: int
@@ -86,6 +89,9 @@ class Status:
     run: str = ""
     event: Happening = "begun"
     error: str = ""
+    setting: str = ""
+    perplexity: float | None = None
+    rows: Callable[[], list[Row]] = field(default=list, repr=False, compare=False)
 
     @property
     def done(self) -> int:
@@ -284,6 +290,7 @@ class _Call:
         """When the table was last written, and how many runs had ended or failed then."""
         self.unrecorded = ""
         """Why the last runs are not among the trials."""
+        self._titles = titles(sweep)
         self._write()
         self._report("begun")
 
@@ -372,10 +379,14 @@ class _Call:
             self.unrecorded = ""
         except Exception as error:  # a full disk, or another process's lock: the next write tries again
             self.trials, self.unrecorded = None, str(error) or type(error).__name__
-        rows = rows_of(self.sweep, self.summaries, self.errors, self.work.stands_for)
-        self.changed |= write_rows(self.work.folder / TABLE, rows)
+        self.changed |= write_rows(self.work.folder / TABLE, self._rows())
         self.table_at, self.tabled = time.monotonic(), self.ended
 
     def _report(self, event: Happening, run: str = "", error: str = "") -> None:
         if self.progress is not None:
-            self.progress(Status(len(self.work.runs), *self._counts(), run, event, error))
+            perplexity = self.summaries.get(run, {}).get("perplexity")
+            words = (run, event, error, self._titles.get(run, ""), perplexity)
+            self.progress(Status(len(self.work.runs), *self._counts(), *words, rows=self._rows))
+
+    def _rows(self) -> list[Row]:
+        return rows_of(self.sweep, self.summaries, self.errors, self.work.stands_for)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,6 +202,47 @@ def geometric_mean(values: Sequence[float]) -> float | None:
     4.0
     """
     return math.exp(statistics.fmean(map(math.log, values))) if values else None
+
+
+def arm_words(arm: str) -> str:
+    """Write an arm's name out for people.
+
+    >>> arm_words("heavy ball, K=3"), arm_words("never")
+    ('heavy ball, restart every 3 rounds', 'no restart')
+    >>> arm_words("Nesterov, never, gain of K=3")
+    'Nesterov, no restart, the mean step of a restart every 3 rounds'
+    """
+    words = re.sub(r"\bgain of K=(\d+)", r"the mean step of a restart every \1 rounds", arm)
+    return re.sub(r"\bK=(\d+)", r"restart every \1 rounds", re.sub(r"\bnever\b", "no restart", words))
+
+
+def place_words(values: Mapping[str, Any], paths: Sequence[str]) -> str:
+    """Name a place by its values of some axes, by their last words where these are unambiguous.
+
+    >>> place_words({"outer.lr": 0.3, "outer.nesterov": True}, ["outer.lr", "outer.nesterov"])
+    'lr 0.3, nesterov true'
+    """
+    last = [path.rpartition(".")[2] for path in paths]
+    parts = []
+    for path, leaf in zip(paths, last, strict=True):
+        value = values.get(path)
+        text = f"{value:g}" if isinstance(value, float) else _text(value)
+        parts.append(f"{leaf if last.count(leaf) == 1 else path} {text}")
+    return ", ".join(parts)
+
+
+def titles(sweep: Sweep) -> dict[str, str]:
+    """Name every run of a sweep for people: its arm in words, and the values that vary within the arm."""
+    by_arm: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for cell in sweep.cells:
+        by_arm.setdefault(cell.arm, []).append((cell.run_id, sweep.values(cell)))
+    names: dict[str, str] = {}
+    for arm, cells in by_arm.items():
+        varied = [path for path in sweep.paths if any(values[path] != cells[0][1][path] for _, values in cells)]
+        for run, values in cells:
+            words = filter(None, [arm_words(arm), place_words(values, varied)])
+            names.setdefault(run, ", ".join(words) or "the only run")
+    return names
 
 
 def readable(value: float | None) -> str:
