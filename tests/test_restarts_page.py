@@ -1,4 +1,4 @@
-"""What docs/restarts.md says in sentences, and its table of the usual rule, is in the csv files beside it."""
+"""What docs/restarts*.md say in sentences, and their tables, is in the csv files beside them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
+
+from twophase.judge.bootstrap import t_interval
 
 DOCS = Path(__file__).parent.parent / "docs"
 Setting = tuple[str, bool, float, float, str]
@@ -86,9 +88,10 @@ def times(values: tuple[float, float]) -> str:
     return " to ".join(f"{value:.2f}" for value in values)
 
 
+@cache
 def page() -> str:
-    """The page on one line, without the blocks that are quoted from others."""
-    text = (DOCS / "restarts.md").read_text(encoding="utf-8")
+    """The pages on one line, without the blocks that are quoted from others."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("restarts*.md")))
     return " ".join(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split())
 
 
@@ -99,7 +102,7 @@ def short() -> list[Any]:
 
 def test_the_usual_rule_beside_averaging() -> None:
     """Every row of the table is in the csv files, and the last one on the log; so is what other lines make of it."""
-    text = (DOCS / "restarts.md").read_text(encoding="utf-8")
+    text = (DOCS / "restarts-when.md").read_text(encoding="utf-8")
     for name, place in PLACES.items():
         seeds = runs()[place][AVERAGING]
         count = int(next(iter(seeds)).split()[0]) if len(seeds) == 1 else len(seeds)
@@ -164,15 +167,16 @@ def test_momentum_of_nine_tenths_setting_by_setting() -> None:
     assert f"every 7 rounds is up to {100 * max(longer[0]) - 100:.0f} % worse than every 3" in text
 
 
+def best_setting(place: Any, form: str, nesterov: bool, restart: str) -> Setting:
+    """The setting of an arm with momentum that has the lowest mean perplexity."""
+    settings = [s for s in runs()[place] if (s[0], s[1], s[4]) == (form, nesterov, restart) and s[2] > 0]
+    assert len(settings) in (12, 15)
+    return min(settings, key=lambda setting: geometric_mean(runs()[place][setting].values()))
+
+
 def best(place: Any, form: str, nesterov: bool, restart: str) -> float:
     """The lowest mean perplexity of an arm with momentum."""
-    means = [
-        geometric_mean(list(seeds.values()))
-        for (its_form, kind, momentum, _, policy), seeds in runs()[place].items()
-        if (its_form, kind, policy) == (form, nesterov, restart) and momentum > 0
-    ]
-    assert len(means) in (12, 15)
-    return min(means)
+    return geometric_mean(runs()[place][best_setting(place, form, nesterov, restart)].values())
 
 
 def test_best_settings_with_and_without_restarts() -> None:
@@ -205,6 +209,125 @@ def test_best_settings_with_and_without_restarts() -> None:
     assert f"{behind:.0f} % behind the best one, a momentum of {first[2]}" in page()
     assert f"{behind:.0f} % below it in the mean, and below it for every seed" in page()
     assert all(runs()["demo",][first][seed] < value for seed, value in runs()["demo",][AVERAGING].items())
+
+
+MARGIN = (0.98, 1.02)
+"""An interval inside it makes two arms level."""
+
+
+def interval(treated: list[float], untreated: list[float]) -> tuple[float, float, float]:
+    """Ratio of two arms, paired by seed, with both ends of Student's 95 % interval."""
+    gaps = [math.log(a / b) for a, b in zip(treated, untreated, strict=True)]
+    low, high = t_interval(gaps) or (math.nan, math.nan)
+    return math.exp(sum(gaps) / len(gaps)), math.exp(low), math.exp(high)
+
+
+def level(ends: tuple[float, float, float]) -> bool:
+    return MARGIN[0] <= ends[1] and ends[2] <= MARGIN[1]
+
+
+def between(place: Any, first: Setting, second: Setting) -> tuple[float, float, float]:
+    treated, untreated = (runs()[place][setting] for setting in (first, second))
+    return interval([treated[seed] for seed in treated], [untreated[seed] for seed in treated])
+
+
+def test_level_needs_an_interval_inside_the_margin() -> None:
+    """Bests with and without restarts, and averaging beside the best: how many are level, by Student's interval."""
+    seeded = [place for place in PLACES.values() if place[0] != "heatmaps"]
+    bests = {}
+    for place in seeded:
+        for form in ("sum",) if place == ("demo",) else ("sum", "ema"):
+            for kind in (False, True):
+                pair = [best_setting(place, form, kind, restart) for restart in ("3", "never")]
+                bests[place, kind] = [*bests.get((place, kind), []), between(place, *pair)]
+    every = [ends for each in bests.values() for ends in each]
+    costs = [ends for ends in every if ends[1] > 1]
+    assert f"there are {len(every)} such pairs. {sum(map(level, every))} of {len(every)} are level" in page()
+    assert not any(ends[2] < 1 for ends in every)
+    assert f"In {len(costs)} of {len(every)} the interval lies above 1" in page()
+    assert max(ends[2] for ends in costs) < 1.012
+    heavy, nesterov = (bests[("demo",), kind][0] for kind in (False, True))
+    words = "K = 3 is {:.3f} times that without, with a 95 % interval of {:.3f} to {:.3f}"
+    assert words.format(*heavy) in page()
+    assert "Nesterov's is {:.3f} times, {:.3f} to {:.3f}.".format(*nesterov) in page()
+    averaging = []
+    for place in seeded[:-1]:
+        settings = [s for s in runs()[place] if s[2] > 0 and s[4] in ("never", "2", "3", "5", "7")]
+        averaging.append(
+            between(place, AVERAGING, min(settings, key=lambda s: geometric_mean(runs()[place][s].values())))
+        )
+    assert len(averaging) == 5
+    assert sum(map(level, averaging)) == 1
+    assert "averaging is level with it in one of the five places" in page()
+
+
+def test_what_counts_as_good() -> None:
+    """Settings of the demo within each limit of the best of all."""
+    means = {setting: sum(seeds.values()) / len(seeds) for setting, seeds in runs()["demo",].items()}
+    text = (DOCS / "restarts-when.md").read_text(encoding="utf-8")
+    for kind, name in ((False, "heavy ball"), (True, "Nesterov")):
+        for restart, words in (("never", "no restart"), ("3", "K = 3")):
+            arm = [
+                mean
+                for (_, its, momentum, _, policy), mean in means.items()
+                if momentum and (its, policy) == (kind, restart)
+            ]
+            counts = [sum(mean <= min(means.values()) * (1 + x) for mean in arm) for x in (0.05, 0.1, 0.15, 0.25, 0.5)]
+            assert f"| {name}, {words} | {' | '.join(map(str, counts))} |" in text
+
+
+def test_intervals_of_long_runs() -> None:
+    """The ratios at the end of 300 rounds are those of the log's perplexities, paired by seed."""
+    log = (DOCS / "log.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^((?:long|flat)-[a-z-]+(?: 0\.\d)?(?: \w+)?) +\d+\.\d\d .* end ([\d. ]+)$", log, re.MULTILINE)
+    ends = {name: list(map(float, values.split())) for name, values in lines}
+    rows = {
+        "Nesterov 0.9, K = 3 over no restart": ("long-nesterov 0.9 3", "long-nesterov 0.9 never"),
+        "Nesterov 0.9, K = 10 over no restart": ("long-ten True", "long-nesterov 0.9 never"),
+        "heavy ball 0.9, no restart over K = 3": ("long-heavy-ball 0.9 never", "long-heavy-ball 0.9 3"),
+        "heavy ball 0.9, K = 3 over averaging": ("long-heavy-ball 0.9 3", "long-averaging"),
+        "heavy ball 0.5, K = 3 over no restart": ("long-heavy-ball 0.5 3", "long-heavy-ball 0.5 never"),
+        "averaging over `auto`": ("long-averaging", "long-auto"),
+        "`auto` over averaging, wsd": ("flat-auto wsd", "flat-averaging wsd"),
+        "`auto` over averaging, constant": ("flat-auto constant", "flat-averaging constant"),
+        "averaging with wsd over `auto` with a cosine": ("flat-averaging wsd", "long-auto"),
+        "averaging, wsd over cosine": ("flat-averaging wsd", "long-averaging"),
+    }
+    for words, (first, second) in rows.items():
+        assert "| {} | {:.3f} | {:.3f} to {:.3f} |".format(words, *interval(ends[first], ends[second])) in page()
+
+
+def test_wires_within_the_margin() -> None:
+    """How many places are level with float32, and the mean of all."""
+    changes: dict[str, list[list[float]]] = {}
+    momenta = set()
+    for row in _csv("wires.csv"):
+        if row["wire"] != "float32":
+            seeds = [float(row[f"float32_log_seed{seed}"]) for seed in range(3)]
+            changes.setdefault(row["wire"], []).append(seeds)
+            if level(interval([math.exp(change) for change in seeds], [1.0] * 3)):
+                momenta.add((row["wire"], row["rule"], row["restart"], row["momentum"]))
+    assert f"in {len(momenta)} of {sum(map(len, changes.values()))} places, all at momentum 0.5" in page()
+    assert {momentum for *_, momentum in momenta} == {"0.5"}
+    for places in changes.values():
+        means = [sum(each) / len(places) for each in zip(*places, strict=True)]
+        _, low, high = interval([math.exp(mean) for mean in means], [1.0] * 3)
+        assert f"({low:.3f} to {high:.3f})" in page()
+
+
+def test_arms_beside_momentum_free_sgd() -> None:
+    """The table of the verdicts counts the arms at their bests, by Student's interval."""
+    for words, name in (
+        ("heatmaps, S = 5", "robustness_heatmaps-S5"),
+        ("heatmaps, S = 20", "robustness_heatmaps-S20"),
+        ("soft restarts, S = 5", "soft_restart-S5"),
+        ("soft restarts, S = 20", "soft_restart-S20"),
+    ):
+        text = (DOCS / "verdicts" / f"{name}.md").read_text(encoding="utf-8").partition("## Against momentum-free\n")[2]
+        rows = re.findall(r"\| tuned best \| +([\d.]+) \|.*?\| \[[^]]*\] \| \[([\d.]+), ([\d.]+)\]", text)
+        arms = [(float(ratio), float(low), float(high)) for ratio, low, high in rows]
+        counts = [sum(map(level, arms)), sum(low > 1 for _, low, _ in arms), sum(high < 1 for *_, high in arms)]
+        assert f"| [{words}](verdicts/{name}.md) | {len(arms)} | {' | '.join(map(str, counts))} |" in page()
 
 
 def test_nesterov_beside_its_gain_matched_control() -> None:

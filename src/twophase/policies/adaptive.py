@@ -31,7 +31,7 @@ class Auto(RestartPolicy):
     direction of the last updates adds up to |g| once more. An update is at most twice as long as that of averaging,
     whatever came before, so that it needs no restarts.
 
-    It comes from trials and is no theorem: docs/restarts.md has the evidence, for and against.
+    It comes from trials and is no theorem: docs/restarts-auto.md has the evidence, for and against.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"pseudo_gradient_norm", "buffer_norm"})

@@ -1,4 +1,4 @@
-"""Compare restarts with these policies in studies; docs/restarts.md says why none of them is recommended.
+"""Compare restarts with these policies in studies; docs/restarts-tests.md says why none of them is recommended.
 
 An example of a module that `TWOPHASE_POLICIES` names:
 

@@ -1,7 +1,7 @@
 """Compute the restart factor chi_K: what a cycle of K rounds, begun with an empty buffer, leaves of a mode.
 
 `chi_K = [T^K]_11 = x_K / x_0` from `m_0 = 0`. Given as (sign, log|chi|), since its powers over a run underflow. The
-digits are those of docs/theory.md, in every regime; slow modes keep theirs.
+digits are those of docs/theory-limits.md, in every regime; slow modes keep theirs.
 """
 
 from __future__ import annotations
