@@ -130,8 +130,8 @@ def said(words: list[str]) -> tuple[int, str]:
 
 @cache
 def help_of(*command: str) -> str:
-    """What a command says to --help."""
-    return said([*command, "--help"])[1]
+    """What a command says of all its options."""
+    return said([*command, "--help-all" if command == ("sweep",) else "--help"])[1]
 
 
 def command_lines() -> list[tuple[str, str]]:
