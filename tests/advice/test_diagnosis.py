@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import textmaker
 from runmaker import EMA, NESTEROV, SUM, config_of, observed, round_lines, write_lines, write_run, write_summary
 from twophase.advice.evidence import grown
-from twophase.advice.text import describe, suggestions
+from twophase.advice.text import LIMITS, describe, suggestions
 from twophase.advice.verdict import Diagnosis, Finding, as_json, diagnose, weighed
 from twophase.base.config import dump_yaml
 from twophase.cli.main import main
@@ -232,7 +232,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = capsys.readouterr().out
     assert "OSCILLATES" in words
     assert "heavy ball lr 1 momentum 0.9 (EMA form), the same as lr 0.1 in sum form" in words
-    assert "limits" in words
+    assert "limits   the theory is linear" in words.splitlines()[-1]
+    assert main(["diagnose", str(folder), "--verbose"]) == 0
+    whole = capsys.readouterr().out
+    assert whole.startswith(words.rpartition("limits   ")[0])
+    assert all(" ".join(text.split()) in " ".join(whole.split()) for text in LIMITS)
     assert main(["diagnose", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "oscillates"
     (tmp_path / "other").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,24 +37,27 @@ FIRST, SECOND, THIRD, *_ = SMALL.runs
 
 
 def summary(loss: float | None) -> dict[str, Any]:
-    return {"validation_loss": loss, "perplexity": loss, "tokens": 8, "seconds": 2.0, "diverged": loss is None}
+    perplexity = None if loss is None else math.exp(loss)
+    return {"validation_loss": loss, "perplexity": perplexity, "tokens": 8, "seconds": 2.0, "diverged": loss is None}
 
 
 def study(folder: Path, sweep: Sweep = SMALL) -> optuna.Study:
     """The study as any reader opens it; the folder has no other."""
     (name,) = optuna.get_all_study_names(open_storage(folder))
-    assert name == f"twophase-{sweep.identity}"
+    assert name == f"twophase-{sweep.identity}-perplexity"
     return optuna.load_study(study_name=name, storage=open_storage(folder))
 
 
 def test_runs_are_trials(tmp_path: Path) -> None:
-    """The data frame has a row a run: axes, loss, state, duration; the best trial is the best run."""
+    """The data frame has a row a run: axes, perplexity, state, duration; the best trial is the best run."""
     Trials(SMALL, tmp_path).record({FIRST: summary(3.0), SECOND: summary(None)}, {THIRD: "no data"})
     frame = study(tmp_path).trials_dataframe()
     assert list(frame["user_attrs_run"]) == [FIRST, SECOND, THIRD]
     assert list(frame["user_attrs_state"]) == ["finished", "diverged", "failed"]
     assert list(frame["state"]) == ["COMPLETE", "FAIL", "FAIL"]
-    assert frame["value"][0] == 3.0
+    assert frame["value"][0] == math.exp(3.0)
+    assert frame["user_attrs_validation_loss"][0] == 3.0
+    assert frame["value"][1:].isna().all()  # a run without a perplexity has no value, and none is infinite
     assert list(frame["params_lr"]) == [0.3] * 3
     assert list(frame["params_nesterov"]) == [False, False, True]
     assert list(frame["params_fragments"]) == ["none", "a=1,b=2", "none"]
@@ -61,6 +65,24 @@ def test_runs_are_trials(tmp_path: Path) -> None:
     best = study(tmp_path).best_trial
     assert (best.user_attrs["run"], best.user_attrs["arm"], best.params["restart"]) == (FIRST, "arm", "never")
     assert study(tmp_path).trials[2].user_attrs["error"] == "no data"
+
+
+def test_axes_of_numbers_are_lines(tmp_path: Path) -> None:
+    """Optuna's figures draw numbers on an axis, words as choices; a task without perplexity has its loss as value."""
+    sweep = sweep_of(0.3, 0.9)
+    Trials(sweep, tmp_path).record({next(iter(sweep.runs)): {"validation_loss": 3.0, "diverged": False}}, {})
+    (trial,) = study(tmp_path, sweep).trials
+    lr, *words = (trial.distributions[name] for name in ("lr", "restart", "nesterov", "fragments"))
+    assert lr == optuna.distributions.FloatDistribution(0.3, 0.9)
+    assert all(isinstance(choices, optuna.distributions.CategoricalDistribution) for choices in words)
+    assert trial.value == 3.0
+
+
+def test_a_study_of_an_earlier_version_is_written_anew(tmp_path: Path) -> None:
+    """Earlier versions had the loss as value: their study goes, every run is a trial of the new one."""
+    optuna.create_study(study_name=f"twophase-{SMALL.identity}", storage=open_storage(tmp_path))
+    Trials(SMALL, tmp_path).record({FIRST: summary(3.0)}, {})
+    assert [trial.value for trial in study(tmp_path).trials] == [math.exp(3.0)]
 
 
 def test_each_run_is_recorded_once(tmp_path: Path) -> None:
@@ -86,7 +108,7 @@ def test_another_study_in_the_journal_stays(tmp_path: Path) -> None:
     """A study that a user has put into the journal is not deleted with those of the sweep."""
     optuna.create_study(study_name="mine", storage=open_storage(tmp_path))
     Trials(SMALL, tmp_path)
-    assert set(optuna.get_all_study_names(open_storage(tmp_path))) == {"mine", f"twophase-{SMALL.identity}"}
+    assert set(optuna.get_all_study_names(open_storage(tmp_path))) == {"mine", f"twophase-{SMALL.identity}-perplexity"}
 
 
 def test_a_torn_journal_is_written_anew(tmp_path: Path) -> None:

@@ -33,17 +33,20 @@ LIMITS = (
     "lower the best perplexity; part of what they do is a smaller step. Try the controls before a restart.",
 )
 """What a reader must know before acting."""
+_SHORT_LIMITS = (
+    "limits   the theory is linear, and sigma an average: try the controls before a change (--verbose says more)"
+)
 
 
-def describe(diagnosis: Diagnosis, name: str) -> str:
-    """Return the diagnosis of the run of that name as plain text."""
+def describe(diagnosis: Diagnosis, name: str, *, verbose: bool = False) -> str:
+    """Return the diagnosis of the run of that name as plain text; the limits are one line unless it is verbose."""
     planned = f" of {diagnosis.planned:,}" if diagnosis.planned is not None else ""
     lines = [f"run      {name}: {diagnosis.state}, {diagnosis.rounds:,}{planned} rounds recorded"]
     if diagnosis.rule is not None:
         lines.append(f"rule     {both_forms(diagnosis.rule)}")
     for finding in diagnosis.findings:
         lines += ["", *_finding_lines(diagnosis, finding)]
-    lines += ["", "limits", *_items(LIMITS)]
+    lines += ["", "limits", *_items(LIMITS)] if verbose else ["", _SHORT_LIMITS]
     if diagnosis.problems:
         lines += ["", "what is missing or wrong in the folder", *_items(diagnosis.problems)]
     return "\n".join(lines)

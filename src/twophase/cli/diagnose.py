@@ -18,6 +18,7 @@ def main(words: list[str]) -> int:
     parser = plain_parser("diagnose")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, its --out")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of words")
+    parser.add_argument("--verbose", action="store_true", help="say also what the theory leaves out")
     options = parser.parse_args(words)
     record = read_record(options.run, config_paths())
     if not record.config and not len(record.rounds["round"]):
@@ -28,6 +29,6 @@ def main(words: list[str]) -> int:
     print(
         json.dumps(as_json(diagnosis), indent=2, allow_nan=False)
         if options.json
-        else describe(diagnosis, str(options.run))
+        else describe(diagnosis, str(options.run), verbose=options.verbose)
     )
     return 0

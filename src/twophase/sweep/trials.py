@@ -1,8 +1,8 @@
 """The runs of a sweep as an Optuna study, for `study.trials_dataframe()`, optuna-dashboard and Optuna's analyses.
 
-Each run that has ended is a trial: its values on the sweep's axes are the parameters, its validation loss is the value,
-and user attributes name the run. A run that diverged or failed is a trial of state FAIL. The study is a view of the
-sweep's folder: only the process that runs the sweep writes it.
+Each run that has ended is a trial: its values on the sweep's axes are the parameters, its validation perplexity (the
+loss of a task that has none) is the value, and user attributes name the run. A run that diverged or failed is a trial
+of state FAIL. The study is a view of the sweep's folder: only the process that runs the sweep writes it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 TRIALS = "trials.journal"
+VALUE = "perplexity"
+"""What a trial's value is. It ends the study's name, so that a study of an earlier version, of losses, is deleted."""
 _LOCK_SECONDS = 3
 """How long a lock on the journal may stay that a killed process has left; writing a line takes milliseconds."""
 
@@ -39,7 +41,7 @@ class Trials:
     """
 
     def __init__(self, sweep: Sweep, folder: Path) -> None:
-        storage, optuna, name = open_storage(folder), _optuna(), f"twophase-{sweep.identity}"
+        storage, optuna, name = open_storage(folder), _optuna(), f"twophase-{sweep.identity}-{VALUE}"
         with _damage_named(folder / TRIALS):
             for other in optuna.get_all_study_names(storage):
                 if other != name and other.startswith("twophase-"):  # not one that the package did not write
@@ -57,9 +59,7 @@ class Trials:
             for cell in sweep.cells
         }
         self._distributions: dict[str, Any] = {
-            path: optuna.distributions.CategoricalDistribution(
-                tuple(dict.fromkeys(params[path] for params in self._params.values()))
-            )
+            path: _distribution(optuna, list(dict.fromkeys(params[path] for params in self._params.values())))
             for path in sweep.paths
         }
 
@@ -82,12 +82,14 @@ class Trials:
             return
         from optuna.trial import TrialState, create_trial  # noqa: PLC0415 - an extra
 
-        loss = summary.get("validation_loss")
-        complete = state == "finished" and loss is not None and math.isfinite(loss)
-        numbers = {key: summary[key] for key in ("perplexity", "tokens", "seconds") if summary.get(key) is not None}
+        value = summary.get(VALUE, summary.get("validation_loss"))
+        complete = state == "finished" and value is not None and math.isfinite(value)
+        numbers = {
+            key: summary[key] for key in ("validation_loss", VALUE, "tokens", "seconds") if summary.get(key) is not None
+        }
         trial = create_trial(
             state=TrialState.COMPLETE if complete else TrialState.FAIL,
-            value=loss if complete else None,
+            value=value if complete else None,
             params=self._params[run],
             distributions=self._distributions,
             user_attrs={"run": run, "arm": self._arms[run], "state": state} | numbers | notes,
@@ -96,6 +98,16 @@ class Trials:
             trial.datetime_start = trial.datetime_complete - timedelta(seconds=summary.get("seconds") or 0.0)
         self.study.add_trial(trial)
         self._recorded.add((run, state))
+
+
+def _distribution(optuna: Any, values: list[Any]) -> Any:
+    """Return where a parameter's values lie: numbers on a line, so that figures have an axis, and others as choices."""
+    kinds = {type(value) for value in values}
+    if kinds == {int}:
+        return optuna.distributions.IntDistribution(min(values), max(values))
+    if kinds == {float}:
+        return optuna.distributions.FloatDistribution(min(values), max(values))
+    return optuna.distributions.CategoricalDistribution(values)
 
 
 def open_storage(folder: Path) -> BaseStorage:
