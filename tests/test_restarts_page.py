@@ -284,6 +284,7 @@ def test_intervals_of_long_runs() -> None:
     rows = {
         "Nesterov 0.9, K = 3 over no restart": ("long-nesterov 0.9 3", "long-nesterov 0.9 never"),
         "Nesterov 0.9, K = 10 over no restart": ("long-ten True", "long-nesterov 0.9 never"),
+        "Nesterov 0.9, no restart over averaging": ("long-nesterov 0.9 never", "long-averaging"),
         "heavy ball 0.9, no restart over K = 3": ("long-heavy-ball 0.9 never", "long-heavy-ball 0.9 3"),
         "heavy ball 0.9, K = 3 over averaging": ("long-heavy-ball 0.9 3", "long-averaging"),
         "heavy ball 0.5, K = 3 over no restart": ("long-heavy-ball 0.5 3", "long-heavy-ball 0.5 never"),
