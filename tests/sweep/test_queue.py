@@ -162,9 +162,17 @@ def test_failures_have_a_reason(tmp_path: Path) -> None:
     running.release()
 
 
-@pytest.mark.parametrize("record", ["", "{", "[]", '{"host": 3}', '{"host": "elsewhere 1", "pid": 3, "locked": true}'])
+ODD_RECORDS = [
+    *("", "{", "[]", "{}", '{"host": 3}', '{"error": "no pid"}'),
+    *('{"host": "", "pid": 3, "locked": true}', '{"host": " ", "pid": 3, "locked": true}'),
+    *('{"host": null, "pid": 3, "locked": true}', '{"host": "here", "pid": "3", "locked": 1}'),
+    '{"host": "elsewhere 1", "pid": 3, "locked": true, "error": 5}',
+]
+
+
+@pytest.mark.parametrize("record", [*ODD_RECORDS, '{"host": "elsewhere 1", "pid": 3, "locked": true}'])
 def test_silence_is_death(tmp_path: Path, clock: Callable[[float], None], record: str) -> None:
-    """A claim from elsewhere, or killed before its record was written, is dead after two minutes without a refresh."""
+    """A claim from elsewhere, torn before it was written, or odd, is dead after two minutes without a refresh."""
     queue = Queue(tmp_path)
     claim = take(queue)
     die(claim)

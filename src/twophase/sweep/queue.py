@@ -40,6 +40,7 @@ ATTEMPTS = 3
 BEAT_SECONDS, STALE_SECONDS = 10.0, 120.0
 """Time between two refreshes of a claim, and the silence that counts as a death."""
 _REASON_LENGTH = 2000
+_KINDS = {"host": str, "pid": int, "locked": bool}
 
 
 @cache
@@ -217,7 +218,7 @@ class Queue:
 
     def _death(self, path: Path, file: int, record: Mapping[str, Any]) -> str:
         """Say how the worker of a claim has died; nothing if it may be alive."""
-        worker = f"worker {record.get('pid', 'unknown')} on {str(record.get('host', 'unknown host')).split()[0]}"
+        worker = f"worker {record['pid']} on {record['host'].split()[0]}" if record else "an unknown worker"
         if record.get("locked") and record.get("host") == host() and _lock(file, fcntl.LOCK_SH):
             # The claim may have ended in good order since it was opened, and another worker's may have its name.
             return f"{worker} was killed" if os.path.samestat(os.fstat(file), path.stat()) else ""
@@ -231,9 +232,12 @@ class Queue:
 
 
 def _record(data: bytes) -> dict[str, Any]:
-    """Parse a claim; it is empty where the worker died before it had written it."""
+    """Parse a claim; it is empty where the worker died before it had written it, or where it holds anything odd."""
     with suppress(ValueError):
-        return json_object(data)
+        record = json_object(data)
+        kinds = {name: type(value) for name, value in record.items()}
+        if kinds == _KINDS | ({"error": str} if "error" in record else {}) and record["host"].strip():
+            return record
     return {}
 
 
