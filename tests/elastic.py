@@ -40,11 +40,11 @@ def until(what: str, true: Callable[[], Any]) -> None:
 
 
 @contextmanager
-def lighthouse() -> Iterator[str]:
-    """One in this process; the URL."""
+def lighthouse(least: int = 1) -> Iterator[str]:
+    """One in this process that waits for so many replicas; the URL."""
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer("127.0.0.1:0", 1, **_LIGHTHOUSE)
+    server = LighthouseServer("127.0.0.1:0", least, **_LIGHTHOUSE)
     yield f"http://127.0.0.1:{urlsplit(server.address()).port}"
     server.shutdown()
 

@@ -5,6 +5,7 @@
     events=FILE                append a line of JSON for each round that counts, each hold and each fault, with its time
     connect=SECONDS            how long to wait for the first connection to a lighthouse
     unpickle=never             fail where anything is unpickled
+    cd=FOLDER                  begin there, as on a machine with other files
     ACTION@MOMENT:COUNT        do this when the moment comes for the COUNT-th time
 
 Actions: `kill` and `stop` (SIGKILL, SIGSTOP to itself), `kill=FILE` (only if the file is not there yet), `hold=FILE`
@@ -73,6 +74,8 @@ class Faults:
             defaults = torchft.TorchFT.__init__.__kwdefaults__
             assert defaults is not None
             defaults["connect_timeout"] = float(value)
+        elif name == "cd":
+            os.chdir(value)
         elif name == "unpickle":
             pickle.load = pickle.loads = pickle.Unpickler = distributed_c10d._unpickler = None  # type: ignore[assignment]
         else:

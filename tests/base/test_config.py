@@ -235,6 +235,14 @@ def test_from_tree_names_odd_values():
             from_tree(Config, tree)
 
 
+def test_from_tree_names_values_of_another_kind():
+    """The message has the path, the value, one that would do, and the remedy."""
+    tree = to_tree(Config())
+    tree["outer"]["deep"]["decay"] = "much"
+    with pytest.raises(UsageError, match=r"outer\.deep\.decay is 'much', .* kind of 0\.1; put the file back"):
+        from_tree(Config, tree)
+
+
 # --- command line -------------------------------------------------------------------------------------------------
 
 

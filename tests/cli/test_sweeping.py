@@ -66,6 +66,17 @@ def call(corpus: str, capsys: pytest.CaptureFixture[str]) -> Call:
     return run
 
 
+def test_a_plan_with_an_odd_value(call: Call, tmp_path: Path) -> None:
+    """A worker names the file, the value and the remedy."""
+    assert call("sweep", "--axis", "outer.lr", "0.3", "0.7", "--workers", "0", "--out", tmp_path / "sweep").status == 0
+    path = tmp_path / "sweep" / "plan.json"
+    path.write_text(path.read_text().replace('"steps":22,"inner_steps":6', '"steps":"22","inner_steps":6'))
+    said = call("sweep-worker", "--out", tmp_path / "sweep")
+    assert said.status == 2
+    assert "its plan.json cannot be used (steps is '22', which is not of the kind of " in said.err
+    assert "remove that file and repeat the sweep's command" in said.err
+
+
 def complete(call: Call, folder: Path, *axes: str) -> Said:
     """A sweep that is planned, done by a worker and shown, all in this process."""
     for words in (["sweep", *axes, "--workers", "0"], ["sweep-worker"]):

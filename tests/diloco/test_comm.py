@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ from torch import Tensor
 
 from channels import channel, contribution, contributions, simulate
 from forked import in_processes
-from twophase.base.config import RunError
+from twophase.base.config import RunError, UsageError
 from twophase.diloco import comm
 from twophase.diloco import transfer as transfer_module
 from twophase.diloco.comm import ProcessGroup, default_communicator
-from twophase.diloco.communicator import Communicator, Pending, SingleProcess
+from twophase.diloco.communicator import Communicator, Pending, SingleProcess, in_agreement
 from twophase.diloco.engine import DiLoCo
 from twophase.diloco.flat import checksum
 from twophase.diloco.transfer import WIRES
@@ -64,6 +66,62 @@ def check_alone(communicator: Communicator) -> None:
     assert torch.equal(tensor, vector(0))
     assert pending.bytes_sent == 0
     assert communicator.gather({"a": [1, "b"]}, dict) == [{"a": [1, "b"]}]
+
+
+class Meeting(Communicator):
+    """One of several threads that meet at a barrier."""
+
+    def __init__(self, rank: int, rows: list[bytes], barrier: threading.Barrier) -> None:
+        self.rows, self.barrier, self._rank = rows, barrier, rank
+
+    @property
+    def rank(self) -> int:
+        """This thread's number."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of threads."""
+        return len(self.rows)
+
+    def exchange_bytes(self, sent: bytes, *, in_replica: bool = False) -> list[bytes]:
+        """All-gather."""
+        assert not in_replica
+        self.rows[self.rank] = sent
+        self.barrier.wait(10)
+        received = list(self.rows)
+        self.barrier.wait(10)
+        return received
+
+
+@pytest.mark.parametrize(
+    ("failures", "ends"),
+    [
+        ([None, None, None], [None] * 3),
+        ([OSError("full"), None, None], [OSError, RunError, RunError]),
+        ([None, UsageError("full"), OSError("other")], [UsageError] * 3),
+        ([None, RunError("full"), UsageError("other")], [RunError] * 3),
+        ([None, None, MemoryError()], [RunError, RunError, MemoryError]),
+    ],
+)
+def test_all_end_as_the_first_that_fails(failures: list[Exception | None], ends: list[type | None]):
+    """Each process raises the failure of the lowest rank that has one, with its words and its exit status."""
+    rows, barrier = [b""] * 3, threading.Barrier(3)
+
+    def part(rank: int) -> Exception | None:
+        try:
+            with in_agreement(Meeting(rank, rows, barrier)):
+                if failures[rank]:
+                    raise failures[rank]
+        except Exception as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(3) as pool:
+        raised = list(pool.map(part, range(3)))
+    assert [error and type(error) for error in raised] == ends
+    texts = {str(error) for error in raised if error and not isinstance(error, MemoryError)}
+    assert texts <= {"full"} or "the memory is full" in texts.pop()
 
 
 def test_without_torch_distributed():

@@ -518,6 +518,26 @@ def test_unlike_replicas_do_not_begin(monkeypatch: pytest.MonkeyPatch, what: str
 
 
 @pytest.mark.dist
+def test_a_lone_replica_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """Where the lighthouse itself wants more replicas, it says so once, soon, and not only when it gives up."""
+    monkeypatch.setattr(torchft, "_NOTICE", 0.2)
+    with lighthouse(2) as url:
+
+        def option() -> Any:
+            with communicator(url, quorum_timeout=2.0) as group:
+                mine = Replica()
+                engine = DiLoCo(mine.model, RULE, communicator=group, inner_steps=1)
+                group.attach(engine, mine.save, mine.load)
+                return engine.join()
+
+        (error,) = side_by_side(monkeypatch, option)
+    assert "the other replicas did not come to a sync within 2 s" in str(error)
+    (said,) = [message for message in caplog.messages if "waits at the lighthouse" in message]
+    assert said.startswith(f"replica 0 waits at the lighthouse {url}: for the others to end their inner steps, or for ")
+    assert "--min_replicas; it gives up after 2 s (--quorum-timeout)" in said
+
+
+@pytest.mark.dist
 def test_two_with_one_number_do_not_begin(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """They would train on the same text: each warns once, and after start_timeout one ends with the number of both."""
     both = threading.Barrier(2)

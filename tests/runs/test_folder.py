@@ -249,7 +249,8 @@ def test_damaged_summary_is_not_finished(tmp_path: Path, damage: str) -> None:
 def test_damaged_weights_are_named(tmp_path: Path) -> None:
     """Weights of another content than the summary recorded are a fault; removed ones and those of old runs are none."""
     with RunFolder.claim(tmp_path, Config()) as folder:
-        folder.finish(GOOD, bytes(1000))
+        folder.write_weights(bytes(1000))
+        folder.finish(GOOD)
         summary = folder.summary() or {}
     assert weights_fault(tmp_path, summary) == ""
     path = tmp_path / "weights.safetensors"

@@ -88,17 +88,34 @@ def test_lost_and_altered_logs(tmp_path: Path, harm: str) -> None:
     assert kept_files == ([damaged] if damaged else [])
 
 
-def test_accepting_twice_repeats_no_line(tmp_path: Path) -> None:
-    """A kill before the next checkpoint asks again; lines after the checkpoint are then written once."""
+@pytest.mark.parametrize("accepts", [[True, True], [True, False, False]])
+def test_a_log_is_accepted_once(tmp_path: Path, accepts: list[bool]) -> None:
+    """A kill before the next checkpoint asks no second time; the gap stays marked once, and no line is written twice.
+
+    What happens to the log after that is noticed as before.
+    """
     folder, position = filled(tmp_path)
-    (tmp_path / "rounds.jsonl").write_text('{"step": 4, "round": 1}\n')
-    folder.accept_logs = True
-    for _ in range(2):
-        folder.rewind(position, 12)
-        folder.log_round({"step": 16, "round": 4})
+    log = tmp_path / "rounds.jsonl"
+    log.write_text('{"step": 4, "round": 1}\n')
     folder.release()
-    lines, gaps = read_log(tmp_path / "rounds.jsonl")
+    for accept_logs in accepts:
+        with RunFolder.claim(tmp_path, Config(), accept_logs=accept_logs) as folder:
+            folder.rewind(position, 12)
+            folder.log_round({"step": 16, "round": 4})
+    lines, gaps = read_log(log)
     assert ([line["step"] for line in lines], len(gaps)) == ([4, 16], 1)
+    assert len(list(tmp_path.glob("rounds.jsonl.gap-*"))) == 1
+    mended = log.read_bytes()
+    for harmed in (mended.replace(b'"round": 1', b'"round": 2'), mended.splitlines(keepends=True)[0]):
+        log.write_bytes(harmed)
+        with RunFolder.claim(tmp_path, Config()) as folder, pytest.raises(UsageError, match="--accept-logs"):
+            folder.rewind(position, 12)
+
+
+def test_gaps_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """They have no SHA-256."""
+    (tmp_path / "log").write_text('{"step": 4, "gap": "12 bytes are left of 40"}\n')
+    assert [len(part) for part in read_log(tmp_path / "log")] == [0, 1]
 
 
 def test_older_checkpoints_know_lengths_alone(tmp_path: Path) -> None:

@@ -187,6 +187,26 @@ def test_stopped_worker_gives_its_job_back(tmp_path: Path, when: str) -> None:
     assert work(tmp_path, hands, stopped=never) == len(made.jobs)
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "MemoryError: the memory is full (no more is known); give a smaller model, fewer --replicas"),
+        (ValueError("too small"), "ValueError: too small"),
+    ],
+)
+def test_a_failed_job_says_what_to_do(tmp_path: Path, error: Exception, words: str) -> None:
+    """A job that runs out of memory fails with the remedy that the command line gives; others with their message."""
+
+    def execute(*_: object) -> None:
+        raise error
+
+    written(tmp_path)
+    assert work(tmp_path, execute, stopped=never) == 0
+    reasons = set(errors(tmp_path).values())
+    assert len(reasons) == 1
+    assert reasons.pop().startswith(words)
+
+
 def test_busy_run_is_waited_for(tmp_path: Path) -> None:
     """Another process that has a run is no failure: the job is given back and comes again."""
     made, hands, busy = written(tmp_path), Hands(), [5]

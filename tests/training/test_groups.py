@@ -11,14 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from elastic import DRIVER, Processes, Run, free_port, lighthouse, until
-from twophase.base.config import dump_yaml
+import shardmaker
+from elastic import DRIVER, Processes, Run, free_port, lighthouse, sizes, until
+from trained import run, stop_after
+from twophase.base.config import dump_yaml, with_values
 from twophase.base.leash import GRACE
 from twophase.runs.folder import WEIGHTS, RunFolder, read_lines
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
+from twophase.text.shards import open_shards
 from twophase.training.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(240)]
@@ -87,6 +91,66 @@ def test_a_peer_is_lost_while_the_group_forms(group: Group, victim: int, fault: 
     (line,) = last_words(group, str(other))
     assert "failed: the processes cannot meet at 127.0.0.1:" in line or "failed: the connection to the other" in line
     assert not group.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("is_folder", "status", "words"),
+    [
+        (True, 1, "failed: the run's files cannot be written to "),
+        (False, 2, "rounds.jsonl: is not the log that the checkpoint of step 12 counts"),
+    ],
+)
+def test_process_0_cannot_restore(group: Group, config: TrainConfig, is_folder: bool, status: int, words: str):
+    """All end with its message and its status at once, and none reports a lost connection."""
+    run(config, group.out, should_stop=stop_after(12))
+    log = group.out / "rounds.jsonl"
+    log.unlink()
+    if is_folder:
+        log.mkdir()
+    for rank, process in enumerate(group.both()):
+        group.ended(str(rank), process, status)
+        (line,) = last_words(group, str(rank))
+        assert words in line
+
+
+def token_folders(folder: Path, config: TrainConfig, count: int, damaged: int) -> TrainConfig:
+    """Prepare a folder of token shards for each process, of which one is damaged unseen; returns the configuration."""
+    ids = [np.random.default_rng(0).integers(1, 90, size, dtype=np.uint16) for size in (20_000, 4000)]
+    for number in range(count):
+        place = folder / f"place-{number}"
+        place.mkdir(parents=True)
+        open_shards(shardmaker.prepared(place / "tokens", ids[:1], ids[1:], 90))
+    shardmaker.flip(folder / f"place-{damaged}" / "tokens" / "train-00000.bin")
+    return with_values(config, {"data.corpus": "tokens:tokens"})
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_damaged_tokens_in_one_process(tmp_path: Path, config: TrainConfig, victim: int):
+    """All processes of a group end with status 1 and one message that names the shard, whichever of them has it."""
+    with Group(tmp_path, token_folders(tmp_path, config, 2, victim)) as group:
+        for rank, process in enumerate(group.both([[f"cd={tmp_path}/place-{rank}"] for rank in range(2)])):
+            group.ended(str(rank), process, 1)
+            (line,) = last_words(group, str(rank))
+            assert "tokens/train-00000.bin was damaged since it was prepared" in line
+            assert "damaged-data keeps what rests on it" in line
+        assert not (group.out / "summary.json").exists()
+
+
+def test_damaged_tokens_in_one_of_three_elastic_replicas(tmp_path: Path, config: TrainConfig):
+    """The replica that has them ends with status 1 and the shard's name; the others, a majority, have one result."""
+    config = with_values(token_folders(tmp_path, config, 3, damaged=1), {"replicas": 3})
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    with lighthouse() as url, Run(tmp_path, tmp_path / "config.yaml", url) as replicas:
+        processes = [replicas.replica(number, f"cd=place-{number}") for number in range(3)]
+        replicas.ended("1", processes[1], 1)
+        (line,) = last_words(replicas, "1")
+        assert "tokens/train-00000.bin was damaged since it was prepared" in line
+        for number in (0, 2):
+            replicas.ended(str(number), processes[number])
+        assert replicas.summary(0)["checksum"] == replicas.summary(2)["checksum"]
+        assert sizes(replicas, 0) in ([2], [3, 2])
+        assert not any(line["minority"] for line in replicas.lines(0))
+        assert not (replicas.out / "replica-1" / "summary.json").exists()
 
 
 @pytest.mark.parametrize("fault", ["stop@up:1", "kill@meeting:1"])

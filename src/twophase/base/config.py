@@ -79,7 +79,10 @@ def from_tree(cls: type[C], tree: Mapping[str, Any], prefix: str = "") -> C:
     for name in tree:
         value, model = tree[name], getattr(default, name)
         if not _is_like(value, model):
-            raise UsageError(f"{prefix}{name} is {value!r}, which is not of the kind of {model!r}")
+            raise UsageError(
+                f"{prefix}{name} is {value!r}, which is not of the kind of {model!r}; put the file back as it "
+                "was written"
+            )
         if dataclasses.is_dataclass(model):
             value = from_tree(type(model), value, f"{prefix}{name}.")
         elif isinstance(model, tuple):

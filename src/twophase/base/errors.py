@@ -24,5 +24,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, FULL) and any(words in str(error) for words in _FULL)
 
 
+def message_of(error: BaseException) -> str:
+    """Return what to say of an error: its own message, with the remedy where this machine's memory is full."""
+    if isinstance(error, UsageError | RunError) or not is_out_of_memory(error):
+        return str(error) or type(error).__name__
+    reason = (str(error).splitlines() or [""])[0] or "no more is known"
+    return (
+        f"the memory is full ({reason}); give a smaller model, fewer --replicas, --data.batch-size or "
+        "--data.validation-windows, fewer --workers, or a GPU to each replica by torchrun; what has been saved is "
+        "intact"
+    )
+
+
 class RunError(RuntimeError):
     """A failure that ends a run, with the remedy in its message; the command line ends with status 1."""

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 GRACE = 5.0
 """Seconds to reach a round's end and a checkpoint; what comes later is lost since the checkpoint before."""
@@ -16,7 +17,37 @@ _POLL = 0.5
 def follow_torchrun() -> None:
     """End this process soon after the torchrun agent that started it; without torchrun, do nothing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_follow, args=(os.getppid(),), daemon=True, name="twophase leash").start()
+        parent = os.getppid()  # before the look at it: the agent may be killed at any moment
+        parent = parent if _has_agent(parent) else -1
+        threading.Thread(target=_follow, args=(parent,), daemon=True, name="twophase leash").start()
+
+
+def _has_agent(process: int) -> bool:
+    """Tell whether a process or an ancestor of it may be an agent; true where they cannot be seen.
+
+    An agent that was killed before this process could look is no ancestor any more: init or the like has adopted this
+    process. The number of the parent would not tell: an agent may be process 1 of a container, and a script may stand
+    between it and this process.
+    """
+    seen = False
+    try:
+        while process:
+            place = Path(f"/proc/{process}")
+            if _may_be_agent(place):
+                return True
+            process, seen = int((place / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]), True
+    except (OSError, ValueError):
+        return True
+    return not seen  # a parent outside of this container has no number
+
+
+def _may_be_agent(place: Path) -> bool:
+    """Tell whether a process has torch loaded, or, where that is hidden, as init's is, may be a program of Python."""
+    try:
+        return b"libtorch" in (place / "maps").read_bytes()
+    except PermissionError:
+        words = (place / "cmdline").read_bytes()
+        return b"python" in words or b"torch" in words
 
 
 def _follow(parent: int) -> None:

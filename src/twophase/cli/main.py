@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 
-from twophase.base.errors import FULL, RunError, UsageError, is_out_of_memory
+from twophase.base.errors import FULL, RunError, UsageError, is_out_of_memory, message_of
 from twophase.cli.commands import COMMANDS, PROGRAM, interrupted
 from twophase.number import did_you_mean
 
@@ -43,16 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except FULL as error:
-        if isinstance(error, RunError) or (isinstance(error, OSError) and not is_out_of_memory(error)):
-            return _complain(f"{PROGRAM} {name}", str(error), "failed", status=1)
-        if not is_out_of_memory(error):
+        if not (isinstance(error, RunError | OSError) or is_out_of_memory(error)):
             raise
-        advice = (
-            "give a smaller model, fewer --replicas, --data.batch-size or --data.validation-windows, fewer --workers, "
-            "or a GPU to each replica by torchrun; what has been saved is intact"
-        )
-        reason = f"the memory is full ({(str(error).splitlines() or [''])[0] or 'no more is known'})"
-        return _complain(f"{PROGRAM} {name}", f"{reason}; {advice}", "failed", status=1)
+        return _complain(f"{PROGRAM} {name}", message_of(error), "failed", status=1)
 
 
 def _overview() -> str:

@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from twophase.base.errors import RunError
+from twophase.base.errors import RunError, UsageError, message_of
 
 _LONGEST = 1 << 24
 """Bytes of one process's JSON at most: a peer must not make this process reserve any amount of memory."""
+
+
+_MISTAKE = 2.0
+"""What a process says of a `UsageError` to the others; 1 means any other failure."""
 
 
 class Interrupted(Exception):  # noqa: N818 - no fault: a process has gone, and the others go on
@@ -198,6 +203,36 @@ class SingleProcess(Communicator):
 
     rank: int = 0  # type: ignore[override] - it never changes
     size: int = 1  # type: ignore[override]
+
+
+@contextmanager
+def in_agreement(communicator: Communicator) -> Iterator[None]:
+    """Raise in all processes what the block has raised in the first of those in which it fails.
+
+    Else the others would wait for that process, and learn only that it is gone. All processes enter; the block itself
+    exchanges nothing.
+
+    Raises:
+        UsageError: another process has raised it.
+        RunError: another process has raised anything else.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the others must not wait for this process
+        failure = error
+    codes = [row[0] for row in communicator.exchange([_code_of(failure)])]
+    if not any(codes):
+        return
+    texts = communicator.gather("" if failure is None else message_of(failure), str)
+    first = next(rank for rank, code in enumerate(codes) if code)
+    if failure is not None and first == communicator.rank:
+        raise failure
+    raise (UsageError if codes[first] == _MISTAKE else RunError)(texts[first]) from failure
+
+
+def _code_of(failure: Exception | None) -> float:
+    return 0.0 if failure is None else _MISTAKE if isinstance(failure, UsageError) else 1.0
 
 
 def _packed(numbers: Sequence[float]) -> bytes:

@@ -37,7 +37,7 @@ METRICS, ROUNDS, STEPS = "metrics.jsonl", "rounds.jsonl", "steps.jsonl"
 LOCK = ".lock"
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """What a run may be called in a file; any other name might lead out of its folder."""
-_LOGS = (METRICS, ROUNDS, STEPS)
+LOGS = (METRICS, ROUNDS, STEPS)
 _RATIOS = ("perplexity", "perplexity_per_byte", "engine_share")
 """Numbers of a summary that a task may leave out."""
 _LONGEST_SECONDS = 1e10
@@ -64,7 +64,8 @@ class RunFolder:
         self.resumed = resumed
         self.accept_logs = accept_logs
         self._lock: int | None = lock
-        self._logs = {name: Log(path / name) for name in _LOGS}
+        self._logs = {name: Log(path / name) for name in LOGS}
+        self._weights_sha256 = ""
 
     @classmethod
     def claim(cls, path: Path, config: Any, *, accept_logs: bool = False) -> RunFolder:
@@ -123,15 +124,19 @@ class RunFolder:
         """Return the outcome of the run, or None while it has no valid `summary.json`."""
         return read_summary(self.path, self.fingerprint)
 
-    def finish(self, summary: Mapping[str, Any], weights: bytes | None = None) -> None:
-        """Write the final weights and `summary.json`, which makes the run finished.
+    def write_weights(self, weights: bytes) -> None:
+        """Write the final weights, `weights.safetensors`; `finish` then records their SHA-256."""
+        write_atomic(self.path / WEIGHTS, weights)
+        self._weights_sha256 = hashlib.sha256(weights).hexdigest()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`, which makes the run finished.
 
         Numbers that are not finite become null. The summary records its own SHA-256 and that of the weights.
 
         Args:
             summary: `validation_loss`, a number, or null in a diverged run; `tokens`, a whole number; `seconds`;
                 `diverged`, bool; `exit_reason`, text; and whatever else the task says of its run, such as `perplexity`.
-            weights: content of `weights.safetensors`.
 
         Raises:
             ValueError: a required value is missing or of the wrong type.
@@ -141,9 +146,8 @@ class RunFolder:
         if fault is not None:
             raise ValueError(f"RunFolder.finish: {fault}")
         self.sync_logs()  # a power cut must not leave a finished run without its last lines
-        if weights is not None:
-            write_atomic(self.path / WEIGHTS, weights)
-            record["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+        if self._weights_sha256:
+            record["weights_sha256"] = self._weights_sha256
         record["summary_sha256"] = _digest(record)
         write_atomic(self.path / SUMMARY, json.dumps(record, indent=2, allow_nan=False) + "\n")
 
@@ -185,24 +189,24 @@ class RunFolder:
         Raises:
             UsageError: a log that was lost or altered since, unless `accept_logs`; nothing is changed then.
         """
-        mended = self.check_logs(position or {}, step)
-        for name in self._logs.keys() - mended:
-            self._logs[name].rewind((position or {}).get(name))
+        self.check_logs(position or {}, step)
+        for name, log in self._logs.items():
+            log.rewind((position or {}).get(name), step)
 
-    def check_logs(self, position: Mapping[str, Mark | int], step: int) -> set[str]:
+    def check_logs(self, position: Mapping[str, Mark | int], step: int) -> None:
         """Compare the logs with what a checkpoint counts; lines after that do not matter.
+
+        As `accept_logs` says, those that were lost or altered then hold what can still be read, and a mark of the gap.
 
         Args:
             position: what `position()` returned at the checkpoint.
             step: inner steps of the checkpoint.
 
-        Returns:
-            Names of the logs that were lost or altered and, as `accept_logs` says, now hold what can still be read.
-
         Raises:
-            UsageError: there are such logs and they are not accepted; nothing is changed then.
+            UsageError: a log was lost or altered and is not accepted; nothing is changed then.
         """
-        faults = {name: why for name, log in self._logs.items() if (why := log.fault(position.get(name))) is not None}
+        marks = {name: log.fault(position.get(name), step) for name, log in self._logs.items()}
+        faults = {name: fault for name, fault in marks.items() if fault is not None}
         if faults and not self.accept_logs:
             name, fault = next(iter(faults.items()))
             raise UsageError(
@@ -212,7 +216,6 @@ class RunFolder:
             )
         for name, fault in faults.items():
             self._logs[name].mend(step, fault)
-        return set(faults)
 
     def last_round(self) -> dict[str, Any] | None:
         """Return the newest whole line of `rounds.jsonl`; None where there is none."""
@@ -224,10 +227,10 @@ class RunFolder:
         places = (self.path / (f"{name}-{number}" if number > 1 else name) for number in itertools.count(1))
         place = next(place for place in places if not place.exists())
         place.mkdir()
-        for path in (*(self.path / log for log in _LOGS), self.checkpoint_dir):
+        for path in (*(self.path / log for log in LOGS), self.checkpoint_dir):
             if path.exists():
                 path.rename(place / path.name)
-        self._logs = {name: Log(self.path / name) for name in _LOGS}
+        self._logs = {name: Log(self.path / name) for name in LOGS}
         return place
 
 

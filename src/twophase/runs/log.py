@@ -17,8 +17,8 @@ from twophase.base.files import append_line, end_of_lines, write_atomic
 
 Mark = dict[str, Any]
 """`bytes` and `sha256` of a log at some moment; JSON."""
-_GAP = {"step", "gap"}
-"""Keys of the line that marks where a log was lost or altered."""
+_GAP = {"step", "gap", "sha256"}
+"""Keys of the line that marks where a log was lost or altered, with the SHA-256 of all before it."""
 
 
 class Log:
@@ -56,24 +56,23 @@ class Log:
             finally:
                 os.close(file)
 
-    def fault(self, mark: Mark | int | None) -> str | None:
+    def fault(self, mark: Mark | int | None, step: int = 0) -> str | None:
         """Say how the file differs from what was there at a mark; None if it begins with the same bytes.
 
         Args:
             mark: what `mark` returned; a bare length is that of an older checkpoint, None the empty log.
+            step: the inner steps at the mark; None is returned also if the file was mended for them.
         """
-        data, (length, sha256) = self._read(), _parts(mark)
-        if len(data) < length:
-            return f"{len(data):,} bytes are left of {length:,}"
-        if sha256 is not None and hashlib.sha256(data[:length]).hexdigest() != sha256:
-            return f"its first {length:,} bytes were altered"
-        return None
+        data = self._read()
+        why = _difference(data, mark)
+        return None if why is None or _mended(data, step) else why
 
-    def rewind(self, mark: Mark | int | None) -> None:
+    def rewind(self, mark: Mark | int | None, step: int = 0) -> None:
         """Cut the file back to a mark that it has no fault against; half a line at the end goes as well."""
         if self.path.exists():
-            end = end_of_lines(self._read()[: _parts(mark)[0]])
-            os.truncate(self.path, end)
+            data = self._read()
+            end = _mended(data, step) or _parts(mark)[0]
+            os.truncate(self.path, end_of_lines(data[:end]))
         self._digest = None
 
     def mend(self, step: int, fault: str) -> None:
@@ -87,8 +86,9 @@ class Log:
         if data:
             places = (self.path.with_name(f"{self.path.name}.gap-{number}") for number in itertools.count(1))
             write_atomic(next(place for place in places if not place.exists()), data)
-        lines = [*_readable(data, step), {"step": step, "gap": fault}]
-        write_atomic(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+        text = "".join(json.dumps(line) + "\n" for line in _readable(data, step))
+        gap = {"step": step, "gap": fault, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        write_atomic(self.path, f"{text}{json.dumps(gap)}\n")
         self._digest = None
 
     def _read(self) -> bytes:
@@ -119,7 +119,7 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             raise UsageError(
                 f"{path}: line {number} is not a JSON object; the file is damaged: put it back, or take the line out"
             )
-        (gaps if record.keys() == _GAP else records).append(record)
+        (gaps if _is_gap(record) else records).append(record)
     return records, gaps
 
 
@@ -138,9 +138,38 @@ def _readable(data: bytes, step: int) -> Iterator[dict[str, Any]]:
     for line in data[: end_of_lines(data)].splitlines():
         record = _record(line) or {}
         at = record.get("step")
-        if isinstance(at, int) and last < at <= step and not (at == step and record.keys() == _GAP):
+        if isinstance(at, int) and last < at <= step and not (at == step and _is_gap(record)):
             last = at
             yield record
+
+
+def _difference(data: bytes, mark: Mark | int | None) -> str | None:
+    """Say how a log differs from what was there at a mark; None if it begins with the same bytes."""
+    length, sha256 = _parts(mark)
+    if len(data) < length:
+        return f"{len(data):,} bytes are left of {length:,}"
+    if sha256 is not None and hashlib.sha256(data[:length]).hexdigest() != sha256:
+        return f"its first {length:,} bytes were altered"
+    return None
+
+
+def _mended(data: bytes, step: int) -> int:
+    """Return the end of the line by which a log was mended for the checkpoint of a step; 0 where there is none.
+
+    Until the next checkpoint that line is all that says so, and what is before it must be as it was then.
+    """
+    if b'"gap"' not in data:
+        return 0
+    end = 0
+    for line in data[: end_of_lines(data)].splitlines(keepends=True):
+        record, before, end = _record(line) or {}, end, end + len(line)
+        if record.get("step") == step and record.get("sha256") == hashlib.sha256(data[:before]).hexdigest():
+            return end
+    return 0
+
+
+def _is_gap(record: Mapping[str, Any]) -> bool:
+    return record.keys() | {"sha256"} == _GAP  # earlier versions wrote none
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -330,7 +330,8 @@ class Grower:
         for run, log in logs.items():
             summary = outcome | self._run.summary(self._outers.counters[run]["restarts"])
             with disk(log):
-                log.finish(summary, self._run.weights(self.configs[run]))
+                log.write_weights(self._run.weights(self.configs[run]))
+                log.finish(summary)
 
     def _check_data(self, *, wait: bool = False) -> None:
         """Refuse to go on with damaged data; every state on disk may rest on it, and is made again."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import UsageError, values_of
+from twophase.base.errors import message_of
 from twophase.base.files import write_atomic
 from twophase.runs.folder import RUN_ID, BusyError, read_summary
 from twophase.sweep.grid import Sweep
@@ -106,10 +107,7 @@ class Work:
         except UsageError:
             raise
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UsageError(
-                f"--out {folder}: its {PLAN} cannot be used ({error}); remove that file and repeat the sweep's "
-                "command, finished runs stay"
-            ) from None
+            raise unusable(folder, error) from None
 
     def write(self) -> None:
         """Write `plan.json`, atomically."""
@@ -146,6 +144,14 @@ class Work:
         if not job.deep and self.state(job.node).exists():
             return False
         return not all(map(self.finished, job.runs))
+
+
+def unusable(folder: Path, error: Exception) -> UsageError:
+    """Return the error of a damaged plan."""
+    return UsageError(
+        f"--out {folder}: its {PLAN} cannot be used ({error}); remove that file and repeat the sweep's command, "
+        "finished runs stay"
+    )
 
 
 def _check_names(folder: Path, pieces: Collection[str], values: Mapping[str, Any]) -> None:
@@ -254,7 +260,7 @@ def _do(plan: Work, claim: Claim, execute: Execute) -> bool:
         with suppress(OSError):  # the disk of the log may be full
             traceback.print_exc()
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        claim.fail(f"{type(error).__name__}: {error}{notes}")
+        claim.fail(f"{type(error).__name__}: {message_of(error)}{notes}")
         return False
     return True
 

@@ -15,7 +15,7 @@ from twophase.base.config import UsageError, from_tree, with_values
 from twophase.base.files import append_line
 from twophase.sweep.forest import Grower
 from twophase.sweep.plan import Job
-from twophase.sweep.work import DONE_LOG, RUNS, STATES, Stopped, Work, work
+from twophase.sweep.work import DONE_LOG, RUNS, STATES, Stopped, Work, unusable, work
 from twophase.tasks.build import preflight_all
 from twophase.tasks.lm.config import TrainConfig, check
 from twophase.training.session import Stop, signals
@@ -55,7 +55,10 @@ class _Executor:
         Raises:
             UsageError: naming it.
         """
-        base = from_tree(TrainConfig, plan.base)
+        try:
+            base = from_tree(TrainConfig, plan.base)
+        except UsageError as error:
+            raise unusable(plan.folder, error) from None
         self.grower = None
         self.configs = {
             run: check(with_values(base, {path: tuple(v) if isinstance(v, list) else v for path, v in values.items()}))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from twophase.base.config import RunError, UsageError
 from twophase.diloco.comm import ProcessGroup
-from twophase.diloco.communicator import Communicator, SingleProcess
+from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
 from twophase.runs.folder import RunFolder
 from twophase.training.config import RunConfig
 from twophase.training.ending import Ending
@@ -253,15 +253,10 @@ def claimed(
         with RunFolder.claim(out, config, accept_logs=accept_logs) as folder:
             yield folder
         return
-    folder, refusal = None, None
-    if communicator.rank == 0:
-        try:
+    folder = None
+    with in_agreement(communicator):
+        if communicator.rank == 0:
             folder = RunFolder.claim(out, config, accept_logs=accept_logs)
-        except UsageError as error:
-            refusal = str(error)
-    refusal = communicator.gather(refusal, str | None)[0]
-    if refusal is not None:
-        raise UsageError(refusal)
     try:
         yield folder or RunFolder(out, "", -1, resumed=True)  # the others read checkpoints and write no logs
     finally:

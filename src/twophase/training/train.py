@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
-from twophase.base.files import write_atomic
-from twophase.diloco.communicator import Communicator, SingleProcess
+from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
 from twophase.diloco.report import RoundReport
-from twophase.runs.folder import WEIGHTS, RunFolder
+from twophase.runs.folder import LOGS, WEIGHTS, RunFolder
 from twophase.training import checkpoint
 from twophase.training.config import RunConfig, check
 from twophase.training.content import check_moments, check_position, check_progress, check_tree
@@ -62,8 +61,8 @@ def train(
     check(config)
     preflight(config, task, 1 if communicator.elastic else communicator.size)
     run = Trainer(task, config, communicator)
-    if run.lead:
-        with disk(folder):
+    with in_agreement(run.files), disk(folder):
+        if run.lead:
             folder.write_env(run.environment())
             checkpoint.clean(folder.checkpoint_dir)
     if ending is not None and (record := ending.read()):
@@ -83,13 +82,12 @@ def train(
     # After the checkpoint and before the summary: a repeated command does again what is interrupted here.
     summary, weights = run.outcome() | run.summary(), run.weights(config)
     with disk(folder):
-        if ending is not None:
-            # First: a late replica may read them as soon as the record is there.
-            write_atomic(folder.path / WEIGHTS, weights)
+        folder.write_weights(weights)
+        if ending is not None:  # a late replica may read the weights as soon as the record is there
             record = ending.conclude(run.engine.run, run.identity, folder.path, summary)
             if record["checksum"] != summary["checksum"]:
                 return _take(run, folder, ending, record)
-        folder.finish(summary, weights)
+        folder.finish(summary)
     return summary
 
 
@@ -183,7 +181,8 @@ def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any
                 f"{record['host']} has no such weights that can be read here; copy {WEIGHTS} from there to "
                 f"{here} and repeat the command, or move {ending.path} away for a new run"
             )
-        folder.finish(summary, run.weights(run.config))
+        folder.write_weights(run.weights(run.config))
+        folder.finish(summary)
     _log.warning("the run had ended without this replica: its result, checksum %s, is %s's", record["checksum"], source)
     return summary
 
@@ -237,38 +236,37 @@ def _begin(run: Trainer, folder: RunFolder) -> RoundReport | None:
 
 def _restore(run: Trainer, folder: RunFolder) -> None:
     """Continue from the newest checkpoint, if there is one; process 0 says which that is."""
-    step = run.files.gather(checkpoint.latest_step(folder.checkpoint_dir), int | None)[0]
-    logs: dict[str, Any] = {}
-    if step is not None:
-        newest = checkpoint.path_of(folder.checkpoint_dir, step)
-        saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
-        numbers = saved.progress()
-        with saved.content("progress.json"):
-            check_progress(numbers, saved.step, folder.position())
-            logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
-            processes = numbers.pop("processes")
-            done = Progress(**numbers)
-        if text != run.text:
-            raise UsageError(
-                f"{run.compute.data_name}: the text is not the one that this run began with "
-                f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old text back, or choose "
-                "another --out"
-            )
-        _load(run, saved, done.step, processes)
-        run.restore_execution(execution[run.files.rank % len(execution)])
-        run.done = done
-        if run.done.exit_reason == STOPPED:
-            run.done.exit_reason = RUNNING
-    refusal = None
-    if run.lead:
-        try:
+    with in_agreement(run.files):
+        step = checkpoint.latest_step(folder.checkpoint_dir)
+    step = run.files.gather(step, int | None)[0]
+    with in_agreement(run.files):
+        logs = {} if step is None else _read(run, checkpoint.path_of(folder.checkpoint_dir, step))
+        if run.lead:
             with disk(folder):
                 folder.rewind(logs, run.done.step)  # lines written after the checkpoint will be written again
-        except UsageError as error:
-            refusal = str(error)
-    refusal = run.files.gather(refusal, str | None)[0]
-    if refusal is not None:
-        raise UsageError(refusal)
+
+
+def _read(run: Trainer, newest: Path) -> dict[str, Any]:
+    """Set a fresh run to a checkpoint; return what that counts of the logs. No collective may be called in here."""
+    saved = checkpoint.Checkpoint(newest, fingerprint(run.config))
+    numbers = saved.progress()
+    with saved.content("progress.json"):
+        check_progress(numbers, saved.step, LOGS)
+        logs, text, execution = (numbers.pop(key) for key in ("logs", "text", "execution"))
+        processes = numbers.pop("processes")
+        done = Progress(**numbers)
+    if text != run.text:
+        raise UsageError(
+            f"{run.compute.data_name}: the text is not the one that this run began with "
+            f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old text back, or choose "
+            "another --out"
+        )
+    _load(run, saved, done.step, processes)
+    run.restore_execution(execution[run.files.rank % len(execution)])
+    run.done = done
+    if run.done.exit_reason == STOPPED:
+        run.done.exit_reason = RUNNING
+    return logs
 
 
 def _load(run: Trainer, saved: checkpoint.Checkpoint, step: int, processes: int) -> None:
