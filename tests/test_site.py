@@ -257,6 +257,34 @@ UNREACHED = """async () => {
 
 @pytest.mark.slow
 @pytest.mark.browser
+def test_options_and_figures_are_as_they_were_written(site: Path, watched: Watched) -> None:
+    """No option in a table is broken at its hyphens, and no figure changes its colours on a dark page."""
+    watched.page.emulate_media(color_scheme="dark")
+    for name in ("own-loop.html", "ports.html", "processes.html", "restarts.html", "demo.html"):
+        open_page(watched, site / name)
+        assert watched.page.evaluate(BROKEN) == [], name
+    assert watched.page.evaluate("[...document.images].map(image => getComputedStyle(image).filter)") == ["none"]
+
+
+BROKEN = """() => {
+    const broken = []
+    for (const code of document.querySelectorAll("article td code")) {
+        for (const walker = document.createTreeWalker(code, NodeFilter.SHOW_TEXT); walker.nextNode();) {
+            const text = walker.currentNode, range = document.createRange()
+            for (const option of text.data.matchAll(/--\\S+/g)) {
+                range.setStart(text, option.index)
+                range.setEnd(text, option.index + option[0].length)
+                const tops = [...range.getClientRects()].map(box => Math.round(box.top))
+                if (new Set(tops).size > 1) broken.push(option[0])
+            }
+        }
+    }
+    return broken
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.browser
 def test_search_works_from_disk(site: Path, watched: Watched) -> None:
     """The search of a site that was opened from disk finds a function by its name, and asks no server."""
     open_page(watched, site / "index.html")

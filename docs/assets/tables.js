@@ -18,7 +18,21 @@ const sizes = new ResizeObserver(entries => {
     }
   }
 })
+/* Browsers break a line after any hyphen: an option such as --outer.lr would end its line as two dashes. */
+const keepWhole = code => {
+  for (const text of [...code.childNodes].filter(node => node.nodeType === Node.TEXT_NODE && /-\S/.test(node.data))) {
+    const words = text.data.split(/(\s+)/).map(word => {
+      if (!/-\S/.test(word) || word.length > 40) return word
+      const span = document.createElement("span")
+      span.className = "whole"
+      span.textContent = word
+      return span
+    })
+    text.replaceWith(...words)
+  }
+}
 window.document$.subscribe(() => {
+  document.querySelectorAll("article table:not([class]) td code").forEach(keepWhole)
   for (const box of document.querySelectorAll(".md-typeset__scrollwrap")) {
     sizes.observe(box)
     sizes.observe(box.firstChild)
