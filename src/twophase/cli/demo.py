@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from twophase.base.errors import UsageError
 from twophase.cli.commands import PROGRAM, between, command_line, run_parser
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from twophase.runs.record import RunRecord
     from twophase.sweep.grid import Sweep
     from twophase.sweep.table import Row
+
+_SECONDS = 5.0
+"""Between two writings of the page."""
 
 
 def main(words: list[str]) -> int:
@@ -20,8 +27,6 @@ def main(words: list[str]) -> int:
     from twophase.cli.sweeping import run, take_slurm_options
     from twophase.recipes.demo import demo
     from twophase.studies._demo import draw, terminal_maps, verdict
-    from twophase.sweep.run import TABLE
-    from twophase.sweep.table import read_rows
     from twophase.tasks.lm.config import check
 
     rest, slurm = take_slurm_options(words)
@@ -31,7 +36,10 @@ def main(words: list[str]) -> int:
         check(config)
     out = options.out or Path("runs") / ("demo-quick" if options.quick else "demo")
 
+    page = _Page(sweep, out, quiet=options.quiet)
+
     def picture(rows: list[Row]) -> Text:
+        page.follow(rows)
         return terminal_maps(rows)
 
     def results(rows: list[Row], sweep: Sweep, out: Path) -> str:
@@ -39,10 +47,84 @@ def main(words: list[str]) -> int:
         return f"\n{verdict(rows, sweep)}" if options.verbose else ""
 
     repeat = command_line(["demo", *words])
-    status = run(sweep, out, options, repeat=repeat, results=results, slurm=slurm, picture=picture)
-    if not options.dry_run:
-        print(_ending(read_rows(out / TABLE), sweep, out))
+    try:
+        status = run(sweep, out, options, repeat=repeat, results=results, slurm=slurm, picture=picture)
+    finally:  # also of a demo that was stopped: the page must not wait for more
+        rows = page.finish()
+    if rows:
+        print(_ending(rows, sweep, out))
     return status
+
+
+class _Page:
+    """The demo's page, written again while runs end."""
+
+    def __init__(self, sweep: Sweep, out: Path, *, quiet: bool = False) -> None:
+        self.sweep, self.out, self.path, self.quiet = sweep, out, out / "story.html", quiet
+        self.next_at: float | None = None
+        """When it is written again; None before the first time."""
+
+    def follow(self, rows: list[Row]) -> None:
+        """Write the page of a demo that is going on, at most every few seconds; a disk that is full is not its end."""
+        began = time.monotonic()
+        if self.next_at is None and not self.quiet:
+            print(f"page {self.path}: open it in a browser now; it shows the newest by itself", flush=True)
+        elif self.next_at is not None and began < self.next_at:
+            return
+        with suppress(OSError):
+            self._write(rows, refresh=_SECONDS)
+        # Another process's twentieth at most: the workers need the cores.
+        self.next_at = time.monotonic() + max(_SECONDS, 20 * (time.monotonic() - began))
+
+    def finish(self) -> list[Row] | None:
+        """Write the page for the last time; return the rows, or None where no demo was begun."""
+        from twophase.sweep.run import TABLE
+        from twophase.sweep.table import read_rows
+
+        if self.next_at is None:  # refused, or only planned: the folder may be another sweep's
+            return None
+        rows = read_rows(self.out / TABLE)
+        try:
+            self._write(rows, refresh=0)
+        except OSError as error:
+            raise UsageError(
+                f"{self.path}: cannot be written ({error.strerror}); free space, repeat the command"
+            ) from None
+        return rows
+
+    def _write(self, rows: list[Row], refresh: float) -> None:
+        from twophase.base.files import write_atomic
+        from twophase.explorer.page import State, build
+        from twophase.report import story
+        from twophase.studies import _demo
+
+        base, rule = self.sweep.base, self.sweep.cells[0].config.outer
+        # Judging loads pandas, for which the first page, and with it the training, must not wait.
+        is_judged = any(row.state != "missing" for row in rows)
+        state = State(rule.lr, rule.momentum, rule.nesterov, rule.form, rounds=base.rounds)
+        page = story.Story(
+            base,
+            _demo.findings(rows, self.sweep) if is_judged else ["No run has ended yet."],
+            _demo.main_maps(rows),
+            _demo.scale(rows),
+            _demo.beside(rows),
+            self._pair(),
+            build(state),
+            _demo.verdict(rows, self.sweep) if is_judged else "",
+            _demo.LIMITS,
+            _following(self.out),
+            refresh,
+        )
+        write_atomic(self.path, story.build(page))
+
+    def _pair(self) -> list[RunRecord]:
+        """Return the two runs that the demo begins with, if both have ended."""
+        from twophase.runs.folder import read_summary
+        from twophase.runs.record import read_record
+        from twophase.sweep.work import RUNS
+
+        folders = [self.out / RUNS / cell.run_id for cell in self.sweep.cells[:2]]
+        return [read_record(path) for path in folders if read_summary(path, path.name) is not None]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,20 +146,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _following(out: Path) -> dict[str, str]:
+    """Return the commands that come next, and what each is for."""
+    return {
+        f"{PROGRAM} report {out}": "every comparison, with intervals",
+        f"{PROGRAM} explore --open": "the explorer in a window of its own",
+        f"{PROGRAM} period --help": "advice for a setting of your own",
+    }
+
+
 def _ending(rows: list[Row], sweep: Sweep, out: Path) -> str:
-    """Tell what the demo showed, and where to look further."""
+    """Tell what the demo showed, and where to look further; the page comes last."""
     import shutil
     import textwrap
 
     from twophase.studies._demo import findings
 
     width = min(100, shutil.get_terminal_size().columns)
+    command, what = next(iter(_following(out).items()))
+    places = {
+        "table": out / "cells.csv",
+        "figures": out / "figures",
+        "next": f"{command}   ({what})",
+        "page": out / "story.html",
+    }
     paragraphs = [textwrap.fill(text, width) for text in findings(rows, sweep)]
-    return "\n\n".join(
-        [
-            "",
-            *paragraphs,
-            f"table     {out / 'cells.csv'}\nfigures   {out / 'figures'}\n"
-            f"next      {PROGRAM} report {out}   (every comparison, with intervals)",
-        ]
-    )
+    return "\n\n".join(["", *paragraphs, "\n".join(f"{name:8} {place}" for name, place in places.items())])

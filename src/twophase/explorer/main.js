@@ -24,8 +24,14 @@
     writing = setTimeout(() => {
       if (location.hash.slice(1) !== written) return; // another one has just come, and is about to be read
       written = store.toFragment(app.state);
-      history.replaceState(null, "", `#${written}`);
+      keepAddress();
     }, 250);
+  }
+
+  function keepAddress() {
+    try {
+      history.replaceState(null, "", `#${written}`);
+    } catch {} // a frame whose page stands in another one has no address of its own
   }
 
   function readAddress() {
@@ -40,7 +46,7 @@
   async function copy() {
     clearTimeout(writing);
     written = store.toFragment(app.state);
-    history.replaceState(null, "", `#${written}`);
+    keepAddress();
     try {
       await navigator.clipboard.writeText(location.href);
     } catch {

@@ -201,6 +201,8 @@ def page(
     problems: Sequence[str] = (),
     refresh: float = 0,
     scripts: Sequence[str] = (),
+    framed: Sequence[str] = (),
+    style: str = "",
 ) -> str:
     """Return the whole document.
 
@@ -212,11 +214,14 @@ def page(
         problems: sentences about what is missing or wrong in the folder, for that notice.
         refresh: seconds after which the page is written again and shows its newest self; 0 without a watch.
         scripts: what the page runs at its end, our own code alone; `plot.script()` draws its charts.
+        framed: scripts of our own pages that are shown in a frame of this one, which its policy must allow, too.
+        style: further looks.
     """
     scripts = [*scripts, *([asset("watch.js")] if refresh else [])]
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = [*scripts, *framed]
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in allowed)
     policy = "; script-src ".join(
-        [_POLICY, *([" ".join(f"'sha256-{digest}'" for digest in digests)] if scripts else [])]
+        [_POLICY, *([" ".join(f"'sha256-{digest}'" for digest in digests)] if allowed else [])]
     )
     head = join(
         [
@@ -226,7 +231,7 @@ def page(
             tag("meta", name="color-scheme", content="light dark"),
             tag("meta", name="referrer", content="no-referrer"),
             tag("title", title),
-            tag("style", Html("".join(map(asset, STYLES)))),
+            tag("style", Html("".join(map(asset, STYLES)) + style)),
         ]
     )
     watch = _watch(what, refresh) if refresh else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twophase.figures.heatmaps import Panel, heatmaps, scale_of, tile
+from twophase.figures.heatmaps import Panel, Scale, heatmaps, scale_of, tile
 from twophase.figures.terminal import text_maps
 from twophase.judge.cells import CONTROL, MISSING, fate, outcome
 from twophase.judge.verdict import ArmVerdict, Verdict, select
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 CLAIM_MOMENTUM, CLAIM_RATIO = 0.9, 1.2
 """The claim that the verdict checks: at this momentum, heavy ball without restarts is worse by at least this factor."""
+
+LIMITS = (
+    "One small model on one text: a network of tens of thousands of weights, not of billions.",
+    "One inner optimizer, learning rate and schedule. Others were not tried here.",
+    "Short runs. In longer ones a restart can cost more than it gains: docs/restarts.md has some.",
+    "One form of momentum, that of torch.optim.SGD. In the paper's form the same numbers mean other steps.",
+    "A restart is no replacement for tuning. Compare it with a smaller momentum before you use it.",
+)
+"""What the demo does not show, for its page."""
 
 
 def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
@@ -64,7 +73,7 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
                 x_label="outer learning rate",
                 y_label="outer momentum",
                 colour_label="validation perplexity a token",
-                scale=scale_of(finished, WITHIN),
+                scale=scale(rows),
             )
     return paths
 
@@ -102,10 +111,14 @@ def _maps(rows: Sequence[Row], arm_of: Callable[[str], str], words: str) -> list
     return panels if all(panel.x for row in panels for panel in row) else []
 
 
+def scale(rows: Sequence[Row]) -> Scale:
+    """Return the colours of all maps of the demo: from the best of all results."""
+    return scale_of([cell.perplexity for cell in settings(rows) if cell.perplexity is not None], WITHIN)
+
+
 def terminal_maps(rows: Sequence[Row]) -> Text:
     """Return the main grid as text that fills in while the demo runs, and below it what stands beside the grid."""
-    finished = [cell.perplexity for cell in settings(rows) if cell.perplexity is not None]
-    text = text_maps(main_maps(rows), scale_of(finished, WITHIN), x_label="lr")
+    text = text_maps(main_maps(rows), scale(rows), x_label="lr")
     results = (f"{name} {readable(cell.perplexity)}" for name, cell in beside(rows).items() if cell and cell.perplexity)
     text.append(f"Perplexity; lower is better. Rows: momentum.\n{', '.join(results) or 'Nothing beside it yet'}")
     return text
