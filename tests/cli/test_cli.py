@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,12 @@ import torch
 import textmaker
 from commands import SMALL, snapshot
 from forked import Forked, call
+from twophase.base.config import fingerprint, with_values
 from twophase.cli import main as cli
 from twophase.cli.commands import COMMANDS
+from twophase.cli.train import default_folder
+from twophase.runs.folder import RUN_ID
+from twophase.tasks.lm.config import TrainConfig
 
 
 @pytest.fixture
@@ -138,6 +143,42 @@ def test_booleans_may_be_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--outer.nesterov", "false"], ["--outer.no-nesterov"]):
         assert "nesterov: false" in output(capsys, "train", *words, "--print-config")
     assert "nesterov: true" in output(capsys, "train", "--outer.nesterov", "True", "--print-config")
+
+
+DEFAULT_FOLDERS = [
+    # changes, and what the name of the folder begins with
+    ({}, "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-never-S-16-seed-0-"),
+    (
+        {"outer.nesterov": False, "outer.form": "ema", "seed": 3},
+        "heavy-ball-lr-0.7-momentum-0.9-EMA-form-restart-never",
+    ),
+    (
+        {"outer.momentum": 0.0, "outer.restart": "cycle:5,6"},
+        "momentum-free-lr-0.7-momentum-0-sum-form-restart-cycle-5-6-",
+    ),
+    (
+        {"sync.fragments": ("2",), "sync.restart": ("0=3", "1=at:4,9")},
+        "Nesterov-lr-0.7-momentum-0.9-sum-form-restart-0-3-1",
+    ),
+    ({"sync.fragments": ("60",), "sync.restart": tuple(f"{i}=3" for i in range(60))}, "Nesterov"),
+]
+
+
+@pytest.mark.parametrize(("changes", "name"), DEFAULT_FOLDERS)
+def test_a_run_without_a_folder_has_its_setting_as_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], name: str
+) -> None:
+    """The folder says what the run is, and is another one for another configuration; an earlier version's is found."""
+    monkeypatch.chdir(tmp_path)
+    config = with_values(TrainConfig(), changes)
+    folder = default_folder(config)
+    assert folder.parent == Path("runs")
+    assert folder.name.startswith(name)
+    assert RUN_ID.fullmatch(folder.name)
+    assert folder == default_folder(config) != default_folder(with_values(config, {"steps": 32}))
+    earlier = Path("runs") / fingerprint(config)
+    earlier.mkdir(parents=True)
+    assert default_folder(config) == earlier
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def main(words: list[str]) -> int:
     options, config = train_config(parser, words)
     if options.print_config:
         return print_config(config)
-    out = options.out or Path("runs") / fingerprint(config)
+    out = options.out or default_folder(config)
     _check_elastic(options)
     if options.lighthouse is not None:
         out = out / f"replica-{options.replica}"  # each is a run of its own, wherever its machine is
@@ -68,6 +69,25 @@ def main(words: list[str]) -> int:
     if lead:
         print(describe_run(out, config, summary))
     return 1 if summary["diverged"] else 0
+
+
+def default_folder(config: TrainConfig) -> Path:
+    """Return the folder of a run without `--out`: its setting in words, and its fingerprint, so that it is found again.
+
+    A folder of an earlier version, which had the fingerprint alone as name, is the run's as well.
+    """
+    identity = fingerprint(config)
+    earlier = Path("runs") / identity
+    if earlier.exists():
+        return earlier
+    setting = f"{config.outer.rule().describe()} {_restart(config)} S {config.inner_steps} seed {config.seed}"
+    words = re.sub("[^A-Za-z0-9.]+", "-", setting)[:80].strip("-.")
+    return Path("runs") / f"{words}-{identity}"
+
+
+def _restart(config: TrainConfig) -> str:
+    """Return when the momentum restarts: each fragment's own policy, or one for all."""
+    return f"restart {', '.join(config.sync.restart) or config.outer.policy()}"
 
 
 def _elastic_options(parser: argparse.ArgumentParser) -> None:
@@ -169,8 +189,7 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
 
 def describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> str:
     """Describe a finished run in one line."""
-    restart = ", ".join(config.sync.restart) or config.outer.policy()  # each fragment's own, or one for all
-    head = f"{out}: {config.outer.rule().describe()}, restart {restart}, S = {config.inner_steps}"
+    head = f"{out}: {config.outer.rule().describe()}, {_restart(config)}, S = {config.inner_steps}"
     if summary["diverged"]:
         return f"{head}: diverged at step {summary.get('steps', 'unknown')} of {config.steps}"
     per_token, per_byte = (
