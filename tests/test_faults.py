@@ -580,7 +580,7 @@ def test_two_of_three_die_one_after_the_other(begin: Begin, good: Good) -> None:
     good(run, "three", numbers=(0,), always=(0,))
     waited = run.wait_after("kill at reduce", 1, 0)
     say(f"two of three killed: the next round counted {waited:.2f} s later (heartbeat timeout {HEARTBEAT:g} s)")
-    assert waited < 10 * HEARTBEAT
+    assert waited < 10 * HEARTBEAT  # a single wait, with whatever else the machine does; tests/faults judges the many
     assert sizes(run, 0) == [3, 1]
 
 

@@ -111,8 +111,8 @@ def test_all_end_as_the_first_that_fails(failures: list[Exception | None], ends:
     def part(rank: int) -> Exception | None:
         try:
             with in_agreement(Meeting(rank, rows, barrier)):
-                if failures[rank]:
-                    raise failures[rank]
+                if (failure := failures[rank]) is not None:
+                    raise failure
         except Exception as error:
             return error
         return None

@@ -29,6 +29,8 @@ from faults.children import Child
 from faults.scenes import Stage
 
 _MEMORY = "/dev/shm"  # noqa: S108 - a folder of its own is made in it
+LONGEST_STALL = groups.HEARTBEAT + 1.0
+"""Seconds that the survivors of a kill stand still, at the 95th percentile."""
 RESULTS, FAILURES = "results.jsonl", "failures.jsonl"
 PRELOADED = (
     "torch._dynamo twophase.cli.train twophase.cli.sweep twophase.cli.sweeping twophase.cli.sweep_worker "
@@ -97,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.only:
         test, _, rest = options.only.partition(":")
         name, _, number = rest.rpartition(":")
-        cases = [(test, name, int(number))]
+        cases = [case for case in cases if ":".join(case[:2]) == options.only] or [(test, name, int(number))]
     ended = set() if options.only else set(map(_key, _results(options.out)))
     waiting = [case for case in cases if case not in ended]
     shared = Path(tempfile.mkdtemp(prefix="faults-", dir=_MEMORY if Path(_MEMORY).is_dir() else None))
@@ -118,7 +120,12 @@ def main(words: Sequence[str] | None = None) -> int:
     print(table(results))
     figures = summarize(results)
     print(json.dumps(figures))
-    return int(any(result["failed"] for result in results) or any(statuses) or len(results) < len(wanted))
+    return int(is_bad(results, figures) or any(statuses) or len(results) < len(wanted))
+
+
+def is_bad(results: Sequence[dict[str, Any]], figures: dict[str, Any]) -> bool:
+    """Tell whether a case failed, or survivors of kills stood still for too long."""
+    return any(result["failed"] for result in results) or figures.get("stall_p95", 0.0) > LONGEST_STALL
 
 
 def _lane(shared: Path, number: int, cases: list[tuple[str, str, int]], out: Path) -> int:
@@ -186,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the cases (%(default)s)")
     parser.add_argument("--processes", type=int, default=2, help="that play cases at the same time (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/faults"), help="folder of the results (%(default)s)")
-    parser.add_argument("--only", metavar="TEST:NAME:SEED", help="play one case again")
+    parser.add_argument("--only", metavar="TEST:NAME[:SEED]", help="play one case again, or all of a name")
     return parser
 
 
