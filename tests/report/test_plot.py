@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from browser import Watched, axe_violations
+from twophase.figures.style import look
 from twophase.report.page import page
-from twophase.report.plot import Chart, Curve, figure, script
+from twophase.report.plot import MOST_POINTS, Chart, Curve, figure, script
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -29,6 +33,78 @@ def test_the_library_is_unchanged() -> None:
         file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in UPLOT.iterdir() if file.name != "README.md"
     }
     assert {"uPlot.iife.min.js", "uPlot.min.css", "LICENSE"} == set(sums)
+
+
+def data_of(made: str | None) -> dict[str, Any]:
+    """Return the data that a chart carries."""
+    return json.loads(re.findall(r'<script type="application/json">(.*?)</script>', made or "")[0])
+
+
+def drawn(values: list[float], *, x: Any = None, **options: Any) -> str:
+    made = figure(
+        Chart(
+            "n", "Title <t>", "x", "y", [Curve("=</script>", range(len(values)) if x is None else x, values)], **options
+        )
+    )
+    assert made is not None
+    return made
+
+
+def test_charts() -> None:
+    """A chart has a title, words for screen readers, a table and gaps at nan; text is text; no numbers, no chart."""
+    nan = float("nan")
+    made = drawn([1.0, nan, 3.0, 4.0], restarts=[2], syncs=[1], level=("l", 2.0))
+    assert made.count("</script>") == 1
+    assert "Title &lt;t&gt;" in made
+    assert "from 1 at 0 to 4 at 3" in made
+    assert "Marked: 1 restart." in made
+    assert '<td class="n">3</td>' in made
+    data = data_of(made)
+    assert data["series"] == [{"name": "=</script>", "x": [0, 1, 2, 3], "y": [1, None, 3, 4]}]
+    assert (data["restarts"], data["syncs"], data["level"]) == ([2], [1], ["l", 2.0])
+    assert data_of(drawn([1.0, 0.0, -1.0], log=True))["series"][0]["y"] == [1, None, None]
+    two = data_of(figure(Chart("n", "t", "x", "y", [Curve(name, [1, 2], [3, 4]) for name in "ab"])))["series"]
+    assert [sorted(curve) for curve in two] == [["name", "x", "y"], ["name", "y"]]  # the places of the curve before
+    assert figure(Chart("n", "t", "x", "y", [Curve("c", [1.0], [nan])])) is None
+    assert figure(Chart("n", "t", "x", "y", [])) is None
+
+
+def test_long_curves_are_thinned() -> None:
+    """Of a hundred thousand points about six hundred are drawn, the highest and lowest among them, and it is said."""
+    values = [0.0] * 100_000
+    values[77_777] = 5.0
+    made = drawn(values, syncs=range(100_000))
+    (curve,) = data_of(made)["series"]
+    assert len(curve["x"]) <= MOST_POINTS
+    assert curve["y"][curve["x"].index(77_777)] == 5
+    assert len(data_of(made)["syncs"]) <= MOST_POINTS
+    assert "Of 100,000 points the extremes" in made
+
+
+def test_the_axis_ends_with_the_bulk() -> None:
+    """Few points far away do not flatten the others: the axis ends before them and they are counted; else not."""
+    values = [1.0 + 0.1 * (x % 3) for x in range(40)]
+    made = drawn([*values, 30.0, -70.0], bulk=True)
+    assert "Beyond the axis: 2 of 42 points, as far as \N{MINUS SIGN}70." in made
+    assert data_of(made)["bulk"] == [1, 1.2]
+    assert "Beyond the axis" not in drawn(values, bulk=True)
+    assert "Beyond the axis" not in drawn([*[1.0] * 40, 2.5], bulk=True)  # a little further out is no reason
+
+
+@settings(max_examples=25)
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=20), st.booleans(), st.booleans())
+def test_any_numbers_can_be_drawn(values: list[float], log: bool, bulk: bool) -> None:
+    """No number, however large, small or absent, breaks a chart or makes JSON that a browser refuses."""
+    level = None if log else ("l", 0.0)
+    made = figure(Chart("n", "t", "x", "y", [Curve("c", range(len(values)), values)], log=log, level=level, bulk=bulk))
+    assert made is None or not re.search(r"NaN|Infinity", made.split("</script>")[0])
+
+
+def test_strokes_are_those_of_the_figures() -> None:
+    """A curve of a page has a dash where the curve of that number in a figure has one."""
+    dashes = re.search(r"const DASHES = (\[.*\])\n", script())
+    assert dashes is not None
+    assert [bool(dash) for dash in json.loads(dashes[1])] == [look(number)["linestyle"] != "-" for number in range(8)]
 
 
 @pytest.mark.browser

@@ -18,6 +18,7 @@ from twophase.recipes.demo import demo
 from twophase.restart import mean_outer_gain
 from twophase.studies._demo import draw, findings, terminal_maps, verdict
 from twophase.sweep.grid import Cell
+from twophase.sweep.table import arm_name as shown_name
 from twophase.tasks.lm.config import TrainConfig, check
 
 MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]
@@ -209,12 +210,12 @@ def test_verdict_states_arms_controls_and_claim() -> None:
     lines = text.splitlines()
     assert "sum form, seed 0" in lines[0]
     for arm in [*MAIN, "momentum-free", *MATCHED]:
-        assert sum(line.startswith(f"{arm}  ") for line in lines) == 1
-    never = next(line for line in lines if line.startswith("heavy ball, never  "))
+        assert sum(line.startswith(f"{shown_name(arm)}  ") for line in lines) == 1
+    never = next(line for line in lines if line.startswith("heavy ball, no restart  "))
     assert "80%" not in never  # 10 = 8 x 1.25 lies within
     assert "100%" in never
     assert "best 8.50 (lr 1); plain averaging (lr 1) 8.50" in text
-    assert "heavy ball, never, gain of K=3: geometric mean 1.000 over 9 pairs" in text
+    assert "heavy ball, no restart, gain of K=3: geometric mean 1.000 over 9 pairs" in text
     assert "better by more than 5% in 0, worse in 0" in text
     assert lines[-3:] == ["seed  lr 0.3  lr 0.7  lr 1.1", "   0   1.250   1.250   1.250", lines[-1]]
     assert lines[-1] == "At least 1.2 at every learning rate and seed: yes."

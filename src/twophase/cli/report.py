@@ -1,4 +1,4 @@
-"""`twophase report`: writes the page of a run or a sweep, once or as long as it goes on, and says it in words."""
+"""`twophase report`: the page of a run, of several runs or of a sweep, once or while it goes on, and in words."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from twophase.cli.commands import between, config_paths, plain_parser
 from twophase.judge.verdict import WITHIN, verdict
 from twophase.judge.verdict_text import describe, write
 from twophase.number import number
+from twophase.report.overlay import MOST_RUNS, common_folder, overlay
 from twophase.report.page import counted, relative
-from twophase.report.run import run_report
+from twophase.report.run import result_words, run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import REPORT, is_sweep, read_sweep
 from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, weights_fault
 from twophase.runs.record import RunRecord, is_run, read_record
 from twophase.sweep.work import RUNS
 
-WATCH_SECONDS = 10.0
+WATCH_SECONDS, COMPARE = 10.0, "compare.html"
 _FILES = (CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY)
 _States = dict[Path, list[tuple[int, int]]]
 
@@ -34,10 +35,11 @@ def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(words)
     _check(options)
-    page = options.out or options.folder / REPORT
+    several = len(options.folders) > 1
+    page = options.out or (common_folder(options.folders) / COMPARE if several else options.folders[0] / REPORT)
     states: _States = {}
     if options.watch is not None:
-        print(f"watching {options.folder}; the page is {page}, Ctrl-C ends the watch", flush=True)
+        print(f"watching {' '.join(map(str, options.folders))}; the page is {page}, Ctrl-C ends the watch", flush=True)
         try:
             while _write_page(options, page, options.watch, states):
                 time.sleep(options.watch)
@@ -50,8 +52,10 @@ def main(words: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = plain_parser("report")
     add = parser.add_argument
-    add("folder", type=Path, metavar="RUN|SWEEP", help="folder of the run or sweep, its --out")
-    add("--out", type=Path, metavar="FILE", help="the page to write (report.html in the folder)")
+    what = "folder of the run or sweep, its --out; several runs are laid over each other"
+    add("folders", type=Path, metavar="RUN|SWEEP", nargs="+", help=what)
+    page = f"the page to write ({REPORT} in the folder, or for several runs {COMPARE} in the folder that holds all)"
+    add("--out", type=Path, metavar="FILE", help=page)
     watch = (
         f"write the page again every so many seconds while the run goes on ({WATCH_SECONDS:g}); it then shows the "
         "newest by itself, until that is switched off on it"
@@ -74,9 +78,18 @@ def _check(options: argparse.Namespace) -> None:
     for word in options.where:
         if "=" not in word:
             raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
-    for name in ("runs", "where", "controls") if not is_sweep(options.folder) else ():
+    folders = options.folders
+    if len(folders) > 1:
+        if sweeps := [folder for folder in folders if is_sweep(folder)]:
+            raise UsageError(
+                f"{sweeps[0]}: is the folder of a sweep, and only runs are laid over each other; give it alone "
+                f"(its page compares its runs), or folders below {sweeps[0] / RUNS}"
+            )
+        if len(folders) > MOST_RUNS or len({folder.resolve() for folder in folders}) < len(folders):
+            raise UsageError(f"{len(folders)} runs: give two to {MOST_RUNS} different ones")
+    for name in ("runs", "where", "controls") if not is_sweep(folders[0]) else ():
         if getattr(options, name):
-            raise UsageError(f"--{name} is for sweeps, and {options.folder} is not the folder of one; leave it out")
+            raise UsageError(f"--{name} is for sweeps, and {folders[0]} is not the folder of one; leave it out")
 
 
 def _write(path: Path, text: str) -> None:
@@ -89,14 +102,21 @@ def _write(path: Path, text: str) -> None:
 
 
 def _write_page(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
-    """Write the page of a run or a sweep, and at the end say it in words; return whether the run goes on."""
-    if is_sweep(options.folder):
+    """Write the page of a run, of several or of a sweep, and at the end say it in words; return whether it goes on."""
+    folder, *others = options.folders
+    if others:
+        records = [_read(path) for path in options.folders]
+        _write(page, overlay(records, page.parent, refresh=refresh))
+        if not refresh:
+            print("\n".join([*(f"{record.path}: {result_words(record)}" for record in records), f"page {page}"]))
+        return any(record.state == "unfinished" for record in records)
+    if is_sweep(folder):
         return _sweep(options, page, refresh, states)
-    record = _read(options.folder)
+    record = _read(folder)
     diagnosis = diagnose(record)
     _write(page, run_report(record, diagnosis, refresh=refresh, back=_back(record, page)))
     if not refresh:
-        print(f"{describe_diagnosis(diagnosis, str(options.folder))}\n\nreport {page}")
+        print(f"{describe_diagnosis(diagnosis, str(folder))}\n\nreport {page}")
     return record.state == "unfinished"
 
 
@@ -117,15 +137,15 @@ def _back(record: RunRecord, page: Path) -> str | None:
 
 def _sweep(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
     """Write a sweep's page, and those of its runs if they are asked for; return whether it goes on."""
-    where = dict(word.split("=", 1) for word in options.where)
-    record = read_sweep(options.folder, where, page.parent)
+    folder, where = options.folders[0], dict(word.split("=", 1) for word in options.where)
+    record = read_sweep(folder, where, page.parent)
     if options.runs:
-        record.problems += _write_runs(options.folder / RUNS, page, states)
+        record.problems += _write_runs(folder / RUNS, page, states)
     within, controls = tuple(options.within), tuple(options.controls)
     _write(page, sweep_report(record, within=within, controls=controls, refresh=refresh))
     if not refresh:
         judged = verdict(record.rows, within, controls)
-        paths = write(judged, options.folder, where)
+        paths = write(judged, folder, where)
         more = f", and {'that' if len(states) == 1 else 'those'} of {counted(len(states), 'run')}" if states else ""
         print("\n".join([describe(judged), "", *map(str, paths), f"report {page}{more}"]))
     return record.going

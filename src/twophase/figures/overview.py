@@ -10,10 +10,11 @@ from typing import Any
 
 from twophase.figures.heatmaps import Panel, heatmaps, tile
 from twophase.sweep.grid import MOMENTUM_FREE
-from twophase.sweep.table import Row, Setting, format_table, readable, settings
+from twophase.sweep.table import Row, Setting, arm_name, format_table, readable, settings
 
 _MOST_PANELS = 24
 _TOP = 10
+_ACROSS = "outer.lr"
 
 
 Placed = tuple[Mapping[str, Any], Setting]
@@ -38,10 +39,13 @@ class Map:
 def cut(placed: Sequence[Placed], axes: Mapping[str, Sequence[Any]]) -> list[Map]:
     """Cut settings along some axes into maps: the first axis across, the second up, a map for each value of the others.
 
+    The outer learning rate comes first, wherever it stands: all figures of this package have it across.
+
     Args:
         placed: the settings with their values of the axes.
         axes: from dotted path to its values, in their order.
     """
+    axes = {path: axes[path] for path in sorted(axes, key=lambda path: path != _ACROSS)}
     by_place = {tuple(str(values.get(path)) for path in axes): setting for values, setting in placed}
     across, up, *others = names = [*axes, "", ""][: max(2, len(axes))]
 
@@ -57,7 +61,7 @@ def cut(placed: Sequence[Placed], axes: Mapping[str, Sequence[Any]]) -> list[Map
 
 
 def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
-    """Draw `sweep.png`, `.pdf` and `.csv`: the first axis across, the second up, the others as panels; seeds averaged.
+    """Draw `sweep.png`, `.pdf` and `.csv`: the axes as `cut` places them; seeds averaged.
 
     Args:
         rows: of the sweep's `cells.csv`.
@@ -99,7 +103,9 @@ def describe(rows: Sequence[Row]) -> str:
     by_setting = settings(rows)
     finished = sorted((s for s in by_setting if s.perplexity is not None), key=lambda s: s.perplexity or 0.0)
     arms = len({s.arm for s in by_setting}) > 1
-    table = [[*([s.arm] if arms else []), *s.values.values(), readable(s.perplexity)] for s in finished[:_TOP]]
+    table = [
+        [*([arm_name(s.arm)] if arms else []), *s.values.values(), readable(s.perplexity)] for s in finished[:_TOP]
+    ]
     counts = {state: sum(s.state == state for s in by_setting) for state in ("diverged", "missing")}
     shown = f"best {len(table)} of {len(by_setting)} settings" + "".join(
         f", {n} {state}" for state, n in counts.items() if n

@@ -18,7 +18,7 @@ from twophase.base.config import UsageError
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
 from twophase.judge.comparison import Arm, Comparison, compare
-from twophase.sweep.table import Row, Setting, geometric_mean, settings
+from twophase.sweep.table import Row, Setting, arm_name, geometric_mean, settings
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
 """Distances from the best of all, relative, that robustness areas are given for."""
@@ -118,6 +118,9 @@ def verdict(rows: Sequence[Row], within: Sequence[float] = WITHIN, controls: Col
     groups: dict[str, list[Setting]] = {}
     for setting in every:
         groups.setdefault(setting.arm, []).append(setting)
+    # As the tables write them, or as cells.csv does.
+    written = {arm_name(name): name for name in groups}
+    controls = [written.get(name, name) for name in controls]
     unknown = [name for name in controls if name not in groups]
     if unknown:
         names = ", ".join(map(repr, groups)) or "none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.judge.bootstrap import Interval, largest_coverage
 from twophase.judge.comparison import Comparison, Difference, ratio_of
-from twophase.judge.verdict import Verdict
-from twophase.sweep.table import Setting, format_table, place_words, readable
+from twophase.judge.verdict import ArmVerdict, Verdict
+from twophase.sweep.grid import MOMENTUM_FREE
+from twophase.sweep.table import Setting, arm_name, format_table, place_words, readable
 
-_WIDTH = 100
+_WIDTH, _MOST_ARMS = 100, 8
 
 
 def describe(judged: Verdict, *, markdown: bool = False) -> str:
@@ -94,12 +96,14 @@ def sections(judged: Verdict) -> Iterator[Section]:
     Args:
         judged: the verdict.
     """
-    yield "Verdict", _opening(judged), (), [], judged.notes
+    opening, *others = finding(judged) or [""]
+    words = name_words(judged)
+    yield "Verdict", opening, (), [], [*others, *([words] if words else []), *judged.notes]
     if not judged.arms:
         return
     reached, over_settings, areas = [], [], []
     for arm in judged.arms:
-        name, best = arm.arm or "(all)", arm.best
+        name, best = arm_name(arm.arm), arm.best
         numbers = (
             [readable(best.perplexity), _small(best.spread), best.finished, readable(arm.held_out)] if best else []
         )
@@ -135,19 +139,74 @@ def sections(judged: Verdict) -> Iterator[Section]:
     )
     for index, control in enumerate(dict.fromkeys(pair.control for pair in judged.comparisons)):
         beside = [pair for pair in judged.comparisons if pair.control == control]
-        yield from _against(control or "(all)", beside, _how_to_read(judged) if index == 0 else "")
+        yield from _against(arm_name(control), beside, _how_to_read(judged) if index == 0 else "")
 
 
-def _opening(judged: Verdict) -> str:
+def finding(judged: Verdict) -> list[str]:
+    """Say in sentences what a sweep shows: how much of each arm works, the best of each, and the paired controls.
+
+    Args:
+        judged: the verdict. Without arms there is nothing to say.
+    """
     best = judged.best
-    if best is None:
-        return "Nothing has finished." if judged.arms else ""
+    if best is None or best.perplexity is None:
+        return ["Nothing has finished."] if judged.arms else []
+    sentences = []
+    several = [arm for arm in judged.arms if arm.settings > 1]
+    if len(several) > 1:
+        place = judged.within.index(max(judged.within))
+        widest = sorted(several, key=lambda arm: (bool(arm.control), -arm.areas[place].near / arm.settings))
+        shares = [f"{arm.areas[place].near} of {arm.settings} settings of {_named(arm)}" for arm in widest]
+        sentences.append(f"Within {_percent(judged.within[place])} of the best of all: {_listed(shares)}.")
     spread = f" (spread {_small(best.spread)} over {best.finished} seeds)" if best.spread is not None else ""
     varied = next(arm.varied for arm in judged.arms if arm.arm == best.arm)
-    return (
-        f"Best of all: perplexity {readable(best.perplexity)} a token{spread}, {best.arm or '(all)'}, "
+    sentences.append(
+        f"Best of all: perplexity {readable(best.perplexity)} a token{spread}, {arm_name(best.arm)}, "
         f"{_place(best, varied)}."
     )
+    others = [
+        f"{readable(arm.best.perplexity)} of {_named(arm)} ({arm.best.perplexity / best.perplexity - 1:+.1%})"
+        for arm in sorted(judged.arms, key=lambda arm: (arm.best and arm.best.perplexity) or math.inf)
+        if arm.best is not None and arm.best.perplexity is not None and arm.arm != best.arm
+    ]
+    if others:
+        sentences.append(f"Best of each other arm: {_listed(others)}.")
+    for pair in judged.comparisons:
+        cells = next((d for d in pair.differences if d.measure == "cells" and d.mean is not None), None)
+        if pair.cells.matching == "paired" and cells is not None:
+            sentences.append(
+                f'"{arm_name(pair.control)}" (control) has {_as_ratio(cells.mean or 0.0)} times the perplexity of '
+                f'"{arm_name(pair.arm)}", cell by cell; it is the worse of the two in {cells.better} of {cells.seeds} '
+                "seeds."
+            )
+    return sentences
+
+
+def name_words(judged: Verdict) -> str:
+    """Explain the words that the names of the arms are made of; empty where there are none."""
+    parts = dict.fromkeys(part for arm in judged.arms for part in arm.arm.split(", "))
+    periods, gains = ([part for part in parts if re.fullmatch(start + r"K=\d+", part)] for start in ("", "gain of "))
+    words = []
+    if periods:
+        rounds = f"{periods[0][2:]} rounds" if len(periods) == 1 else "so many rounds"
+        words.append(f"{', '.join(periods)}: the outer momentum is set to zero every {rounds}")
+    if gains:
+        words.append(
+            f"{', '.join(gains)}: a control of that K, without restarts and with a learning rate so much lower that "
+            "its mean outer gain (update over pseudo-gradient) is the same"
+        )
+    if MOMENTUM_FREE in parts:
+        words.append(f"{MOMENTUM_FREE}: outer momentum 0")
+    return f"Arms. {'; '.join(words)}." if words else ""
+
+
+def _named(arm: ArmVerdict) -> str:
+    return f"{arm_name(arm.arm)}{' (control)' if arm.control else ''}"
+
+
+def _listed(phrases: Sequence[str]) -> str:
+    more = [f"and {len(phrases) - _MOST_ARMS} more"] if len(phrases) > _MOST_ARMS else []
+    return "; ".join([*phrases[:_MOST_ARMS], *more])
 
 
 def _how_to_read(judged: Verdict) -> str:
@@ -182,7 +241,7 @@ def _against(control: str, beside: Sequence[Comparison], words: str) -> Iterator
             better = f"{d.better} of {d.seeds}" + (f", {d.equal} equal" if d.equal else "")
             lines.append(
                 [
-                    arm or "(all)",
+                    arm_name(arm),
                     d.measure if d.within is None else f"within {_percent(d.within)}",
                     None if d.mean is None else unit(d.mean),
                     better if d.seeds else None,

@@ -122,12 +122,6 @@ def link(text: object, target: str | None) -> Html:
     return tag("a", text, href="/".join(quote(part, safe="") for part in PurePosixPath(target).parts))
 
 
-def download(text: str, name: str, content: str) -> Html:
-    """Return a link that saves a file which the page itself carries."""
-    data = base64.b64encode(content.encode("utf-8", "replace")).decode("ascii")
-    return Html(f'<a download="{html.escape(name)}" href="data:text/csv;base64,{data}">{html.escape(text)}</a>')
-
-
 def table(
     header: Sequence[object], rows: Sequence[Sequence[object]], *, caption: str, hide_caption: bool = False
 ) -> Html:
@@ -203,6 +197,7 @@ def page(
     scripts: Sequence[str] = (),
     framed: Sequence[str] = (),
     style: str = "",
+    served: bool = False,
 ) -> str:
     """Return the whole document.
 
@@ -216,13 +211,13 @@ def page(
         scripts: what the page runs at its end, our own code alone; `plot.script()` draws its charts.
         framed: scripts of our own pages that are shown in a frame of this one, which its policy must allow, too.
         style: further looks.
+        served: the page comes from `twophase ui` and may ask that server, and no other, for more.
     """
     scripts = [*scripts, *([asset("watch.js")] if refresh else [])]
     allowed = [*scripts, *framed]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in allowed)
-    policy = "; script-src ".join(
-        [_POLICY, *([" ".join(f"'sha256-{digest}'" for digest in digests)] if allowed else [])]
-    )
+    base = _POLICY.replace("form-action 'none'", "form-action 'self'; connect-src 'self'") if served else _POLICY
+    policy = "; script-src ".join([base, *([" ".join(f"'sha256-{digest}'" for digest in digests)] if allowed else [])])
     head = join(
         [
             tag("meta", charset="utf-8"),

@@ -1,4 +1,4 @@
-// Draws the charts of a page with uPlot. Each <figure class="plot"> holds its data as JSON (twophase.report.plot), an
+// Draws the charts of a page with uPlot. Each figure of class plot holds its data as JSON (twophase.report.plot), an
 // empty <div> for the picture, and an empty list for the legend. `plots.draw(figure, data)` draws it again, with other
 // data where a page lets its reader choose; `plots.redraw()` takes over colours that have changed.
 const plots = (() => {
@@ -63,8 +63,8 @@ const plots = (() => {
     return Math.ceil(u.ctx.measureText(longest).width) + 14
   }
   const axis = (label, more) => ({
-    label, labelSize: 20, font: FONT, labelFont: FONT, stroke: () => colour("--soft"),
-    grid: {stroke: () => colour("--hair"), width: 1}, ticks: {show: false}, size: 30,
+    label, labelSize: 18, font: FONT, labelFont: FONT, stroke: () => colour("--soft"),
+    grid: {stroke: () => colour("--hair"), width: 1}, ticks: {show: false}, size: 24,
     values: (u, splits) => splits.map(value => value == null ? "" : text(value)), ...more,
   })
   // Round numbers of one, two or three a decade, as many as fit.
@@ -82,8 +82,13 @@ const plots = (() => {
     return places.filter((_, k) => k % Math.ceil(places.length / 7) === 0)
   }
   const whole = Array.from({length: 12}, (_, power) => [1, 2, 5].map(digit => digit * 10 ** power)).flat()
-  const across = (data, x) => {
-    if (data.names) return axis(data.x, {splits: () => data.names.map((_, k) => k), values: () => data.names, grid: {show: false}})
+  const across = (data, x, width) => {
+    if (data.names) {
+      const longest = Math.max(...data.names.map(name => name.length)), slanted = longest * data.names.length > width / 8
+      const more = slanted ? {rotate: 40, size: 14 + 5 * Math.min(longest, 32)} : {}
+      const names = data.names.map(name => name.length > 32 ? `${name.slice(0, 31)}…` : name)
+      return axis(data.x, {splits: () => names.map((_, k) => k), values: () => names, grid: {show: false}, ...more})
+    }
     return axis(data.x, x.every(Number.isInteger) ? {incrs: whole} : {})
   }
 
@@ -147,7 +152,7 @@ const plots = (() => {
         x: {time: false, range: (u, low, high) => data.names ? [-0.5, data.names.length - 0.5] : low === high ? [low - 1, high + 1] : [low, high]},
         y: {distr: data.log ? 3 : 1, range: range(data)},
       },
-      axes: [across(data, x), axis(data.y, {size, ...(data.log ? {splits: decades, filter: (u, splits) => splits} : {})})],
+      axes: [across(data, x, box.clientWidth), axis(data.y, {size, ...(data.log ? {splits: decades, filter: (u, splits) => splits} : {})})],
       series: [{}, ...data.series.map(({dots, look}, k) => ({
         stroke: () => colour(stroke(look ?? k)), width: 1.8, dash: dash(look ?? k),
         ...(dots ? {paths: () => null, points: {show: true, size: 9, fill: () => colour(stroke(look ?? k))}}
@@ -160,6 +165,7 @@ const plots = (() => {
     const toggles = data.series.map(({name, dots, look}, k) => {
       const button = make("button", {type: "button", "aria-pressed": "true"}, swatch(look ?? k, dots ? "dots" : ""), name)
       button.onclick = () => {
+        if (data.remove) return data.remove(k)
         const on = button.getAttribute("aria-pressed") !== "true"
         button.setAttribute("aria-pressed", on)
         u.setSeries(k + 1, {show: on})
@@ -199,8 +205,35 @@ const plots = (() => {
     drawn.set(figure, {redraw: () => u.redraw(), end: () => { fit.disconnect(); u.destroy() }})
   }
 
+  // A chart of the reader's choice: the page's buttons put curves on it, and its legend takes them out.
+  const choose = (figure, data) => {
+    const buttons = [...document.querySelectorAll("button[data-curve]")], looks = new Map()
+    const update = () => {
+      const chosen = [...looks]
+      for (const button of buttons) button.setAttribute("aria-pressed", looks.has(Number(button.dataset.curve)))
+      const remove = place => toggle(chosen[place][0])
+      draw(figure, {...data, remove, series: chosen.map(([number, look]) => ({...data.series[number], look}))})
+    }
+    const add = number => {
+      const used = new Set(looks.values())
+      looks.set(number, DASHES.findIndex((_, look) => !used.has(look)) + 8 * (used.size > 7))
+    }
+    const toggle = number => {
+      if (!looks.delete(number)) add(number)
+      update()
+    }
+    for (const button of buttons) button.onclick = () => toggle(Number(button.dataset.curve))
+    data.shown.forEach(add)
+    update()
+  }
+
   const redraw = () => drawn.forEach(chart => chart.redraw())
-  for (const figure of document.querySelectorAll("figure.plot")) draw(figure, JSON.parse(figure.querySelector("script").text))
+  for (const figure of document.querySelectorAll("figure.plot")) {
+    const data = JSON.parse(figure.querySelector("script").text)
+    data.series.forEach((series, k) => { series.x ??= data.series[k - 1].x })
+    if (data.shown) choose(figure, data)
+    else draw(figure, data)
+  }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw)
   const printing = on => () => { document.documentElement.classList.toggle("printed", on); redraw() }
   addEventListener("beforeprint", printing(true))

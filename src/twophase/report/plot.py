@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from twophase.report.page import Html, asset, counted, details, minus, table, tag, written
+from twophase.report.page import Html, asset, clean, counted, details, minus, table, tag, written
 from twophase.runs.record import LARGEST
 
 MOST_POINTS = 600
@@ -53,6 +53,9 @@ class Chart:
         note: a sentence for the caption.
         bulk: end the vertical axis where most points do, if a few lie far beyond.
         names: words for the places 0, 1, ... of the horizontal axis, in place of numbers.
+        shown: the numbers of the curves that are drawn at first; the page's buttons with `data-curve` choose among all.
+            None draws all.
+        points: of a curve that are drawn.
     """
 
     name: str
@@ -67,6 +70,8 @@ class Chart:
     note: str = ""
     bulk: bool = False
     names: Sequence[str] = ()
+    shown: Sequence[int] | None = None
+    points: int = MOST_POINTS
 
 
 def style() -> str:
@@ -88,11 +93,13 @@ def figure(chart: Chart) -> Html | None:
     curves = [(curve, points) for curve, points in curves if np.isfinite(points[:, 1]).any()]
     if not curves:
         return None
+    drawn = curves if chart.shown is None else [curves[number] for number in chart.shown]
     longest = max(len(points) for _, points in curves)
     remarks = [chart.note] if chart.note else []
-    if longest > MOST_POINTS:
+    if longest > chart.points:
         remarks.append(f"Of {longest:,} points the extremes of each stretch are drawn.")
-    data = {"x": chart.x_label, "y": chart.y_label, "series": [_series(curve, points) for curve, points in curves]}
+    data: dict[str, object] = {"x": chart.x_label, "y": chart.y_label, "series": _series(chart, curves)}
+    data |= {"shown": list(chart.shown)} if chart.shown is not None else {}
     data |= {"log": True} if chart.log else {}
     data |= {"restarts": [_short(x) for x in chart.restarts]} if len(chart.restarts) else {}
     data |= {"syncs": [_short(x) for x in _spread(chart.syncs)]} if len(chart.syncs) else {}
@@ -107,7 +114,7 @@ def figure(chart: Chart) -> Html | None:
             f"Beyond the axis: {len(heights) - len(inside):,} of {counted(len(heights), 'point')}, as far as "
             f"{written(float(farthest), '.4g')}."
         )
-    words = f"{chart.title}. {_summary(chart, curves)}"
+    words = f"{chart.title}. {_summary(chart, drawn)}"
     return tag(
         "figure",
         # A data block is not run; no text in it can end it.
@@ -120,17 +127,23 @@ def figure(chart: Chart) -> Html | None:
             *(f"{remark} " for remark in remarks),
             tag("a", "Numbers (csv)", download=f"{chart.name}.csv", hidden=True),
         ),
-        details("The chart as a table", _table(chart, curves)),
+        details("The chart as a table", _table(chart, drawn)),
         class_="plot",
     )
 
 
-def _series(curve: Curve, points: _Floats) -> dict[str, object]:
-    thin = _thinned(points)
-    y = [_short(value) if math.isfinite(value) else None for value in thin[:, 1].tolist()]
-    return {"name": curve.name, "x": [_short(x) for x in thin[:, 0].tolist()], "y": y} | (
-        {"dots": 1} if curve.dots else {}
-    )
+def _series(chart: Chart, curves: Sequence[tuple[Curve, _Floats]]) -> list[dict[str, object]]:
+    """Return the curves as JSON values; places that are those of the curve before are left out."""
+    series: list[dict[str, object]] = []
+    before: list[float | int] = []
+    for curve, points in curves:
+        thin = _thinned(points, chart.points)
+        x = [_short(place) for place in thin[:, 0].tolist()]
+        y = [_short(value) if math.isfinite(value) else None for value in thin[:, 1].tolist()]
+        series.append({"name": clean(curve.name), "y": y})
+        series[-1] |= ({"x": x} if x != before else {}) | ({"dots": 1} if curve.dots else {})
+        before = x
+    return series
 
 
 def _short(value: float) -> float | int:
@@ -153,12 +166,12 @@ def _points(curve: Curve, *, log: bool) -> _Floats:
     return np.stack([x, y], axis=1)[np.abs(x) <= LARGEST]
 
 
-def _thinned(points: _Floats) -> _Floats:
-    """Return at most about `MOST_POINTS` points: of each stretch the lowest and the highest, in their order."""
-    if len(points) <= MOST_POINTS:
+def _thinned(points: _Floats, most: int) -> _Floats:
+    """Return at most about so many points: of each stretch the lowest and the highest, in their order."""
+    if len(points) <= most:
         return points
     places: list[int] = []
-    for stretch in np.array_split(np.arange(len(points)), MOST_POINTS // 2):
+    for stretch in np.array_split(np.arange(len(points)), most // 2):
         y = points[stretch, 1]
         if np.isfinite(y).any():
             places += sorted({int(stretch[np.nanargmin(y)]), int(stretch[np.nanargmax(y)])})
@@ -193,5 +206,5 @@ def _table(chart: Chart, curves: Sequence[tuple[Curve, _Floats]]) -> Html:
     for curve, points in curves:
         count = len(points) if chart.names else min(len(points), _MOST_ROWS)
         for x, y in points[np.linspace(0, len(points) - 1, count).round().astype(int)].tolist():
-            rows.append([curve.name, chart.names[int(x)] if chart.names else f"{x:g}", written(y, ".4g")])
+            rows.append([curve.name, chart.names[round(x)] if chart.names else f"{x:g}", written(y, ".4g")])
     return table(["curve", chart.x_label, chart.y_label], rows, caption=f"{chart.title}: some of its points.")

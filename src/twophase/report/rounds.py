@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from twophase.report.charts import Chart, Curve, figure
 from twophase.report.page import Html, counted, details, join, table, tag, written
+from twophase.report.plot import Chart, Curve, figure
 from twophase.runs.record import Block, Column, RunRecord
 
 MOST_BLOCKS = 7
@@ -35,7 +35,7 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
         return
     shown = record.blocks[:MOST_BLOCKS]
     if len(record.blocks) > len(shown):
-        yield tag("p", f"The charts show the first {len(shown)} of {len(record.blocks)} blocks; the csv files as well.")
+        yield tag("p", f"The charts show the first {len(shown)} of {len(record.blocks)} blocks.")
     marks = finite(number[record.rounds["restarted"] == 1])
 
     def chart(name: str, title: str, y_label: str, curves: Sequence[Curve], **options: Any) -> Html | None:
@@ -69,9 +69,14 @@ def rounds(record: RunRecord) -> Iterator[Html | None]:
         "<update,\N{NO-BREAK SPACE}g>\N{NO-BREAK SPACE}/ <g,\N{NO-BREAK SPACE}g>.",
         bulk=True,
     )
-    yield _phases(record) if record.phases else None
     yield _attendance(record)
-    yield details("The rounds as a table", _round_table(record))
+
+
+def round_record(record: RunRecord) -> Iterator[Html | None]:
+    """Yield the sync's phases and the rounds as a table."""
+    yield _phases(record) if record.phases else None
+    if len(record.rounds["round"]):
+        yield details("The rounds as a table", _round_table(record))
 
 
 def _measured(block: Block, name: str) -> Column:

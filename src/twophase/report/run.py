@@ -1,4 +1,4 @@
-"""The report of one run: loss, rounds, effective progress, diagnosis, configuration, and how to repeat it."""
+"""The report of one run: result, verdict and a recommendation; then curves; then the record and how to repeat it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import numpy as np
 from twophase.advice.text import HEADLINES, LIMITS, both_forms, suggestions
 from twophase.advice.verdict import Diagnosis, Finding, Stage
 from twophase.base.config import flatten
-from twophase.report.charts import Chart, Curve, figure
 from twophase.report.page import (
     Html,
     counted,
@@ -32,8 +31,9 @@ from twophase.report.page import (
     with_options,
     written,
 )
-from twophase.report.rounds import MOST_BLOCKS, block_name, finite, rounds
-from twophase.runs.record import RunRecord
+from twophase.report.plot import Chart, Curve, figure, script
+from twophase.report.rounds import MOST_BLOCKS, block_name, finite, round_record, rounds
+from twophase.runs.record import LARGEST, RunRecord
 from twophase.theory.advice import Advice
 
 _MOST_FINDINGS, _MOST_LINES = 20, 100
@@ -57,17 +57,52 @@ def run_report(record: RunRecord, diagnosis: Diagnosis, *, refresh: float = 0, b
                 join([" · ", link("the sweep that it belongs to", back)]) if back else None,
             ]
         ),
-        section("In short", _summary(record, diagnosis), anchor="short"),
+        section("In short", *_short(record, diagnosis), anchor="short"),
         section("Loss", _losses(record), anchor="loss"),
+        section("Rounds", *rounds(record), anchor="rounds"),
         section("Diagnosis", *_diagnosis(diagnosis), anchor="diagnosis"),
         section("Effective progress and the period", *_progress(diagnosis), anchor="progress"),
-        section("Rounds", *rounds(record), anchor="rounds"),
+        section("Record", _summary(record, diagnosis), *round_record(record), anchor="record"),
         section("Repeat it", *_repeat(record), anchor="repeat"),
         section("Configuration and environment", *_settings(record), anchor="settings"),
         what="run",
         problems=record.problems,
         refresh=refresh if record.state == "unfinished" else 0,
+        scripts=[script()],
     )
+
+
+def _short(record: RunRecord, diagnosis: Diagnosis) -> Iterator[Html | None]:
+    """Yield the result, the verdict and the first thing to try; the rest of the page is their reasons."""
+    # Of several blocks the first with a verdict speaks; the section on the diagnosis has all.
+    findings = sorted(diagnosis.findings, key=lambda finding: finding.verdict == "cannot tell")
+    finding = findings[0]
+    block = f" ({block_name(finding.block)})" if len(findings) > 1 else ""
+    advised = suggestions(diagnosis, finding)
+    facts = {
+        "Result": result_words(record),
+        f"Verdict{block}": " ".join(
+            [HEADLINES[finding.verdict], *(finding.reasons[-1:] if finding.verdict == "cannot tell" else ())]
+        ),
+        "Try next": with_options(advised[0]) if advised else "Nothing follows from this record.",
+    }
+    yield tag("dl", *(part for name, value in facts.items() for part in (tag("dt", name), tag("dd", value))))
+
+
+def result_words(record: RunRecord) -> str:
+    """Return the validation loss and perplexity of a run, or the last that it has measured, or why there is none."""
+    summary = record.summary or {}
+    words = [
+        f"{name.replace('_', ' ')} {value:.4g}{unit}"
+        for name, unit in (("validation_loss", " nats a token"), ("perplexity", ""))
+        if isinstance(value := summary.get(name), (int, float)) and abs(value) < LARGEST
+    ]
+    if words:
+        return f"{record.state}: {', '.join(words)}"
+    for name in ("perplexity", "train_loss"):
+        if values := finite(record.metrics.get(name, np.array([]))):
+            return f"{record.state}: last {name.replace('_', ' ')} {values[-1]:.4g} a token"
+    return f"{record.state}: no loss recorded"
 
 
 def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
@@ -140,8 +175,7 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[Html | None]:
         if advised := suggestions(diagnosis, finding):
             yield tag("h3", "What the theory suggests")
             yield notes([with_options(text) for text in advised])
-    yield tag("h3", "Limits")
-    yield notes(LIMITS)
+    yield details("Limits of such a verdict", notes(LIMITS))
 
 
 def _thirds(finding: Finding) -> Html:
@@ -241,21 +275,22 @@ def _repeat(record: RunRecord) -> Iterator[Html | None]:
 
 
 def _settings(record: RunRecord) -> Iterator[Html | None]:
-    rows = [[path, _plain(value)] for path, value in record.config.items()]
+    rows = [[path, plain(value)] for path, value in record.config.items()]
     if rows:
         listed = table(["option", "value"], rows, caption="Configuration (config.yaml).")
         yield details(f"Configuration, {counted(len(rows), 'value')}", listed)
     else:
         yield tag("p", "No configuration.")
     environment = flatten({name: value for name, value in record.environment.items() if name != "command"})
-    if rows := [[name, _hide_password(_plain(value))] for name, value in environment.items()]:
+    if rows := [[name, _hide_password(plain(value))] for name, value in environment.items()]:
         yield table(["what", "value"], rows[:_MOST_LINES], caption="Environment (env.json).")
     yield tag("p", f"Folder {record.path.resolve()}; report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.")
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """Return a value of a configuration as its option takes it."""
     if isinstance(value, (list, tuple)):
-        return " ".join(map(_plain, value))
+        return " ".join(map(plain, value))
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

@@ -1,24 +1,26 @@
-"""The report of a sweep: what its table says, as heatmaps with cells that lead to their runs, curves and verdicts."""
+"""The report of a sweep: its finding in words, the same maps as its figures, curves to compare, and verdicts."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from twophase.base.config import UsageError
 from twophase.judge.verdict import WITHIN, Verdict, verdict
 from twophase.judge.verdict_text import sections
-from twophase.report.charts import Chart, Curve, figure
-from twophase.report.heatmap import arm_name, heatmaps, perplexity_text, value_text
-from twophase.report.page import Html, clean, counted, details, join, link, notes, page, section, table, tag
+from twophase.report.maps import Shown, is_map, maps, perplexity_text, place_text, points, value_text
+from twophase.report.page import Html, clean, counted, details, link, notes, page, section, table, tag
+from twophase.report.plot import MOST_POINTS, Chart, Curve, figure, script
 from twophase.report.sweep_record import SweepRecord
-from twophase.runs.record import read_record
+from twophase.runs.folder import METRICS
+from twophase.runs.log import read_log
 from twophase.sweep.run import TABLE
-from twophase.sweep.table import SEED, Setting, readable, settings
+from twophase.sweep.table import SEED, Setting, arm_name, readable, settings
 
-_MOST_CURVES, _MOST_CELLS = 6, 500
+_MOST_CURVES, _SHOWN_CURVES, _MOST_CELLS, _MOST_SETTINGS = 400, 8, 400, 60
+_ALL_POINTS = 24_000
+"""Points of all curves of a page together, which keep it below 600 kB."""
 
 
 def sweep_report(
@@ -37,96 +39,121 @@ def sweep_report(
     counts = {state: sum(setting.state == state for setting in cells) for state in ("finished", "diverged", "missing")}
     words = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     first, *others = sections(judged)
+    chart, numbers = _curves(record, judged, cells)
+    shown = Shown(record, judged, cells, numbers)
     return page(
         record.path.resolve().name,
         f"A sweep of {counted(len(cells), 'setting')} ({words}) over {counted(len(judged.arms), 'arm')}, "
         f"{record.forms}.",
-        section("In short", *_in_short(first, cells, record), anchor="short"),
-        section("Heatmaps", *heatmaps(record, judged, cells), anchor="heatmaps"),
-        section("Curves", *_curves(record, judged), anchor="curves"),
+        section("In short", *_in_short(first), anchor="short"),
+        section(
+            "Map and curves" if is_map(judged) else "Settings and curves",
+            tag(
+                "div",
+                tag("div", *(maps(shown) if is_map(judged) else [figure(points(shown)), _list(shown, cells)])),
+                tag("div", chart or tag("p", "No run has recorded a loss that is here."), class_="beside"),
+                class_="pair",
+            ),
+            anchor="map",
+        ),
+        section("Best and worst", _best_and_worst(shown), anchor="best"),
         section("Verdict", *_verdict(others), anchor="verdict"),
         section("Every cell", _cells(record), anchor="cells"),
         what="sweep",
         problems=record.problems,
         refresh=refresh if record.going else 0,
+        scripts=[script()],
     )
 
 
-def _in_short(first: tuple[Any, ...], cells: Sequence[Setting], record: SweepRecord) -> Iterator[Html | None]:
+def _in_short(first: tuple[Any, ...]) -> Iterator[Html | None]:
+    """Yield the finding, in the words that the terminal has."""
     _, words, _, _, remarks = first
-    yield tag("p", tag("strong", words)) if words else None
+    yield tag("div", tag("p", words), class_="verdict") if words else None
     yield notes(remarks)
-    finished = [setting for setting in cells if setting.perplexity is not None]
+
+
+def _best_and_worst(shown: Shown) -> Html:
+    finished = [setting for setting in shown.cells if setting.perplexity is not None]
     ranked = sorted(finished, key=lambda setting: setting.perplexity or 0.0)
     if not ranked:
-        return
+        return tag("p", "Nothing has finished.")
     best = [f"best\N{NO-BREAK SPACE}{place}" for place in range(1, 6)][: len(ranked)]
     worst = ranked[5:][-3:]
-    paths = dict.fromkeys(path for setting in cells for path in setting.values)
-    varied = [path for path in paths if len({str(setting.values.get(path)) for setting in cells}) > 1]
-    rows = [
-        [
-            word,
-            arm_name(setting.arm) or "(all)",
-            *(value_text(setting.values.get(path)) for path in varied),
-            perplexity_text(setting.perplexity),
-            readable(setting.spread),
-            setting.finished,
-            _run_links(setting, record),
-        ]
-        for word, setting in zip([*best, *["worst"] * len(worst)], [*ranked[:5], *worst], strict=True)
-    ]
-    header = ["", "arm", *varied, "perplexity", "spread", "seeds", "run"]
     caption = "Best and worst settings. Perplexity a token on held-out text; spread: standard deviation over seeds."
-    yield table(header, rows, caption=caption)
+    return _list(shown, [*ranked[:5], *worst], caption, [*best, *["worst"] * len(worst)])
 
 
-def _run_links(setting: Setting, record: SweepRecord) -> Html:
-    """Return a link for each seed, or a single one; a line breaks between them, not in "seed 0"."""
-    texts = [f"seed {seed}" if seed is not None else "run" for seed in setting.seeds]
-    links = (link(text, record.page_of(run)) for text, run in zip(texts, setting.canonical, strict=True))
-    return join((tag("span", target, class_="once") for target in links), ", ")
+def _list(shown: Shown, some: Sequence[Setting], caption: str = "", words: Sequence[str] = ()) -> Html:
+    """Return settings as a table, with words before each if there are any, or else with the number as a button."""
+    paths = dict.fromkeys(path for setting in shown.cells for path in setting.values)
+    varied = [path for path in paths if len({str(setting.values.get(path)) for setting in shown.cells}) > 1]
+    rows = []
+    for place, setting in enumerate(some[:_MOST_SETTINGS]):
+        number = perplexity_text(setting.perplexity) if words else shown.number(setting, place_text(setting, varied))
+        values = [value_text(setting.values.get(path)) for path in varied]
+        spread = readable(setting.spread)
+        line = [arm_name(setting.arm), number, spread, setting.finished, shown.runs(setting), *values]
+        rows.append([*words[place : place + 1], *line])
+    header = [*([""] if words else []), "arm", "perplexity", "spread", "finished", "run", *varied]
+    caption = caption or "Settings. Press a perplexity to show or hide its curve; spread: over the seeds."
+    return table(header, rows, caption=caption)
 
 
-def _curves(record: SweepRecord, judged: Verdict) -> Iterator[Html | None]:
-    """Yield the training loss of each arm's best setting, its first seed."""
-    bests = [(arm.arm, arm.best) for arm in judged.arms if arm.best is not None]
-    curves = []
-    for arm, best in bests[:_MOST_CURVES]:
-        folder = record.run_folder(best.canonical[0])
-        if folder is None:
-            continue
-        try:
-            metrics = read_record(folder).metrics
-        except UsageError:  # its own page says what is damaged
-            continue
-        if "step" in metrics and "train_loss" in metrics:
-            name = f"{clean(arm_name(arm))[:80] or '(all)'}: {perplexity_text(best.perplexity)}"
-            curves.append(Curve(name, metrics["step"], metrics["train_loss"]))
+def _curves(
+    record: SweepRecord, judged: Verdict, cells: Sequence[Setting]
+) -> tuple[Html | None, dict[tuple[str, tuple[str, ...]], int]]:
+    """Return the training loss of every setting's first run as a chart of the reader's choice, and their numbers."""
+    bests = [arm.best for arm in judged.arms if arm.best is not None]
+    ordered = sorted(cells, key=lambda setting: setting not in bests)[:_MOST_CURVES]
+    curves: list[Curve] = []
+    numbers: dict[tuple[str, tuple[str, ...]], int] = {}
+    for setting in ordered:
+        points = _losses(record, setting)
+        if points is not None:
+            varied = next(arm.varied for arm in judged.arms if arm.arm == setting.arm)
+            numbers[setting.arm, setting.runs] = len(curves)
+            result = perplexity_text(setting.perplexity) or setting.state
+            curves.append(Curve(f"{clean(place_text(setting, varied))[:120]}: {result}", *points))
+    first = [numbers[key] for best in bests if (key := (best.arm, best.runs)) in numbers]
     drawn = figure(
         Chart(
             "curves",
-            "Training loss of the best setting of each arm",
+            "Training loss of the settings that are pressed",
             "inner steps of each replica",
             "loss (nats a token)",
             curves,
-            note="Mean over a round; one seed; the number behind an arm is its validation perplexity over all seeds.",
+            note="At first the best setting of each arm. Mean over a round, one seed; behind a name: the validation "
+            "perplexity over all seeds. Press a name to take its curve out.",
+            shown=first[:_SHOWN_CURVES] or [0],
+            points=max(40, min(MOST_POINTS, _ALL_POINTS // max(len(curves), 1))),
         )
     )
-    yield drawn or tag("p", "No run has recorded a loss yet, or the runs' folders are not here.")
-    if len(bests) > _MOST_CURVES:
-        yield tag("p", f"The first {_MOST_CURVES} of {len(bests)} arms.")
+    return drawn, numbers
+
+
+def _losses(record: SweepRecord, setting: Setting) -> tuple[list[float], list[float]] | None:
+    """Return steps and training losses of a setting's first run that is here and has any."""
+    for run in setting.canonical:
+        folder = record.run_folder(run)
+        try:
+            lines = read_log(folder / METRICS)[0] if folder else []
+        except UsageError:  # its own page says what is damaged
+            continue
+        pairs = [(line.get("step"), line.get("train_loss")) for line in lines]
+        points = [(x, y) for x, y in pairs if isinstance(x, int) and isinstance(y, float) and math.isfinite(y)]
+        if points:
+            steps, losses = zip(*points, strict=True)
+            return list(steps), list(losses)
+    return None
 
 
 def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
     """Yield the tables of `twophase report`, as they stand in verdict.md."""
     for heading, words, header, lines, remarks in parts:
-        title = re.sub(r"(?<=gainst )never(?=,|$)", "no restart", heading)
-        yield tag("h3", title)
+        yield tag("h3", heading)
         yield tag("p", words) if words else None
-        if header:
-            cells = [[arm_name(str(line[0])), *line[1:]] for line in lines]
-            yield table(header, cells, caption=title, hide_caption=True)
+        yield table(header, lines, caption=heading, hide_caption=True) if header else None
         yield notes(remarks)
     if not parts:
         yield tag("p", "There is nothing to compare yet.")
@@ -139,8 +166,8 @@ def _cells(record: SweepRecord) -> Html:
     lines = [
         [
             link(row.run, record.page_of(row.twin_of or row.run)),
-            row.arm,
-            *(value_text(row.values.get(path, "")) for path in [*paths, SEED]),
+            arm_name(row.arm),
+            *(value_text(row.values.get(path)) for path in [*paths, SEED]),
             row.state,
             perplexity_text(row.perplexity) if row.perplexity is not None and math.isfinite(row.perplexity) else "",
             "" if row.seconds is None else f"{row.seconds:.1f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from twophase.base.reading import read_json_object
 from twophase.judge.verdict import select
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
-from twophase.runs.folder import RUN_ID, list_some, read_summary
+from twophase.runs.folder import RUN_ID, SUMMARY, list_some, read_summary
 from twophase.sweep.run import SPEC, TABLE
 from twophase.sweep.table import Row, read_rows
 from twophase.sweep.work import RUNS
@@ -71,17 +72,19 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
         page_folder: where the page will lie; None means the sweep's own folder.
 
     Raises:
-        UsageError: no table, a damaged file, or no cell has these values.
+        UsageError: no table, a damaged file, other results in the table than in the runs' folders, or no such cell.
     """
     spec = _description(path)
     problems = [] if spec else [f"{SPEC} is missing."]
-    rows = select(read_rows(path / TABLE), where or {})
+    rows = read_rows(path / TABLE)
+    lost = _lost_runs(path, rows)
+    rows = select(rows, where or {})
     missing, failed = (sum(row.state == state for row in rows) for state in ("missing", "failed"))
     if missing:
         problems.append(f"{missing:,} of {len(rows):,} cells have no result yet; the sweep's command continues it.")
     if failed:
         problems.append(f"{failed:,} of {len(rows):,} cells could not be run.")
-    problems += _lost_runs(path, rows)
+    problems += lost
     forms = {str(row.values["outer.form"]) for row in rows if "outer.form" in row.values}
     forms = forms or {str(spec.get("base", {}).get("outer.form", ""))}
     words = " and ".join(FORM_WORDS.get(form, "form unknown") for form in sorted(forms))
@@ -100,9 +103,28 @@ def _description(path: Path) -> dict[str, Any]:
 
 
 def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
-    """Name the runs that have a result in the table and no sound folder."""
-    done = dict.fromkeys(row.twin_of or row.run for row in rows if row.state in ("finished", "diverged"))
-    lost = [run for run in done if RUN_ID.fullmatch(run) and read_summary(path / RUNS / run, run) is None]
+    """Name the runs that have a result in the table and no sound folder; refuse a table with other results than they.
+
+    The table is a copy of the runs' summaries. A digit of it that was changed would be shown and judged like any other.
+    """
+    done: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.state in ("finished", "diverged"):
+            done.setdefault(row.twin_of or row.run, []).append(row)
+    lost = []
+    for run, rows_of_run in done.items():
+        summary = read_summary(path / RUNS / run, run) if RUN_ID.fullmatch(run) else None
+        if summary is None:
+            lost += [run] if RUN_ID.fullmatch(run) else []
+            continue
+        state = "diverged" if summary["diverged"] else "finished"
+        expected = {"state": state} | {name: summary.get(name) for name in ("perplexity", "validation_loss", "seconds")}
+        for row, (name, value) in itertools.product(rows_of_run, expected.items()):
+            if getattr(row, name) != value:
+                raise UsageError(
+                    f"{path / TABLE}: is not what the runs say: {name} of run {row.run} is {getattr(row, name)} in it, "
+                    f"and {value} in {RUNS}/{run}/{SUMMARY}; repeat the sweep's command, which writes the table again"
+                )
     if not lost:
         return []
     names = list_some(lost, 3)

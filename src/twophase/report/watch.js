@@ -2,7 +2,7 @@
 const box = document.getElementById("again"), store = "twophase report " + location.pathname
 const parts = () => {
   const elements = new Map(), count = Object.create(null)
-  for (const e of document.querySelectorAll("a, summary, input, [tabindex]")) {
+  for (const e of document.querySelectorAll("a, summary, input, button, [tabindex]")) {
     const to = e.getAttribute("href"), words = e.getAttribute("aria-label") ?? e.textContent.replace(/\d+/g, "")
     const name = to && !to.startsWith("data:") ? to : words
     count[name] = (count[name] ?? 0) + 1
@@ -13,9 +13,10 @@ const parts = () => {
 const top_of = e => e.getBoundingClientRect().top
 const save = () => {
   const above = [...document.querySelectorAll("h2")].filter(e => top_of(e) <= 0).pop()
-  const place = {on: box.checked, y: scrollY, id: above?.id, top: above && top_of(above), open: [], wide: []}
+  const place = {on: box.checked, y: scrollY, id: above?.id, top: above && top_of(above), open: [], wide: [], pressed: []}
   for (const [name, e] of parts()) {
     if (e.matches("details[open] > summary")) place.open.push(name)
+    if (e.matches("[data-curve][aria-pressed=true]")) place.pressed.push(name)
     if (e.scrollLeft) place.wide.push([name, e.scrollLeft])
     if (e === document.activeElement) place.focus = name
   }
@@ -29,6 +30,10 @@ const restore = () => {
   const elements = parts(), above = document.getElementById(place.id)
   box.checked = place.on
   for (const name of place.open) if (elements.get(name)) elements.get(name).parentElement.open = true
+  for (const [name, e] of elements) {
+    // A curve may have several buttons, and pressing one presses all: look at each anew.
+    if (e.matches("[data-curve]") && place.pressed.includes(name) !== (e.getAttribute("aria-pressed") === "true")) e.click()
+  }
   for (const [name, x] of place.wide) if (elements.get(name)) elements.get(name).scrollLeft = x
   elements.get(place.focus)?.focus({preventScroll: true})
   history.scrollRestoration = "manual"

@@ -19,6 +19,7 @@ from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN
 from twophase.sweep.grid import Sweep
 from twophase.sweep.table import SEED, Row, Setting, format_table, geometric_mean, readable, result, settings
+from twophase.sweep.table import arm_name as shown_name
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -244,7 +245,9 @@ def verdict(rows: Sequence[Row], sweep: Sweep) -> str:
         at = f"momentum {best.values[MOMENTUM]:g}, lr {best.values[LR]:g}" if best and arm.arm != AUTO else ""
         bests = (arm.settings, readable(best.perplexity) if best else "", at, readable(arm.geometric_mean))
         worst = readable(arm.worst.perplexity) if arm.worst else ""
-        table.append([arm.arm, *bests, worst, near, f"{near / arm.settings:.0%}", arm.diverged, arm.missing])
+        table.append(
+            [shown_name(arm.arm), *bests, worst, near, f"{near / arm.settings:.0%}", arm.diverged, arm.missing]
+        )
     bound = judged.best.perplexity * (1 + WITHIN) if judged.best and judged.best.perplexity else None
     near = "not known yet" if bound is None else f"at most {readable(bound)}"
     parts = [
@@ -301,7 +304,8 @@ def _control_words(rows: Sequence[Row]) -> str:
         mean = geometric_mean(pairs)
         better, worse = sum(ratio < 1 / (1 + MARGIN) for ratio in pairs), sum(ratio > 1 + MARGIN for ratio in pairs)
         lines.append(
-            f"  {arm}: {'no pair yet' if mean is None else f'geometric mean {mean:.3f}'} over {len(pairs)} pairs; "
+            f"  {shown_name(arm)}: {'no pair yet' if mean is None else f'geometric mean {mean:.3f}'} over "
+            f"{len(pairs)} pairs; "
             f"control better by more than {MARGIN:.0%} in {better}, worse in {worse}; "
             f"not comparable (diverged or missing): {len(every) - len(pairs)}"
         )

@@ -204,6 +204,15 @@ def geometric_mean(values: Sequence[float]) -> float | None:
     return math.exp(statistics.fmean(map(math.log, values))) if values else None
 
 
+def arm_name(arm: str) -> str:
+    """Return the name that people read of an arm, the same in every table and page.
+
+    >>> arm_name("heavy ball, never"), arm_name("")
+    ('heavy ball, no restart', '(all)')
+    """
+    return re.sub(r"\bnever\b", "no restart", arm) or "(all)"
+
+
 def arm_words(arm: str) -> str:
     """Write an arm's name out for people.
 

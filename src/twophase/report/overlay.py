@@ -1,0 +1,104 @@
+"""The page that lays runs over each other: which settings differ, what each reached, and their curves together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from twophase.advice.text import HEADLINES, both_forms
+from twophase.advice.verdict import diagnose
+from twophase.report.page import Html, counted, link, page, relative, section, table, tag
+from twophase.report.plot import Chart, Curve, figure, script
+from twophase.report.run import plain, result_words
+from twophase.report.sweep_record import REPORT
+from twophase.runs.record import Column, RunRecord
+
+MOST_RUNS = 8
+"""Runs of a page; of more, the strokes would repeat."""
+_CHARTS = (
+    ("train_loss", "Training loss, mean over a round", "loss (nats a token)", False),
+    ("validation_loss", "Validation loss", "loss (nats a token)", False),
+    ("pseudo_gradient_norm", "Norm of the pseudo-gradient", "Euclidean norm", True),
+    ("cosine", "Pseudo-gradient against buffer", "cosine", False),
+    ("gain", "Outer gain", "gain", False),
+)
+
+
+def common_folder(paths: Sequence[Path]) -> Path:
+    """Return the folder that holds all of some folders."""
+    return Path(os.path.commonpath([path.resolve().parent for path in paths]))
+
+
+def overlay(records: Sequence[RunRecord], page_folder: Path, *, refresh: float = 0) -> str:
+    """Return the page of several runs.
+
+    Args:
+        records: of `read_record`, two to `MOST_RUNS`, in whatever state.
+        page_folder: where the page will lie, for its links.
+        refresh: seconds after which the page shows its newest self, while a run is unfinished; 0 without a watch.
+    """
+    base = common_folder([record.path for record in records])
+    names = [relative(record.path, base) for record in records]
+    problems = [f"{name}: {text}" for name, record in zip(names, records, strict=True) for text in record.problems]
+    is_going = any(record.state == "unfinished" for record in records)
+    return page(
+        " · ".join(names) if len(names) < 4 else counted(len(names), "run"),
+        f"{counted(len(names), 'run')} over each other.",
+        section("In short", _results(names, records, page_folder), _differences(names, records), anchor="short"),
+        section("Curves", *_curves(names, records), anchor="curves"),
+        what="runs",
+        problems=problems,
+        refresh=refresh if is_going else 0,
+        scripts=[script()],
+    )
+
+
+def _results(names: Sequence[str], records: Sequence[RunRecord], page_folder: Path) -> Html:
+    rows = []
+    for name, record in zip(names, records, strict=True):
+        diagnosis = diagnose(record)
+        report = record.path / REPORT
+        target = report if report.is_file() else record.path
+        verdicts = dict.fromkeys(HEADLINES[finding.verdict] for finding in diagnosis.findings)
+        rule = both_forms(diagnosis.rule) if diagnosis.rule else "unknown"
+        run = link(name, relative(target, page_folder))
+        rows.append([run, result_words(record), " ".join(verdicts), rule, record.restart])
+    header = ["run", "result", "verdict", "outer rule", "restart"]
+    return table(header, rows, caption="What each run reached, and what its outer loop does.")
+
+
+def _differences(names: Sequence[str], records: Sequence[RunRecord]) -> Html:
+    """Return the settings in which the runs differ, a column a run."""
+    paths = dict.fromkeys(path for record in records for path in record.config)
+    lines = [[path, *(_value(record, path) for record in records)] for path in paths]
+    lines = [line for line in lines if len(set(line[1:])) > 1]
+    if not lines:
+        return tag("p", "Their configurations are the same.")
+    return table(["setting", *names], lines, caption=f"Settings that differ: {len(lines)} of {len(paths)}.")
+
+
+def _value(record: RunRecord, path: str) -> str:
+    return plain(record.config[path]) if path in record.config else "–"
+
+
+def _curves(names: Sequence[str], records: Sequence[RunRecord]) -> Iterator[Html | None]:
+    for column, title, y_label, log in _CHARTS:
+        of_rounds = column not in ("train_loss", "validation_loss")
+        curves = [Curve(name, *_points(record, column)) for name, record in zip(names, records, strict=True)]
+        x_label = "round" if of_rounds else "inner steps of each replica"
+        yield figure(Chart(column, title, x_label, y_label, curves, log=log, bulk=column == "gain"))
+
+
+def _points(record: RunRecord, column: str) -> tuple[Column, Column]:
+    """Return places and values of a column; nothing where the run does not have it."""
+    if column in record.metrics and "step" in record.metrics:
+        return record.metrics["step"], record.metrics[column]
+    rounds = record.rounds
+    if column not in rounds:
+        return np.array([]), np.array([])
+    # Without a buffer there is nothing that a cosine is measured against.
+    measured = np.where(rounds["buffer_norm"] > 0, rounds[column], np.nan) if column == "cosine" else rounds[column]
+    return rounds["round"], measured

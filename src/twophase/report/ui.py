@@ -1,0 +1,217 @@
+"""What `twophase ui` shows: the runs and sweeps below a folder as a list, with their pages, made on request.
+
+Nothing is written. A page is made again when a file of its folder has changed, and a path never leads out of the
+folder, by no `..` and by no link.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from twophase.advice.text import both_forms
+from twophase.advice.verdict import diagnose
+from twophase.base.config import UsageError, flatten, load_yaml
+from twophase.base.reading import read_json_object
+from twophase.report.maps import perplexity_text
+from twophase.report.overlay import MOST_RUNS, overlay
+from twophase.report.page import Html, asset, counted, link, page, section, table, tag
+from twophase.report.run import result_words, run_report
+from twophase.report.sweep import sweep_report
+from twophase.report.sweep_record import is_sweep, read_sweep
+from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY
+from twophase.runs.log import read_log
+from twophase.runs.record import RunRecord, is_run, read_record
+from twophase.sweep.run import SPEC, TABLE
+from twophase.sweep.table import arm_name, read_rows, settings
+from twophase.sweep.work import RUNS
+
+SECONDS = 5.0
+"""After which the list, and the page of what goes on, show their newest selves."""
+VIEW = "/view/"
+"""Address below which a folder has its page."""
+_MOST_ENTRIES, _MOST_PAGES, _DEEPEST = 1_000, 32, 5
+_FILES = (CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY)
+_Stamp = tuple[Any, ...]
+
+
+class Library:
+    """The runs and sweeps below a folder.
+
+    Args:
+        root: the folder.
+        known_paths: dotted paths of a configuration of this version; see `read_record`.
+    """
+
+    def __init__(self, root: Path, known_paths: frozenset[str] = frozenset()) -> None:
+        self.root = root.resolve()
+        self._known_paths = known_paths
+        self._lock = threading.Lock()  # a browser asks for several pages at once, which share what follows
+        self._rows: dict[Path, tuple[_Stamp, list[object]]] = {}
+        self._pages: dict[Path, tuple[_Stamp, str]] = {}
+
+    def at(self, parts: Sequence[str]) -> Path:
+        """Return the folder at a path below the root.
+
+        Raises:
+            UsageError: the path leads out of the root, or to no folder.
+        """
+        place = self.root.joinpath(*parts)
+        odd = any(part in ("", ".", "..") or {"/", "\\", "\0"} & set(part) for part in parts)
+        if odd or not place.is_dir() or not place.resolve().is_relative_to(self.root):
+            raise UsageError(f"{'/'.join(parts)}: is no folder below {self.root}")
+        return place
+
+    def list_page(self) -> str:
+        """Return the page with all runs and sweeps, the newest first."""
+        folders = list(self._folders())
+        with self._lock:
+            rows = [self._remembered(self._rows, folder, _row) for folder in folders]
+        ordered = sorted(zip(folders, rows, strict=True), key=lambda pair: str(pair[1][-1]), reverse=True)
+        lines = []
+        for folder, row in ordered:
+            path = folder.relative_to(self.root).as_posix()
+            target = Html(link(path, path).replace('href="', f'href="{VIEW}', 1)) if path != "." else _root_link()
+            box = tag("input", type="checkbox", name="run", value=path, aria_label=f"choose {path}")
+            lines.append([target, box if row[0] == "run" else None, *row])
+        header = ["folder", "choose", "kind", "state", "result", "outer rule", "restart", "changed"]
+        caption = f"{counted(len(lines), 'run or sweep')} below {self.root}; the runs of a sweep are on its page."
+        states = [tag("option", state, value="" if state == "any state" else state) for state in _STATES]
+        filters = tag(
+            "p",
+            tag("label", "Filter ", tag("input", type="search", id="words", autocomplete="off")),
+            " ",
+            tag("label", "State ", tag("select", *states, id="state")),
+            " ",
+            tag("span", id="count", role="status"),
+        )
+        form = tag(
+            "form",
+            filters,
+            table(header, lines, caption=caption),
+            tag("p", tag("button", "Lay the chosen runs over each other", type="submit")),
+            action=VIEW,
+            method="get",
+        )
+        words = "Written by nothing and changed by nothing here: the list reads the folders every few seconds."
+        return page("Runs and sweeps", words, section("All", form, anchor="all"), scripts=[asset("ui.js")], served=True)
+
+    def folder_page(self, parts: Sequence[str]) -> str:
+        """Return the page of a run or a sweep.
+
+        Raises:
+            UsageError: it is neither, or is damaged.
+        """
+        folder = self.at(parts)
+        with self._lock:
+            made = self._remembered(self._pages, folder, self._page)
+            while len(self._pages) > _MOST_PAGES:
+                self._pages.pop(next(iter(self._pages)))
+        return made
+
+    def overlay_page(self, paths: Sequence[str]) -> str:
+        """Return the page of several runs over each other.
+
+        Raises:
+            UsageError: fewer than two, more than `MOST_RUNS`, one twice, or a folder that is no run.
+        """
+        if not 2 <= len(set(paths)) == len(paths) <= MOST_RUNS:
+            raise UsageError(f"{counted(len(paths), 'run')} chosen; choose two to {MOST_RUNS} different ones")
+        folders = [self.at([] if path == "." else path.split("/")) for path in paths]
+        records = [read_record(folder, self._known_paths) for folder in folders]
+        return overlay(records, self.root, refresh=SECONDS)
+
+    def _folders(self) -> Iterator[Path]:
+        """Yield the folders of runs and sweeps; those inside of one belong to it."""
+        count = 0
+        for place, names, _ in os.walk(self.root):
+            folder = Path(place)
+            if is_sweep(folder) or is_run(folder):
+                yield folder
+                names.clear()
+                count += 1
+            if count >= _MOST_ENTRIES or len(folder.relative_to(self.root).parts) >= _DEEPEST:
+                names.clear()
+
+    def _page(self, folder: Path) -> str:
+        if is_sweep(folder):
+            return sweep_report(read_sweep(folder), refresh=SECONDS)
+        record = read_record(folder, self._known_paths)
+        in_sweep = folder.parent.name == RUNS and folder.parent != self.root and is_sweep(folder.parent.parent)
+        return run_report(record, diagnose(record), refresh=SECONDS, back="../.." if in_sweep else None)
+
+    @staticmethod
+    def _remembered(memory: dict[Path, tuple[_Stamp, Any]], folder: Path, make: Callable[[Path], Any]) -> Any:
+        """Return what was made of a folder, made again if its files have changed since."""
+        stamp = _stamp(folder)
+        if folder not in memory or memory[folder][0] != stamp:
+            memory.pop(folder, None)  # the newest is last
+            memory[folder] = stamp, make(folder)
+        return memory[folder][1]
+
+
+_STATES = ("any state", "finished", "unfinished", "diverged", "damaged")
+
+
+def _root_link() -> Html:
+    return tag("a", "this folder", href=VIEW)
+
+
+def _stamp(folder: Path) -> _Stamp:
+    """Return the size and time of each file that a page of a folder is made of."""
+    folders = [folder]
+    if is_sweep(folder) and (folder / RUNS).is_dir():
+        folders += sorted((folder / RUNS).iterdir())
+    files = [each / name for each in folders for name in (*_FILES, SPEC, TABLE)]
+    states = []
+    for file in files:
+        with suppress(OSError):  # not there, or gone since
+            state = file.stat()
+            states.append((str(file), state.st_size, state.st_mtime_ns))
+    return tuple(states)
+
+
+def _row(folder: Path) -> list[object]:
+    """Return kind, state, result, rule, restart and time of change of a folder; what cannot be read is damaged."""
+    newest = max((time for _, _, time in _stamp(folder)), default=0)
+    changed = f"{datetime.fromtimestamp(newest / 1e9).astimezone():%Y-%m-%d %H:%M:%S}"
+    kind = "sweep" if is_sweep(folder) else "run"
+    try:
+        return [kind, *(_sweep_row(folder) if kind == "sweep" else _run_row(folder)), changed]
+    except (UsageError, OSError, ValueError) as error:
+        return [kind, "damaged", str(error), "", "", changed]
+
+
+def _run_row(folder: Path) -> list[object]:
+    """Return state, result, rule and restart of a run, from the few files that hold them."""
+    record = RunRecord(folder)
+    if (folder / CONFIG).is_file():
+        record.config = flatten(load_yaml(folder / CONFIG))
+    if (folder / SUMMARY).is_file():
+        record.summary = read_json_object(folder / SUMMARY)
+    for line in read_log(folder / METRICS)[0][-1:]:
+        record.metrics = {name: np.array([v]) for name, v in line.items() if isinstance(v, (int, float))}
+    rule = both_forms(record.rule) if record.rule else ""
+    return [record.state, result_words(record).partition(": ")[2], rule, record.restart]
+
+
+def _sweep_row(folder: Path) -> list[object]:
+    """Return state, result, rule and restart of a sweep."""
+    if not (folder / TABLE).is_file():
+        return ["unfinished", "no table yet", "", ""]
+    cells = settings(read_rows(folder / TABLE))
+    finished = [setting for setting in cells if setting.perplexity is not None]
+    missing = sum(setting.state == "missing" for setting in cells)
+    best = min(finished, key=lambda setting: setting.perplexity or 0.0, default=None)
+    words = f"{len(finished)} of {counted(len(cells), 'setting')} finished"
+    if best is not None:
+        words += f"; best perplexity {perplexity_text(best.perplexity)}{f', {arm_name(best.arm)}' if best.arm else ''}"
+    arms = len({setting.arm for setting in cells})
+    return ["unfinished" if missing else "finished", words, f"{counted(arms, 'arm')}", ""]

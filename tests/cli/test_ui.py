@@ -1,0 +1,208 @@
+"""`twophase ui` lists the runs and sweeps below a folder to this machine alone, and reads nothing else."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from browser import Watched, axe_violations
+from commands import snapshot
+from runmaker import EMA, NESTEROV, SUM, config_of, write_lines, write_run
+from twophase.cli.main import main
+from twophase.cli.ui import serve
+from twophase.report.ui import Library
+from twophase.sweep.grid import Axis, Sweep, product
+from twophase.sweep.table import Row, write_rows
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with three runs, one of them damaged, a sweep with a run, a file, and a link that leads out."""
+    outside = write_run(tmp_path / "outside", SUM, [0.3], 9)
+    root = tmp_path / "runs"
+    write_run(root / "a b", SUM, [0.3], 9)
+    write_run(root / "deep" / "<i>", EMA, [0.3], 9, finished=False)
+    write_run(root / "damaged", SUM, [0.3], 9)
+    (root / "damaged" / "summary.json").write_text("{")
+    base = config_of(NESTEROV, rounds=9)
+    sweep = Sweep("sweep", base, product(base, [Axis("outer.lr", (0.3, 0.7))]))
+    write_run(root / "sweep" / "runs" / sweep.cells[0].run_id, NESTEROV, [0.3], 9, config=sweep.cells[0].config)
+    states = zip(sweep.cells, ("missing", "missing"), strict=True)
+    write_rows(root / "sweep" / "cells.csv", [Row(c.arm, c.run_id, sweep.values(c), state) for c, state in states])
+    (root / "sweep" / "runs" / "first").symlink_to(sweep.cells[0].run_id)
+    (root / "notes.txt").write_text("secret")
+    (root / "link").symlink_to(outside)
+    return root
+
+
+@pytest.fixture
+def server(root: Path) -> Iterator[ThreadingHTTPServer]:
+    """A server of that folder on a free port."""
+    server = serve(Library(root), 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def ask(server: ThreadingHTTPServer, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+    """Return status and text of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, answer.headers["Location"] or text
+
+
+ANSWERS: dict[str, tuple[int, str]] = {
+    "/": (200, "4 run or sweeps below"),
+    "/view/a%20b/": (200, "In short"),
+    "/view/a%20b": (301, "/view/a%20b/"),
+    "/view/deep/%3Ci%3E/": (200, "The run is going on"),
+    "/view/sweep/": (200, "A sweep of 2 settings"),
+    "/view/sweep/report.html": (200, "A sweep of 2 settings"),
+    "/view/sweep/runs/first/": (200, "the sweep that it belongs to"),
+    "/view/?run=a+b&run=deep/%3Ci%3E": (200, "Settings that differ"),
+    "/view/?run=a+b": (404, "1 run chosen; choose two to 8"),
+    "/view/?run=a+b&run=a+b": (404, "choose two to 8"),
+    "/view/?run=a+b&run=../outside": (404, "is no folder below"),
+    "/view/?run=a+b&run=sweep": (404, "is not the folder of a run"),
+    "/view/damaged/": (404, "is damaged"),
+    "/view/": (404, "is not the folder of a run"),
+    "/view/deep/": (404, "is not the folder of a run"),
+    "/view/none/": (404, "is no folder below"),
+    "/view/notes.txt": (404, "is no folder below"),
+    "/view/../outside/": (404, "is no folder below"),
+    "/view/%2e%2e/outside/": (404, "is no folder below"),
+    "/view/..%2foutside/": (404, "is no folder below"),
+    "/view//etc/": (404, "is no folder below"),
+    "/view/a%20b%00/": (404, "is no folder below"),
+    "/view/link/": (404, "is no folder below"),
+    "/etc/passwd": (404, "there is no such page"),
+}
+"""Status and words of the answer to each address."""
+
+
+def test_answers(root: Path, server: ThreadingHTTPServer) -> None:
+    """Runs and sweeps have pages, and their links lead on; all else, and all outside of the folder, has a message.
+
+    Nothing on the disk changes.
+    """
+    before = snapshot(root.parent)
+    for path, (status, words) in ANSWERS.items():
+        answer = ask(server, path)
+        assert answer[0] == status, path
+        assert words in answer[1].replace("&lt;", "<"), path
+        assert "secret" not in answer[1]
+    assert snapshot(root.parent) == before
+
+
+def test_answers_to_this_machine_alone(server: ThreadingHTTPServer) -> None:
+    """It listens on 127.0.0.1; another host's name (DNS rebinding) is refused, and so is every method that writes."""
+    assert server.server_address[0] == "127.0.0.1"
+    assert ask(server, "/", Host=f"localhost:{server.server_port}")[0] == 200
+    for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1", ""):
+        status, text = ask(server, "/view/a%20b/", Host=host)
+        assert (status, "In short" in text) == (403, False)
+    for method in ("POST", "PUT", "DELETE"):
+        assert ask(server, "/", method)[0] == 501
+
+
+def test_the_list(server: ThreadingHTTPServer) -> None:
+    """It has a row for each run and sweep with its state and result; the runs of a sweep are on the sweep's page."""
+    text = ask(server, "/")[1]
+    rows = dict(re.findall(r'<tr><th scope="row"[^>]*><a href="([^"]*)">.*?</th>(.*?)</tr>', text))
+    assert set(rows) == {"/view/a%20b", "/view/deep/%3Ci%3E", "/view/damaged", "/view/sweep"}
+    for path, words in {
+        "/view/a%20b": ["finished", "validation loss 2.079 nats a token, perplexity 8", "heavy ball lr 0.7"],
+        "/view/deep/%3Ci%3E": ["unfinished", "last train loss 2.67", "never"],
+        "/view/damaged": ["damaged"],
+        "/view/sweep": ["sweep", "unfinished", "0 of 2 settings finished"],
+    }.items():
+        assert all(f">{word}" in rows[path] for word in words), path
+
+
+def test_a_page_is_made_again_when_a_file_changes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same page is not made twice; a line more in a log makes it new, in a sweep's run too."""
+    made: list[Path] = []
+    monkeypatch.setattr(Library, "_page", lambda _, folder: made.append(folder) or str(len(made)))
+    library = Library(root)
+    for folder, log in ((["a b"], "a b"), (["sweep"], "sweep/runs/first")):
+        first = [library.folder_page(folder) for _ in range(2)]
+        write_lines(root / log / "rounds.jsonl", [])
+        assert first == [str(len(made))] * 2
+        assert library.folder_page(folder) == str(len(made)) != first[0]
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none"], "none: is no folder"),
+        ([".", "--port", "70000"], "--port: is 70000"),
+        ([".", "--port", "{}"], "in use"),
+    ],
+)
+def test_mistakes(
+    server: ThreadingHTTPServer, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    """No folder, no port and a port in use end with status 2 and one message."""
+    filled = [word.format(server.server_port) for word in words]
+    try:
+        status = main(["ui", *filled])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_in_a_browser(browser: Browser, root: Path, server: ThreadingHTTPServer, width: int, scheme: Any) -> None:
+    """The list filters, shows a run that has come, keeps what is chosen, and lays it over each other; no WCAG fault."""
+    base = f"http://127.0.0.1:{server.server_port}/"
+    view: Any = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    watched = Watched(browser.new_page(**view, bypass_csp=True))
+    page = watched.page
+    page.clock.install()
+    page.goto(base)
+    assert page.get_by_role("status").text_content() == "4 of 4 shown"
+    assert axe_violations(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.get_by_label("choose a b").check()
+    page.get_by_label("choose deep/<i>").check()
+    page.get_by_label("Filter").fill("sweep")
+    assert page.get_by_role("status").text_content() == "3 of 4 shown"  # with the two that are chosen
+    page.get_by_label("Filter").fill("")
+    page.get_by_label("State").select_option("damaged")
+    assert page.get_by_role("status").text_content() == "3 of 4 shown"
+    page.get_by_label("State").select_option("")
+    write_run(root / "new", NESTEROV, [0.3], 9)
+    page.clock.run_for(6_000)
+    page.get_by_role("link", name="new").wait_for()
+    assert page.get_by_label("choose a b").is_checked()
+    page.get_by_role("button", name="Lay the chosen runs").click()
+    page.wait_for_selector("canvas")
+    assert page.locator(".legend").first.get_by_role("button").count() == 2
+    page.goto(base)
+    page.get_by_role("link", name="sweep").click()
+    page.get_by_role("link", name="run", exact=True).first.click()
+    page.get_by_role("link", name="the sweep that it belongs to").click()
+    assert page.url == f"{base}view/sweep/"
+    assert axe_violations(page) == []
+    assert [trouble for trouble in watched.troubles if not trouble.startswith(base)] == []
+    page.close()
