@@ -66,8 +66,8 @@ class Reader(HTMLParser):
 def harmless(text: str) -> str:
     """Return a page that is well formed and small, without foreign script, picture, frame or link out of the folder."""
     assert len(text.encode()) < 600_000
-    ours = [script(), asset("watch.js")]
-    assert set(re.findall(r"<script>(.*?)</script>", text, re.DOTALL)) <= set(ours)
+    scripts = {script(), asset("watch.js")}
+    assert set(re.findall(r"<script>(.*?)</script>", text, re.DOTALL)) <= scripts
     for data in re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL):
         json.loads(data)
     read = Reader(text)
