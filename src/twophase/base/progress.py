@@ -60,7 +60,7 @@ def meter(
                 yield from (Text(task.fields["text"]) for task in self.tasks if task.fields["text"])
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Display(*columns, console=Console(stderr=True)) as bars:
+        with Display(*columns, console=Console(stderr=True), refresh_per_second=4) as bars:
             task = bars.add_task(what, total=total, text="")
             yield lambda done, text: bars.update(task, completed=done, text=text)
     else:

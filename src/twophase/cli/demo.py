@@ -118,7 +118,7 @@ class _Page:
         write_atomic(self.path, story.build(page))
 
     def _pair(self) -> list[RunRecord]:
-        """Return the two runs that the demo begins with, if both have ended."""
+        """Return the two runs that the demo begins with, so far as they have ended."""
         from twophase.runs.folder import read_summary
         from twophase.runs.record import read_record
         from twophase.sweep.work import RUNS

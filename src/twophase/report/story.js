@@ -84,5 +84,5 @@
     if (!before) show(1)
     play()
   }, {threshold: 0.4})
-  watch.observe(figure)
+  watch.observe(views.firstElementChild)
 })()

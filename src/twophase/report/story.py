@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class Story:
         maps: heatmaps of the main grid, rows of panels.
         scale: of their colours.
         beside: what the grid is to be held against, by name; None where there is none.
-        pair: a run without restarts and its twin with them, as far as they have ended.
+        pair: a run without restarts and its twin with them, so far as they have ended.
         explorer: the page of `twophase explore`.
         table: every arm and control, as plain text.
         limits: sentences.
@@ -117,30 +118,30 @@ def _overshoot(story: Story) -> Iterator[Html | None]:
         " adds a part of the earlier outer steps to each new one. Steady progress gets faster by it. But it also "
         "carries on with what was right some rounds ago and is so no more. Then it pushes the anchor past, or aside.",
     )
-    if len(story.pair) < 2:
-        yield tag("p", "Here two runs of this demo will move as soon as both have ended.", class_="notice")
+    rule = story.pair[0].rule if story.pair else None
+    if rule is None:
+        yield tag("p", "Here two runs of this demo will move as soon as they have ended.", class_="notice")
         return
-    rule = story.pair[0].rule
-    assert rule is not None
-    yield tag(
-        "p",
+    both = (
         f"Below are two runs of this demo. Both have {rule.describe()}. The first never restarts its momentum; the "
-        f"second sets it to zero every {story.pair[1].restart} rounds. Their first rounds are the same.",
+        f"second sets it to zero every {story.pair[-1].restart} rounds. Their first rounds are the same."
     )
+    single = f"Below is a run of this demo: {rule.describe()}. Its twin, with or without restarts, follows."
+    yield tag("p", both if len(story.pair) > 1 else single)
     yield _arrows(story.pair)
     yield tag("p", _arrow_words(story.pair))
 
 
 def _arrows(pair: Sequence[RunRecord]) -> Html:
     """Return the moving picture: its data, which `story.js` draws, what steers it, and the same as a table."""
-    names = ("No restart", f"Restart every {pair[1].restart} rounds")
+    names = list(map(_name, pair))
     runs = [{"name": name, "rounds": list(_rounds(run))} for name, run in zip(names, pair, strict=True)]
     kinds = {"ask": "what the replicas ask for", "carried": "carried over by momentum", "step": "the outer step"}
     rows = []
     for number in range(max(len(run["rounds"]) for run in runs)):
         lines = [run["rounds"][number] if number < len(run["rounds"]) else {} for run in runs]
         words = [[_short(line.get(key)) for key in ("asked", "length", "angle", "loss")] for line in lines]
-        rows.append([number + 1, *words[0], *words[1]])
+        rows.append([number + 1, *chain.from_iterable(words)])
     quantities = ("asked", "carried over", "angle", "loss")
     header = ["round", *(f"{quantity}, {name.lower()}" for name in names for quantity in quantities)]
     caption = (
@@ -168,6 +169,10 @@ def _arrows(pair: Sequence[RunRecord]) -> Html:
     )
 
 
+def _name(run: RunRecord) -> str:
+    return "No restart" if run.restart == "never" else f"Restart every {run.restart} rounds"
+
+
 def _rounds(run: RunRecord) -> Iterator[dict[str, float | None]]:
     """Yield each round's arrows: lengths, the angle between them, the outer step's two coordinates, and the loss."""
     rule, block, loss = run.rule, run.blocks[0], run.metrics["train_loss"]
@@ -191,15 +196,15 @@ def _rounds(run: RunRecord) -> Iterator[dict[str, float | None]]:
 def _arrow_words(pair: Sequence[RunRecord]) -> str:
     """Say in numbers what the picture shows: medians over the second half of both runs."""
     words = []
-    for name, run in zip(("Without restarts", "With them"), pair, strict=True):
+    for run in pair:
         rounds = list(_rounds(run))
         late = [line for line in rounds[len(rounds) // 2 :] if line["angle"] is not None and line["asked"]]
         if late:
             length = float(np.median([(line["length"] or 0.0) / (line["asked"] or 1.0) for line in late]))
             angle = float(np.median([line["angle"] or 0.0 for line in late]))
             words.append(
-                f"{name}, what is carried over is {length:.1f} times as long as what is asked for, at {angle:.0f}° "
-                "to it."
+                f"{_name(run)}: what is carried over is {length:.1f} times as long as what is asked for, at "
+                f"{angle:.0f}° to it."
             )
     return " ".join(
         [*words, "(Medians over the second half of the run; an empty momentum is left out.)"] if words else []
@@ -214,16 +219,10 @@ def _restart(story: Story) -> Iterator[Html | None]:
         " sets the momentum to zero. The next outer step is then only what the replicas ask for, and momentum grows "
         "again from there. Old pushes cannot pile up. The price: steady progress is cut short, too.",
     )
-    if len(story.pair) < 2:
-        return
-    names = ("no restart", f"restart every {story.pair[1].restart} rounds")
-    losses = [
-        Curve(name, run.metrics["round"], run.metrics["train_loss"])
-        for name, run in zip(names, story.pair, strict=True)
-    ]
+    losses = [Curve(_name(run).lower(), run.metrics["round"], run.metrics["train_loss"]) for run in story.pair]
     ends = [readable(float((run.summary or {}).get("perplexity") or math.nan)) for run in story.pair]
-    yield figure(Chart("rounds", "Training loss of the two runs", "round", "loss (nats a character)", losses))
-    if "nan" not in ends:
+    yield figure(Chart("rounds", "Training loss of these runs", "round", "loss (nats a character)", losses))
+    if len(ends) > 1 and "nan" not in ends:
         yield tag(
             "p",
             "On text that was held back, the first run ends at a ",
