@@ -417,6 +417,26 @@ def test_a_table_with_other_results_than_the_runs(sweep_folder: Path, capsys: Ou
     assert "repeat the sweep's command" in line
 
 
+def test_a_table_with_other_cells_than_the_sweep(sweep_folder: Path, capsys: Output) -> None:
+    """A changed value, a missing, repeated or moved line of cells.csv is refused; the untouched table is not."""
+    assert main(["report", str(sweep_folder)]) == 0
+    table = sweep_folder / "cells.csv"
+    rows = read_rows(table)
+    values = dict(rows[1].values)
+    changed = [
+        [rows[0], dataclasses.replace(rows[1], values=values | {"outer.lr": 0.75}), *rows[2:]],
+        [rows[0], dataclasses.replace(rows[1], arm="other"), *rows[2:]],
+        rows[:-1],
+        [*rows, rows[0]],
+        [rows[1], rows[0], *rows[2:]],
+    ]
+    for other in changed:
+        write_rows(table, other)
+        capsys.readouterr()
+        assert main(["report", str(sweep_folder)]) == 2
+        assert "is not what the sweep has written" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_large_sweep_is_small_enough(tmp_path: Path) -> None:
     """Four hundred runs of a thousand rounds each make a page below 600 kB."""
@@ -454,6 +474,7 @@ def test_runs_over_each_other(tmp_path: Path, capsys: Output) -> None:
 
 def test_hostile_names_in_a_sweep(sweep_folder: Path) -> None:
     """Names of arms, runs and values are text, and a run's name leads to no place outside of the sweep."""
+    (sweep_folder / "sweep.json").unlink()  # which says the names, too
     table = sweep_folder / "cells.csv"
     lines = table.read_text().splitlines()
     evil = ['"<script>alert(1)</script>",javascript:alert(1)', "<b>,../../../etc/passwd", "=cmd(),<img src=x>"]

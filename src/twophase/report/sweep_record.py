@@ -15,7 +15,7 @@ from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
 from twophase.runs.folder import RUN_ID, SUMMARY, list_some, read_summary
 from twophase.sweep.run import SPEC, TABLE
-from twophase.sweep.table import Row, read_rows
+from twophase.sweep.table import Row, cell_text, read_rows
 from twophase.sweep.work import RUNS
 
 REPORT = "report.html"
@@ -77,6 +77,7 @@ def read_sweep(path: Path, where: Mapping[str, str] | None = None, page_folder: 
     spec = _description(path)
     problems = [] if spec else [f"{SPEC} is missing."]
     rows = read_rows(path / TABLE)
+    _check_cells(path, rows, spec)
     lost = _lost_runs(path, rows)
     rows = select(rows, where or {})
     missing, failed = (sum(row.state == state for row in rows) for state in ("missing", "failed"))
@@ -102,6 +103,33 @@ def _description(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path / SPEC}: is damaged ({error}); put it back, or move it out of the folder") from None
 
 
+def _check_cells(path: Path, rows: Sequence[Row], spec: Mapping[str, Any]) -> None:
+    """Refuse a table with other cells than the sweep's description, which has arm, run and values of each."""
+    if not spec:
+        return
+    try:
+        cells = [(cell["arm"], cell["run"], spec["base"] | flatten(cell["values"]), cell) for cell in spec["cells"]]
+        expected = [
+            (arm, run, {name: cell_text(values[name]) for name in spec["axes"]}, cell["control_of"])
+            for arm, run, values, cell in cells
+        ]
+    except (KeyError, TypeError, AttributeError):
+        raise UsageError(f"{path / SPEC}: is damaged; put it back, or move it out of the folder") from None
+    for number, row in enumerate(rows):
+        values = {name: cell_text(value) for name, value in row.values.items()}
+        if number >= len(expected) or (row.arm, row.run, values, row.control_of) != expected[number]:
+            raise _differing(path, f"line {number + 2} is no cell of {SPEC}, or not in its place")
+    if len(rows) < len(expected):
+        raise _differing(path, f"{len(rows):,} cells of {len(expected):,} in {SPEC}")
+
+
+def _differing(path: Path, why: str) -> UsageError:
+    return UsageError(
+        f"{path / TABLE}: is not what the sweep has written ({why}); repeat the sweep's command, which writes the "
+        "table again"
+    )
+
+
 def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
     """Name the runs that have a result in the table and no sound folder; refuse a table with other results than they.
 
@@ -121,9 +149,9 @@ def _lost_runs(path: Path, rows: Sequence[Row]) -> list[str]:
         expected = {"state": state} | {name: summary.get(name) for name in ("perplexity", "validation_loss", "seconds")}
         for row, (name, value) in itertools.product(rows_of_run, expected.items()):
             if getattr(row, name) != value:
-                raise UsageError(
-                    f"{path / TABLE}: is not what the runs say: {name} of run {row.run} is {getattr(row, name)} in it, "
-                    f"and {value} in {RUNS}/{run}/{SUMMARY}; repeat the sweep's command, which writes the table again"
+                raise _differing(
+                    path,
+                    f"{name} of run {row.run} is {getattr(row, name)}, and {value} in {RUNS}/{run}/{SUMMARY}",
                 )
     if not lost:
         return []

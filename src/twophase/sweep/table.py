@@ -145,7 +145,9 @@ def write_rows(path: Path, rows: Sequence[Row]) -> bool:
     for row in rows:
         diverged = None if row.state in {"missing", "failed"} else row.state == "diverged"
         after = [row.perplexity, row.validation_loss, diverged, row.state, row.seconds, row.control_of, row.twin_of]
-        writer.writerow([_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]])
+        writer.writerow(
+            [cell_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]]
+        )
     text = buffer.getvalue()
     if path.exists() and path.read_bytes() == text.encode():
         return False
@@ -235,7 +237,7 @@ def place_words(values: Mapping[str, Any], paths: Sequence[str]) -> str:
     parts = []
     for path, leaf in zip(paths, last, strict=True):
         value = values.get(path)
-        text = f"{value:g}" if isinstance(value, float) else _text(value)
+        text = f"{value:g}" if isinstance(value, float) else cell_text(value)
         parts.append(f"{leaf if last.count(leaf) == 1 else path} {text}")
     return ", ".join(parts)
 
@@ -279,7 +281,7 @@ def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, markdo
     a      7.67
     long  13.90
     """
-    lines = [list(header), *([_text(item) for item in row] for row in rows)]
+    lines = [list(header), *([cell_text(item) for item in row] for row in rows)]
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [len(lines) > 1 and all(map(_reads_as_number, column[1:])) for column in columns]
@@ -355,11 +357,12 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-def _text(item: Any) -> str:
+def cell_text(item: Any) -> str:
+    """Write a value as a cell of the table has it."""
     if item is None:
         return ""
-    if isinstance(item, tuple):
-        return text_of(item)
+    if isinstance(item, tuple | list):
+        return text_of(tuple(item))
     return str(item).lower() if isinstance(item, bool) else repr(item) if isinstance(item, float) else str(item)
 
 
