@@ -69,7 +69,7 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
     leaves = {item: item.rpartition(".")[2] for item in plain}
     alike = [item for item, other in leaves.items() if leaf in (other, _initials(other)) or other == _initials(leaf)]
     near = [item for item in alike if item.rpartition(".")[0] == group] or alike
-    near = near or difflib.get_close_matches(_plain(name), plain, n=1)
+    near = near or difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.7)  # often is not soft
     if near:
         return f"did you mean {' or '.join(plain[item] for item in near)}?"
     return otherwise or f"choose from {', '.join(names)}"

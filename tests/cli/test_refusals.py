@@ -138,10 +138,7 @@ MISTAKES = [
 def check(words: str, thing: str, capfd: pytest.CaptureFixture[str], cache: str = "") -> None:
     """Run a command that must be refused, and leave the folder as it was; it may make one file as a cache."""
     before = snapshot(Path.cwd())
-    try:
-        status = cli.main(words.split())
-    except SystemExit as end:  # argparse's own
-        status = end.code
+    status = cli.main(words.split())
     message = capfd.readouterr().err
     assert status == 2, message
     assert message.count("\n") == 1
