@@ -44,8 +44,11 @@ _log = logging.getLogger("twophase")
 _HEAL_RATE = 0.1e9  # bytes a second, a third of what was measured on loopback
 _HEAL_MARGIN = 5.0
 _POLL = 0.2
-_NOTICE = 5.0
-"""Seconds after which a replica that waits for its first sync says so."""
+_NOTICE = 5.0  # seconds after which a replica that waits for its first sync says so
+_WAITING = (
+    "replica %d waits at the lighthouse %s: for the others to end their inner steps, or for as many replicas as the "
+    "lighthouse's own --min_replicas; it gives up after %g s (--quorum-timeout)"
+)
 _SYNCS = 1 << 20
 """Times the identity of a run under way, added to its syncs: no late joiner has more, nor a run that began earlier."""
 _UNDER_WAY = 1 << 40
@@ -340,7 +343,7 @@ class TorchFT(Collectives):
         watch = parts.Watch(self._lighthouse_at, self.patience, self._manager._executor.give_up)
         self._manager._client.was_away = lambda: watch.missed
         watch.start()
-        notice = threading.Timer(_NOTICE, self._say_waiting)
+        notice = threading.Timer(_NOTICE, _log.warning, (_WAITING, self.replica, self.lighthouse, self.quorum_timeout))
         notice.daemon = True
         if not self._members:  # later on, a wait is that for the slowest replica's inner steps
             notice.start()
@@ -349,15 +352,6 @@ class TorchFT(Collectives):
         finally:
             watch.over.set()
             notice.cancel()
-
-    def _say_waiting(self) -> None:
-        _log.warning(
-            "replica %d waits at the lighthouse %s: for the others to end their inner steps, or for as many replicas "
-            "as the lighthouse's own --min_replicas; it gives up after %g s (--quorum-timeout)",
-            self.replica,
-            self.lighthouse,
-            self.quorum_timeout,
-        )
 
     # ------------------------------------------------------------------------------------------- coming and going
 
