@@ -20,7 +20,7 @@ from twophase.base.config import UsageError
 from twophase.base.files import table_text
 from twophase.base.progress import meter
 from twophase.cli.commands import config_paths
-from twophase.figures.style import INK, MUTED, look, name_panels, new_page, rendered, styled, write_files
+from twophase.figures.style import INK, MUTED, headline, look, name_panels, new_page, rendered, styled, write_files
 from twophase.runs.folder import standard
 from twophase.runs.record import WHOLE, RunRecord, read_record
 from twophase.spectrum import (
@@ -306,8 +306,20 @@ def draw(
     titles = "Preconditioned curvature", "Effective progress of a round", "What each period leaves of a block's loss"
     name_panels(panels, titles)
     figure.legend(*panels[2].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle(title, fontsize=9)
+    headline(figure, _finding(forecasts), f"{title}\nloss: lower is better; bars and dots: see the legends")
     return figure, rows
+
+
+def _finding(forecasts: Sequence[Forecast]) -> str:
+    """Say which blocks a period of their own is predicted to help, and by how much."""
+    gains = [
+        f"{block.curvature.name} every {block.chosen.period} rounds ({math.exp(block.chosen.log_gain):.2g} of the loss)"
+        for block in forecasts
+        if block.chosen.period is not None
+    ]
+    none = len(forecasts) - len(gains)
+    words = [f"no restart is best in {none} of {len(forecasts)} blocks"] if none else []
+    return f"By the linear theory {'; '.join([*words, *gains])}"
 
 
 def _draw_spectrum(axes: Axes, setting: Setting, forecasts: Sequence[Forecast]) -> Rows:

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twophase.base.files import table_text
-from twophase.figures.style import DIVERGED, HATCH, INK, PAPER, log_ticks, new_figure, rendered, styled, write_files
+from twophase.figures.style import (
+    DIVERGED,
+    HATCH,
+    INK,
+    PAPER,
+    headline,
+    log_ticks,
+    new_figure,
+    rendered,
+    styled,
+    write_files,
+)
 from twophase.sweep.table import Setting, State, readable
 
 if TYPE_CHECKING:
@@ -89,6 +100,7 @@ def heatmaps(
     colour_label: str,
     title: str,
     path_stem: Path,
+    reading: str = "",
     note: str = "",
     scale: Scale | None = None,
 ) -> list[Path]:
@@ -102,8 +114,9 @@ def heatmaps(
         x_label: name of the horizontal axis.
         y_label: name of the vertical axis.
         colour_label: what the numbers are, with their unit.
-        title: of the figure.
+        title: what the numbers say.
         path_stem: the files' path without their endings; its folder must exist.
+        reading: below the title, in which setting and over which seeds.
         note: a line below the panels, for what a reader must know to read them.
         scale: the colour scale; `scale_of` everything that the panels show when None.
 
@@ -119,8 +132,8 @@ def heatmaps(
     with styled():
         figure, colours = _draw(panels, scale, x_label, y_label)
         draw_colour_bar(figure, colours, scale, colour_label, max(shown, default=0.0))
-        figure.suptitle(title, fontsize=9.5, fontweight="bold")
-        figure.supxlabel(note, fontsize=7, color="#444444")
+        headline(figure, title, f"{colour_label}, lower is better and lighter{reading and '; '}{reading}")
+        figure.supxlabel(note, fontsize=7.5, color="#444444")
         pictures = rendered(figure)
     rows = [
         {
@@ -139,7 +152,7 @@ def heatmaps(
 
 def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> tuple[Figure, ScalarMappable]:
     heights = [max(len(panel.y) for panel in row) for row in panels]
-    height = 1.0 + sum(0.35 + 0.26 * max(n, 3) for n in heights)
+    height = 1.2 + sum(0.35 + 0.26 * max(n, 3) for n in heights)
     figure, grid = new_figure(height, len(panels), len(panels[0]), gridspec_kw={"height_ratios": heights})
     colours = colours_of(scale)
     for j, row in enumerate(panels):
@@ -249,7 +262,9 @@ def draw_colour_bar(
     if scale.low < scale.bound < scale.high:
         bar.ax.axhline(scale.bound, color=INK, linewidth=1.6)
     end = f"; colours end at {readable(scale.high)}" if clipped else ""
-    bar.set_label(f"{label}\n(log scale{end})")  # two lines: a figure of one row is lower than one line is long
+    bar.set_label(
+        f"{label}\nlower is better (log scale{end})"
+    )  # two lines: a figure of one row is lower than one line is long
 
 
 def shade(value: float, scale: Scale) -> tuple[tuple[int, int, int], str]:

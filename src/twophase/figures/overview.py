@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from twophase.figures.heatmaps import Panel, heatmaps, tile
+from twophase.figures.heatmaps import Panel, heatmaps, scale_of, tile
 from twophase.sweep.grid import MOMENTUM_FREE
 from twophase.sweep.table import Row, Setting, arm_name, format_table, readable, settings
 
@@ -92,8 +92,9 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
         x_label=across or "seed",
         y_label=up,
         colour_label="validation perplexity a token",
-        title=f"Sweep over {', '.join(axes) or 'seeds'} ({form})",
-        note=_seeds_note(by_setting),
+        title=_finding(by_setting),
+        reading=f"{form}; {_seeds_note(by_setting).lower().rstrip('.')}",
+        note=f"Axes: {', '.join(axes) or 'seeds'}. Outlined: within 25 % of the best.",
         path_stem=folder / "sweep",
     )
 
@@ -118,6 +119,21 @@ def describe(rows: Sequence[Row]) -> str:
 def _grid(rows: Sequence[Row]) -> list[Row]:
     """The rows without controls, whose places are not the grid's."""
     return [row for row in rows if row.control_of is None and row.arm != MOMENTUM_FREE] or list(rows)
+
+
+def _finding(by_setting: Sequence[Setting]) -> str:
+    """Name the best setting of a grid, and how many come near it."""
+    values = [setting.perplexity for setting in by_setting if setting.perplexity is not None]
+    if not values:
+        return "No setting has finished yet"
+    best = next(setting for setting in by_setting if setting.perplexity == min(values))
+    where = ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in best.values.items())
+    near = sum(value <= scale_of(values).bound for value in values)
+    lost = sum(setting.state == "diverged" for setting in by_setting)
+    return (
+        f"Best {readable(best.perplexity)}{where and f' at {where}'}; {near} of {len(by_setting)} settings are within "
+        f"25 % of it{f', {lost} diverged' if lost else ''}"
+    )
 
 
 def _seeds_note(by_setting: Sequence[Setting]) -> str:

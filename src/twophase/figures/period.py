@@ -9,7 +9,7 @@ import numpy as np
 
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
-from twophase.figures.style import INK, MUTED, look, name_panels, new_figure, rendered, styled, write_files
+from twophase.figures.style import INK, MUTED, headline, look, name_panels, new_figure, rendered, styled, write_files
 from twophase.rule import OuterRule
 from twophase.theory.advice import Advice
 from twophase.theory.contraction import log_restart_factor, restart_table
@@ -40,14 +40,27 @@ def draw(advice: Advice, path: Path) -> list[Path]:
     parts = [_motion, _rates, *([_losses] if advice.rounds is not None else [])]
     rows: Rows = []
     with styled():
-        figure, grid = new_figure(3.3, 1, len(parts))
+        figure, grid = new_figure(3.7, 1, len(parts))
         titles = [part(axes, advice, rows) for part, axes in zip(parts, grid[0], strict=True)]
         for axes in grid[0]:  # below the panel: wherever it lay inside, it would cover the curve of some rule
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18))
         name_panels(grid[0], titles)
-        figure.suptitle(advice.rule.describe(), fontsize=9.5, fontweight="bold")
+        headline(
+            figure, _finding(advice), f"{advice.rule.describe()}; residual and loss: lower is better; rate: higher is"
+        )
         picture = rendered(figure)[path.suffix]
     return write_files(path.with_suffix(""), {path.suffix: picture, ".csv": table_text(rows)})
+
+
+def _finding(advice: Advice) -> str:
+    """Name the recommended period and what it gains on the slowest mode, or that nothing is gained."""
+    best, without = advice.recommended, advice.without
+    if best.period is None:
+        return f"No restart is best: the slowest mode contracts by {without.rate:.3g} nats a round"
+    return (
+        f"Restart every {best.period} rounds: the slowest mode contracts by {best.rate:.3g} nats a round, without "
+        f"restarts by {without.rate:.3g}"
+    )
 
 
 def _motion(axes: Any, advice: Advice, rows: Rows) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import UsageError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 WIDTH_INCHES = 6.75
 """The text width of a two-column journal page."""
+_DPI = 200
 INK, PAPER, MUTED = "#000000", "#ffffff", "#555555"
 DIVERGED, HATCH = "#f2f2f2", "#8c8c8c"
 """Ground and strokes of what has diverged."""
@@ -80,7 +82,8 @@ def new_page(height: float) -> Figure:
     """An empty figure as wide as the page, `height` inches high, whose parts find their places by themselves."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - as above
 
-    return Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+    # Of the picture's own resolution: text is wider at another, and labels would stand out of the layout's margins.
+    return Figure(figsize=(WIDTH_INCHES, height), layout="constrained", dpi=_DPI)
 
 
 def new_figure(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
@@ -128,6 +131,65 @@ def look(number: int, *, every: int | tuple[int, int] | None = None) -> dict[str
     return {"color": colour, "linestyle": stroke, **marks}
 
 
+def headline(figure: Figure, finding: str, reading: str) -> None:
+    """Title a figure: in bold what its numbers say, below it what is drawn and which direction is better.
+
+    Args:
+        figure: a whole one.
+        finding: composed from the numbers that are drawn, so that it changes with them.
+        reading: in plain letters, such as "perplexity a token, lower is better".
+    """
+    from matplotlib.text import Annotation  # noqa: PLC0415 - as above
+
+    lines = "\n".join(_balanced(part, 116) for part in reading.splitlines())
+    # The layout leaves room for the title alone, so it ends with empty lines for the words below it.
+    title = figure.suptitle(_balanced(finding, 84) + "\n " * (lines.count("\n") + 1), fontsize=9.5, fontweight="bold")
+    place: dict[str, Any] = {"xycoords": title, "ha": "center", "va": "bottom"}
+    figure.add_artist(Annotation(lines, (0.5, 0), fontsize=7.5, color="#444444", **place))
+
+
+def _balanced(text: str, width: int) -> str:
+    """Wrap text into as few lines as the width allows, about equally long."""
+    lines = wrap(text, width, break_on_hyphens=False)
+    for narrower in range(width - 1, 0, -1):
+        others = wrap(text, narrower, break_on_hyphens=False)
+        if len(others) > len(lines):
+            break
+        lines = others
+    return "\n".join(lines)
+
+
+def in_words(pairs: Sequence[tuple[float, float]], *, more: str, fewer: str, both: str, same: str) -> str:
+    """Choose the words of a finding by what becomes of some numbers.
+
+    Args:
+        pairs: each number before and after.
+        more: where some are larger after, and none is smaller.
+        fewer: where some are smaller, and none is larger.
+        both: where some are larger and some smaller.
+        same: where none changes.
+
+    >>> in_words([(7, 10), (8, 8)], more="widens", fewer="narrows", both="moves", same="leaves")
+    'widens'
+    """
+    rises, falls = any(b > a for a, b in pairs), any(b < a for a, b in pairs)
+    return both if rises and falls else more if rises else fewer if falls else same
+
+
+def share_legend(figure: Figure, panels: Sequence[Axes], spare: Sequence[Axes] = (), columns: int = 3) -> None:
+    """Draw the legend of several panels once: in the first place that has no panel, else below all of them."""
+    entries: dict[str, Any] = {}
+    for panel in panels:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    for axes in spare:
+        axes.set_axis_off()
+    if len(spare):
+        spare[0].legend(entries.values(), entries.keys(), loc="center", fontsize=7.5)
+    else:
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, fontsize=7.5)
+
+
 def name_panels(axes: Sequence[Axes], titles: Sequence[str]) -> None:
     """Title panels from the left, with (a), (b), ... in bold before."""
     for letter, (panel, title) in enumerate(zip(axes, titles, strict=True)):
@@ -156,7 +218,7 @@ def rendered(figure: Figure, *, palette: bool = False) -> dict[str, bytes]:
     """
     _settle(figure)
     png, pdf = io.BytesIO(), io.BytesIO()
-    figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
+    figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None})
     figure.savefig(pdf, format="pdf", metadata={"CreationDate": None, "Producer": None, "Creator": None})
     if palette:
         from PIL import Image  # noqa: PLC0415 - matplotlib brings it

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from twophase.figures.heatmaps import Panel, Scale, heatmaps, scale_of, tile
 from twophase.figures.terminal import text_maps
+from twophase.figures.thresholds import thresholds
 from twophase.judge.cells import CONTROL, MISSING, fate, outcome
 from twophase.judge.verdict import ArmVerdict, Verdict, select
 from twophase.judge.verdict import verdict as judge
@@ -16,6 +17,7 @@ from twophase.recipes.controls import AVERAGING_LR, LR, MOMENTUM, MOMENTUM_FREE
 from twophase.recipes.demo import AUTO, arm_name, matched_arm
 from twophase.recipes.paper import PERIOD, RULES
 from twophase.rule import FORM_WORDS
+from twophase.studies._demo_titles import curves_of, gain_title, pair_ratios, region_title, threshold_title
 from twophase.studies._lm import MARGIN, WITHIN
 from twophase.sweep.grid import Sweep
 from twophase.sweep.table import SEED, Row, Setting, format_table, geometric_mean, readable, result, settings
@@ -38,13 +40,15 @@ LIMITS = (
 
 
 def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
-    """Draw `demo` (the main grid) and, if the sweep has controls, `controls` as `.png`, `.pdf` and `.csv`.
+    """Draw `demo` (the main grid), `controls` (if the sweep has any) and `demo_thresholds`: `.png`, `.pdf` and `.csv`.
 
-    Both are 2 x 2 heatmaps, heavy ball above Nesterov, on one colour scale; the left column of `controls` holds the
-    gain-matched runs in the place of the restarted cells that they control. With several seeds they show means. The
-    folder is the sweep's `figures`; returned are the paths written.
+    The first two are 2 x 2 heatmaps, heavy ball above Nesterov, on one colour scale; the left column of `controls`
+    holds the gain-matched runs in the place of the restarted cells that they control. With several seeds they show
+    means. The third is the share of each arm's settings near the best, over how near. The folder is the sweep's
+    `figures`; returned are the paths written.
     """
-    finished = [cell.perplexity for cell in settings(rows) if cell.perplexity is not None]
+    cells = settings(rows)
+    finished = [cell.perplexity for cell in cells if cell.perplexity is not None]
     seeds, base = _seeds(sweep), sweep.base
     form = FORM_WORDS[base.outer.form] + (f", mean over {len(seeds)} seeds" if len(seeds) > 1 else "")
     best = readable(min(finished, default=None)) or "none yet"
@@ -55,13 +59,13 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
         (
             "demo",
             main_maps(rows),
-            f"Outer momentum with and without restarts ({form})",
+            region_title(cells, scale(rows).bound),
             _lines([run, _momentum_free(rows)]),
         ),
         (
             "controls",
             _maps(rows, matched_arm, f"no restart, mean gain of K={PERIOD}"),
-            f"The same mean outer gain without and with restarts ({form})",
+            gain_title(rows),
             f"Left: learning rate lowered until the mean outer gain is that of the cell to the right.\n{outlined}",
         ),
     ):
@@ -69,6 +73,7 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
             paths += heatmaps(
                 panels,
                 title=title,
+                reading=form,
                 note=note,
                 path_stem=folder / name,
                 x_label="outer learning rate",
@@ -76,7 +81,17 @@ def draw(rows: Sequence[Row], sweep: Sweep, folder: Path) -> list[Path]:
                 colour_label="validation perplexity a token",
                 scale=scale(rows),
             )
-    return paths
+    curves = {kind: curves_of(rows, cells, kind) for kind in RULES}
+    averaging = beside(rows)["plain averaging"]
+    distance = averaging.perplexity / min(finished) - 1 if averaging and averaging.perplexity else None
+    return paths + thresholds(
+        curves,
+        title=threshold_title(curves),
+        reading=f"share of an arm's settings near the best, higher is better; {form}"
+        + ("\nbands of the whole grids: the seeds, each against its own best" if len(seeds) > 1 else ""),
+        path_stem=folder / "demo_thresholds",
+        lines={} if distance is None else {"plain averaging": 100 * distance},
+    )
 
 
 def main_maps(rows: Sequence[Row]) -> list[list[Panel]]:
@@ -288,12 +303,7 @@ def _spread_words(rows: Sequence[Row], bound: float) -> str:
 
 def _control_words(rows: Sequence[Row]) -> str:
     """Describe the controls, empty when the sweep has none; every seed of a gain-matched one is a pair."""
-    lines, by_run = [_momentum_free(rows)], {row.run: result(row) for row in rows}
-    ratios: dict[str, list[float | None]] = {}
-    for row in rows:
-        if row.control_of in by_run:
-            mine, other = result(row), by_run[row.control_of]
-            ratios.setdefault(row.arm, []).append(mine / other if mine and other else None)
+    lines, ratios = [_momentum_free(rows)], pair_ratios(rows)
     if ratios:
         lines.append(
             f"Gain-matched control: no restart, lr lowered to the mean outer gain of K={PERIOD}. Ratio of its "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from twophase.figures.heatmaps import Scale, colours_of, draw_colour_bar, draw_tiles, scale_of
-from twophase.figures.style import new_page
+from twophase.figures.style import headline, new_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,34 +25,40 @@ def heatmap_page(
     rows: Sequence[PageRow],
     lines: Sequence[Mapping[str, Any]],
     *,
+    columns: Sequence[str],
     x: Sequence[float],
     y: Sequence[float],
     x_label: str,
-    height: float,
-    size: float,
+    finding: str,
+    reading: str,
     words: str,
-) -> tuple[Figure, Any]:
-    """Draw rows of heatmaps over the same axes; return the page and its panels, whose titles are left to the caller.
+) -> Figure:
+    """Draw rows of heatmaps over the same axes, with a title for each column.
 
-    One logarithmic colour scale holds for all `lines`: from the best to the worst, at most 3 times that. `height` is in
-    inches, `size` that of the numbers in points, and `words` stand below everything.
+    One logarithmic colour scale holds for all `lines`: from the best to the worst, at most 3 times that. `finding` and
+    `reading` are those of `headline`, and `words` follow on a line of their own.
     """
-    figure = new_page(height)
+    figure = new_page(1.5 + len(rows) * (0.25 + 0.27 * len(y)))
     panels = figure.subplots(len(rows), len(rows[0][2]), squeeze=False)
     values = [line["perplexity"] for line in lines if line["perplexity"] is not None]
     colours = colours_of(scale_of(values))
-    for row, (label, bound, columns) in zip(panels, rows, strict=True):
-        for axes, line_at in zip(row, columns, strict=True):
-            _draw_heatmap(axes, line_at, x=x, y=y, colours=colours, bound=bound, size=size)
-        row[0].set_ylabel(label, fontsize=7)
-    for axes in panels[-1]:
-        axes.set_xlabel(x_label, fontsize=7, labelpad=1)
+    for row, (label, bound, cells) in zip(panels, rows, strict=True):
+        for axes, line_at in zip(row, cells, strict=True):
+            _draw_heatmap(axes, line_at, x=x, y=y, colours=colours, bound=bound)
+        row[0].set_ylabel(label)
+        for axes in row[1:]:
+            axes.set_yticklabels([])
+    for axes, title in zip(panels[0], columns, strict=True):
+        axes.set_title(title)
+    for axes in panels[:-1].ravel():
+        axes.set_xticklabels([])
+    figure.supxlabel(x_label, fontsize=8)
     low, high = colours.get_clim()
     scale = Scale(low, high, bound=low)  # what is outlined differs from panel to panel: no mark on the bar
-    where = {"ax": list(panels.ravel()), "aspect": 45, "fraction": 0.03, "pad": 0.01}
+    where = {"ax": list(panels.ravel()), "aspect": 32, "fraction": 0.05, "pad": 0.02}
     draw_colour_bar(figure, colours, scale, "validation perplexity a token", max(values, default=low), **where)
-    note(figure, words)
-    return figure, panels
+    headline(figure, finding, f"validation perplexity a token, lower is better and lighter; {reading}\n{words}")
+    return figure
 
 
 def _draw_heatmap(
@@ -63,7 +69,6 @@ def _draw_heatmap(
     y: Sequence[float],
     colours: ScalarMappable,
     bound: float,
-    size: float,
 ) -> None:
     """Draw one small heatmap with its numbers; a restart that never fires gets a circle behind its number."""
     lines = {(i, j): line_at(across, up) for i, across in enumerate(x) for j, up in enumerate(y)}
@@ -76,17 +81,12 @@ def _draw_heatmap(
         line = lines[i, j]
         return NEVER_FIRES if line is not None and never_fires(line) else ""
 
-    draw_tiles(axes, cells, colours=colours, bound=bound, size=size, mark=mark)
+    draw_tiles(axes, cells, colours=colours, bound=bound, mark=mark)
     axes.set_xticks(range(len(x)), [f"{value:g}" for value in x])
     axes.set_yticks(range(len(y)), [f"{value:g}" for value in y])
-    axes.tick_params(pad=2, labelsize=6.5)
+    axes.tick_params(pad=2)
 
 
 def never_fires(line: Mapping[str, Any]) -> bool:
     """Return whether a setting names a restart that no run of its length feels."""
     return line["restart"] != "never" and line["restarts"] == 0
-
-
-def note(figure: Figure, text: str) -> None:
-    """Write below everything what a reader must know to read the page."""
-    figure.supxlabel(text, fontsize=6.5, color="#444444")

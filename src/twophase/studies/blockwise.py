@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twophase.figures.style import MUTED, look, name_panels, new_figure
+from twophase.figures.style import MUTED, PAPER, headline, look, name_panels, new_figure
 from twophase.judge.cells import Paired, logs, outcomes
 from twophase.recipes.paper import Scale
 from twophase.studies import _blockwise_cells as cells
 from twophase.studies._blockwise_cells import ALL, FREE, MEAN, NEVER, ONE, ORACLE, ROUNDS, SHUFFLED, Place
 from twophase.studies._lm import change_words, tally
-from twophase.studies._lm_figures import note
 from twophase.studies.study import Result
 from twophase.sweep.table import SEED, Row, format_table, readable, settings
 
@@ -208,75 +207,94 @@ def _sigma_body(places: Mapping[str, Any], blocks: Sequence[str]) -> list[list[A
 # --------------------------------------------------------------------------------------------------------------- figure
 
 
-_COLOURS = {"one K": 0, "averaging": 7, "K_b, curvature": 2, "K_b, rounds": 1, "K_b, oracle": 3, "shuffled": 4}
-"""From how an arm's name begins to its look."""
+_LINES = {
+    "one K for all": 0,
+    FREE: 7,
+    MEAN: 2,
+    ALL: 5,
+    ROUNDS: 1,
+    ORACLE: 3,
+}
+"""From how the arms of a line of the figure begin to their look."""
 _FARTHEST = 60.0
 """Per cent beyond which a point is put at the edge, with its number."""
 
 
 def draw(result: Result) -> Figure:
-    """Rows: the arms with their periods; across: perplexity against the chosen K for all, in per cent."""
-    places = result.numbers["places"]
+    """Rows: the arms; across: perplexity against the chosen K for all, in per cent; hollow: on other blocks."""
+    places, settings = result.numbers["places"], result.settings
     columns = min(len(places), 2)
     rows = -(-len(places) // columns)
-    count = max(len(facts["arms"]) for facts in places.values())
-    figure, grid = new_figure(0.7 + rows * (0.7 + 0.19 * count), rows, columns)
+    names = list(dict.fromkeys(arm for facts in places.values() for arm in facts["arms"] if arm not in _CONTROLS))
+    figure, grid = new_figure(1.3 + rows * (0.6 + 0.19 * len(names)), rows, columns, sharex="col", sharey=True)
     panels = list(grid.flat)
     for panel, facts in zip(panels, places.values(), strict=False):
-        _panel(panel, facts)
+        _panel(panel, facts, names)
     for panel in panels[len(places) :]:
         panel.set_axis_off()
     name_panels(panels[: len(places)], [f"{name}, {facts['rounds']} rounds" for name, facts in places.items()])
-    settings = result.settings
+    for panel in grid[-1]:
+        low, high = panel.get_xlim()  # of the column
+        panel.set_xlim(low, min(high, _FARTHEST * 1.02) if math.isfinite(high) else _FARTHEST)
+        panel.set_xlabel("perplexity against the chosen K, %\n(left of 0 is better)")
     several = len(settings["seeds"]) > 1
-    bars = f"Bars: {settings['clear']:g} standard errors; strokes: the seeds. " if several else "One seed. "
-    note(
+    bars = f"bars: {settings['clear']:g} standard errors; strokes: the seeds" if several else "one seed"
+    headline(
         figure,
-        f"{bars}Left of 0 is better than the one K for all that is best on another seed (ringed).\nPeriods of "
-        f"{', '.join(settings['blocks'])}; \N{EN DASH} is no restart. Nesterov lr {settings['lr']:g}, momentum "
-        f"{settings['momentum']:g}, {settings['form']} form.",
+        _finding(places),
+        f"perplexity against the one K for all that is best on another seed (ringed), lower is better; {bars}\n"
+        f"hollow: the same periods on other blocks; blocks {', '.join(settings['blocks'])}; Nesterov lr "
+        f"{settings['lr']:g}, momentum {settings['momentum']:g}, {settings['form']} form",
     )
     return figure
 
 
-def _panel(panel: Axes, facts: Mapping[str, Any]) -> None:
-    names = []
-    for row, (arm, line) in enumerate(facts["arms"].items()):
-        number = next(look_ for start, look_ in _COLOURS.items() if arm.startswith(start))
-        style = look(number, every=1)
-        names.append(_name(arm, line))
+_CONTROLS = {control: arm for arm, control in SHUFFLED.items()}
+
+
+def _finding(places: Mapping[str, Any]) -> str:
+    """Count where periods by block are clearly better than the one K: those of the theory, and the oracle's."""
+
+    def count(arms: Sequence[str]) -> str:
+        highs = [facts["arms"][arm]["high"] for facts in places.values() for arm in arms if arm in facts["arms"]]
+        known = [high for high in highs if high is not None]
+        return f"{sum(high < 1 for high in known)} of {len(known)}"
+
+    return (
+        f"Periods by block that theory gives beat the best one K for all in {count((MEAN, ALL, ROUNDS))} comparisons; "
+        f"periods searched block by block do in {count((ORACLE,))}"
+    )
+
+
+def _panel(panel: Axes, facts: Mapping[str, Any], names: Sequence[str]) -> None:
+    for arm, line in facts["arms"].items():
+        of = _CONTROLS.get(arm, arm)
+        is_control = arm in _CONTROLS
+        row = names.index(of) + 0.28 * is_control
+        style = look(next(number for start, number in _LINES.items() if of.startswith(start)), every=1)
+        colour = style["color"]
         if line["ratio"] is None:
-            panel.text(0, row, line["state"], color=style["color"], fontsize=6, ha="center", va="center")
+            panel.text(0, row, line["state"], color=colour, fontsize=7, ha="center", va="center")
             continue
         percent = 100 * (line["ratio"] - 1)
         if percent > _FARTHEST:  # at the edge of the panel, wherever that will be
             words = f"+{percent:.0f} % \N{RIGHTWARDS ARROW}"
-            panel.text(0.98, row, words, transform=panel.get_yaxis_transform(), fontsize=6, ha="right", va="center")
+            panel.text(0.98, row, words, transform=panel.get_yaxis_transform(), fontsize=7, ha="right", va="center")
             continue
         if line["low"] is not None:
             ends = [100 * (line[end] - 1) for end in ("low", "high")]
-            panel.plot(ends, [row, row], color=style["color"], linewidth=1.0)
-        panel.plot(
-            [100 * (ratio - 1) for ratio in line["ratios"]], [row] * len(line["ratios"]), "|", color=style["color"],
-            markersize=4.5, markeredgewidth=0.7,
-        )  # fmt: skip
-        panel.plot([percent], [row], marker=style["marker"], color=style["color"], markersize=3.5)
+            panel.plot(ends, [row, row], color=colour, linewidth=0.7 if is_control else 1.0)
+        if not is_control:
+            seeds = [100 * (ratio - 1) for ratio in line["ratios"]]
+            panel.plot(seeds, [row] * len(seeds), "|", color=colour, markersize=4.5, markeredgewidth=0.7)
+        face = PAPER if is_control else colour
+        panel.plot([percent], [row], marker=style["marker"], color=colour, markerfacecolor=face, markersize=3.8)
         if arm == f"one K for all: {facts['chosen']}":
-            panel.plot([percent], [row], marker="o", markersize=7, markerfacecolor="none", color=style["color"])
+            panel.plot([percent], [row], marker="o", markersize=7, markerfacecolor="none", color=colour)
     panel.axvline(0, color=MUTED, linewidth=0.7, zorder=0)
-    panel.set_yticks(range(len(names)), names, fontsize=5.8)
-    panel.set_ylim(len(names) - 0.5, -0.5)
-    panel.set_xlabel("against the chosen K, %", fontsize=7)
-    low, high = panel.get_xlim()
-    panel.set_xlim(low, min(high, _FARTHEST * 1.02) if math.isfinite(high) else _FARTHEST)
-
-
-def _name(arm: str, line: Mapping[str, Any]) -> str:
-    """`K_b, rounds: 2 5 – 3  14.2`: the arm, its periods if they are one set, and its perplexity."""
-    short = (
-        arm.replace("curvature, ", "").replace("one K for all: never", "no restart").replace("one K for all:", "K =")
-    )
-    periods = ""
-    if arm.startswith("K_b"):
-        periods = ": " + " ".join("\N{EN DASH}" if word == "never" else word for word in line["periods"][0])
-    return f"{short}{periods}  ({readable(line['perplexity']) or line['state']})"
+    shown = {ONE: "one K for all", ": never": ": no restart", "K_b, ": "by block: ", "curvature, ": ""}
+    labels = list(names)
+    for old, new in shown.items():
+        labels = [label.replace(old, new) for label in labels]
+    panel.set_yticks(range(len(names)), labels)
+    panel.set_ylim(len(names) - 0.4, -0.6)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twophase.figures.style import MUTED, look, name_panels, new_figure, signed
+from twophase.figures.style import MUTED, headline, look, name_panels, new_figure, signed
 from twophase.studies._model import AVERAGING, HEAVY_BALL, USUAL, select
 from twophase.studies.study import Result
 from twophase.theory.contraction import restart_factor
@@ -115,21 +115,54 @@ LOOKS = {"heavy ball, never": 0, "heavy ball, K": 1, "Nesterov, never": 2, "aver
 
 
 def draw(result: Result) -> Figure:
-    """Contractions, departure by width, losses at two widths, benefit by width, and different data."""
-    figure, grid = new_figure(7.3, 3, 2)
-    axes = list(grid.flat)
-    ends = min(result.settings["widths"]), max(result.settings["widths"])
-    _draw_contractions(axes[0], result)
-    _draw_departures(axes[1], result)
-    for panel, width in zip(axes[2:4], ends, strict=True):
-        _draw_losses(panel, result, width)
-    _draw_benefit(axes[4], result)
-    _draw_shards(axes[5], result)
-    titles = ["Linear model: contraction of a cycle", "Network: departure from its linear model"]
-    titles += [f"Loss, network of width {width}" for width in ends]
-    titles += ["Benefit of restarts, promised and found", "Linear model, replicas with different data"]
-    name_panels(axes, titles)
+    """Contractions of the linear model, and a network's departure from it by width."""
+    figure, grid = new_figure(3.6, 1, 2)
+    _draw_contractions(grid[0][0], result)
+    _draw_departures(grid[0][1], result)
+    name_panels(grid[0], ["Linear model: contraction of a cycle", "Network: departure from its linear model"])
+    exponents = [run["departure"]["exponent"] for run in result.numbers["network"]["runs"]]
+    verb = "falls with its width" if max(exponents) < 0 else "does not always fall with its width"
+    headline(
+        figure,
+        f"The theory predicts a linear model's cycles to {result.numbers['linear']['contraction_deviation']:.0e}; what "
+        f"a network departs from it {verb}, as width to the {signed(max(exponents), 2)} to {signed(min(exponents), 2)}",
+        "curves: theory, markers: measured; left: lower contracts faster; right: lower is closer to the theory",
+    )
     return figure
+
+
+def details(result: Result) -> dict[str, Figure]:
+    """Draw what restarts gain, at two widths and by width; and replicas with different data."""
+    widths = result.settings["widths"]
+    figure, grid = new_figure(5.6, 2, 2)
+    axes, ends = list(grid.flat), (min(widths), max(widths))
+    for panel, width in zip(axes, ends, strict=False):
+        _draw_losses(panel, result, width)
+    _draw_benefit(axes[2], result)
+    axes[3].set_axis_off()
+    titles = [*(f"Network of width {width}" for width in ends), "What restarts gain, by width"]
+    name_panels(axes[:3], titles)
+    gains = [gain for gain in result.numbers["network"]["benefit"] if gain["width"] == ends[1]]
+    words = ", ".join(
+        f"by {gain['found']['median']:.2f} with {gain['rule'].split(' lr')[0]} (the linear model promises "
+        f"{gain['promised']['median']:.2f})"
+        for gain in gains
+    )
+    headline(
+        figure,
+        f"In a network of width {ends[1]} restarts lower log10 of the loss {words}",
+        "loss: lower is better; gain: higher is better; medians, bars from the lowest seed to the highest",
+    )
+    shards, grid = new_figure(3.4)
+    _draw_shards(grid[0][0], result)
+    facts = result.numbers["shards"]
+    headline(
+        shards,
+        f"With different data on the replicas the pooled modes are off by up to {facts['largest_departure']:.2f}, the "
+        f"modes of the mean progress by {facts['largest_departure_exact']:.0e}",
+        "relative departure of the linear model from the theory, lower is closer; heavy ball, halves of the data",
+    )
+    return {"benefit": figure, "shards": shards}
 
 
 def _draw_contractions(axes: Axes, result: Result) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import logsumexp
 
-from twophase.figures.style import HATCH, look, name_panels, new_page
+from twophase.figures.style import HATCH, headline, in_words, look, name_panels, new_figure, share_legend
 from twophase.studies._model import LOG_10, dot_chart, log_residuals, select, verdict
 from twophase.studies.study import Result
 from twophase.theory.inputs import rule_grid
@@ -199,19 +199,47 @@ def answer(result: Result) -> str:
 
 
 def draw(result: Result) -> Figure:
-    """Regret by criterion, how often each picks the best period, and the median regret over the horizon."""
-    figure = new_page(5.9)
-    axes = figure.subplot_mosaic("aab;cc|", height_ratios=(1.35, 1))
-    name_panels(
-        [axes[name] for name in "abc"], [f"regret after {ROUNDS} rounds", "picks the best period", "regret over rounds"]
-    )
+    """Regret by criterion, and how often each picks the best period."""
+    figure, grid = new_figure(3.9, 1, 2, width_ratios=(2.4, 1))
     rows = select(result.rows, rounds=ROUNDS)
-    _draw_regret(axes["a"], rows)
-    _draw_exact(axes["b"], rows)
-    _draw_horizons(axes["c"], result)
-    axes["|"].axis("off")
-    axes["|"].legend(*axes["c"].get_legend_handles_labels(), loc="center left")
+    _draw_regret(grid[0][0], rows)
+    _draw_exact(grid[0][1], rows)
+    name_panels(grid[0], [f"regret after {ROUNDS} rounds", "picks the best period"])
+    facts = {row["criterion"]: row for row in rows}
+    winner = min((name for name in facts if name != "loss"), key=lambda name: facts[name]["mean"])
+    paper = [facts[f"factor {k}"]["mean"] for k in RANGES]
+    headline(
+        figure,
+        f"Where the number of rounds is not known, '{facts[winner]['meaning']}' loses least: "
+        f"{facts[winner]['mean']:.2f} dex on average, the paper's criterion {min(paper):.2f} to {max(paper):.2f}, no "
+        f"restart {facts['never']['mean']:.2f}",
+        f"log10 of the final loss over that of the best period (dex), lower is better; {result.settings['spectra']} "
+        "random spectra",
+    )
     return figure
+
+
+def details(result: Result) -> dict[str, Figure]:
+    """Draw the median regret over the horizon."""
+    figure, grid = new_figure(3.3, 1, 2, width_ratios=(2, 1))
+    _draw_horizons(grid[0][0], result)
+    share_legend(figure, grid[0][:1], grid[0][1:])
+    first, last = (result.numbers[str(rounds)]["never"]["median"] for rounds in (HORIZONS[0], HORIZONS[-1]))
+    verb = in_words(
+        [(round(first, 2), round(last, 2))],
+        more="More is at stake in longer runs",
+        fewer="Less is at stake in longer runs",
+        both="",
+        same="As much is at stake in longer runs",
+    )
+    slowest = result.numbers[str(HORIZONS[-1])]["minimax"]["median"]
+    headline(
+        figure,
+        f"{verb}: no restart loses {first:.2f} dex after {HORIZONS[0]} rounds, {last:.2f} after {HORIZONS[-1]}; the "
+        f"rate of the slowest mode {slowest:.2f}",
+        "median regret against the best period (dex), lower is better; bars: standard errors over spectra",
+    )
+    return {"rounds": figure}
 
 
 def _draw_regret(axes: Axes, rows: list[Any]) -> None:
@@ -222,7 +250,7 @@ def _draw_regret(axes: Axes, rows: list[Any]) -> None:
         axes.plot([row["median"]], [place], "o", color=look(0)["color"], label=names["median"], markersize=4.5)
         axes.plot([row["mean"]], [place], "D", color=look(2)["color"], label=names["mean"], markersize=4)
     labels = [row["meaning"] for row in rows]
-    dot_chart(axes, labels, xlabel="regret in dex (0: as good as the best period)")
+    dot_chart(axes, labels, xlabel="regret in dex (0: as good as the best period)\n(lower is better)")
     axes.set_xlim(left=-0.1)
     axes.grid(axis="x", linewidth=0.4)
     axes.set_axisbelow(True)
@@ -234,9 +262,9 @@ def _draw_exact(axes: Axes, rows: list[Any]) -> None:
     shares, errors = ([100 * row[key] for row in rows] for key in ("exact", "exact_error"))
     axes.barh(places, shares, xerr=errors, color=look(6)["color"], height=0.6, error_kw={"linewidth": 0.8})
     for place, share in zip(places, shares, strict=True):
-        axes.text(share + 4, place, f"{share:.0f}", va="center", fontsize=7)
+        axes.text(share + 4, place, f"{share:.0f}", va="center", fontsize=7.5)
     axes.set_yticks([])
-    axes.set(xlabel="% of the spectra", ylim=(len(rows) - 0.5, -0.5), xlim=(0, 115))
+    axes.set(xlabel="% of the spectra\n(more is better)", ylim=(len(rows) - 0.5, -0.5), xlim=(0, 115))
     axes.set_xticks([0, 50, 100])
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -14,6 +14,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import twophase.studies._lm as lm
+from twophase.figures.style import in_words
 from twophase.recipes.paper import BOTH_FORMS, PERIOD, RULES, Scale, arm_name, control_name, robustness_heatmaps
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN, Line, perplexity_words, ratio_words
@@ -182,43 +183,70 @@ def _tally_regions(claim: str, places: Mapping[str, Any], arm: str, other: str) 
 
 
 def draw(result: Result) -> Figure:
-    """Rows: communication period, form and rule; columns: no restart, K = 3, and no restart at the gain of K = 3."""
-    lrs, momenta = result.settings["lrs"], result.settings["momenta"]
-    controls, seeds = result.numbers["controls"], len(result.settings["seeds"])
+    """Draw the first rule at the short communication period."""
+    return _page(result, *_pages(result)[0])
+
+
+def details(result: Result) -> dict[str, Figure]:
+    """Draw the other rule, and both at the long communication period."""
+    return {
+        f"{kind.replace(' ', '-').lower()}-S{steps}": _page(result, steps, kind) for steps, kind in _pages(result)[1:]
+    }
+
+
+def _pages(result: Result) -> list[tuple[str, str]]:
+    return list(product(result.numbers["controls"], RULES))
+
+
+def _page(result: Result, inner_steps: str, kind: str) -> Figure:
+    """Rows: form; columns: no restart, K = 3, and no restart at the gain of K = 3."""
+    controls, seeds = result.numbers["controls"][inner_steps], len(result.settings["seeds"])
     drawn = [line for line in result.rows if line["arm"] != MOMENTUM_FREE]
+    here = lm.pick(drawn, inner_steps=int(inner_steps))
+    # "within" is relative to the best of the same communication period, so each has its own bound.
+    top = controls["best_of_all"]
+    bound = -1.0 if top is None else top["perplexity"] * (1 + WITHIN)
     rows: list[PageRow] = []
-    for inner_steps, form, kind in product(controls, BOTH_FORMS, RULES):
-        here = lm.pick(drawn, inner_steps=int(inner_steps))
-        # "within" is relative to the best of the same communication period, so each has its own bound.
-        top = controls[inner_steps]["best_of_all"]
-        bound = -1.0 if top is None else top["perplexity"] * (1 + WITHIN)
+    for form in BOTH_FORMS:
         restarted = arm_name(form, kind, _RESTARTED)
         arms = ((arm_name(form, kind, _NEVER), "lr"), (restarted, "lr"), (control_name(restarted), "of_lr"))
         cells = [_line_at(lm.pick(here, arm=arm), lr_name) for arm, lr_name in arms]
-        rows.append((f"{FORM_WORDS[form]}, S={inner_steps}\n{kind}", bound, cells))
-    words = "; ".join(
-        f"S={inner_steps}: momentum-free {perplexity_words(facts['momentum_free'])}, plain averaging "
-        f"{perplexity_words(facts['averaging'])}"
-        for inner_steps, facts in controls.items()
-    )
-    outlined = f"Outlined: within {WITHIN:.0%} of the best of all runs of the same S."
-    mean = f"Means over {seeds} seeds. " if seeds > 1 else ""
-    figure, panels = heatmap_page(
+        rows.append((f"{FORM_WORDS[form]}\nouter momentum", bound, cells))
+    mean = f"means over {seeds} seeds" if seeds > 1 else "one seed"
+    return heatmap_page(
         rows,
         drawn,
-        x=lrs,
-        y=momenta,
+        columns=("no restart", f"restart every {PERIOD} rounds", f"no restart, gain of K={PERIOD}"),
+        x=result.settings["lrs"],
+        y=result.settings["momenta"],
         x_label="outer learning rate",
-        height=1.0 + len(rows) * (0.16 * len(momenta) + 0.2),
-        size=6.0,
-        words=f"Vertical: outer momentum. {outlined} {mean}\n{words}.",
+        finding=f"{kind[0].upper()}{kind[1:]}, S={inner_steps}: {_region_words(result, kind, int(inner_steps))}",
+        reading=f"{mean}; S={inner_steps} inner steps a round",
+        words=f"outlined: within {WITHIN:.0%} of the best of all runs of this S; momentum-free SGD "
+        f"{perplexity_words(controls['momentum_free'])}, plain averaging {perplexity_words(controls['averaging'])}",
     )
-    titles = ("no restart", f"restart every {PERIOD} rounds", f"no restart, mean gain of K={PERIOD}")
-    for panel, title in zip(panels[0], titles, strict=True):
-        panel.set_title(title)
-    for panel in panels[:-1].ravel():
-        panel.set_xticklabels([])
-    return figure
+
+
+def _region_words(result: Result, kind: str, inner_steps: int) -> str:
+    """Say what a restart does to the good region of a rule, and to perplexity over its grid, in both forms."""
+    places = {form: result.numbers["places"][lm.place_name(form, kind, inner_steps)] for form in BOTH_FORMS}
+    regions = {form: tuple(facts[arm]["within"] for arm in ("never", "restarted")) for form, facts in places.items()}
+    if any(facts[arm]["best"] is None for facts in places.values() for arm in ("never", "restarted")):
+        return "not known yet, an arm has no finished setting"
+    verb = in_words(
+        list(regions.values()),
+        more="widens the good region",
+        fewer="narrows the good region",
+        both="widens the good region in one form and narrows it in the other",
+        same="leaves the good region as wide as it is",
+    )
+    of = max(facts["restarted"]["settings"] for facts in places.values())
+    counts = ", ".join(f"{FORM_WORDS[form]} {before} to {after} of {of}" for form, (before, after) in regions.items())
+    ratios = [facts["over_never"]["ratio"] for facts in places.values()]
+    times = " and ".join("?" if ratio is None else f"{ratio['mean']:.2f}" for ratio in ratios)
+    return (
+        f"a restart every {PERIOD} rounds {verb} ({counts}); over the grid no restart has {times} times the perplexity"
+    )
 
 
 def _line_at(lines: Sequence[Any], lr_name: str) -> LineAt:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twophase.figures.style import DIVERGED, HATCH, INK, look, new_page, signed
+from twophase.figures.style import DIVERGED, HATCH, INK, headline, in_words, look, new_figure, share_legend, signed
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
 from twophase.rule import FORM_WORDS, FORMS, Form, OuterRule
@@ -47,7 +47,7 @@ COLUMNS = {
     "sgd": "SGD, same learning rate",
 }
 _SHORT = dict(zip(COLUMNS, ("none", "best K", "K=3", "SGD gain K=3", "SGD gain best K", "SGD same lr"), strict=True))
-_SHOWN = ("none", "best", "every_3", "sgd_gain_3")
+_SHOWN = ("none", "best", "every_3")
 _MARKS = dict(zip(COLUMNS, (0, 2, 1, 6, 4, 7), strict=True))
 
 
@@ -192,35 +192,65 @@ def _range(values: list[float]) -> str:
 
 
 def draw(result: Result) -> Figure:
-    """Heatmaps for six modes (rows: form and rule; columns: restarts and a control), shares for both spectra."""
+    """Heatmaps of heavy ball for six modes."""
+    return _heatmaps(result, "HB")
+
+
+def details(result: Result) -> dict[str, Figure]:
+    """Draw the same heatmaps for Nesterov, and the shares of good cells for both spectra, with the controls."""
+    figure, grid = new_figure(3.9)
+    _draw_shares(grid[0][0], result)
+    facts = list(result.numbers.values())
+    wider = {name: sum(f["good"][name] > f["good"]["none"] for f in facts) for name in ("best", "every_3")}
+    controls = sum(f["good"]["every_3"] > f["good"]["sgd_gain_3"] for f in facts)
+    headline(
+        figure,
+        f"More cells are good with the best K of each cell in {wider['best']} of {len(facts)} cases, with K={PERIOD} "
+        f"in {wider['every_3']}; K={PERIOD} has more than SGD of its gain in {controls}",
+        f"share of cells of the grid with a good final loss after {ROUNDS} rounds, further right is better",
+    )
+    share_legend(figure, grid[0])
+    return {"nesterov": _heatmaps(result, "NAG"), "shares": figure}
+
+
+def _heatmaps(result: Result, kind: str) -> Figure:
+    """Rows: form; columns: no restart, the best K of each cell, and K = 3; six modes."""
     from matplotlib.cm import ScalarMappable  # noqa: PLC0415 - an extra, see figure.py
     from matplotlib.colors import Normalize  # noqa: PLC0415
 
-    figure = new_page(9.2)
-    top, bottom = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 1))[:, 0]
-    names = [[f"{form} {kind} {column}" for column in _SHOWN] for form in FORMS for kind in KINDS]
-    axes = top.subplot_mosaic(names)
+    figure, grid = new_figure(4.9, len(FORMS), len(_SHOWN), sharey=True)
     colours = ScalarMappable(Normalize(DEEPEST, INITIAL), "viridis_r")  # light is good, as in all our heatmaps
-    for form, kind, column in product(FORMS, KINDS, _SHOWN):
-        panel = axes[f"{form} {kind} {column}"]
-        _draw_heatmap(panel, select(result.rows, spectrum="six modes", form=form, rule=kind), column, colours)
-        if form == FORMS[0] and kind == "HB":
-            panel.set_title(COLUMNS[column])
-        if column == _SHOWN[0]:
-            panel.set_ylabel(f"{kind}, {FORM_WORDS[form]}\nmomentum")
-        else:
-            panel.set_yticklabels([])
-        if kind == "NAG":
-            panel.set_xlabel("learning rate", labelpad=1)
-        else:
-            panel.set_xticklabels([])
-    bar = top.colorbar(colours, ax=list(axes.values()), aspect=50, pad=0.01, extend="min")
-    bar.set_label(
-        f"log₁₀ loss after {ROUNDS} rounds, six modes (colours end at {signed(DEEPEST, 0)}; hatched: above ½)"
-    )
+    for row, form in zip(grid, FORMS, strict=True):
+        for panel, column in zip(row, _SHOWN, strict=True):
+            _draw_heatmap(panel, select(result.rows, spectrum="six modes", form=form, rule=kind), column, colours)
+        row[0].set_ylabel(f"{FORM_WORDS[form]}\nmomentum")
+    for panel, column in zip(grid[0], _SHOWN, strict=True):
+        panel.set_title(COLUMNS[column])
+    figure.supxlabel("learning rate", fontsize=8)
+    bar = figure.colorbar(colours, ax=list(grid.flat), aspect=32, pad=0.01, extend="min")
+    bar.set_label(f"log₁₀ loss, lower is better\n(colours end at {signed(DEEPEST, 0)})")
     bar.set_ticks([-20, -16, -12, -8, -4], labels=[signed(tick, 0) for tick in (-20, -16, -12, -8, -4)])
     bar.ax.axhline(SPECTRA["six modes"][1], color=INK, linewidth=1.2)
-    _draw_shares(bottom.subplots(), result)
+    good = [result.numbers[f"six modes, {form}, {kind}"]["good"] for form in FORMS]
+    verb = in_words(
+        [(round(g["none"], 2), round(g["every_3"], 2)) for g in good],
+        more="widens the good region",
+        fewer="narrows the good region",
+        both="widens the good region in one form and narrows it in the other",
+        same="leaves the good region as wide as it is",
+    )
+    shares = ", ".join(
+        f"{FORM_WORDS[form]} {g['none']:.0%} to {g['every_3']:.0%} of cells"
+        for form, g in zip(FORMS, good, strict=True)
+    )
+    best = " and ".join(f"{g['best']:.0%}" for g in good)
+    name = {"HB": "Heavy ball", "NAG": "Nesterov"}[kind]
+    headline(
+        figure,
+        f"{name}, six modes: a restart every {PERIOD} rounds {verb} ({shares}); the best K of each cell {best}",
+        f"log₁₀ loss after {ROUNDS} rounds, lower is better and lighter\noutlined: good, at most "
+        f"{signed(SPECTRA['six modes'][1], 0)}; hatched: above the initial ½",
+    )
     return figure
 
 
@@ -253,4 +283,3 @@ def _draw_shares(axes: Axes, result: Result) -> None:
         labels.append(f"{spectrum} (≤ 10$^{{{SPECTRA[spectrum][1]:.0f}}}$), {kind}, {FORM_WORDS[form]}")
     axes.grid(axis="y", linewidth=0.4, color=HATCH)
     dot_chart(axes, labels, xlabel="share of the cells at or below the threshold", xlim=(0, 1))
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), markerscale=1.3, handlelength=1)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import twophase.studies._lm as lm
+from twophase.figures.style import in_words
 from twophase.recipes.paper import (
     BOTH_FORMS,
     SOFT_PERIOD_LONG,
@@ -179,40 +180,68 @@ def _moves(places: Mapping[str, Any]) -> str:
 
 
 def draw(result: Result) -> Figure:
-    """Rows: communication period and form; columns: the soft restarts, and their gain-matched controls."""
-    places, settings = result.numbers["places"], result.settings
-    drawn = [line for line in result.rows if line["retain"] is not None]
+    """Draw the short communication period."""
+    return _page(result, _inner_steps(result)[0])
+
+
+def details(result: Result) -> dict[str, Figure]:
+    """Draw the long communication period."""
+    return {f"S{steps}": _page(result, steps) for steps in _inner_steps(result)[1:]}
+
+
+def _inner_steps(result: Result) -> list[int]:
+    return list(dict.fromkeys(facts["inner_steps"] for facts in result.numbers["places"].values()))
+
+
+def _page(result: Result, inner_steps: int) -> Figure:
+    """Rows: form; columns: the soft restarts, and their gain-matched controls."""
+    settings = result.settings
+    places = [facts for facts in result.numbers["places"].values() if facts["inner_steps"] == inner_steps]
+    every = [line for line in result.rows if line["retain"] is not None]
+    drawn = lm.pick(every, inner_steps=inner_steps)
     rows: list[PageRow] = []
-    for facts in places.values():
+    for facts in places:
         arm = arm_name(facts["form"], SOFT_RULE[0], f"soft K={facts['period']}")
-        here = lm.pick(drawn, inner_steps=facts["inner_steps"])
         # The page outlines what is no worse than the best that needs no restart at all.
         reference = [facts["controls"][name] for name in ("never", "momentum_free", "averaging")]
         bound = min((line["perplexity"] for line in reference if line and line["perplexity"]), default=-1.0)
-        label = f"{FORM_WORDS[facts['form']]}\nS={facts['inner_steps']}, K={facts['period']}\nkept share"
-        rows.append((label, bound, [_line_at(lm.pick(here, arm=name)) for name in (arm, control_name(arm))]))
-    marked = f" {NEVER_FIRES}: never fires." if any(map(never_fires, drawn)) else ""
+        label = f"{FORM_WORDS[facts['form']]}\nkept share"
+        rows.append((label, bound, [_line_at(lm.pick(drawn, arm=name)) for name in (arm, control_name(arm))]))
+    marked = f"; {NEVER_FIRES}: never fires" if any(map(never_fires, drawn)) else ""
     seeds = f"; means over {len(settings['seeds'])} seeds" if len(settings["seeds"]) > 1 else ""
-    figure, panels = heatmap_page(
+    return heatmap_page(
         rows,
-        drawn,
+        every,
+        columns=(f"restart every {places[0]['period']} rounds", "no restart, same mean gain"),
         x=settings["inject"],
         y=settings["retain"],
         x_label="weight of the pseudo-gradient that is added",
-        height=1.0 + len(places) * (0.2 * len(settings["retain"]) + 0.5),
-        size=6.5,
-        words=f"{settings['rule']}, lr {settings['lr']:g}, momentum {settings['momentum']:g}{seeds}. "
-        "Outlined: no worse than the best of never, momentum-free and plain averaging.\n"
-        f"Bottom left: the hard restart. \N{EN DASH}: the mean gain is that of no restart, which is then the control."
-        f"{marked}",
+        finding=f"S={inner_steps}: {_best_words(places)}",
+        reading=f"{settings['rule']}, lr {settings['lr']:g}, momentum {settings['momentum']:g}{seeds}",
+        words="outlined: no worse than the best of never, momentum-free and averaging; bottom left: the hard restart\n"
+        f"\N{EN DASH}: the mean gain is that of no restart, which is then the control{marked}",
     )
-    heads = [f"$\\bf{{{what.replace(' ', '~')}}}$\n" for what in ("Soft restarts", "No restart, same mean gain")]
-    for row, facts in zip(panels, places.values(), strict=True):
-        words = {name: f"{short} {perplexity_words(facts['controls'][name])}" for name, (short, _) in _OTHERS.items()}
-        row[0].set_title(f"{heads[0]}{words['never']}, {words['hard']}", fontsize=7)
-        row[1].set_title(f"{heads[1]}{words['momentum_free']}, plain {words['averaging']}", fontsize=7)
-        heads = ["", ""]
-    return figure
+
+
+def _best_words(places: Sequence[Mapping[str, Any]]) -> str:
+    """Hold the best soft restart of each form against the hard one, no restart and plain averaging."""
+    words = []
+    pairs: list[tuple[float, float]] = []
+    for facts in places:
+        averaging = facts["controls"]["averaging"]
+        values = facts["soft"], averaging, facts["controls"]["hard"], facts["controls"]["never"]
+        soft, free, hard, never = map(perplexity_words, values)
+        words.append(f"{FORM_WORDS[facts['form']]} {soft}, averaging {free}, hard {hard}, none {never}")
+        if facts["soft"] and averaging and averaging["perplexity"]:
+            pairs.append((averaging["perplexity"], facts["soft"]["perplexity"]))
+    verb = in_words(
+        pairs,
+        more="is worse than plain averaging",
+        fewer="is better than plain averaging",
+        both="is better than plain averaging in one form only",
+        same="is as good as plain averaging" if pairs else "and plain averaging have not both finished",
+    )
+    return f"the best soft restart {verb} ({'; '.join(words)})"
 
 
 def _line_at(lines: Sequence[Any]) -> LineAt:

@@ -5,7 +5,9 @@ It holds
 * `QUESTION = "..."`, one line;
 * `table(*, quick: bool = False) -> Result`, pure computation; `quick` for a coarser one;
 * `answer(result) -> str`, a few plain lines: what the numbers say, with their controls, and what does not hold;
-* `draw(result) -> Figure`, from the result alone.
+* `draw(result) -> Figure`, from the result alone: one idea, at most about six panels, its title (`headline`) composed
+  from the numbers that it shows;
+* where there is more to see, `details(result) -> dict[str, Figure]`, further figures by what is put behind the name.
 
 A study that also holds `sweep` is a *sweep study*: its numbers come from runs that have to be trained first. It holds
 
@@ -24,8 +26,8 @@ One of these whose later cells depend on the trained runs, or whose runs share n
 
 A study imports torch only when its table is made, so that a list of studies does without.
 
-`run` writes `NAME.png`, `NAME.pdf`, `NAME.csv` (the rows) and, last, `NAME.json` (the numbers, with settings, question
-and version), byte for byte the same for the same input.
+`run` writes `NAME.png` and `.pdf`, `NAME-DETAIL.png` and `.pdf`, `NAME.csv` (the rows) and, last, `NAME.json` (the
+numbers, with settings, question and version), byte for byte the same for the same input.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def run(
     tables: Sequence[Path] = (),
     **options: Any,
 ) -> Outcome:
-    """Compute a study, draw it, and write its four files.
+    """Compute a study, draw it, and write its files.
 
     A sweep study first trains what has not been trained yet, in the folder `NAME` beside its files (`NAME-SCALE` at
     another scale than the laptop's). Repeating the call resumes it. The runs themselves lie in `runs`, so that a run
@@ -155,7 +157,14 @@ def run(
         else:
             options = {"runs": out / RUNS, "workers": workers, "progress": progress} | options
             result = study.table(*train_in_stages(study, size, _folder(name, out, size), **options))
-        pictures = rendered(study.draw(result), palette=True)
+        figures = {"": study.draw(result)}
+        if hasattr(study, "details"):
+            figures |= {f"-{name}": figure for name, figure in study.details(result).items()}
+        pictures = {
+            name + ending: picture
+            for name, figure in figures.items()
+            for ending, picture in rendered(figure, palette=True).items()
+        }
     answer = study.answer(result)
     facts = {
         "study": name,

@@ -28,11 +28,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import stdtr
 
-from twophase.figures.style import MUTED, look, name_panels, new_page
+from twophase.figures.style import MUTED, headline, look, name_panels, new_page, share_legend
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired, fate, outcomes, worst
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, change_words, first, lines_of, perplexity_words, public, tally
-from twophase.studies._lm_figures import note
 from twophase.studies.study import Result
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.table import SEED, Row, format_table
@@ -331,7 +330,7 @@ def draw(result: Result) -> Figure:
     """(a) Rows: the places; across: each wire's change against float32, on the seeds' own spread. (b) Bytes a round."""
     places = result.numbers["places"] | {"all places": result.numbers["all_places"]}
     settings, several = result.settings, len(result.settings["seeds"]) > 1
-    figure = new_page(1.5 + 0.33 * len(places))
+    figure = new_page(1.7 + 0.36 * len(places))
     changes, sent = figure.subplots(1, 2, width_ratios=(3.2, 1))
     for row, facts in enumerate(places.values()):
         if facts["spread"] is not None:
@@ -346,26 +345,39 @@ def draw(result: Result) -> Figure:
             _draw_change(changes, row + shift, facts["change"][wire], wire, dots)
     changes.axvline(0, color=MUTED, linewidth=0.7, zorder=1)
     names = [f"{name}\n{perplexity_words(facts)}" if "perplexity" in facts else name for name, facts in places.items()]
-    changes.set_yticks(range(len(places)), names, fontsize=6.5)
+    changes.set_yticks(range(len(places)), names)
     changes.axhline(len(places) - 1.5, color=MUTED, linewidth=0.5)
     changes.set_ylim(len(places) - 0.4, -0.6)
-    changes.set_xlabel("perplexity against float32, same seed, %")
+    changes.set_xlabel("perplexity against float32, same seed, %\n(left of 0 is better)")
     for wire, number in _LOOKS.items():
         style = look(number, every=1)
         changes.plot([], [], color=style["color"], marker=style["marker"], linestyle="-", label=wire)
     changes.fill_between([], [], [], color="#e4e4e4", label="float32, another seed: one standard deviation")
     _draw_bytes(sent, result)
     name_panels([changes, sent], ["What it changes", "What it sends"])
-    figure.legend(*changes.get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    bars = f"Geometric means; bars: {settings['clear']:g} standard errors; strokes: the seeds. " if several else ""
+    share_legend(figure, [changes])
+    bars = f"geometric means; bars: {settings['clear']:g} standard errors; strokes: the seeds; " if several else ""
     mean = f", mean of {len(settings['seeds'])} seeds" if several else ""
-    note(
+    headline(
         figure,
-        f"{bars}Below each name: perplexity in float32{mean}.\n"
+        _finding(result),
+        f"change of perplexity, lower is better; {bars}below each name: perplexity in float32{mean}\n"
         f"{settings['form']} form, lr {settings['lr']:g}, S={settings['inner_steps']}, {settings['rounds']} rounds; "
-        f"rule, momentum, restart. Bytes: what each of {settings['processes']} processes sends.",
+        f"rule, momentum, restart; bytes: what each of {settings['processes']} processes sends",
     )
     return figure
+
+
+def _finding(result: Result) -> str:
+    """Hold each wire's change over all places, and its bytes, against float32, beside what another seed changes."""
+    facts, share = result.numbers["all_places"], result.numbers["bytes_over_float32"]
+    wires = [
+        f"{wire} changes perplexity by {change_words(facts['change'][wire]) or 'what is not known'} and sends "
+        f"{share[wire]:.2f} of the bytes"
+        for wire in LOSSY
+    ]
+    seed = "" if facts["spread"] is None else f"; another seed changes it by {facts['spread']:.1%}"
+    return f"Over all places {', '.join(wires)}{seed}"
 
 
 def _draw_change(panel: Axes, height: float, change: Mapping[str, Any], wire: str, dots: Sequence[float]) -> None:
@@ -374,7 +386,7 @@ def _draw_change(panel: Axes, height: float, change: Mapping[str, Any], wire: st
     colour = style["color"]
     if change["ratio"] is None:
         word = "div." if "diverged" in change["verdict"] else "missing"
-        panel.text(0, height, f"{wire}: {word}", color=colour, fontsize=6, ha="center", va="center")
+        panel.text(0, height, f"{wire}: {word}", color=colour, fontsize=7, ha="center", va="center")
         return
     if change["low"] is not None:
         ends, seeds = ([100 * math.expm1(log) for log in logs] for logs in ((change["low"], change["high"]), dots))
@@ -391,9 +403,9 @@ def _draw_bytes(panel: Axes, result: Result) -> None:
     for row, wire in enumerate(sent):
         end, words = thousands[row], f"{share[wire]:.3f}"
         if row == 0:  # the longest bar has its number inside
-            panel.text(end * 0.97, row, words, ha="right", va="center", fontsize=7, color="white")
+            panel.text(end * 0.97, row, words, ha="right", va="center", fontsize=7.5, color="white")
         else:
-            panel.text(end + 3, row, words, ha="left", va="center", fontsize=7, color="black")
+            panel.text(end + 3, row, words, ha="left", va="center", fontsize=7.5, color="black")
     panel.set_yticks(range(len(sent)), list(sent))
     panel.invert_yaxis()
-    panel.set_xlabel("kB a round")
+    panel.set_xlabel("kB a round\n(less is better)")

@@ -1,0 +1,121 @@
+"""How many settings of an arm work, whatever working means: the share within x % of the best of all, over x."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from twophase.base.files import table_text
+from twophase.figures.style import MUTED, headline, look, new_figure, rendered, share_legend, styled, write_files
+from twophase.sweep.table import Setting
+
+THRESHOLDS = range(1, 101)
+"""Per cent above the best of all."""
+_TICKS = (1, 2, 5, 10, 25, 50, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The settings of one arm that come near the best of all.
+
+    Args:
+        name: of the arm, for the legend.
+        settings: how many it has; diverged and missing ones are near at no threshold.
+        within: how many are near at each of `THRESHOLDS`, by their means over the seeds.
+        least: fewest of a single seed, each seed held against its own best; those of `within` with one seed.
+        most: most of a single seed.
+    """
+
+    name: str
+    settings: int
+    within: Sequence[int]
+    least: Sequence[int]
+    most: Sequence[int]
+
+
+def curve_of(name: str, cells: Sequence[Setting], every: Sequence[Setting]) -> Curve:
+    """Count the settings of an arm at each threshold.
+
+    Args:
+        name: of the arm.
+        cells: its settings.
+        every: all settings among which the best is.
+    """
+    by_seed: dict[object, list[float]] = {}
+    best: dict[object, float] = {}
+    for cell in every:
+        for seed, value in zip(cell.seeds, cell.perplexities, strict=True):
+            if value is not None:
+                best[seed] = min(value, best.get(seed, value))
+    for cell in cells:
+        for seed, value in zip(cell.seeds, cell.perplexities, strict=True):
+            by_seed.setdefault(seed, []).extend([value / best[seed]] if value is not None else [])
+    top = min((cell.perplexity for cell in every if cell.perplexity is not None), default=1.0)
+    within = _counts([cell.perplexity / top for cell in cells if cell.perplexity is not None])
+    counts = [_counts(ratios) for ratios in by_seed.values()] if len(by_seed) > 1 else [within]
+    return Curve(name, len(cells), within, list(map(min, *counts, within)), list(map(max, *counts, within)))
+
+
+def _counts(ratios: Sequence[float]) -> list[int]:
+    bounds = 1 + np.array(THRESHOLDS) / 100
+    return (np.array(ratios)[:, None] <= bounds).sum(axis=0).tolist()
+
+
+def thresholds(
+    panels: Mapping[str, Sequence[Curve]],
+    *,
+    title: str,
+    reading: str,
+    path_stem: Path,
+    lines: Mapping[str, float] | None = None,
+) -> list[Path]:
+    """Draw curves over the threshold and write them as `.png`, `.pdf` and `.csv`.
+
+    Args:
+        panels: from their titles to their curves; curves of one name look alike.
+        title: what the numbers say.
+        reading: below the title.
+        path_stem: the files' path without their endings; its folder must exist.
+        lines: single settings, by name, at their distance from the best in per cent.
+
+    Returns:
+        The paths written.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the files cannot be written.
+    """
+    names = list(dict.fromkeys(curve.name for curves in panels.values() for curve in curves))
+    rows = []
+    with styled():
+        figure, grid = new_figure(4.1, 1, len(panels), sharey=True)
+        for axes, (head, curves) in zip(grid[0], panels.items(), strict=True):
+            for curve in curves:
+                style, share = look(names.index(curve.name)), 100 / max(curve.settings, 1)
+                low, high, middle = (share * np.array(each) for each in (curve.least, curve.most, curve.within))
+                if curve.settings == max(each.settings for each in curves):  # more bands would hide one another
+                    axes.fill_between(THRESHOLDS, low, high, step="post", color=style["color"], alpha=0.18, linewidth=0)
+                axes.plot(THRESHOLDS, middle, drawstyle="steps-post", label=curve.name, **style)
+                rows += [
+                    {"panel": head, "arm": curve.name, "threshold": x, "settings": curve.settings}
+                    | {"within": n, "least": least, "most": most}
+                    for x, n, least, most in zip(THRESHOLDS, curve.within, curve.least, curve.most, strict=True)
+                ]
+            for name, place in (lines or {}).items():
+                axes.axvline(place, color=MUTED, linewidth=0.9, linestyle=(0, (1, 1.5)), label=f"{name}: {place:.1f} %")
+            axes.set(
+                title=f"{head[0].upper()}{head[1:]}",
+                xlabel="x: at most this much above the best of all, %",
+                xscale="log",
+            )
+            axes.set(xlim=(1, 100), ylim=(-2, 103))
+            axes.set_xticks(_TICKS, list(map(str, _TICKS)))
+            axes.minorticks_off()
+            axes.grid(color="#ebebeb", linewidth=0.5)
+        grid[0][0].set_ylabel("settings within x % of the best, %\n(higher is better)")
+        headline(figure, title, reading)
+        share_legend(figure, grid[0], columns=2)
+        pictures = rendered(figure)
+    return write_files(path_stem, pictures | {".csv": table_text(rows)})

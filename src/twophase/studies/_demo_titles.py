@@ -1,0 +1,91 @@
+"""What the titles of the demo's figures say, from its numbers, and the curves over thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from twophase.figures.style import in_words
+from twophase.figures.thresholds import THRESHOLDS, Curve, curve_of
+from twophase.recipes.controls import MOMENTUM_FREE
+from twophase.recipes.demo import arm_name, matched_arm
+from twophase.recipes.paper import PERIOD, RULES
+from twophase.studies._lm import WITHIN
+from twophase.sweep.table import Row, Setting, geometric_mean, result
+
+
+def curves_of(rows: Sequence[Row], cells: Sequence[Setting], kind: str) -> list[Curve]:
+    """Count what works in every arm of a rule; a control that has fewer settings stands beside the same ones."""
+    controlled = {row.control_of for row in rows}
+    arms = {"no restart": arm_name(kind, "never"), f"restart every {PERIOD} rounds": arm_name(kind, str(PERIOD))}
+    by_name = {name: [cell for cell in cells if cell.arm == arm] for name, arm in arms.items()}
+    by_name[f"restart every {PERIOD} rounds, where controlled"] = [
+        cell for cell in by_name[f"restart every {PERIOD} rounds"] if cell.runs[0] in controlled
+    ]
+    by_name[f"no restart, mean gain of K={PERIOD}"] = [cell for cell in cells if cell.arm == matched_arm(kind)]
+    by_name["no momentum, by learning rate"] = [cell for cell in cells if cell.arm == MOMENTUM_FREE]
+    return [curve_of(name, some, cells) for name, some in by_name.items() if some]
+
+
+def region_title(cells: Sequence[Setting], bound: float) -> str:
+    """Say what a restart does to the number of settings near the best of all."""
+    pairs = {}
+    for kind in RULES:
+        arms = [[cell for cell in cells if cell.arm == arm_name(kind, what)] for what in ("never", str(PERIOD))]
+        counts = [sum(cell.perplexity is not None and cell.perplexity <= bound for cell in arm) for arm in arms]
+        pairs[kind] = (*counts, len(arms[1]))
+    if all(cell.perplexity is None for cell in cells):
+        return "Nothing is known yet: no setting has finished"
+    word = in_words(
+        [pair[:2] for pair in pairs.values()],
+        more="widens the good region",
+        fewer="narrows the good region",
+        both="widens the good region of one rule and narrows the other's",
+        same="leaves the good region as wide as it is",
+    )
+    counts = ", ".join(f"{kind} from {a} to {b} of {of} settings" for kind, (a, b, of) in pairs.items())
+    return f"A restart every {PERIOD} rounds {word}: {counts} within {WITHIN:.0%} of the best"
+
+
+def gain_title(rows: Sequence[Row]) -> str:
+    """Say what is left of a restart's gain when the step is as long without it."""
+    means = {arm: geometric_mean([r for r in ratios if r is not None]) for arm, ratios in pair_ratios(rows).items()}
+    ratios = {kind: mean for kind in RULES if (mean := means.get(matched_arm(kind))) is not None}
+    if not ratios:
+        return "Nothing is known yet: no control and its partner have both finished"
+    word = in_words(
+        [(1.0, round(ratio, 2)) for ratio in ratios.values()],
+        more="is better",
+        fewer="is worse",
+        both="is better with one rule and worse with the other",
+        same="is as good",
+    )
+    times = ", ".join(f"{ratio:.2f} times with {kind}" for kind, ratio in ratios.items())
+    return f"At the same mean outer gain a restart every {PERIOD} rounds {word}: perplexity without it is {times}"
+
+
+def threshold_title(panels: Mapping[str, Sequence[Curve]]) -> str:
+    """Say at how many thresholds a restart gives more and fewer settings that work."""
+    pairs = {}
+    for kind, (never, restarted, *_) in panels.items():
+        signs = [b - a for a, b in zip(never.within, restarted.within, strict=True)]
+        pairs[kind] = sum(sign < 0 for sign in signs), sum(sign > 0 for sign in signs)
+    word = in_words(
+        list(pairs.values()),
+        more="widens what works",
+        fewer="narrows what works",
+        both="widens what works with one rule and narrows it with the other",
+        same="leaves what works as it is",
+    )
+    counts = "; ".join(f"with {kind} more settings at {b}, fewer at {a}" for kind, (a, b) in pairs.items())
+    return f"A restart every {PERIOD} rounds {word}, over {len(THRESHOLDS)} thresholds: {counts}"
+
+
+def pair_ratios(rows: Sequence[Row]) -> dict[str, list[float | None]]:
+    """Divide the perplexity of every control by that of what it controls, by arm; None where either has none."""
+    by_run = {row.run: result(row) for row in rows}
+    ratios: dict[str, list[float | None]] = {}
+    for row in rows:
+        if row.control_of in by_run:
+            mine, other = result(row), by_run[row.control_of]
+            ratios.setdefault(row.arm, []).append(mine / other if mine and other else None)
+    return ratios

@@ -1,0 +1,227 @@
+"""Drawing of the study `retuning`: what wrong choices cost, and every curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from twophase.figures.style import MUTED, PAPER, headline, look, new_figure, share_legend
+from twophase.recipes.paper import BETA_SWEEP, BOTH_FORMS, K_SWEEP, OWN_K_SWEEP, RULES, arm_name, control_name
+from twophase.rule import FORM_WORDS
+from twophase.studies._lm import pick
+from twophase.studies._lm_figures import never_fires
+from twophase.studies.study import Result
+from twophase.sweep.grid import MOMENTUM_FREE
+from twophase.sweep.table import readable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HIGHEST = 1.7
+"""A panel ends at this multiple of the best of its row; what lies above is written at its upper edge."""
+Lines = Sequence[Mapping[str, Any]]
+
+
+def draw(result: Result) -> Figure:
+    """Draw what the worst choice of the momentum, of K, and of a smaller step costs; a panel a form and rule."""
+    rules, steps = list(product(BOTH_FORMS, RULES)), list(result.settings["inner_steps"])
+    figure, grid = new_figure(5.0, 2, -(-len(rules) // 2), sharex=True, sharey=True)
+    spreads = _spreads(result)
+    for panel, rule in zip(grid.flat, rules, strict=True):
+        for name, number, label in _SPREADS:
+            values = [100 * (spreads[*rule, name].get(s) or math.nan) - 100 for s in steps]
+            panel.plot(range(len(steps)), values, label=label, **look(number, every=1))
+        panel.set(title=f"{FORM_WORDS[rule[0]]}, {rule[1]}", xticks=range(len(steps)))
+        panel.set_xticklabels([str(s) for s in steps])
+        panel.grid(axis="y", color="#e4e4e4", linewidth=0.5)
+    for panel in grid[-1]:
+        panel.set_xlabel("communication period S, inner steps")
+    for panel in grid[:, 0]:
+        panel.set_ylabel("worst over best, %\n(lower is flatter)")
+    seeds = len(result.settings["seeds"])
+    headline(
+        figure,
+        _finding(result),
+        "how much higher perplexity is at the worst value of one hyperparameter than at its best, lower is flatter\n"
+        f"tuned at S={result.settings['tuned_at']}, K** with K={result.settings['tuning_period']}; "
+        + (f"means over {seeds} seeds" if seeds > 1 else "one seed"),
+    )
+    share_legend(figure, list(grid.flat), columns=2)
+    return figure
+
+
+_SPREADS = (
+    ("beta_sweep", 1, "no restart, over the momentum"),
+    ("k_sweep", 2, "K*: over K, at the setting tuned without restarts"),
+    ("own_k_sweep", 3, "K**: over K, at the setting tuned with them"),
+    ("matched", 7, "no restart, at the mean gains of K*"),
+)
+
+
+def _spreads(result: Result) -> dict[tuple[str, str, str], dict[int, float | None]]:
+    """Divide worst by best of each sweep and of K*'s controls, by form, rule and sweep, then by S."""
+    spreads: dict[tuple[str, str, str], dict[int, float | None]] = {}
+    for facts in result.numbers["places"].values():
+        rule, steps = (facts["form"], facts["rule"]), facts["inner_steps"]
+        matched = pick(result.rows, inner_steps=steps, arm=control_name(arm_name(*rule, K_SWEEP)))
+        values = [line["perplexity"] for line in matched]
+        whole = max(values) / min(values) if values and None not in values else None
+        for name in ("beta_sweep", "k_sweep", "own_k_sweep"):
+            spreads.setdefault((*rule, name), {})[steps] = facts[name]["worst_over_best"]
+        spreads.setdefault((*rule, "matched"), {})[steps] = whole
+    return spreads
+
+
+def _finding(result: Result) -> str:
+    """Say how much the worst choices cost, and whether tuned restarts are better than averaging."""
+    spreads = _spreads(result)
+    ends = {}
+    for name in ("k_sweep", "beta_sweep", "matched"):
+        some = [s for (*_, which), by_steps in spreads.items() if which == name for s in by_steps.values() if s]
+        ends[name] = f"up to {max(some) - 1:.0%}" if some else "an unknown share"
+    pairs = []
+    for facts in result.numbers["places"].values():
+        values = [(facts["k_sweep"]["best"] or {}).get("perplexity"), (facts["averaging"] or {}).get("perplexity")]
+        pairs += [values] if None not in values else []
+    better = sum(restarted < averaging for restarted, averaging in pairs)
+    return (
+        f"Perplexity varies by {ends['k_sweep']} over K and by {ends['beta_sweep']} over the momentum, but at the same "
+        f"gains without restarts by {ends['matched']}; at its best K* is below plain averaging in {better} of "
+        f"{len(pairs)} places"
+    )
+
+
+def details(result: Result) -> dict[str, Figure]:
+    """Draw every curve, a figure a form and rule."""
+    rules = product(BOTH_FORMS, RULES)
+    return {f"{form}-{kind.replace(' ', '-').lower()}": _curves_page(result, form, kind) for form, kind in rules}
+
+
+def _curves_page(result: Result, form: str, kind: str) -> Figure:
+    """A panel a communication period; below each the periods K, above it the momenta."""
+    settings, lines, inner_steps = result.settings, result.rows, result.settings["inner_steps"]
+    free = {facts["inner_steps"]: facts for facts in result.numbers["places"].values()}
+    figure, grid = new_figure(5.6, 2, -(-(len(inner_steps) + 1) // 2), sharey=True)
+    panels, spare = list(grid.flat)[: len(inner_steps)], list(grid.flat)[len(inner_steps) :]
+    low, high = _range(lines, form, kind)
+    for panel, steps in zip(panels, inner_steps, strict=True):
+        panel.set_yscale("log")
+        panel.set_ylim(low, high)
+        _draw_panel(panel, pick(lines, inner_steps=steps), (form, kind), free[steps], settings)
+        panel.set_title(f"S={steps}, {settings['rounds'][steps]} rounds\nouter momentum", fontsize=8, pad=14)
+        panel.set_xlabel("restart period K", labelpad=1)
+    ticks = sorted({float(f"{tick:.2g}") for tick in np.geomspace(low, high, 6)})
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    for row in grid:
+        row[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        row[0].minorticks_off()
+        row[0].set_ylabel("perplexity a token\n(lower is better)")
+    seeds = "; means over the seeds, bars from the smallest to the largest" if len(settings["seeds"]) > 1 else ""
+    headline(
+        figure,
+        _rule_words(result, form, kind),
+        f"validation perplexity a token, lower is better{seeds}; at the upper edge: values beyond it\n"
+        f"tuned at S={settings['tuned_at']}, K** with K={settings['tuning_period']}; hollow: the period never fires",
+    )
+    share_legend(figure, panels, spare)
+    return figure
+
+
+def _rule_words(result: Result, form: str, kind: str) -> str:
+    """Say within which ends perplexity varies over K and over the momentum, over the communication periods."""
+    spreads, words = _spreads(result), []
+    for name, over in (
+        ("k_sweep", "K"),
+        ("beta_sweep", "the momentum"),
+        ("matched", "K's mean gains without restarts"),
+    ):
+        some = [spread - 1 for spread in spreads[form, kind, name].values() if spread is not None]
+        words.append(
+            f"by {min(some):.0%} to {max(some):.0%} over {over}" if some else f"by what is not known over {over}"
+        )
+    head = FORM_WORDS[form][0].upper() + FORM_WORDS[form][1:]
+    return f"{head}, {kind}: perplexity varies {', '.join(words)}"
+
+
+_FREE = {"momentum_free": "momentum-free SGD at its best", "averaging": "plain averaging"}
+_MATCHED = 7
+"""Look of the gain-matched controls."""
+_HEIGHTS = {1: 0.98, 2: 0.84, 3: 0.70, _MATCHED: 0.56}
+"""Each curve has a height of its own at the upper edge, so that words at one place do not cover each other."""
+_CURVES = (
+    (BETA_SWEEP, 1, "no restart, over momentum (top)"),
+    (K_SWEEP, 2, "K*: at the setting tuned without"),
+    (OWN_K_SWEEP, 3, "K**: at the setting tuned with restarts"),
+)
+
+
+def _draw_panel(panel: Axes, here: Lines, rule: tuple[str, str], free: Mapping[str, Any], settings: Any) -> None:
+    """Draw one form and rule at one communication period, with an axis of momenta above."""
+    periods, momenta = settings["periods"], settings["momenta"]
+    at_period = {str(period): float(number) for number, period in enumerate(periods)}
+    # The momenta are spread over the same width, with an axis of their own above.
+    at_momentum = dict(zip(momenta, np.linspace(0, len(periods) - 1, len(momenta)).tolist(), strict=True))
+    for name, style in (("momentum_free", "--"), ("averaging", ":")):
+        if free[name] and free[name]["perplexity"]:
+            line = {"color": MUTED, "linestyle": style, "linewidth": 0.9, "zorder": 1}
+            panel.axhline(free[name]["perplexity"], label=_FREE[name], **line)
+    drawn = 0
+    for what, number, label in _CURVES:
+        group = pick(here, arm=arm_name(*rule, what))
+        where = [at_momentum[line["momentum"]] if what == BETA_SWEEP else at_period[line["restart"]] for line in group]
+        drawn += len(group)
+        _draw_curve(panel, where, group, number, label)
+    matched = pick(here, arm=control_name(arm_name(*rule, K_SWEEP)))
+    where = [at_period[line["of_restart"]] for line in matched]
+    _draw_curve(panel, where, matched, _MATCHED, "no restart, mean gain of K*", joined=False)
+    if not drawn:
+        panel.text(0.5, 0.5, "no runs", transform=panel.transAxes, ha="center", color=MUTED, fontsize=7)
+    panel.set_xticks(range(len(periods)), [str(period) for period in periods])
+    panel.set_xlim(-0.5, len(periods) - 0.5)
+    above = panel.secondary_xaxis("top")
+    above.set_xticks(list(at_momentum.values()), [f"{momentum:g}" for momentum in momenta])
+    for axis in (panel, above):
+        axis.tick_params(length=2, pad=1.5, labelsize=7)
+
+
+def _draw_curve(
+    panel: Axes, where: Sequence[float], group: Lines, number: int, label: str, *, joined: bool = True
+) -> None:
+    """Draw one curve with the range of its seeds; it breaks off where a setting has no perplexity."""
+    style = look(number)
+    marker, colour = look(number, every=1)["marker"], style["color"]
+    values = [math.nan if line["perplexity"] is None else line["perplexity"] for line in group]
+    if joined:
+        panel.plot(where, values, **style, zorder=3)
+    high = panel.get_ylim()[1]
+    for x, line, value in zip(where, group, values, strict=True):
+        if math.isnan(value) or value > high:
+            words = readable(line["perplexity"]) or ("div." if line["state"] == "diverged" else "miss.")
+            at = {"transform": panel.get_xaxis_transform(), "rotation": 90, "ha": "center", "va": "top"}
+            panel.text(x, _HEIGHTS[number], words, color=colour, fontsize=6.5, **at)
+            continue
+        if line["seeds"] > 1:
+            panel.vlines(x, line["min"], line["max"], color=colour, linewidth=0.8, zorder=3)
+        panel.plot(
+            [x], [value], marker=marker, markersize=3.2, color=colour, markeredgecolor=colour, linestyle="none",
+            markerfacecolor=PAPER if never_fires(line) else colour, markeredgewidth=0.8, zorder=4,
+        )  # fmt: skip
+    # For the legend: a label on what is always there, even where no point of the curve lies inside the panel.
+    stroke = style["linestyle"] if joined else "none"
+    panel.plot([], [], color=colour, linestyle=stroke, marker=marker, label=label)
+
+
+def _range(lines: Lines, form: str, kind: str) -> tuple[float, float]:
+    """Return the ends of the vertical axis of a row of panels."""
+    arms = {arm_name(form, kind, what) for what, *_ in _CURVES} | {control_name(arm_name(form, kind, K_SWEEP))}
+    ended = [line for line in lines if line["perplexity"] is not None]
+    drawn = [line["perplexity"] for line in ended if line["arm"] in arms]
+    if not drawn:
+        return 1.0, HIGHEST
+    low = min(line["perplexity"] for line in ended if line["arm"] in {*arms, MOMENTUM_FREE})
+    return low * 0.97, max(min(max(drawn) * 1.03, HIGHEST * low), low * 1.1)
