@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from twophase.base.config import UsageError
 from twophase.figures import heatmaps as plot
+from twophase.figures import overview
 from twophase.figures.heatmaps import Panel, Scale, heatmaps, readable_on, scale_of
 from twophase.figures.style import INK, log_ticks
-from twophase.sweep.table import State
+from twophase.sweep.table import Row, State, settings
 
 LABELS: dict[str, Any] = {
     "x_label": "outer lr",
@@ -112,10 +113,28 @@ def test_colour_bar_says_when_it_is_clipped(worst: float, clipped: bool) -> None
     figure, colours = plot._draw([[panel([8.0, worst])]], scale, "x", "y")
     plot.draw_colour_bar(figure, colours, scale, "perplexity", worst)
     label = figure.axes[-1].get_ylabel()
-    assert label.startswith("perplexity\n(log scale")
+    assert label.startswith("perplexity\nlower is better (log scale")
     assert ("colours end at 24.0" in label) == clipped
     assert colours.colorbar is not None
     assert colours.colorbar.extend == ("max" if clipped else "neither")
+
+
+@pytest.mark.parametrize(
+    ("values", "title"),
+    [
+        ((8.0, 9.0, 30.0), "Best 8.00 at lr 0; 2 of 3 settings are within 25 % of it"),
+        ((9.0, 8.0, "diverged"), "Best 8.00 at lr 1; 2 of 3 settings are within 25 % of it, 1 diverged"),
+        (("missing", "missing", "missing"), "No setting has finished yet"),
+    ],
+)
+def test_title_of_a_sweep_is_its_result(values: Sequence[Any], title: str) -> None:
+    """The title names the best setting and counts what is near it, from the settings alone."""
+    rows = [
+        Row("a", str(lr), {"outer.lr": lr}, value if isinstance(value, str) else "finished", number)
+        for lr, value in enumerate(values)
+        for number in [None if isinstance(value, str) else value]
+    ]
+    assert overview._finding(settings(rows)) == title
 
 
 def test_text_is_readable_on_every_colour() -> None:

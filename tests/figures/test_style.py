@@ -16,7 +16,18 @@ import pytest
 import twophase
 from twophase.base.config import UsageError
 from twophase.base.files import table_text
-from twophase.figures.style import look, name_panels, new_figure, new_page, rendered, signed, styled, write_files
+from twophase.figures.style import (
+    headline,
+    in_words,
+    look,
+    name_panels,
+    new_figure,
+    new_page,
+    rendered,
+    signed,
+    styled,
+    write_files,
+)
 
 ROOT = Path(twophase.__file__).parent
 SOURCES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py")}
@@ -65,6 +76,13 @@ def test_one_module_makes_figures() -> None:
             assert '".csv"' in text or not re.search(r"\brendered\(", text), name
 
 
+def test_every_figure_has_a_headline() -> None:
+    """A module that makes a page gives it the title that states what its numbers say."""
+    for name in DRAWING:
+        if re.search(r"\bnew_(figure|page)\(", SOURCES[name]):
+            assert "headline(" in SOURCES[name], name
+
+
 def test_colours_are_the_palettes() -> None:
     """A colour in a drawing module is of the palette that all eyes tell apart, or a grey."""
     palette = {look(number)["color"] for number in range(8)}
@@ -77,6 +95,31 @@ def test_colours_are_the_palettes() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures
+
+
+@pytest.mark.parametrize(
+    ("pairs", "word"),
+    [([(1, 2), (3, 3)], "more"), ([(2, 1)], "fewer"), ([(1, 2), (2, 1)], "both"), ([(1, 1)], "same"), ([], "same")],
+)
+def test_words_follow_the_numbers(pairs: list[tuple[int, int]], word: str) -> None:
+    """What a title says of pairs of numbers depends on nothing but which of them is larger."""
+    assert in_words(pairs, more="more", fewer="fewer", both="both", same="same") == word
+
+
+@pytest.mark.parametrize("count", [1, 12, 40])
+def test_headline_stays_on_the_page(count: int) -> None:
+    """Title and reading of any length lie inside the page, one below the other and above the panels."""
+    pytest.importorskip("matplotlib")
+    with styled():
+        figure, axes = new_figure(4.0)
+        headline(figure, "restart widens " * count, "lower is better " * count)
+        figure.draw_without_rendering()
+        (words,) = figure.artists
+        page, title, panel = figure.bbox, figure._suptitle.get_window_extent(), axes[0][0].get_tightbbox()
+        reading = words.get_window_extent()
+    assert page.x0 <= min(title.x0, reading.x0) < max(title.x1, reading.x1) <= page.x1
+    assert panel.y1 <= title.y0 + 1
+    assert reading.y0 >= title.y0 - 1
 
 
 def picture(draw: Any = lambda panels: panels[0].plot([0, 1], [0, -1], **look(1, every=1)), **options: Any) -> Any:

@@ -153,7 +153,12 @@ def test_figures_come_out() -> None:
         return "diverged" if cell.config.outer.restart == "2" and cell.config.outer.lr > 1 else world(cell)
 
     with styled():
-        pictures = rendered(adaptive_choice.draw(result_of("choice", partly)), palette=True)
+        result = result_of("choice", partly)
+        figure, details = adaptive_choice.draw(result), adaptive_choice.details(result)
+        pictures = rendered(figure, palette=True)
+    assert "Over the grid auto is below" in figure.get_suptitle()
+    assert {name.partition("-")[0] for name in details} <= {"sum", "ema"}
+    assert all("perplexity rises" in " ".join(each.get_suptitle().split()) for each in details.values())
     assert pictures[".png"][:4] == b"\x89PNG"
     assert pictures[".pdf"][:4] == b"%PDF"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,14 @@ def test_where_blocks_differ_the_oracle_finds_what_each_likes() -> None:
     for claim in (f"{ALL}: better than the chosen", f"{ROUNDS}: better than the chosen"):
         assert line_of(text, claim).startswith("Does not hold: ")
     with styled():
-        assert rendered(blockwise.draw(result))[".png"]
+        figure = blockwise.draw(result)
+        assert rendered(figure)[".png"]
+    title = " ".join(figure.get_suptitle().split())
+    assert re.search(r"beat the best one K for all in [1-9]\d* of \d+ comparisons", title)
+    assert "searched block by block do in 4 of 4" in title
+    with styled():
+        nothing = blockwise.draw(result_of(lambda cell: 10 * SEED_FACTOR[cell.config.seed], RIGHT)).get_suptitle()
+    assert re.search(r"in 0 of \d+ comparisons; periods searched block by block do in 0 of", " ".join(nothing.split()))
 
 
 def test_where_nothing_matters_nothing_is_better() -> None:

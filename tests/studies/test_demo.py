@@ -6,7 +6,7 @@ import csv
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def test_figures_show_every_cell(tmp_path: Path) -> None:
 
     paths = draw(rows(sweep, numbered), sweep, tmp_path)
     assert [path.name for path in paths] == [
-        f"{name}.{e}" for name in ("demo", "controls") for e in ("png", "pdf", "csv")
+        f"{name}.{e}" for name in ("demo", "controls", "demo_thresholds") for e in ("png", "pdf", "csv")
     ]
     main, controls = figure(tmp_path / "demo.csv"), figure(tmp_path / "controls.csv")
     assert (len(main), len(controls)) == (60, 36)
@@ -159,33 +159,45 @@ def test_figures_show_means_and_gaps(tmp_path: Path) -> None:
     assert len(figure(tmp_path / "controls.csv")) == 8
 
 
+def worse(arm: str) -> Any:
+    """Make a world in which one arm of each rule is worse at momentum 0.9."""
+    return lambda cell: 20.0 if cell.arm.endswith(arm) and cell.values["outer.momentum"] == 0.9 else 8.0
+
+
 @pytest.mark.parametrize(
-    ("form", "seeds", "title"),
-    [("sum", (0,), "restarts (sum form)"), ("ema", (0, 1), "restarts (EMA form, mean over 2 seeds)")],
+    ("value", "words"),
+    [
+        (worse("never"), ("widens the good region: heavy ball from 4 to 6", "is as good", "widens what works")),
+        (worse("K=3"), ("narrows the good region: heavy ball from 6 to 4", "is worse", "narrows what works")),
+        (lambda _: 8.0, ("leaves the good region as wide", "is as good", "leaves what works")),
+        (lambda _: None, ("Nothing is known yet", "Nothing is known yet", "leaves what works")),
+    ],
 )
-def test_title_names_the_form_and_the_seeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, seeds: tuple[int, ...], title: str
+@pytest.mark.parametrize(
+    ("form", "seeds", "reading"), [("sum", (0,), "sum form"), ("ema", (0, 1), "EMA form, mean over 2 seeds")]
+)
+def test_titles_follow_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, value: Any, words: Sequence[str], form: str, seeds: tuple[int, ...], reading: str
 ) -> None:
-    """Both figures name the form in their title, and how many seeds they average; they share one scale."""
+    """Each title says what the numbers say, whichever way; below it stand form and seeds; the maps share a scale."""
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        "twophase.studies._demo.heatmaps", lambda panels, **rest: [seen.append({"panels": panels, **rest})]
-    )
+    for name in ("heatmaps", "thresholds"):
+        monkeypatch.setattr(f"twophase.studies._demo.{name}", lambda _, **rest: [seen.append(rest)])
     sweep = demo(quick=True, seeds=seeds, base=with_values(TrainConfig(), {"outer.form": form}))
-    draw(rows(sweep, made_up), sweep, tmp_path)
-    assert len(seen) == 2
-    assert all(str(page["title"]).endswith(title) for page in seen)
+    draw(rows(sweep, value), sweep, Path("nowhere"))
+    for page, part in zip(seen, words, strict=True):
+        assert part in page["title"]
+        assert reading in page["reading"]
     assert seen[0]["scale"] == seen[1]["scale"]
-    assert [[len(row) for row in page["panels"]] for page in seen] == [[2, 2], [2, 2]]
-    assert "8.50 (lr 1); plain averaging (lr 1) 8.50" in seen[0]["note"]
 
 
 @pytest.mark.slow
-def test_without_controls_there_is_one_figure(tmp_path: Path) -> None:
+def test_without_controls(tmp_path: Path) -> None:
     """A sweep without controls draws and judges without them."""
     sweep = demo(quick=True, controls=False)
     results = rows(sweep, made_up)
-    assert [path.name for path in draw(results, sweep, tmp_path)] == ["demo.png", "demo.pdf", "demo.csv"]
+    names = [f"{name}.{end}" for name in ("demo", "demo_thresholds") for end in ("png", "pdf", "csv")]
+    assert [path.name for path in draw(results, sweep, tmp_path)] == names
     assert "control" not in verdict(results, sweep).lower()
 
 

@@ -265,13 +265,14 @@ def test_answer(result: Result):
 
 @pytest.mark.slow
 def test_figure(result: Result):
-    """Six titled panels, each with data and with names on both axes."""
+    """Six panels in titled figures, each with data and with names on both axes."""
     with styled():
-        figure = linear_network.draw(result)
-    assert len(figure.axes) == 6
-    for panel in figure.axes:
+        figures = [linear_network.draw(result), *linear_network.details(result).values()]
+    assert all(figure.get_suptitle() for figure in figures)
+    panels = [panel for figure in figures for panel in figure.axes if panel.axison]
+    assert len(panels) == 6
+    for panel in panels:
         assert panel.lines
-        assert panel.get_title(loc="left")
         assert panel.get_xlabel()
         assert panel.get_ylabel()
 

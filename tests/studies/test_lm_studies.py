@@ -171,8 +171,8 @@ def test_hollow_markers_are_the_periods_that_never_fire() -> None:
 
     result, _ = results("retuning", QUICK, gain_only)
     with styled():
-        figure = retuning_study.draw(result)
-        drawn = [(line, np.asarray(line.get_xdata())) for axes in figure.axes for line in axes.lines]
+        panels = [axes for figure in pages(retuning_study, result)[1:] for axes in figure.axes]
+        drawn = [(line, np.asarray(line.get_xdata())) for axes in panels for line in axes.lines]
         points = [(line, float(at[0])) for line, at in drawn if len(at) == 1]
     assert [at for point, at in points if to_hex(point.get_markerfacecolor()) == "#ffffff"] == [2.0] * 8
 
@@ -256,6 +256,37 @@ def test_a_claim_says_where_it_holds(answers: dict[str, bool | None], head: str)
 # ------------------------------------------------------------------------------------------- what is shown and written
 
 
+def pages(module: Any, result: Any) -> list[Any]:
+    """Draw a study's figure, and those of its details."""
+    return [module.draw(result), *module.details(result).values()]
+
+
+def title(figure: Any) -> str:
+    return " ".join(figure.get_suptitle().split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("robustness_heatmaps", lambda c: 8 + 8 * (c.config.outer.restart == "never"), "widens the good region"),
+        ("robustness_heatmaps", lambda c: 8 + 8 * (c.config.outer.restart == "3"), "narrows the good region"),
+        ("robustness_heatmaps", lambda _: 8.0, "leaves the good region as wide"),
+        ("soft_restart", lambda c: 8 + (c.arm != "momentum-free"), "is worse than plain averaging"),
+        ("soft_restart", lambda c: 8 + (c.arm == "momentum-free"), "is better than plain averaging"),
+        ("retuning", lambda c: 8 + 8 * (c.config.outer.momentum == 0.9), "by up to 0% over K and by up to 100% over"),
+        ("retuning", lambda c: 8 + 4 * (c.config.outer.restart == "5"), "by up to 50% over K and by up to 0% over"),
+    ],
+)
+def test_titles_follow_the_numbers(name: str, value: Value, words: str) -> None:
+    """A made-up world and its contrary get contrary titles, and no page is without one."""
+    result, _ = results(name, QUICK, value)
+    with styled():
+        figures = pages(MODULES[name], result)
+    assert words in title(figures[0])
+    assert all(map(title, figures))
+
+
 def holes(cell: Cell) -> float | str | None:
     """About a tenth of the runs diverged, another tenth missing; the tuning is complete."""
     number = int(cell.run_id[:4], 16) % 10
@@ -274,9 +305,10 @@ def test_diverged_and_missing_settings_stay(name: str) -> None:
     assert all((row["perplexity"] is None) == (row["state"] != "finished") for row in result.rows)
     MODULES[name].answer(result)
     with styled():
-        figure = MODULES[name].draw(result)
-        texts = Counter(text.get_text() for axes in figure.axes for text in axes.texts)
-        figure.draw_without_rendering()
+        figures = pages(MODULES[name], result)
+        texts = Counter(text.get_text() for figure in figures for axes in figure.axes for text in axes.texts)
+        for figure in figures:
+            figure.draw_without_rendering()
     assert texts["div."] > 0
     assert texts["missing"] + texts["miss."] > 0
 
@@ -292,7 +324,8 @@ def test_nothing_known_yet(name: str) -> None:
     assert "Not known" in text
     assert "Holds" not in text
     with styled():
-        module.draw(result).draw_without_rendering()
+        for figure in pages(module, result):
+            figure.draw_without_rendering()
 
 
 @pytest.mark.slow
@@ -303,8 +336,8 @@ def test_heatmaps_show_every_cell_of_the_table(name: str, cells: int) -> None:
     numbers = {run: 100.0 + place for place, run in enumerate(sweep.runs)}
     result, _ = results(name, QUICK, lambda cell: numbers[cell.run_id])
     with styled():
-        figure = MODULES[name].draw(result)
-        drawn = [text.get_text() for axes in figure.axes for text in axes.texts]
+        figures = pages(MODULES[name], result)
+        drawn = [text.get_text() for figure in figures for axes in figure.axes for text in axes.texts]
     shown = [row for row in result.rows if row["arm"] != "momentum-free" and row.get("retain", 0.0) is not None]
     assert len(drawn) == cells
     assert {text for text in drawn if text != "\N{EN DASH}"} == {f"{row['perplexity']:.0f}" for row in shown}

@@ -18,6 +18,12 @@ from twophase.base.config import UsageError
 from twophase.studies import study
 
 THEORY = ("mixed_periods", "period_criteria", "restart_mechanism", "robustness_toy")
+DETAILS = {
+    "mixed_periods": ("schedules", "tuned"),
+    "period_criteria": ("rounds",),
+    "restart_mechanism": ("oscillation", "tuning"),
+    "robustness_toy": ("nesterov", "shares"),
+}
 TOY = '''
 """A study that costs nothing."""
 
@@ -188,6 +194,9 @@ def test_theory_studies_need_no_torch_and_repeat(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     written = {name + ending for name in THEORY for ending in (".png", ".pdf", ".csv", ".json")}
+    written |= {
+        f"{name}-{detail}{ending}" for name, some in DETAILS.items() for detail in some for ending in (".png", ".pdf")
+    }
     assert {path.name for path in (tmp_path / "a").iterdir()} == written
     for name in THEORY:
         facts = json.loads((tmp_path / "a" / f"{name}.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from twophase.figures.style import styled
 from twophase.rule import OuterRule
 from twophase.studies import mixed_periods, period_criteria, restart_mechanism, robustness_toy
 from twophase.studies._model import HEAVY_BALL, SIX, WIDE, blocks, select
@@ -411,3 +413,34 @@ def test_shared_model() -> None:
     assert HEAVY_BALL.describe() == "heavy ball lr 1 momentum 0.9 (EMA form)"
     assert [(part[0], part[-1], part.size) for part in blocks()] == [(0.92, 1.0, 9), (0.55, 0.65, 9), (0.18, 0.26, 9)]
     assert (WIDE[0], WIDE[-1], len(WIDE)) == (pytest.approx(0.01), pytest.approx(1), 12)
+
+
+# -------------------------------------------------------------------------------------------------------------- titles
+
+
+def changed(numbers: Any, **values: float) -> Any:
+    """Return a study's numbers with some of them replaced wherever they stand."""
+    if not isinstance(numbers, dict):
+        return numbers
+    return {key: values[key] if key in values else changed(value, **values) for key, value in numbers.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "values", "words"),
+    [
+        (restart_mechanism, {}, "lowers the final loss in 3 of 3 spectra; no momentum at all"),
+        (restart_mechanism, {"none": -99.0, "sgd": 0.0}, "lowers the final loss in 0 of 3 spectra"),
+        (robustness_toy, {"none": 0.9, "every_3": 0.5}, "narrows the good region"),
+        (robustness_toy, {"none": 0.5, "every_3": 0.9}, "widens the good region"),
+        (robustness_toy, {"none": 0.5, "every_3": 0.5}, "leaves the good region as wide as it is"),
+        (mixed_periods, {"mix": 1.0, "tuned_momentum": 2.0}, "faster than the mix in 12 of 12 cases"),
+        (mixed_periods, {"mix": 2.0, "tuned_momentum": 1.0}, "faster than the mix in 0 of 12 cases"),
+    ],
+)
+def test_titles_follow_the_numbers(module: Any, values: dict[str, float], words: str) -> None:
+    """With other numbers the title of the same figure says something else."""
+    result = module.table(quick=True)
+    with styled():
+        figure = module.draw(replace(result, numbers=changed(result.numbers, **values)))
+    assert words in " ".join(figure.get_suptitle().split())

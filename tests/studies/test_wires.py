@@ -235,6 +235,9 @@ def test_the_page_shows_the_table() -> None:
     assert len(strokes) == 2 * 9  # the row of all places has none to show
     assert [float(line.get_xdata()[0]) for line in means] == pytest.approx([5] * 9)  # type: ignore[index]
     assert [text.get_text() for text in sent.texts] == ["1.000", "0.502", "0.259"]
+    title = " ".join(figure.get_suptitle().split())
+    assert "bfloat16 changes perplexity by +0.0% ± 0.0% and sends 0.50" in title
+    assert "int8 changes perplexity by +5.0% ± 0.0% and sends 0.26" in title
 
 
 @pytest.fixture

@@ -295,7 +295,7 @@ def draw(
     title: str, setting: Setting, forecasts: Sequence[Forecast], rounds: Mapping[str, Seen]
 ) -> tuple[Figure, Rows]:
     """Return the figure, and the rows of what it shows; `rounds` is by fragment."""
-    figure = new_page(5.4)
+    figure = new_page(5.8)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1))
     panels = [figure.add_subplot(grid[place]) for place in ((0, 0), (0, 1), (1, slice(None)))]
     rows = [
@@ -306,7 +306,7 @@ def draw(
     titles = "Preconditioned curvature", "Effective progress of a round", "What each period leaves of a block's loss"
     name_panels(panels, titles)
     figure.legend(*panels[2].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    headline(figure, _finding(forecasts), f"{title}\nloss: lower is better; bars and dots: see the legends")
+    headline(figure, _finding(forecasts), f"{title}\nloss: lower is better")
     return figure, rows
 
 
@@ -377,7 +377,7 @@ def _draw_progress(axes: Axes, forecasts: Sequence[Forecast], rounds: Mapping[st
     axes.set(xlim=(-0.03, 1.03), ylim=(len(forecasts) - 0.5, -0.5), xlabel="share of a mode that a round removes")
     axes.grid(axis="x", color="#e4e4e4", linewidth=0.5)
     axes.set_axisbelow(True)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=2, fontsize=6.5)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.24), ncols=2, fontsize=6.5)
     return rows
 
 
