@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -129,11 +129,10 @@ def test_colour_bar_says_when_it_is_clipped(worst: float, clipped: bool) -> None
 )
 def test_title_of_a_sweep_is_its_result(values: Sequence[Any], title: str) -> None:
     """The title names the best setting and counts what is near it, from the settings alone."""
-    rows = [
-        Row("a", str(lr), {"outer.lr": lr}, value if isinstance(value, str) else "finished", number)
-        for lr, value in enumerate(values)
-        for number in [None if isinstance(value, str) else value]
-    ]
+    rows = []
+    for lr, value in enumerate(values):
+        state, number = (value, None) if isinstance(value, str) else ("finished", value)
+        rows.append(Row("a", str(lr), {"outer.lr": lr}, cast("State", state), number))
     assert overview._finding(settings(rows)) == title
 
 

@@ -174,13 +174,14 @@ def worse(arm: str) -> Any:
     ],
 )
 @pytest.mark.parametrize(
-    ("form", "seeds", "reading"), [("sum", (0,), "sum form"), ("ema", (0, 1), "EMA form, mean over 2 seeds")]
+    "setting", [("sum", (0,), "sum form"), ("ema", (0, 1), "EMA form, mean over 2 seeds")], ids=["sum", "ema"]
 )
 def test_titles_follow_the_numbers(
-    monkeypatch: pytest.MonkeyPatch, value: Any, words: Sequence[str], form: str, seeds: tuple[int, ...], reading: str
+    monkeypatch: pytest.MonkeyPatch, value: Any, words: Sequence[str], setting: tuple[str, tuple[int, ...], str]
 ) -> None:
     """Each title says what the numbers say, whichever way; below it stand form and seeds; the maps share a scale."""
     seen: list[dict[str, Any]] = []
+    form, seeds, reading = setting
     for name in ("heatmaps", "thresholds"):
         monkeypatch.setattr(f"twophase.studies._demo.{name}", lambda _, **rest: [seen.append(rest)])
     sweep = demo(quick=True, seeds=seeds, base=with_values(TrainConfig(), {"outer.form": form}))

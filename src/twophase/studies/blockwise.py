@@ -271,7 +271,7 @@ def _panel(panel: Axes, facts: Mapping[str, Any], names: Sequence[str]) -> None:
         of = _CONTROLS.get(arm, arm)
         is_control = arm in _CONTROLS
         row = names.index(of) + 0.28 * is_control
-        style = look(next(number for start, number in _LINES.items() if of.startswith(start)), every=1)
+        style = look(next(number for start, number in _LINES.items() if str(of).startswith(start)), every=1)
         colour = style["color"]
         if line["ratio"] is None:
             panel.text(0, row, line["state"], color=colour, fontsize=7, ha="center", va="center")
