@@ -77,12 +77,17 @@ def _spreads(result: Result) -> dict[tuple[str, str, str], dict[int, float | Non
     return spreads
 
 
+_GAINS = "K's mean gains without restarts"
+_CHOICES = {"K": ("k_sweep", "own_k_sweep"), "the momentum": ("beta_sweep",), _GAINS: ("matched",)}
+"""From a choice, in the words of the titles, to the sweeps over it."""
+
+
 def _finding(result: Result) -> str:
     """Say how much the worst choices cost, and whether tuned restarts are better than averaging."""
     spreads = _spreads(result)
     ends = {}
-    for name in ("k_sweep", "beta_sweep", "matched"):
-        some = [s for (*_, which), by_steps in spreads.items() if which == name for s in by_steps.values() if s]
+    for name, sweeps in _CHOICES.items():
+        some = [s for (*_, which), by_steps in spreads.items() if which in sweeps for s in by_steps.values() if s]
         ends[name] = f"up to {max(some) - 1:.0%}" if some else "an unknown share"
     pairs = []
     for facts in result.numbers["places"].values():
@@ -90,8 +95,8 @@ def _finding(result: Result) -> str:
         pairs += [values] if None not in values else []
     better = sum(restarted < averaging for restarted, averaging in pairs)
     return (
-        f"Perplexity varies by {ends['k_sweep']} over K and by {ends['beta_sweep']} over the momentum, but at the same "
-        f"gains without restarts by {ends['matched']}; at its best K* is below plain averaging in {better} of "
+        f"Perplexity varies by {ends['K']} over K and by {ends['the momentum']} over the momentum, but at the same "
+        f"gains without restarts by {ends[_GAINS]}; at its best K* is below plain averaging in {better} of "
         f"{len(pairs)} places"
     )
 
@@ -135,12 +140,9 @@ def _curves_page(result: Result, form: str, kind: str) -> Figure:
 def _rule_words(result: Result, form: str, kind: str) -> str:
     """Say within which ends perplexity varies over K and over the momentum, over the communication periods."""
     spreads, words = _spreads(result), []
-    for name, over in (
-        ("k_sweep", "K"),
-        ("beta_sweep", "the momentum"),
-        ("matched", "K's mean gains without restarts"),
-    ):
-        some = [spread - 1 for spread in spreads[form, kind, name].values() if spread is not None]
+    for over, sweeps in _CHOICES.items():
+        every = [spread for name in sweeps for spread in spreads[form, kind, name].values()]
+        some = [spread - 1 for spread in every if spread is not None]
         words.append(
             f"by {min(some):.0%} to {max(some):.0%} over {over}" if some else f"by what is not known over {over}"
         )
