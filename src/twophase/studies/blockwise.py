@@ -257,8 +257,8 @@ def _finding(places: Mapping[str, Any]) -> str:
 
     def count(arms: Sequence[str]) -> str:
         highs = [facts["arms"][arm]["high"] for facts in places.values() for arm in arms if arm in facts["arms"]]
-        known = [high for high in highs if high is not None]
-        return f"{sum(high < 1 for high in known)} of {len(known)}"
+        ends = [high for high in highs if high is not None]
+        return f"{sum(high < 1 for high in ends)} of {len(ends)}"
 
     return (
         f"Periods by block that theory gives beat the best one K for all in {count((MEAN, ALL, ROUNDS))} comparisons; "
