@@ -167,8 +167,8 @@ def worse(arm: str) -> Any:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (worse("never"), ("widens the good region: heavy ball from 4 to 6", "is as good", "widens what works")),
-        (worse("K=3"), ("narrows the good region: heavy ball from 6 to 4", "is worse", "narrows what works")),
+        (worse(", never"), ("widens the good region: heavy ball from 4 to 6", "is as good", "widens what works")),
+        (worse(", K=3"), ("narrows the good region: heavy ball from 6 to 4", "is worse", "narrows what works")),
         (lambda _: 8.0, ("leaves the good region as wide", "is as good", "leaves what works")),
         (lambda _: None, ("Nothing is known yet", "Nothing is known yet", "leaves what works")),
     ],
