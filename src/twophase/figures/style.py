@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import wrap
@@ -174,6 +174,17 @@ def in_words(pairs: Sequence[tuple[float, float]], *, more: str, fewer: str, bot
     """
     rises, falls = any(b > a for a, b in pairs), any(b < a for a, b in pairs)
     return both if rises and falls else more if rises else fewer if falls else same
+
+
+def span(numbers: Iterable[float], form: str) -> str:
+    """Write the smallest and the largest of some numbers; once where both read the same.
+
+    >>> span([0.5, 2.0, 1.0], ".1f"), span([0.001, 0.002], ".0%")
+    ('0.5 to 2.0', '0%')
+    """
+    some = list(numbers)
+    low, high = format(min(some), form), format(max(some), form)
+    return low if low == high else f"{low} to {high}"
 
 
 def share_legend(figure: Figure, panels: Sequence[Axes], spare: Sequence[Axes] = (), columns: int = 3) -> None:

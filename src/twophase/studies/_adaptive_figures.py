@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twophase.figures.style import INK, MUTED, headline, look, new_figure, share_legend
+from twophase.figures.style import INK, MUTED, headline, look, new_figure, share_legend, span
 from twophase.judge.bootstrap import LEVEL
 from twophase.recipes.adaptive import FIXED
 from twophase.studies._adaptive import AVERAGING, BEST_K, CHOSEN, TUNED_FREE, arms_of
@@ -73,7 +73,7 @@ def _finding(places: Mapping[str, Any]) -> str:
                 if arm not in (CHOSEN, BEST_K) and line["over_chosen"]:
                     ratios.setdefault(arm, []).append(line["over_chosen"]["mean"])
     single = {
-        what: f"{what} {min(some):.2f} to {max(some):.2f} times its perplexity"
+        what: f"{what} {span(some, '.2f')} times its perplexity"
         for what in (AVERAGING, TUNED_FREE)
         if (some := ratios.pop(what, []))
     }
@@ -128,7 +128,7 @@ def _spread_words(places: Mapping[str, Any], rule: str) -> str:
             if arm not in (BEST_K, AVERAGING, TUNED_FREE) and line["worst"] and line["best"]:
                 spreads[arm == CHOSEN].append(line["worst"] / line["best"] - 1)
     words = [
-        f"by {min(some):.0%} to {max(some):.0%} with {name}"
+        f"by {span(some, '.0%')} with {name}"
         for name, some in ((CHOSEN, spreads[True]), ("other arms", spreads[False]))
         if some
     ]

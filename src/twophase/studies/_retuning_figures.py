@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twophase.figures.style import MUTED, PAPER, headline, look, new_figure, share_legend
+from twophase.figures.style import MUTED, PAPER, headline, look, new_figure, share_legend, span
 from twophase.recipes.paper import BETA_SWEEP, BOTH_FORMS, K_SWEEP, OWN_K_SWEEP, RULES, arm_name, control_name
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import pick
@@ -143,9 +143,7 @@ def _rule_words(result: Result, form: str, kind: str) -> str:
     for over, sweeps in _CHOICES.items():
         every = [spread for name in sweeps for spread in spreads[form, kind, name].values()]
         some = [spread - 1 for spread in every if spread is not None]
-        words.append(
-            f"by {min(some):.0%} to {max(some):.0%} over {over}" if some else f"by what is not known over {over}"
-        )
+        words.append(f"by {span(some, '.0%')} over {over}" if some else f"by what is not known over {over}")
     head = FORM_WORDS[form][0].upper() + FORM_WORDS[form][1:]
     return f"{head}, {kind}: perplexity varies {', '.join(words)}"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from twophase.figures.style import HATCH, INK, headline, look, new_figure, share_legend, signed
+from twophase.figures.style import HATCH, INK, headline, look, new_figure, share_legend, signed, span
 from twophase.rule import OuterRule
 from twophase.studies._model import (
     HEAVY_BALL,
@@ -271,7 +271,7 @@ def draw(result: Result) -> Figure:
     tuned = sum(facts["mix"] < facts["tuned_momentum"] for facts in rates)
     headline(
         figure,
-        f"A mix of periods is {min(gains):.2f} to {max(gains):.2f} times as fast as the best single one; a tuned "
+        f"A mix of periods is {span(gains, '.2f')} times as fast as the best single one; a tuned "
         f"momentum without restarts is faster than the mix in {tuned} of {len(rates)} cases",
         f"rate of the slowest mode in the long run, momentum {MOMENTUM}, lr in EMA form; further right is better",
     )
@@ -303,7 +303,7 @@ def details(result: Result) -> dict[str, Figure]:
         kind: [100 * (f["restart"] / f["none"] - 1) for case, f in cases.items() if case.endswith(f", {kind}")]
         for kind in KINDS
     }
-    words = ", ".join(f"{kind} by {min(some):.0f} to {max(some):.0f} %" for kind, some in gain.items())
+    words = ", ".join(f"{kind} by {span(some, '.0f')} %" for kind, some in gain.items())
     headline(
         figure,
         f"With learning rate and momentum tuned as well, the best period speeds up {words}",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import logsumexp
 
-from twophase.figures.style import HATCH, headline, in_words, look, name_panels, new_figure, share_legend
+from twophase.figures.style import HATCH, headline, in_words, look, name_panels, new_figure, share_legend, span
 from twophase.studies._model import LOG_10, dot_chart, log_residuals, select, verdict
 from twophase.studies.study import Result
 from twophase.theory.inputs import rule_grid
@@ -211,7 +211,7 @@ def draw(result: Result) -> Figure:
     headline(
         figure,
         f"Where the number of rounds is not known, '{facts[winner]['meaning']}' loses least: "
-        f"{facts[winner]['mean']:.2f} dex on average, the paper's criterion {min(paper):.2f} to {max(paper):.2f}, no "
+        f"{facts[winner]['mean']:.2f} dex on average, the paper's criterion {span(paper, '.2f')}, no "
         f"restart {facts['never']['mean']:.2f}",
         f"log10 of the final loss over that of the best period (dex), lower is better; {result.settings['spectra']} "
         "random spectra",
