@@ -28,9 +28,11 @@ class View:
         self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
         self.page.on("request", lambda request: self.requests.append(request.url))
 
-    def open(self, state: State = PAPER, fragment: str = "", run: RunSpectrum | None = None) -> Page:
+    def open(
+        self, state: State = PAPER, fragment: str = "", run: RunSpectrum | None = None, *, guided: bool = False
+    ) -> Page:
         """Write the page for a state and open it."""
-        self.file.write_text(build(state, run), encoding="utf-8")
+        self.file.write_text(build(state, run, guided=guided), encoding="utf-8")
         self.page.goto("about:blank")
         self.page.goto(self.file.as_uri() + fragment)
         return self.page

@@ -149,6 +149,35 @@ def test_state_survives_the_address(view: View) -> None:
     assert State(**state | {"sigmas": tuple(state["sigmas"]), "curvatures": tuple(state["curvatures"])}).lr == 0.123
 
 
+def test_addresses_of_before_open(view: View) -> None:
+    """An address without the newer fields means their first values; with them it holds policy, schedule and noise."""
+    page = view.open()
+    view.act("select_option", "#policy", "cycle:5,6,10")
+    view.act("fill", "#field-policy", "cycle:4,7")
+    view.act("select_option", "#schedule", "cosine")
+    view.act("fill", "#field-noise", "0.05")
+    view.act("fill", "#field-seed", "12")
+    view.settled()
+    fragment = page.evaluate("location.hash")
+    assert fragment.endswith("&policy=cycle:4,7&schedule=cosine&noise=0.05&seed=12")
+    shown = view.readouts()
+    page = view.open(State(), fragment)
+    assert view.readouts() == shown
+    assert page.input_value("#field-policy") == "cycle:4,7"
+    assert page.input_value("#policy") == "cycle:5,6,10"  # the choice of its kind
+    page = view.open(State(), fragment.partition("&policy")[0])
+    assert page.evaluate("[app.state.policy, app.state.schedule, app.state.noise]") == ["", "constant", 0]
+    assert not page.is_visible("#notice")
+    view.act("select_option", "#policy", "auto")
+    view.act("fill", "#field-policy", "automatic")
+    view.press("Tab")
+    assert "Write auto, loss," in page.inner_text("#field-policy-wrong")
+    page.focus("#slider-restart")
+    view.press("ArrowRight")  # a period takes the policy's place
+    assert page.evaluate("app.state.policy") == ""
+    assert not page.is_visible("#field-policy")
+
+
 DAMAGED = {
     "cut": lambda good: good[: len(good) // 2],
     "end": lambda good: good[:-2],
@@ -159,6 +188,7 @@ DAMAGED = {
     "script": lambda good: good.replace("lr=1&", "lr=<img src=x onerror=alert(1)>&"),
     "unknown": lambda good: good + "&__proto__=1",
     "run": lambda good: good.replace("spectrum=list", "spectrum=run"),
+    "policy": lambda good: good + "&policy=%3Cimg%3E",
     "noise": lambda _good: "%3Cscript%3Ealert(1)%3C/script%3E",
     "many": lambda good: good.replace("sigmas=0.95", "sigmas=" + "0.5," * 70 + "0.95"),
 }

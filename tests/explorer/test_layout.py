@@ -117,3 +117,18 @@ def test_sliders_stay_over_every_figure(view: View) -> None:
             assert page.inner_html(f"#{name} .plot") != before
     view.sized(700, 360)  # a phone on its side has no height for both
     assert page.locator("#most").evaluate("node => getComputedStyle(node).position") == "static"
+
+
+def test_every_panel_is_drawn_once_the_hand_rests(view: View) -> None:
+    """Panels out of sight, and all cells of the map, are there soon after the page opens or a slider stops."""
+    page = view.open()
+    there = "document.querySelectorAll('figure .plot svg').length"
+    for momentum in (0.9, 0.5):
+        page.evaluate("momentum => app.change({momentum})", momentum)
+        page.wait_for_timeout(450)
+        page.evaluate("async () => { while (lossMap.busy()) await new Promise(requestAnimationFrame); }")
+        assert page.evaluate(there) == 7
+        label = page.get_attribute("#gain svg", "aria-label")
+        assert label == page.evaluate("panels.gain.plot(app.model, 600, 'light').getAttribute('aria-label')")
+    page.evaluate("app.change({restart: 9}); app.render(); window.dispatchEvent(new Event('beforeprint'));")
+    assert page.evaluate("lossMap.busy()") is False

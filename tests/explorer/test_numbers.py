@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import ClassVar
 
 import numpy as np
 import pytest
+from scipy.stats import kstest
 
 from explorerview import PAPER, SIX, View, number, rule_of
 from points import as_json, nasty_points, random_points
-from twophase.explorer.page import State
+from twophase.explorer.page import POLICIES, State
+from twophase.policies.base import MEASURED, Decision, Never, RestartPolicy, RoundSignal, Step
+from twophase.policies.gain import mean_outer_gain
+from twophase.policies.text import parse
+from twophase.rule import OuterRule
 from twophase.theory.advice import advise
 from twophase.theory.advice import controls as theory_controls
 from twophase.theory.contraction import log_restart_factor, restart_can_help, restart_rate
@@ -201,6 +207,143 @@ def test_curves_and_map_are_those_of_the_theory(view: View) -> None:
     for name, period in {"log10_loss_no_restart": 120, "log10_loss_restart": 7}.items():
         true = log_final_loss(rules, np.tile(SIX, (len(rules), 1)), 120, period)
         np.testing.assert_allclose(column("map", name), np.asarray(true) / np.log(10), rtol=1e-6)
+
+
+# --- policies, schedules and noise: run round by round ----------------------------------------------------------------
+
+FACTORS = {
+    "constant": lambda _share: 1.0,
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled(RestartPolicy):
+    """A policy under a schedule: the rule's own step, times a factor of the round; steps of the policy stay."""
+
+    policy: RestartPolicy
+    schedule: str
+    rounds: int
+    needs: ClassVar[frozenset[str]] = MEASURED | {"loss_start", "loss_end"}
+    takes_steps: ClassVar[bool] = True
+
+    def initial_state(self) -> dict[str, float]:
+        """That of the policy."""
+        return self.policy.initial_state()
+
+    def decide(self, state: dict[str, float], signal: RoundSignal) -> tuple[dict[str, float], Decision]:
+        """Scale the step that the rule would take."""
+        after, decision = self.policy.decide(state, signal)
+        assert signal.rule is not None
+        step = Step.of(signal.rule).times(FACTORS[self.schedule]((signal.round - 1) / self.rounds))
+        if decision is None:
+            return after, step
+        return after, decision if isinstance(decision, Step) else dataclasses.replace(decision, step=step)
+
+
+USUAL, HEAVY = State(mode=0), State(0.2, 0.8, False, "sum", 4, 50, "list", sigmas=(0.9, 0.4, 0.1), mode=0)
+RUNS = {
+    "auto": dataclasses.replace(USUAL, policy="auto"),
+    "auto in noise": dataclasses.replace(HEAVY, policy="auto", noise=0.2, seed=3),
+    "auto without momentum": dataclasses.replace(HEAVY, policy="auto", momentum=0.0, noise=0.01),
+    "cycle": dataclasses.replace(USUAL, policy="cycle:2,5", form="ema"),
+    "at": dataclasses.replace(HEAVY, policy="at:4,9,20"),
+    "soft": dataclasses.replace(USUAL, policy="soft:3:0.2:0.1"),
+    "soft, ema": dataclasses.replace(HEAVY, policy="soft:4:-0.4:0.8", form="ema", schedule="linear", noise=0.05),
+    "loss": dataclasses.replace(HEAVY, policy="loss", noise=0.1),
+    "loss, a share": dataclasses.replace(USUAL, policy="loss:0.5"),
+    "probe": dataclasses.replace(USUAL, policy="probe:keep,drop", form="ema", lr=3.0),
+    "probe, steps": dataclasses.replace(HEAVY, policy="probe:fresh,keep,half,average,1.3", noise=0.1),
+    "linear": dataclasses.replace(USUAL, schedule="linear"),
+    "cosine, no restart": dataclasses.replace(HEAVY, schedule="cosine", restart=0),
+    "noise": dataclasses.replace(USUAL, noise=0.3, seed=7),
+    "all": dataclasses.replace(HEAVY, noise=0.1, schedule="cosine", nesterov=True, form="ema", restart=7),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_simulated_runs_are_rollouts(view: View, name: str) -> None:
+    """Residuals, losses, restarts and outer gains of policies, schedules and noise equal `theory.rollout`'s.
+
+    The noise is the page's own draw, handed to the rollout.
+    """
+    state = RUNS[name]
+    page, rule, sigma = view.show(state), rule_of(state), modes_of(state)
+    shown = page.evaluate(
+        """() => {
+            const { state, residual, modes, losses, restarts, gains } = app.model;
+            const place = (j, t) => { const [sign, log] = residual(j, t); return sign * Math.exp(log); };
+            return {
+                draws: Array.from(simulation.draws(state.seed, state.rounds, modes.length)),
+                residual: Array.from(losses.none, (_, t) => modes.map((_, j) => place(j, t))),
+                none: Array.from(losses.none),
+                restart: Array.from(losses.restart),
+                restarts,
+                gain: gains.restart,
+            };
+        }"""
+    )
+    noise = state.noise * np.array(shown["draws"]).reshape(state.rounds, 1, len(sigma))
+    policy = parse(state.policy or (str(state.restart) if state.restart else "never"))
+    for arm, chosen in {"none": Never(), "restart": policy}.items():
+        under = Scheduled(chosen, state.schedule, state.rounds) if state.schedule != "constant" else chosen
+        run = rollout(rule, sigma, state.rounds, under, noise=noise)
+        np.testing.assert_allclose(shown[arm], np.log10(run.loss), rtol=1e-9, atol=1e-9)
+        if arm == "restart":
+            np.testing.assert_allclose(shown["residual"], run.residual, rtol=1e-8, atol=1e-12)
+            assert shown["restarts"] == (np.flatnonzero(run.restarts[:-1]) + 1).tolist()
+    if state.schedule == "constant" and not policy.needs:
+        assert shown["gain"] == pytest.approx(mean_outer_gain(rule, policy, state.rounds), rel=1e-9)
+    else:
+        assert policy.needs == frozenset() or shown["gain"] is None or math.isnan(shown["gain"])
+    assert close(view.readouts()["log₁₀ loss, restart"], shown["restart"][-1])
+
+
+def test_the_map_of_simulated_runs(view: View) -> None:
+    """Cells of the map under noise, a schedule and cycles equal rollouts of their rules."""
+    state = dataclasses.replace(HEAVY, noise=0.1, policy="cycle:3,4", rounds=20)
+    page = view.show(state)
+    cells = page.evaluate("() => { while (lossMap.work(1000)); return lossMap.csv().slice(1); }")
+    noise = 0.1 * np.array(page.evaluate("Array.from(simulation.draws(0, 20, 3))")).reshape(20, 1, 3)
+    for lr, momentum, form, *losses in cells[::97]:
+        rule = OuterRule(lr, momentum, False, form)
+        for value, policy in zip(losses, ("never", "cycle:3,4"), strict=True):
+            true = np.log10(rollout(rule, modes_of(state), 20, policy, noise=noise).loss[-1])
+            assert value == pytest.approx(true, rel=1e-9, abs=1e-9)
+
+
+def test_noise_is_white_and_normal(view: View) -> None:
+    """Draws have the moments and distribution of white noise, and are the same whatever the horizon and the modes."""
+    page = view.open()
+    many = np.array(page.evaluate("Array.from(simulation.draws(5, 2000, 50))")).reshape(2000, 50)
+    few = np.array(page.evaluate("Array.from(simulation.draws(5, 20, 3))")).reshape(20, 3)
+    np.testing.assert_array_equal(few, many[:20, :3])
+    others = np.array(page.evaluate("Array.from(simulation.draws(6, 2000, 50))")).reshape(2000, 50)
+    error = 1 / math.sqrt(many.size)  # standard error of a mean of products
+    for product in (many, many[1:] * many[:-1], many[:, 1:] * many[:, :-1], many * others, many**3):
+        assert abs(product.mean()) < 4 * error * max(1, product.std())
+    assert abs((many**2).mean() - 1) < 4 * math.sqrt(2) * error
+    assert kstest(many.ravel(), "norm").pvalue > 1e-3
+
+
+TEXTS = """auto auto:1 loss loss:0.5 loss:1 loss:-0.1 loss:x cycle:5,6,10 cycle:5 cycle: cycle:0,3 cycle:1.5 cycle
+at:4,9 at:9,4 at:4,4 at:0 soft:3:0.2:0.1 soft:3:-0.4:0.8 soft:3:0.2 soft:0:1:1 soft:3:1e31:0 soft:3:nan:0
+probe:keep,drop probe:keep probe:keep,keep probe:keep,average,1.3 probe:keep,-1 probe:keep,toString probe:half,fresh
+nothing constructor""".split()
+
+
+def test_policies_are_read_as_the_package_reads_them(view: View) -> None:
+    """A text is a policy on the page exactly if it is one for `parse`."""
+    results = view.open().evaluate("texts => texts.map(text => simulation.read(text) !== null)", TEXTS)
+
+    def is_policy(text: str) -> bool:
+        try:
+            return isinstance(parse(text), POLICIES)
+        except ValueError:
+            return False
+
+    assert dict(zip(TEXTS, results, strict=True)) == {text: is_policy(text) for text in TEXTS}
 
 
 SAID = {

@@ -115,6 +115,25 @@ def test_options_become_the_first_state(capsys: Capture, tmp_path: Path) -> None
     state = asked(capsys, out, "--eigenvalues", 4, 1, "--inner-lr", 0.1, "--inner-steps", 30)
     assert (state["curvatures"], state["inner_lr"], state["inner_steps"]) == ([4.0, 1.0], 0.1, 30)
     assert asked(capsys, out) == json.loads(json.dumps(vars(state_of(Question()))))
+    assert asked(capsys, out, "--outer.restart", "auto")["policy"] == "auto"
+    assert asked(capsys, out, "--outer.restart", "soft:3:0.2:0.1")["policy"] == "soft:3:0.2:0.1"
+
+
+def test_only_a_page_asked_for_without_words_is_guided(capsys: Capture, tmp_path: Path) -> None:
+    """Options ask for a view of their own, in which the guided steps are folded away."""
+    out = tmp_path / "page.html"
+    for words, is_guided in (((), True), (("--sigma", 0.4), False), (("--outer.lr", 0.7), False)):
+        asked(capsys, out, *words)
+        assert data_of(out.read_text(encoding="utf-8"))["guided"] is is_guided
+
+
+def test_policies_that_the_page_lacks_are_refused(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that is registered elsewhere: the message names the option, the value and what the page shows."""
+    monkeypatch.setenv("TWOPHASE_POLICIES", "twophase.studies.policies")
+    message = refused(capsys, "--outer.restart", "gradient", "--out", tmp_path / "page.html")
+    assert "--outer.restart gradient: the page shows never" in message
 
 
 # --- from a run ---------------------------------------------------------------------------------------------------
@@ -126,7 +145,7 @@ def test_spectrum_of_a_run(capsys: Capture, tmp_path: Path) -> None:
     run = write_run(tmp_path / ATTACK.replace("/", "_"), rule, [0.35], restart="9")
     from_run = read_run(run)
     assert from_run.spectrum.sigma == pytest.approx((0.35,), rel=1e-6)
-    assert (from_run.rule, from_run.restart, from_run.rounds, from_run.inner_steps) == (rule, 9, 60, 1)
+    assert (from_run.rule, from_run.restart, from_run.rounds, from_run.inner_steps) == (rule, "9", 60, 1)
     state = asked(capsys, tmp_path / "page.html", "--run", run)
     assert (state["spectrum"], state["lr"], state["restart"], state["rounds"]) == ("run", 0.5, 9, 60)
     state = asked(capsys, tmp_path / "page.html", "--run", run, "--outer.lr", 0.7, "--outer.restart", "never")

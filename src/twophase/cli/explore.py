@@ -13,7 +13,7 @@ from twophase.base.options import add_values, values_given
 from twophase.base.reading import check_regular
 from twophase.cli.commands import plain_parser
 from twophase.explorer.from_run import FromRun, read_run
-from twophase.explorer.page import MARK, State, build
+from twophase.explorer.page import MARK, POLICIES, POLICIES_WORDS, State, build
 from twophase.policies.base import Never
 from twophase.policies.scheduled import Periodic
 from twophase.policies.text import parse
@@ -27,7 +27,7 @@ class Outer(Rule):
     """The outer rule, and when its momentum restarts."""
 
     restart: str = str(State.restart)
-    """Rounds between restarts, or `never`."""
+    """Rounds between restarts, `never`, or another policy: cycle, at, soft, auto, loss, probe."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Question(Spectrum):
 def of_run(run: FromRun) -> Question:
     """Return the question with a run's own rule, period and length, on which options come on top."""
     rule = run.rule
-    outer = Outer(rule.lr, rule.momentum, rule.nesterov, rule.form, str(run.restart or "never"))
+    outer = Outer(rule.lr, rule.momentum, rule.nesterov, rule.form, run.restart)
     return Question(outer=outer, rounds=run.rounds)
 
 
@@ -50,8 +50,8 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
     """Return the page's first state.
 
     Raises:
-        UsageError: several spectra, values that make no rule, a restart policy without a period, or a run that shows no
-            effective progress without a spectrum beside it.
+        UsageError: several spectra, values that make no rule, a restart policy that the page does not know, or a run
+            that shows no effective progress without a spectrum beside it.
     """
     outer = question.outer
     outer.value()  # refuses what makes no rule
@@ -59,16 +59,15 @@ def state_of(question: Question, run: FromRun | None = None) -> State:
         policy = parse(outer.restart)
     except ValueError as error:
         raise UsageError(f"--outer.restart {outer.restart}: {error}") from None
-    if not isinstance(policy, (Never, Periodic)):
-        raise UsageError(
-            f"--outer.restart {outer.restart}: the page shows one period, or none; write a whole number, or never"
-        )
+    if not isinstance(policy, (Never, Periodic, *POLICIES)):
+        raise UsageError(f"--outer.restart {outer.restart}: {POLICIES_WORDS}")
     state = State(
         lr=float(outer.lr),
         momentum=float(outer.momentum),
         nesterov=outer.nesterov,
         form=outer.form,
         restart=policy.period if isinstance(policy, Periodic) else 0,
+        policy=str(policy) if isinstance(policy, POLICIES) else "",
         rounds=question.rounds,
         inner_steps=State.inner_steps if run is None else run.inner_steps,
     )
@@ -121,8 +120,11 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     run = read_run(options.run) if options.run else None
     question = of_run(run) if run else Question()
-    state = state_of(with_values(question, values_given(options, question)), run)
-    page = build(state, run.spectrum if run and state.spectrum == "run" else None)
+    values = values_given(options, question)
+    state = state_of(with_values(question, values), run)
+    # A page that was asked for without any value begins with the steps; any value asks for a view of one's own.
+    guided = run is None and not values
+    page = build(state, run.spectrum if run and state.spectrum == "run" else None, guided=guided)
     _write(options.out, page)
     print(f"page {options.out} ({len(page.encode()) / 1000:.0f} kB): open it in a browser; it needs no network")
     if run and state.spectrum == "run":

@@ -41,7 +41,7 @@ const app = (() => {
 
   /** Take over some new values, unless they do not go together; whether they did. */
   function change(values, { own = true } = {}) {
-    const next = { ...app.state, ...values },
+    const next = { ...app.state, ...("restart" in values ? { policy: "" } : {}), ...values },
       wrong = store.fault(next, given);
     say(wrong ?? "");
     if (wrong) return false;

@@ -4,6 +4,7 @@
 const choices = (() => {
   const { plain } = store;
 
+  const listed = () => [...app.model.choices, app.model.without, ...app.model.guesses, app.model.current];
   const rows = [],
     BEST = "– recommended";
   /** The table of choices beside the rate plot: its buttons stay, so that a pressed one keeps the focus. */
@@ -20,10 +21,10 @@ const choices = (() => {
       const name = html("th", { scope: "row" }),
         button = html("button", { type: "button" }),
         cells = [0, 1].map(() => html("td", { className: "number" }));
-      button.addEventListener("click", () => app.change({ restart: rows[i].period ?? 0 }));
+      button.addEventListener("click", () => i === 8 || app.change({ restart: listed()[i].period ?? 0 }));
       name.append(html("span"));
       const row = html("tr", {}, name, html("td", { className: "number" }, button), ...cells);
-      rows.push({ row, name, button, cells, period: 0 });
+      rows.push({ row, name, button, cells });
       body.append(row);
     }
     const table = html(
@@ -47,17 +48,16 @@ const choices = (() => {
   function showChoices() {
     const { recommended, choices } = app.model,
       best = recommended === choices[0].period ? 0 : choices.length; // that row is "no restart"
-    [...app.model.choices, app.model.without, ...app.model.guesses, app.model.current].forEach((choice, i) => {
+    listed().forEach((choice, i) => {
       const { row, name, button, cells } = rows[i],
-        words = choice.period === null ? "never" : String(choice.period);
-      rows[i].period = choice.period;
+        words = choice.label ?? (choice.period === null ? "never" : String(choice.period));
       row.classList.toggle("chosen", i === best);
       const value = "value" in choice ? ` (${Number.isFinite(choice.value) ? plain(choice.value) : "none"})` : "";
       if (!name.dataset.room) steady(name, `${choice.words} ${"value" in choice ? "(1.234e5)" : ""} ${i ? "" : BEST}`);
       name.classList.toggle("best", i === 0 || i === choices.length);
       write(name.firstChild, `${choice.words}${value} ${i ? "" : BEST}`.trim());
       write(button, words);
-      button.setAttribute("aria-label", `Use: restart ${compute.periodWords(choice.period)}, ${choice.words}`);
+      button.setAttribute("aria-label", `Use: ${choice.label ?? `restart ${compute.periodWords(choice.period)}`}, ${choice.words}`);
       write(cells[0], plain(choice.rate));
       write(cells[1], plain(choice.loss));
     });

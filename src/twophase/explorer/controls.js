@@ -91,13 +91,15 @@ const controls = (() => {
         slider.setAttribute("aria-valuetext", words);
       }
     }
-    if (app.state.spectrum + app.state.form + app.state.nesterov !== picked) showPicks();
+    const { spectrum, form, nesterov, policy, schedule } = app.state,
+      key = [spectrum, form, nesterov, policy, schedule].join();
+    if (key !== picked) showPicks();
+    picked = key;
     showModes();
   }
 
   let picked = "";
   function showPicks() {
-    picked = app.state.spectrum + app.state.form + app.state.nesterov;
     const curved = app.state.spectrum === "curvature";
     for (const name of ["inner_lr", "inner_steps"]) knobs[name].field.disabled = knobs[name].slider.disabled = !curved;
     for (const input of document.querySelectorAll('input[type="radio"]')) {
@@ -106,6 +108,10 @@ const controls = (() => {
     }
     for (const part of document.querySelectorAll(".kind")) part.hidden = part.dataset.kind !== app.state.spectrum;
     $("spectrum").value = app.state.spectrum;
+    $("schedule").value = app.state.schedule;
+    const [name] = app.state.policy.split(":");
+    for (const option of $("policy").options) option.selected = option.value.split(":")[0] === name;
+    $("own-policy").hidden = !name;
   }
 
   let modesShown = "";
@@ -123,89 +129,23 @@ const controls = (() => {
     for (const input of document.getElementsByName("view")) input.checked = input.value === app.state.view;
   }
 
-  const SIX = [0.95, 0.85, 0.75, 0.6, 0.45, 0.3];
+  const example = (lr, momentum, nesterov, form, restart, rounds, more) => ({
+    ...{ lr, momentum, nesterov, form, restart, rounds, policy: "", schedule: "constant", noise: 0, mode: 0 },
+    ...{ spectrum: "list", sigmas: [0.95, 0.85, 0.75, 0.6, 0.45, 0.3], ...more },
+  });
   const EXAMPLES = {
-    "DiLoCo’s usual rule": {
-      lr: 0.7,
-      momentum: 0.9,
-      nesterov: true,
-      form: "sum",
-      restart: 3,
-      rounds: 60,
-      spectrum: "list",
-      sigmas: SIX,
-      mode: 0,
-    },
-    "One mode, phase cancellation": {
-      lr: 1,
-      momentum: 0.9,
-      nesterov: false,
-      form: "ema",
-      restart: 5,
-      rounds: 80,
-      spectrum: "one",
-      sigma: 0.95,
-      mode: 0,
-    },
-    "The paper’s six modes": {
-      lr: 1,
-      momentum: 0.9,
-      nesterov: false,
-      form: "ema",
-      restart: 7,
-      rounds: 120,
-      spectrum: "list",
-      sigmas: SIX,
-      mode: 0,
-    },
-    "Slow modes, where restarts harm": {
-      lr: 1,
-      momentum: 0.9,
-      nesterov: false,
-      form: "ema",
-      restart: 5,
-      rounds: 120,
-      spectrum: "range",
-      low: 0.005,
-      high: 0.3,
-      count: 16,
-      mode: 15,
-    },
-    "A restart that destabilises": {
-      lr: 0.78,
-      momentum: 0.95,
-      nesterov: false,
-      form: "sum",
-      restart: 3,
-      rounds: 120,
-      spectrum: "one",
-      sigma: 1,
-      mode: 0,
-    },
-    "Momentum tuned, nothing to restart": {
-      lr: 1,
-      momentum: 0.3,
-      nesterov: false,
-      form: "ema",
-      restart: 0,
-      rounds: 120,
-      spectrum: "list",
-      sigmas: SIX,
-      mode: 0,
-    },
-    "From curvatures": {
-      lr: 0.7,
-      momentum: 0.9,
-      nesterov: true,
-      form: "sum",
-      restart: 4,
-      rounds: 60,
-      spectrum: "curvature",
-      curvatures: [10, 3, 1, 0.3, 0.1],
-      inner_lr: 0.02,
-      inner_steps: 50,
-      mode: 0,
-    },
+    "DiLoCo’s usual rule": example(0.7, 0.9, true, "sum", 3, 60),
+    "One mode, phase cancellation": example(1, 0.9, false, "ema", 5, 80, { spectrum: "one", sigma: 0.95 }),
+    "The paper’s six modes": example(1, 0.9, false, "ema", 7, 120),
+    "Slow modes, where restarts harm": example(1, 0.9, false, "ema", 5, 120, {
+      ...{ spectrum: "range", low: 0.005, high: 0.3, count: 16, mode: 15 },
+    }),
+    "A restart that destabilises": example(0.78, 0.95, false, "sum", 3, 120, { spectrum: "one", sigma: 1 }),
+    "Momentum tuned, nothing to restart": example(1, 0.3, false, "ema", 0, 120),
+    "Noise, and a learning rate that falls": example(0.7, 0.9, true, "sum", 3, 60, { noise: 0.1, schedule: "linear" }),
+    "From curvatures": example(0.7, 0.9, true, "sum", 4, 60, {
+      ...{ spectrum: "curvature", curvatures: [10, 3, 1, 0.3, 0.1], inner_lr: 0.02, inner_steps: 50 },
+    }),
   };
 
   function listen() {
@@ -227,6 +167,7 @@ const controls = (() => {
     $("spectrum").addEventListener("change", ({ target }) => {
       if (!app.change({ spectrum: target.value, mode: 0 })) app.later();
     });
+    for (const id of ["policy", "schedule"]) $(id).addEventListener("change", () => app.change({ [id]: $(id).value }));
     $("mode").addEventListener("change", ({ target }) => app.change({ mode: Number(target.value) }, { own: false }));
     fold(matchMedia("(max-width: 900px)"));
     document.querySelector("form").addEventListener("submit", (event) => event.preventDefault());

@@ -92,11 +92,17 @@ const cross = (() => {
 
   function more() {
     working = 0;
-    if (!part.seen) return;
+    if (!part.seen && !part.rests) return;
     const busy = lossMap.work(8);
     paintMaps();
     if (busy) working = setTimeout(more, 0);
   }
 
-  return { build: buildMaps, draw: drawMaps };
+  /** All cells at once, as for a print. */
+  function finish() {
+    while (lossMap.work(50));
+    paintMaps();
+  }
+
+  return { build: buildMaps, draw: drawMaps, finish };
 })();

@@ -96,7 +96,7 @@ const draw = (() => {
       fill: look.ink,
     });
     const x = scale(axis.x, box.left, box.right);
-    const apart = (one, other) => Math.abs(x(one[0]) - x(other[0])) >= (WIDE * (one[1].length + other[1].length)) / 2 + 4;
+    const apart = (one, other) => Math.abs(x(one[0]) - x(other[0])) >= (WIDE * (one[1].length + other[1].length)) / 2 + 6;
     given.x = thinned(given.x, apart);
     const grid = el("g", { stroke: look.line, "stroke-width": 1, fill: "none" });
     const marks = el("g", { fill: look.muted });

@@ -22,7 +22,9 @@ const forms = (() => {
   function build() {
     $("switch").addEventListener("click", () => {
       const form = app.state.form === "sum" ? "ema" : "sum";
-      app.change({ form, lr: kernel.converted(app.model.rule, form).lr });
+      const share = 1 - app.state.momentum; // of the pseudo-gradient in the buffer of the EMA form
+      const policy = simulation.scaled(app.state.policy, form === "ema" ? share : 1 / share);
+      app.change({ form, policy, lr: kernel.converted(app.model.rule, form).lr });
     });
   }
 
@@ -69,7 +71,7 @@ const forms = (() => {
         row("Modes", regimes(app.model.modes), regimes(other.modes)),
         row("log₁₀ loss, no restart", plain(app.model.final.none), plain(other.final.none)),
         row(
-          app.state.restart ? `log₁₀ loss, K${NB}=${NB}${app.state.restart}` : "log₁₀ loss, chosen K",
+          app.model.period ? `log₁₀ loss, K${NB}=${NB}${app.model.period}` : `log₁₀ loss, ${app.state.policy ? "policy" : "chosen K"}`,
           plain(app.model.final.restart), plain(other.final.restart),
         ),
         row("Recommended restart", word(app.model), word(other)),

@@ -10,7 +10,7 @@ import numpy as np
 
 from twophase.advice.evidence import observed_in
 from twophase.base.config import UsageError
-from twophase.explorer.page import LIMITS, RunSpectrum
+from twophase.explorer.page import LIMITS, POLICIES, RunSpectrum
 from twophase.policies.base import Never
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
@@ -27,7 +27,7 @@ class FromRun:
 
     Args:
         rule: its outer rule.
-        restart: its restart period, 0 where it has none.
+        restart: its restart policy in text, `never` where the page does not know it.
         rounds: its length in rounds.
         inner_steps: its inner steps a round.
         problems: what is missing or wrong in its folder, in sentences; empty where nothing is.
@@ -35,7 +35,7 @@ class FromRun:
     """
 
     rule: OuterRule
-    restart: int
+    restart: str
     rounds: int
     inner_steps: int
     problems: str
@@ -61,8 +61,9 @@ def read_run(path: Path) -> FromRun:
     else:
         reasons = sorted({why_not for _, why_not in seen.values()}) or [_no_blocks(record)]
         note = f"cannot be estimated: {'; '.join(reasons)}."
-    if not isinstance(policy, (Periodic, Never)):
-        note += f" The run's own restarts ({policy}) have no single period and are not shown."
+    is_shown = isinstance(policy, (Periodic, Never, *POLICIES))
+    if not is_shown:
+        note += f" The run's own restarts ({policy}) are not among those of the page."
     problems = " ".join(["What is missing or wrong in the folder:", *record.problems]) if record.problems else ""
     values = sorted((min(1.0, observed.sigma) for observed in usable.values()), reverse=True)
     most = min(int(LIMITS["count"][1]), len(values))  # as many as the page takes, evenly spread
@@ -70,7 +71,7 @@ def read_run(path: Path) -> FromRun:
     sigma = tuple(values[place] for place in places)
     return FromRun(
         rule=rule,
-        restart=policy.period if isinstance(policy, Periodic) else 0,
+        restart=str(policy) if is_shown else "never",
         rounds=_within("rounds", record.planned_rounds or len(record.rounds["round"]) or 1),
         inner_steps=_within("inner_steps", record.count("inner_steps")),
         problems=problems,

@@ -70,7 +70,7 @@
     clearTimeout(resting);
     const rest = () => {
       stage.showRest();
-      if (!first) $("live").textContent = app.model.words.live;
+      if (!first) $("live").textContent = guide.words() + app.model.words.live;
     };
     if (first) setTimeout(rest, 0);
     else {
@@ -91,6 +91,7 @@
     controls.show(app.fresh);
     app.fresh = false;
     stage.show();
+    guide.show();
     if (first) performance.mark("first-curve");
   };
 
@@ -118,5 +119,6 @@
   forms.build();
   stage.build();
   readAddress();
+  guide.build();
   app.render();
 })();

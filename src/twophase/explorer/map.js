@@ -54,12 +54,14 @@ const lossMap = (() => {
   function prepare(model) {
     const { state, sigmas, rounds, period } = model,
       range = ends(state);
-    const key = JSON.stringify([sigmas, state.nesterov, state.form, rounds, period, range]);
+    const { policy, schedule, noise, seed } = state,
+      key = JSON.stringify([sigmas, state.nesterov, state.form, rounds, period, range, policy, schedule, noise, seed]);
     if (key === job.key) return;
     const empty = () => new Float64Array(COLUMNS * ROWS).fill(NaN);
     job = {
       key,
       range,
+      state,
       sigmas,
       nesterov: state.nesterov,
       form: state.form,
@@ -70,24 +72,29 @@ const lossMap = (() => {
     };
   }
 
+  /** log10 loss of a rule without and with restarts. */
+  function cell(rule) {
+    const { state, sigmas, rounds, period } = job,
+      size = rule.form === "ema" ? rule.lr * (1 - rule.momentum) : rule.lr;
+    if (!simulation.isPlain(state)) {
+      const { none, restart } = simulation.arms(state, rule, sigmas);
+      return [none, restart].map(({ places }) => simulation.lossAt(places, rounds));
+    }
+    const steps = sigmas.map((sigma) => size * sigma);
+    return kernel.cell(steps, rule.momentum, rule.nesterov, period, rounds);
+  }
+
   /** Compute cells for a few milliseconds; whether there are more to do. */
   function work(budget = SLICE) {
     const until = performance.now() + budget,
-      { sigmas, nesterov, form, rounds, period, values, range } = job;
+      { nesterov, form, values, range } = job;
     while (job.next < ORDER.all.length && performance.now() < until) {
       const at = ORDER.all[job.next],
         row = Math.floor(at / COLUMNS),
         column = at % COLUMNS;
       const lr = lrAt(range.lr, (column + 0.5) / COLUMNS),
         momentum = momentumAt(range.near, 1 - (row + 0.5) / ROWS);
-      const size = form === "ema" ? lr * (1 - momentum) : lr;
-      const [a, b] = kernel.cell(
-        sigmas.map((sigma) => size * sigma),
-        momentum,
-        nesterov,
-        period,
-        rounds,
-      );
+      const [a, b] = cell({ lr, momentum, nesterov, form });
       const wide = job.next < ORDER.coarse ? COARSE : 1; // a coarse cell fills its block until better is known
       for (let r = row; r < Math.min(ROWS, row + wide); r++) {
         for (let c = column; c < Math.min(COLUMNS, column + wide); c++) {

@@ -87,26 +87,63 @@ const compute = (() => {
     return [Math.sign(total), top + Math.log(Math.abs(total))];
   }
 
-  function seriesOf(tables, focus, rounds, period) {
-    if (focus >= 0) {
-      const one = tables[focus];
-      return { none: (t) => [one.sign[t], one.log[t]], restart: (t) => restarted(one, t, period) };
-    }
-    const both = { none: [], restart: [] };
-    for (let t = 0; t <= rounds; t++) {
-      both.none.push(meanOf(tables.map((one) => [one.sign[t], one.log[t]])));
-      both.restart.push(meanOf(tables.map((one) => restarted(one, t, period))));
-    }
-    return { none: (t) => both.none[t], restart: (t) => both.restart[t] };
+  /** Sign and log of what is left of the chosen mode in one arm, or of the mean of all. */
+  function seriesOf({ at }, focus, count, rounds) {
+    if (focus >= 0) return (t) => at(focus, t);
+    const means = Array.from({ length: rounds + 1 }, (_, t) => meanOf(Array.from({ length: count }, (_, j) => at(j, t))));
+    return (t) => means[t];
   }
 
+  /** Both arms of a rule: {at(j, t): sign and log|x| of mode j, loss(t): log10 of the loss, restarts: their rounds}. */
+  function armsOf(state, rule, sigmas, tables) {
+    const { rounds } = state,
+      cycle = state.restart || rounds;
+    if (simulation.isPlain(state)) {
+      const logs = tables.map(({ log }) => log),
+        loss = (period) => (t) => kernel.logLoss(logs, t, period) / Math.LN10;
+      return {
+        none: { at: (j, t) => [tables[j].sign[t], tables[j].log[t]], loss: loss(rounds), restarts: [] },
+        restart: {
+          at: (j, t) => restarted(tables[j], t, cycle),
+          loss: loss(cycle),
+          restarts: state.restart ? Array.from({ length: Math.floor(rounds / cycle) }, (_, i) => (i + 1) * cycle) : [],
+        },
+      };
+    }
+    const { none, restart } = simulation.arms(state, rule, sigmas);
+    const arm = ({ places, restarts }) => ({
+      at: (j, t) => simulation.logOf(places[j][t]),
+      loss: (t) => simulation.lossAt(places, t),
+      restarts,
+    });
+    return { none: arm(none), restart: arm(restart) };
+  }
+
+  /** Outer gain of both arms, {mean, at(i): that of round i + 1}; without values where a policy measures first. */
+  function gainsOf(state, rule) {
+    const { rounds, restart: period } = state;
+    if (!simulation.isPlain(state)) {
+      const { none, restart } = simulation.gains(state, rule);
+      return { none, restart: restart ?? { mean: NaN, at: () => NaN } };
+    }
+    const of = (cycle) => ({ mean: kernel.meanGain(rule, cycle, rounds), at: (i) => kernel.gain(rule, (i % cycle) + 1) });
+    return { none: of(rounds), restart: of(period || rounds) };
+  }
+
+  /** Mean gains, and losses at the horizon, of both arms. */
+  const ends = (arms, gains, rounds) => ({
+    gains: { none: gains.none.mean, restart: gains.restart.mean },
+    final: { none: arms.none.loss(rounds), restart: arms.restart.loss(rounds) },
+  });
+
   /** What a reader must be told: modes that diverge, and restarts that cannot help or do harm. */
-  function warnings({ rule, modes, logs, rounds, period, recommended, diverges: unstable }) {
+  function warnings({ state, rule, modes, logs, rounds, period, recommended, diverges: unstable }) {
     const said = [],
       limit = kernel.stableStep(rule.momentum, rule.nesterov),
       largest = modes[0],
       count = unstable.filter(Boolean).length;
     if (!(largest.s[0] > 0)) return ["Nothing moves, with or without restarts: every σ is 0."];
+    if (!simulation.isPlain(state)) said.push(BESIDE);
     if (count) {
       const below = plain((rule.lr * limit) / largest.s[0]);
       said.push(divergeWords(count, modes.length, below, rule.form === "ema" ? "EMA" : "sum"));
@@ -129,9 +166,11 @@ const compute = (() => {
       `${count} of ${all} modes ${count === 1 ? "diverges" : "diverge"}, and a restart cannot make ` +
       `${count === 1 ? "it" : "them"} stable: lower lr below ${below} (${form} form).`,
     growWords = (period) => `A restart ${periodWords(period)} makes a stable mode grow: avoid this period.`,
+    BESIDE =
+      "Schedule, noise and policies other than a period act in a, b, e and f; c, d and the recommended K are without them.",
     bareWords = (lr) =>
       `The recommended period 1 is no momentum at all: the same as momentum 0 with lr ${lr} (sum form).`;
-  const longestWarning = () => [divergeWords(64, 64, LONG, "EMA"), growWords(100), bareWords(LONG)].join(" ");
+  const longestWarning = () => [BESIDE, divergeWords(64, 64, LONG, "EMA"), growWords(100), bareWords(LONG)].join(" ");
 
   /**
    * Rates of the slowest mode without restarts that a gain by restarts must be held against, [words, rate]: no momentum
@@ -148,9 +187,10 @@ const compute = (() => {
         rate = slowest({ ...ema, momentum });
       if (rate > best.rate) best = { momentum, rate };
     }
+    const known = Number.isFinite(gains.restart); // not that of a policy that measures first
     return [
       [sameStep(plain(same)), bare(same)],
-      [sameGain(plain(gains.restart)), bare(gains.restart)],
+      ...(known ? [[sameGain(plain(gains.restart)), bare(gains.restart)]] : []),
       [tuned(plain(best.momentum, 3), plain(ema.lr)), best.rate],
     ];
   }
@@ -171,16 +211,15 @@ const compute = (() => {
   function swapped(model) {
     const rule = { ...model.rule, form: model.rule.form === "ema" ? "sum" : "ema" };
     const modes = model.sigmas.map((sigma) => kernel.mode(rule, sigma)),
-      { rounds, period } = model;
-    const logs = modes.map((m) => tableOf(m, rounds).log);
+      { rounds, state } = model;
+    const tables = modes.map((m) => tableOf(m, rounds)),
+      logs = tables.map(({ log }) => log);
     const { choices } = judged(logs, modes, rounds, kernel.scores(logs, rounds));
-    const final = (k) => kernel.logLoss(logs, rounds, k) / Math.LN10;
     return {
       rule,
       modes,
       recommended: recommendedOf(choices, modes),
-      final: { none: final(rounds), restart: final(period || rounds) },
-      gains: { none: kernel.meanGain(rule, rounds, rounds), restart: kernel.meanGain(rule, period || rounds, rounds) },
+      ...ends(armsOf(state, rule, model.sigmas, tables), gainsOf(state, rule), rounds),
     };
   }
 
@@ -189,8 +228,7 @@ const compute = (() => {
       sigmas = found.length ? found : [0];
     const rule = ruleOf(state),
       { rounds } = state,
-      period = state.restart,
-      cycle = period || rounds;
+      period = state.policy ? 0 : state.restart;
     const modes = sigmas.map((sigma) => kernel.mode(rule, sigma));
     const tables = modes.map((m) => tableOf(m, rounds)),
       logs = tables.map(({ log }) => log);
@@ -199,10 +237,14 @@ const compute = (() => {
     const turn = chosen && kernel.oscillation(chosen);
     const scores = kernel.scores(logs, rounds);
     const { choices, without, judge } = judged(logs, modes, rounds, scores);
-    const losses = { none: new Float64Array(rounds + 1), restart: new Float64Array(rounds + 1) };
-    for (let t = 0; t <= rounds; t++) {
-      losses.none[t] = kernel.logLoss(logs, t, rounds) / Math.LN10;
-      losses.restart[t] = kernel.logLoss(logs, t, cycle) / Math.LN10;
+    const arms = armsOf(state, rule, sigmas, tables),
+      gains = gainsOf(state, rule),
+      { restart } = arms;
+    const losses = {},
+      series = {};
+    for (const name in arms) {
+      losses[name] = Float64Array.from({ length: rounds + 1 }, (_, t) => arms[name].loss(t));
+      series[name] = seriesOf(arms[name], focus, modes.length, rounds);
     }
     const model = {
       state,
@@ -216,6 +258,7 @@ const compute = (() => {
       focus,
       chosen,
       turn,
+      bound: state.noise || state.schedule !== "constant" ? null : turn, // the envelope is that of a rule at rest
       scores,
       choices,
       recommended: recommendedOf(choices, modes),
@@ -223,14 +266,19 @@ const compute = (() => {
       losses,
       guesses: guesses(rule, sigmas, rounds, judge),
       current: judge("current", "chosen above", period && period < rounds ? period : null),
+      restarts: restart.restarts.filter((t) => t < rounds), // the last round's would show nowhere
       cancellations: turn
         ? kernel.cancellations(chosen, Math.min(MANY, Math.ceil((rounds * turn.phase) / Math.PI) + 1))
         : [],
-      residual: (j, t) => restarted(tables[j], t, cycle),
-      series: seriesOf(tables, focus, rounds, cycle),
-      final: { none: losses.none[rounds], restart: losses.restart[rounds] },
-      gains: { none: kernel.meanGain(rule, rounds, rounds), restart: kernel.meanGain(rule, cycle, rounds) },
+      residual: restart.at,
+      series,
+      gainAt: { none: gains.none.at, restart: gains.restart.at },
+      ...ends(arms, gains, rounds),
     };
+    if (!simulation.isPlain(state)) {
+      Object.assign(model.current, { loss: model.final.restart, rate: NaN });
+      if (state.policy) model.current.label = state.policy.split(":")[0];
+    }
     model.diverges = modes.map((m) => m.s[0] >= kernel.stableStep(m.b, m.nesterov));
     model.warnings = warnings(model);
     model.words = inWords(model);
@@ -294,19 +342,22 @@ const compute = (() => {
     ];
   }
 
-  /** How many rounds earlier the restarted loss reaches what no restart has at the end. */
-  function saved({ losses, rounds, final }) {
-    if (!(final.restart < final.none)) return "–";
+  /** How many rounds earlier a loss stays at or below what no restart has at the end. */
+  function savedBy(loss, { rounds, final }) {
     let t = rounds;
-    while (t > 0 && losses.restart[t - 1] <= final.none) t--;
-    return roundsOf(rounds - t);
+    while (t > 0 && loss(t - 1) <= final.none) t--;
+    return rounds - t;
   }
+
+  const saved = (model) =>
+    model.final.restart < model.final.none ? roundsOf(savedBy((t) => model.losses.restart[t], model)) : "–";
 
   return {
     of: compute,
     swapped,
     controls,
     readouts,
+    savedBy,
     REGIMES,
     periodWords,
     LONGEST_CONTROLS,

@@ -2,9 +2,10 @@
 
 The files stay readable by themselves: `page.html` is the frame; its looks are `style.css` (colours, letters, controls)
 and `panels.css`; and the scripts, in the order in which they need each other, are `kernel.js` (the numbers), `state.js`
-(what is shown, and its address), `draw.js` (plots), `model.js` (from a state to numbers), `trajectories.js`, `rates.js`
-and `map.js` (what is drawn), `app.js` (what all share), `controls.js`, `choices.js`, `cross.js` and `forms.js` (what a
-hand can move beside the figures), `stage.js` (numbers and panels on the page) and `main.js` (start, address, theme).
+(what is shown, and its address), `simulation.js` (policies, schedules and noise, round by round), `draw.js` (plots),
+`model.js` (from a state to numbers), `trajectories.js`, `rates.js` and `map.js` (what is drawn), `app.js` (what all
+share), `controls.js`, `choices.js`, `cross.js` and `forms.js` (what a hand can move beside the figures), `stage.js`
+(numbers and panels on the page), `guide.js` (the steps that it begins with) and `main.js` (start, address, theme).
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ import base64
 import hashlib
 import html
 import json
+import re
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
-from twophase.base.config import UsageError
+from twophase.base.errors import UsageError
+from twophase.policies.adaptive import Auto, LossTest, Probe
+from twophase.policies.scheduled import AtRounds, Cycle, Soft
+from twophase.policies.text import parse
 from twophase.rule import Form
 
 MARK = '<meta name="generator" content="twophase explore">'
 """What the first lines of our pages hold; a file without it is not overwritten."""
 STYLES = ("style.css", "panels.css")
-_SCRIPT_NAMES = "kernel state draw model trajectories rates map app controls choices cross forms stage main"
+_SCRIPT_NAMES = (
+    "kernel state simulation draw model trajectories rates map app controls choices cross forms stage guide main"
+)
 SCRIPTS = tuple(f"{name}.js" for name in _SCRIPT_NAMES.split())
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -37,6 +44,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "inner_lr": (0, 1e6),
     "inner_steps": (1, 1_000_000),
     "mode": (-1, 63),
+    "noise": (0, 1000),
+    "seed": (0, 1_000_000),
 }
 """Lowest and highest value of every field. `count` limits every list of modes; `mode` -1 is the mean of all."""
 SLIDERS: dict[str, tuple[float, float]] = {
@@ -50,6 +59,8 @@ SLIDERS: dict[str, tuple[float, float]] = {
     "count": (2, 64),
     "inner_lr": (1e-4, 1),
     "inner_steps": (1, 2048),
+    "noise": (0, 0.5),
+    "seed": (0, 100),
 }
 """Ends of the sliders; a field beside each takes all of `LIMITS`."""
 
@@ -77,6 +88,14 @@ class State:
     mode: int = 5
     """The mode that is drawn in bold, the largest sigma first; -1 is the mean of all."""
     view: Literal["linear", "log"] = "linear"
+    policy: str = ""
+    """The text form of a restart policy, one of `POLICIES`, in the place of `restart`; empty for a period."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Factor on the outer learning rate in round t of T: 1, `1 - (t-1)/T`, or `(1 + cos(pi (t-1)/T)) / 2`."""
+    noise: float = 0.0
+    """Standard deviation of the white Gaussian noise in the pseudo-gradient, as in `theory.rollout`; a single draw."""
+    seed: int = 0
+    """Of the draw."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +113,11 @@ class RunSpectrum:
     note: str
 
 
+POLICIES = (Cycle, AtRounds, Soft, Auto, LossTest, Probe)
+"""The policies that the page simulates beside a period."""
+
+POLICIES_WORDS = "the page shows never, a period such as 3, cycle, at, soft, auto, loss and probe; write one of these"
+
 _OPTIONS = {
     "lr": "--outer.lr",
     "momentum": "--outer.momentum",
@@ -102,12 +126,14 @@ _OPTIONS = {
 }
 
 
-def build(state: State, run: RunSpectrum | None = None) -> str:
+def build(state: State, run: RunSpectrum | None = None, *, guided: bool = False) -> str:
     """Return the page that opens with this state.
 
     Args:
         state: the values of its fields, within `LIMITS`.
         run: the spectrum that `state.spectrum` "run" shows.
+        guided: whether it opens with the guided steps, which begin at a state of their own; else they are folded away.
+            An address that holds a state opens it without them.
 
     Returns:
         HTML of one self-contained file: scripts and looks are in it, and its policy (Content-Security-Policy) lets it
@@ -119,7 +145,10 @@ def build(state: State, run: RunSpectrum | None = None) -> str:
     check(state, run)
     from twophase import __version__  # noqa: PLC0415 - the package root is no module that modules import from
 
-    style, script = ("\n".join(map(_read, names)) for names in (STYLES, SCRIPTS))
+    # Indentation is a tenth of the page; no text in these files spans lines.
+    style, script = (
+        re.sub(r"^ +", "", "\n".join(map(_read, names)), flags=re.MULTILINE) for names in (STYLES, SCRIPTS)
+    )
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
@@ -130,7 +159,13 @@ def build(state: State, run: RunSpectrum | None = None) -> str:
         "style": style,
         "script": script,
         "given": _as_data(
-            {"state": asdict(state), "run": asdict(run) if run else None, "limits": LIMITS, "sliders": SLIDERS}
+            {
+                "state": asdict(state),
+                "run": asdict(run) if run else None,
+                "limits": LIMITS,
+                "sliders": SLIDERS,
+                "guided": guided,
+            }
         ),
         "version": html.escape(__version__),
     }
@@ -154,6 +189,8 @@ def check(state: State, run: RunSpectrum | None = None) -> None:
             if not low <= value <= high:  # nan, too
                 words = f"{high:,.6f}".rstrip("0").rstrip(".")
                 raise UsageError(f"{option} is {value:.9g}; the page shows values from {low:g} to {words}")
+    if state.policy and not isinstance(parse(state.policy), POLICIES):
+        raise UsageError(f"--outer.restart {state.policy}: {POLICIES_WORDS}")
     if (state.spectrum == "run") != (run is not None):
         raise UsageError("the spectrum of a run needs the run, and a run is shown by its spectrum")
     steepest = max(state.curvatures)

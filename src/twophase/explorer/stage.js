@@ -72,10 +72,15 @@ const stage = (() => {
       app.later();
     }).observe($("panels"));
     measure();
+    window.addEventListener("beforeprint", () => {
+      showRest();
+      cross.finish();
+    });
   }
 
   /** Widths are read here only: reading them between two drawings would lay out the page once for each. */
   function measure() {
+    if ($("panels").clientWidth < 100) return; // no window at all, as for a moment while the whole page is photographed
     // What is out of sight is drawn too: a picture of the old width would widen the page.
     for (const part of Object.values(parts)) Object.assign(part, { width: part.plots[0].clientWidth, due: true });
     parts.map.whole = parts.map.box.clientWidth;
@@ -96,7 +101,7 @@ const stage = (() => {
   }
 
   function stale() {
-    for (const part of Object.values(parts)) part.stale = true;
+    for (const part of Object.values(parts)) Object.assign(part, { stale: true, rests: false });
   }
 
   /** The choice between the residual and its logarithm. */
@@ -141,12 +146,12 @@ const stage = (() => {
   };
   const panelOf = (name) => (name === "map" ? MAP : panels[name]);
 
-  /** Draw every panel that is in sight and out of date. */
+  /** Draw every panel that is out of date and in sight; the others, and cells of the map, wait until the hand rests. */
   function show() {
     showReadouts();
-    if (parts.map.seen && lossMap.busy()) parts.map.stale = true; // its cells wait while it cannot be seen
+    if ((parts.map.seen || parts.map.rests) && lossMap.busy()) parts.map.stale = true;
     for (const [name, part] of Object.entries(parts)) {
-      if (!part.stale || !(part.seen || part.due)) continue;
+      if (!part.stale || !(part.seen || part.due || part.rests)) continue;
       part.stale = part.due = false;
       const panel = panelOf(name);
       write(part.title, `${panel.title(app.model)}.`);
@@ -161,6 +166,8 @@ const stage = (() => {
   function showRest() {
     forms.show();
     choices.showRest();
+    for (const part of Object.values(parts)) part.rests = true;
+    show();
   }
 
   return { build: buildPanels, stale, show, showRest };

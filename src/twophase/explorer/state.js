@@ -27,6 +27,11 @@ const store = (() => {
     inner_steps: { kind: "number", whole: true },
     mode: { kind: "number", whole: true },
     view: { kind: "word", words: ["linear", "log"] },
+    // Newer than the first addresses: one that lacks them means the value that is named here.
+    policy: { kind: "policy", absent: "" },
+    schedule: { kind: "word", words: ["constant", "linear", "cosine"], absent: "constant" },
+    noise: { kind: "number", absent: 0 },
+    seed: { kind: "number", whole: true, absent: 0 },
   };
 
   /** The number that a text writes, or a sentence about what is wrong with it. */
@@ -57,6 +62,10 @@ const store = (() => {
   function read(name, text, given) {
     const field = FIELDS[name],
       limits = given.limits[field.of ?? name];
+    if (field.kind === "policy") {
+      if (text === "" || simulation.read(text)) return { value: text.trim() };
+      return { error: "Write auto, loss, probe:keep,drop, cycle:5,6,10, at:4,9 or soft:3:0.2:0.1." };
+    }
     if (field.kind === "word") {
       return field.words.includes(text) ? { value: text } : { error: `Choose ${field.words.join(" or ")}.` };
     }
@@ -80,7 +89,8 @@ const store = (() => {
 
   /** The state as the part of an address after #. */
   function toFragment(state) {
-    return [`v=${VERSION}`, ...Object.keys(FIELDS).map((name) => `${name}=${words(name, state[name])}`)].join("&");
+    const names = Object.keys(FIELDS).filter((name) => state[name] !== FIELDS[name].absent);
+    return [`v=${VERSION}`, ...names.map((name) => `${name}=${words(name, state[name])}`)].join("&");
   }
 
   /** {state} from the part of an address after #, or {error: a sentence}; only names of ours are repeated in it. */
@@ -93,6 +103,7 @@ const store = (() => {
     }
     if (parts.get("v") !== VERSION) return { error: "The link was made by another version, or is damaged." };
     for (const name of Object.keys(FIELDS)) {
+      if (!parts.has(name) && "absent" in FIELDS[name]) parts.set(name, String(FIELDS[name].absent));
       if (!parts.has(name)) return { error: `The link is damaged: ${name} is missing.` };
       const found = read(name, parts.get(name), given);
       if (found.error) return { error: `The link is damaged: ${name} is not usable.` };
@@ -141,5 +152,5 @@ const store = (() => {
     return short !== "1" || log === 0 ? short : `1${NB}${log < 0 ? "−" : "+"}${NB}${plain(Math.abs(Math.expm1(log)))}`;
   }
 
-  return { FIELDS, read, fault, toFragment, fromFragment, spectrum, plain, roundsOf, nearOne, NB };
+  return { NUMBER, FIELDS, read, fault, toFragment, fromFragment, spectrum, plain, roundsOf, nearOne, NB };
 })();

@@ -14,21 +14,15 @@ const trajectories = (() => {
     restart: { stroke: look.restart, "stroke-width": 2, fill: "none" },
     none: { stroke: look.none, "stroke-width": 1.8, "stroke-dasharray": DASH, fill: "none" },
   });
-  const every = ({ period, rounds }) =>
-    period >= rounds
-      ? "no restart within the horizon"
-      : `restart${period ? "" : ":"} ${compute.periodWords(period || null)}`;
-
-  /** Rounds at which the momentum is dropped, the last round excepted, where it would show nowhere. */
-  function restarts({ period, rounds }) {
-    const found = [];
-    if (period) for (let t = period; t < rounds; t += period) found.push(t);
-    return found;
-  }
+  const every = ({ period, rounds, state }) => {
+    if (state.policy) return state.policy.length > 26 ? `${state.policy.slice(0, 25)}…` : state.policy;
+    if (period >= rounds) return "no restart within the horizon";
+    return `restart${period ? "" : ":"} ${compute.periodWords(period || null)}`;
+  };
 
   /** Marks of the restarts: hairlines, and triangles on top where there is room for them. */
   function restartMarks(p, model) {
-    const at = restarts(model),
+    const at = model.restarts,
       room = (p.box.right - p.box.left) / Math.max(at.length, 1);
     if (room < 3) return;
     const d = at.map((t) => `M${fix(p.x(t))},${p.box.top}V${p.box.bottom}`).join("");
@@ -43,15 +37,19 @@ const trajectories = (() => {
   const band = (size) =>
     `Band: the true envelope ±${size} ρᵗ. Diamonds: where a mode without restarts passes through zero; a restart near ` +
     "the first one keeps it there.";
+  const drift = ({ noise, seed, schedule }) =>
+    (schedule === "constant" ? "" : `The learning rate falls to 0 (${schedule}). `) +
+    (noise ? `Noise: one draw (seed ${seed}), the same in both.` : "");
   const drawnOf = (count) => `${MOST_FAINT} of the ${count} modes are drawn behind it.`;
 
   const residual = {
     title: (model) =>
       model.focus < 0 ? "Mean residual of all modes" : `Residual of the mode σ${NB}=${NB}${plain(model.chosen.sigma)}`,
     text: (model) => {
-      const turn = model.turn,
+      const turn = model.bound,
         words = [SHARE];
-      if (model.focus < 0) words[0] = "The mean of all modes (thick), and modes under the restart (thin).";
+      if (model.state.noise || model.state.schedule !== "constant") words.push(drift(model.state));
+      else if (model.focus < 0) words[0] = "The mean of all modes (thick), and modes under the restart (thin).";
       else if (turn) words.push(band(plain(Math.exp(turn.logAmplitude))));
       else if (!(model.chosen.s[0] > 0)) words.push("Nothing moves this mode.");
       else if (model.diverges[model.focus]) words.push("This mode diverges, and does so under any restarts.");
@@ -64,7 +62,7 @@ const trajectories = (() => {
     },
     room: `Residual of the mode σ = 0.12345. ${SHARE} ${band("1.2345")} ${drawnOf(64)}`,
     plot(model, width, theme) {
-      const { rounds, series, turn, state } = model,
+      const { rounds, series, bound: turn, state } = model,
         log = state.view === "log";
       const look = draw.THEMES[theme],
         mark = lines(look);
@@ -116,11 +114,11 @@ const trajectories = (() => {
         "log_abs_restart",
       ];
       const real = ([sign, log]) => sign * Math.exp(log),
-        marked = new Set(restarts(model));
-      const rows = [head.concat(model.turn ? ["envelope"] : [])];
+        marked = new Set(model.restarts);
+      const rows = [head.concat(model.bound ? ["envelope"] : [])];
       for (let t = 0; t <= model.rounds; t++) {
         const [a, b] = [model.series.none(t), model.series.restart(t)];
-        const bound = model.turn ? [Math.exp(model.turn.logAmplitude + t * model.turn.logRho)] : [];
+        const bound = model.bound ? [Math.exp(model.bound.logAmplitude + t * model.bound.logRho)] : [];
         rows.push([t, marked.has(t) ? 1 : 0, real(a), real(b), a[1], b[1], ...bound]);
       }
       return rows;
@@ -189,7 +187,7 @@ const trajectories = (() => {
   }
 
   /** The true envelope as a band around zero, or as a line where the axis is logarithmic. */
-  function envelope(p, { turn, rounds }, log) {
+  function envelope(p, { bound: turn, rounds }, log) {
     const bound = (t) => turn.logAmplitude + t * turn.logRho,
       count = Math.min(rounds, 300),
       at = (i) => (i * rounds) / count;
@@ -266,14 +264,18 @@ const trajectories = (() => {
 
   const gain = {
     title: () => "Outer gain",
-    text: ({ gains }) => gainWords(plain(gains.restart), plain(gains.none)),
+    text: ({ gains, state }) =>
+      Number.isFinite(gains.restart)
+        ? gainWords(plain(gains.restart), plain(gains.none))
+        : `${state.policy.split(":")[0]} decides by what it measures: its gain is not known in advance.`,
     room: `Outer gain. ${gainWords("1.234e−5", "1.234e−5")}`,
     plot(model, width, theme) {
-      const { rounds, rule, period, gains } = model,
+      const { rounds, gains, gainAt } = model,
         look = draw.THEMES[theme],
         mark = lines(look);
       const some = Math.min(rounds, 200),
-        top = 1.08 * kernel.gain(rule, rounds);
+        sizes = Array.from({ length: some }, (_, i) => [gainAt.none(i), gainAt.restart(i)]).flat(),
+        top = 1.08 * Math.max(1e-9, gains.none, ...sizes.filter(Number.isFinite));
       const axis = {
         x: { from: 0, to: some, label: some < rounds ? `round (the first ${some})` : "round" },
         y: { from: 0, to: top, label: "displacement a round" },
@@ -293,30 +295,25 @@ const trajectories = (() => {
       });
       const level = (value, look2) =>
         p.add(el("path", { d: `M${p.box.left},${fix(p.y(value))}H${p.box.right}`, ...look2, "stroke-width": 0.8 }));
-      level(gains.none, mark.none);
-      level(gains.restart, mark.restart);
-      const line = (age, more) =>
+      for (const name of ["none", "restart"]) {
+        if (!Number.isFinite(gains[name])) continue;
+        level(gains[name], mark[name]);
         p.add(
           el("path", {
             d: path(
               some,
               (i) => p.x(i + 1),
-              (i) => p.y(kernel.gain(rule, age(i))),
+              (i) => p.y(gainAt[name](i)),
             ),
-            ...more,
+            ...mark[name],
           }),
         );
-      line((i) => i + 1, mark.none);
-      line((i) => (period ? (i % period) + 1 : i + 1), mark.restart);
+      }
       return p.svg;
     },
-    csv: ({ rounds, rule, period }) => [
+    csv: ({ rounds, gainAt }) => [
       ["round", "gain_no_restart", "gain_restart"],
-      ...Array.from({ length: rounds }, (_, i) => [
-        i + 1,
-        kernel.gain(rule, i + 1),
-        kernel.gain(rule, period ? (i % period) + 1 : i + 1),
-      ]),
+      ...Array.from({ length: rounds }, (_, i) => [i + 1, gainAt.none(i), gainAt.restart(i)]),
     ],
   };
 
