@@ -85,7 +85,7 @@
     if (key !== computed) {
       app.model = compute.of(app.state, app.given);
       computed = key;
-      stage.stale();
+      stage.stale(true);
       whenAtRest(first);
     }
     controls.show(app.fresh);

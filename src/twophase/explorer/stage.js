@@ -100,8 +100,9 @@ const stage = (() => {
     return svgText([...sides, lossMap.bar(640, "light")], 640);
   }
 
-  function stale() {
-    for (const part of Object.values(parts)) Object.assign(part, { stale: true, rests: false });
+  /** All panels are out of date; those out of sight wait for the hand only if it moves, not after a change of size. */
+  function stale(moves = false) {
+    for (const part of Object.values(parts)) Object.assign(part, { stale: true, rests: part.rests && !moves });
   }
 
   /** The choice between the residual and its logarithm. */
