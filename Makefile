@@ -92,6 +92,7 @@ faults: setup-dev
 	@$(BIN)/python tests/faults $(ARGS)
 
 docs: $(VENV)/.installed-docs
+	@$(BIN)/python -m twophase explore --out docs/assets/explore.html
 	@$(BIN)/zensical build --clean --strict
 	@$(BIN)/python tests/sitecheck.py site
 

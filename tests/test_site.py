@@ -24,6 +24,7 @@ import sitecheck
 import twophase
 from browser import Watched, axe_violations
 from twophase import theory
+from twophase.cli.main import main
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -58,9 +59,15 @@ def build(project: Path) -> None:
     for name in ("docs", "src"):
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "mkdocs.yml", project)
+    assert main(["explore", "--out", str(project / "docs/assets/explore.html")]) == 0
     words = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     done = subprocess.run(words, cwd=project, capture_output=True, text=True, check=False)
     (project / "said").write_text(f"{done.stdout}{done.stderr}\nstatus {done.returncode}")
+
+
+def pages_in(site: Path) -> list[Path]:
+    """The pages that Zensical made; the explorer has tests of its own."""
+    return [path for path in sorted(site.rglob("*.html")) if path.name != "explore.html"]
 
 
 def pages_of(nav: object) -> list[str]:
@@ -121,7 +128,7 @@ def test_site_is_sound(site: Path) -> None:
     """Zensical builds it strictly, without a warning; every link leads somewhere, nothing is loaded from elsewhere."""
     assert sitecheck.faults(site) == []
     built = {path.relative_to(site).with_suffix(".md").as_posix() for path in site.rglob("*.html")}
-    assert built - {"404.md"} == set(pages_of(CONFIG["nav"]))
+    assert built - {"404.md", "assets/explore.md"} == set(pages_of(CONFIG["nav"]))
 
 
 def modules_shown() -> dict[str, list[str] | None]:
@@ -157,8 +164,8 @@ def test_reference_has_every_public_name(site: Path) -> None:
 
 
 ELEMENTS = set(
-    "a article b blockquote body button circle code div em footer form h1 h2 h3 h4 h5 head header html hr i img input "
-    "label li link main meta nav ol p path pre script section small span strong style sub summary sup svg table tbody "
+    "a article b blockquote body button circle code div em footer form h1 h2 h3 h4 h5 head header html hr i iframe img "
+    "input label li link main meta nav ol p path pre script section small span strong style sub summary sup svg table tbody "
     "td th thead title tr ul var wbr".split()
 )
 
@@ -166,7 +173,7 @@ ELEMENTS = set(
 @pytest.mark.slow
 def test_no_text_became_an_element(site: Path) -> None:
     """Nothing in angle brackets, such as an inner product, was taken for HTML and so vanished."""
-    for path in sorted(site.rglob("*.html")):
+    for path in pages_in(site):
         unknown = {tag for tag in sitecheck.read(path).tags if tag not in ELEMENTS}
         assert unknown == set(), path.name
 
@@ -174,7 +181,7 @@ def test_no_text_became_an_element(site: Path) -> None:
 @pytest.mark.slow
 def test_markdown_became_html(site: Path) -> None:
     """No list, table, fence or doctest was left as text: their marks begin no line of a paragraph."""
-    for path in sorted(site.rglob("*.html")):
+    for path in pages_in(site):
         for paragraph in re.findall(r"<p>(.*?)</p>", path.read_text(encoding="utf-8"), re.DOTALL):
             marks = re.findall(
                 r"^(?:\* |- |\| |```|&gt;&gt;&gt; |\d+\. ).*", re.sub(r"<[^>]+>", "", paragraph), re.MULTILINE
@@ -208,6 +215,7 @@ def open_page(watched: Watched, path: Path) -> None:
         ("index.html", 1280, "light"),
         ("api/optimizer.html", 1280, "dark"),
         ("restarts.html", 360, "light"),
+        ("explorer.html", 390, "dark"),
     ],
 )
 def test_pages_are_accessible(site: Path, watched: Watched, name: str, width: int, scheme: Any) -> None:
@@ -226,7 +234,7 @@ def test_what_scrolls_can_be_reached_by_keyboard(site: Path, watched: Watched) -
 
     This is axe-core's rule scrollable-region-focusable, asked of these pages in seconds; axe itself would take minutes.
     """
-    pages = [path for path in sorted(site.rglob("*.html")) if "<table" in path.read_text(encoding="utf-8")]
+    pages = [path for path in pages_in(site) if "<table" in path.read_text(encoding="utf-8")]
     pages = [path for path in pages if "api" not in path.parts]  # of the reference, all made alike, one will do
     assert len(pages) > 5
     watched.page.set_viewport_size({"width": 360, "height": 800})

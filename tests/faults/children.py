@@ -133,8 +133,8 @@ class Ended:
         if "Traceback (most recent call last)" in self.err + self.out:
             return "traceback"
         if self.status in (0, 1, 2):
-            said = [line for line in self.err.splitlines() if line.strip()]
-            return "" if self.status == 0 or said else "no clear message"
+            is_said = bool(self.err.strip()) or "diverged at step" in self.out  # a result, told where results are
+            return "" if self.status == 0 or is_said else "no clear message"
         return f"status {self.status}"
 
 

@@ -109,7 +109,7 @@ class _Page:
             _demo.scale(rows),
             _demo.beside(rows),
             self._pair(),
-            build(state),
+            build(state, guided=True),
             _demo.verdict(rows, self.sweep) if is_judged else "",
             _demo.LIMITS,
             _following(self.out),

@@ -45,10 +45,8 @@ _HEAL_RATE = 0.1e9  # bytes a second, a third of what was measured on loopback
 _HEAL_MARGIN = 5.0
 _POLL = 0.2
 _NOTICE = 5.0  # seconds after which a replica that waits for its first sync says so
-_WAITING = (
-    "replica %d waits at the lighthouse %s: for the others to end their inner steps, or for as many replicas as the "
-    "lighthouse's own --min_replicas; it gives up after %g s (--quorum-timeout)"
-)
+_WAITING = """replica %d waits at the lighthouse %s: for the others to end their inner steps, or for as many replicas \
+as the lighthouse's own --min_replicas; it gives up after %g s (--quorum-timeout)"""
 _SYNCS = 1 << 20
 """Times the identity of a run under way, added to its syncs: no late joiner has more, nor a run that began earlier."""
 _UNDER_WAY = 1 << 40
