@@ -115,15 +115,16 @@ def test_list_of_studies(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_study(tmp_path: Path) -> None:
-    """A study prints its question, its answer and its four files, which lie in runs/studies."""
+    """A study prints its question, its answer and its files, which lie in runs/studies."""
     pytest.importorskip("matplotlib")
     done = call("study", "period_criteria", "--quick", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "How much does each criterion for the restart period lose against the best period?"
     assert "oes not hold: '" in done.stdout or "Holds: '" in done.stdout
-    files = [f"runs/studies/period_criteria{ending}" for ending in (".png", ".pdf", ".csv", ".json")]
-    assert lines[-4:] == files
+    endings = (".png", ".pdf", "-rounds.png", "-rounds.pdf", ".csv", ".json")
+    files = [f"runs/studies/period_criteria{ending}" for ending in endings]
+    assert lines[-6:] == files
     assert sorted(snapshot(tmp_path)) == sorted(files)
 
 
