@@ -127,7 +127,7 @@ class Odd:
             return repr(text), "" if str(error).strip() else "no clear message: empty"
         except BaseException as error:
             return repr(text), f"traceback: {type(error).__name__}: {error}"
-        if not text.isascii() or "_" in text or text != text.strip():
+        if not text.isascii() or "_" in text:  # spaces and ends of lines around a text are no part of it
             return repr(text), f"silent: taken as {policy!r}"
         try:
             again = parse(str(policy))

@@ -159,6 +159,7 @@ def test_coefficients_that_no_integer_of_a_tensor_holds(number: str):
         ("soft:3:0.2", "'soft:3:0.2' has the wrong number of values; write soft:PERIOD:RETAIN:INJECT"),
         ("soft:3:lots:0.1", "'lots' is not a number"),
         ("soft:3:nan:0.1", "'nan' is not a number"),
+        ("3\u00a0", "is not known"),
         ("soft:3:0_2:0.1", "'0_2' is not a number such as 3, 0.25 or 1e-3; write soft:PERIOD:RETAIN:INJECT"),
         ("soft:٣:0.2:0.1", "'٣' is not a number"),
         ("soft:3: 0.2:0.1", "' 0.2' is not a number"),

@@ -87,7 +87,7 @@ def parse(text: str | int | RestartPolicy) -> RestartPolicy:
     (Periodic(period=3), 'soft:3:0.2:0.1')
     """
     if not isinstance(text, RestartPolicy):
-        return _parse_text(str(text).strip())
+        return _parse_text(str(text).strip(" \t\r\n"))
     cls = _class_of(text.name)
     if cls is type(text):
         return text
