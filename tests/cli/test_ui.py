@@ -68,7 +68,7 @@ def ask(server: ThreadingHTTPServer, path: str, method: str = "GET", **headers: 
 
 
 ANSWERS: dict[str, tuple[int, str]] = {
-    "/": (200, "4 run or sweeps below"),
+    "/": (200, "4 folders below"),
     "/view/a%20b/": (200, "In short"),
     "/view/a%20b": (301, "/view/a%20b/"),
     "/view/deep/%3Ci%3E/": (200, "The run is going on"),

@@ -1,4 +1,4 @@
-"""How many settings of an arm work, whatever working means: the share within x % of the best of all, over x."""
+"""Curves over thresholds: the share of an arm's settings within x % of the best of all, over x."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def maps(shown: Shown) -> Iterator[Html | None]:
     yield tag(
         "p",
         "Each number is a setting's validation perplexity a token, mean over its seeds. Lower is better and lighter. "
-        f"The thick line goes around what is within 25 % of the best of all{best}. Press a number to show or hide its "
-        "curve; the links below it are its seeds and lead to its runs.",
+        f"The thick line goes around what is within {_OUTLINED:.0%} of the best of all{best}. Press a number to show "
+        "or hide its curve; the links below it are its seeds and lead to its runs.",
     )
     boxes = []
     for arm in shown.judged.arms:

@@ -116,7 +116,7 @@ def _overshoot(story: Story) -> Iterator[Html | None]:
         "p",
         tag("strong", "Momentum"),
         " adds a part of the earlier outer steps to each new one. Steady progress gets faster by it. But it also "
-        "carries on with what was right some rounds ago and is so no more. Then it pushes the anchor past, or aside.",
+        "carries on with what was right some rounds ago and no longer is. Then it pushes the anchor past, or aside.",
     )
     rule = story.pair[0].rule if story.pair else None
     if rule is None:

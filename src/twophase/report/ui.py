@@ -82,7 +82,7 @@ class Library:
             box = tag("input", type="checkbox", name="run", value=path, aria_label=f"choose {path}")
             lines.append([target, box if row[0] == "run" else None, *row])
         header = ["folder", "choose", "kind", "state", "result", "outer rule", "restart", "changed"]
-        caption = f"{counted(len(lines), 'run or sweep')} below {self.root}; the runs of a sweep are on its page."
+        caption = f"{counted(len(lines), 'folder')} below {self.root}; the runs of a sweep are on its page."
         states = [tag("option", state, value="" if state == "any state" else state) for state in _STATES]
         filters = tag(
             "p",
@@ -100,7 +100,7 @@ class Library:
             action=VIEW,
             method="get",
         )
-        words = "Written by nothing and changed by nothing here: the list reads the folders every few seconds."
+        words = "This page only reads the folders, and shows their newest state every few seconds."
         return page("Runs and sweeps", words, section("All", form, anchor="all"), scripts=[asset("ui.js")], served=True)
 
     def folder_page(self, parts: Sequence[str]) -> str:
