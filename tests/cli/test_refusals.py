@@ -117,7 +117,7 @@ MISTAKES = [
     ("explore --outer.momentum 0.9999999", "--outer.momentum"),
     ("explore --outer.lr nan", "--outer.lr: 'nan'"),
     ("explore --outer.lr 0", "--outer.lr"),
-    ("explore --outer.restart cycle:2,3", "--outer.restart"),
+    ("explore --outer.restart cycle:2,x", "--outer.restart"),
     ("explore --outer.restart 0", "--outer.restart"),
     ("explore --sigma 0.5 1.5", "--sigma is 1.5"),
     ("explore --sigma 0.5 --eigenvalues 3", "--sigma and --eigenvalues"),
