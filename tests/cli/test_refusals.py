@@ -113,6 +113,8 @@ MISTAKES = [
     ("study robustnes_toy", "did you mean robustness_toy?"),
     ("study wires --scale labtop", "did you mean laptop?"),
     ("study robustness_toy --fast", "--fast"),
+    ("study robustness_toy --redraw", "needs no runs"),
+    ("study wires --redraw --out none", "name their folder by --out"),
     ("explore --outer.momentum 1", "error: --outer.momentum is 1.0"),
     ("explore --outer.momentum 0.9999999", "--outer.momentum"),
     ("explore --outer.lr nan", "--outer.lr: 'nan'"),

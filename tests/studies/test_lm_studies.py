@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from twophase.sweep import run as launch
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.table import Row, write_rows
 
+DOCS = Path(__file__).parents[2] / "docs"
 MODULES: dict[str, Any] = {
     "retuning": retuning_study,
     "robustness_heatmaps": heatmaps_study,
@@ -382,6 +384,9 @@ def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatc
     assert len(launcher.sweeps) == (2 if name == "retuning" else 1)
     assert (launcher.options["workers"], launcher.options["threads"]) == (3, 1)
     assert launcher.options["runs"] == tmp_path / "out" / "runs"
+    drawn_first = {path: path.read_bytes() for path in outcome.paths if path.suffix == ".png"}
+    assert set(study.redraw(name, tmp_path / "out")) == set(outcome.paths[:-2])
+    assert {path: path.read_bytes() for path in drawn_first} == drawn_first
     again, facts_and_rows = Launcher(gain_only), [path.read_bytes() for path in outcome.paths[-2:]]
     monkeypatch.setattr(_training, "run_sweep", again)
     monkeypatch.setattr(study, "rendered", lambda *_, **__: {})
@@ -398,6 +403,22 @@ def test_stages_run_until_nothing_is_added(name: str, tmp_path: Path, monkeypatc
         written = list(csv.DictReader(file))
     assert len(written) == len(launcher.sweeps[-1].cells)
     assert {"arm", "form", "inner_steps", "momentum", "lr", "restart", "state", "perplexity"} <= set(written[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MODULES, "wires", "blockwise"])
+def test_the_documentation_shows_what_is_drawn_today(name: str, tmp_path: Path) -> None:
+    """The figures of docs/ are what the code draws from the table and numbers that are stored beside them."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    for ending in (".csv", ".json"):
+        shutil.copy(DOCS / f"{name}{ending}", tmp_path)
+    pictures = [path.name for path in study.redraw(name, tmp_path) if path.suffix == ".png"]
+    assert sorted(pictures) == sorted(path.name for path in DOCS.glob(f"{name}*.png"))
+    for picture in pictures:
+        drawn, stored = (pyplot.imread(folder / picture)[..., :3] for folder in (tmp_path, DOCS))
+        assert drawn.shape == stored.shape
+        changed = (np.abs(drawn - stored).max(axis=-1) > 0.2).mean()
+        assert changed < 1e-3, f"{picture}: twophase study {name} --redraw --out docs"  # fonts differ a little
 
 
 def test_failed_runs_are_named_and_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

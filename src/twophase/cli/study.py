@@ -11,7 +11,7 @@ from twophase.cli.commands import between, plain_parser
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_workers, watched, workers_of
-    from twophase.studies.study import load, questions, run, so_far
+    from twophase.studies.study import load, questions, redraw, run, so_far
 
     parser = plain_parser("study", epilog="--list shows the names")
     parser.add_argument("name", metavar="NAME", nargs="?", help="of the study")
@@ -44,6 +44,9 @@ def main(words: list[str]) -> int:
         help="tables (cells.csv) of runs of this study that were trained elsewhere; then nothing is trained here, and"
         " without --so-far every run must have ended",
     )
+    parser.add_argument(
+        "--redraw", action="store_true", help="draw the figures again from NAME.csv and NAME.json in --out, and stop"
+    )
     add_workers(parser)
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     options = parser.parse_args(words)
@@ -55,6 +58,9 @@ def main(words: list[str]) -> int:
     if options.name is None:
         raise UsageError(f"name a study: {', '.join(questions())}")
     print(load(options.name).QUESTION, flush=True)
+    if options.redraw:
+        print("\n".join(map(str, redraw(options.name, options.out))))
+        return 0
     if options.so_far is not None:
         where = {"scale": options.scale, "seeds": options.so_far, "tables": options.table}
         print(f"\n{so_far(options.name, options.out, options.quick, **where)}")

@@ -118,7 +118,7 @@ def _curves_page(result: Result, form: str, kind: str) -> Figure:
         panel.set_yscale("log")
         panel.set_ylim(low, high)
         _draw_panel(panel, pick(lines, inner_steps=steps), (form, kind), free[steps], settings)
-        panel.set_title(f"S={steps}, {settings['rounds'][steps]} rounds\nouter momentum", fontsize=8, pad=14)
+        panel.set_title(f"S={steps}, {free[steps]['rounds']} rounds\nouter momentum", fontsize=8, pad=14)
         panel.set_xlabel("restart period K", labelpad=1)
     ticks = sorted({float(f"{tick:.2g}") for tick in np.geomspace(low, high, 6)})
     ticks = [tick for tick in ticks if low <= tick <= high]

@@ -32,6 +32,7 @@ numbers, with settings, question and version), byte for byte the same for the sa
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import pkgutil
@@ -45,6 +46,7 @@ from typing import Any
 from twophase import __version__
 from twophase.base.config import UsageError
 from twophase.base.files import DIGITS, table_text
+from twophase.base.reading import read_json_object
 from twophase.figures.style import rendered, styled, write_files
 from twophase.number import did_you_mean
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
@@ -157,14 +159,7 @@ def run(
         else:
             options = {"runs": out / RUNS, "workers": workers, "progress": progress} | options
             result = study.table(*train_in_stages(study, size, _folder(name, out, size), **options))
-        figures = {"": study.draw(result)}
-        if hasattr(study, "details"):
-            figures |= {f"-{name}": figure for name, figure in study.details(result).items()}
-        pictures = {
-            name + ending: picture
-            for name, figure in figures.items()
-            for ending, picture in rendered(figure, palette=True).items()
-        }
+        pictures = _pictures(study, result)
     answer = study.answer(result)
     facts = {
         "study": name,
@@ -176,6 +171,58 @@ def run(
     }
     text = json.dumps(_plain(facts), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     return Outcome(write_files(out / name, pictures | {".csv": table_text(result.rows), ".json": text}), folded(answer))
+
+
+def redraw(name: str, folder: Path) -> list[Path]:
+    """Draw a study's figures again from its table and numbers, as after a change of the drawing. Computes nothing else.
+
+    Args:
+        name: of the study.
+        folder: with its `NAME.csv` and `NAME.json`; the figures are written beside them.
+
+    Raises:
+        UsageError: no such study or one that trains nothing, matplotlib is not installed, or files that are missing or
+            not of this study.
+    """
+    study, stem = load(name), folder / name
+    if not hasattr(study, "sweep"):
+        raise UsageError(f"--redraw: the study {name} needs no runs; leave the option out, it is computed in a minute")
+    with styled():
+        try:
+            facts = read_json_object(stem.with_suffix(".json"))
+            with stem.with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+                rows = [{key: _value(key, word) for key, word in row.items()} for row in csv.DictReader(file)]
+            pictures = _pictures(study, Result(rows, facts["numbers"], facts["settings"]))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"--redraw: {stem}.csv and {stem}.json do not hold this study ({type(error).__name__}: {error}); name "
+                "their folder by --out, or leave --redraw out to compute them"
+            ) from None
+    return write_files(stem, pictures)
+
+
+def _value(column: str, word: str) -> Any:
+    """Read a cell of a study's table: a number where it is one, None where it is empty; a policy is text."""
+    if column.endswith("restart"):
+        return word or None
+    for number in (int, float):
+        try:
+            return number(word)
+        except ValueError:
+            pass
+    return {"": None, "true": True, "false": False}.get(word, word)
+
+
+def _pictures(study: Any, result: Result) -> dict[str, bytes]:
+    """Draw the figures of a result; by what follows the study's name in the name of their files."""
+    figures = {"": study.draw(result)}
+    if hasattr(study, "details"):
+        figures |= {f"-{name}": figure for name, figure in study.details(result).items()}
+    return {
+        name + ending: picture
+        for name, figure in figures.items()
+        for ending, picture in rendered(figure, palette=True).items()
+    }
 
 
 def so_far(
