@@ -106,7 +106,9 @@ def test_no_controls_leave_no_table_beside_the_map(tmp_path: Path) -> None:
     [(390, "dark", "no-preference"), (1280, "light", "no-preference"), (1280, "dark", "reduce")],
 )
 def test_the_page_in_a_browser(browser: Browser, tmp_path: Path, width: int, scheme: Any, motion: Any) -> None:
-    """It plays unless motion is reduced, is steered by keys, frames the explorer, and breaks no WCAG rule."""
+    """It plays unless motion is reduced, is steered by keys, frames the explorer with its curve in sight, clips
+    nothing, and breaks no WCAG rule.
+    """  # noqa: D205
     path = tmp_path / "story.html"
     path.write_text(page_of(pair_of(tmp_path, SUM)), encoding="utf-8")
     view: Any = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme, "reduced_motion": motion}
@@ -130,9 +132,14 @@ def test_the_page_in_a_browser(browser: Browser, tmp_path: Path, width: int, sch
         "Restart every 3 rounds, round 12",
     ]
     assert shown.locator("figure.plot .place").text_content() == "round 12"
+    boxes = shown.locator(".steer, .grids, section > .wide")
+    assert boxes.evaluate_all("all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.outerHTML)") == []
     shown.locator("iframe").scroll_into_view_if_needed()
     frame = shown.frame_locator("iframe")
     frame.locator("#panels svg").first.wait_for()
+    if width > 600:  # on a phone the sliders stay above the curve while the frame is scrolled
+        curve = frame.locator("#residual .plot")
+        assert curve.evaluate("plot => plot.getBoundingClientRect().bottom <= innerHeight")
     frame.locator("#theme").click()
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
     assert watched.troubles == []

@@ -315,7 +315,7 @@ TOLD: list[tuple[dict[str, Any], Value, list[str]]] = [
         ["restarts fewer settings work. 0 of 30", "without, 24 of 30", "the best result did not improve: "],
     ),
     ({}, lowered(1.5), ["At momentum 0.9 a run without restarts ends at 0.67 (heavy ball) and 0.67 (Nesterov)"]),
-    ({}, lowered(0.97), ["the best result hardly improved: with restarts 7.76, without 8.00, without momentum 8.00"]),
+    ({}, lowered(0.97), ["the best result hardly improved: with restarts 7.76, without 8.00, no momentum 8.00"]),
     ({}, lowered(1.0), ["restarts as many settings work. 24 of 30", "1.00 (heavy ball) and 1.00 (Nesterov) times"]),
     ({}, made_up, ["restarts as many settings work. 30 of 30", "`auto` 8.00", "may be luck", "One seed"]),
     ({}, diverging("K=3"), ["0 of 30 end", "30 diverged with restarts, 0 without", "with restarts no result"]),

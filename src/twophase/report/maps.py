@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twophase.figures.heatmaps import Scale, scale_of, shade
+from twophase.figures.heatmaps import Panel, Scale, scale_of, shade, tile
 from twophase.figures.overview import Placed, cut
 from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.report.page import Html, join, link, minus, scroll, tag
 from twophase.report.plot import Chart, Curve
 from twophase.report.sweep_record import SweepRecord
-from twophase.sweep.table import Setting, arm_name, place_words, readable
+from twophase.sweep.table import Setting, State, arm_name, place_words, readable
 
 _MOST_MAPS, _LONGEST_AXIS, _MOST_POINTS = 24, 60, 60
 _OUTLINED = 0.25
@@ -138,35 +138,46 @@ def _arm_maps(arm: ArmVerdict, placed: Sequence[Placed], scale: Scale, shown: Sh
         across, up, *_ = each.axes
         words = [f"{path} {value_text(value)}" for path, value in each.fixed.items()]
         words += [f"{way}: {path}" for way, path in (("across", across), ("up", up)) if path]
-        good = {
-            (i, j)
-            for j, row in enumerate(each.rows)
-            for i, (_, setting) in enumerate(row)
-            if setting is not None and setting.perplexity is not None and setting.perplexity <= scale.bound
-        }
-        rows = [
-            tag(
-                "tr",
-                tag("th", value_text(y), scope="row") if up else None,
-                *(_cell(*place, _edges(good, i, j), scale, shown) for i, place in enumerate(row)),
-            )
-            for j, (y, row) in enumerate(zip(axes.get(up, [None]), each.rows, strict=True))
-        ]
-        heads = (tag("th", value_text(x), scope="col") for x in axes.get(across, []))
-        element = tag(
-            "table",
-            # In the corner the names of the axes would take most of a phone's width; the caption wraps.
-            tag(
-                "caption",
-                tag("span", f"{name}; ", class_="quiet"),
-                join((tag("span", word, class_="once") for word in words), "; "),
-            ),
-            tag("tbody", *reversed(rows)),
-            # Below the cells, as in the figures.
-            tag("tfoot", tag("tr", tag("td") if up else None, *heads)) if across else None,
-            class_="heat",
+        cells = [[tile(setting) for _, setting in row] for row in each.rows]
+        panel = Panel("; ".join([name, *words]), axes.get(across, []), axes.get(up, []), cells)
+        # In the corner the names of the axes would take most of a phone's width; the caption wraps.
+        caption = (
+            tag("span", f"{name}; ", class_="quiet"),
+            join((tag("span", word, class_="once") for word in words), "; "),
         )
-        yield scroll(element, "; ".join([name, *words]))
+        inside = [[list(_inside(*place, shown)) for place in row] for row in each.rows]
+        yield scroll(heat(panel, scale, caption, lambda i, j, inside=inside: inside[j][i]), panel.title)
+
+
+def heat(panel: Panel, scale: Scale, caption: Sequence[object], inside: Callable[[int, int], Sequence[object]]) -> Html:
+    """Return a heatmap as a table, the largest y value on top and the x values below, as in the figures.
+
+    Args:
+        panel: states and values of the cells; an axis without values has no heads.
+        scale: of the colours, and the bound inside of which cells are outlined.
+        caption: elements.
+        inside: what stands in the cell of a column and a row.
+    """
+    good = {(i, j) for i, j, _, value in panel.tiles() if value is not None and value <= scale.bound}
+
+    def cell(i: int, j: int, state: State, value: float | None) -> Html:
+        if value is None:
+            return tag("td", *inside(i, j), class_="gone" if state == "diverged" else "void")
+        ground, ink = shade(value, scale)
+        looks = _edges(good, i, j) or None
+        return tag("td", *inside(i, j), style=f"background:rgb{ground};color:{ink}", class_=looks)
+
+    rows = [
+        tag(
+            "tr",
+            tag("th", value_text(panel.y[j]), scope="row") if panel.y else None,
+            *(cell(i, j, *place) for i, place in enumerate(row)),
+        )
+        for j, row in enumerate(panel.cells)
+    ]
+    heads = tag("tr", tag("td") if panel.y else None, *(tag("th", value_text(x), scope="col") for x in panel.x))
+    foot = tag("tfoot", heads) if panel.x else None
+    return tag("table", tag("caption", *caption), tag("tbody", *reversed(rows)), foot, class_="heat")
 
 
 def _edges(good: Collection[tuple[int, int]], i: int, j: int) -> str:
@@ -175,9 +186,10 @@ def _edges(good: Collection[tuple[int, int]], i: int, j: int) -> str:
     return " ".join(side for side, other in sides.items() if (i, j) in good and other not in good)
 
 
-def _cell(place: Mapping[str, Any], setting: Setting | None, edges: str, scale: Scale, shown: Shown) -> Html:
+def _inside(place: Mapping[str, Any], setting: Setting | None, shown: Shown) -> Iterator[Html | None]:
     if setting is None:
-        return tag("td", tag("span", "–"), class_="void", title="the design has no such setting")
+        yield tag("span", "–", title="the design has no such setting")
+        return
     differences = ", ".join(
         f"{path.rpartition('.')[2]} {value_text(setting.values.get(path), '.3g')}"
         for path, value in place.items()
@@ -185,16 +197,10 @@ def _cell(place: Mapping[str, Any], setting: Setting | None, edges: str, scale: 
     )
     number = shown.number(setting, place_text(setting, [path for path in place if path]))
     is_best = setting == shown.judged.best
-    below = [
-        tag("small", differences) if differences else None,
-        tag("small", "best of all") if is_best else None,
-        tag("small", shown.runs(setting)),
-    ]
-    if setting.perplexity is None:
-        return tag("td", number, *below, class_="gone" if setting.state == "diverged" else "void")
-    ground, ink = shade(setting.perplexity, scale)
-    looks = f"{edges} best".strip() if is_best else edges
-    return tag("td", number, *below, style=f"background:rgb{ground};color:{ink}", class_=looks or None)
+    yield tag("strong", number) if is_best else number
+    yield tag("small", differences) if differences else None
+    yield tag("small", "best of all") if is_best else None
+    yield tag("small", shown.runs(setting))
 
 
 def place_text(setting: Setting, varied: Sequence[str]) -> str:

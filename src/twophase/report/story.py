@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from twophase.figures.heatmaps import Panel, Scale, shade
+from twophase.figures.heatmaps import Panel, Scale
+from twophase.report.maps import heat
 from twophase.report.page import Html, asset, details, join, page, section, table, tag
 from twophase.report.plot import Chart, Curve, figure, script
 from twophase.runs.record import RunRecord
-from twophase.sweep.table import Setting, State, readable
+from twophase.sweep.table import Setting, readable
 
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _WORDS = {"diverged": "div.", "failed": "failed", "missing": "\N{MIDDLE DOT}"}
@@ -128,6 +129,11 @@ def _overshoot(story: Story) -> Iterator[Html | None]:
     )
     single = f"Below is a run of this demo: {rule.describe()}. Its twin, with or without restarts, follows."
     yield tag("p", both if len(story.pair) > 1 else single)
+    yield tag(
+        "p",
+        "Here lr is the learning rate, by which the outer step is multiplied; in the sum form momentum adds up earlier "
+        "steps.",
+    )
     yield _arrows(story.pair)
     yield tag("p", _arrow_words(story.pair))
 
@@ -207,7 +213,13 @@ def _arrow_words(pair: Sequence[RunRecord]) -> str:
                 f"{angle:.0f}° to it."
             )
     return " ".join(
-        [*words, "(Medians over the second half of the run; an empty momentum is left out.)"] if words else []
+        [
+            *words,
+            "(0° is the same way, 90° aside, 180° back. Medians over the second half of the run, without the rounds in "
+            "which momentum is empty.)",
+        ]
+        if words
+        else []
     )
 
 
@@ -238,16 +250,16 @@ def _map(story: Story) -> Iterator[Html | None]:
         "Each number is the perplexity of a run of yours. Across: the outer ",
         tag("strong", "learning rate"),
         ", by which the outer step is multiplied. Up: the momentum, the share that is carried over. Lighter is better. "
-        f"Framed: within {story.scale.bound / story.scale.low - 1:.0%} of the best of all."
+        f"Outlined: within {story.scale.bound / story.scale.low - 1:.0%} of the best of all."
         * math.isfinite(story.scale.bound),
     )
     yield tag("div", *(_heat(panel, story.scale) for row in story.maps for panel in row), class_="grids")
     shown = [(name, cell) for name, cell in story.beside.items() if cell is not None]
     if shown:
         meaning = {
-            "without momentum": "nothing is carried over; the best learning rate of those tried",
+            "no momentum": "nothing is carried over; the best learning rate of those tried",
             "plain averaging": "the anchor goes exactly where the replicas ask: no momentum, learning rate 1",
-            "`auto`": "the recommended policy: it sets the step from what it measures, so there is nothing to tune",
+            "`auto`": "sets each step from what it measures: no learning rate, momentum or period to tune",
         }
         rows = [
             [name.strip("`"), readable(cell.perplexity) or cell.state, meaning.get(name, "")] for name, cell in shown
@@ -261,21 +273,9 @@ def _map(story: Story) -> Iterator[Html | None]:
 
 
 def _heat(panel: Panel, scale: Scale) -> Html:
-    """Return a heatmap as a table, the largest y value on top."""
-    rows = [
-        tag("tr", tag("th", f"{y:g}", scope="row"), *(_cell(*cell, scale) for cell in cells))
-        for y, cells in reversed(list(zip(panel.y, panel.cells, strict=True)))
-    ]
-    heads = tag("tr", tag("th", "momentum \\ lr", scope="col"), *(tag("th", f"{x:g}", scope="col") for x in panel.x))
-    return tag("table", tag("caption", panel.title), tag("thead", heads), tag("tbody", *rows), class_="grid")
-
-
-def _cell(state: State, value: float | None, scale: Scale) -> Html:
-    if value is None:
-        return tag("td", _WORDS[state], class_=state)
-    ground, ink = shade(value, scale)
-    near = "near" if value <= scale.bound else None
-    return tag("td", readable(value), style=f"background:rgb{ground};color:{ink}", class_=near)
+    words = [[_WORDS[state] if value is None else readable(value) for state, value in row] for row in panel.cells]
+    axes = tag("span", "; across: learning rate; up: momentum", class_="quiet")
+    return heat(panel, scale, [tag("strong", panel.title), axes], lambda i, j: [tag("span", words[j][i])])
 
 
 def _explorer(explorer: str) -> Iterator[Html]:

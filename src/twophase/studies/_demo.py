@@ -31,7 +31,7 @@ CLAIM_MOMENTUM, CLAIM_RATIO = 0.9, 1.2
 
 LIMITS = (
     "One small model on one text: a network of tens of thousands of weights, not of billions.",
-    "One inner optimizer, learning rate and schedule. Others were not tried here.",
+    "One inner optimizer, learning rate and schedule. With others auto gains less, or nothing: docs/restarts-auto.md.",
     "Short runs. In longer ones a restart can cost more than it gains: docs/restarts.md has some.",
     "One form of momentum, that of torch.optim.SGD. In the paper's form the same numbers mean other steps.",
     "A restart is no replacement for tuning. Compare it with a smaller momentum before you use it.",
@@ -146,7 +146,7 @@ def beside(rows: Sequence[Row]) -> dict[str, Setting | None]:
     free = [cell for cell in cells if cell.arm == MOMENTUM_FREE]
     finished = [cell for cell in free if cell.perplexity is not None]
     return {
-        "without momentum": min(finished, key=lambda cell: cell.perplexity or 0.0, default=None),
+        "no momentum": min(finished, key=lambda cell: cell.perplexity or 0.0, default=None),
         "plain averaging": next((cell for cell in free if cell.values[LR] == AVERAGING_LR), None),
         "`auto`": next((cell for cell in cells if cell.arm == AUTO), None),
     }
