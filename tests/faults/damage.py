@@ -88,7 +88,7 @@ def harms() -> dict[str, Callable[[random.Random, bytes], bytes]]:
     }
 
 
-HARMS = [*harms(), "swap", "remove", "folder"]
+HARMS = [*harms(), "swap", "remove", "folder", "pipe"]
 
 
 @dataclass(frozen=True)
@@ -293,10 +293,10 @@ def _harm(path: Path, harm: str, rng: random.Random, others: list[Path]) -> byte
     if harm == "swap":
         alike = [o for o in others if o.suffix == path.suffix and o != path and o.read_bytes() != data]
         data = rng.choice(alike).read_bytes() if alike else data[::-1]
-    elif harm in ("remove", "folder"):
+    elif harm in ("remove", "folder", "pipe"):
         path.unlink()
-        if harm == "folder":
-            path.mkdir()
+        if harm != "remove":
+            path.mkdir() if harm == "folder" else os.mkfifo(path)
         return None
     else:
         data = harms()[harm](rng, data or b"\n")

@@ -263,6 +263,24 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
     assert weights_fault(tmp_path, summary) == ""
 
 
+@pytest.mark.timeout(30)
+def test_a_pipe_is_never_waited_for(tmp_path: Path) -> None:
+    """A pipe in the place of a summary, of weights or of a log counts as damage."""
+    with RunFolder.claim(tmp_path, Config()) as folder:
+        folder.write_weights(b"weights")
+        folder.finish(GOOD)
+        summary = folder.summary() or {}
+    for name in ("summary.json", "weights.safetensors", "rounds.jsonl"):
+        (tmp_path / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name)
+    assert read_summary(tmp_path) is None
+    assert "cannot be read (it is a pipe" in weights_fault(tmp_path, summary)
+    with pytest.raises(OSError, match="it is a pipe"):
+        read_lines(tmp_path / "rounds.jsonl")
+    with pytest.raises(IsADirectoryError):
+        write_atomic(Path(), "text")
+
+
 def test_logs_are_standard_json(tmp_path: Path) -> None:
     """Every record is one line of standard JSON at once, with null for what is not finite; env.json is written once."""
     with RunFolder.claim(tmp_path, Config()) as folder:

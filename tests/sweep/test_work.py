@@ -62,6 +62,7 @@ def test_names_that_lead_elsewhere(tmp_path: Path, name: str, place: str) -> Non
     written(tmp_path)
     path = tmp_path / "plan.json"
     plan = json.loads(path.read_text())
+    del plan["fingerprint"]  # as in a plan of an earlier version
     if place == "runs":
         plan["runs"][name] = {}
     elif place == "stands_for":
@@ -70,6 +71,19 @@ def test_names_that_lead_elsewhere(tmp_path: Path, name: str, place: str) -> Non
         plan[place].append([name, *plan[place][0][1:]])
     path.write_text(json.dumps(plan))
     with pytest.raises(UsageError, match=r"its plan\.json cannot be used .*no name of a run, node or job.*remove that"):
+        Work.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["merge", "counts", "texts", "runs"])
+def test_a_changed_value(tmp_path: Path, name: str) -> None:
+    """A plan in which any value has changed, or has another type, is refused by its fingerprint."""
+    written(tmp_path)
+    path = tmp_path / "plan.json"
+    plan = json.loads(path.read_text())
+    run = next(iter(plan["runs"]))
+    plan[name] = {"counts": {**plan["counts"], "cells": 99}, "runs": plan["runs"] | {run: [1]}}.get(name, 1.5)
+    path.write_text(json.dumps(plan))
+    with pytest.raises(UsageError, match=r"its plan\.json cannot be used \(it has changed"):
         Work.read(tmp_path)
 
 

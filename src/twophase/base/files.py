@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from twophase.base.reading import check_regular
+
 DIGITS = 12
 """Significant digits of a number in a table: the last ones of a double differ between processors."""
 TEMPORARY = ".tmp-"
@@ -40,6 +42,8 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, repl
         FileExistsError: there is one, and it may not be replaced, also one that another process writes just now.
         OSError: the folder cannot be written or the disk is full; `path` is then as it was.
     """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))  # `.`, which an empty text means
     data = content.encode() if isinstance(content, str) else content
     remove_leftovers(path.parent, path.name)
     temporary, descriptor = locked_temporary(path)
@@ -186,6 +190,7 @@ def sync_folder(folder: Path) -> None:
 
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, hexadecimal."""
+    check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -26,6 +26,16 @@ def check_regular(path: Path) -> int:
     return status.st_size
 
 
+def read_bytes(path: Path) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        OSError: it is no regular file, is missing, or cannot be read.
+    """
+    check_regular(path)
+    return path.read_bytes()
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds; see `json_object`.
 
@@ -33,8 +43,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         OSError: it is no regular file, is missing, or cannot be read.
         ValueError: it holds no such object.
     """
-    check_regular(path)
-    return json_object(path.read_bytes())
+    return json_object(read_bytes(path))
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from typing import Any
 
 from twophase.base.config import Tree, UsageError, differences, dump_yaml, fingerprint, load_yaml, to_tree
 from twophase.base.files import TEMPORARY, file_sha256, make_folder, remove_leftovers, sync_folder, write_atomic
+from twophase.base.reading import read_json_object
 from twophase.runs.log import Log, Mark, read_log, standard
 
 CONFIG, ENV, SUMMARY, WEIGHTS = "config.yaml", "env.json", "summary.json", "weights.safetensors"
@@ -247,7 +248,7 @@ def read_summary(path: Path, expected: str | None = None) -> dict[str, Any] | No
         fingerprint of this run.
     """
     try:
-        record = json.loads((path / SUMMARY).read_text(encoding="utf-8"))
+        record = read_json_object(path / SUMMARY)
         wanted = fingerprint(load_yaml(path / CONFIG)) if expected is None else expected
         return record if _fault(record, wanted) is None else None
     except (OSError, ValueError, RecursionError):  # unreadable, no JSON, or (UsageError) no sound config.yaml

@@ -14,6 +14,7 @@ from typing import Any
 
 from twophase.base.config import UsageError
 from twophase.base.files import append_line, end_of_lines, write_atomic
+from twophase.base.reading import read_bytes
 
 Mark = dict[str, Any]
 """`bytes` and `sha256` of a log at some moment; JSON."""
@@ -92,7 +93,7 @@ class Log:
         self._digest = None
 
     def _read(self) -> bytes:
-        return self.path.read_bytes() if self.path.exists() else b""
+        return read_bytes(self.path) if self.path.exists() else b""
 
     def _open(self) -> None:
         if self._digest is None:
@@ -108,7 +109,7 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         UsageError: a whole line that is not a JSON object.
     """
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except FileNotFoundError:
         return [], []
     records: list[dict[str, Any]] = []

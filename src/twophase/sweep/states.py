@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from twophase.base.files import replacing
+from twophase.base.reading import check_regular
 from twophase.sweep.plan import Node
 from twophase.sweep.work import state_file
 from twophase.training import parts
@@ -181,6 +182,7 @@ class States:
                 self.on_progress(f"{old.name} was written by an earlier version; that part is done again")
             return None
         try:
+            check_regular(path)
             state = parts.read(path, sealed=True)
             if (state["format"], state["file"]) != (FORMAT, path.name):
                 raise ValueError(f"it is {state['file']} in format {state['format']}")

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast, get_args
 
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
-from twophase.base.reading import check_regular
+from twophase.base.reading import check_regular, read_bytes
 from twophase.sweep.grid import Sweep, text_of
 
 State = Literal["finished", "diverged", "missing", "failed"]
@@ -149,7 +149,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> bool:
             [cell_text(item) for item in [row.arm, row.run, *(row.values.get(name) for name in paths), *after]]
         )
     text = buffer.getvalue()
-    if path.exists() and path.read_bytes() == text.encode():
+    if path.exists() and read_bytes(path) == text.encode():
         return False
     write_atomic(path, text)
     return True

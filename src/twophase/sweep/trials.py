@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import UsageError
+from twophase.base.reading import read_bytes
 from twophase.sweep.grid import Sweep, text_of
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def open_storage(folder: Path) -> BaseStorage:
     try:
         for half in folder.glob(f"{TRIALS}.lock*.rename"):  # Optuna killed between two steps of giving up its lock
             half.unlink(missing_ok=True)
-        if path.exists() and not path.read_bytes().endswith(b"\n"):
+        if path.exists() and not read_bytes(path).endswith(b"\n"):
             path.unlink()  # a crash has torn the last line, to which Optuna would append; every trial is written again
         with warnings.catch_warnings(), _damage_named(path):
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import UsageError, values_of
+from twophase.base.config import UsageError, fingerprint, values_of
 from twophase.base.errors import message_of
 from twophase.base.files import write_atomic
+from twophase.base.reading import check_regular, read_json_object
 from twophase.runs.folder import RUN_ID, BusyError, read_summary
 from twophase.sweep.grid import Sweep
 from twophase.sweep.plan import Forest, Job, Node, Plan
@@ -91,7 +92,9 @@ class Work:
             UsageError: it cannot be read, or is damaged.
         """
         try:
-            data = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+            data = read_json_object(folder / PLAN)
+            if data.pop("fingerprint", None) not in (None, fingerprint(data)):  # earlier versions wrote none
+                raise ValueError("it has changed since it was written")
             if data["format"] not in (1, _FORMAT):
                 raise ValueError(f"its format is {data['format']}, this version reads {_FORMAT}")
             forest = Forest(
@@ -116,6 +119,7 @@ class Work:
             [node.id, node.parent, node.start, node.stop, node.runs] for node in self.forest.nodes.values()
         ]
         data["jobs"] = [[job.id, job.node, job.deep, job.after] for job in self.jobs.values()]
+        data["fingerprint"] = fingerprint(data)
         write_atomic(self.folder / PLAN, json.dumps(data, separators=(",", ":")) + "\n")
 
     def run_folder(self, run: str) -> Path:
@@ -267,7 +271,9 @@ def _do(plan: Work, claim: Claim, execute: Execute) -> bool:
 
 def _version(folder: Path) -> tuple[int, ...]:
     """Return what changes when `plan.json` is written anew."""
-    with suppress(FileNotFoundError), (folder / PLAN).open("rb") as file:  # opened: NFS then asks the server
-        status = os.fstat(file.fileno())
-        return status.st_ino, status.st_mtime_ns, status.st_size
+    with suppress(FileNotFoundError):
+        check_regular(folder / PLAN)
+        with (folder / PLAN).open("rb") as file:  # opened: NFS then asks the server
+            status = os.fstat(file.fileno())
+            return status.st_ino, status.st_mtime_ns, status.st_size
     return ()

@@ -29,7 +29,7 @@ import numpy as np
 from twophase.base.config import UsageError, differences, fingerprint
 from twophase.base.files import TEMPORARY, write_atomic
 from twophase.base.progress import meter
-from twophase.base.reading import read_json_object
+from twophase.base.reading import read_bytes, read_json_object
 from twophase.policies.checks import check_count
 from twophase.text.meta import META, TOKEN_BYTES, TOKENIZER, TRAIN, VALIDATION, Meta, read_meta, write_meta
 from twophase.text.sources import BATCH_BYTES, Batch, File, batches, find
@@ -352,7 +352,7 @@ class _Preparation:
                 f"{tokenizer.sha256[:12]} instead of {expected[:12]}); the folder's own is in {folder}; restore it, or "
                 f"prepare into another folder"
             )
-        elif not (path := self.folder / TOKEN_BYTES).exists() or path.read_bytes() != _token_bytes(tokenizer):
+        elif not (path := self.folder / TOKEN_BYTES).exists() or read_bytes(path) != _token_bytes(tokenizer):
             # What a token stands for is no part of the tokenizer's own hash.
             raise UsageError(
                 f"{path} or the tokenizer beside it is damaged: they say different things of a token; delete "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from twophase.base.config import RunError, UsageError, fingerprint
+from twophase.base.reading import read_bytes
 from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
 from twophase.diloco.report import RoundReport
 from twophase.runs.folder import LOGS, WEIGHTS, RunFolder
@@ -190,7 +191,7 @@ def _take(run: Trainer, folder: RunFolder, ending: Ending, record: dict[str, Any
 def _adopted(run: Trainer, weights: Path, checksum: str) -> bool:
     """Take over a file of weights; return whether it is there and has the checksum."""
     try:
-        return run.adopt(weights.read_bytes(), checksum)
+        return run.adopt(read_bytes(weights), checksum)
     except OSError:
         return False
 
