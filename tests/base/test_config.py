@@ -15,19 +15,20 @@ from hypothesis import strategies as st
 from twophase.base.config import (
     LATER,
     UsageError,
-    check_tree,
     differences,
     dump_yaml,
     fingerprint,
     flatten,
     from_tree,
     get,
+    hints_of,
     load_yaml,
+    overlaid,
     to_tree,
     values_of,
     with_values,
 )
-from twophase.base.options import Parser, add_values, parse_values, to_arguments
+from twophase.base.options import Parser, add_values, values_given
 from twophase.training.config import InnerConfig
 
 
@@ -92,10 +93,18 @@ VALUES: dict[str, tuple[Any, Any]] = {
 """The default of each value, as in a tree, and another value."""
 
 
+def parsed(config: Any, *words: str) -> Any:
+    """The configuration with the values that the options of a command line give."""
+    parser = Parser("x")
+    add_values(parser, config, "values")
+    return with_values(config, values_given(parser.parse_args(words), config))
+
+
 def test_flatten_gives_every_leaf_its_dotted_path():
     """`flatten(to_tree(config))` is one entry a value, in the order of the fields, tuples as lists."""
     defaults = [(path, default) for path, (default, _) in VALUES.items()]
     assert list(flatten(to_tree(Config())).items()) == defaults
+    assert list(hints_of(Config)) == list(VALUES)
 
 
 def test_with_values_changes_one_value_only():
@@ -153,11 +162,9 @@ def test_later_values_at_their_default_change_nothing(tmp_path: Path):
     assert from_tree(Newer, to_tree(linear)) == linear
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(linear))
-    check_tree(load_yaml(path), Newer(), "--config")
-    words = to_arguments(load_yaml(path))
-    assert parse_values(Newer(), words) == linear
+    assert overlaid(Newer(), load_yaml(path), "--config") == linear
     assert yaml.safe_load(dump_yaml(Newer(), every=True)) == to_tree(Newer()) | {"schedule": "cosine", "fast": False}
-    assert parse_values(Newer(), ["--fast", "true"]) == Newer(fast=True)
+    assert parsed(Newer(), "--fast", "true") == Newer(fast=True)
     with pytest.raises(UsageError, match=r"unknown or absent values schedule$"):
         from_tree(Config, to_tree(linear))
 
@@ -185,12 +192,12 @@ def test_differences_are_empty_exactly_for_equal_trees(here: Config, there: Conf
 @settings(max_examples=15)
 @given(CONFIGS)
 def test_there_and_back(config: Config):
-    """A tree as YAML, in the order of the fields, and as words on top of the default: both make the configuration."""
+    """A tree as YAML, in the order of the fields, read whole or laid over the default, makes the configuration."""
     tree = yaml.safe_load(dump_yaml(config))
     assert tree == to_tree(config)
     assert list(flatten(tree)) == list(VALUES)
     assert from_tree(Config, tree) == config
-    assert parse_values(Config(), to_arguments(tree)) == config
+    assert overlaid(Config(), tree, "--config") == config
 
 
 def test_load_yaml_reads_utf8(tmp_path: Path):
@@ -246,21 +253,33 @@ def test_from_tree_names_values_of_another_kind():
 # --- command line -------------------------------------------------------------------------------------------------
 
 
-def test_arguments_of_every_kind_of_value():
-    """A tree as words: numbers, flags with and without `no-`, strings, lists, in order."""
-    tree = {"outer": {"lr": 0.9, "nesterov": False}, "betas": [0.9, 0.99], "corpus": "a b", "quick": True}
-    assert to_arguments(tree) == [
-        *("--outer.lr", "0.9", "--outer.no-nesterov"),
-        *("--betas", "0.9", "0.99", "--corpus", "a b", "--quick"),
-    ]
-    assert to_arguments({}) == to_arguments({"outer": {}}) == []
+def test_layers():
+    """A layer changes only what it names, with numbers as text or not, and the command line beats it."""
+    layer = overlaid(Config(seed=5), {"outer": {"lr": "9e-1", "nesterov": False}, "betas": [0, "0.5"]}, "a.yaml")
+    assert layer == with_values(Config(seed=5), {"outer.lr": 0.9, "outer.nesterov": False, "betas": (0.0, 0.5)})
+    assert parsed(layer, "--outer.lr", "7e-1", "--outer.lr", "0.6").outer == Outer(lr=0.6, nesterov=False)
+    assert parsed(layer) == overlaid(layer, {"outer": {}}, "a.yaml") == layer
 
 
-def test_words_are_layers():
-    """Words change only what they name, and a later word beats an earlier one: files first, then the command line."""
-    words = [*to_arguments({"outer": {"lr": 0.9}, "seed": 3}), "--outer.lr", "7e-1"]
-    assert parse_values(Config(), words) == with_values(Config(), {"outer.lr": 0.7, "seed": 3})
-    assert parse_values(Config(seed=5), []) == Config(seed=5)
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"outer": {"lrr": 1}}, "outer.lrr is no value of the configuration; did you mean outer.lr?"),
+        ({"outer": {"lr": [0.1]}}, "--outer.lr: [0.1] is not one number or text"),
+        ({"outer": {"lr": True}}, "--outer.lr: True is not one number or text"),
+        ({"outer": {"nesterov": 1}}, "--outer.nesterov: 1 is not true or false"),
+        ({"outer": {"form": "mean"}}, "--outer.form: 'mean' is not known; choose from sum, ema"),
+        ({"betas": 0.9}, "--betas: 0.9 is not a list of 2 values"),
+        ({"betas": [0.9]}, "--betas: [0.9] is not a list of 2 values"),
+        ({"outer": {"deep": {"periods": "5"}}}, "--outer.deep.periods: '5' is not a list"),
+        ({"outer": {"deep": {"periods": [5, 1.5]}}}, "--outer.deep.periods: '1.5' is not a whole number"),
+    ],
+)
+def test_mistakes_in_a_layer_are_usage_errors(tree: dict[str, Any], message: str):
+    """An unknown name or a value of another type is one line that begins with the file."""
+    with pytest.raises(UsageError) as caught:
+        overlaid(Config(), tree, "--config a.yaml")
+    assert str(caught.value).startswith(f"--config a.yaml: {message}")
 
 
 @pytest.mark.parametrize(
@@ -279,10 +298,10 @@ def test_words_are_layers():
     ],
 )
 def test_mistakes_are_usage_errors(words: str, message: str):
-    """A misspelt option or a wrong value is one line that begins with it, after what the caller puts first."""
+    """A misspelt option or a wrong value is one line that begins with it."""
     with pytest.raises(UsageError) as caught:
-        parse_values(Config(), words.split(), "a.yaml: ")
-    assert str(caught.value).startswith(f"a.yaml: {message}")
+        parsed(Config(), *words.split())
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
@@ -319,6 +338,5 @@ class Percent:
 
 def test_values_that_may_be_absent():
     """An option of a value that may be None takes the other type; without words a list is empty and not absent."""
-    words = ["--most=-1e-5", "--places", "--path", "a_b"]
-    assert parse_values(Percent(), words) == Percent(0.5, -1e-5, (), Path("a_b"))
-    assert parse_values(Percent(), []) == Percent()
+    assert parsed(Percent(), "--most=-1e-5", "--places", "--path", "a_b") == Percent(0.5, -1e-5, (), Path("a_b"))
+    assert parsed(Percent()) == Percent()

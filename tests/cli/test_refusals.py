@@ -185,7 +185,7 @@ FILES = {
     "a.yaml": [
         ("outer: {momentun: 0.3}", "did you mean outer.momentum"),
         ("outer: {learning_rate: 0.3}", "outer.learning_rate is no value of the configuration; did you mean outer.lr?"),
-        ("outer: {nesterov: 'true'}", "outer.nesterov"),
+        ("outer: {nesterov: 'yes'}", "outer.nesterov"),
         ("outer: {nesterov: 1}", "outer.nesterov"),
         ("outer: null", "outer"),
         ("seed: false", "seed"),

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import numbers
 import operator
 import os
 import re
+import typing
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -20,11 +23,12 @@ import yaml
 
 from twophase.base.errors import RunError, UsageError  # noqa: F401 - callers import both from here, too
 from twophase.base.reading import check_regular
-from twophase.number import did_you_mean, number
+from twophase.number import did_you_mean, number, whole_number
 
 C = TypeVar("C")
 Tree = dict[str, Any]
 
+_TRUTHS = {"true": True, "false": False}
 _LARGEST_YAML = 250_000
 _LEVELS = 10
 LATER = {"twophase": "later"}
@@ -103,6 +107,65 @@ def _is_like(value: Any, model: Any) -> bool:
     kinds: dict[type, Any] = {type(None): object, float: (float, int)}
     kind = kinds.get(type(model), type(model))
     return isinstance(value, kind) and (isinstance(model, bool | None) or not isinstance(value, bool))
+
+
+@cache
+def hints_of(cls: Any) -> dict[str, Any]:
+    """Return the declared type of each value of a configuration, by its dotted path."""
+    hints: dict[str, Any] = {}
+    declared = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = declared[field.name]
+        parts = hints_of(hint) if dataclasses.is_dataclass(hint) else {"": hint}
+        hints |= {f"{field.name}.{path}".rstrip("."): part for path, part in parts.items()}
+    return hints
+
+
+def fit(hint: Any, value: Any) -> Any:
+    """Return a value, or the text that people write for it, as the declared type has it.
+
+    Raises:
+        ValueError: it does not fit; the message says what does.
+
+    >>> fit(float, "1e-3"), fit(float, 3), fit(bool, "True"), fit(tuple[float, float], [0.9, "0.99"])
+    (0.001, 3.0, True, (0.9, 0.99))
+    """
+    kinds = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        count = "" if Ellipsis in kinds else f" of {len(kinds)} values"
+        if not isinstance(value, list | tuple) or (count and len(value) != len(kinds)):
+            raise ValueError(f"{value!r} is not a list{count}")
+        return tuple(fit(kinds[0], part) for part in value)
+    if hint is bool:
+        if str(value).lower() not in _TRUTHS:
+            raise ValueError(f"{value!r} is not true or false")
+        return _TRUTHS[str(value).lower()]
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
+        raise ValueError(f"{value!r} is not one number or text")
+    if hint is int:
+        return whole_number(str(value))
+    if hint is float:
+        return float(number(str(value)))
+    if kinds and value not in kinds:
+        raise ValueError(f"{value!r} is not known; {did_you_mean(str(value), kinds)}")
+    return value if kinds else hint(value)
+
+
+def overlaid(config: C, tree: Mapping[str, Any], where: str) -> C:
+    """Return a configuration with the values of a YAML tree laid over it.
+
+    Raises:
+        UsageError: a value that the configuration does not have, or of another type; it begins with `where`.
+    """
+    hints, values = hints_of(type(config)), {}
+    for path, value in flatten(tree).items():
+        if path not in hints:
+            raise UsageError(f"{where}: {path} is no value of the configuration; {did_you_mean(path, hints)}")
+        try:
+            values[path] = fit(hints[path], value)
+        except ValueError as error:
+            raise UsageError(f"{where}: --{path.replace('_', '-')}: {error}") from None
+    return with_values(config, values)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -241,23 +304,3 @@ def load_yaml(path: Path) -> Tree:
         kind = "nothing" if tree is None else type(tree).__name__
         raise UsageError(f"--config {path}: holds {kind}, not a mapping such as 'outer: {{lr: 0.7}}'")
     return tree
-
-
-def check_tree(tree: Mapping[str, Any], default: Any, where: str) -> None:
-    """Raise a UsageError that begins with `where` unless a YAML tree holds values of `default`'s names and kinds.
-
-    Text that reads as a number is left to the command line's parser, which also knows ranges.
-    """
-    defaults = values_of(default)
-    for path, value in flatten(tree).items():
-        if path not in defaults:
-            raise UsageError(f"{where}: {path} is no value of the configuration; {did_you_mean(path, defaults)}")
-        like = defaults[path]
-        if isinstance(like, bool):
-            kind, fits = "true or false", isinstance(value, bool)
-        elif isinstance(like, list):
-            kind, fits = "a list", isinstance(value, list)
-        else:
-            kind, fits = "one value", isinstance(value, (int, float, str)) and not isinstance(value, bool)
-        if not fits:
-            raise UsageError(f"{where}: {path} is {value!r}; write {kind}, for example {json.dumps(like)}")

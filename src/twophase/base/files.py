@@ -102,10 +102,10 @@ def locked_temporary(path: Path, *, is_folder: bool = False) -> tuple[Path, int]
         os.close(descriptor)  # another process took it for a leftover in the moment before the lock
 
 
-def lock(file: int, *, wait: bool = False) -> bool:
+def lock(file: int, *, wait: bool = False, shared: bool = False) -> bool:
     """Lock an open file or folder until it is closed; False if another process has it, or there are no locks."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         return False
     return True

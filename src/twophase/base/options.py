@@ -12,21 +12,18 @@ import itertools
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from twophase.base.config import flatten, values_of, with_values
+from twophase.base.config import fit, values_of
 from twophase.base.errors import UsageError
-from twophase.number import did_you_mean, number, whole_number
-
-C = TypeVar("C")
+from twophase.number import did_you_mean
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
-_TRUTHS = {"true": True, "false": False}
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,17 +60,6 @@ def _with_hyphens(word: str) -> str:
     """Spell an option with hyphens; underscores, as in a configuration's file, are the same option."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
-
-
-def among(names: Sequence[str]) -> Callable[[str], str]:
-    """Return an option's type: one of some names."""
-
-    def parsed(word: str) -> str:
-        if word not in names:
-            raise argparse.ArgumentTypeError(f"{word!r} is not known; {did_you_mean(word, names)}")
-        return word
-
-    return parsed
 
 
 def add_values(parser: argparse.ArgumentParser, config: Any, title: str) -> None:
@@ -144,7 +130,7 @@ def _add_value(group: Any, path: str, kind: Any, text: str, default: Any) -> Non
     if typing.get_origin(kind) in (typing.Union, UnionType):  # X | None
         (kind,) = (choice for choice in typing.get_args(kind) if choice is not type(None))
     if kind is bool:
-        group.add_argument(option, nargs="?", const=True, type=_truth, metavar="true|false", **settings)
+        group.add_argument(option, nargs="?", const=True, type=_reader(bool), metavar="true|false", **settings)
         opposite = option.removesuffix(leaf) + f"no-{leaf}"
         group.add_argument(opposite, action="store_false", dest=path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         return
@@ -152,28 +138,20 @@ def _add_value(group: Any, path: str, kind: Any, text: str, default: Any) -> Non
         kind, *others = typing.get_args(kind)
         settings["nargs"] = "*" if Ellipsis in others else 1 + len(others)
     if typing.get_origin(kind) is typing.Literal:
-        names = typing.get_args(kind)
-        group.add_argument(option, type=among(names), metavar="|".join(names), **settings)
-        return
-    group.add_argument(option, type=_reader(kind), metavar=_METAVARS.get(kind, "TEXT"), **settings)
+        settings["metavar"] = "|".join(typing.get_args(kind))
+    group.add_argument(option, **{"type": _reader(kind), "metavar": _METAVARS.get(kind, "TEXT")} | settings)
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:
-    read = {int: whole_number, float: lambda text: float(number(text))}.get(kind, kind)
+    """Return an option's type: words that fit a declared type."""
 
     def parsed(word: str) -> Any:
         try:
-            return read(word)
+            return fit(kind, word)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
-
-
-def _truth(word: str) -> bool:
-    if word.lower() not in _TRUTHS:
-        raise argparse.ArgumentTypeError(f"{word!r} is not true or false")
-    return _TRUTHS[word.lower()]
 
 
 def values_given(options: argparse.Namespace, config: Any) -> dict[str, Any]:
@@ -181,33 +159,3 @@ def values_given(options: argparse.Namespace, config: Any) -> dict[str, Any]:
     paths = values_of(config)
     values = {path: value for path, value in vars(options).items() if path in paths}
     return {path: tuple(value) if isinstance(value, list) else value for path, value in values.items()}
-
-
-def parse_values(default: C, words: Sequence[str], where: str = "") -> C:
-    """Return a configuration with the values that some words, options of it, give.
-
-    Raises:
-        UsageError: an unknown option, or a value of the wrong type; the message begins with `where`.
-    """
-    parser = Parser("", add_help=False)
-    add_values(parser, default, "values")
-    try:
-        return with_values(default, values_given(parser.parse_args(words), default))
-    except UsageError as error:
-        raise UsageError(where + str(error)) from None
-
-
-def to_arguments(tree: Mapping[str, Any]) -> list[str]:
-    """Return the command-line words that set the same values as a YAML tree.
-
-    >>> to_arguments({"outer": {"lr": 0.7, "nesterov": True}})
-    ['--outer.lr', '0.7', '--outer.nesterov']
-    """
-    words: list[str] = []
-    for path, value in flatten(tree).items():
-        *scope, leaf = path.split(".")
-        if isinstance(value, bool):
-            words.append("--" + ".".join([*scope, leaf if value else f"no-{leaf}"]))
-        else:
-            words += [f"--{path}", *(map(str, value) if isinstance(value, (list, tuple)) else [str(value)])]
-    return words

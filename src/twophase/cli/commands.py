@@ -82,8 +82,8 @@ def train_config(parser: Parser, words: list[str], *, brief: bool = False) -> tu
         words: of the command line.
         brief: leave the configuration's options out of `--help`.
     """
-    from twophase.base.config import check_tree, flatten, load_yaml, with_values
-    from twophase.base.options import add_values, parse_values, to_arguments, values_given
+    from twophase.base.config import flatten, load_yaml, overlaid, with_values
+    from twophase.base.options import add_values, values_given
     from twophase.recipes.pretraining import at_pace, recipe
     from twophase.tasks.lm.config import TrainConfig, check
 
@@ -94,8 +94,7 @@ def train_config(parser: Parser, words: list[str], *, brief: bool = False) -> tu
     paths: list[str] = []
     for path in options.config:
         tree = load_yaml(path)
-        check_tree(tree, config, f"--config {path}")
-        config = parse_values(config, to_arguments(tree), f"--config {path}: ")
+        config = overlaid(config, tree, f"--config {path}")
         paths += flatten(tree)
     values = values_given(options, config)
     config = with_values(config, values)

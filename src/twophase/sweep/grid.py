@@ -7,12 +7,22 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from twophase.base.config import Tree, UsageError, differences, fingerprint, get, to_tree, values_of, with_values
-from twophase.number import did_you_mean, number, whole_number
+from twophase.base.config import (
+    Tree,
+    UsageError,
+    differences,
+    fingerprint,
+    fit,
+    get,
+    hints_of,
+    to_tree,
+    with_values,
+)
+from twophase.number import did_you_mean
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 
@@ -20,6 +30,7 @@ MOMENTUM_FREE = "momentum-free"
 """Name of the arm of outer SGD without momentum."""
 MOST_CELLS = 100_000
 """Cells of a product at most; each takes a few kilobytes of this process's memory."""
+_WORDS = tuple[str, ...]
 _NO_WORDS = "none"
 _NEXT_WORD = re.compile(r",\s*(?=[^,=\s][^,=]*=)")
 
@@ -226,88 +237,59 @@ def _fitted(base: Any, path: str, values: Sequence[Any]) -> list[Any]:
     """Convert the values of an axis, or their texts, to the one writing that its path has; refuse what does not fit."""
     if not values:
         raise UsageError(f"--axis {path} has no values; write them behind it")
-    like, hint = _field(base, path)
+    hint, fits_policies = _hint(base, path), path.rpartition(".")[2] == "restart"
     fitted: list[Any] = []
     alike: list[Any] = []
     for value in values:
-        if isinstance(like, tuple):
-            fitted.append(_fitted_words(path, words_of(value) if isinstance(value, str) else value))
-        elif isinstance(like, str):
-            is_policy = isinstance(value, (int, RestartPolicy))
-            fitted.append(_canonical(path, value if is_policy else str(value)) if _takes_policies(path) else value)
+        if hint == _WORDS:
+            words = words_of(value) if isinstance(value, str) else value
+            fitted.append(_fitted_words(path, words, fits_policies=fits_policies))
+        elif fits_policies:
+            fitted.append(_canonical(path, value if isinstance(value, (int, RestartPolicy)) else str(value)))
         else:
-            fitted.append(_fitted_number(path, value, like))
-        if not isinstance(fitted[-1], type(like)):
-            raise _misfit(path, value, like)
-        if typing.get_origin(hint) is typing.Literal and fitted[-1] not in typing.get_args(hint):
-            raise UsageError(f"--axis {path}: {value!r} is not one of {', '.join(map(str, typing.get_args(hint)))}")
+            try:
+                fitted.append(fit(hint, value))
+            except ValueError as error:
+                raise UsageError(f"--axis {path}: {error}") from None
         # The policies of blocks are the same in any order.
-        alike.append(sorted(fitted[-1]) if isinstance(like, tuple) and _takes_policies(path) else fitted[-1])
+        alike.append(sorted(fitted[-1]) if hint == _WORDS and fits_policies else fitted[-1])
         if alike[-1] in alike[:-1]:
-            text = text_of(fitted[-1]) if isinstance(like, tuple) else fitted[-1]
+            text = text_of(fitted[-1]) if hint == _WORDS else fitted[-1]
             raise UsageError(f"--axis {path}: the value {text} is given twice; leave one out")
     return fitted
 
 
-def _field(base: Any, path: str) -> tuple[Any, Any]:
-    """Return the base's value at a path that an axis can vary, and what the field is declared as."""
-    parent, _, leaf = path.rpartition(".")
-    try:
-        holder = get(base, parent) if parent else base
-        hint = typing.get_type_hints(type(holder)).get(leaf) if is_dataclass(holder) else None
-    except AttributeError:
-        hint = None
-    paths = values_of(base) if hint is None or is_dataclass(hint) else {}
-    if hint is None:
-        remedy = did_you_mean(path, paths, f"the values are: {', '.join(paths)}")
-        raise UsageError(f"--axis {path}: there is no such configuration value; {remedy}")
-    if is_dataclass(hint):
-        inside = [name for name in paths if name.startswith(f"{path}.")]
+def _hint(base: Any, path: str) -> Any:
+    """Return the declared type of a value that an axis can vary."""
+    hints = hints_of(type(base))
+    if path in hints:
+        if typing.get_origin(hints[path]) is tuple and hints[path] != _WORDS:
+            raise UsageError(
+                f"--axis {path}: its value is {get(base, path)!r}; an axis varies a single number, word or true/false, "
+                "or words"
+            )
+        return hints[path]
+    if inside := [name for name in hints if name.startswith(f"{path}.")]:
         raise UsageError(f"--axis {path} is a group of values; name one of them: {', '.join(inside)}")
-    value = get(base, path)
-    if not (isinstance(value, (bool, int, float, str)) or hint == tuple[str, ...]):
-        raise UsageError(
-            f"--axis {path}: its value is {value!r}; an axis varies a single number, word or true/false, or words"
-        )
-    return value, hint
+    remedy = did_you_mean(path, hints, f"the values are: {', '.join(hints)}")
+    raise UsageError(f"--axis {path}: there is no such configuration value; {remedy}")
 
 
-def _fitted_number(path: str, value: Any, like: bool | int | float) -> bool | int | float:
-    """Convert a number, truth or text to the type of `like`, if that loses nothing."""
-    if isinstance(like, bool):
-        truths = {"true": True, "false": False}
-        if str(value).lower() in truths:
-            return truths[str(value).lower()]
-    elif not isinstance(value, bool):
-        try:
-            read = whole_number if isinstance(like, int) else number
-            fitted = type(like)(read(value) if isinstance(value, str) else value)
-            if math.isfinite(fitted) and (isinstance(value, str) or fitted == value):
-                return fitted
-        except (ValueError, TypeError, OverflowError):
-            pass
-    raise _misfit(path, value, like)
-
-
-def _fitted_words(path: str, words: Any) -> tuple[str, ...]:
+def _fitted_words(path: str, words: Any, *, fits_policies: bool) -> tuple[str, ...]:
     """Return a set of words with a text that can be read in one way only, restart policies in their one writing."""
     if not isinstance(words, tuple) or not all(isinstance(word, str) for word in words):
         raise UsageError(f"--axis {path}: {words!r} is no set of words")
-    policies, pairs = _takes_policies(path), []
+    pairs = []
     for word in words:
         name, equals, rest = word.partition("=")
         # With an `=` in a value, no reader could tell the comma before NAME= from one inside of that value.
-        if "=" in rest or not (equals or (len(words) == 1 and not policies)):
+        if "=" in rest or not (equals or (len(words) == 1 and not fits_policies)):
             raise UsageError(
                 f"--axis {path}: {word!r} is not NAME=VALUE; write one for each name with a comma between them, such "
-                f"as {'a=3,b=cycle:5,6' if policies else 'a=embedding|head,b=.'}, and no other ="
+                f"as {'a=3,b=cycle:5,6' if fits_policies else 'a=embedding|head,b=.'}, and no other ="
             )
-        pairs.append(f"{name}={_canonical(path, rest)}" if policies else word)
+        pairs.append(f"{name}={_canonical(path, rest)}" if fits_policies else word)
     return tuple(pairs)
-
-
-def _takes_policies(path: str) -> bool:
-    return path.rpartition(".")[2] == "restart"
 
 
 def _canonical(path: str, policy: str | int | RestartPolicy) -> str:
@@ -320,8 +302,3 @@ def _canonical(path: str, policy: str | int | RestartPolicy) -> str:
 
 def _json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _misfit(path: str, value: Any, like: Any) -> UsageError:
-    wanted = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}[type(like)]
-    return UsageError(f"--axis {path}: {value!r} is not {wanted}, for example {str(like).lower()}")

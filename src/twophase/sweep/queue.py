@@ -19,7 +19,6 @@ depend on it, so the folder `claims/` may be lost.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -32,6 +31,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from twophase.base.files import lock
 from twophase.base.reading import json_object
 
 CLAIMS = "claims"
@@ -88,7 +88,7 @@ class Claim:
         self._thread = threading.Thread(target=self._beat, args=(self._file,), name="sweep-beat", daemon=True)
         try:
             # The lock comes first: an observer trusts a free lock only where the record says `locked`.
-            self._record = {"host": host(), "pid": os.getpid(), "locked": _lock(self._file, fcntl.LOCK_EX)}
+            self._record = {"host": host(), "pid": os.getpid(), "locked": lock(self._file)}
             self._write()
             self._thread.start()
         except BaseException:
@@ -219,7 +219,8 @@ class Queue:
     def _death(self, path: Path, file: int, record: Mapping[str, Any]) -> str:
         """Say how the worker of a claim has died; nothing if it may be alive."""
         worker = f"worker {record['pid']} on {record['host'].split()[0]}" if record else "an unknown worker"
-        if record.get("locked") and record.get("host") == host() and _lock(file, fcntl.LOCK_SH):
+        # A shared lock, so that two observers do not take each other for the worker.
+        if record.get("locked") and record.get("host") == host() and lock(file, shared=True):
             # The claim may have ended in good order since it was opened, and another worker's may have its name.
             return f"{worker} was killed" if os.path.samestat(os.fstat(file), path.stat()) else ""
         touched, now = os.fstat(file).st_mtime, time.monotonic()
@@ -239,15 +240,3 @@ def _record(data: bytes) -> dict[str, Any]:
         if kinds == _KINDS | ({"error": str} if "error" in record else {}) and record["host"].strip():
             return record
     return {}
-
-
-def _lock(file: int, kind: int) -> bool:
-    """Lock an open file without waiting; False where another process has it, or the file system knows no locks.
-
-    An observer asks for a shared lock, so that two observers do not take each other for the worker.
-    """
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -12,9 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from twophase.base.config import UsageError
-from twophase.base.files import locked_temporary, remove_leftovers, sync_folder, write_atomic
+from twophase.base.files import replacing, sync_folder, write_atomic
 from twophase.base.reading import read_json_object
 from twophase.diloco.flat import checksum, plan
 from twophase.runs.folder import CONFIG, ENV, SUMMARY
@@ -77,7 +75,9 @@ def export(
             "another run"
         )
     model = model_of(config, weights, run)
-    with _appearing(out.resolve()) as folder:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out.resolve()) as folder:  # an empty folder there gives way
+        folder.mkdir()
         ids = write_tokenizer(folder, config, source, model.vocabulary_size) if tokenizer else Ids()
         _write_model(folder, model, config, ids, DTYPES[dtype])
         record = {
@@ -91,6 +91,7 @@ def export(
             "tokenizer_ids": ids.size,
         }
         write_atomic(folder / RECORD, json.dumps(record, indent=1) + "\n")
+        _sync(folder)
     return record
 
 
@@ -202,23 +203,10 @@ def _write_model(folder: Path, model: Llama, config: TrainConfig, ids: Ids, dtyp
         raise OSError(f"{folder / 'model.safetensors'} cannot be written: {error}; free space and repeat") from None
 
 
-@contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which then becomes `out`; on an error nothing is left of it."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(out.parent, out.name)
-    folder, descriptor = locked_temporary(out, is_folder=True)
-    try:
-        yield folder
-        for path in folder.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        sync_folder(folder)
-        folder.rename(out)  # an empty folder there gives way
-        sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    finally:
-        os.close(descriptor)
+def _sync(folder: Path) -> None:
+    """Bring a folder and its files to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
