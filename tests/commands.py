@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,14 @@ def snapshot(folder: Path) -> dict[str, str]:
     """Every file under a folder with the digest of its content."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, a minute at most."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 TIMES = ("seconds", "engine_share", "summary_sha256")  # the summary's own, times included

@@ -205,27 +205,6 @@ def test_repeating_a_finished_run(tmp_path: Path, corpus: str) -> None:
 
 
 @pytest.mark.slow
-def test_truncated_checkpoint(tmp_path: Path, corpus: str) -> None:
-    """A cut checkpoint is refused by name with the remedy; the remedy works and gives the uninterrupted result."""
-    words = ["train", *SMALL, "--data.corpus", corpus, "--out", tmp_path / "run"]
-    assert call(*words).returncode == 0
-    whole = (tmp_path / "run" / "weights.safetensors").read_bytes()
-    (tmp_path / "run" / "summary.json").unlink()
-    newest = tmp_path / "run" / "checkpoint" / "step-00000022"
-    part = newest / "replica-001.safetensors"
-    part.write_bytes(part.read_bytes()[:1000])
-    before = snapshot(tmp_path)
-    done = call(*words)
-    assert done.returncode == 2
-    assert f"checkpoint {newest} is damaged: replica-001.safetensors has changed" in done.stderr
-    assert "rename that folder" in done.stderr
-    assert snapshot(tmp_path) == before
-    newest.rename(newest.with_name(f"{newest.name}.bad"))
-    assert call(*words).returncode == 0
-    assert (tmp_path / "run" / "weights.safetensors").read_bytes() == whole
-
-
-@pytest.mark.slow
 def test_divergence_ends_with_status_1(tmp_path: Path, corpus: str) -> None:
     """A single run that diverges says so with status 1, keeps its summary, and says it again when repeated."""
     words = ["train", *SMALL, "--data.corpus", corpus, "--out", tmp_path / "run", "--outer.lr", "300"]

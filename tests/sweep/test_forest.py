@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import shutil
@@ -19,10 +18,11 @@ import torch
 import shardmaker
 import textmaker
 from amount import amount
+from commands import outcome
 from twophase.base.config import RunError, with_values
 from twophase.diloco.transfer import WIRES
 from twophase.restart import HARD, PROBES, RestartPolicy
-from twophase.runs.folder import RunFolder, read_lines, read_summary
+from twophase.runs.folder import RunFolder, read_summary
 from twophase.sweep import forest, states
 from twophase.sweep.forest import Grower, Stopped
 from twophase.sweep.grid import Axis, Cell, Sweep, product
@@ -34,8 +34,6 @@ from twophase.tasks.lm.task import corpus_of
 from twophase.training import parts
 from twophase.training.train import train
 from twophase.training.trainer import Trainer
-
-TIMES = ("seconds", "engine_share", "summary_sha256")  # the summary's own, times included
 
 
 @pytest.fixture(scope="module")
@@ -64,29 +62,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plan], dict[str
             if run not in outcomes:
                 with RunFolder.claim(place / run, config) as folder:
                     train(build_task(config), config, folder)
-                outcomes[run] = outcome(place / run) | {"folder": place / run}
+                outcomes[run] = outcome(place / run)
         return {run: outcomes[run] for run in made.runs}
 
     return train_all
 
 
-def outcome(folder: Path) -> Outcome:
-    """Everything that a run leaves, but times and the words of the machine."""
-    summary = json.loads((folder / "summary.json").read_text())
-    rounds, metrics = read_lines(folder / "rounds.jsonl"), read_lines(folder / "metrics.jsonl")
-    return {
-        "summary": {key: value for key, value in summary.items() if key not in TIMES},
-        "rounds": [{key: value for key, value in line.items() if key not in TIMES} for line in rounds],
-        "metrics": metrics,
-        "weights": (folder / "weights.safetensors").read_bytes(),
-        "config": (folder / "config.yaml").read_bytes(),
-        "folder": folder,
-    }
-
-
 def check(made: Plan, path: Path, expected: dict[str, Outcome], *, no_states: bool = True) -> None:
     for run, wanted in expected.items():
-        assert outcome(path / "runs" / run) == wanted | {"folder": path / "runs" / run}, made.runs[run]
+        assert outcome(path / "runs" / run) == wanted, made.runs[run]
     assert not no_states or not list((path / "states").glob("*")), "states of finished nodes stay behind"
 
 
@@ -342,7 +326,7 @@ def test_a_finished_run_that_gets_lost_is_made_again(base: TrainConfig, tmp_path
     made = plan(grid(base, momentum=(0.9,), restart=("never", "3", "4")))
     expected = alone(made)
     (never,) = (run for run, config in made.runs.items() if config.outer.restart == "never")
-    shutil.copytree(expected[never]["folder"], tmp_path / "runs" / never)
+    grow(plan(grid(base, momentum=(0.9,), restart=("never",))), tmp_path)
     calls = iter(range(1000))
     with pytest.raises(Stopped):
         grow(made, tmp_path, should_stop=lambda: next(calls) > 22)

@@ -23,6 +23,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from commands import wait_until
 from twophase.sweep import queue as queue_module
 from twophase.sweep.queue import ATTEMPTS, Claim, Queue
 
@@ -371,13 +372,6 @@ def read(path: Path) -> str:
         return path.read_text()
     except FileNotFoundError:
         return ""
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.dist

@@ -9,14 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 
+from commands import wait_until
 from fakerun import Config
 from twophase.base.config import UsageError
 from twophase.runs.folder import RunFolder, lock_folder
@@ -179,13 +179,6 @@ def runs_now(pid: int) -> bool:
 
 def assert_all_ended(folder: Path) -> None:
     assert not [pid for pid, *_ in started(folder) if runs_now(int(pid))]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def wait_for_hanging(folder: Path, cells: Sequence[Cell]) -> None:

@@ -131,16 +131,6 @@ def test_lines_about_steps(whole: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_processes_equal_one(tmp_path: Path, small: list[str], whole: Path) -> None:
-    """With a process for each replica a run ends with the bits that one process computes for both."""
-    words = ["train", *small, *LONG, "--out", str(tmp_path / "run")]
-    ended = end_group(start_group(tmp_path, words, words), tmp_path)
-    assert [status for status, _ in ended] == [0, 0], ended
-    same_losses(tmp_path / "run", whole)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
 def test_processes_come_and_go(tmp_path: Path, small: list[str], whole: Path) -> None:
     """Begun by one process up to the middle of a round, gone on with by two, and ended by one: the same bits."""
     folder, words = tmp_path / "run", ["train", *small, *LONG, "--out", str(tmp_path / "run")]

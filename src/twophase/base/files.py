@@ -66,14 +66,13 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, repl
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a path in a temporary folder beside `path`; the file that the block writes there then takes its name.
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path in a temporary folder beside `path`; what the block writes there then takes its name, durably.
 
     The folder also holds what a library writes on its way: safetensors, too, writes under another name first.
 
     Args:
-        path: the file; it stays as it was if the block raises.
-        durable: whether the name must survive a power cut; the block itself syncs the bytes.
+        path: a file, or an empty or missing folder; it stays as it was if the block raises. The block syncs the bytes.
     """
     remove_leftovers(path.parent, path.name)
     folder, descriptor = locked_temporary(path, is_folder=True)
@@ -83,8 +82,7 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
-    if durable:
-        sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def locked_temporary(path: Path, *, is_folder: bool = False) -> tuple[Path, int]:

@@ -152,13 +152,7 @@ def _sweep(options: argparse.Namespace, page: Path, refresh: float, states: _Sta
 
 
 def _write_runs(runs: Path, page: Path, states: _States) -> list[str]:
-    """Write each run's own page into its folder, if it has changed; return why damaged runs have none.
-
-    Args:
-        runs: the folder of the runs.
-        page: of the sweep.
-        states: the size and time of each run's files when its page was written; brought up to date here.
-    """
+    """Write the page of each run that differs from `states`, and update that; return why damaged runs have none."""
     faults: list[str] = []
     changed: _States = {}
     for folder in filter(is_run, sorted(runs.iterdir()) if runs.is_dir() else []):

@@ -207,9 +207,6 @@ def _same_signals(
 
     What follows exchanges as many numbers as there are names: with others, strangers would be averaged, or the
     transport would fail without a word of the reason.
-
-    Raises:
-        ValueError: processes with weight do not give the same signals.
     """
     names = sorted(signals)
     head: list[float] = [len(names), *halves(short_hash(json.dumps(names)))]

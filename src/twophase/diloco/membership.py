@@ -191,20 +191,9 @@ class Membership:
                 fragment.channel.clear()
 
     def _call_roll(self, position: Position, weight: int, *, running: bool, ready: bool) -> tuple[Members, bool, bool]:
-        """Tell the others what this process brings to a sync, and see that all stand at the same place.
+        """Compare places; return the members, whether any is in the middle of a run, and whether all are ready.
 
-        Args:
-            position: of this process; compared in a run under way.
-            weight: replicas of this process that count in the mean.
-            running: whether this process has joined before.
-            ready: whether it has restored what it has on disk.
-
-        Returns:
-            The members, whether any of them is in the middle of a run, and whether all are ready.
-
-        Raises:
-            ValueError: at the start of a run, the processes were not started alike.
-            Disagreement: anchor, buffers, counters or positions differ.
+        A process is `running` once it has joined, and `ready` once it has restored what it has on disk.
         """
         communicator, fragments = self._communicator, self._setting.fragments
         description = self._setting.describe()

@@ -191,12 +191,7 @@ class Grower:
     # --------------------------------------------------------------------------------------------------- stretches
 
     def _reach(self, node: Node, start: State | None = None) -> None:
-        """Bring replicas, anchor and buffers to the end of a node.
-
-        Args:
-            node: the node.
-            start: the state at its parent's end, where it is at hand.
-        """
+        """Bring replicas, anchor and buffers to a node's end; `start` is the state at its parent's end, or None."""
         runs = self._unfinished(node)
         saved = self.states.read(node, "end", runs)
         if saved is not None:
@@ -400,10 +395,7 @@ class Grower:
         self.tally.restored += 1
 
     def _save(self, node: Node, what: str) -> None:
-        """Write the present state and all that are held in memory only: from these any child goes on.
-
-        Finished runs are on disk already, so nothing that was done before would be done again.
-        """
+        """Write the present state and all that are held in memory only: from these any child goes on."""
         self.states.save_branches()
         self.states.write(node, what, self._state())
         self._saved_at = time.perf_counter()

@@ -334,11 +334,7 @@ class _Call:
             self._write()
 
     def outcome(self) -> Outcome:
-        """Sum up the call.
-
-        Raises:
-            RunError: the trials cannot be written.
-        """
+        """Sum up the call; raise a RunError where the trials cannot be written."""
         if self.unrecorded:
             raise RunError(
                 f"the trials cannot be written ({self.unrecorded}); when they can again, repeat the command: nothing "

@@ -159,12 +159,7 @@ def unusable(folder: Path, error: Exception) -> UsageError:
 
 
 def _check_names(folder: Path, pieces: Collection[str], values: Mapping[str, Any]) -> None:
-    """Refuse a plan in which a run, node or job has a name that leads out of the sweep's folder.
-
-    Raises:
-        UsageError: a run's folder is a link.
-        ValueError: such a name.
-    """
+    """Refuse a plan in which a run, node or job has a name that leads out of the sweep's folder."""
     runs = {*values["runs"], *values["stands_for"], *values["stands_for"].values()}
     for name in (*runs, *pieces):
         if not (isinstance(name, str) and RUN_ID.fullmatch(name)):

@@ -50,11 +50,7 @@ class _Executor:
         self.grower: Grower | None = None
 
     def prepare(self, plan: Work) -> None:
-        """Read the configurations of a plan; refuse it where a device or text is missing, or the text is another one.
-
-        Raises:
-            UsageError: naming it.
-        """
+        """Read the configurations of a plan; refuse it where a device or text is missing, or the text is another."""
         try:
             base = from_tree(TrainConfig, plan.base)
         except UsageError as error:

@@ -19,7 +19,7 @@ from twophase.tasks.lm import step as step_module
 from twophase.tasks.lm.config import TrainConfig
 from twophase.tasks.lm.evaluate import total_nats
 from twophase.tasks.lm.model import Llama
-from twophase.tasks.lm.step import Step, activation_bytes, compiled_loss, divisors, model_of
+from twophase.tasks.lm.step import Step, activation_bytes, compiled_loss, divisors, drawn
 from twophase.training.config import ComputeConfig
 from twophase.training.device import room_for
 from twophase.training.trainer import Trainer
@@ -32,6 +32,10 @@ def config_of(**compute: Any) -> TrainConfig:
     return TrainConfig(compute=ComputeConfig(**compute))
 
 
+def model_of(config: TrainConfig) -> Llama:
+    return drawn(config, VOCABULARY, config.seed)
+
+
 def batch(config: TrainConfig, seed: int = 0) -> tuple[Tensor, Tensor]:
     shape = (config.data.batch_size, config.data.sequence_length + 1)
     windows = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
@@ -39,7 +43,7 @@ def batch(config: TrainConfig, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def gradients(config: TrainConfig, compute: Step | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    model = model_of(config, VOCABULARY, CPU)
+    model = model_of(config)
     value = (compute or Step(config, VOCABULARY, CPU, 1)).gradients(model, batch(config))
     return value, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -90,7 +94,7 @@ def test_recomputation_keeps_less():
             total += tensor.numel()
             return tensor
 
-        model = model_of(config, VOCABULARY, CPU)
+        model = model_of(config)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model.loss(*batch(config))
         return total
@@ -101,7 +105,7 @@ def test_recomputation_keeps_less():
 def test_mixed_precision_keeps_float32_where_it_counts():
     """Parameters, gradients and loss are float32, the residual stream is bfloat16, and values are close."""
     config = config_of(precision="bf16-mixed")
-    model = model_of(config, VOCABULARY, CPU)
+    model = model_of(config)
     seen: set[torch.dtype] = set()
     for block in model.blocks:
         block.register_forward_hook(lambda *args: seen.add(args[2].dtype))
@@ -120,7 +124,7 @@ def test_a_step_never_waits_for_the_device():
     """On the meta device, where every read of a value raises, a step in pieces with clipping and AdamW goes through."""
     meta = torch.device("meta")
     config = config_of(precision="bf16-mixed", micro_batch=4)
-    model = model_of(config, VOCABULARY, meta)
+    model = model_of(config).to(meta)
     tokens, targets = (part.to(meta) for part in batch(config))
     value = Step(config, VOCABULARY, meta, 2).gradients(model, (tokens, targets))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -216,7 +220,7 @@ def test_the_first_guess_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     for gigabytes in (64.0, 0.03, 0.01, 0.005, 0.0):
         monkeypatch.setattr(step_module, "memory_bytes", lambda _, g=gigabytes: int(g * 1e9))
         compute = Step(config, VOCABULARY, CPU, 2)
-        compute.gradients(model_of(config, VOCABULARY, CPU), batch(config))
+        compute.gradients(model_of(config), batch(config))
         sizes.append(compute.chosen["micro_batch"])
     assert sizes[0] == 12
     assert sizes[-1] == 1
@@ -224,7 +228,7 @@ def test_the_first_guess_follows_the_memory(monkeypatch: pytest.MonkeyPatch):
     assert set(sizes) <= set(divisors(12))
     fixed = replace(config, compute=ComputeConfig(micro_batch=6))
     compute = Step(fixed, VOCABULARY, CPU, 2)
-    compute.gradients(model_of(fixed, VOCABULARY, CPU), batch(fixed))
+    compute.gradients(model_of(fixed), batch(fixed))
     assert compute.chosen["micro_batch"] == 6
 
 
@@ -232,7 +236,7 @@ def test_the_first_evaluation_chooses_for_the_batch():
     """A replica that comes late may probe 3 sequences before its first step: pieces are chosen for batches of 8."""
     config = TrainConfig()
     compute, (tokens, targets) = Step(config, VOCABULARY, CPU, 1), batch(config)
-    compute.loss(model_of(config, VOCABULARY, CPU), (tokens[:3], targets[:3]))
+    compute.loss(model_of(config), (tokens[:3], targets[:3]))
     assert compute.chosen["micro_batch"] == config.data.batch_size == 8
     value, grads = gradients(config, compute)
     plain, expected = gradients(config)
@@ -293,7 +297,7 @@ def test_compiled_code_takes_the_kernel_that_was_chosen():
     from torch.profiler import ProfilerActivity, profile
 
     config = with_values(config_of(compile=True), {"model.layers": 1})
-    model = model_of(config, VOCABULARY, CPU)
+    model = model_of(config)
     compute = Step(config, VOCABULARY, CPU, 1)
     ran: dict[str, bool] = {}
     for name in ("flash", "math"):
@@ -311,7 +315,7 @@ def test_compiled_code_takes_the_kernel_that_was_chosen():
 def test_many_shapes_in_one_process():
     """More shapes than torch compiles by default for one function go through, as a sweep over sizes needs."""
     config = with_values(config_of(compile=True), {"model.layers": 1, "data.batch_size": 1})
-    model = model_of(config, VOCABULARY, CPU)
+    model = model_of(config)
     compute = Step(config, VOCABULARY, CPU, 1)
     for length in range(4, 8):
         tokens = torch.zeros(1, length, dtype=torch.int64)
@@ -383,7 +387,7 @@ def test_a_kernel_that_does_not_compile_is_followed_by_the_next(
     config = with_values(config_of(compile=True, micro_batch=8), values)
     compute = Step(config, VOCABULARY, CPU, 1)
     compute.chosen = {"attention": choice(config, None, None, None, frozenset())}
-    model = model_of(config, VOCABULARY, CPU)
+    model = model_of(config)
     monkeypatch.setattr(compute, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     with pytest.raises(UsageError, match=r"--compute.compile: the compiler failed \(.*no such layout"):
@@ -412,7 +416,7 @@ def test_what_is_no_compilers_fault_is_not_told_as_one():
 def test_the_steps_evaluation_is_the_plain_one():
     """Windows that are no multiple of the pieces: the nats of `evaluate`, at the cost of one graph, and no gradient."""
     config = config_of(compile=True, micro_batch=4)
-    model = model_of(config, VOCABULARY, CPU)
+    model = model_of(config)
     tokens, targets = (part[:7].repeat(2, 1)[:11] for part in batch(config))
     compute = Step(config, VOCABULARY, CPU, 1)
     nats = compute.nats(model, tokens, targets)
@@ -425,7 +429,7 @@ def test_the_steps_evaluation_is_the_plain_one():
 def test_an_evaluation_that_does_not_fit_takes_smaller_pieces():
     """Evaluation meets the memory's limit as a step does, and its result is the whole one's."""
     config = config_of(micro_batch=0)
-    model = model_of(config, VOCABULARY, CPU)
+    model = model_of(config)
     compute = Step(config, VOCABULARY, CPU, 1)
     compute._loss = full_above(3)
     tokens, targets = batch(config)

@@ -322,11 +322,6 @@ def memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def model_of(config: TrainConfig, vocabulary_size: int, device: torch.device) -> Llama:
-    """Draw a fresh model by the run's seed and move it to a device."""
-    return drawn(config, vocabulary_size, config.seed).to(device)
-
-
 def drawn(config: TrainConfig, vocabulary_size: int, seed: int) -> Llama:
     """Draw a fresh model of a configuration, on the CPU."""
     compute = config.compute
