@@ -18,7 +18,7 @@ from twophase.base.config import with_values
 from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import _blockwise_cells as cells
-from twophase.studies import _training, blockwise, study
+from twophase.studies import blockwise, study
 from twophase.studies._blockwise_cells import ALL, MEAN, NEVER, ORACLE, ROUNDS, SEARCH, SHUFFLED
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.run import Status
@@ -179,49 +179,29 @@ def small(tmp_path: Path) -> Scale:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_it_really_trains_and_measures_and_is_resumed(small: Scale, tmp_path: Path) -> None:
-    """Quick, end to end: the files are there, every run is finished once, and a repeated call trains nothing."""
+    """Quick, end to end: the files are there, every run is finished once, and a repeated call trains nothing.
+
+    So does a call in a folder of before these runs were a sweep, which holds the table alone.
+    """
     seen: list[Status] = []
     outcome = study.run("blockwise", tmp_path / "out", scale=small, progress=seen.append)
     facts = json.loads((tmp_path / "out" / "blockwise.json").read_text())
     (place,) = facts["numbers"]["places"].values()
     assert set(place["arms"]) >= {"averaging", MEAN, ALL, ROUNDS, ORACLE}
     assert all(arm["state"] == "finished" for arm in place["arms"].values())
+    assert all(len(periods) == 4 for arm in place["arms"].values() for periods in arm["periods"])
     assert len(place["measured"]["sigma"]) == 4
     assert "width 8, S=4" in outcome.answer
     trained = [status.run for status in seen if status.event == "finished"]
     assert len(trained) == len(set(trained)) == len(list((tmp_path / "out" / "runs").iterdir()))
     before = {path: path.read_bytes() for path in outcome.paths}
-    again: list[Status] = []
-    study.run("blockwise", tmp_path / "out", scale=small, progress=again.append)
-    assert not again
-    assert {path: path.read_bytes() for path in outcome.paths} == before
-
-
-@pytest.mark.slow
-def test_several_workers_train_what_one_does(small: Scale, tmp_path: Path) -> None:
-    """Two processes leave the same runs, bit for bit."""
-    perplexities = []
-    for workers in (1, 2):
-        trained_rows, *_ = _training.train_in_stages(
-            OneStage(), small, tmp_path / str(workers), runs=tmp_path / f"runs{workers}", workers=workers
-        )
-        perplexities.append([(row.run, row.perplexity) for row in trained_rows])
-    assert perplexities[0] == perplexities[1]
-    assert all(perplexity is not None for _, perplexity in perplexities[0])
-
-
-class OneStage:
-    """A study that measures nothing."""
-
-    CHOOSES_RUNS = True
-
-    def sweep(self, scale: Scale, rows: object, measured: object) -> Sweep:
-        """Two of the study's runs."""
-        del rows, measured
-        return Sweep("one stage", scale.base, blockwise.sweep(scale, [], {}).cells[:2])
-
-    def measure(self, scale: Scale, rows: object, runs: Path, before: object) -> dict[str, Any]:
-        """Nothing."""
-        del scale, rows, runs, before
-        return {}
+    folder = tmp_path / "out" / f"blockwise-{small.name}"
+    for names in ((), ("sweep.json", "plan.json", "runs")):
+        for name in names:
+            (folder / name).unlink()
+        again: list[Status] = []
+        study.run("blockwise", tmp_path / "out", scale=small, progress=again.append)
+        assert {status.event for status in again} == {"begun"}
+        assert {path: path.read_bytes() for path in outcome.paths} == before

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +10,13 @@ from twophase.base.errors import RunError, UsageError
 from twophase.base.files import write_atomic
 from twophase.base.reading import read_json_object
 from twophase.recipes.paper import Scale
-from twophase.runs.folder import RunFolder, read_summary
 from twophase.studies._so_far import run_counts
 from twophase.studies.policies import share_with_workers
 from twophase.sweep.grid import Sweep
-from twophase.sweep.run import TABLE, Happening, Status, read_summaries, run_sweep
-from twophase.sweep.table import Row, read_rows, rows_of, titles, write_rows
-from twophase.tasks.lm.config import TrainConfig, check
+from twophase.sweep.run import SPEC, TABLE, read_summaries, run_sweep
+from twophase.sweep.table import Row, read_rows, rows_of
+from twophase.tasks.lm.config import check
 
-Progress = Callable[[Status], None]
 MEASURED = "measured.json"
 """Holds what a study has read off trained runs, by run id; plain JSON values."""
 
@@ -59,7 +53,7 @@ def train_in_stages(study: Any, scale: Scale, folder: Path, **options: Any) -> t
         if len(sweep.cells) == cells:
             return rows, scale, *extra
         cells = len(sweep.cells)
-        rows = (_train_singly if measures else _train_sweep)(sweep, folder, **options)
+        rows = _train_sweep(sweep, folder, **options)
         if measures:
             extra = (study.measure(scale, rows, options["runs"], *extra),)
             write_atomic(folder / MEASURED, json.dumps(extra[0]) + "\n")
@@ -79,6 +73,8 @@ def _train_sweep(sweep: Sweep, folder: Path, **options: Any) -> list[Row]:
     for config in sweep.runs.values():
         check(config)
     texts = preflight_all(sweep.runs.values())  # refuse what cannot be run here before a folder is made for it
+    if (folder / TABLE).is_file() and not (folder / SPEC).exists():  # of when these runs were no sweep
+        write_atomic(folder / SPEC, json.dumps(sweep.spec()) + "\n")
     share_with_workers()
     threads = max(config.threads for config in sweep.runs.values())
     outcome = run_sweep(sweep, folder, **({"threads": threads, "texts": texts} | options))
@@ -97,51 +93,3 @@ def _train_sweep(sweep: Sweep, folder: Path, **options: Any) -> list[Row]:
             "done (--so-far says what there is until then)"
         )
     return rows
-
-
-def _train_singly(
-    sweep: Sweep, folder: Path, *, runs: Path, workers: int = 1, progress: Progress | None = None
-) -> list[Row]:
-    """Train runs that share no steps (they are in fragments) as `twophase train` does, each with its checkpoint."""
-    summaries = {run: summary for run in sweep.runs if (summary := read_summary(runs / run, run)) is not None}
-    skipped, diverged, names = len(summaries), 0, titles(sweep)
-
-    def report(event: Happening, run: str = "") -> None:
-        if progress is not None:
-            finished = len(summaries) - skipped - diverged
-            perplexity = summaries.get(run, {}).get("perplexity")
-            words = (run, event, "", names.get(run, ""), perplexity)
-            progress(Status(len(sweep.runs), finished, diverged, 0, skipped, *words))
-
-    waiting = [(runs / run, config) for run, config in sweep.runs.items() if run not in summaries]
-    if waiting:
-        report("begun")
-    with _crew(min(workers, len(waiting))) as train_each:
-        for run, summary in train_each(waiting):
-            summaries[run] = summary
-            diverged += bool(summary["diverged"])
-            report("diverged" if summary["diverged"] else "finished", run)
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = rows_of(sweep, summaries)
-    write_rows(folder / TABLE, rows)
-    return rows
-
-
-@contextmanager
-def _crew(workers: int) -> Iterator[Callable[[Sequence[tuple[Path, TrainConfig]]], Iterator[tuple[str, Any]]]]:
-    """Yield what trains runs: this process, or several; each trains one run at a time."""
-    if workers <= 1:
-        yield lambda waiting: map(_train_run, waiting)
-        return
-    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
-    with context.Pool(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield lambda waiting: pool.imap_unordered(_train_run, waiting)
-
-
-def _train_run(job: tuple[Path, TrainConfig]) -> tuple[str, dict[str, Any]]:
-    from twophase.tasks.build import build_task  # noqa: PLC0415 - torch, which a list of studies does without
-    from twophase.training.train import train  # noqa: PLC0415
-
-    path, config = job
-    with RunFolder.claim(path, config) as folder:
-        return path.name, folder.summary() or train(build_task(config), config, folder)

@@ -31,6 +31,7 @@ from twophase.studies import _blockwise_cells as cells
 from twophase.studies._blockwise_cells import ALL, FREE, MEAN, NEVER, ONE, ORACLE, ROUNDS, SHUFFLED, Place
 from twophase.studies._lm import change_words, tally
 from twophase.studies.study import Result
+from twophase.sweep.grid import words_of
 from twophase.sweep.table import SEED, Row, format_table, readable, settings
 
 if TYPE_CHECKING:
@@ -103,7 +104,9 @@ def _place(rows: Sequence[Row], place: Place, measured: Mapping[str, Any]) -> di
 
 
 def _periods(row: Row) -> tuple[str, ...]:
-    return tuple(word.partition("=")[2] for word in row.values["sync.restart"])
+    policies = row.values["sync.restart"]
+    words = words_of(policies) if isinstance(policies, str) else policies  # a table's file has them as text
+    return tuple(word.partition("=")[2] for word in words)
 
 
 class Arm:

@@ -19,10 +19,10 @@ A study that chooses its later cells by the results of earlier ones holds `CHOOS
 of its runs would rest on another choice. Its `sweep(scale, rows)` is called with more rows until it adds no cell, and
 must begin each time with the cells that it had before.
 
-One of these whose later cells depend on the trained runs, or whose runs share no steps (`sync.fragments`), also holds
+One of these whose later cells depend on the trained runs themselves also holds
 
 * `measure(scale, rows, runs, measured) -> dict`, measurements by run id so far; `sweep` and `table` then take that as a
-  further argument, and the runs are trained one by one, each with its checkpoint.
+  further argument.
 
 A study imports torch only when its table is made, so that a list of studies does without.
 
