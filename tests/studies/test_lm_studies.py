@@ -24,6 +24,7 @@ from twophase.studies import _lm, _training, study
 from twophase.studies import retuning as retuning_study
 from twophase.studies import robustness_heatmaps as heatmaps_study
 from twophase.studies import soft_restart as soft_study
+from twophase.studies import wires as wires_study
 from twophase.sweep import run as launch
 from twophase.sweep.grid import Cell, Sweep
 from twophase.sweep.table import Row, write_rows
@@ -260,7 +261,8 @@ def test_a_claim_says_where_it_holds(answers: dict[str, bool | None], head: str)
 
 def pages(module: Any, result: Any) -> list[Any]:
     """Draw a study's figure, and those of its details."""
-    return [module.draw(result), *module.details(result).values()]
+    details = module.details(result) if hasattr(module, "details") else {}
+    return [module.draw(result), *details.values()]
 
 
 def title(figure: Any) -> str:
@@ -316,10 +318,9 @@ def test_diverged_and_missing_settings_stay(name: str) -> None:
 
 
 @pytest.mark.slow
-@each_study
-def test_nothing_known_yet(name: str) -> None:
+@pytest.mark.parametrize("module", [*MODULES.values(), wires_study], ids=[*MODULES, "wires"])
+def test_nothing_known_yet(module: Any) -> None:
     """Before any run has ended, table, answer and page say so instead of failing."""
-    module = MODULES[name]
     result = module.table(rows(module.sweep(QUICK), lambda _: None), QUICK)
     assert {row["state"] for row in result.rows} == {"missing"}
     text = module.answer(result)
@@ -478,13 +479,13 @@ def tiny(tmp_path: Path) -> Scale:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_tiny_studies_really_train_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three are trained by real workers, all stages; a second call trains nothing and writes the same bytes.
+    """All are trained by real workers, all stages; a second call trains nothing and writes the same bytes.
 
     The tuning's runs are those of the heatmaps, which lie in the same folder: its first stage finds them finished. That
-    the pictures of one table are the same bytes is shown above, with made-up runs.
+    the pictures of one table are the same bytes is shown above, with made-up runs. Each wire gives another result.
     """
     scale, out = tiny(tmp_path), tmp_path / "out"
-    for name in ("robustness_heatmaps", "soft_restart", "retuning"):
+    for name in ("robustness_heatmaps", "soft_restart", "retuning", "wires"):
         seen: list[launch.Status] = []
         first = study.run(name, out, scale=scale, workers=1, progress=seen.append)
         begun = [status for status in seen if status.event == "begun"]
@@ -500,4 +501,6 @@ def test_tiny_studies_really_train_and_resume(tmp_path: Path, monkeypatch: pytes
         assert [path.suffix for path in again.paths] == [".csv", ".json"]
         assert {path: path.read_bytes() for path in first.paths} == files
         with first.paths[-2].open(newline="") as file:
-            assert {line["state"] for line in csv.DictReader(file)} <= {"finished", "diverged"}
+            lines = list(csv.DictReader(file))
+        assert {line["state"] for line in lines} <= {"finished", "diverged"}
+    assert len(lines) == len({line["perplexity"] for line in lines}) == 12

@@ -15,8 +15,8 @@ import pytest
 from twophase.figures.style import styled
 from twophase.rule import OuterRule
 from twophase.studies import mixed_periods, period_criteria, restart_mechanism, robustness_toy
-from twophase.studies._model import HEAVY_BALL, SIX, WIDE, blocks, select
-from twophase.studies.study import Result, folded
+from twophase.studies._model import HEAVY_BALL, SIX, WIDE, blocks
+from twophase.studies.study import Result, folded, select
 from twophase.theory.inputs import rule_grid
 from twophase.theory.periods import best_period, log_final_loss
 from twophase.theory.rollout import rollout

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,16 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import textmaker
 from madeup import Value, line_of, rows
-from twophase.base.config import to_tree, with_values
+from twophase.base.config import to_tree
 from twophase.diloco.comm import ProcessGroup
 from twophase.diloco.setting import open_channel
 from twophase.diloco.transfer import WIRES
 from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
-from twophase.studies import study, wires
-from twophase.sweep import run as launch
+from twophase.studies import wires
 from twophase.sweep.grid import Cell
 from twophase.sweep.plan import plan
 from twophase.tasks.lm.model import Llama
@@ -205,17 +199,6 @@ def test_divergence_and_missing_runs() -> None:
     assert sorted(texts[:4]) == ["bfloat16: div.", "bfloat16: missing", "int8: div.", "int8: div."]
 
 
-@pytest.mark.slow
-def test_nothing_known_yet() -> None:
-    """Before any run has ended, table, answer and page say so instead of failing."""
-    result = result_of(lambda _: None, QUICK)
-    text = wires.answer(result)
-    assert "Not known" in text
-    assert "Holds" not in text
-    with styled():
-        rendered(wires.draw(result))
-
-
 def test_one_seed_is_not_judged() -> None:
     """Without a second seed there is no noise to judge by: numbers are shown and no claim is decided."""
     text = wires.answer(result_of(with_int8(1.3), QUICK))
@@ -264,27 +247,3 @@ def test_the_elements_are_those_of_the_model() -> None:
     result = result_of(seeds_only)
     assert result.settings["parameters"] == sum(p.numel() for p in Llama(LAPTOP.base.model, 96, seed=0).parameters())
     assert result.numbers["bytes_a_round"]["int8"] == wires.sent_bytes("int8", result.settings["parameters"])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_workers")
-def test_a_tiny_study_really_trains_and_resumes(tmp_path: Path) -> None:
-    """Real workers train it on every wire with another result for each; a second call trains nothing, same bytes."""
-    text = textmaker.write(tmp_path / "text.txt")
-    values = {"data.corpus": f"file:{text}", "steps": 24, "inner_steps": 2, "data.validation_windows": 8}
-    scale = replace(QUICK, base=with_values(QUICK.base, values), short=2, momenta=(0.9,))
-    out, seen = tmp_path / "out", []
-    first = study.run("wires", out, scale=scale, workers=1, progress=seen.append)
-    assert [path.name for path in first.paths] == ["wires.png", "wires.pdf", "wires.csv", "wires.json"]
-    files = [path.read_bytes() for path in first.paths]
-    with first.paths[2].open(newline="") as file:
-        table = list(csv.DictReader(file))
-    assert len(table) == 12
-    assert {line["state"] for line in table} == {"finished"}
-    assert len({line["perplexity"] for line in table}) == 12
-    facts = json.loads(first.paths[3].read_text(encoding="utf-8"), parse_constant=pytest.fail)
-    assert (facts["question"], facts["settings"]["seeds"]) == (wires.QUESTION, [0])
-    begun: list[launch.Status] = []
-    again = study.run("wires", out, scale=scale, progress=begun.append)
-    assert {status.event for status in begun} <= {"begun"}
-    assert [path.read_bytes() for path in again.paths] == files

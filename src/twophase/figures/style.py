@@ -176,6 +176,17 @@ def in_words(pairs: Sequence[tuple[float, float]], *, more: str, fewer: str, bot
     return both if rises and falls else more if rises else fewer if falls else same
 
 
+def region_words(pairs: Sequence[tuple[float, float]], apart: str) -> str:
+    """Say what a restart does to the good region of some grids, by their sizes before and after it."""
+    return in_words(
+        pairs,
+        more="widens the good region",
+        fewer="narrows the good region",
+        both=f"widens the good region {apart}",
+        same="leaves the good region as wide as it is",
+    )
+
+
 def span(numbers: Iterable[float], form: str) -> str:
     """Write the smallest and the largest of some numbers; once where both read the same.
 

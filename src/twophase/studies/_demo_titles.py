@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from twophase.figures.style import in_words
+from twophase.figures.style import in_words, region_words
 from twophase.figures.thresholds import THRESHOLDS, Curve, curve_of
 from twophase.recipes.controls import MOMENTUM_FREE
 from twophase.recipes.demo import arm_name, matched_arm
@@ -35,13 +35,7 @@ def region_title(cells: Sequence[Setting], bound: float) -> str:
         pairs[kind] = (*counts, len(arms[1]))
     if all(cell.perplexity is None for cell in cells):
         return "Nothing is known yet: no setting has finished"
-    word = in_words(
-        [pair[:2] for pair in pairs.values()],
-        more="widens the good region",
-        fewer="narrows the good region",
-        both="widens the good region of one rule and narrows the other's",
-        same="leaves the good region as wide as it is",
-    )
+    word = region_words([pair[:2] for pair in pairs.values()], "of one rule and narrows the other's")
     counts = ", ".join(f"{kind} from {a} to {b} of {of} settings" for kind, (a, b, of) in pairs.items())
     return f"A restart every {PERIOD} rounds {word}: {counts} within {WITHIN:.0%} of the best"
 

@@ -19,7 +19,8 @@ from twophase.diloco.engine import DiLoCo
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
-from twophase.studies._model import AVERAGING, HEAVY_BALL, NESTEROV, USUAL, select
+from twophase.studies._model import AVERAGING, HEAVY_BALL, NESTEROV, USUAL
+from twophase.studies.study import select
 from twophase.theory.contraction import restart_factor
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import effective_progress

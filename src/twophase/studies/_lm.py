@@ -18,6 +18,7 @@ from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, fate, mean
 from twophase.policies.text import parse
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
 from twophase.recipes.paper import RULES, Scale
+from twophase.studies.study import select
 from twophase.sweep.table import Row, Setting, geometric_mean, readable, settings
 
 WITHIN = 0.25
@@ -79,14 +80,9 @@ def public(lines: Iterable[Line]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "setting"} for line in lines]
 
 
-def pick(lines: Iterable[Mapping[str, Any]], **values: Any) -> list[Any]:
-    """Return the lines that have these values."""
-    return [line for line in lines if all(line[name] == value for name, value in values.items())]
-
-
 def first(lines: Iterable[Mapping[str, Any]], **values: Any) -> Any:
     """Return the first line that has these values, or None."""
-    return next(iter(pick(lines, **values)), None)
+    return next(iter(select(lines, **values)), None)
 
 
 def best(lines: Iterable[Line]) -> Line | None:
@@ -97,7 +93,7 @@ def best(lines: Iterable[Line]) -> Line | None:
 
 def free_and_averaging(lines: Sequence[Line], inner_steps: int) -> tuple[Line | None, Line | None]:
     """Return the best momentum-free line at a communication period, and plain averaging there."""
-    free = pick(lines, arm=MOMENTUM_FREE, inner_steps=inner_steps)
+    free = select(lines, arm=MOMENTUM_FREE, inner_steps=inner_steps)
     return best(free), first(free, lr=AVERAGING_LR)
 
 

@@ -13,6 +13,7 @@ from twophase.policies.base import RestartPolicy
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
 from twophase.rule import OuterRule
+from twophase.studies.study import select
 from twophase.theory.contraction import restart_table
 from twophase.theory.inputs import Rules, rule_grid
 from twophase.theory.periods import log_final_loss
@@ -146,11 +147,6 @@ def listed(values: Iterable[Any]) -> str:
 def verdict(condition: bool) -> str:
     """How an answer begins that states a claim: computed, so that it cannot outlive its numbers."""
     return "Holds" if condition else "Does not hold"
-
-
-def select(rows: Iterable[Mapping[str, Any]], **values: Any) -> list[Mapping[str, Any]]:
-    """The rows that have these values."""
-    return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 
 
 def series(rows: Iterable[Mapping[str, Any]], x: str, y: str) -> tuple[list[Any], list[Any]]:

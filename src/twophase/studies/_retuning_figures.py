@@ -12,9 +12,8 @@ import numpy as np
 from twophase.figures.style import MUTED, PAPER, headline, look, new_figure, share_legend, span
 from twophase.recipes.paper import BETA_SWEEP, BOTH_FORMS, K_SWEEP, OWN_K_SWEEP, RULES, arm_name, control_name
 from twophase.rule import FORM_WORDS
-from twophase.studies._lm import pick
 from twophase.studies._lm_figures import never_fires
-from twophase.studies.study import Result
+from twophase.studies.study import Result, select
 from twophase.sweep.grid import MOMENTUM_FREE
 from twophase.sweep.table import readable
 
@@ -68,7 +67,7 @@ def _spreads(result: Result) -> dict[tuple[str, str, str], dict[int, float | Non
     spreads: dict[tuple[str, str, str], dict[int, float | None]] = {}
     for facts in result.numbers["places"].values():
         rule, steps = (facts["form"], facts["rule"]), facts["inner_steps"]
-        matched = pick(result.rows, inner_steps=steps, arm=control_name(arm_name(*rule, K_SWEEP)))
+        matched = select(result.rows, inner_steps=steps, arm=control_name(arm_name(*rule, K_SWEEP)))
         values = [line["perplexity"] for line in matched]
         whole = max(values) / min(values) if values and None not in values else None
         for name in ("beta_sweep", "k_sweep", "own_k_sweep"):
@@ -117,7 +116,7 @@ def _curves_page(result: Result, form: str, kind: str) -> Figure:
     for panel, steps in zip(panels, inner_steps, strict=True):
         panel.set_yscale("log")
         panel.set_ylim(low, high)
-        _draw_panel(panel, pick(lines, inner_steps=steps), (form, kind), free[steps], settings)
+        _draw_panel(panel, select(lines, inner_steps=steps), (form, kind), free[steps], settings)
         panel.set_title(f"S={steps}, {free[steps]['rounds']} rounds\nouter momentum", fontsize=8, pad=14)
         panel.set_xlabel("restart period K", labelpad=1)
     ticks = sorted({float(f"{tick:.2g}") for tick in np.geomspace(low, high, 6)})
@@ -172,11 +171,11 @@ def _draw_panel(panel: Axes, here: Lines, rule: tuple[str, str], free: Mapping[s
             panel.axhline(free[name]["perplexity"], label=_FREE[name], **line)
     drawn = 0
     for what, number, label in _CURVES:
-        group = pick(here, arm=arm_name(*rule, what))
+        group = select(here, arm=arm_name(*rule, what))
         where = [at_momentum[line["momentum"]] if what == BETA_SWEEP else at_period[line["restart"]] for line in group]
         drawn += len(group)
         _draw_curve(panel, where, group, number, label)
-    matched = pick(here, arm=control_name(arm_name(*rule, K_SWEEP)))
+    matched = select(here, arm=control_name(arm_name(*rule, K_SWEEP)))
     where = [at_period[line["of_restart"]] for line in matched]
     _draw_curve(panel, where, matched, _MATCHED, "no restart, mean gain of K*", joined=False)
     if not drawn:

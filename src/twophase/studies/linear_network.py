@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from twophase.figures.style import MUTED, headline, look, name_panels, new_figure, signed
-from twophase.studies._model import AVERAGING, HEAVY_BALL, USUAL, select
-from twophase.studies.study import Result
+from twophase.studies._model import AVERAGING, HEAVY_BALL, USUAL
+from twophase.studies.study import Result, select
 from twophase.theory.contraction import restart_factor
 
 if TYPE_CHECKING:

@@ -29,11 +29,10 @@ from twophase.studies._model import (
     log10_loss,
     log_residuals,
     same_gain,
-    select,
     tuned_momentum,
     verdict,
 )
-from twophase.studies.study import Result
+from twophase.studies.study import Result, select
 from twophase.theory.contraction import restart_rate
 from twophase.theory.inputs import rule_grid
 from twophase.theory.mixing import best_schedule, chebyshev_rate, mixed_periods

@@ -15,8 +15,8 @@ import numpy as np
 from scipy.special import logsumexp
 
 from twophase.figures.style import HATCH, headline, in_words, look, name_panels, new_figure, share_legend, span
-from twophase.studies._model import LOG_10, dot_chart, log_residuals, select, verdict
-from twophase.studies.study import Result
+from twophase.studies._model import LOG_10, dot_chart, log_residuals, verdict
+from twophase.studies.study import Result, select
 from twophase.theory.inputs import rule_grid
 from twophase.theory.periods import heuristic_period
 

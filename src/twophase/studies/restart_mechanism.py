@@ -27,12 +27,11 @@ from twophase.studies._model import (
     log10_joint,
     log10_loss,
     same_gain,
-    select,
     series,
     tuned_momentum,
     verdict,
 )
-from twophase.studies.study import Result
+from twophase.studies.study import Result, select
 from twophase.theory.contraction import restart_rate
 from twophase.theory.inputs import rule_grid
 from twophase.theory.modes import asymptotic_rate, envelope

@@ -31,7 +31,7 @@ from twophase.recipes.paper import (
 )
 from twophase.studies._lm import MARGIN, Line, perplexity_words
 from twophase.studies._retuning_figures import details, draw
-from twophase.studies.study import Result
+from twophase.studies.study import Result, select
 from twophase.sweep.table import Row, format_table
 
 __all__ = ["CHOOSES_RUNS", "QUESTION", "answer", "details", "draw", "sweep", "table"]
@@ -85,8 +85,8 @@ def _facts(
     lines: Sequence[Line], rule: tuple[str, str], inner_steps: int, scale: Scale, tuning: tuple[float, float] | None
 ) -> dict[str, Any]:
     """Compare the sweeps of one communication period, form and rule; `tuning` is what was best without restarts."""
-    here = lm.pick(lines, inner_steps=inner_steps)
-    beta = lm.pick(here, arm=arm_name(*rule, BETA_SWEEP))
+    here = select(lines, inner_steps=inner_steps)
+    beta = select(here, arm=arm_name(*rule, BETA_SWEEP))
     untouched = lm.first(beta, momentum=tuning and tuning[1])
     free, averaging = lm.free_and_averaging(here, inner_steps)
     facts: dict[str, Any] = {
@@ -101,10 +101,10 @@ def _facts(
     }
     for what, key in ((K_SWEEP, "k_sweep"), (OWN_K_SWEEP, "own_k_sweep")):
         arm = arm_name(*rule, what)
-        curve = lm.pick(here, arm=arm)
+        curve = select(here, arm=arm)
         fires = [line for line in curve if line["restarts"]]
         # The period that is not retuned is the best one where the tuning was done, on the same curve.
-        at_tuning = lm.best(line for line in lm.pick(lines, arm=arm, inner_steps=scale.short) if line["restarts"])
+        at_tuning = lm.best(line for line in select(lines, arm=arm, inner_steps=scale.short) if line["restarts"])
         not_retuned = lm.first(fires, restart=at_tuning["restart"]) if at_tuning else None
         top = lm.best(fires)
         pairs = lm.with_controls(fires, here, control_name(arm))  # not every period of the own tuning has one

@@ -14,12 +14,12 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import twophase.studies._lm as lm
-from twophase.figures.style import in_words
+from twophase.figures.style import region_words
 from twophase.recipes.paper import BOTH_FORMS, PERIOD, RULES, Scale, arm_name, control_name, robustness_heatmaps
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN, Line, perplexity_words, ratio_words
 from twophase.studies._lm_figures import LineAt, PageRow, heatmap_page
-from twophase.studies.study import Result
+from twophase.studies.study import Result, select
 from twophase.sweep.grid import MOMENTUM_FREE
 from twophase.sweep.table import Row, format_table, readable
 
@@ -37,7 +37,7 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
     places: dict[str, Any] = {}
     controls: dict[str, Any] = {}
     for inner_steps in (scale.short, scale.long):
-        here = lm.pick(lines, inner_steps=inner_steps)
+        here = select(lines, inner_steps=inner_steps)
         top = lm.best(here)
         bound = None if top is None else top["perplexity"] * (1 + WITHIN)
         free, averaging = lm.free_and_averaging(lines, inner_steps)
@@ -66,9 +66,9 @@ def _facts(
     lines: Sequence[Line], rule: tuple[str, str], bound: float | None, free: Mapping[str, Line | None]
 ) -> dict[str, Any]:
     """Compare the arms of one communication period, form and rule."""
-    never, restarted = (lm.pick(lines, arm=arm_name(*rule, what)) for what in (_NEVER, _RESTARTED))
+    never, restarted = (select(lines, arm=arm_name(*rule, what)) for what in (_NEVER, _RESTARTED))
     matched_arm = control_name(arm_name(*rule, _RESTARTED))
-    matched = lm.pick(lines, arm=matched_arm)
+    matched = select(lines, arm=matched_arm)
     beside = [(line, lm.first(never, momentum=line["momentum"], lr=line["lr"])) for line in restarted]
     controlled = lm.with_controls(restarted, matched, matched_arm)
     largest = max((line["momentum"] for line in restarted), default=None)
@@ -202,7 +202,7 @@ def _page(result: Result, inner_steps: str, kind: str) -> Figure:
     """Rows: form; columns: no restart, K = 3, and no restart at the gain of K = 3."""
     controls, seeds = result.numbers["controls"][inner_steps], len(result.settings["seeds"])
     drawn = [line for line in result.rows if line["arm"] != MOMENTUM_FREE]
-    here = lm.pick(drawn, inner_steps=int(inner_steps))
+    here = select(drawn, inner_steps=int(inner_steps))
     # "within" is relative to the best of the same communication period, so each has its own bound.
     top = controls["best_of_all"]
     bound = -1.0 if top is None else top["perplexity"] * (1 + WITHIN)
@@ -210,7 +210,7 @@ def _page(result: Result, inner_steps: str, kind: str) -> Figure:
     for form in BOTH_FORMS:
         restarted = arm_name(form, kind, _RESTARTED)
         arms = ((arm_name(form, kind, _NEVER), "lr"), (restarted, "lr"), (control_name(restarted), "of_lr"))
-        cells = [_line_at(lm.pick(here, arm=arm), lr_name) for arm, lr_name in arms]
+        cells = [_line_at(select(here, arm=arm), lr_name) for arm, lr_name in arms]
         rows.append((f"{FORM_WORDS[form]}\nouter momentum", bound, cells))
     mean = f"means over {seeds} seeds" if seeds > 1 else "one seed"
     return heatmap_page(
@@ -233,13 +233,7 @@ def _region_words(result: Result, kind: str, inner_steps: int) -> str:
     regions = {form: tuple(facts[arm]["within"] for arm in ("never", "restarted")) for form, facts in places.items()}
     if any(facts[arm]["best"] is None for facts in places.values() for arm in ("never", "restarted")):
         return "not known yet, an arm has no finished setting"
-    verb = in_words(
-        list(regions.values()),
-        more="widens the good region",
-        fewer="narrows the good region",
-        both="widens the good region in one form and narrows it in the other",
-        same="leaves the good region as wide as it is",
-    )
+    verb = region_words(list(regions.values()), "in one form and narrows it in the other")
     of = max(facts["restarted"]["settings"] for facts in places.values())
     counts = ", ".join(f"{FORM_WORDS[form]} {before} to {after} of {of}" for form, (before, after) in regions.items())
     ratios = [facts["over_never"]["ratio"] for facts in places.values()]

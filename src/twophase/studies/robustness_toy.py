@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from twophase.figures.style import DIVERGED, HATCH, INK, headline, in_words, look, new_figure, share_legend, signed
+from twophase.figures.style import DIVERGED, HATCH, INK, headline, look, new_figure, region_words, share_legend, signed
 from twophase.policies.gain import mean_outer_gain
 from twophase.policies.scheduled import Periodic
 from twophase.rule import FORM_WORDS, FORMS, Form, OuterRule
-from twophase.studies._model import KINDS, SIX, WIDE, dot_chart, log10_loss, select, verdict
-from twophase.studies.study import Result
+from twophase.studies._model import KINDS, SIX, WIDE, dot_chart, log10_loss, verdict
+from twophase.studies.study import Result, select
 from twophase.theory.inputs import rule_grid
 
 if TYPE_CHECKING:
@@ -232,13 +232,8 @@ def _heatmaps(result: Result, kind: str) -> Figure:
     bar.set_ticks([-20, -16, -12, -8, -4], labels=[signed(tick, 0) for tick in (-20, -16, -12, -8, -4)])
     bar.ax.axhline(SPECTRA["six modes"][1], color=INK, linewidth=1.2)
     good = [result.numbers[f"six modes, {form}, {kind}"]["good"] for form in FORMS]
-    verb = in_words(
-        [(round(g["none"], 2), round(g["every_3"], 2)) for g in good],
-        more="widens the good region",
-        fewer="narrows the good region",
-        both="widens the good region in one form and narrows it in the other",
-        same="leaves the good region as wide as it is",
-    )
+    pairs = [(round(g["none"], 2), round(g["every_3"], 2)) for g in good]
+    verb = region_words(pairs, "in one form and narrows it in the other")
     shares = ", ".join(
         f"{FORM_WORDS[form]} {g['none']:.0%} to {g['every_3']:.0%} of cells"
         for form, g in zip(FORMS, good, strict=True)

@@ -28,7 +28,7 @@ from twophase.recipes.paper import (
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, Line, perplexity_words
 from twophase.studies._lm_figures import NEVER_FIRES, LineAt, PageRow, heatmap_page, never_fires
-from twophase.studies.study import Result
+from twophase.studies.study import Result, select
 from twophase.sweep.table import Row, format_table
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ def table(rows: Sequence[Row], scale: Scale) -> Result:
 
 def _facts(lines: Sequence[Line], form: str, inner_steps: int, period: int) -> dict[str, Any]:
     """One communication period and form."""
-    here = lm.pick(lines, inner_steps=inner_steps)
+    here = select(lines, inner_steps=inner_steps)
     arm = arm_name(form, SOFT_RULE[0], f"soft K={period}")
-    soft, matched = lm.pick(here, arm=arm), control_name(arm)
+    soft, matched = select(here, arm=arm), control_name(arm)
     hard, never = lm.first(soft, retain=0.0, inject=0.0), lm.first(here, arm=arm_name(form, SOFT_RULE[0], "never"))
     free, averaging = lm.free_and_averaging(here, inner_steps)
     top = lm.best(line for line in soft if line is not hard)
@@ -198,7 +198,7 @@ def _page(result: Result, inner_steps: int) -> Figure:
     settings = result.settings
     places = [facts for facts in result.numbers["places"].values() if facts["inner_steps"] == inner_steps]
     every = [line for line in result.rows if line["retain"] is not None]
-    drawn = lm.pick(every, inner_steps=inner_steps)
+    drawn = select(every, inner_steps=inner_steps)
     rows: list[PageRow] = []
     for facts in places:
         arm = arm_name(facts["form"], SOFT_RULE[0], f"soft K={facts['period']}")
@@ -206,7 +206,7 @@ def _page(result: Result, inner_steps: int) -> Figure:
         reference = [facts["controls"][name] for name in ("never", "momentum_free", "averaging")]
         bound = min((line["perplexity"] for line in reference if line and line["perplexity"]), default=-1.0)
         label = f"{FORM_WORDS[facts['form']]}\nkept share"
-        rows.append((label, bound, [_line_at(lm.pick(drawn, arm=name)) for name in (arm, control_name(arm))]))
+        rows.append((label, bound, [_line_at(select(drawn, arm=name)) for name in (arm, control_name(arm))]))
     marked = f"; {NEVER_FIRES}: never fires" if any(map(never_fires, drawn)) else ""
     seeds = f"; means over {len(settings['seeds'])} seeds" if len(settings["seeds"]) > 1 else ""
     return heatmap_page(

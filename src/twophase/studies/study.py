@@ -36,7 +36,7 @@ import csv
 import json
 import math
 import pkgutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -73,6 +73,11 @@ class Result:
     rows: list[dict[str, Any]]
     numbers: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+def select(rows: Iterable[Mapping[str, Any]], **values: Any) -> list[Any]:
+    """Return the rows that have these values."""
+    return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 
 
 @dataclass(frozen=True, slots=True)
