@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from twophase.policies.base import Never, Restart, RestartPolicy, RoundSignal, Step
     from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
     from twophase.rule import OuterRule
+    from twophase.training.recording import record
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOMES = {
     "Soft": "twophase.policies.scheduled",
     "Step": "twophase.policies.base",
     "TorchFT": "twophase.elastic.torchft",
+    "record": "twophase.training.recording",
 }
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "Soft",
     "Step",
     "TorchFT",
+    "record",
 ]
 
 

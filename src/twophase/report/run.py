@@ -33,6 +33,7 @@ from twophase.report.page import (
 )
 from twophase.report.plot import Chart, Curve, figure, script
 from twophase.report.rounds import MOST_BLOCKS, block_name, finite, round_record, rounds
+from twophase.runs.folder import RECORDED
 from twophase.runs.record import LARGEST, RunRecord
 from twophase.theory.advice import Advice
 
@@ -94,14 +95,15 @@ def result_words(record: RunRecord) -> str:
     summary = record.summary or {}
     words = [
         f"{name.replace('_', ' ')} {value:.4g}{unit}"
-        for name, unit in (("validation_loss", " nats a token"), ("perplexity", ""))
+        for name, unit in (("validation_loss", record.unit), ("perplexity", ""))
         if isinstance(value := summary.get(name), (int, float)) and abs(value) < LARGEST
     ]
     if words:
         return f"{record.state}: {', '.join(words)}"
     for name in ("perplexity", "train_loss"):
         if values := finite(record.metrics.get(name, np.array([]))):
-            return f"{record.state}: last {name.replace('_', ' ')} {values[-1]:.4g} a token"
+            unit = " a token" if record.unit else ""
+            return f"{record.state}: last {name.replace('_', ' ')} {values[-1]:.4g}{unit}"
     return f"{record.state}: no loss recorded"
 
 
@@ -127,7 +129,7 @@ def _summary(record: RunRecord, diagnosis: Diagnosis) -> Html:
         "Restarts": f"{int(np.nansum(record.rounds['restarted'])):,}",
         "Replicas": written(replicas, ",.0f") or "an unknown number",
         "Validation perplexity": quantity("perplexity", " a token") or last,
-        "Validation loss": quantity("validation_loss", " nats a token") or "unknown",
+        "Validation loss": quantity("validation_loss", record.unit) or "unknown",
         "Tokens": quantity("tokens") or "unknown",
         "Time": quantity("seconds", " s") or "unknown",
         "Share of time in the engine": quantity("engine_share", " %", 100.0, ".2g") or "unknown",
@@ -152,7 +154,7 @@ def _losses(record: RunRecord) -> Html:
         "loss",
         "Loss over the run",
         "inner steps of each replica",
-        "loss (nats a token)",
+        f"loss ({record.unit.strip()})" if record.unit else "loss",
         curves,
         restarts=finite(steps[record.rounds["restarted"] == 1]),
         syncs=finite(steps),
@@ -260,7 +262,9 @@ def _control_table(finding: Finding, advice: Advice) -> Html:
 def _repeat(record: RunRecord) -> Iterator[Html | None]:
     # Of an odd folder name, the shell must see one word; a line break would end the command.
     config = shlex.quote(str(record.path / "config.yaml").replace("\n", "?"))
-    if record.config:
+    if record.config.get(RECORDED) is True:
+        yield tag("p", "A loop of its own trained this run and recorded it (twophase.record).")
+    elif record.config:
         yield tag("p", "The same run from the beginning, in a new folder:")
         yield tag("pre", f"twophase train --config {config} --out NEW")
     if words := list(map(str, record.environment.get("command") or [])):

@@ -36,6 +36,11 @@ from twophase.runs.log import Log, Mark, read_log, standard
 CONFIG, ENV, SUMMARY, WEIGHTS = "config.yaml", "env.json", "summary.json", "weights.safetensors"
 METRICS, ROUNDS, STEPS = "metrics.jsonl", "rounds.jsonl", "steps.jsonl"
 LOCK = ".lock"
+USER = "user"
+"""Group of a recorded run's configuration that holds the caller's own values."""
+RECORDED = "recorded"
+"""In the configuration of a run that a loop of the caller's own trained, and its exit reason: it may end without a
+validation."""
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """What a run may be called in a file; any other name might lead out of its folder."""
 LOGS = (METRICS, ROUNDS, STEPS)
@@ -77,7 +82,7 @@ class RunFolder:
 
         Args:
             path: the run's folder (`--out`).
-            config: the resolved configuration, a tree of frozen dataclasses.
+            config: the resolved configuration, a tree of frozen dataclasses, or of dictionaries.
             accept_logs: go on with logs that were lost or altered (`--accept-logs`).
 
         Returns:
@@ -88,7 +93,7 @@ class RunFolder:
                 cannot be written, or another process is training in it.
         """
         path = Path(path)
-        tree = to_tree(config)
+        tree = config if isinstance(config, dict) else to_tree(config)
         _saved_tree(path, tree)  # refuse before anything is touched
         lock = lock_folder(path, "is training")
         try:
@@ -193,6 +198,11 @@ class RunFolder:
         self.check_logs(position or {}, step)
         for name, log in self._logs.items():
             log.rewind((position or {}).get(name), step)
+
+    def cut(self, step: int) -> None:
+        """Cut from each log the lines after an inner step: a loop that went back to it writes them again."""
+        for log in self._logs.values():
+            log.cut(step)
 
     def check_logs(self, position: Mapping[str, Mark | int], step: int) -> None:
         """Compare the logs with what a checkpoint counts; lines after that do not matter.
@@ -379,7 +389,8 @@ def _fault(record: Any, wanted: str) -> str | None:
     if not isinstance(record, dict):
         return "the summary is not a JSON object"
     # A run that has blown up may have no loss to report; a run that has not must have one.
-    optional = type(None) if record.get("diverged") is True else float
+    may_lack_loss = record.get("diverged") is True or record.get("exit_reason") == RECORDED
+    optional = type(None) if may_lack_loss else float
     kinds: dict[str, tuple[type, ...]] = {
         "diverged": (bool,),
         "validation_loss": (int, float, optional),

@@ -76,6 +76,16 @@ class Log:
             os.truncate(self.path, end_of_lines(data[:end]))
         self._digest = None
 
+    def cut(self, step: int) -> None:
+        """Keep the lines before the first one after an inner step."""
+        end = 0
+        for line in self._read().splitlines(keepends=True):
+            record = _record(line)
+            if record is None or not record.get("step", 0) <= step:
+                break
+            end += len(line)
+        self.rewind(end)
+
     def mend(self, step: int, fault: str) -> None:
         """Keep the lines up to a step that can be read, mark the gap with a line, and put the old file beside.
 

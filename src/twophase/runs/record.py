@@ -22,7 +22,7 @@ from twophase.base.reading import read_json_object
 from twophase.policies.base import RestartPolicy
 from twophase.policies.text import parse
 from twophase.rule import OuterRule
-from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, list_some, read_summary
+from twophase.runs.folder import CONFIG, ENV, METRICS, RECORDED, ROUNDS, STEPS, SUMMARY, USER, list_some, read_summary
 from twophase.runs.log import read_log
 
 Column = NDArray[np.float64]
@@ -95,6 +95,11 @@ class RunRecord:
         if self.summary is None:
             return "unfinished"
         return "diverged" if self.summary.get("diverged") else "finished"
+
+    @property
+    def unit(self) -> str:
+        """What its losses are measured in; unknown where another loop than ours has trained it."""
+        return "" if self.config.get(RECORDED) is True else " nats a token"
 
     @property
     def rule(self) -> OuterRule | None:
@@ -186,7 +191,11 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
         record.problems.append(
             "summary.json does not fit the run's configuration, or lacks a value; its numbers are shown as they are."
         )
-    unknown = [repr(str(name)[:80]) for name in record.config if paths and name not in paths]
+    unknown = [
+        repr(str(name)[:80])
+        for name in record.config
+        if paths and name not in {*paths, RECORDED} and not name.startswith(f"{USER}.")
+    ]
     if unknown:
         count = "a value" if len(unknown) == 1 else f"{len(unknown):,} values"
         record.problems.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
+import twophase
 from twophase.base.errors import FULL, RunError, UsageError, is_out_of_memory
 
 
@@ -115,6 +117,20 @@ def first_line(error: BaseException) -> str:
 def device_name(device: torch.device) -> str:
     """Return the GPU's product name, or the device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return versions and machine, for `env.json`."""
+    return {
+        "twophase": twophase.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "platform": platform.platform(),
+        "processor": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "device": device_name(device),
+        "command": sys.argv,
+    }
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -245,9 +245,7 @@ def _meeting(store: dist.Store, rank: int, size: int, patience: float) -> str:
 
 
 @contextmanager
-def claimed(
-    out: Path, config: RunConfig, communicator: Communicator, *, accept_logs: bool = False
-) -> Iterator[RunFolder]:
+def claimed(out: Path, config: Any, communicator: Communicator, *, accept_logs: bool = False) -> Iterator[RunFolder]:
     """Claim the run's folder in process 0 on behalf of all; a refusal is raised in every process."""
     if communicator.elastic or communicator.size == 1:
         with RunFolder.claim(out, config, accept_logs=accept_logs) as folder:

@@ -10,9 +10,6 @@ import inspect
 import itertools
 import json
 import math
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,7 +20,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-import twophase
 from twophase.base.config import RunError, UsageError, fingerprint, values_of
 from twophase.base.source import source_digest
 from twophase.diloco.communicator import Communicator, SingleProcess
@@ -31,7 +27,7 @@ from twophase.diloco.engine import DiLoCo, Signals
 from twophase.diloco.fragment import short_hash
 from twophase.diloco.report import RoundReport, merged
 from twophase.training.config import RunConfig
-from twophase.training.device import device_name, make_repeatable, peak_bytes, room_for
+from twophase.training.device import environment, make_repeatable, peak_bytes, room_for
 from twophase.training.inner import Replica, inner_lr
 from twophase.training.task import Task, step_of
 
@@ -326,17 +322,7 @@ class Trainer:
 
     def environment(self) -> dict[str, Any]:
         """Return versions, machine and data, for `env.json`."""
-        return {
-            "twophase": twophase.__version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "platform": platform.platform(),
-            "processor": platform.processor() or platform.machine(),
-            "cpus": os.cpu_count(),
-            "device": device_name(self.compute.device),
-            "command": sys.argv,
-            "corpus": dict(self.data),
-        }
+        return environment(self.compute.device) | {"corpus": dict(self.data)}
 
 
 @dataclasses.dataclass

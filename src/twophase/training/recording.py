@@ -1,0 +1,324 @@
+"""`twophase.record`: a standard run folder from a training loop that is not ours."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from twophase.base.config import Tree, UsageError
+from twophase.diloco.comm import default_communicator
+from twophase.diloco.communicator import Communicator, SingleProcess, in_agreement
+from twophase.diloco.engine import DiLoCo
+from twophase.diloco.report import RoundReport
+from twophase.optim.groups import GroupRound
+from twophase.optim.outer import OuterSGD
+from twophase.runs.folder import METRICS, RECORDED, ROUNDS, SUMMARY, USER, RunFolder, read_lines
+from twophase.runs.trackers import check, tracked
+from twophase.training.device import environment
+from twophase.training.session import claimed
+
+_log = logging.getLogger("twophase")
+_CALLS = ("step", "finish", "join")
+_NAMES = {"loss": "train_loss"}
+"""Metrics by the names that reports and trackers know."""
+_PLAN = ("steps", "inner_steps", "replicas", "seed")
+"""Values of the caller's configuration that mean what they mean in `twophase train`."""
+
+
+class Recorder:
+    """The record of a loop, while it is open; `record` makes it.
+
+    Attributes:
+        path: the run's folder.
+        step: inner steps of each replica so far, those of earlier parts of the run included. With an `OuterSGD`, which
+            sees no inner steps, outer steps times `inner_steps` of the configuration, or 1.
+    """
+
+    def __init__(self, folder: Any, step: int, lead: bool, inner: Optimizer | None) -> None:
+        self.path: Path = folder.path
+        self.step = step
+        self._folder, self._lead, self._inner = folder, lead, inner
+        self._round = self._restarts = 0
+        self._newest: dict[str, float] = {}
+        self._is_finite = True
+
+    def log(self, step: int | None = None, **values: float | Tensor) -> None:
+        """Add a line to `metrics.jsonl`; in process 0, the others may call it as well.
+
+        Args:
+            step: the inner step that the numbers belong to, by default the present one.
+            values: numbers, or tensors of one element, by name. Pages know `loss` (training, mean a token or
+                example), `validation_loss`, `perplexity`, `inner_lr` and `tokens` (so far); others become columns.
+
+        Raises:
+            ValueError: a value that is not one number.
+        """
+        if not self._lead:
+            return
+        line: dict[str, Any] = {"step": self.step if step is None else int(step), "round": self._round}
+        for name, value in values.items():
+            try:
+                line[_NAMES.get(name, name)] = float(value.detach() if isinstance(value, Tensor) else value)
+            except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
+                raise ValueError(f"record.log: {name} is {value!r}; give a single number") from None
+        self._newest |= line
+        self._is_finite = math.isfinite(self._newest.get("train_loss", 0.0))
+        self._folder.log_metrics(line)
+
+    def end_round(self, report: Mapping[str, Any], signals: Mapping[str, float], finite: bool) -> None:
+        """Write a round: the engine's report to `rounds.jsonl`, signals and inner learning rate to the metrics."""
+        self._round, self._restarts = report["round"], self._restarts + report["restarted"]
+        if not self._lead:
+            return
+        self._folder.log_round({"step": self.step, **report})
+        values = dict(signals)
+        if self._inner is not None:
+            values["inner_lr"] = max(float(group["lr"]) for group in self._inner.param_groups)
+        self.log(None, **values)
+        self._is_finite &= finite
+
+    def summary(self, seconds: float) -> dict[str, Any]:
+        """Return the run in numbers, as `summary.json` holds them."""
+        newest = self._newest
+        loss = newest.get("validation_loss")
+        diverged = not self._is_finite or not math.isfinite(loss or 0.0)
+        return {
+            **{name: newest[name] for name in ("perplexity",) if name in newest},
+            "validation_loss": loss,
+            "tokens": int(newest.get("tokens", 0)),
+            "seconds": seconds,
+            "diverged": diverged,
+            "exit_reason": "diverged" if diverged else RECORDED,
+            "steps": self.step,
+            "rounds": self._round,
+            "restarts": self._restarts,
+        }
+
+
+@contextmanager
+def record(
+    engine: DiLoCo | OuterSGD,
+    folder: str | Path,
+    config: Any = None,
+    track: str | Sequence[str] = (),
+    *,
+    inner: Optimizer | None = None,
+) -> Iterator[Recorder]:
+    """Write a standard run folder while a loop calls `engine.step()`; every page and command then works on it.
+
+        with twophase.record(engine, "runs/mine", {"width": 32, "steps": 6400}, inner=inner) as run:
+            for batch in batches:
+                ...                              # forward, backward, inner.step(), inner.zero_grad()
+                engine.step({"loss": loss})      # signals are noted each round
+            engine.finish()
+            run.log(validation_loss=evaluate(model))
+
+    Each round becomes a line of `rounds.jsonl`. When the block ends, `summary.json` says how the run went: with the
+    last `validation_loss` that was logged, and as diverged where a loss or a pseudo-gradient was not finite. When the
+    block raises, the run stays unfinished. A loop that has loaded an earlier state of the engine goes on with its
+    folder: rounds after that state are cut off, for they will be written again.
+
+    Of several processes, process 0 writes. Replicas that come and go each write, and each gives a folder of its own.
+
+    Args:
+        engine: a `DiLoCo`, or an `OuterSGD` whose `step()` is a round.
+        folder: the run's folder, new or of this run.
+        config: what identifies the run beside the engine's own setting: a mapping, dataclass or argparse namespace of
+            plain values. `steps` (inner steps planned), `inner_steps`, `replicas` and `seed` keep their meaning.
+        track: trackers that get every line as well: tensorboard, trackio, wandb.
+        inner: the inner optimizer, or the one of the first replica, whose largest learning rate is noted each round;
+            `diagnose` and `explore --run` need it.
+
+    Raises:
+        UsageError: a folder of another run or of something else, a finished run, a folder in which another process is
+            at work, or a tracker that is not installed; nothing is changed then.
+        ValueError: no engine, or a configuration that contradicts it.
+    """
+    if not isinstance(engine, DiLoCo | OuterSGD):
+        raise ValueError(f"record: {type(engine).__name__} is no engine; give a DiLoCo or an OuterSGD")
+    trackers = check([track] if isinstance(track, str) else track)
+    tree, path, started = setting(engine, config), Path(folder), time.perf_counter()
+    files = _processes(engine)
+    lead = files.rank == 0
+    with (
+        claimed(path, tree, files) as claim,
+        tracked(claim, trackers, run_name=path.name, config=tree, lead=lead) as target,
+    ):
+        run = Recorder(target, _begin(claim, engine, files), lead, inner)
+        size = int(tree.get("inner_steps", 1))
+        with _observed(engine, run) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
+            yield run
+        if lead:
+            claim.finish(run.summary(time.perf_counter() - started))
+
+
+def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
+    """Return the configuration of a recorded run: the engine's, and below `user` the caller's own values.
+
+    Raises:
+        ValueError: a value of the caller's that contradicts the engine.
+    """
+    tree: Tree = {RECORDED: True}
+    outers: list[Any] = [engine]
+    if isinstance(engine, DiLoCo):
+        outers = [fragment.outer for fragment in engine.fragments]
+        tree |= {"inner_steps": engine.inner_steps, "replicas": engine.replica_count}
+    if isinstance(outers[0], OuterSGD):
+        group = outers[0].param_groups[0]
+        tree["outer"] = {name: group[name] for name in ("lr", "momentum", "nesterov", "form")}
+        tree["outer"] |= {"lr": float(group["lr"]), "restart": str(group["restart"])}
+    if isinstance(engine, DiLoCo) and len(outers) > 1:
+        names = [fragment.name for fragment in engine.fragments]
+        restarts = [str(outer.param_groups[0].get("restart", "never")) for outer in outers]
+        tree["sync"] = {"fragments": names, "restart": [f"{n}={r}" for n, r in zip(names, restarts, strict=True)]}
+    values = _plain(config)
+    for name in _PLAN:
+        if name in values:
+            value = values.pop(name)
+            if tree.setdefault(name, value) != value:
+                raise ValueError(f"record: config has {name} = {value}, and the engine {tree[name]}; leave it out")
+    return tree | ({USER: values} if values else {})
+
+
+def _plain(config: Any) -> Tree:
+    """Return a configuration as nested dictionaries of what YAML and JSON hold; text for everything else."""
+    if config is None:
+        return {}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    if isinstance(config, argparse.Namespace):
+        config = vars(config)
+    if not isinstance(config, Mapping):
+        raise ValueError(f"record: config is a {type(config).__name__}; give a mapping, dataclass or namespace")
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple | set):
+            return [plain(item) for item in value]
+        if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a NumPy number or a tensor
+            value = value.item()
+        is_plain = value is None or type(value) in (bool, int, str)
+        return value if is_plain or (type(value) is float and math.isfinite(value)) else str(value)
+
+    return plain(config)
+
+
+def _processes(engine: DiLoCo | OuterSGD) -> Communicator:
+    """Return the processes that share a folder: all, but each alone where they come and go."""
+    if isinstance(engine, OuterSGD) or engine.communicator.sharded:
+        return default_communicator()
+    return SingleProcess() if engine.communicator.elastic else engine.communicator
+
+
+def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) -> int:
+    """Cut the logs back to the engine's position; return the inner steps up to there.
+
+    A loop that begins anew in the folder of an unfinished run leaves what that has written in a folder beside.
+    """
+    if isinstance(engine, DiLoCo):
+        rounds, more, device = engine.round, engine.inner_step, next(iter(engine.anchor.values())).device
+    else:
+        rounds, more = max(group["rounds"] for group in engine.param_groups), 0
+        device = engine.param_groups[0]["params"][0].device
+    step = 0
+    with in_agreement(files):
+        if files.rank == 0:
+            if folder.summary() is not None:
+                raise UsageError(
+                    f"{folder.path}: holds a finished run ({SUMMARY}); choose another folder, or move this one away"
+                )
+            logged = read_lines(folder.path / ROUNDS)
+            if rounds == more == 0 and (logged or read_lines(folder.path / METRICS)):
+                place = folder.set_aside("begun-anew")
+                _log.warning("record: the loop begins with round 1; %s keeps what was recorded before", place)
+                logged = []
+            step = more + max((line["step"] for line in logged if line["round"] <= rounds), default=0)
+            folder.cut(step)
+            folder.write_env(environment(device))
+    return files.gather(step, int)[0]
+
+
+@contextmanager
+def _observed(engine: DiLoCo, run: Recorder) -> Iterator[None]:
+    """Note what an engine's calls report; until the record ends the instance's attributes hide the methods."""
+
+    def noting(name: str) -> Any:
+        call = getattr(engine, name)
+
+        def observed(*args: Any, **options: Any) -> RoundReport | None:
+            report = call(*args, **options)
+            run.step += name == "step"
+            if report is not None:
+                run.end_round(report.as_dict(), report.signals, not report.not_finite)
+            return report
+
+        return observed
+
+    calls = {name: noting(name) for name in _CALLS}
+    vars(engine).update(calls)
+    try:
+        yield
+    finally:
+        for name in calls:
+            vars(engine).pop(name, None)
+
+
+@contextmanager
+def _hooked(outer: OuterSGD, run: Recorder, inner_steps: int) -> Iterator[None]:
+    """Note each step of an outer optimizer, and have it measure its norms and cosines."""
+    begun = time.perf_counter()
+
+    def before(_: Any, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        nonlocal begun
+        begun = time.perf_counter()
+        is_new = not outer.state and all(group["lr"] == 0 for group in outer.param_groups)
+        return None if is_new else (args, options | {"measure": True})  # a step at lr 0 may be a rehearsal of torch's
+
+    def after(_: Any, __: Any, options: dict[str, Any]) -> None:
+        if outer.last_round:
+            run.step += inner_steps
+            line = _line(outer, outer.last_round, inner_steps, time.perf_counter() - begun)
+            finite = not any(group.not_finite for group in outer.last_round)
+            run.end_round(line, options.get("signals") or {}, finite)
+
+    hooks = [outer.register_step_pre_hook(before), outer.register_step_post_hook(after)]  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _line(outer: OuterSGD, groups: Sequence[GroupRound], inner_steps: int, seconds: float) -> dict[str, Any]:
+    """Return an outer step in the words of a round's report; replicas and checksums are the caller's."""
+    restarted = any(group.restarted for group in groups)
+    report = RoundReport(
+        round=max(group["rounds"] for group in outer.param_groups),
+        inner_steps=inner_steps,
+        partial=False,
+        complete=True,
+        replicas=1,
+        newcomers=0,
+        attempts=1,
+        minority=False,
+        restarted=restarted,
+        fragments=(),
+        groups=tuple(groups),
+        pseudo_gradient_norm=math.hypot(*(group.pseudo_gradient_norm for group in groups)),
+        signals={},
+        bytes_sent=0,
+        seconds={"outer": seconds},
+        checksum="",
+    )
+    return report.as_dict()

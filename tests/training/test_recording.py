@@ -1,0 +1,282 @@
+"""A loop that is not ours, recorded: the folder is that of any run, and the loop's bits are its own."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from forked import in_processes
+from twophase import DiLoCo, OuterRule, OuterSGD, record
+from twophase.base.config import UsageError, load_yaml
+from twophase.cli.main import main
+from twophase.diloco.communicator import Communicator
+from twophase.runs.folder import read_lines, read_summary
+from twophase.runs.log import standard
+from twophase.runs.record import read_record
+
+RULE = OuterRule(0.7, 0.9, nesterov=True)
+WIDTH, INNER_STEPS, STEPS = 4, 4, 50
+
+
+class Loop:
+    """A hand-written loop of two replicas, with a learning rate that falls."""
+
+    def __init__(self, communicator: Communicator | None = None, replicas: int = 2, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.models = [nn.Linear(WIDTH, 1) for _ in range(replicas)]
+        self.inners = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in self.models]
+        options = {"restart": 3, "inner_steps": INNER_STEPS, "communicator": communicator} | options
+        self.engine = DiLoCo(self.models, RULE, **options)
+
+    def train(self, steps: range) -> Iterator[float]:
+        """Yield the loss of each step, after which the caller calls the engine."""
+        for step in steps:
+            losses = []
+            for replica, (model, inner) in enumerate(zip(self.models, self.inners, strict=True)):
+                inner.param_groups[0]["lr"] = 0.05 * (1 - step / STEPS)
+                x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + replica))
+                loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
+                inner.zero_grad()
+                loss.backward()
+                inner.step()
+                losses.append(loss.item())
+            yield sum(losses) / len(losses)
+
+    def state(self) -> list[Any]:
+        """Everything that a resumed loop needs."""
+        return [part.state_dict() for part in (*self.models, *self.inners, self.engine)]
+
+    def load(self, state: list[Any]) -> None:
+        """Go on from `state()`."""
+        for part, saved in zip((*self.models, *self.inners, self.engine), state, strict=True):
+            part.load_state_dict(saved)
+
+
+def recorded(loop: Loop, folder: Path, steps: range = range(STEPS), config: Any = None) -> list[Any]:
+    """Train and record; return the reports."""
+    reports, loss = [], math.nan
+    with record(loop.engine, folder, config, inner=loop.inners[0]) as run:
+        for step, loss in zip(steps, loop.train(steps), strict=True):
+            reports.append(loop.engine.step({"loss": loss}))
+            if step == 20:
+                run.log(loss=torch.tensor(loss), temperature=3)
+        if steps.stop == STEPS:
+            reports.append(loop.engine.finish({"loss": loss}))
+            run.log(validation_loss=loss)
+    return [report for report in reports if report is not None]
+
+
+def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines without their times."""
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2}, {"delay": 2, "mixing": 0.5}], ids=str)
+def test_the_record_is_the_engines(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Each round is its report; losses and rates are metrics; the loop's bits are those without a record."""
+    loop, bare = Loop(**options), Loop(**options)
+    reports = recorded(loop, tmp_path / "run", config={"steps": STEPS, "data": {"kind": "noise"}})
+    for loss in bare.train(range(STEPS)):
+        bare.engine.step({"loss": loss})
+    bare.engine.finish()
+    assert bare.engine.checksum() == loop.engine.checksum()
+    lines = read_lines(tmp_path / "run" / "rounds.jsonl")
+    assert timeless(lines) == timeless(
+        [standard({"step": line["step"]} | report.as_dict()) for line, report in zip(lines, reports, strict=True)]
+    )
+    assert lines[-1]["step"] == STEPS
+    assert lines[-1]["round"] == math.ceil(STEPS / INNER_STEPS)
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    rates = {line["step"]: line["inner_lr"] for line in metrics if "inner_lr" in line}
+    assert rates == pytest.approx({step: 0.05 * (1 - (step - 1) / STEPS) for step in rates})
+    noted = next(line for line in metrics if "temperature" in line)
+    assert noted["step"] == 21
+    assert noted["temperature"] == 3.0
+    assert noted["train_loss"] > 0
+    assert not {"step", "finish", "join"} & set(vars(loop.engine)), "the engine is as it was"
+    assert load_yaml(tmp_path / "run" / "config.yaml")["user"] == {"data": {"kind": "noise"}}
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None
+    assert summary["validation_loss"] == metrics[-1]["validation_loss"]
+    assert (summary["rounds"], summary["steps"], summary["diverged"]) == (lines[-1]["round"], STEPS, False)
+    assert summary["restarts"] == sum(line["restarted"] for line in lines)
+
+
+def test_pages_and_commands_work_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Report, overlay, diagnosis and explorer take the folder; nothing is missing, and no unit is made up."""
+    for name in ("a", "b"):
+        recorded(
+            Loop(inner_steps=1),
+            tmp_path / name,
+            config=argparse.Namespace(steps=STEPS, width=WIDTH, kind=torch.float32),
+        )
+    words = [
+        ["report", "a"],
+        ["report", "a", "b"],
+        ["diagnose", "a"],
+        ["explore", "--run", "a", "--sigma", "0.5", "--out", "e.html"],
+    ]
+    monkeypatch.chdir(tmp_path)
+    for line in words:
+        assert main(line) == 0, capsys.readouterr()
+    out = capsys.readouterr().out
+    assert "50 of 50 rounds recorded" in out
+    assert "missing" not in out
+    assert "does not know" not in out
+    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+    assert "nats" not in page
+    assert "twophase train --config" not in page
+
+
+def test_an_interrupted_loop_goes_on(tmp_path: Path) -> None:
+    """A loop that was killed after its last save writes the lines after that again, and once.
+
+    Times apart, the logs are those of an undisturbed one. An unfinished run has no summary.
+    """
+    recorded(Loop(), tmp_path / "whole")
+    loop, again = Loop(), Loop()
+    recorded_until(loop, tmp_path / "parts", saved_at=18, killed_at=33)
+    assert read_summary(tmp_path / "parts") is None
+    again.load(torch.load(tmp_path / "state.pt", weights_only=True))
+    recorded(again, tmp_path / "parts", range(18, STEPS))
+    for name in ("rounds.jsonl", "metrics.jsonl"):
+        assert timeless(read_lines(tmp_path / "parts" / name)) == timeless(read_lines(tmp_path / "whole" / name)), name
+    assert read_record(tmp_path / "parts").problems == []
+
+
+def recorded_until(loop: Loop, folder: Path, saved_at: int, killed_at: int) -> None:
+    """Record a loop that saves itself once and ends by an error later."""
+    with suppress(ZeroDivisionError), record(loop.engine, folder, inner=loop.inners[0]):
+        for step, loss in enumerate(loop.train(range(STEPS))):
+            if step == killed_at:
+                raise ZeroDivisionError
+            loop.engine.step({"loss": loss})
+            if step + 1 == saved_at:
+                torch.save(loop.state(), folder.parent / "state.pt")
+
+
+def test_a_loop_that_begins_anew_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a state the rounds begin with 1 again; those of before lie in a folder beside, which a warning names."""
+    recorded_until(Loop(), tmp_path / "run", saved_at=2, killed_at=33)
+    before = (tmp_path / "run" / "rounds.jsonl").read_bytes()
+    recorded(Loop(), tmp_path / "run")
+    assert (tmp_path / "run" / "begun-anew" / "rounds.jsonl").read_bytes() == before
+    assert "begun-anew" in caplog.text
+    assert read_record(tmp_path / "run").problems == []
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """A finished run, another run's folder, one in use, a contradiction, no engine, an odd value: nothing changes."""
+    recorded(Loop(), tmp_path / "run")
+    files = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    engine = Loop().engine
+    with record(engine, tmp_path / "open") as run:
+        for folder, options, error, words in (
+            ("run", {}, UsageError, "holds a finished run"),
+            ("run", {"config": {"width": 9}}, UsageError, "belongs to another run"),
+            ("open", {}, UsageError, "another process"),
+            ("new", {"config": {"inner_steps": 5}}, ValueError, "inner_steps = 5, and the engine 4"),
+            ("new", {"config": 3}, ValueError, "a mapping"),
+            ("new", {"track": "no-such"}, UsageError, "no such tracker"),
+        ):
+            with pytest.raises(error, match=words), record(engine, tmp_path / folder, **options):  # type: ignore[arg-type]
+                pass
+        with pytest.raises(ValueError, match="give a DiLoCo"), record(nn.Linear(1, 1), tmp_path / "new"):  # type: ignore[arg-type]
+            pass
+        with pytest.raises(ValueError, match="single number"):
+            run.log(loss=torch.zeros(2))  # type: ignore[arg-type]
+        assert len(vars(engine)) == len(vars(Loop().engine)) + 3, "a refused record leaves the open one's calls"
+    assert not (tmp_path / "new").exists()
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files
+
+
+@pytest.mark.parametrize("broken", ["loss", "weights"])
+def test_a_diverged_loop(tmp_path: Path, broken: str) -> None:
+    """A loss or a pseudo-gradient that is not finite makes the run a diverged one."""
+    loop = Loop(restart="auto")
+    with record(loop.engine, tmp_path / "run"):
+        for step, loss in enumerate(loop.train(range(8))):
+            if broken == "weights" and step == 6:
+                with torch.no_grad():
+                    loop.models[0].weight.fill_(math.inf)
+            loop.engine.step({"loss": math.nan if broken == "loss" else loss})
+    summary = read_summary(tmp_path / "run")
+    assert summary is not None
+    assert summary["diverged"]
+    assert summary["validation_loss"] is None
+
+
+def test_an_outer_optimizer_alone(tmp_path: Path) -> None:
+    """Its steps are rounds with norms, cosine and gain, which it then measures; afterwards it does not.
+
+    The bits are the same. A step of torch's own, which makes a state, is no round.
+    """
+    x, y = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    outer, bare = (OuterSGD([parameter], 0.7, 0.9, nesterov=True, restart=3) for parameter in (x, y))
+    with record(outer, tmp_path / "run", {"inner_steps": 8}) as run:
+        for round_ in range(7):
+            for parameter, optimizer in ((x, outer), (y, bare)):
+                parameter.grad = parameter.detach() * 0.1 + round_
+                optimizer.step()
+            run.log(loss=x.sum())
+    assert torch.equal(x, y)
+    lines = read_lines(tmp_path / "run" / "rounds.jsonl")
+    assert [(line["round"], line["step"]) for line in lines] == [(n, 8 * n) for n in range(1, 8)]
+    assert [line["restarted"] for line in lines] == [n % 3 == 0 for n in range(1, 8)]
+    assert lines[1]["groups"][0]["buffer_norm"] > 0
+    assert lines[1]["gain"] > 0.7
+    outer.step()
+    assert outer.last_round == []
+    rehearsing = OuterSGD([nn.Parameter(torch.ones(3))], 0.7, 0.9)
+    with record(rehearsing, tmp_path / "rehearsed"):
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        get_optimizer_state_dict(nn.ParameterList(rehearsing.param_groups[0]["params"]), rehearsing)
+    assert rehearsing.param_groups[0]["rounds"] == 0
+    assert not (tmp_path / "rehearsed" / "rounds.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_process_0_writes(tmp_path: Path) -> None:
+    """Of two processes the first writes; a refusal is raised in both."""
+    first, second = in_processes(__file__, tmp_path, 2)
+    assert first == second == {"refused": True, "step": STEPS, "checksum": first["checksum"]}
+    assert len(read_lines(tmp_path / "run" / "rounds.jsonl")) == math.ceil(STEPS / INNER_STEPS)
+    assert read_record(tmp_path / "run").problems == []
+
+
+def _in_a_process(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    loop = Loop(replicas=1)
+    with record(loop.engine, folder / "run", inner=loop.inners[0]) as run:
+        for loss in loop.train(range(STEPS)):
+            loop.engine.step({"loss": loss})
+            run.log(loss=loss)
+        loop.engine.finish({"loss": 1.0})
+    try:
+        with record(Loop(replicas=1).engine, folder / "run"):
+            pass
+    except UsageError as error:
+        refused = "finished" in str(error)
+    else:
+        refused = False
+    torch.save({"refused": refused, "step": run.step, "checksum": loop.engine.checksum()}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _in_a_process(int(sys.argv[1]), Path(sys.argv[2]))
