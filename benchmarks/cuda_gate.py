@@ -93,7 +93,7 @@ class Text:
 
     def __init__(self, config: TrainConfig) -> None:
         self.shape = (config.data.batch_size, config.data.sequence_length)
-        self.vocabulary_size, self.token_bytes = VOCABULARY, None
+        self.vocabulary_size, self.token_bytes, self.verification = VOCABULARY, None, None
 
     def batch(self, *_: int) -> tuple[Any, Any]:
         """The tokens and targets of an inner step."""
