@@ -24,7 +24,7 @@ _PIECE_CPU = 1 << 17  # elements: four float32 streams of a piece are 2 MiB, abo
 _PIECE_DEVICE = 1 << 24  # elements: enough to fill an accelerator, and a scratch of 64 MiB
 _PIECE_FUSED = 1 << 18  # elements: of three streams that one operation has read; calls cost more than the cache gives
 _LANES = 16  # elements: a multiple of every vector register's length
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 Row = tuple[Tensor, ...]
 """Parameter x, pseudo-gradient g and buffer m."""
@@ -109,7 +109,8 @@ def outer_step_(
             round_(x, g, [], update, {}, fused=False)
         return
     rows: list[Row] = list(zip(params, pseudo_gradients, buffers, strict=True))
-    update = update.simplified(unrounded=all(x.dtype == m.dtype for x, _, m in rows))
+    if update.step is not None:
+        update = update.simplified(unrounded=all(x.dtype == m.dtype for x, _, m in rows))
     by_kernel, others = _split(rows, update)
     for bodies in by_kernel.values():
         columns = _columns(bodies)
@@ -242,13 +243,13 @@ def batches(*lists: Sequence[Tensor], limit: int | None = None) -> Iterator[tupl
     batch: list[Row] = []
     size = 0
     for row in zip(*lists, strict=True):
-        for piece in _pieces(row, limit):
-            alone = not is_plain(piece[0])
-            if batch and (size + piece[0].numel() > limit or alone):
+        for piece in [row] if row[0].numel() <= limit else _pieces(row, limit):
+            count, alone = piece[0].numel(), not is_plain(piece[0])
+            if batch and (size + count > limit or alone):
                 yield _columns(batch)
                 batch, size = [], 0
             batch.append(piece)
-            size += limit + 1 if alone else piece[0].numel()
+            size += limit + 1 if alone else count
     yield _columns(batch)
 
 
@@ -257,7 +258,7 @@ def _columns(rows: Sequence[Row]) -> tuple[list[Tensor], ...]:
 
 
 def _pieces(row: Row, limit: int) -> Iterator[Row]:
-    if row[0].numel() <= limit or not all(is_plain(t) and t.is_contiguous() for t in row):
+    if not all(is_plain(t) and t.is_contiguous() for t in row):
         yield row
     else:
         yield from zip(*(t.detach().view(-1).split(limit) for t in row), strict=True)
@@ -282,8 +283,17 @@ def _split(rows: list[Row], update: Update) -> tuple[dict[torch.dtype, list[Row]
     bodies: dict[torch.dtype, list[Row]] = {}
     others: list[Row] = []
     for row in rows:
-        dtype, numel = row[0].dtype, row[0].numel()
-        body = numel // _LANES * _LANES if exact[dtype] and all(_is_dense(t, dtype) for t in row) else 0
+        x, g, m = row
+        dtype, numel = x.dtype, x.numel()
+        # Written out, for a loop over the three takes longer than the kernel on a small tensor.
+        is_dense = (
+            exact[dtype]
+            and (type(x) in _PLAIN and type(g) in _PLAIN and type(m) in _PLAIN)
+            and g.dtype is m.dtype is dtype
+            and (x.is_cpu and g.is_cpu and m.is_cpu)
+            and (x.is_contiguous() and g.is_contiguous() and m.is_contiguous())
+        )
+        body = numel // _LANES * _LANES if is_dense else 0
         if body == 0:
             others.append(row)
         elif body == numel:
@@ -293,11 +303,6 @@ def _split(rows: list[Row], update: Update) -> tuple[dict[torch.dtype, list[Row]
             bodies.setdefault(dtype, []).append(tuple(t[:body] for t in flat))
             others.append(tuple(t[body:] for t in flat))
     return bodies, others
-
-
-def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor is a plain one of a dtype, without holes, on the CPU."""
-    return type(tensor) in _PLAIN and tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _fused_sgd_(x: list[Tensor], g: list[Tensor], m: list[Tensor], update: Update) -> None:

@@ -211,11 +211,12 @@ class OuterSGD(Optimizer):
     def _parts(self) -> list[Part]:
         parts = []
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            # A buffer that remains from a larger momentum takes no part.
-            states = [self.state.get(p, {}) if group["momentum"] != 0 else {} for p in params]
-            if params:
-                parts.append(Part(group, params, [p.grad for p in params], [state.get(BUFFER) for state in states]))
+            pairs = [(p, g) for p in group["params"] if (g := p.grad) is not None]
+            if pairs:
+                params, gradients = map(list, zip(*pairs, strict=True))
+                # A buffer that remains from a larger momentum takes no part.
+                states = [self.state.get(p, {}) for p in params] if group["momentum"] != 0 else [{}] * len(params)
+                parts.append(Part(group, params, gradients, [state.get(BUFFER) for state in states]))
         return parts
 
     def _is_rehearsal(self, parts: Sequence[Part]) -> bool:
@@ -285,12 +286,11 @@ class OuterSGD(Optimizer):
             for p, buffer in zip(part.params, sweep.buffers, strict=True) if fresh else ():
                 self.state[p][BUFFER] = buffer
             return sweep.run(Update.of(rule, answer, fresh=fresh))
+        present = [buffer for buffer in part.buffers if buffer is not None]
         for fresh in (True, False):
             places = [place for place, buffer in enumerate(part.buffers) if (buffer is None) == fresh]
             x, g = [part.params[place] for place in places], [part.gradients[place] for place in places]
-            if rule.momentum != 0 and fresh:
-                self._make_buffers(x)
-            m = [self.state[p][BUFFER] for p in x] if rule.momentum != 0 else []
+            m = self._make_buffers(x) if fresh and rule.momentum != 0 else present
             outer_step_(x, g, m, Update.of(rule, answer, fresh=fresh))
         return None
 
@@ -301,9 +301,10 @@ class OuterSGD(Optimizer):
             buffers = [self.state[p][BUFFER] for p in resting if BUFFER in self.state.get(p, {})]
             restart_(buffers, buffers, Restart(restart.retain))
 
-    def _make_buffers(self, params: Iterable[Tensor]) -> None:
+    def _make_buffers(self, params: Sequence[Tensor]) -> list[Tensor]:
         for p in params:
             self.state[p][BUFFER] = torch.zeros_like(p, dtype=buffer_dtype(p), requires_grad=False)
+        return [self.state[p][BUFFER] for p in params]
 
     @property
     def needs(self) -> frozenset[str]:

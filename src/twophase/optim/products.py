@@ -59,10 +59,11 @@ def dots(pseudo_gradients: Sequence[Tensor], buffers: Sequence[Tensor], *, angle
 
 def _joined(tensors: list[Tensor]) -> Tensor:
     """The tensors of a batch as one vector, in a type wide enough to sum in."""
-    # |z|^2 is the sum of the squares of both parts, and so is torch's step on a complex tensor one on its parts.
-    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
-    wide = [t.float() if t.dtype.itemsize < 4 else t for t in real]
-    return torch.cat([t.reshape(-1) for t in wide]) if len(wide) > 1 else wide[0]
+    if not {t.dtype for t in tensors} <= {torch.float32, torch.float64}:
+        # |z|^2 is the sum of the squares of both parts, and so is torch's step on a complex tensor one on its parts.
+        real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+        tensors = [t.float() if t.dtype.itemsize < 4 else t for t in real]
+    return torch._utils._flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def dots_of_batch(g: Tensor, m: Tensor, angle: bool) -> tuple[Tensor, ...]:
