@@ -78,6 +78,7 @@ def test_impossible_cuts_say_what_to_do(fragments: object, words: list[str]):
 # --- what a fragment sends ----------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def test_padding_is_sent_as_zeros():
     """What another fragment has left in a shared room is not sent: it would coarsen the scales of int8."""
     fragment, models = fragment_of(torch.float32, replicas=2)

@@ -140,14 +140,16 @@ def tensors_of(slots: Sequence[Slot]) -> list[Tensor]:
     Raises:
         ValueError: a parameter was replaced; training on silently would synchronise nothing.
     """
+    tensors: list[Tensor] = []
     for slot in slots:
         p = slot.parameter
+        tensors.append(p if type(p) is nn.Parameter else local(p))
         if slot.module._parameters.get(slot.leaf) is not p or p.dtype is not slot.dtype or p.device != slot.device:
             raise ValueError(
                 f"DiLoCo: parameter {slot.name!r} was replaced, moved or cast after the engine was built; call "
                 ".to(), .double() or load_state_dict(assign=True) first and build the engine last"
             )
-    return [slot.parameter if type(slot.parameter) is nn.Parameter else local(slot.parameter) for slot in slots]
+    return tensors
 
 
 def local(p: Tensor) -> Tensor:
@@ -220,6 +222,8 @@ class Fragment:
         self.anchor_digest = Digest(anchor) if anchor.is_cpu else None
         kinds = {(slot.dtype, slot.device) for slots_of_replica in slots for slot in slots_of_replica}
         self._is_plain = kinds == {(anchor.dtype, anchor.device)} and layout.numel <= SMALL
+        self._gathered: list[Tensor] = []
+        """Room for a replica's parameters as one vector and its views, for a small fragment of several replicas."""
         self._momentum: Tensor | None = None
         self.momentum_views: list[Tensor] = []
         self.outer: Optimizer
@@ -287,10 +291,15 @@ class Fragment:
         self.close_gaps()
         simulated = alone and self.channel.lossy
         if self._is_plain and not (simulated or measure):  # in few calls, which here cost more than elements
-            self.gradient.copy_(self.flat)
-            torch._foreach_sub_(self.gradient_views, self.params[0])
+            torch._foreach_copy_(self.gradient_views, self.params[0])
+            torch.sub(self.flat, self.gradient, out=self.gradient)
             for params in self.params[1:]:
-                torch._foreach_add_(self.gradient_views, torch._foreach_sub(self.anchor_views, params))
+                if not self._gathered:
+                    flat = torch.zeros_like(self.flat)
+                    self._gathered = [flat, *self.layout.views(flat)]
+                flat, *views = self._gathered
+                torch._foreach_copy_(views, params)
+                self.gradient.add_(torch.sub(self.flat, flat, out=flat))
             return None
         square = torch.zeros((), dtype=torch.float64, device=self.gradient.device) if measure else None
         scratch = torch.zeros_like(self.gradient) if simulated and len(self.slots) > 1 else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from twophase.optim.functional import batches, is_plain, piece_length
 
@@ -63,7 +64,7 @@ def _joined(tensors: list[Tensor]) -> Tensor:
         # |z|^2 is the sum of the squares of both parts, and so is torch's step on a complex tensor one on its parts.
         real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
         tensors = [t.float() if t.dtype.itemsize < 4 else t for t in real]
-    return torch._utils._flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0]
+    return _flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def dots_of_batch(g: Tensor, m: Tensor, angle: bool) -> tuple[Tensor, ...]:
