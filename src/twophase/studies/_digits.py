@@ -224,12 +224,9 @@ MEASURABLE = 1e-5
 
 
 def deviations(path: Floats, modes: Modes, rule: OuterRule, restart: str, period: int) -> tuple[float, Floats, Floats]:
-    """How far a run is from the theory, and what each mode did in each cycle of `period` rounds.
+    """The largest distance of a mode from the theory, relative to the first residual, and its contractions.
 
-    Returns:
-        (distance, contraction, factor): the largest distance of a mode from the theory in any round, relative to the
-        norm of the first residual; the measured contractions, shape (whole cycles, modes), nan where the mode is too
-        small; and what they should be, `chi_K(sigma)`.
+    Those of each cycle, (cycles, modes), are nan where the mode is too small; last comes what they should be, `chi_K`.
     """
     rounds, size = len(path) - 1, np.linalg.norm(path[0])
     x = path @ modes.inverse.T

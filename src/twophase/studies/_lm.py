@@ -116,10 +116,7 @@ def shown(line: Line | None) -> dict[str, Any] | None:
 
 
 def summary(lines: Sequence[Line], bound: float | None) -> dict[str, Any]:
-    """Summarize an arm: how many settings, how many at or below a bound, the best with its place, the worst.
-
-    Diverged and missing settings are counted, are in no mean, and lie outside the bound.
-    """
+    """Summarize an arm; diverged and missing settings are counted, are in no mean, and lie outside the bound."""
     ended = [line["perplexity"] for line in lines if line["perplexity"] is not None]
     states = [line["state"] for line in lines]
     return {
@@ -134,10 +131,7 @@ def summary(lines: Sequence[Line], bound: float | None) -> dict[str, Any]:
 
 
 def difference(mine: Line | None, other: Line | None) -> dict[str, Any] | None:
-    """Subtract the perplexity of a setting from that of another, paired by seed: mean, smallest, largest, seeds.
-
-    None when there is no seed for which both have finished; negative means that `mine` is better.
-    """
+    """Subtract another setting's perplexity, paired by seed; None when both have finished for no seed."""
     if mine is None or other is None:
         return None
     gaps = outcomes([mine["setting"]]) - outcomes([other["setting"]])
@@ -225,11 +219,7 @@ def change_words(facts: Mapping[str, Any]) -> str:
 
 
 def ratio_above(facts: Mapping[str, Any]) -> bool | None:
-    """Return whether restarts are better by more than the margin, as the mean over the seeds.
-
-    Runs that have diverged on one side only are in no ratio; they decide where nothing else can be compared, and a
-    restarted one that diverges alone refutes.
-    """
+    """Return whether restarts are better by more than the margin; one that diverges alone refutes."""
     if facts["diverged_with"]:
         return False
     if facts["ratio"] is None:
@@ -243,13 +233,7 @@ def lower(facts: Mapping[str, Any] | None) -> bool | None:
 
 
 def tally(claim: str, holds: Mapping[str, bool | None], detail: Mapping[str, str] | None = None) -> str:
-    """Say where a claim holds: `Holds in 2 of 3: 'claim' (sum HB yes; ...)`, computed so that it cannot go stale.
-
-    Args:
-        claim: in words.
-        holds: from place to whether it holds there, None where that is not known.
-        detail: from place to the numbers.
-    """
+    """Say in which places a claim holds, with the numbers: `Holds in 2 of 3: 'claim' (sum HB yes -0.12; ...)`."""
     answers = [answer for answer in holds.values() if answer is not None]
     mixed = any(answers) and not all(answers)
     words = {True: "yes", False: "no", None: "not known"}
@@ -274,13 +258,7 @@ def tally_above(claim: str, contrasts: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def tally_by_group(claim: str, groups: Mapping[str, Sequence[tuple[bool | None, float | None]]], form: str) -> str:
-    """Say in how many places of a group: `Holds in 3 of 10: 'claim' (sum HB 2 of 5, -0.20 to +0.10; ...)`.
-
-    Args:
-        claim: in words.
-        groups: from group to, for each place, whether the claim holds there and the number it rests on (None: unknown).
-        form: format of the numbers.
-    """
+    """Say in how many places of each group, and by what numbers: `... (sum HB 2 of 5, -0.20 to +0.10; ...)`."""
     parts = []
     for group, places in groups.items():
         answers = [answer for answer, _ in places if answer is not None]

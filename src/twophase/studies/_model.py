@@ -20,6 +20,7 @@ from twophase.theory.periods import log_final_loss
 from twophase.theory.rollout import Block, rollout, rollout_blocks
 
 Curve: TypeAlias = tuple[str, OuterRule, "RestartPolicy | str | int | tuple[int, ...]"]
+"""A curve's name, rule, and restarts: one policy for all modes, or a period for each block."""
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -80,12 +81,7 @@ def curve_rows(
 ) -> list[dict[str, Any]]:
     """One row a round of each curve with its log10 loss, None where the loss is 0 or not finite.
 
-    Args:
-        parts: sigma of the modes of each block.
-        rounds: T.
-        curves: by kind, a curve's name, rule, and restarts: one policy for all, or a tuple of periods, one a block.
-        columns: names of the columns for the kind and for the name.
-        **values: of further columns, which come first.
+    `parts` are sigma of each block's modes; `columns` name the curve's kind and text, and `values` come before them.
     """
     rows = []
     for kind, (name, rule, restart) in curves.items():
@@ -102,16 +98,7 @@ def curve_rows(
 
 
 def log_residuals(rules: np.ndarray, sigma: np.ndarray, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Log |chi_K| and log |x_T / x_0| with a restart every K rounds, for K = 1 ... T; no restart is the last.
-
-    Args:
-        rules: of shape (rules,).
-        sigma: of the modes, along the last axis.
-        rounds: T.
-
-    Returns:
-        Two arrays of shape (T, rules, modes).
-    """
+    """Log |chi_K| and log |x_T / x_0| with a restart every K rounds, both (T, rules, modes); no restart is the last."""
     logs = restart_table(rules[:, None], sigma, rounds)[1]
     periods = np.arange(1, rounds + 1)
     rest = np.concatenate([np.zeros((1, *logs.shape[1:])), logs])[rounds % periods]
@@ -121,15 +108,7 @@ def log_residuals(rules: np.ndarray, sigma: np.ndarray, rounds: int) -> tuple[np
 def draw_losses(
     axes: Axes, rows: list[Any], columns: tuple[str, str], looks: Mapping[str, int], every: int = 0
 ) -> None:
-    """Draw loss curves by round, each with its last loss.
-
-    Args:
-        axes: where.
-        rows: of `curve_rows`.
-        columns: as of `curve_rows`.
-        looks: from the kind of a curve to its look.
-        every: rounds between two markers; 0 sets each curve's markers a little apart from the others'.
-    """
+    """Draw the curves of `curve_rows`, each with its last loss; without `every` their markers stand apart."""
     kind, name = columns
     for number, each in enumerate(dict.fromkeys(row[kind] for row in rows)):
         some = select(rows, **{kind: each})

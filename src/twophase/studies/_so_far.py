@@ -30,11 +30,7 @@ def run_counts(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def joined(rows: Sequence[Row], others: Mapping[str, Sequence[Row]]) -> list[Row]:
-    """Fill in a study's rows that have not ended from other tables.
-
-    Args:
-        rows: of the study's sweep, those of missing runs among them.
-        others: rows of further tables, by a name for messages; the first that has a run counts.
+    """Fill in a study's rows that have not ended from other tables, by name; the first that has a run counts.
 
     Raises:
         UsageError: a table with rows that the study does not have.
@@ -61,13 +57,8 @@ def complete(rows: Sequence[Row], seeds: Collection[int] = ()) -> tuple[list[Row
     An arm has a seed in a place when all its settings there have ended for it. A seed that no arm is to have there, as
     where a place was given fewer of them, is held against none.
 
-    Args:
-        rows: of a sweep, those of missing and failed runs among them.
-        seeds: the seeds to select; without any, those of which the most arms can be selected, over all places, and
-            among these as many seeds as possible.
-
-    Returns:
-        The rows that are selected, in order, and a line on all plus one on each place.
+    Without `seeds` those of which the most arms can be selected count, and among these as many seeds as possible. The
+    words are a line on all and one on each place.
     """
     places: dict[tuple[tuple[str, Any], ...], list[Row]] = {}
     for row in rows:

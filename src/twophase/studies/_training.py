@@ -26,15 +26,8 @@ def train_in_stages(study: Any, scale: Scale, folder: Path, **options: Any) -> t
 
     A finished run is not trained again, and a run that was stopped goes on from its checkpoint.
 
-    Args:
-        study: names the cells by `sweep`; one that also has `measure` reads trained runs by it.
-        scale: of the study.
-        folder: takes the table of cells and what was measured.
-        options: `runs`, the folder of the runs, by run id; `workers` and `progress`, as for `studies.study.run`; and
-            further ones of `run_sweep`.
-
-    Returns:
-        The arguments of the study's `table`: the rows, the scale and, where it measures, what was measured.
+    The folder takes the table and what was measured; `options` are those of `run_sweep`. Returned are the arguments of
+    the study's `table`: the rows, the scale and, where it measures, what was measured.
 
     Raises:
         UsageError: a run that is impossible here.
