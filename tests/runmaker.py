@@ -13,6 +13,8 @@ import numpy as np
 
 from twophase.base.config import dump_yaml, fingerprint
 from twophase.rule import OuterRule
+from twophase.sweep.grid import Axis, Sweep, product
+from twophase.sweep.table import rows_of, write_rows
 from twophase.tasks.lm.config import TrainConfig
 from twophase.theory.rollout import rollout
 from twophase.training.config import OuterConfig
@@ -116,3 +118,22 @@ def write_summary(folder: Path, config: TrainConfig, perplexity: float | None = 
         "config": fingerprint(config),
     }
     (folder / "summary.json").write_text(json.dumps(summary | values), encoding="utf-8")
+
+
+def make_sweep(folder: Path) -> Sweep:
+    """Write a sweep whose runs are simulated: an arm, its control, a diverged and a missing cell."""
+    base = config_of(SUM, rounds=12)
+    axes = [Axis("outer.lr", (0.3, 0.7)), Axis("outer.restart", ("never", "3")), Axis("seed", (0, 1))]
+    cells = product(base, axes, "heavy ball", {"outer.momentum": 0.9})
+    cells += product(base, [axes[0], axes[2]], "momentum-free", {"outer.momentum": 0.0, "outer.restart": "never"})
+    sweep = Sweep("sweep", base, cells)
+    summaries: dict[str, Any] = {}
+    for number, (run, config) in enumerate(sweep.runs.items()):
+        if number == 1:
+            continue
+        write_run(folder / "runs" / run, config.outer.rule(), [0.3], 12, config=config, finished=False)
+        write_summary(folder / "runs" / run, config, None if number == 5 else 8.0 + number)
+        summaries[run] = json.loads((folder / "runs" / run / "summary.json").read_text())
+    (folder / "sweep.json").write_text(json.dumps(sweep.spec()))
+    write_rows(folder / "cells.csv", rows_of(sweep, summaries))
+    return sweep

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from twophase.policies.adaptive import Auto
     from twophase.policies.base import Never, Restart, RestartPolicy, RoundSignal, Step
     from twophase.policies.scheduled import AtRounds, Cycle, Periodic, Soft
+    from twophase.report.results import load
     from twophase.rule import OuterRule
     from twophase.training.recording import record
 
@@ -41,6 +42,7 @@ _HOMES = {
     "Soft": "twophase.policies.scheduled",
     "Step": "twophase.policies.base",
     "TorchFT": "twophase.elastic.torchft",
+    "load": "twophase.report.results",
     "record": "twophase.training.recording",
 }
 
@@ -62,6 +64,7 @@ __all__ = [
     "Soft",
     "Step",
     "TorchFT",
+    "load",
     "record",
 ]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from browser import Watched, axe_violations
-from runmaker import EMA, NESTEROV, SUM, config_of, write_lines, write_run, write_summary
+from runmaker import EMA, NESTEROV, SUM, config_of, make_sweep, write_lines, write_run, write_summary
 from twophase.advice.verdict import diagnose
 from twophase.cli.main import main
 from twophase.judge.verdict import verdict
@@ -29,7 +29,7 @@ from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import read_sweep
 from twophase.runs.record import read_record
 from twophase.sweep.grid import Axis, Sweep, product
-from twophase.sweep.table import Row, read_rows, rows_of, write_rows
+from twophase.sweep.table import Row, read_rows, write_rows
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -262,25 +262,6 @@ def test_watch_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 PLACES = ((0, 0.3, 0.5), (1, 0.7, 0.5), (2, 0.3, 0.9), (3, 0.7, 0.9))
-
-
-def make_sweep(folder: Path) -> Sweep:
-    """Write a sweep whose runs are simulated: an arm, its control, a diverged and a missing cell."""
-    base = config_of(SUM, rounds=12)
-    axes = [Axis("outer.lr", (0.3, 0.7)), Axis("outer.restart", ("never", "3")), Axis("seed", (0, 1))]
-    cells = product(base, axes, "heavy ball", {"outer.momentum": 0.9})
-    cells += product(base, [axes[0], axes[2]], "momentum-free", {"outer.momentum": 0.0, "outer.restart": "never"})
-    sweep = Sweep("sweep", base, cells)
-    summaries: dict[str, Any] = {}
-    for number, (run, config) in enumerate(sweep.runs.items()):
-        if number == 1:
-            continue
-        write_run(folder / "runs" / run, config.outer.rule(), [0.3], 12, config=config, finished=False)
-        write_summary(folder / "runs" / run, config, None if number == 5 else 8.0 + number)
-        summaries[run] = json.loads((folder / "runs" / run / "summary.json").read_text())
-    (folder / "sweep.json").write_text(json.dumps(sweep.spec()))
-    write_rows(folder / "cells.csv", rows_of(sweep, summaries))
-    return sweep
 
 
 @pytest.fixture(scope="session")

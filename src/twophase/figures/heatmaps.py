@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,15 +127,10 @@ def heatmaps(
     Raises:
         UsageError: matplotlib is not installed, or the files cannot be written.
     """
-    every = [panel for row in panels for panel in row]
-    shown = [value for panel in every for *_, value in panel.tiles() if value is not None]
-    scale = scale or scale_of(shown)
+    scale = scale or scale_of(_shown(panels))
+    words = {"x_label": x_label, "y_label": y_label, "colour_label": colour_label}
     with styled():
-        figure, colours = _draw(panels, scale, x_label, y_label)
-        draw_colour_bar(figure, colours, scale, colour_label, max(shown, default=0.0))
-        headline(figure, title, f"{colour_label}, lower is better and lighter{reading and '; '}{reading}")
-        figure.supxlabel(note, fontsize=7.5, color="#444444")
-        pictures = rendered(figure)
+        pictures = rendered(draw_heatmaps(panels, scale, title=title, reading=reading, note=note, **words))
     rows = [
         {
             "panel": panel.title,
@@ -144,10 +140,34 @@ def heatmaps(
             "state": state,
             "outlined": value is not None and value <= scale.bound,
         }
-        for panel in every
+        for panel in itertools.chain(*panels)
         for i, j, state, value in panel.tiles()
     ]
     return write_files(path_stem, pictures | {".csv": table_text(rows)})
+
+
+def draw_heatmaps(
+    panels: Sequence[Sequence[Panel]],
+    scale: Scale | None = None,
+    *,
+    x_label: str,
+    y_label: str,
+    colour_label: str,
+    title: str,
+    reading: str = "",
+    note: str = "",
+) -> Figure:
+    """Draw what `heatmaps` writes, in the present style."""
+    scale = scale or scale_of(_shown(panels))
+    figure, colours = _draw(panels, scale, x_label, y_label)
+    draw_colour_bar(figure, colours, scale, colour_label, max(_shown(panels), default=0.0))
+    headline(figure, title, f"{colour_label}, lower is better and lighter{reading and '; '}{reading}")
+    figure.supxlabel(note, fontsize=7.5, color="#444444")
+    return figure
+
+
+def _shown(panels: Sequence[Sequence[Panel]]) -> list[float]:
+    return [value for row in panels for panel in row for *_, value in panel.tiles() if value is not None]
 
 
 def _draw(panels: Sequence[Sequence[Panel]], scale: Scale, x_label: str, y_label: str) -> tuple[Figure, ScalarMappable]:

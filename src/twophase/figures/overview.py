@@ -6,11 +6,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from twophase.figures.heatmaps import Panel, heatmaps, scale_of, tile
+from twophase.figures.heatmaps import Panel, draw_heatmaps, heatmaps, scale_of, tile
+from twophase.figures.style import styled
 from twophase.sweep.grid import MOMENTUM_FREE
 from twophase.sweep.table import Row, Setting, arm_name, format_table, readable, settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_PANELS = 24
 _TOP = 10
@@ -71,11 +75,26 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
     Returns:
         The paths written; none when the other axes would make more panels than a page holds (`cells.csv` has all).
     """
+    words = _words(rows, form)
+    return heatmaps(**words, path_stem=folder / "sweep") if words else []
+
+
+def figure(rows: Sequence[Row], form: str) -> Figure | None:
+    """Return the figure that `draw` writes; None where it writes none."""
+    words = _words(rows, form)
+    if words is None:
+        return None
+    with styled():
+        return draw_heatmaps(**words)
+
+
+def _words(rows: Sequence[Row], form: str) -> dict[str, Any] | None:
+    """Return panels and labels, the arguments of `heatmaps`; None where there are too many panels."""
     by_setting = settings(_grid(rows))
     axes = {path: list(dict.fromkeys(setting.values[path] for setting in by_setting)) for path in by_setting[0].values}
     maps = cut([(setting.values, setting) for setting in by_setting], axes)
     if len(maps) > _MOST_PANELS:
-        return []
+        return None
     across, up, *others = maps[0].axes
     panels = [
         Panel(
@@ -87,16 +106,15 @@ def draw(rows: Sequence[Row], form: str, folder: Path) -> list[Path]:
         for each in maps
     ]
     width = len(axes[others[-1]]) if others else 1
-    return heatmaps(
-        [panels[start : start + width] for start in range(0, len(panels), width)],
-        x_label=across or "seed",
-        y_label=up,
-        colour_label="validation perplexity a token",
-        title=_finding(by_setting),
-        reading=f"{form}; {_seeds_note(by_setting).lower().rstrip('.')}",
-        note=f"Axes: {', '.join(axes) or 'seeds'}. Outlined: within 25 % of the best.",
-        path_stem=folder / "sweep",
-    )
+    return {
+        "panels": [panels[start : start + width] for start in range(0, len(panels), width)],
+        "x_label": across or "seed",
+        "y_label": up,
+        "colour_label": "validation perplexity a token",
+        "title": _finding(by_setting),
+        "reading": f"{form}; {_seeds_note(by_setting).lower().rstrip('.')}",
+        "note": f"Axes: {', '.join(axes) or 'seeds'}. Outlined: within 25 % of the best.",
+    }
 
 
 def describe(rows: Sequence[Row]) -> str:

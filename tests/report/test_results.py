@@ -1,0 +1,96 @@
+"""Results as data: what `load` returns is what the files of a folder hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import twophase
+from runmaker import EMA, make_sweep, write_run
+from twophase.advice.verdict import diagnose
+from twophase.base.config import UsageError
+from twophase.judge.verdict import verdict
+from twophase.report.results import Run, Sweep
+from twophase.runs.folder import read_lines
+from twophase.runs.record import read_record
+from twophase.sweep.table import read_rows
+
+
+def run_of(path: Path, sigma: float = 0.3, rounds: int = 20) -> Run:
+    """A made-up run, loaded."""
+    write_run(path, EMA, [sigma] * 3, rounds)
+    run = twophase.load(path)
+    assert isinstance(run, Run)
+    return run
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """Configuration, summary, rounds and metrics are the files'; the diagnosis is the report's; a repr is a line."""
+    run = run_of(tmp_path / "run")
+    lines = read_lines(tmp_path / "run" / "rounds.jsonl")
+    frame = run.rounds.frame()
+    assert frame["gain"].tolist() == [line["gain"] for line in lines]
+    assert frame["round"].tolist() == run.rounds["round"].tolist() == [line["round"] for line in lines]
+    assert run.metrics.frame()["step"].tolist() == [line["step"] for line in read_lines(run.path / "metrics.jsonl")]
+    assert run.summary == json.loads((run.path / "summary.json").read_text())
+    assert run.config["outer.momentum"] == EMA.momentum
+    assert str(run.diagnosis()) == str(diagnose(read_record(run.path)))
+    assert repr(run).count("\n") == 0
+    assert run._repr_html_().count("<tr>") == 5
+
+
+def test_two_runs(tmp_path: Path) -> None:
+    """What differs is listed with both values, and nothing else; a run differs from itself in nothing."""
+    run, other = run_of(tmp_path / "run"), run_of(tmp_path / "other", rounds=30)
+    table = run.compare(other)
+    assert table.loc["steps"].tolist() == [run.config["steps"], other.config["steps"]]
+    assert "outer.lr" not in table.index
+    assert run.compare(run).empty
+
+
+def test_a_run_that_has_begun(tmp_path: Path) -> None:
+    """Without a summary and metrics it is loaded and drawn all the same."""
+    write_run(tmp_path / "run", EMA, [0.3], 5, finished=False)
+    (tmp_path / "run" / "metrics.jsonl").unlink(missing_ok=True)
+    run = twophase.load(tmp_path / "run")
+    assert isinstance(run, Run)
+    assert (run.summary, list(run.metrics)) == (None, [])
+    run.plot().savefig(tmp_path / "run.png")
+
+
+def test_a_drawn_run_shows_its_columns(tmp_path: Path) -> None:
+    """Each curve is a column over the steps, each dotted line a restart."""
+    run = run_of(tmp_path / "run")
+    losses, gains, norms = run.plot().axes
+    assert gains.lines[0].get_ydata() == pytest.approx(run.rounds["gain"])
+    assert len(norms.lines) == 2 + int(run.rounds["restarted"].sum())
+    assert losses.get_ylabel() == "loss"
+
+
+def test_a_sweep(tmp_path: Path) -> None:
+    """The frame is cells.csv; best and comparisons are the verdict's; the runs are those that have begun."""
+    made = make_sweep(tmp_path)
+    sweep = twophase.load(tmp_path)
+    assert isinstance(sweep, Sweep)
+    pd.testing.assert_frame_equal(sweep.frame(), pd.read_csv(tmp_path / "cells.csv"))
+    rows = read_rows(tmp_path / "cells.csv")
+    judged = verdict(rows)
+    assert sweep.best() == judged.best is not None
+    assert sweep.compare("heavy ball", "momentum-free") == judged.comparisons[0]
+    assert {run.path.name for run in sweep.runs} < set(made.runs)
+    assert len(sweep.runs) == len(made.runs) - 1
+    sweep.plot().savefig(tmp_path / "map.png")
+    assert "cells" in sweep._repr_html_()
+    for pair in (("no arm", "momentum-free"), ("heavy ball", "heavy ball"), ("momentum-free", "heavy ball")):
+        with pytest.raises(ValueError, match=r"Sweep.compare: (there is no arm|'.*' is a control)"):
+            sweep.compare(*pair)
+
+
+def test_no_results(tmp_path: Path) -> None:
+    """Another folder, and none at all, are refused with a message."""
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(UsageError, match="give the"):
+            twophase.load(path)
