@@ -54,7 +54,7 @@ def page_of(pair: list[RunRecord], refresh: float = 0, **options: Any) -> str:
             _demo.scale(results),
             _demo.beside(results),
             pair,
-            explorer(State()),
+            explorer(State(), guided=True),
             _demo.verdict(results, sweep),
             _demo.LIMITS,
             {"twophase report runs/demo": "every comparison"},
