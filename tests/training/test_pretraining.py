@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +18,6 @@ import yaml
 import shardmaker
 import textmaker
 from commands import SMALL, outcome
-from forked import Forked
 from trained import end_group, newest, run, start_group, stop_after
 from twophase.base.config import from_tree, load_yaml, to_tree
 from twophase.cli.main import main
@@ -88,30 +85,7 @@ def same_losses(folder: Path, whole: Path) -> None:
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
 
-@pytest.mark.slow
-def test_killed_at_random_moments(tmp_path: Path, small: list[str], whole: Path) -> None:
-    """SIGKILL again and again: all files are in the end those of the undisturbed run, each step is logged once."""
-    folder, source, kills = tmp_path / "run", random.Random(0), 0
-    while not (folder / "summary.json").exists():
-        before = checkpoint.latest_step(folder / "checkpoint")
-        process = Forked("train", *small, *LONG, "--out", folder)
-        while process.poll() is None and checkpoint.latest_step(folder / "checkpoint") == before:
-            time.sleep(0.005)
-        time.sleep(source.uniform(0, 0.15))
-        if kills < 3:
-            process.kill()
-            kills += process.wait() == -signal.SIGKILL
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode in (0, -signal.SIGKILL), errors
-    assert kills >= 2, "the run was over before it could be killed; make it longer"
-    assert outcome(folder) == outcome(whole)
-    same_losses(folder, whole)
-    lines = [read_lines(path / "steps.jsonl") for path in (folder, whole)]
-    for key in ("step", "train_loss", "inner_lr"):
-        assert [line[key] for line in lines[0]] == [line[key] for line in lines[1]]
-
-
-# ----------------------------------------------------------------------------------------------- killed and dealt anew
+# ------------------------------------------------------------------------------------------- steps, and dealt anew
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import math
 import resource
 import shutil
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from safetensors.torch import load_file
 import shardmaker
 import textmaker
 from commands import outcome
-from forked import Forked, Program
+from forked import Forked
 from trained import newest, run, run_in_parts, stop_after
 from twophase.base.config import RunError, UsageError, dump_yaml, fingerprint, with_values
 from twophase.cli.main import main
@@ -164,49 +163,6 @@ def load_same(path: Path, other: Path) -> bool:
     """Compare weights; the file's metadata name the configuration."""
     weights, others = (load_file(folder / "weights.safetensors") for folder in (path, other))
     return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-_KILLED = """
-import sys
-import time
-from twophase.training import parts
-write = parts.write
-
-def slow(path, part):
-    if path.parent.name.endswith("12") and path.name == "replica-001.safetensors":
-        path.write_bytes(b"half of it")
-        print("writing", flush=True)
-        time.sleep(600)
-    write(path, part)
-
-parts.write = slow
-from twophase.__main__ import run
-run()
-"""
-
-
-@pytest.mark.slow
-def test_killed_while_writing(config: TrainConfig, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL in the middle of writing leaves the previous checkpoint, from which the run ends as if uninterrupted."""
-    config = replace(config, checkpoint_every=1, keep_checkpoints=1)
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    (tmp_path / "killed.py").write_text(_KILLED)
-    words = ["train", "--config", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "run"), "--quiet"]
-    process = Program([str(tmp_path / "killed.py"), *words], tmp_path / "out", tmp_path / "err", {})
-    rounds = tmp_path / "run" / "rounds.jsonl"
-    end = time.monotonic() + 60
-    # Until lines are there that must go.
-    while (tmp_path / "out").read_text() != "writing\n" or len(rounds.read_text().splitlines()) < 3:
-        assert time.monotonic() < end, (tmp_path / "err").read_text()
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    assert checkpoints(tmp_path / "run") == [".writing-step-00000012", "step-00000006"]
-    run(config, tmp_path / "run")
-    assert checkpoints(tmp_path / "run") == ["step-00000022"]
-    assert load_same(tmp_path / "run", whole)
-    for log in ("rounds", "metrics"):
-        assert outcome(tmp_path / "run")[log] == outcome(whole)[log]
 
 
 def test_a_round_begun_by_one_process_is_ended_by_several(config: TrainConfig, tmp_path: Path) -> None:
