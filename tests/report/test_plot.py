@@ -141,6 +141,8 @@ def test_charts_in_a_browser(browser: Browser, tmp_path: Path, width: int, schem
     assert shown.locator("figure.plot").first.locator("output").all_text_contents() == ["2.5", "1"]
     boxes.last.press("End")
     assert boxes.last.locator("[aria-live]").text_content() == "3: seed 0 9"
+    boxes.first.hover()
+    assert all(shown.locator("figure.plot").first.locator("output").all_text_contents())
     toggle = shown.get_by_role("button", name="<b>")
     before = shown.locator("canvas").first.screenshot()
     toggle.click()
@@ -153,5 +155,7 @@ def test_charts_in_a_browser(browser: Browser, tmp_path: Path, width: int, schem
     assert "<b>,2,\n<b>,3,2.5\n" in numbers
     assert axe_violations(shown) == []
     assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    assert shown.pdf().startswith(b"%PDF")
+    assert shown.locator("canvas").count() == 3
     assert watched.troubles == []
     shown.close()

@@ -22,6 +22,7 @@ from twophase.cli.main import main
 from twophase.judge.verdict import verdict
 from twophase.judge.verdict_text import describe
 from twophase.recipes.controls import in_arms
+from twophase.report.overlay import overlay
 from twophase.report.page import asset
 from twophase.report.plot import script
 from twophase.report.run import run_report
@@ -510,7 +511,7 @@ def test_mistakes(sweep_folder: Path, tmp_path: Path, capsys: Output, message: s
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory, made: tuple[Path, Sweep]) -> dict[str, Path]:
-    """The pages of a run, of an unfinished and hostile one, and of a sweep; the last two as while they are watched."""
+    """The pages of a run, of a hostile one, of several, of a sweep with maps, and of one along one axis."""
     base = tmp_path_factory.mktemp("pages")
     blocks = {"ends": [0.3] * 3, "blocks": [0.6] * 3}
     run = write_run(base / "run", NESTEROV, [], blocks=blocks, rounds=12, restart="5", noise=0.01)
@@ -520,6 +521,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory, made: tuple[Path, Sweep]) ->
         "run": page_of(run),
         "watched evil": page_of(evil, refresh=10),
         "watched sweep": sweep_report(sweep, refresh=10),
+        "several": overlay([read_record(run), read_record(evil)], base),
+        "one axis": sweep_report(read_sweep(made[0], {"outer.lr": "0.3", "outer.momentum": "0.9"})),
     }
     files = {name: base / f"{name}.html" for name in texts}
     for name, text in texts.items():
@@ -534,7 +537,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory, made: tuple[Path, Sweep]) ->
     [
         ("watched evil", 360, "dark"),
         ("run", 1280, "light"),
-        ("watched sweep", 360, "light"),
+        ("run", 390, "dark"),
+        ("watched sweep", 390, "light"),
+        ("watched sweep", 1280, "dark"),
+        ("several", 390, "dark"),
+        ("several", 1280, "light"),
+        ("one axis", 390, "light"),
+        ("one axis", 1280, "dark"),
     ],
 )
 def test_in_a_browser(browser: Browser, pages: dict[str, Path], name: str, width: int, scheme: Any) -> None:
@@ -551,6 +560,41 @@ def test_in_a_browser(browser: Browser, pages: dict[str, Path], name: str, width
     assert watched.page.evaluate("document.documentElement.scrollWidth") <= width
     assert watched.troubles == []
     watched.page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_numbers_put_their_curves_on_the_chart(browser: Browser, pages: dict[str, Path]) -> None:
+    """Pressing a number, by mouse or keyboard, adds its curve; again, or its name, takes it out; a watch keeps them."""
+    watched = Watched(browser.new_page())
+    page = watched.page
+    page.goto(pages["watched sweep"].as_uri())
+    names = page.locator("figure.plot .legend button")
+    before = names.all_text_contents()
+    numbers = page.locator("[data-curve][aria-pressed=false]")
+    label = numbers.first.get_attribute("aria-label") or ""
+    numbers.first.click()
+    added = set(names.all_text_contents()) - set(before)
+    assert len(added) == 1
+    assert label.split(", ", 1)[1].removesuffix(": its curve") in added.pop()
+    chosen = page.get_by_role("button", name=label)
+    assert chosen.get_attribute("aria-pressed") == "true"
+    page.reload()
+    assert chosen.get_attribute("aria-pressed") == "true"
+    assert len(names.all()) == len(before) + 1
+    chosen.press("Enter")
+    assert names.all_text_contents() == before
+    names.first.click()
+    assert names.all_text_contents() == before[1:]
+    while numbers.count():
+        numbers.first.click()
+    assert len(names.all()) == 6  # all seven cells but the one without a run
+    page.reload()
+    for _ in range(6):
+        names.first.click()
+    assert names.all() == []
+    assert watched.troubles == []
+    page.close()
 
 
 @pytest.mark.browser

@@ -266,7 +266,9 @@ def pages(module: Any, result: Any) -> list[Any]:
 
 
 def title(figure: Any) -> str:
-    return " ".join(figure.get_suptitle().split())
+    lines = figure.get_suptitle().rstrip().splitlines()
+    assert len(lines) <= 2
+    return " ".join(lines)
 
 
 @pytest.mark.slow

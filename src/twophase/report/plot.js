@@ -216,7 +216,7 @@ const plots = (() => {
     }
     const add = number => {
       const used = new Set(looks.values())
-      looks.set(number, DASHES.findIndex((_, look) => !used.has(look)) + 8 * (used.size > 7))
+      looks.set(number, used.size < DASHES.length ? DASHES.findIndex((_, look) => !used.has(look)) : used.size)
     }
     const toggle = number => {
       if (!looks.delete(number)) add(number)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from twophase.advice.text import both_forms
 from twophase.advice.verdict import diagnose
 from twophase.base.config import UsageError, flatten, load_yaml
 from twophase.base.reading import read_json_object
@@ -198,7 +197,7 @@ def _run_row(folder: Path) -> list[object]:
         record.summary = read_json_object(folder / SUMMARY)
     for line in read_log(folder / METRICS)[0][-1:]:
         record.metrics = {name: np.array([v]) for name, v in line.items() if isinstance(v, (int, float))}
-    rule = both_forms(record.rule) if record.rule else ""
+    rule = record.rule.describe() if record.rule else ""
     return [record.state, result_words(record).partition(": ")[2], rule, record.restart]
 
 

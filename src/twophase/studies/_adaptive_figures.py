@@ -10,6 +10,7 @@ from twophase.judge.bootstrap import LEVEL
 from twophase.recipes.adaptive import FIXED
 from twophase.studies._adaptive import AVERAGING, BEST_K, CHOSEN, TUNED_FREE, arms_of
 from twophase.studies.study import Result
+from twophase.sweep.table import arm_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +34,7 @@ def draw(result: Result) -> Figure:
                     panel.plot([over["low"], over["high"]], [row, row], color=style["color"], linewidth=0.9)
         panel.axvline(1, color=INK, linewidth=0.8, zorder=0)
         panel.set_xscale("log")
-        panel.set_yticks(range(len(arms)), arms)
+        panel.set_yticks(range(len(arms)), map(arm_name, arms))
         panel.set_ylim(len(arms) - 0.3, -0.7)
         panel.set_title(name, fontsize=8)
         panel.grid(axis="y", color="#ebebeb", linewidth=0.5)
@@ -73,7 +74,7 @@ def _finding(places: Mapping[str, Any]) -> str:
                 if arm not in (CHOSEN, BEST_K) and line["over_chosen"]:
                     ratios.setdefault(arm, []).append(line["over_chosen"]["mean"])
     single = {
-        what: f"{what} {span(some, '.2f')} times its perplexity"
+        what: f"{what} {span(some, '.2f')} times it"
         for what in (AVERAGING, TUNED_FREE)
         if (some := ratios.pop(what, []))
     }
@@ -103,7 +104,7 @@ def _ranges(result: Result, rule: str) -> Figure:
         if facts["averaging"] is not None:
             panel.axvline(facts["averaging"], color=INK, linewidth=0.6, linestyle=(0, (2, 2)), zorder=0)
         panel.set_xscale("log")
-        panel.set_yticks(range(len(arms)), list(reversed(arms)))
+        panel.set_yticks(range(len(arms)), map(arm_name, reversed(arms)))
         panel.set_ylim(-0.7, len(arms) - 0.3)
         panel.set_title(name, fontsize=8)
         _plain_ticks([panel])

@@ -48,7 +48,8 @@ def draw(result: Result) -> Figure:
         _finding(result),
         "how much higher perplexity is at the worst value of one hyperparameter than at its best, lower is flatter\n"
         f"tuned at S={result.settings['tuned_at']}, K** with K={result.settings['tuning_period']}; "
-        + (f"means over {seeds} seeds" if seeds > 1 else "one seed"),
+        + (f"means over {seeds} seeds" if seeds > 1 else "one seed")
+        + f"; {_averaging_words(result)}",
     )
     share_legend(figure, list(grid.flat), columns=2)
     return figure
@@ -82,22 +83,26 @@ _CHOICES = {"K": ("k_sweep", "own_k_sweep"), "the momentum": ("beta_sweep",), _G
 
 
 def _finding(result: Result) -> str:
-    """Say how much the worst choices cost, and whether tuned restarts are better than averaging."""
+    """Say how much the worst choices cost."""
     spreads = _spreads(result)
     ends = {}
     for name, sweeps in _CHOICES.items():
         some = [s for (*_, which), by_steps in spreads.items() if which in sweeps for s in by_steps.values() if s]
         ends[name] = f"up to {max(some) - 1:.0%}" if some else "an unknown share"
+    return (
+        f"Perplexity varies by {ends['K']} over K and by {ends['the momentum']} over the momentum, but at the same "
+        f"gains without restarts by {ends[_GAINS]}"
+    )
+
+
+def _averaging_words(result: Result) -> str:
+    """Count the places in which tuned restarts are better than averaging."""
     pairs = []
     for facts in result.numbers["places"].values():
         values = [(facts["k_sweep"]["best"] or {}).get("perplexity"), (facts["averaging"] or {}).get("perplexity")]
         pairs += [values] if None not in values else []
     better = sum(restarted < averaging for restarted, averaging in pairs)
-    return (
-        f"Perplexity varies by {ends['K']} over K and by {ends['the momentum']} over the momentum, but at the same "
-        f"gains without restarts by {ends[_GAINS]}; at its best K* is below plain averaging in {better} of "
-        f"{len(pairs)} places"
-    )
+    return f"at its best K* is below plain averaging in {better} of {len(pairs)} places"
 
 
 def details(result: Result) -> dict[str, Figure]:

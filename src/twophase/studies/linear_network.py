@@ -71,7 +71,7 @@ def answer(result: Result) -> str:
     ]
     for name, ratio in zip(("Heavy ball", "Nesterov"), network["restart_over_never"], strict=True):
         lines.append(
-            f"{name}, K = {ratio['restart']} over never: largest departure x{ratio['departure']:.2f}, last "
+            f"{name}, K = {ratio['restart']} over no restart: largest departure x{ratio['departure']:.2f}, last "
             f"x{ratio['departure_last']:.2f}, last relative to what is left x{ratio['departure_of_rest']:.2f}."
         )
     lines += [
@@ -107,10 +107,10 @@ def label(run: dict[str, Any]) -> str:
     if run["rule"].startswith("momentum-free"):
         return "matched gain"
     kind = "heavy ball" if run["rule"] == HEAVY_BALL.describe() else "Nesterov"
-    return f"{kind}, {'never' if run['restart'] == 'never' else 'K = ' + run['restart']}"
+    return f"{kind}, {'no restart' if run['restart'] == 'never' else 'K = ' + run['restart']}"
 
 
-LOOKS = {"heavy ball, never": 0, "heavy ball, K": 1, "Nesterov, never": 2, "averaging": 3, "Nesterov, K": 4}
+LOOKS = {"heavy ball, no restart": 0, "heavy ball, K": 1, "Nesterov, no restart": 2, "averaging": 3, "Nesterov, K": 4}
 """A curve's look, the same in all panels."""
 
 
@@ -144,13 +144,13 @@ def details(result: Result) -> dict[str, Figure]:
     name_panels(axes[:3], titles)
     gains = [gain for gain in result.numbers["network"]["benefit"] if gain["width"] == ends[1]]
     words = ", ".join(
-        f"by {gain['found']['median']:.2f} with {gain['rule'].split(' lr')[0]} (the linear model promises "
+        f"by {gain['found']['median']:.2f} with {gain['rule'].split(' lr')[0]} (promised "
         f"{gain['promised']['median']:.2f})"
         for gain in gains
     )
     headline(
         figure,
-        f"In a network of width {ends[1]} restarts lower log10 of the loss {words}",
+        f"At width {ends[1]} restarts lower log10 of the loss {words}",
         "loss: lower is better; gain: higher is better; medians, bars from the lowest seed to the highest",
     )
     shards, grid = new_figure(3.4)
@@ -187,7 +187,7 @@ def _draw_departures(axes: Axes, result: Result) -> None:
     fitted = np.array([result.settings["fitted_from"], max(widths)])
     for run in result.numbers["network"]["runs"]:
         name = label(run)
-        if name not in {"heavy ball, never", "Nesterov, never", "averaging", f"heavy ball, K = {run['restart']}"}:
+        if name == "matched gain" or name.startswith("Nesterov, K"):
             continue  # Nesterov's largest departure comes before its first restart
         rows = select(result.rows, part="network", rule=run["rule"], restart=run["restart"])
         style, line = look(LOOKS[name.split(" =")[0]], every=1), run["departure"]
@@ -226,7 +226,7 @@ def _draw_benefit(axes: Axes, result: Result) -> None:
         promised = [gain["promised"]["median"] for gain in gains]
         axes.plot(widths, promised, color=colour, linestyle=":", label=f"{text}, linear model")
     axes.axhline(0, color=MUTED, linewidth=0.6)
-    axes.set(xscale="log", xlabel="width", ylabel="log10 of loss, never over K")
+    axes.set(xscale="log", xlabel="width", ylabel="log10 of loss, no restart over K")
     axes.set_ylim(bottom=axes.get_ylim()[0] - 0.5)
     _name_widths(axes, result.settings["widths"])
     axes.legend(loc="lower right")

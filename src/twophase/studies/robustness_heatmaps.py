@@ -221,26 +221,30 @@ def _page(result: Result, inner_steps: str, kind: str) -> Figure:
         y=result.settings["momenta"],
         x_label="outer learning rate",
         finding=f"{kind[0].upper()}{kind[1:]}, S={inner_steps}: {_region_words(result, kind, int(inner_steps))}",
-        reading=f"{mean}; S={inner_steps} inner steps a round",
+        reading=f"{mean}; {_ratio_words(result, kind, int(inner_steps))}",
         words=f"outlined: within {WITHIN:.0%} of the best of all runs of this S; momentum-free SGD "
         f"{perplexity_words(controls['momentum_free'])}, plain averaging {perplexity_words(controls['averaging'])}",
     )
 
 
 def _region_words(result: Result, kind: str, inner_steps: int) -> str:
-    """Say what a restart does to the good region of a rule, and to perplexity over its grid, in both forms."""
+    """Say what a restart does to the good region of a rule in both forms."""
     places = {form: result.numbers["places"][lm.place_name(form, kind, inner_steps)] for form in BOTH_FORMS}
     regions = {form: tuple(facts[arm]["within"] for arm in ("never", "restarted")) for form, facts in places.items()}
     if any(facts[arm]["best"] is None for facts in places.values() for arm in ("never", "restarted")):
         return "not known yet, an arm has no finished setting"
-    verb = region_words(list(regions.values()), "in one form and narrows it in the other")
+    verb = region_words(list(regions.values()), "in one form, narrows it in the other")
     of = max(facts["restarted"]["settings"] for facts in places.values())
-    counts = ", ".join(f"{FORM_WORDS[form]} {before} to {after} of {of}" for form, (before, after) in regions.items())
-    ratios = [facts["over_never"]["ratio"] for facts in places.values()]
+    counts = ", ".join(f"{FORM_WORDS[form]} {before} to {after}" for form, (before, after) in regions.items())
+    return f"a restart every {PERIOD} rounds {verb} ({counts} of {of})"
+
+
+def _ratio_words(result: Result, kind: str, inner_steps: int) -> str:
+    """Say how many times the perplexity of K = 3 no restart has over the grid, in both forms."""
+    places = [result.numbers["places"][lm.place_name(form, kind, inner_steps)] for form in BOTH_FORMS]
+    ratios = [facts["over_never"]["ratio"] for facts in places]
     times = " and ".join("?" if ratio is None else f"{ratio['mean']:.2f}" for ratio in ratios)
-    return (
-        f"a restart every {PERIOD} rounds {verb} ({counts}); over the grid no restart has {times} times the perplexity"
-    )
+    return f"over the grid no restart has {times} times the perplexity"
 
 
 def _line_at(lines: Sequence[Any], lr_name: str) -> LineAt:

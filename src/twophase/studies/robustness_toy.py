@@ -233,17 +233,17 @@ def _heatmaps(result: Result, kind: str) -> Figure:
     bar.ax.axhline(SPECTRA["six modes"][1], color=INK, linewidth=1.2)
     good = [result.numbers[f"six modes, {form}, {kind}"]["good"] for form in FORMS]
     pairs = [(round(g["none"], 2), round(g["every_3"], 2)) for g in good]
-    verb = region_words(pairs, "in one form and narrows it in the other")
+    verb = region_words(pairs, "in one form, narrows it in the other")
     shares = ", ".join(
-        f"{FORM_WORDS[form]} {g['none']:.0%} to {g['every_3']:.0%} of cells"
-        for form, g in zip(FORMS, good, strict=True)
+        f"{FORM_WORDS[form]} {g['none']:.0%} to {g['every_3']:.0%}" for form, g in zip(FORMS, good, strict=True)
     )
     best = " and ".join(f"{g['best']:.0%}" for g in good)
     name = {"HB": "Heavy ball", "NAG": "Nesterov"}[kind]
     headline(
         figure,
-        f"{name}, six modes: a restart every {PERIOD} rounds {verb} ({shares}); the best K of each cell {best}",
-        f"log₁₀ loss after {ROUNDS} rounds, lower is better and lighter\noutlined: good, at most "
+        f"{name}, six modes: a restart every {PERIOD} rounds {verb} ({shares})",
+        f"log₁₀ loss after {ROUNDS} rounds, lower is better and lighter; best K of each cell: {best}\n"
+        "outlined: good, at most "
         f"{signed(SPECTRA['six modes'][1], 0)}; hatched: above the initial ½",
     )
     return figure

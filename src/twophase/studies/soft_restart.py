@@ -218,7 +218,7 @@ def _page(result: Result, inner_steps: int) -> Figure:
         x_label="weight of the pseudo-gradient that is added",
         finding=f"S={inner_steps}: {_best_words(places)}",
         reading=f"{settings['rule']}, lr {settings['lr']:g}, momentum {settings['momentum']:g}{seeds}",
-        words="outlined: no worse than the best of never, momentum-free and averaging; bottom left: the hard restart\n"
+        words="outlined: no worse than the best of no restart, momentum-free, averaging; bottom left: hard restart\n"
         f"\N{EN DASH}: the mean gain is that of no restart, which is then the control{marked}",
     )
 

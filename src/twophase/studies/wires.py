@@ -35,6 +35,7 @@ from twophase.studies._lm import SHORT_KINDS, change_words, first, lines_of, per
 from twophase.studies.study import Result
 from twophase.sweep.grid import Axis, Cell, Sweep, product
 from twophase.sweep.table import SEED, Row, format_table
+from twophase.sweep.table import arm_name as shown_name
 from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
 
 if TYPE_CHECKING:
@@ -345,7 +346,7 @@ def draw(result: Result) -> Figure:
             _draw_change(changes, row + shift, facts["change"][wire], wire, dots)
     changes.axvline(0, color=MUTED, linewidth=0.7, zorder=1)
     names = [f"{name}\n{perplexity_words(facts)}" if "perplexity" in facts else name for name, facts in places.items()]
-    changes.set_yticks(range(len(places)), names)
+    changes.set_yticks(range(len(places)), map(shown_name, names))
     changes.axhline(len(places) - 1.5, color=MUTED, linewidth=0.5)
     changes.set_ylim(len(places) - 0.4, -0.6)
     changes.set_xlabel("perplexity against float32, same seed, %\n(left of 0 is better)")
@@ -372,12 +373,11 @@ def _finding(result: Result) -> str:
     """Hold each wire's change over all places, and its bytes, against float32, beside what another seed changes."""
     facts, share = result.numbers["all_places"], result.numbers["bytes_over_float32"]
     wires = [
-        f"{wire} changes perplexity by {change_words(facts['change'][wire]) or 'what is not known'} and sends "
-        f"{share[wire]:.2f} of the bytes"
+        f"by {change_words(facts['change'][wire]) or 'what is not known'} with {wire} ({share[wire]:.2f} of the bytes)"
         for wire in LOSSY
     ]
-    seed = "" if facts["spread"] is None else f"; another seed changes it by {facts['spread']:.1%}"
-    return f"Over all places {', '.join(wires)}{seed}"
+    seed = "" if facts["spread"] is None else f", by {facts['spread']:.1%} with another seed"
+    return f"Perplexity changes {', '.join(wires)}{seed}"
 
 
 def _draw_change(panel: Axes, height: float, change: Mapping[str, Any], wire: str, dots: Sequence[float]) -> None:

@@ -206,25 +206,19 @@ def geometric_mean(values: Sequence[float]) -> float | None:
     return math.exp(statistics.fmean(map(math.log, values))) if values else None
 
 
-def arm_name(arm: str) -> str:
-    """Return the name that people read of an arm, the same in every table and page.
+def arm_name(arm: str, *, long: bool = False) -> str:
+    """Return the name that people read of an arm, the same in every table and page; `long` is without letters.
 
-    >>> arm_name("heavy ball, never"), arm_name("")
-    ('heavy ball, no restart', '(all)')
-    """
-    return re.sub(r"\bnever\b", "no restart", arm) or "(all)"
-
-
-def arm_words(arm: str) -> str:
-    """Write an arm's name out for people.
-
-    >>> arm_words("heavy ball, K=3"), arm_words("never")
-    ('heavy ball, restart every 3 rounds', 'no restart')
-    >>> arm_words("Nesterov, never, gain of K=3")
+    >>> arm_name("heavy ball, never"), arm_name("heavy ball, K=3", long=True), arm_name("")
+    ('heavy ball, no restart', 'heavy ball, restart every 3 rounds', '(all)')
+    >>> arm_name("Nesterov, never, gain of K=3", long=True)
     'Nesterov, no restart, the mean step of a restart every 3 rounds'
     """
-    words = re.sub(r"\bgain of K=(\d+)", r"the mean step of a restart every \1 rounds", arm)
-    return re.sub(r"\bK=(\d+)", r"restart every \1 rounds", re.sub(r"\bnever\b", "no restart", words))
+    words = re.sub(r"\bnever\b", "no restart", arm)
+    if long:
+        words = re.sub(r"\bgain of K=(\d+)", r"the mean step of a restart every \1 rounds", words)
+        words = re.sub(r"\bK=(\d+)", r"restart every \1 rounds", words)
+    return words or "(all)"
 
 
 def place_words(values: Mapping[str, Any], paths: Sequence[str]) -> str:
@@ -251,7 +245,7 @@ def titles(sweep: Sweep) -> dict[str, str]:
     for arm, cells in by_arm.items():
         varied = [path for path in sweep.paths if any(values[path] != cells[0][1][path] for _, values in cells)]
         for run, values in cells:
-            words = filter(None, [arm_words(arm), place_words(values, varied)])
+            words = filter(None, [arm and arm_name(arm, long=True), place_words(values, varied)])
             names.setdefault(run, ", ".join(words) or "the only run")
     return names
 

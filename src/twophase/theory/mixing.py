@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import logsumexp
 
 from twophase.policies.base import Never, RestartPolicy
 from twophase.policies.scheduled import AtRounds
@@ -134,6 +133,8 @@ def best_schedule(
     >>> bool(schedule.log_loss < log_final_loss(OuterRule(1.0, 0.9, form="ema"), [0.95, 0.3], 40, range(1, 41)).min())
     True
     """
+    from scipy.special import logsumexp  # noqa: PLC0415 - a third of a second, for which --help must not wait
+
     where = "best_schedule"
     values = check_modes(where, sigma).reshape(-1)
     total = check_count(where, "rounds", rounds)
@@ -193,6 +194,8 @@ class _Search:
         return float(self._losses(counts @ self.table + self.table[self.total - int(counts @ self.lengths)]))
 
     def _losses(self, logs: Floats) -> Any:
+        from scipy.special import logsumexp  # noqa: PLC0415 - a third of a second, for which --help must not wait
+
         return logsumexp(2 * logs + self.log_weights, axis=-1) - np.log(2)
 
     def improved(self, counts: Counts) -> tuple[Counts, float]:

@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtrit  # scipy.stats has it as t.ppf, and takes a second to import
 
 from twophase.policies.base import Step
 from twophase.rule import OuterRule
@@ -77,6 +76,8 @@ class Observed:
     @property
     def interval(self) -> tuple[float, float]:
         """Return the 95 % interval of sigma by Student's t, `cycles - 1` degrees of freedom, unclipped; or nan, nan."""
+        from scipy.special import stdtrit  # noqa: PLC0415 - a third of a second, for which --help must not wait
+
         if self.cycles < 2:
             return np.nan, np.nan
         half = float(stdtrit(self.cycles - 1, 0.975)) * self.standard_error

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import logsumexp
 
 from twophase.rule import OuterRule
 from twophase.theory.contraction import log_restart_factor, restart_table
@@ -240,6 +239,8 @@ def _table_from_0(rules: Rules, values: Floats, largest: int) -> Floats:
 
 def _log_mean_square(logs: Floats, log_weights: Floats) -> Floats:
     """Return the log sum_j w_j exp(2 logs_j) over the last axis."""
+    from scipy.special import logsumexp  # noqa: PLC0415 - a third of a second, for which --help must not wait
+
     with np.errstate(divide="ignore"):
         total = np.asarray(logsumexp(2 * logs + log_weights, axis=-1))
     near = np.abs(total) < 0.1
