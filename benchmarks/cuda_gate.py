@@ -44,10 +44,10 @@ def model_on_gpu(config: TrainConfig) -> Any:
     import torch
 
     from twophase.tasks.lm.model import Llama
-    from twophase.tasks.lm.step import model_of
+    from twophase.tasks.lm.step import drawn
 
     with torch.device("cuda"), mock.patch.object(Llama, "to", lambda self, _: self):
-        return model_of(config, VOCABULARY, torch.device("cuda"))
+        return drawn(config, VOCABULARY, config.seed).to("cuda")
 
 
 def step_figures(config: TrainConfig) -> dict[str, float]:

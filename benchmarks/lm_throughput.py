@@ -44,7 +44,7 @@ from twophase.base.config import RunError, UsageError, from_tree, to_tree
 from twophase.recipes.pretraining import RECIPES
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.speed import flops_per_token
-from twophase.tasks.lm.step import DTYPES, Step, divisors, model_of
+from twophase.tasks.lm.step import DTYPES, Step, divisors, drawn
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bf16 operations a second by datasheet, the usual denominator of MFU."""
@@ -115,7 +115,7 @@ def twophase_step(config: TrainConfig, device: torch.device, facts: Facts) -> Ca
     """Our step, as `twophase train` takes it."""
     vocabulary = config.model.vocabulary_size
     compute = Step(config, vocabulary, device, 1)
-    model = model_of(config, vocabulary, device)
+    model = drawn(config, vocabulary, config.seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens, targets = batch(config, device)
 
@@ -133,7 +133,7 @@ def theirs(config: TrainConfig, device: torch.device, facts: Facts, *, compiled:
     import transformers  # noqa: PLC0415 - the other contestants run without it
 
     warnings.filterwarnings("ignore", module="transformers")
-    llama = model_of(config, config.model.vocabulary_size, torch.device("cpu"))
+    llama = drawn(config, config.model.vocabulary_size, config.seed)
     options = llama.hf_config(config.data.sequence_length) | {"attn_implementation": "sdpa", "use_cache": False}
     with torch.device(device):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from lm_throughput import Call, burst, wait_for
 from twophase.base.config import RunError
 from twophase.tasks.lm.config import TrainConfig
-from twophase.tasks.lm.step import DTYPES, model_of
+from twophase.tasks.lm.step import DTYPES, drawn
 
 CLASSES = (
     # Inductor names an elementwise kernel after all operations near it, attention and products included; only its
@@ -161,7 +161,7 @@ def _kernel(name: str) -> Iterator[None]:
 
 def optimizer_seconds(config: TrainConfig, device: torch.device, seconds: float) -> float:
     """Seconds of AdamW's step on the model's parameters."""
-    model = model_of(config, config.model.vocabulary_size, device)
+    model = drawn(config, config.model.vocabulary_size, config.seed).to(device)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     return seconds_of(torch.optim.AdamW(model.parameters(), fused=True).step, seconds, device)
