@@ -16,7 +16,7 @@ from browser import Watched, axe_violations
 from commands import snapshot
 from runmaker import EMA, NESTEROV, SUM, config_of, write_lines, write_run
 from twophase.cli.main import main
-from twophase.cli.ui import serve
+from twophase.cli.serving import serve
 from twophase.report.ui import Library
 from twophase.sweep.grid import Axis, Sweep, product
 from twophase.sweep.table import Row, write_rows

@@ -40,10 +40,13 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, repl
 
     Raises:
         FileExistsError: there is one, and it may not be replaced, also one that another process writes just now.
-        OSError: the folder cannot be written or the disk is full; `path` is then as it was.
+        OSError: the folder cannot be written, the disk is full, or a folder, pipe or device has the name; `path` is
+            then as it was.
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))  # `.`, which an empty text means
+    with suppress(FileNotFoundError):
+        check_regular(path)  # a rename would put a file in the place of a device: `--out /dev/null` as root
     data = content.encode() if isinstance(content, str) else content
     remove_leftovers(path.parent, path.name)
     temporary, descriptor = locked_temporary(path)

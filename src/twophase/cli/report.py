@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from pathlib import Path
 
-import twophase.studies.policies  # noqa: F401 - the runs of a study may name policies of it
-from twophase.advice.text import describe as describe_diagnosis
-from twophase.advice.verdict import diagnose
-from twophase.base.config import UsageError
-from twophase.base.files import write_atomic
-from twophase.base.progress import meter
-from twophase.cli.commands import between, config_paths, plain_parser
-from twophase.judge.verdict import WITHIN, verdict
-from twophase.judge.verdict_text import describe, write
+from twophase.base.options import Parser
+from twophase.cli.commands import between, plain_parser
 from twophase.number import number
-from twophase.report.overlay import MOST_RUNS, common_folder, overlay
-from twophase.report.page import counted, relative
-from twophase.report.run import result_words, run_report
-from twophase.report.sweep import sweep_report
-from twophase.report.sweep_record import REPORT, is_sweep, read_sweep
-from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY, weights_fault
-from twophase.runs.record import RunRecord, is_run, read_record
-from twophase.sweep.work import RUNS
+from twophase.runs.folder import COMPARE, REPORT
 
-WATCH_SECONDS, COMPARE = 10.0, "compare.html"
-_FILES = (CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY)
-_States = dict[Path, list[tuple[int, int]]]
+WATCH_SECONDS = 10.0
 
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(words)
-    _check(options)
-    several = len(options.folders) > 1
-    page = options.out or (common_folder(options.folders) / COMPARE if several else options.folders[0] / REPORT)
-    states: _States = {}
-    if options.watch is not None:
-        print(f"watching {' '.join(map(str, options.folders))}; the page is {page}, Ctrl-C ends the watch", flush=True)
-        try:
-            while _write_page(options, page, options.watch, states):
-                time.sleep(options.watch)
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-    _write_page(options, page, 0, states)  # without the script that shows the newest
+    from twophase.cli.reporting import write_pages  # what reads and draws is slow to import
+
+    write_pages(options)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = plain_parser("report")
     add = parser.add_argument
     what = "folder of the run or sweep, its --out; several runs are laid over each other"
@@ -63,114 +35,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--watch", type=between(1, 86400, number), nargs="?", const=WATCH_SECONDS, metavar="SECONDS", help=watch)
     add("--runs", action="store_true", help="of a sweep: also write the report of each of its runs")
     within = (
-        "of a sweep: distances from the best of all that robustness areas are given for, relative "
-        f"(default {' '.join(map(str, WITHIN))})"
+        "of a sweep: distances from the best of all that robustness areas are given for, relative, such as 0.05 "
+        "(several from 0.01 to 0.25)"
     )
-    add("--within", type=between(0, 1, number), nargs="+", default=WITHIN, metavar="X", help=within)
+    add("--within", type=between(0, 1, number), nargs="+", default=None, metavar="X", help=within)
     controls = "of a sweep: further arms to compare the others with, besides linked and momentum-free ones"
     add("--controls", nargs="+", default=(), metavar="ARM", help=controls)
     where = "of a sweep: judge only the cells with these values, such as inner_steps=20"
     add("--where", nargs="+", default=(), metavar="PATH=VALUE", help=where)
     return parser
-
-
-def _check(options: argparse.Namespace) -> None:
-    for word in options.where:
-        if "=" not in word:
-            raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
-    folders = options.folders
-    if len(folders) > 1:
-        if sweeps := [folder for folder in folders if is_sweep(folder)]:
-            raise UsageError(
-                f"{sweeps[0]}: is the folder of a sweep, and only runs are laid over each other; give it alone "
-                f"(its page compares its runs), or folders below {sweeps[0] / RUNS}"
-            )
-        if len(folders) > MOST_RUNS or len({folder.resolve() for folder in folders}) < len(folders):
-            raise UsageError(f"{len(folders)} runs: give two to {MOST_RUNS} different ones")
-    for name in ("runs", "where", "controls") if not is_sweep(folders[0]) else ():
-        if getattr(options, name):
-            raise UsageError(f"--{name} is for sweeps, and {folders[0]} is not the folder of one; leave it out")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, text, durable=False)
-    except OSError as error:
-        raise UsageError(
-            f"{path}: the report cannot be written ({error.strerror}); choose another file with --out"
-        ) from None
-
-
-def _write_page(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
-    """Write the page of a run, of several or of a sweep, and at the end say it in words; return whether it goes on."""
-    folder, *others = options.folders
-    if others:
-        records = [_read(path) for path in options.folders]
-        _write(page, overlay(records, page.parent, refresh=refresh))
-        if not refresh:
-            print("\n".join([*(f"{record.path}: {result_words(record)}" for record in records), f"page {page}"]))
-        return any(record.state == "unfinished" for record in records)
-    if is_sweep(folder):
-        return _sweep(options, page, refresh, states)
-    record = _read(folder)
-    diagnosis = diagnose(record)
-    _write(page, run_report(record, diagnosis, refresh=refresh, back=_back(record, page)))
-    if not refresh:
-        print(f"{describe_diagnosis(diagnosis, str(folder))}\n\nreport {page}")
-    return record.state == "unfinished"
-
-
-def _read(folder: Path) -> RunRecord:
-    """Read a run's folder, its final weights included."""
-    record = read_record(folder, config_paths())
-    record.problems += filter(None, [weights_fault(folder, record.summary or {})])
-    return record
-
-
-def _back(record: RunRecord, page: Path) -> str | None:
-    """Return the path to the report of the sweep that a run belongs to, if there is one."""
-    runs = record.path.resolve().parent
-    report = runs.parent / REPORT
-    belongs = runs.name == RUNS and is_sweep(runs.parent) and report.is_file()
-    return relative(report, page.parent) if belongs else None
-
-
-def _sweep(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
-    """Write a sweep's page, and those of its runs if they are asked for; return whether it goes on."""
-    folder, where = options.folders[0], dict(word.split("=", 1) for word in options.where)
-    record = read_sweep(folder, where, page.parent)
-    if options.runs:
-        record.problems += _write_runs(folder / RUNS, page, states)
-    within, controls = tuple(options.within), tuple(options.controls)
-    _write(page, sweep_report(record, within=within, controls=controls, refresh=refresh))
-    if not refresh:
-        judged = verdict(record.rows, within, controls)
-        paths = write(judged, folder, where)
-        more = f", and {'that' if len(states) == 1 else 'those'} of {counted(len(states), 'run')}" if states else ""
-        print("\n".join([describe(judged), "", *map(str, paths), f"report {page}{more}"]))
-    return record.going
-
-
-def _write_runs(runs: Path, page: Path, states: _States) -> list[str]:
-    """Write the page of each run that differs from `states`, and update that; return why damaged runs have none."""
-    faults: list[str] = []
-    changed: _States = {}
-    for folder in filter(is_run, sorted(runs.iterdir()) if runs.is_dir() else []):
-        if folder.is_symlink():  # its page would be written somewhere else
-            continue
-        files = [(folder / name).stat() for name in _FILES if (folder / name).exists()]
-        state = [(file.st_size, file.st_mtime_ns) for file in files]
-        if states.get(folder) != state:
-            changed[folder] = state
-    # The later turns of a watch have a page or two to write.
-    with meter("pages", len(changed), quiet=bool(states) or not changed) as show:
-        for count, (folder, state) in enumerate(changed.items(), start=1):
-            try:
-                record = _read(folder)
-            except UsageError as error:  # the other runs still get their pages
-                faults.append(str(error))
-                continue
-            _write(folder / REPORT, run_report(record, diagnose(record), back=relative(page, folder)))
-            states[folder] = state
-            show(count, folder.name)
-    return faults

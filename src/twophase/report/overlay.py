@@ -13,7 +13,7 @@ from twophase.advice.verdict import diagnose
 from twophase.report.page import Html, counted, link, page, relative, section, table, tag
 from twophase.report.plot import Chart, Curve, figure, script
 from twophase.report.run import plain, result_words
-from twophase.report.sweep_record import REPORT
+from twophase.runs.folder import REPORT
 from twophase.runs.record import Column, RunRecord
 
 MOST_RUNS = 8

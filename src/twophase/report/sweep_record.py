@@ -13,13 +13,10 @@ from twophase.base.reading import read_json_object
 from twophase.judge.verdict import select
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
-from twophase.runs.folder import RUN_ID, SUMMARY, list_some, read_summary
+from twophase.runs.folder import REPORT, RUN_ID, SUMMARY, list_some, read_summary
 from twophase.sweep.run import SPEC, TABLE
 from twophase.sweep.table import Row, cell_text, read_rows
 from twophase.sweep.work import RUNS
-
-REPORT = "report.html"
-"""Name of a report in its run's or sweep's folder."""
 
 
 @dataclass(slots=True)

@@ -36,6 +36,8 @@ from twophase.runs.log import Log, Mark, read_log, standard
 CONFIG, ENV, SUMMARY, WEIGHTS = "config.yaml", "env.json", "summary.json", "weights.safetensors"
 METRICS, ROUNDS, STEPS = "metrics.jsonl", "rounds.jsonl", "steps.jsonl"
 LOCK = ".lock"
+REPORT, COMPARE = "report.html", "compare.html"
+"""Names of the page of a run or sweep in its folder, and of the page of several runs."""
 USER = "user"
 """Group of a recorded run's configuration that holds the caller's own values."""
 RECORDED = "recorded"

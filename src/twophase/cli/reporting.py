@@ -1,0 +1,147 @@
+"""What `twophase report` does once its options are read."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import twophase.studies.policies  # noqa: F401 - the runs of a study may name policies of it
+from twophase.advice.text import describe as describe_diagnosis
+from twophase.advice.verdict import diagnose
+from twophase.base.config import UsageError
+from twophase.base.files import write_atomic
+from twophase.base.progress import meter
+from twophase.cli.commands import config_paths
+from twophase.judge.verdict import WITHIN, verdict
+from twophase.judge.verdict_text import describe, write
+from twophase.report.overlay import MOST_RUNS, common_folder, overlay
+from twophase.report.page import counted, relative
+from twophase.report.run import result_words, run_report
+from twophase.report.sweep import sweep_report
+from twophase.report.sweep_record import is_sweep, read_sweep
+from twophase.runs.folder import COMPARE, CONFIG, ENV, METRICS, REPORT, ROUNDS, STEPS, SUMMARY, weights_fault
+from twophase.runs.record import RunRecord, is_run, read_record
+from twophase.sweep.work import RUNS
+
+_FILES = (CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY)
+_States = dict[Path, list[tuple[int, int]]]
+
+
+def write_pages(options: argparse.Namespace) -> None:
+    """Write the page, with `--watch` again and again until nothing goes on."""
+    _check(options)
+    several = len(options.folders) > 1
+    page = options.out or (common_folder(options.folders) / COMPARE if several else options.folders[0] / REPORT)
+    states: _States = {}
+    if options.watch is not None:
+        print(f"watching {' '.join(map(str, options.folders))}; the page is {page}, Ctrl-C ends the watch", flush=True)
+        try:
+            while _write_page(options, page, options.watch, states):
+                time.sleep(options.watch)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+    _write_page(options, page, 0, states)  # without the script that shows the newest
+
+
+def _check(options: argparse.Namespace) -> None:
+    for word in options.where:
+        if "=" not in word:
+            raise UsageError(f"--where {word}: write a path and a value, such as inner_steps=20")
+    folders = options.folders
+    if len(folders) > 1:
+        if sweeps := [folder for folder in folders if is_sweep(folder)]:
+            raise UsageError(
+                f"{sweeps[0]}: is the folder of a sweep, and only runs are laid over each other; give it alone "
+                f"(its page compares its runs), or folders below {sweeps[0] / RUNS}"
+            )
+        if len(folders) > MOST_RUNS or len({folder.resolve() for folder in folders}) < len(folders):
+            raise UsageError(f"{len(folders)} runs: give two to {MOST_RUNS} different ones")
+    for name in ("runs", "where", "controls") if not is_sweep(folders[0]) else ():
+        if getattr(options, name):
+            raise UsageError(f"--{name} is for sweeps, and {folders[0]} is not the folder of one; leave it out")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomic(path, text, durable=False)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: the report cannot be written ({error.strerror}); choose another file with --out"
+        ) from None
+
+
+def _write_page(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
+    """Write the page of a run, of several or of a sweep, and at the end say it in words; return whether it goes on."""
+    folder, *others = options.folders
+    if others:
+        records = [_read(path) for path in options.folders]
+        _write(page, overlay(records, page.parent, refresh=refresh))
+        if not refresh:
+            print("\n".join([*(f"{record.path}: {result_words(record)}" for record in records), f"page {page}"]))
+        return any(record.state == "unfinished" for record in records)
+    if is_sweep(folder):
+        return _sweep(options, page, refresh, states)
+    record = _read(folder)
+    diagnosis = diagnose(record)
+    _write(page, run_report(record, diagnosis, refresh=refresh, back=_back(record, page)))
+    if not refresh:
+        print(f"{describe_diagnosis(diagnosis, str(folder))}\n\nreport {page}")
+    return record.state == "unfinished"
+
+
+def _read(folder: Path) -> RunRecord:
+    """Read a run's folder, its final weights included."""
+    record = read_record(folder, config_paths())
+    record.problems += filter(None, [weights_fault(folder, record.summary or {})])
+    return record
+
+
+def _back(record: RunRecord, page: Path) -> str | None:
+    """Return the path to the report of the sweep that a run belongs to, if there is one."""
+    runs = record.path.resolve().parent
+    report = runs.parent / REPORT
+    belongs = runs.name == RUNS and is_sweep(runs.parent) and report.is_file()
+    return relative(report, page.parent) if belongs else None
+
+
+def _sweep(options: argparse.Namespace, page: Path, refresh: float, states: _States) -> bool:
+    """Write a sweep's page, and those of its runs if they are asked for; return whether it goes on."""
+    folder, where = options.folders[0], dict(word.split("=", 1) for word in options.where)
+    record = read_sweep(folder, where, page.parent)
+    if options.runs:
+        record.problems += _write_runs(folder / RUNS, page, states)
+    within, controls = tuple(options.within or WITHIN), tuple(options.controls)
+    _write(page, sweep_report(record, within=within, controls=controls, refresh=refresh))
+    if not refresh:
+        judged = verdict(record.rows, within, controls)
+        paths = write(judged, folder, where)
+        more = f", and {'that' if len(states) == 1 else 'those'} of {counted(len(states), 'run')}" if states else ""
+        print("\n".join([describe(judged), "", *map(str, paths), f"report {page}{more}"]))
+    return record.going
+
+
+def _write_runs(runs: Path, page: Path, states: _States) -> list[str]:
+    """Write the page of each run that differs from `states`, and update that; return why damaged runs have none."""
+    faults: list[str] = []
+    changed: _States = {}
+    for folder in filter(is_run, sorted(runs.iterdir()) if runs.is_dir() else []):
+        if folder.is_symlink():  # its page would be written somewhere else
+            continue
+        files = [(folder / name).stat() for name in _FILES if (folder / name).exists()]
+        state = [(file.st_size, file.st_mtime_ns) for file in files]
+        if states.get(folder) != state:
+            changed[folder] = state
+    # The later turns of a watch have a page or two to write.
+    with meter("pages", len(changed), quiet=bool(states) or not changed) as show:
+        for count, (folder, state) in enumerate(changed.items(), start=1):
+            try:
+                record = _read(folder)
+            except UsageError as error:  # the other runs still get their pages
+                faults.append(str(error))
+                continue
+            _write(folder / REPORT, run_report(record, diagnose(record), back=relative(page, folder)))
+            states[folder] = state
+            show(count, folder.name)
+    return faults
