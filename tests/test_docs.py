@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import io
@@ -86,6 +87,26 @@ def test_blocks_that_are_not_run_say_why() -> None:
         assert re.match(NOT_RUN + r"needs \S+|" + NOT_RUN + r".* needs \S+", code), code
         compile(code, "left out", "exec")
     assert len(left_out) <= 4
+
+
+def test_what_no_test_runs_imports_what_there_is() -> None:
+    """Every name that a benchmark, or a block that is left out, takes from the package is there."""
+    codes = {page: code for page, code in blocks("python") if "not run" in code}
+    codes |= {str(path): path.read_text(encoding="utf-8") for path in sorted((ROOT / "benchmarks").rglob("*.py"))}
+    imports = [
+        (where, node.module, name.name)
+        for where, code in codes.items()
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "twophase"
+        for name in node.names
+    ]
+    missing = []
+    for where, module, name in imports:
+        home = import_module(module)
+        if not hasattr(home, name) and not hasattr(home, "__path__"):
+            missing.append(f"{where}: {module} has no {name}")
+    assert missing == []
+    assert len(imports) > 50
 
 
 def test_blocks_are_found() -> None:

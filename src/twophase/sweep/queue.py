@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twophase.base.files import lock
-from twophase.base.reading import json_object
+from twophase.base.reading import check_regular, json_object
 
 CLAIMS = "claims"
 ATTEMPTS = 3
@@ -203,6 +203,7 @@ class Queue:
             return Standing("waiting")
         last, path = numbers[-1], self._path(job, numbers[-1])
         try:
+            check_regular(path)  # a pipe would be waited for
             with path.open("rb") as file:  # on NFS, opening also fetches the file's present time from the server
                 record = _record(file.read())
                 death = "" if "error" in record else self._death(path, file.fileno(), record)
