@@ -393,7 +393,7 @@ def _draw_losses(axes: Axes, setting: Setting, forecasts: Sequence[Forecast]) ->
             continue
         curve = loss_curve(setting, block, periods) / np.log(10)
         period = block.chosen.period
-        axes.plot(periods, curve, **style, label=f"{name}: {'never' if period is None else f'K = {period}'}")
+        axes.plot(periods, curve, **style, label=f"{name}: {'no restart' if period is None else f'K = {period}'}")
         if block.at_mean is not None and block.at_mean <= last:
             place = block.at_mean, float(curve[block.at_mean - 1])
             axes.plot(*place, marker=look(number, every=1)["marker"], color=style["color"], markersize=4.5)
