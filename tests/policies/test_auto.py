@@ -72,6 +72,28 @@ def test_nothing_of_the_rule_enters() -> None:
     assert len(names) == 1
 
 
+def test_no_rule_is_needed() -> None:
+    """Without a rule the optimizer and the engine do what they do with any; other policies name what is missing."""
+    x, y = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizers = OuterSGD([x], restart="auto"), OuterSGD([y], 0.3, 0.9, restart="auto")
+    for round_ in range(6):
+        for parameter, optimizer in zip((x, y), optimizers, strict=True):
+            parameter.grad = parameter.detach() / (round_ + 1)
+            optimizer.step()
+    assert torch.equal(x, y)
+    engine = DiLoCo(torch.nn.Linear(2, 1), "auto", inner_steps=3)
+    assert engine.outer.param_groups[0]["restart"] == "auto"
+    for make in (
+        lambda: OuterSGD([x]),
+        lambda: OuterSGD([x], restart=3),
+        lambda: DiLoCo(torch.nn.Linear(2, 1), "3", inner_steps=3),
+    ):
+        with pytest.raises(ValueError, match="there is none; give one"):
+            make()
+    with pytest.raises(ValueError, match="one of the two"):
+        DiLoCo(torch.nn.Linear(2, 1), "auto", restart=3, inner_steps=3)
+
+
 def test_a_rule_without_momentum_gets_a_buffer() -> None:
     """In rollouts, configurations and engines; an `OuterSGD` that is built by hand says what it needs."""
     without, with_one = (rollout(OuterRule(0.3, momentum), [0.9, 0.2], 20, "auto") for momentum in (0.0, 0.9))

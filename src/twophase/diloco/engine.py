@@ -36,7 +36,7 @@ from twophase.diloco.fragment import Fragment
 from twophase.diloco.membership import Members, Membership, Position
 from twophase.diloco.report import RoundReport, merged
 from twophase.diloco.setting import (
-    OuterFactory,
+    Outer,
     Probe,
     Restarts,
     Schedule,
@@ -47,7 +47,6 @@ from twophase.diloco.setting import (
 )
 from twophase.diloco.sync import Sync
 from twophase.policies.base import AGREEMENT, PROBES
-from twophase.rule import OuterRule
 
 
 class DiLoCo:
@@ -70,8 +69,8 @@ class DiLoCo:
 
     Args:
         replicas: the module, or a list of modules of the same parameters, that train in this process.
-        outer: an `OuterRule`, or a function from the named anchor parameters of a fragment to any torch optimizer over
-            them (param groups give blocks their own rule and restart period).
+        outer: an `OuterRule`; or a policy that needs none, `"auto"`; or a function from the named anchor parameters of
+            a fragment to any torch optimizer over them (param groups give blocks their own rule and restart period).
         inner_steps: inner steps a round, >= 1 (S; H in DiLoCo papers).
         restart: when the outer momentum restarts, or a mapping from fragment names to that; only with an `OuterRule`.
         fragments: number of fragments, >= 1, or a mapping from names to patterns; see `fragment.partition`.
@@ -96,7 +95,7 @@ class DiLoCo:
     def __init__(
         self,
         replicas: nn.Module | Sequence[nn.Module],
-        outer: OuterRule | OuterFactory,
+        outer: Outer,
         *,
         inner_steps: int,
         restart: Restarts | Mapping[str, Restarts] = None,

@@ -39,6 +39,7 @@ from twophase.policies.text import parse
 from twophase.rule import OuterRule
 
 OuterFactory = Callable[[list[tuple[str, Tensor]]], Optimizer]
+Outer = OuterRule | RestartPolicy | str | OuterFactory
 Restarts = RestartPolicy | str | int | None
 Signals = Mapping[str, float] | Callable[[list[str]], Mapping[str, float]] | None
 """Values by name, or a function to them from the names of the fragments that end their round."""
@@ -102,7 +103,7 @@ class Setting:
         communicator: Communicator,
         schedule: Schedule,
         *,
-        outer: OuterRule | OuterFactory,
+        outer: Outer,
         restart: Restarts | Mapping[str, Restarts],
         fragments: int | Mapping[str, str],
         wire: str,
@@ -328,10 +329,14 @@ def _digest(tensor: Tensor) -> str:
 # ------------------------------------------------------------------------------------------------- outer optimizers
 
 
-def _build_outers(
-    fragments: Sequence[Fragment], outer: OuterRule | OuterFactory, restart: Restarts | Mapping[str, Restarts]
-) -> None:
+def _build_outers(fragments: Sequence[Fragment], outer: Outer, restart: Restarts | Mapping[str, Restarts]) -> None:
     """Give each fragment its optimizer: a shared optimizer would step on the gradients of the fragments at rest."""
+    if isinstance(outer, str | RestartPolicy):
+        if restart is not None:
+            raise ValueError(
+                f"DiLoCo: outer is {outer}, a policy, and restart {restart}; give an OuterRule, or one of the two"
+            )
+        outer, restart = parse(outer).own_rule(), outer
     names = [fragment.name for fragment in fragments]
     policies = restart if isinstance(restart, Mapping) else dict.fromkeys(names, restart)
     if set(policies) != set(names):

@@ -85,7 +85,8 @@ class OuterSGD(Optimizer):
 
     Args:
         params: parameters, named parameters, or param groups.
-        lr: outer learning rate in the form named, >= 0 (the paper's nu in EMA form).
+        lr: outer learning rate in the form named, >= 0 (the paper's nu in EMA form); only a policy that no rule enters,
+            such as `auto`, goes without.
         momentum: b, in [0, 1) (the paper's beta_out).
         nesterov: whether the step looks ahead.
         form: `"sum"` (as torch.optim.SGD) or `"ema"` (as the restart paper).
@@ -110,7 +111,7 @@ class OuterSGD(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float,
+        lr: float | None = None,
         momentum: float = 0.0,
         *,
         nesterov: bool = False,
@@ -119,6 +120,9 @@ class OuterSGD(Optimizer):
         signals: Collection[str] = (),
     ) -> None:
         self.promised = frozenset(signals)
+        if lr is None:
+            rule = parse(restart).own_rule()
+            lr, momentum = rule.lr, rule.momentum
         check_rule("OuterSGD", lr, momentum, form, nesterov)
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "form": form}
         super().__init__(params, defaults | {"restart": str(parse(restart))})

@@ -168,6 +168,20 @@ class RestartPolicy(ABC):
         """
         return self.canonical(rule) if rule.momentum == 0 else rule
 
+    def own_rule(self) -> OuterRule:
+        """Return the rule to build an optimizer with where nothing of a rule enters the policy's updates.
+
+        Raises:
+            ValueError: the rule matters.
+        """
+        rules = {self.canonical(OuterRule(lr, momentum)) for lr, momentum in ((1.0, 0.9), (0.7, 0.0))}
+        if len(rules) > 1:
+            raise ValueError(
+                f"restart policy {self} restarts the momentum of a rule, and there is none; give one, such as "
+                "OuterRule(0.7, 0.9, nesterov=True), or take auto, which needs none"
+            )
+        return rules.pop()
+
     def scaled(self, factor: float) -> RestartPolicy:
         """Return the same policy for a buffer that is `factor` times as large (as a change of form makes it)."""
         del factor
