@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -70,11 +71,14 @@ def test_a_plan_with_an_odd_value(call: Call, tmp_path: Path) -> None:
     """A worker names the file, the value and the remedy."""
     assert call("sweep", "--axis", "outer.lr", "0.3", "0.7", "--workers", "0", "--out", tmp_path / "sweep").status == 0
     path = tmp_path / "sweep" / "plan.json"
-    path.write_text(path.read_text().replace('"steps":22,"inner_steps":6', '"steps":"22","inner_steps":6'))
-    said = call("sweep-worker", "--out", tmp_path / "sweep")
-    assert said.status == 2
-    assert "its plan.json cannot be used (steps is '22', which is not of the kind of " in said.err
-    assert "remove that file and repeat the sweep's command" in said.err
+    changed = path.read_text().replace('"steps":22,"inner_steps":6', '"steps":"22","inner_steps":6')
+    earlier = json.dumps({name: value for name, value in json.loads(changed).items() if name != "fingerprint"})
+    for text, fault in ((changed, "it has changed"), (earlier, "steps is '22', which is not of the kind of ")):
+        path.write_text(text)
+        said = call("sweep-worker", "--out", tmp_path / "sweep")
+        assert said.status == 2
+        assert f"its plan.json cannot be used ({fault}" in said.err
+        assert "remove that file and repeat the sweep's command" in said.err
 
 
 def complete(call: Call, folder: Path, *axes: str) -> Said:
