@@ -152,7 +152,7 @@ def said(words: list[str]) -> tuple[int, str]:
 @cache
 def help_of(*command: str) -> str:
     """What a command says of all its options."""
-    return said([*command, "--help-all" if command == ("sweep",) else "--help"])[1]
+    return said([*command, "--help", *(["all"] if command in (("train",), ("sweep",)) else [])])[1]
 
 
 def command_lines() -> list[tuple[str, str]]:

@@ -50,9 +50,10 @@ def test_help_without_torch() -> None:
 
 
 def test_help_has_one_usage_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    """Help says once how a command is used; a sweep's names its own options and points to all others."""
+    """Help says once how a command is used; it is short, and names the groups that it shows on demand."""
     texts = {}
-    for words in ("train --help", "sweep --help", "sweep --help-all", "period -h", "explore --help"):
+    helps = "train --help, train -h all, train --help model, sweep --help, sweep --help all, period -h, explore -h"
+    for words in helps.split(", "):
         with pytest.raises(SystemExit) as end:
             cli.main(words.split())
         assert end.value.code == 0
@@ -60,12 +61,15 @@ def test_help_has_one_usage_and_groups(capsys: pytest.CaptureFixture[str]) -> No
         assert texts[words].count("usage:") == 1
         assert "None" not in texts[words]
         assert max(map(len, texts[words].splitlines())) <= 80
-    for group in ("the run", "model", "data", "inner", "outer", "sync", "compute"):
-        assert f"\n{group}:\n" in texts["train --help"]
-        assert f"\n{group}:\n" in texts["sweep --help-all"]
-        assert f"\n{group}:\n" not in texts["sweep --help"]
-    assert texts["sweep --help"].rstrip().endswith("--help-all lists them")
-    assert len(texts["sweep --help"].splitlines()) < 60
+    for group in ("elastic", "model", "data", "inner", "outer", "sync", "compute"):
+        assert f"\n{group}:\n" in texts["train -h all"]
+        assert f"\n{group}:\n" not in texts["train --help"]
+        assert (f"\n{group}:\n" in texts["train --help model"]) == (group == "model")
+        assert (f"\n{group}:\n" in texts["sweep --help all"]) == (group != "elastic")
+        assert group in texts["train --help"].rpartition("more options")[2]
+    assert "\nrun:\n" in texts["train --help"]
+    assert "\nrun:\n" not in texts["sweep --help"]
+    assert max(len(texts[f"{command} --help"].splitlines()) for command in ("train", "sweep")) <= 60
     assert "--outer.momentum X" in texts["period -h"]
 
 

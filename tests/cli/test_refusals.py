@@ -28,6 +28,7 @@ MISTAKES = [
     ("train --lighthuose http://127.0.0.1:1", "did you mean --lighthouse?"),
     ("train --outer.restart periodc:3", "--outer.restart: restart 'periodc:3' is not known; did you mean periodic?"),
     ("train 3", "'3' is no option; twophase train --help"),
+    ("train --help modle", "--help modle: there is no such group; did you mean model"),
     ("train --config absent.yaml", "--config absent.yaml"),
     ("train --data.corpus file:absent.txt", "absent.txt"),
     ("train --data.corpus library", "library"),

@@ -11,8 +11,9 @@ import inspect
 import itertools
 import re
 import sys
+import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -27,13 +28,21 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Parse the words of a command; a mistake is a UsageError of one line, with the name that may have been meant."""
+    """Parse the words of a command; a mistake is a UsageError of one line, with the name that may have been meant.
 
-    def __init__(self, prog: str, **options: Any) -> None:
+    Attributes:
+        on_demand: titles of groups that `--help` leaves out; `--help TITLE` shows one, `--help all` everything.
+    """
+
+    def __init__(self, prog: str, *, on_demand: Collection[str] = (), **options: Any) -> None:
         def formatter(prog: str) -> argparse.HelpFormatter:
             return argparse.HelpFormatter(prog, max_help_position=30)
 
-        super().__init__(prog, allow_abbrev=False, formatter_class=formatter, **options)
+        super().__init__(prog, allow_abbrev=False, formatter_class=formatter, add_help=not on_demand, **options)
+        self.on_demand = set(on_demand)
+        if on_demand:
+            text = "show this help, that of a group that it leaves out, or all, and stop"
+            self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="GROUP", help=text)
         # Any word of one dash is a value, such as -1e-5: argparse itself takes it for an option.
         self._negative_number_matcher = re.compile(r"-\.?[0-9]|-(inf|nan)")
 
@@ -50,10 +59,32 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{odd!r} is no option; {did_you_mean(odd, self._option_string_actions, hint)}")
         return options, rest
 
+    def help_of(self, name: str | None) -> str:
+        """Return the help without the groups on demand, of one group, or of `all`; refuse another name."""
+        every = list(self._action_groups)
+        named = [group for group in every if name in ("all", group.title)]
+        if name and not named:
+            titles = [*sorted(self.on_demand), "all"]
+            raise UsageError(f"--help {name}: there is no such group; {did_you_mean(name, titles)}")
+        self._action_groups = named or [group for group in every if group.title not in self.on_demand]
+        text, self._action_groups = self.format_help(), every
+        hidden = [str(group.title) for group in every if group.title in self.on_demand]
+        more = f"more options: --help all, or --help with one of {', '.join(hidden)}"
+        return text if name else f"{text}\n{textwrap.fill(more, 78)}\n"
+
     def error(self, message: str) -> NoReturn:
         """Raise argparse's message as a UsageError that begins with the option."""
         remedy = "" if message.endswith("?") else f"; {self.prog} --help lists the options"
         raise UsageError(message.removeprefix("argument ") + remedy)
+
+
+class _Help(argparse.Action):
+    """Print help and end the program."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        del namespace, option_string
+        print(parser.help_of(values), end="")
+        parser.exit()
 
 
 def _with_hyphens(word: str) -> str:

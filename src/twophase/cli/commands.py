@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,21 +75,20 @@ def verify_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def train_config(parser: Parser, words: list[str], *, brief: bool = False) -> tuple[argparse.Namespace, TrainConfig]:
+def train_config(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
     """Parse all words: the parser's own options, and the checked configuration from YAML files and its own options.
 
     Args:
         parser: the parser; the configuration's options are added to it.
         words: of the command line.
-        brief: leave the configuration's options out of `--help`.
     """
     from twophase.base.config import flatten, load_yaml, overlaid, with_values
     from twophase.base.options import add_values, values_given
     from twophase.recipes.pretraining import at_pace, recipe
     from twophase.tasks.lm.config import TrainConfig, check
 
-    if not (brief and {"-h", "--help"} & set(words)):
-        add_values(parser, TrainConfig(), "the run")
+    add_values(parser, TrainConfig(), "run")
+    parser.on_demand |= {name for name, part in vars(TrainConfig()).items() if is_dataclass(part)}
     options = parser.parse_args(words)
     config = recipe(options.recipe) if options.recipe else TrainConfig()
     paths: list[str] = []

@@ -20,8 +20,7 @@ def main(words: list[str]) -> int:
     from twophase.sweep.grid import Sweep, parse_axes
     from twophase.tasks.lm.config import check
 
-    parser = run_parser("sweep", epilog=f"every option of `{PROGRAM} train` is one here, too; --help-all lists them")
-    parser.add_argument("--help-all", action="help", help="list also the values of the configuration, and stop")
+    parser = run_parser("sweep", on_demand=["run"])
     grid = parser.add_argument_group("the grid")
     grid.add_argument(
         "--axis",
@@ -41,7 +40,7 @@ def main(words: list[str]) -> int:
     config_options(parser)
     add_options(parser)
     rest, slurm = take_slurm_options(words)
-    options, config = train_config(parser, rest, brief=True)
+    options, config = train_config(parser, rest)
     if options.print_config:
         return print_config(config)
     if not options.axis:

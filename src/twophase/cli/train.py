@@ -34,7 +34,7 @@ def main(words: list[str]) -> int:
     follow_torchrun()
     # Torch reads it when it is imported: a peer's death would else print stack traces before our one message.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    parser = run_parser("train")
+    parser = run_parser("train", on_demand=["elastic"])
     config_options(parser)
     parser.add_argument(
         "--track",
@@ -91,7 +91,7 @@ def _restart(config: TrainConfig) -> str:
 
 
 def _elastic_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("replicas that come and go (extra twophase[ft])")
+    group = parser.add_argument_group("elastic", "Replicas that come and go (extra twophase[ft]).")
     group.add_argument("--lighthouse", metavar="URL", help="of torchft_lighthouse, such as http://10.0.0.1:29510")
     group.add_argument(
         "--replica", type=between(0, MOST_REPLICAS), metavar="N", help="the number of this replica, from 0"
