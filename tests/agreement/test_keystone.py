@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from policies import ALL, RULES, each_rule
-from twophase.diloco.engine import DiLoCo, OuterFactory, RoundReport
+from twophase.diloco.engine import DiLoCo, RoundReport
+from twophase.diloco.setting import OuterFactory
 from twophase.optim.outer import OuterSGD
 from twophase.restart import (
     AtRounds,
