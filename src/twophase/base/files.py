@@ -45,8 +45,9 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True, repl
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))  # `.`, which an empty text means
-    with suppress(FileNotFoundError):
-        check_regular(path)  # a rename would put a file in the place of a device: `--out /dev/null` as root
+    if not path.is_dir():  # of which the rename says it
+        with suppress(FileNotFoundError):
+            check_regular(path)  # a rename would put a file in the place of a device: `--out /dev/null` as root
     data = content.encode() if isinstance(content, str) else content
     remove_leftovers(path.parent, path.name)
     temporary, descriptor = locked_temporary(path)
