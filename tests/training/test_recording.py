@@ -109,7 +109,7 @@ def test_the_record_is_the_engines(tmp_path: Path, options: dict[str, Any]) -> N
     assert summary is not None
     assert summary["validation_loss"] == metrics[-1]["validation_loss"]
     assert (summary["rounds"], summary["steps"], summary["diverged"]) == (lines[-1]["round"], STEPS, False)
-    assert summary["restarts"] == sum(line["restarted"] for line in lines)
+    assert summary["restarts"] == sum(part["restarted"] for line in lines for part in line["fragments"])
 
 
 def test_pages_and_commands_work_on_it(
@@ -154,6 +154,11 @@ def test_an_interrupted_loop_goes_on(tmp_path: Path) -> None:
     for name in ("rounds.jsonl", "metrics.jsonl"):
         assert timeless(read_lines(tmp_path / "parts" / name)) == timeless(read_lines(tmp_path / "whole" / name)), name
     assert read_record(tmp_path / "parts").problems == []
+    ends = [read_summary(tmp_path / name) or {} for name in ("whole", "parts")]
+    assert ends[0]["restarts"] > 0
+    assert [ends[0][name] for name in ("steps", "rounds", "restarts")] == [
+        ends[1][name] for name in ("steps", "rounds", "restarts")
+    ]
 
 
 def recorded_until(loop: Loop, folder: Path, saved_at: int, killed_at: int) -> None:

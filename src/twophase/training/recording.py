@@ -44,11 +44,11 @@ class Recorder:
             sees no inner steps, outer steps times `inner_steps` of the configuration, or 1.
     """
 
-    def __init__(self, folder: Any, step: int, lead: bool, inner: Optimizer | None) -> None:
+    def __init__(self, folder: Any, engine: DiLoCo | OuterSGD, step: int, lead: bool, inner: Optimizer | None) -> None:
         self.path: Path = folder.path
         self.step = step
-        self._folder, self._lead, self._inner = folder, lead, inner
-        self._round = self._restarts = 0
+        self._folder, self._engine, self._lead, self._inner = folder, engine, lead, inner
+        self._round = _rounds(engine)
         self._newest: dict[str, float] = {}
         self._is_finite = True
 
@@ -77,7 +77,7 @@ class Recorder:
 
     def end_round(self, report: Mapping[str, Any], signals: Mapping[str, float], finite: bool) -> None:
         """Write a round: the engine's report to `rounds.jsonl`, signals and inner learning rate to the metrics."""
-        self._round, self._restarts = report["round"], self._restarts + report["restarted"]
+        self._round = report["round"]
         if not self._lead:
             return
         self._folder.log_round({"step": self.step, **report})
@@ -88,12 +88,12 @@ class Recorder:
         self._is_finite &= finite
 
     def summary(self, seconds: float) -> dict[str, Any]:
-        """Return the run in numbers, as `summary.json` holds them."""
+        """Return the run in numbers, as `summary.json` holds them; `seconds` are those of its last part."""
         newest = self._newest
         loss = newest.get("validation_loss")
         diverged = not self._is_finite or not math.isfinite(loss or 0.0)
         return {
-            **{name: newest[name] for name in ("perplexity",) if name in newest},
+            **({"perplexity": newest["perplexity"]} if "perplexity" in newest else {}),
             "validation_loss": loss,
             "tokens": int(newest.get("tokens", 0)),
             "seconds": seconds,
@@ -101,7 +101,9 @@ class Recorder:
             "exit_reason": "diverged" if diverged else RECORDED,
             "steps": self.step,
             "rounds": self._round,
-            "restarts": self._restarts,
+            "restarts": sum(
+                group.get("restarts", 0) for outer in _outers(self._engine) for group in outer.param_groups
+            ),
         }
 
 
@@ -124,8 +126,8 @@ def record(
             run.log(validation_loss=evaluate(model))
 
     Each round becomes a line of `rounds.jsonl`. When the block ends, `summary.json` says how the run went: with the
-    last `validation_loss` that was logged, and as diverged where a loss or a pseudo-gradient was not finite. When the
-    block raises, the run stays unfinished. A loop that has loaded an earlier state of the engine goes on with its
+    last `validation_loss` that was logged, and as diverged where the last loss or pseudo-gradient is not finite. When
+    the block raises, the run stays unfinished. A loop that has loaded an earlier state of the engine goes on with its
     folder: rounds after that state are cut off, for they will be written again.
 
     Of several processes, process 0 writes. Replicas that come and go each write, and each gives a folder of its own.
@@ -150,14 +152,12 @@ def record(
     tree, path, started = setting(engine, config), Path(folder), time.perf_counter()
     files = _processes(engine)
     lead = files.rank == 0
-    with (
-        claimed(path, tree, files) as claim,
-        tracked(claim, trackers, run_name=path.name, config=tree, lead=lead) as target,
-    ):
-        run = Recorder(target, _begin(claim, engine, files), lead, inner)
-        size = int(tree.get("inner_steps", 1))
-        with _observed(engine, run) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
-            yield run
+    with claimed(path, tree, files) as claim:
+        step = _begin(claim, engine, files)  # refuse before a tracker begins
+        with tracked(claim, trackers, run_name=path.name, config=tree, lead=lead) as target:
+            run, size = Recorder(target, engine, step, lead, inner), int(tree.get("inner_steps", 1))
+            with _observed(engine, run) if isinstance(engine, DiLoCo) else _hooked(engine, run, size):
+                yield run
         if lead:
             claim.finish(run.summary(time.perf_counter() - started))
 
@@ -169,14 +169,14 @@ def setting(engine: DiLoCo | OuterSGD, config: Any = None) -> Tree:
         ValueError: a value of the caller's that contradicts the engine.
     """
     tree: Tree = {RECORDED: True}
-    outers: list[Any] = [engine]
+    outers = _outers(engine)
     if isinstance(engine, DiLoCo):
-        outers = [fragment.outer for fragment in engine.fragments]
         tree |= {"inner_steps": engine.inner_steps, "replicas": engine.replica_count}
     if isinstance(outers[0], OuterSGD):
         group = outers[0].param_groups[0]
         tree["outer"] = {name: group[name] for name in ("lr", "momentum", "nesterov", "form")}
-        tree["outer"] |= {"lr": float(group["lr"]), "restart": str(group["restart"])}
+        rate = group.get("initial_lr", group["lr"])  # of a schedule, the rate that the run began with
+        tree["outer"] |= {"lr": float(rate), "restart": str(group["restart"])}
     if isinstance(engine, DiLoCo) and len(outers) > 1:
         names = [fragment.name for fragment in engine.fragments]
         restarts = [str(outer.param_groups[0].get("restart", "never")) for outer in outers]
@@ -221,16 +221,23 @@ def _processes(engine: DiLoCo | OuterSGD) -> Communicator:
     return SingleProcess() if engine.communicator.elastic else engine.communicator
 
 
+def _outers(engine: DiLoCo | OuterSGD) -> list[Optimizer]:
+    """Return the outer optimizers, one a fragment."""
+    return [fragment.outer for fragment in engine.fragments] if isinstance(engine, DiLoCo) else [engine]
+
+
+def _rounds(engine: DiLoCo | OuterSGD) -> int:
+    """Return the rounds that have ended."""
+    return engine.round if isinstance(engine, DiLoCo) else max(group["rounds"] for group in engine.param_groups)
+
+
 def _begin(folder: RunFolder, engine: DiLoCo | OuterSGD, files: Communicator) -> int:
     """Cut the logs back to the engine's position; return the inner steps up to there.
 
     A loop that begins anew in the folder of an unfinished run leaves what that has written in a folder beside.
     """
-    if isinstance(engine, DiLoCo):
-        rounds, more, device = engine.round, engine.inner_step, next(iter(engine.anchor.values())).device
-    else:
-        rounds, more = max(group["rounds"] for group in engine.param_groups), 0
-        device = engine.param_groups[0]["params"][0].device
+    rounds, more = _rounds(engine), engine.inner_step if isinstance(engine, DiLoCo) else 0
+    device = _outers(engine)[0].param_groups[0]["params"][0].device
     step = 0
     with in_agreement(files):
         if files.rank == 0:
