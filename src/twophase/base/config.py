@@ -35,6 +35,9 @@ LATER = {"twophase": "later"}
 """Metadata of a field that came after others had been used: while it has its default it is left out of the tree, so a
 configuration from before has the same fingerprint, and its runs are found and resumed."""
 
+FIXED = {"twophase": "fixed"}
+"""Metadata of a field that follows from the configuration's class, and is no option."""
+
 
 def to_tree(config: Any, *, every: bool = False) -> Tree:
     """Return the configuration as nested dictionaries of plain values (tuples become lists).

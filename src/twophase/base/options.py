@@ -20,7 +20,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn
 
-from twophase.base.config import fit, values_of
+from twophase.base.config import FIXED, fit, values_of
 from twophase.base.errors import UsageError
 from twophase.number import did_you_mean
 
@@ -118,7 +118,7 @@ def _values(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
         kind = kinds[field.name]
         if is_dataclass(kind):
             yield from _values(kind, f"{prefix}{field.name}.")
-        else:
+        elif field.metadata != FIXED:
             yield f"{prefix}{field.name}", kind, texts.get(field.name, ""), cls
 
 

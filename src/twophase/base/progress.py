@@ -81,7 +81,7 @@ def round_text(line: Mapping[str, Any]) -> str:
     words = [f"round {line['round']}", f"loss {line['train_loss']:.3f}"]
     if line.get("perplexity") is not None:
         words.append(f"perplexity {line['perplexity']:.2f}")
-    if line["seconds"] > 0:
+    if line["seconds"] > 0 and line["tokens"]:
         words.append(f"{line['tokens'] / line['seconds']:,.0f} tok/s")
     if line.get("restarted"):
         words.append("restart")
@@ -90,6 +90,8 @@ def round_text(line: Mapping[str, Any]) -> str:
 
 def step_text(line: Mapping[str, Any]) -> str:
     """A line of `steps.jsonl` in a few words."""
+    if "tokens_per_second" not in line:
+        return f"loss {line['train_loss']:.3f}  {line['batches_per_second']:,.0f} batches/s"
     return (
         f"loss {line['train_loss']:.3f}  {line['tokens_per_second']:,.0f} tok/s  "
         f"{line['flops_per_second'] / 1e12:.3g} TFLOP/s  {line['peak_memory_bytes'] / 1e9:.1f} GB"

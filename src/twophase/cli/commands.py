@@ -14,7 +14,7 @@ from twophase.base.options import Parser
 from twophase.number import whole_number
 
 if TYPE_CHECKING:
-    from twophase.tasks.lm.config import TrainConfig
+    from twophase.training.config import RunConfig
 
 PROGRAM = "twophase"
 COMMANDS = {
@@ -52,6 +52,12 @@ def run_parser(command: str, **options: Any) -> Parser:
 def config_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that a configuration is read from."""
     parser.add_argument(
+        "--task",
+        metavar="NAME",
+        help="what is trained: lm (the built-in Llama), digits, hf:NAME_OR_PATH, or a task of your own, "
+        "FILE.py:CLASS (lm)",
+    )
+    parser.add_argument(
         "--recipe", metavar="NAME", help="start from a recipe's values: paper_150m, small, nano; files and options win"
     )
     parser.add_argument(
@@ -75,32 +81,47 @@ def verify_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def train_config(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
+def train_config(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, RunConfig]:
     """Parse all words: the parser's own options, and the checked configuration from YAML files and its own options.
 
     Args:
-        parser: the parser; the configuration's options are added to it.
+        parser: the parser; the options of the task's configuration are added to it.
         words: of the command line.
     """
-    from twophase.base.config import flatten, load_yaml, overlaid, with_values
+    from twophase.base.config import UsageError, flatten, load_yaml, overlaid, with_values
     from twophase.base.options import add_values, values_given
     from twophase.recipes.pretraining import at_pace, recipe
-    from twophase.tasks.lm.config import TrainConfig, check
+    from twophase.tasks.lm.config import TrainConfig
+    from twophase.tasks.named import LM, TASK, check, config_class
 
-    add_values(parser, TrainConfig(), "run")
-    parser.on_demand |= {name for name, part in vars(TrainConfig()).items() if is_dataclass(part)}
+    # The task's own options are not known before it is.
+    files = {Path(word): load_yaml(Path(word)) for word in _words_of("--config", words)}
+    in_files = [flatten(tree).get(f"{TASK}.name") for tree in files.values()]
+    name = [LM, *(str(name) for name in in_files if name), *_words_of("--task", words)][-1]
+    default = config_class(name)()
+    add_values(parser, default, "run")
+    parser.on_demand |= {name for name, part in vars(default).items() if is_dataclass(part) and name != TASK}
     options = parser.parse_args(words)
-    config = recipe(options.recipe) if options.recipe else TrainConfig()
+    if options.recipe and name != LM:
+        raise UsageError(f"--recipe {options.recipe} is for --task {LM}; with --task {name} leave it out")
+    config: RunConfig = recipe(options.recipe) if options.recipe else default
     paths: list[str] = []
-    for path in options.config:
-        tree = load_yaml(path)
+    for path, tree in files.items():
         config = overlaid(config, tree, f"--config {path}")
         paths += flatten(tree)
+    config = with_values(config, {f"{TASK}.name": name} if name != LM else {})
     values = values_given(options, config)
     config = with_values(config, values)
     if options.recipe:
+        assert isinstance(config, TrainConfig)
         config = at_pace(config, keep={*paths, *values})
     return options, check(config)
+
+
+def _words_of(option: str, words: Sequence[str]) -> list[str]:
+    """Return the values that an option is given, before all options are known."""
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    return [word.partition("=")[2] or after for word, after in pairs if word.partition("=")[0] == option]
 
 
 def between(smallest: float, largest: float, read: Callable[[str], Any] = whole_number) -> Callable[[str], Any]:
@@ -118,7 +139,7 @@ def between(smallest: float, largest: float, read: Callable[[str], Any] = whole_
     return parsed
 
 
-def print_config(config: TrainConfig) -> int:
+def print_config(config: RunConfig) -> int:
     """Print the resolved configuration; return the exit status."""
     from twophase.base.config import dump_yaml
 

@@ -18,7 +18,7 @@ def main(words: list[str]) -> int:
     from twophase.cli.sweeping import add_options, run, take_slurm_options
     from twophase.recipes.controls import controls_of, in_arms
     from twophase.sweep.grid import Sweep, parse_axes
-    from twophase.tasks.lm.config import check
+    from twophase.tasks.named import check
 
     parser = run_parser("sweep", on_demand=["run"])
     grid = parser.add_argument_group("the grid")

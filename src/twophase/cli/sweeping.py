@@ -20,13 +20,13 @@ from twophase.runs.folder import list_some
 from twophase.sweep.grid import Sweep
 from twophase.sweep.plan import plan
 from twophase.sweep.run import TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
-from twophase.sweep.table import Row, format_table, read_rows, readable
+from twophase.sweep.table import Row, format_table, read_rows
 from twophase.sweep.work import Work
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from twophase.tasks.lm.config import TrainConfig
+    from twophase.training.config import RunConfig
 
 MOST_CELLS = 1000
 """Cells that are run without `--yes`."""
@@ -104,8 +104,7 @@ def watched(what: str, *, quiet: bool, picture: Picture | None = None) -> Iterat
 
 def _status_text(status: Status) -> str:
     """Say what has just happened, and how many runs did not simply finish."""
-    result = f"perplexity {readable(status.perplexity)}" if status.perplexity is not None else status.event
-    words = [f"{status.setting or status.run}: {result}"] if status.run else []
+    words = [f"{status.setting or status.run}: {status.result or status.event}"] if status.run else []
     words += [status.error] if status.event == "replaced" else []
     counts = {"finished before": status.skipped, "diverged": status.diverged, "failed": status.failed}
     words += [f"{count} {name}" for name, count in counts.items() if count]
@@ -172,10 +171,12 @@ def run(
     work, texts = read_plan(sweep, out), None
     if options.dry_run or work is None or not all(map(work.finished, work.runs)):
         from twophase.tasks.build import preflight_all
+        from twophase.tasks.lm.config import TrainConfig
         from twophase.tasks.lm.corpus import verify
 
         if options.verify:
-            for data, size in {(config.data, config.model.vocabulary_size) for config in sweep.runs.values()}:
+            language = [config for config in sweep.runs.values() if isinstance(config, TrainConfig)]
+            for data, size in {(config.data, config.model.vocabulary_size) for config in language}:
                 verify(data, size)
         texts = preflight_all(sweep.runs.values())  # refuses what cannot be used here before a folder is made
     if options.dry_run:
@@ -292,7 +293,7 @@ def dry_run(sweep: Sweep, out: Path, *, workers: int, merge: bool) -> str:
     )
 
 
-def _timed(config: TrainConfig) -> tuple[float, float]:
+def _timed(config: RunConfig) -> tuple[float, float]:
     """Seconds of an inner step of all replicas, and of a run's validation."""
     import torch
 

@@ -23,8 +23,9 @@ from twophase.cli.commands import (
 )
 from twophase.number import number
 from twophase.runs.folder import read_summary, weights_fault
-from twophase.tasks.lm.config import TrainConfig
-from twophase.training.config import MOST_REPLICAS
+from twophase.training.config import MOST_REPLICAS, RunConfig
+
+TASK = "task"
 
 _SECONDS = between(1e-3, 1e7, number)
 
@@ -71,7 +72,7 @@ def main(words: list[str]) -> int:
     return 1 if summary["diverged"] else 0
 
 
-def default_folder(config: TrainConfig) -> Path:
+def default_folder(config: RunConfig) -> Path:
     """Return the folder of a run without `--out`: its setting in words, and its fingerprint, so that it is found again.
 
     A folder of an earlier version, which had the fingerprint alone as name, is the run's as well.
@@ -81,11 +82,13 @@ def default_folder(config: TrainConfig) -> Path:
     if earlier.exists():
         return earlier
     setting = f"{config.outer.rule().describe()} {_restart(config)} S {config.inner_steps} seed {config.seed}"
+    if hasattr(config, TASK):
+        setting = f"{config.task.name.rpartition(':')[2]} {setting}"  # type: ignore[attr-defined]
     words = re.sub("[^A-Za-z0-9.]+", "-", setting)[:80].strip("-.")
     return Path("runs") / f"{words}-{identity}"
 
 
-def _restart(config: TrainConfig) -> str:
+def _restart(config: RunConfig) -> str:
     """Return when the momentum restarts: each fragment's own policy, or one for all."""
     return f"restart {', '.join(config.sync.restart) or config.outer.policy()}"
 
@@ -148,10 +151,11 @@ def _check_elastic(options: argparse.Namespace) -> None:
         )
 
 
-def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
+def _train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Train what is not finished yet."""
     from twophase.runs.trackers import check, tracked
     from twophase.tasks.build import task_of
+    from twophase.tasks.lm.config import TrainConfig
     from twophase.tasks.lm.corpus import verify
     from twophase.training.ending import Ending
     from twophase.training.session import claimed, communication, signals, take_device, world_size
@@ -160,7 +164,7 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
 
     check(options.track)
     take_device(config)
-    if options.verify:
+    if options.verify and isinstance(config, TrainConfig):
         verify(config.data, config.model.vocabulary_size)
     task = task_of(config)
     preflight(config, task, world_size())  # before a folder is made for what cannot be run
@@ -187,15 +191,21 @@ def _train_run(out: Path, config: TrainConfig, options: argparse.Namespace) -> d
         return summary | {"status": 128 + stopped.number}
 
 
-def describe_run(out: Path, config: TrainConfig, summary: dict[str, Any]) -> str:
+def describe_run(out: Path, config: RunConfig, summary: dict[str, Any]) -> str:
     """Describe a finished run in one line."""
     head = f"{out}: {config.outer.rule().describe()}, {_restart(config)}, S = {config.inner_steps}"
     if summary["diverged"]:
         return f"{head}: diverged at step {summary.get('steps', 'unknown')} of {config.steps}"
+    counts = ", ".join(f"{summary.get(name, 'unknown')} {name}" for name in ("rounds", "restarts"))
+    return f"{head}: {_result(summary)}, {counts}, {summary['seconds']:.1f} s"
+
+
+def _result(summary: dict[str, Any]) -> str:
+    """Describe a run's validation: its perplexity, or where the task has none its loss."""
+    if "perplexity" not in summary:
+        return f"validation loss {summary['validation_loss']:.4g}"
     per_token, per_byte = (
         f"{math.nan if summary.get(name) is None else summary[name]:.3f}"
         for name in ("perplexity", "perplexity_per_byte")
     )
-    per_byte_text = "" if per_byte == "nan" else f" ({per_byte} a byte)"
-    counts = ", ".join(f"{summary.get(name, 'unknown')} {name}" for name in ("rounds", "restarts"))
-    return f"{head}: validation perplexity {per_token} a token{per_byte_text}, {counts}, {summary['seconds']:.1f} s"
+    return f"validation perplexity {per_token} a token" + ("" if per_byte == "nan" else f" ({per_byte} a byte)")

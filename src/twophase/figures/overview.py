@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from twophase.figures.heatmaps import Panel, draw_heatmaps, heatmaps, scale_of, tile
 from twophase.figures.style import styled
 from twophase.sweep.grid import MOMENTUM_FREE
-from twophase.sweep.table import Row, Setting, arm_name, format_table, readable, settings
+from twophase.sweep.table import LOSS, Row, Setting, arm_name, format_table, measure_of, readable, settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,7 +110,7 @@ def _words(rows: Sequence[Row], form: str) -> dict[str, Any] | None:
         "panels": [panels[start : start + width] for start in range(0, len(panels), width)],
         "x_label": across or "seed",
         "y_label": up,
-        "colour_label": "validation perplexity a token",
+        "colour_label": LOSS if measure_of(by_setting) == LOSS else "validation perplexity a token",
         "title": _finding(by_setting),
         "reading": f"{form}; {_seeds_note(by_setting).lower().rstrip('.')}",
         "note": f"Axes: {', '.join(axes) or 'seeds'}. Outlined: within 25 % of the best.",
@@ -130,7 +130,7 @@ def describe(rows: Sequence[Row]) -> str:
         f", {n} {state}" for state, n in counts.items() if n
     )
     return f"{shown}. {_seeds_note(by_setting)}\n" + format_table(
-        [*(["arm"] if arms else []), *by_setting[0].values, "perplexity"], table
+        [*(["arm"] if arms else []), *by_setting[0].values, measure_of(by_setting)], table
     )
 
 

@@ -17,7 +17,7 @@ from twophase.judge.bootstrap import Interval, largest_coverage
 from twophase.judge.comparison import Comparison, Difference, ratio_of
 from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.sweep.grid import MOMENTUM_FREE
-from twophase.sweep.table import Setting, arm_name, format_table, place_words, readable
+from twophase.sweep.table import PERPLEXITY, Setting, arm_name, format_table, place_words, readable, with_unit
 
 _WIDTH, _MOST_ARMS = 100, 8
 
@@ -117,8 +117,9 @@ def sections(judged: Verdict) -> Iterator[Section]:
         areas.append([name, *shares])
     yield (
         "What each arm reached",
-        "Perplexity at the arm's best setting: mean and sample standard deviation over seeds. Held out: mean over "
-        "seeds at the setting that is best on the other seeds, which luck in choosing does not flatter.",
+        f"{_measure(judged).capitalize()} at the arm's best setting: mean and sample standard deviation over seeds. "
+        "Held out: mean over seeds at the setting that is best on the other seeds, which luck in choosing does not "
+        "flatter.",
         ("arm", "control", "best", "spread", "seeds", "held out", "at"),
         reached,
         (),
@@ -161,7 +162,7 @@ def finding(judged: Verdict) -> list[str]:
     spread = f" (spread {_small(best.spread)} over {best.finished} seeds)" if best.spread is not None else ""
     varied = next(arm.varied for arm in judged.arms if arm.arm == best.arm)
     sentences.append(
-        f"Best of all: perplexity {readable(best.perplexity)} a token{spread}, {arm_name(best.arm)}, "
+        f"Best of all: {with_unit(best.measure)} {readable(best.perplexity)}{spread}, {arm_name(best.arm)}, "
         f"{_place(best, varied)}."
     )
     others = [
@@ -175,7 +176,7 @@ def finding(judged: Verdict) -> list[str]:
         cells = next((d for d in pair.differences if d.measure == "cells" and d.mean is not None), None)
         if pair.cells.matching == "paired" and cells is not None:
             sentences.append(
-                f'"{arm_name(pair.control)}" (control) has {_as_ratio(cells.mean or 0.0)} times the perplexity of '
+                f'"{arm_name(pair.control)}" (control) has {_as_ratio(cells.mean or 0.0)} times the {best.measure} of '
                 f'"{arm_name(pair.arm)}", cell by cell; it is the worse of the two in {cells.better} of {cells.seeds} '
                 "seeds."
             )
@@ -200,6 +201,11 @@ def name_words(judged: Verdict) -> str:
     return f"Arms. {'; '.join(words)}." if words else ""
 
 
+def _measure(judged: Verdict) -> str:
+    """Return what the runs are judged by."""
+    return judged.best.measure if judged.best else PERPLEXITY
+
+
 def _named(arm: ArmVerdict) -> str:
     return f"{arm_name(arm.arm)}{' (control)' if arm.control else ''}"
 
@@ -217,10 +223,10 @@ def _how_to_read(judged: Verdict) -> str:
         else ""
     )
     return (
-        "Ratio: the control's perplexity over the arm's, geometric mean over seeds; above 1 the arm is better. "
-        "Better: the seeds in which the arm is better, of those compared. Tuned best: both at their best settings, "
-        "chosen on the seeds that judge them, which flatters the arm with more settings. Held out: chosen on the "
-        f"other seeds. Intervals are of the mean over seeds, nominally {_percent(judged.level)}, each for its own "
+        f"Ratio: the control's {_measure(judged)} over the arm's, geometric mean over seeds; above 1 the arm is "
+        "better. Better: the seeds in which the arm is better, of those compared. Tuned best: both at their best "
+        "settings, chosen on the seeds that judge them, which flatters the arm with more settings. Held out: chosen on "
+        f"the other seeds. Intervals are of the mean over seeds, nominally {_percent(judged.level)}, each for its own "
         f"line: among many lines some miss.{limit} Student's t supposes normal differences."
     )
 

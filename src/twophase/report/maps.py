@@ -12,7 +12,7 @@ from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.report.page import Html, join, link, minus, scroll, tag
 from twophase.report.plot import Chart, Curve
 from twophase.report.sweep_record import SweepRecord
-from twophase.sweep.table import Setting, State, arm_name, place_words, readable
+from twophase.sweep.table import Setting, State, arm_name, measure_of, place_words, readable, with_unit
 
 _MOST_MAPS, _LONGEST_AXIS, _MOST_POINTS = 24, 60, 60
 _OUTLINED = 0.25
@@ -82,7 +82,8 @@ def maps(shown: Shown) -> Iterator[Html | None]:
     best = f" ({perplexity_text(scale.low)}), so at most {perplexity_text(scale.bound)}" if finished else ""
     yield tag(
         "p",
-        "Each number is a setting's validation perplexity a token, mean over its seeds. Lower is better and lighter. "
+        f"Each number is a setting's {with_unit(measure_of(shown.cells))} on held-out data, mean over its "
+        "seeds. Lower is better and lighter. "
         f"The thick line goes around what is within {_OUTLINED:.0%} of the best of all{best}. Press a number to show "
         "or hide its curve; the links below it are its seeds and lead to its runs.",
     )
@@ -238,9 +239,9 @@ def points(shown: Shown) -> Chart:
         curves.append(Curve("run" if seed is None else f"seed {seed}", *zip(*places, strict=True), dots=True))
     return Chart(
         "settings",
-        "Validation perplexity of each setting",
+        "Result of each setting on held-out data",
         "setting",
-        "perplexity a token",
+        with_unit(measure_of(shown.cells)),
         curves,
         names=list(columns),
         note="A point for each run; lower is better.",

@@ -16,7 +16,7 @@ from twophase.report.sweep_record import SweepRecord
 from twophase.runs.folder import METRICS
 from twophase.runs.log import read_log
 from twophase.sweep.run import TABLE
-from twophase.sweep.table import SEED, Setting, arm_name, readable, settings
+from twophase.sweep.table import SEED, Setting, arm_name, measure_of, readable, result, settings, with_unit
 
 _MOST_CURVES, _SHOWN_CURVES, _MOST_CELLS, _MOST_SETTINGS = 400, 8, 400, 60
 _ALL_POINTS = 24_000
@@ -80,7 +80,10 @@ def _best_and_worst(shown: Shown) -> Html:
         return tag("p", "Nothing has finished.")
     best = [f"best\N{NO-BREAK SPACE}{place}" for place in range(1, 6)][: len(ranked)]
     worst = ranked[5:][-3:]
-    caption = "Best and worst settings. Perplexity a token on held-out text; spread: standard deviation over seeds."
+    caption = (
+        f"Best and worst settings. {with_unit(measure_of(ranked)).capitalize()} on held-out data; spread: "
+        "standard deviation over seeds."
+    )
     return _list(shown, [*ranked[:5], *worst], caption, [*best, *["worst"] * len(worst)])
 
 
@@ -95,8 +98,8 @@ def _list(shown: Shown, some: Sequence[Setting], caption: str = "", words: Seque
         spread = readable(setting.spread)
         line = [arm_name(setting.arm), number, spread, setting.finished, shown.runs(setting), *values]
         rows.append([*words[place : place + 1], *line])
-    header = [*([""] if words else []), "arm", "perplexity", "spread", "finished", "run", *varied]
-    caption = caption or "Settings. Press a perplexity to show or hide its curve; spread: over the seeds."
+    header = [*([""] if words else []), "arm", measure_of(shown.cells), "spread", "finished", "run", *varied]
+    caption = caption or "Settings. Press a number to show or hide its curve; spread: over the seeds."
     return table(header, rows, caption=caption)
 
 
@@ -123,8 +126,8 @@ def _curves(
             "inner steps of each replica",
             "loss (nats a token)",
             curves,
-            note="At first the best setting of each arm. Mean over a round, one seed; behind a name: the validation "
-            "perplexity over all seeds. Press a name to take its curve out.",
+            note="At first the best setting of each arm. Mean over a round, one seed; behind a name: the result "
+            "over all seeds. Press a name to take its curve out.",
             shown=first[:_SHOWN_CURVES] or [0],
             points=max(40, min(MOST_POINTS, _ALL_POINTS // max(len(curves), 1))),
         )
@@ -162,14 +165,14 @@ def _verdict(parts: Sequence[tuple[Any, ...]]) -> Iterator[Html | None]:
 def _cells(record: SweepRecord) -> Html:
     rows = record.rows[:_MOST_CELLS]
     paths = [path for path in dict.fromkeys(path for row in rows for path in row.values) if path != SEED]
-    header = ["run", "arm", *paths, SEED, "state", "perplexity", "time (s)"]
+    header = ["run", "arm", *paths, SEED, "state", measure_of(rows), "time (s)"]
     lines = [
         [
             link(row.run, record.page_of(row.twin_of or row.run)),
             arm_name(row.arm),
             *(value_text(row.values.get(path)) for path in [*paths, SEED]),
             row.state,
-            perplexity_text(row.perplexity) if row.perplexity is not None and math.isfinite(row.perplexity) else "",
+            perplexity_text(result(row)),
             "" if row.seconds is None else f"{row.seconds:.1f}",
         ]
         for row in rows

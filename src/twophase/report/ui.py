@@ -211,6 +211,8 @@ def _sweep_row(folder: Path) -> list[object]:
     best = min(finished, key=lambda setting: setting.perplexity or 0.0, default=None)
     words = f"{len(finished)} of {counted(len(cells), 'setting')} finished"
     if best is not None:
-        words += f"; best perplexity {perplexity_text(best.perplexity)}{f', {arm_name(best.arm)}' if best.arm else ''}"
+        words += (
+            f"; best {best.measure} {perplexity_text(best.perplexity)}{f', {arm_name(best.arm)}' if best.arm else ''}"
+        )
     arms = len({setting.arm for setting in cells})
     return ["unfinished" if missing else "finished", words, f"{counted(arms, 'arm')}", ""]

@@ -194,7 +194,7 @@ def read_record(path: Path, paths: Collection[str] = ()) -> RunRecord:
     unknown = [
         repr(str(name)[:80])
         for name in record.config
-        if paths and name not in {*paths, RECORDED} and not name.startswith(f"{USER}.")
+        if paths and name not in {*paths, RECORDED} and not name.startswith((f"{USER}.", "task."))
     ]
     if unknown:
         count = "a value" if len(unknown) == 1 else f"{len(unknown):,} values"

@@ -11,7 +11,7 @@ restart take the same first two updates and forget differently after the second.
 rule, buffer and restart event, takes its own outer step. The first steps on the anchor itself, the others on a scratch
 copy (`twophase.sweep.outers`), which must come out with the same bits. That check holds the plan to its word.
 
-A run that can share nothing (`TrainConfig.shares_steps`) is a tree by itself. It is trained as `twophase train` would,
+A run that can share nothing (`RunConfig.shares_steps`) is a tree by itself. It is trained as `twophase train` would,
 with checkpoints in its own folder.
 """
 
@@ -35,9 +35,8 @@ from twophase.sweep.plan import Forest, Node
 from twophase.sweep.states import FORMAT, Branch, State, States, Tally, free_memory
 from twophase.sweep.work import Stopped
 from twophase.tasks.build import task_of
-from twophase.tasks.lm.config import TrainConfig
 from twophase.training import checkpoint
-from twophase.training.config import RunConfig
+from twophase.training.config import OuterConfig, RunConfig
 from twophase.training.train import disk, train
 from twophase.training.trainer import DIVERGED, RUNNING, STOPPED, Progress, Trainer, round_line
 
@@ -60,7 +59,7 @@ class Grower:
     def __init__(
         self,
         tree: Forest,
-        configs: Mapping[str, TrainConfig],
+        configs: Mapping[str, RunConfig],
         runs: Path,
         states: Path,
         *,
@@ -381,7 +380,7 @@ class Grower:
             self._trainer, self._outers = Trainer(task_of(first), first, SingleProcess()), Outers(self.configs)
         run = self._trainer
         if state["text"] != run.text:
-            raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")
+            raise UsageError("what it trains on is not what this sweep began with; put it back or choose another --out")
         run.engine.inner_steps = max(self.configs[name].inner_steps for name in node.runs)
         run.engine.load_state_dict(state["engine"])
         run.engine.load_wire_state_dict(state["wire"])
@@ -416,4 +415,4 @@ def _write_line(log: RunFolder, entry: Mapping[str, Any], run: str) -> None:
 
 def _trunk(config: RunConfig) -> RunConfig:
     """Return what the runs of a tree have in common."""
-    return dataclasses.replace(config, outer=TrainConfig().outer, inner_steps=1)
+    return dataclasses.replace(config, outer=OuterConfig(), inner_steps=1)

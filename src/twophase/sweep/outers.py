@@ -14,7 +14,7 @@ from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
 from twophase.sweep.history import ABSENT, ZERO, bits
-from twophase.tasks.lm.config import TrainConfig
+from twophase.training.config import RunConfig
 
 
 class Outers:
@@ -24,7 +24,7 @@ class Outers:
         configs: from run id to configuration.
     """
 
-    def __init__(self, configs: Mapping[str, TrainConfig]) -> None:
+    def __init__(self, configs: Mapping[str, RunConfig]) -> None:
         self.configs = configs
         self.counters: dict[str, dict[str, Any]] = {}
         """From run to what its `OuterSGD` counts."""

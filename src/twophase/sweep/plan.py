@@ -35,7 +35,7 @@ from twophase.sweep.grid import Sweep
 from twophase.sweep.history import algebra, bits
 
 if TYPE_CHECKING:
-    from twophase.tasks.lm.config import TrainConfig
+    from twophase.training.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class _History:
     algebra: Updates
 
     @classmethod
-    def of(cls, config: TrainConfig, tree: Tree) -> _History:
+    def of(cls, config: RunConfig, tree: Tree) -> _History:
         if not config.shares_steps:
             alone = ((config.steps, "alone"),)
             return cls(fingerprint(tree), config.steps, alone, alone)
@@ -267,7 +267,7 @@ def _grow(
         ]
 
 
-def _plainness(config: TrainConfig) -> tuple[bool, bool, bool, bool, bool]:
+def _plainness(config: RunConfig) -> tuple[bool, bool, bool, bool, bool]:
     """Of runs that are the same, the one that says so most plainly comes first."""
     rule = config.outer.rule()
     restarts = config.outer.policy() != Never()

@@ -40,7 +40,7 @@ from twophase.sweep.crew import Crew
 from twophase.sweep.grid import Sweep, extends, spec_differences
 from twophase.sweep.plan import plan
 from twophase.sweep.queue import CLAIMS, Queue
-from twophase.sweep.table import Row, rows_of, titles, write_rows
+from twophase.sweep.table import LOSS, PERPLEXITY, Row, readable, rows_of, titles, write_rows
 from twophase.sweep.trials import Trials
 from twophase.sweep.work import RUNS, STATES, Work
 
@@ -77,7 +77,7 @@ class Status:
         event: what has just happened: the sweep began, this run ended so, or a worker was replaced.
         error: why a run failed or a worker was replaced.
         setting: the run's arm and values, for people.
-        perplexity: of a run that has finished with one.
+        result: of a run that has finished, its perplexity, or where the task has none its loss, in words.
         rows: returns the table as it is now.
     """
 
@@ -90,7 +90,7 @@ class Status:
     event: Happening = "begun"
     error: str = ""
     setting: str = ""
-    perplexity: float | None = None
+    result: str = ""
     rows: Callable[[], list[Row]] = field(default=list, repr=False, compare=False)
 
     @property
@@ -233,8 +233,8 @@ def _work_there(sweep: Sweep, folder: Path, *, merge: bool, texts: Mapping[str, 
         raise UsageError(f"--out {folder}: the sweep was begun {words}; repeat its command or choose another --out")
     if work is not None and any(work.texts.get(name, text) != text for name, text in texts.items()):
         raise UsageError(
-            f"--out {folder}: the text is not the one that this sweep was begun with; put the old text back, or choose "
-            "another --out"
+            f"--out {folder}: the text, or the task's file, is not the one that this sweep was begun with; put the old "
+            "one back, or choose another --out"
         )
     return work
 
@@ -380,8 +380,10 @@ class _Call:
 
     def _report(self, event: Happening, run: str = "", error: str = "") -> None:
         if self.progress is not None:
-            perplexity = self.summaries.get(run, {}).get("perplexity")
-            words = (run, event, error, self._titles.get(run, ""), perplexity)
+            summary = self.summaries.get(run, {})
+            measures = {"perplexity": PERPLEXITY, "validation_loss": LOSS}
+            results = [f"{words} {readable(summary[name])}" for name, words in measures.items() if summary.get(name)]
+            words = (run, event, error, self._titles.get(run, ""), "".join(results[:1]))
             self.progress(Status(len(self.work.runs), *self._counts(), *words, rows=self._rows))
 
     def _rows(self) -> list[Row]:

@@ -4,7 +4,8 @@ With several seeds, the runs that differ in nothing but the seed are one setting
 over its seeds, with their sample standard deviation as its spread; it counts as diverged when one of them diverged and
 as missing when one of them is not there: a mean over the seeds that happened to work would flatter it. Everything that
 compares settings (best, worst, geometric mean, share near the best) is computed on these means. A run that ended
-without a positive, finite perplexity has no result and counts as missing.
+without a positive, finite perplexity has no result and counts as missing. Where the task has no perplexity, the
+validation loss takes its place everywhere.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from twophase.sweep.grid import Sweep, text_of
 State = Literal["finished", "diverged", "missing", "failed"]
 STATES: tuple[State, ...] = get_args(State)
 SEED = "seed"
+PERPLEXITY, LOSS = "perplexity", "validation loss"
 _BEFORE = ("arm", "run")
 _AFTER = ("perplexity", "validation_loss", "diverged", "state", "seconds", "control_of", "twin_of")
 
@@ -67,7 +69,7 @@ class Setting:
         arm: the arm.
         values: every axis value but the seed.
         state: `finished` when all its runs are; else `diverged` when one is; else `missing`, failed runs included.
-        perplexity: mean over the seeds when finished, else None.
+        perplexity: mean over the seeds when finished, else None; of a task without perplexity, that of the loss.
         runs: their run ids, in order of appearance; a run that several rows share is there once.
         spread: sample standard deviation of the perplexities, s^2 = sum (p_i - mean)^2 / (n - 1); None for one seed
             and for a setting that is not finished.
@@ -75,6 +77,7 @@ class Setting:
         states: what became of each run; never `failed`, which counts as missing here.
         perplexities: of each run; None for every run that is not `finished`.
         canonical: for each run, the run that has its results: its `twin_of`, or itself.
+        measure: what `perplexity` holds, in words.
     """
 
     arm: str
@@ -87,6 +90,7 @@ class Setting:
     states: tuple[State, ...]
     perplexities: tuple[float | None, ...]
     canonical: tuple[str, ...]
+    measure: str = PERPLEXITY
 
     @property
     def finished(self) -> int:
@@ -258,6 +262,8 @@ def readable(value: float | None) -> str:
     """
     if value is None:
         return ""
+    if value < 1:  # a loss
+        return f"{value:.3g}" if 0 < value < 0.1 else f"{value:.3f}"
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{digits}f}" if value < 10000 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
 
@@ -315,13 +321,28 @@ def _setting(arm: str, values: Mapping[str, Any], group: Sequence[Row]) -> Setti
         states,
         perplexities,
         tuple(row.twin_of or row.run for row in once),
+        measure_of(once),
     )
 
 
 def result(row: Row) -> float | None:
-    """The perplexity of a run that finished with one."""
-    sound = row.state == "finished" and row.perplexity is not None and 0 < row.perplexity < math.inf
-    return row.perplexity if sound else None
+    """Return the perplexity of a run that finished with one; the validation loss where the task has no perplexity."""
+    number = row.validation_loss if row.perplexity is None else row.perplexity
+    return number if row.state == "finished" and number is not None and 0 < number < math.inf else None
+
+
+def measure_of(runs: Iterable[Row | Setting]) -> str:
+    """Return what some rows or settings are judged by, in words."""
+    runs = list(runs)
+    if any(isinstance(run, Setting) and run.measure == LOSS for run in runs):
+        return LOSS
+    rows = [run for run in runs if isinstance(run, Row) and run.validation_loss is not None]
+    return LOSS if rows and all(row.perplexity is None for row in rows) else PERPLEXITY
+
+
+def with_unit(measure: str) -> str:
+    """Return the words of a measure with its unit."""
+    return f"{measure} a token" if measure == PERPLEXITY else measure
 
 
 def _row(record: dict[str, str]) -> Row:

@@ -11,13 +11,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from twophase.base.config import UsageError, from_tree, with_values
+from twophase.base.config import UsageError, with_values
 from twophase.base.files import append_line
 from twophase.sweep.forest import Grower
 from twophase.sweep.plan import Job
 from twophase.sweep.work import DONE_LOG, RUNS, STATES, Stopped, Work, unusable, work
 from twophase.tasks.build import preflight_all
-from twophase.tasks.lm.config import TrainConfig, check
+from twophase.tasks.named import check, config_of
+from twophase.training.config import RunConfig
 from twophase.training.session import Stop, signals
 
 
@@ -46,14 +47,16 @@ class _Executor:
     def __init__(self, stopped: Stop, in_memory: int) -> None:
         self.stopped = stopped
         self.in_memory = in_memory
-        self.configs: dict[str, TrainConfig] = {}
+        self.configs: dict[str, RunConfig] = {}
         self.grower: Grower | None = None
 
     def prepare(self, plan: Work) -> None:
         """Read the configurations of a plan; refuse it where a device or text is missing, or the text is another."""
         try:
-            base = from_tree(TrainConfig, plan.base)
+            base = config_of(plan.base)
         except UsageError as error:
+            if str(error).startswith("--task"):  # its file is missing or broken, not the plan
+                raise
             raise unusable(plan.folder, error) from None
         self.grower = None
         self.configs = {
@@ -63,9 +66,9 @@ class _Executor:
         for name, text in preflight_all(self.configs.values()).items():
             if plan.texts.get(name, text) != text:
                 raise UsageError(
-                    f"this machine's text is not the one that the sweep in {plan.folder} was begun with (fingerprint "
-                    f"{text[:12]}, there {plan.texts[name][:12]}); give it the same --data.corpus file, or for the "
-                    "corpus `python` the same version of Python"
+                    f"this machine's text, or the task's file, is not the one that the sweep in {plan.folder} was "
+                    f"begun with (fingerprint {text[:12]}, there {plan.texts[name][:12]}); give it the same --data.corpus "
+                    "or --task file, or for the corpus `python` the same version of Python"
                 )
 
     def execute(self, plan: Work, job: Job) -> None:

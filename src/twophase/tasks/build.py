@@ -3,47 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
 
+from twophase.base.config import fingerprint, to_tree
 from twophase.tasks.lm.config import TrainConfig, check, text_name
 from twophase.tasks.lm.task import LanguageTask
-from twophase.training.task import preflight
+from twophase.tasks.named import instance_of
+from twophase.tasks.own import OwnTask
+from twophase.training.config import RunConfig
+from twophase.training.task import Task, preflight
 
 
 def build_task(config: TrainConfig) -> LanguageTask:
-    """Return the task of a configuration.
+    """Return the task of a configuration of the language model.
 
     Raises:
         UsageError: an impossible configuration.
     """
-    return task_of(check(config))
+    return LanguageTask(check(config))
 
 
-def task_of(config: TrainConfig) -> LanguageTask:
-    """Return the task of a configuration that has been checked; so far there is the language model only."""
-    return LanguageTask(config)
+def task_of(config: RunConfig) -> Task:
+    """Return the task of a configuration that has been checked."""
+    if isinstance(config, TrainConfig):
+        return LanguageTask(config)
+    options: Any = config.task  # type: ignore[attr-defined]
+    return _own(options, config.replicas)
 
 
-def preflight_all(configs: Iterable[TrainConfig]) -> dict[str, str]:
+@lru_cache(maxsize=2)  # a sweep's worker trains many runs on the same data
+def _own(options: Any, replicas: int) -> OwnTask:
+    return OwnTask(instance_of(options, replicas), options)
+
+
+def data_name(config: Any) -> str:
+    """Return a name for what a run trains on, equal for runs that share it."""
+    if isinstance(config, TrainConfig):
+        return text_name(config)
+    return fingerprint({"task": to_tree(config.task), "replicas": config.replicas})
+
+
+def preflight_all(configs: Iterable[RunConfig]) -> dict[str, str]:
     """Refuse runs that this machine cannot train; each text is read once.
 
     Args:
         configs: the runs, checked.
 
     Returns:
-        The fingerprint of each text, by `twophase.tasks.lm.config.text_name`.
+        The fingerprint of what each trains on, by `data_name`.
 
     Raises:
         UsageError: as `preflight`.
     """
     # Text by text, because each is read once; of several runs on it the longest one takes most tokens.
-    ordered = sorted(configs, key=lambda config: (text_name(config), config.steps))
+    ordered = sorted(configs, key=lambda config: (data_name(config), config.steps))
     kinds = {
-        (config.data, config.replicas, config.device, config.repeat, config.model, config.sync.fragments): config
+        (data_name(config), config.device, config.repeat, getattr(config, "model", None), config.sync.fragments): config
         for config in ordered
     }
     fingerprints = {}
     for config in kinds.values():
         task = task_of(config)
         preflight(config, task)
-        fingerprints[text_name(config)] = task.describe()["fingerprint"]
+        fingerprints[data_name(config)] = task.describe()["fingerprint"]
     return fingerprints

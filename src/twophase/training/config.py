@@ -177,6 +177,11 @@ class RunConfig:
         return math.ceil(self.steps / self.inner_steps)
 
     @property
+    def probed(self) -> int:
+        """Examples of a probe batch; 0 where they are all of it."""
+        return self.outer.probe_sequences
+
+    @property
     def shares_steps(self) -> bool:
         """Whether the whole model is synchronized at once, at the end of a round: a sweep can then share its steps."""
         sync = self.sync

@@ -89,7 +89,7 @@ class PlainStep:
         self.task = task
         self.device = device
         self.chosen: dict[str, Any] = {}
-        self.data_name = type(task).__name__
+        self.data_name = f"--task {getattr(task, 'name', type(task).__name__)}"
         self.evaluate = task.evaluate
 
     def gradients(self, model: nn.Module, batch: Any) -> Tensor:
@@ -115,6 +115,16 @@ def step_of(task: Task, device: torch.device, replicas: int, communicator: Commu
     return PlainStep(task, device) if make is None else make(device, replicas, communicator)
 
 
+def _sizes(task: Task, seed: int) -> dict[str, int]:
+    """Return the number of elements of each of the model's parameters."""
+    try:
+        with torch.device("meta"):  # takes no memory
+            model = task.model(seed)
+    except Exception:  # code that reads a value, or weights from a file
+        model = task.model(seed)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
 def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     """Refuse a run that this machine cannot train with so many processes, before a folder is made for it.
 
@@ -131,8 +141,7 @@ def preflight(config: RunConfig, task: Task, processes: int = 1) -> None:
     device, share = usable_device(config.device), config.replicas // processes
     if check_task := getattr(task, "check", None):
         check_task(device)
-    with torch.device("meta"):  # the names and sizes of its parameters are enough
-        sizes = {name: parameter.numel() for name, parameter in task.model(config.seed).named_parameters()}
+    sizes = _sizes(task, config.seed)
     check_memory(
         f"the weights and optimizers of {share} replicas of {sum(sizes.values()):,} parameters",
         # In float32: weights, gradients and AdamW's two moments of each replica; anchor and pseudo-gradient.

@@ -258,9 +258,8 @@ def _read(run: Trainer, newest: Path) -> dict[str, Any]:
         done = Progress(**numbers)
     if text != run.text:
         raise UsageError(
-            f"{run.compute.data_name}: the text is not the one that this run began with "
-            f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old text back, or choose "
-            "another --out"
+            f"{run.compute.data_name}: the text, or the task's code, is not the one that this run began with "
+            f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old one back, or choose another --out"
         )
     _load(run, saved, done.step, processes)
     run.restore_execution(execution[run.files.rank % len(execution)])

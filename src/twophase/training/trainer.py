@@ -101,6 +101,9 @@ class Trainer:
 
     def _source(self) -> str:
         """Hash the code that decides what a replica learns, beside the engine's: this room's and the task's."""
+        source = getattr(self.task, "source", None)
+        if source is not None:
+            return f"{source_digest([Path(__file__).parent])} {source()}"
         parts = (type(self.replicas[0].model), type(self.task))
         return source_digest({Path(__file__).parent, *(Path(inspect.getfile(kind)).parent for kind in parts)})
 

@@ -1,0 +1,74 @@
+"""The shipped task `digits`: a small convolutional classifier of scikit-learn's 1,797 images of handwritten digits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from twophase.base.errors import UsageError
+
+_HELD_OUT = 5
+"""One image of so many is held out."""
+
+
+@cache
+def _images() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the images (1797, 1, 8, 8), scaled to [0, 1], and their digits."""
+    try:
+        from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise UsageError("--task digits needs scikit-learn; install twophase[studies]") from None
+    pixels, digits = load_digits(return_X_y=True)
+    images = (np.asarray(pixels) / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    return images, np.asarray(digits).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """A small classifier of handwritten digits; each replica draws from all training images."""
+
+    width: int = 16
+    """Channels of the first convolution; the second has twice as many."""
+    batch_size: int = 16
+    """Images a replica and inner step."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no model or batch can have."""
+        for name, value in (("width", self.width), ("batch-size", self.batch_size)):
+            if not 1 <= value <= 4096:
+                raise UsageError(f"--task.{name} is {value}; it must be from 1 to 4,096")
+
+    def model(self, seed: int) -> nn.Module:
+        """Return two convolutions and a linear layer."""
+        torch.manual_seed(seed)
+        width = self.width
+        return nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1), nn.GELU(), nn.MaxPool2d(2),
+            nn.Conv2d(width, 2 * width, 3, padding=1), nn.GELU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(8 * width, 10),
+        )  # fmt: skip
+
+    def batch(self, seed: int, step: int, replica: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Draw images (batch, 1, 8, 8) and their digits (batch,)."""
+        images, digits = _images()
+        training = np.flatnonzero(np.arange(len(digits)) % _HELD_OUT != 0)
+        drawn = np.random.default_rng((seed, step, replica)).choice(training, self.batch_size)
+        return images[drawn], digits[drawn]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute the mean cross-entropy in nats an image."""
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Compute loss and accuracy on the held-out images."""
+        device = next(model.parameters()).device
+        images, digits = (torch.from_numpy(array[::_HELD_OUT].copy()).to(device) for array in _images())
+        scores = model(images)
+        accuracy = (scores.argmax(1) == digits).float().mean()
+        return {"loss": F.cross_entropy(scores, digits).item(), "accuracy": accuracy.item()}

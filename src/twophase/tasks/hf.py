@@ -1,0 +1,130 @@
+"""The shipped task `hf:NAME_OR_PATH`: a causal language model of transformers, on the same texts and tokens as `lm`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from torch import Tensor, nn
+
+from twophase.base.errors import UsageError
+from twophase.tasks.lm.config import DataConfig
+from twophase.tasks.lm.corpus import Corpus, build
+from twophase.tasks.lm.evaluate import numbers, total_nats
+from twophase.training.device import moved
+
+_EVALUATED_LOGITS = 1 << 26
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """Any AutoModelForCausalLM, from its configuration alone or with its weights."""
+
+    source: str
+    weights: bool = False
+    """Start from the pretrained weights; else from fresh ones, with the configuration alone."""
+    corpus: str = "python"
+    """Text or tokens, as data.corpus of the built-in model."""
+    vocabulary: Literal["char", "bytes"] = "bytes"
+    """Tokens of a text; tokens: brings its own, which must be the model's."""
+    sequence_length: int = 64
+    """Tokens of a training sequence."""
+    batch_size: int = 8
+    """Sequences a replica and inner step."""
+    validation_windows: int = 256
+    """Sequences of a validation."""
+    replicas: int = 1
+
+    @cached_property
+    def _config(self) -> Any:
+        """The model's configuration, read from a folder or the hub."""
+        try:
+            from transformers import AutoConfig  # noqa: PLC0415 - an extra
+        except ImportError:
+            raise UsageError(f"--task hf:{self.source} needs transformers; install twophase[hf]") from None
+        try:
+            return AutoConfig.from_pretrained(self.source)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UsageError(
+                f"--task hf:{self.source}: no configuration of a model there ({reason}); give a folder with its "
+                "config.json, or a name on the hub"
+            ) from None
+
+    @cached_property
+    def _corpus(self) -> Corpus:
+        data = DataConfig(
+            corpus=self.corpus,
+            vocabulary=self.vocabulary,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            validation_windows=self.validation_windows,
+        )
+        corpus = build(data, self.replicas, 0)
+        if corpus.vocabulary_size > self._config.vocab_size:
+            raise UsageError(
+                f"--task.corpus {self.corpus}: its {corpus.vocabulary_size:,} tokens are more than the "
+                f"{self._config.vocab_size:,} of hf:{self.source}; prepare the text with the model's own tokenizer"
+            )
+        if corpus.verification:
+            corpus.verification.start()
+        return corpus
+
+    def model(self, seed: int) -> nn.Module:
+        """Return the model in float32, on the CPU."""
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an extra, which `_config` has checked
+
+        config = self._config
+        torch.manual_seed(seed)
+        if self.weights:
+            return AutoModelForCausalLM.from_pretrained(self.source, config=config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    def batch(self, seed: int, step: int, replica: int) -> Any:
+        """Read tokens and targets of a replica's inner step, each (batch, length) int64."""
+        return self._corpus.batch(seed, step, replica)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute the mean cross-entropy in nats a token."""
+        tokens, targets = batch
+        return F.cross_entropy(_logits(model, tokens).flatten(0, -2), targets.flatten())
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Compute loss and perplexity on the held-out text."""
+        tokens, targets = self._corpus.validation()
+        batch = max(1, min(64, _EVALUATED_LOGITS // (tokens.shape[1] * self._config.vocab_size)))
+        inputs, wanted = moved((tokens, targets), next(model.parameters()).device)
+        result = numbers(total_nats(_Logits(model), inputs, wanted, batch), targets, self._corpus.token_bytes)
+        return {name: value for name, value in result.items() if not math.isnan(value) or name == "loss"}
+
+    def describe(self) -> dict[str, Any]:
+        """Describe the corpus and the model: its configuration, and the sizes of the files of its weights."""
+        files = sorted(Path(self.source).glob("*.safetensors")) if self.weights else []
+        return {
+            **self._corpus.description,
+            "model": self._config.to_diff_dict(),
+            "weights": {file.name: file.stat().st_size for file in files},
+        }
+
+    def data_fault(self, *, wait: bool = False) -> str:
+        """Return what is wrong with token files that were taken on trust; `wait` until all are read."""
+        verification = self._corpus.verification
+        return (verification.finish() if wait else verification.fault) if verification else ""
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _logits(self.model, tokens)
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens, use_cache=False).logits

@@ -1,0 +1,216 @@
+"""Tasks by name, and the configuration of a run of each: importing a shipped name imports no torch.
+
+| name                            | trains                                                          |
+|---------------------------------|-----------------------------------------------------------------|
+| `lm`                            | the built-in Llama (`twophase.tasks.lm`)                        |
+| `hf:NAME_OR_PATH`               | any causal language model of transformers (`twophase.tasks.hf`) |
+| `digits`                        | a small classifier of scikit-learn's digits                     |
+| `FILE.py:CLASS`, `MODULE:CLASS` | a task of your own                                              |
+
+A task other than `lm` is a class; when it is a dataclass, its fields are configuration values below `task.`: options of
+the command line (`--task.width 32`) and axes of a sweep (`--axis task.width 32 64`). A field `replicas` is no such
+value: it receives the run's number of replicas, for a task that shares its data out among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+import typing
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from twophase.base.config import FIXED, UsageError, from_tree
+from twophase.number import did_you_mean
+from twophase.tasks.lm.config import TrainConfig
+from twophase.tasks.lm.config import check as check_language
+from twophase.training.config import RunConfig
+from twophase.training.config import check as check_run
+
+LM, HF, TASK, REPLICAS = "lm", "hf:", "task", "replicas"
+_SHIPPED = {"digits": ("twophase.tasks.digits", "Digits")}
+_HF_HOME = ("twophase.tasks.hf", "HuggingFace")
+_KINDS = (bool, int, float, str)
+"""Types of values that an option, a file and an axis can hold."""
+
+
+def task_class(name: str) -> type:
+    """Return the class of a task.
+
+    Raises:
+        UsageError: a name of another form, a file or module that is missing or fails, or a class that it lacks.
+    """
+    if name.startswith(HF) and name != HF:
+        return _attribute(name, *_HF_HOME)
+    if name in _SHIPPED:
+        return _attribute(name, *_SHIPPED[name])
+    module, colon, kind = name.rpartition(":")
+    if not (colon and module and kind.isidentifier()):
+        forms = [LM, *_SHIPPED, "hf:NAME_OR_PATH", "FILE.py:CLASS", "MODULE:CLASS"]
+        raise UsageError(f"--task {name}: there is no such task; {did_you_mean(name, forms)}")
+    return _attribute(name, module, kind)
+
+
+def _attribute(name: str, module: str, kind: str) -> type:
+    found = getattr(_module(name, module), kind, None)
+    if not inspect.isclass(found):
+        what = "has no such class" if found is None else "is no class"
+        raise UsageError(f"--task {name}: {kind} {what} in {module}; name the task's class")
+    return found
+
+
+@cache
+def _module(name: str, module: str) -> ModuleType:
+    """Import a module by its name, or a file; a module's name also means a file in the working directory."""
+    file = Path(module if module.endswith(".py") else f"{module}.py")
+    try:
+        if not (module.endswith(".py") or file.is_file()):
+            return importlib.import_module(module)
+        if not file.is_file():
+            raise UsageError(f"--task {name}: there is no file {file.absolute()}; give its path")
+        loaded = sys.modules.get(file.stem)
+        if loaded is not None and (place := getattr(loaded, "__file__", None)) and file.samefile(place):
+            return loaded
+        spec = importlib.util.spec_from_file_location(file.stem, file.absolute())
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(file.stem, loaded)  # dataclasses and pickles look there
+        spec.loader.exec_module(loaded)
+    except UsageError:
+        raise
+    except Exception as error:  # of the file's own code
+        raise UsageError(
+            f"--task {name}: {module} cannot be imported ({type(error).__name__}: {error}); correct it, or install "
+            "what it needs"
+        ) from error
+    return loaded
+
+
+def name_of(kind: type) -> str:
+    """Return the name by which another process finds a task's class.
+
+    Raises:
+        UsageError: a class that is defined in a notebook or inside of a function.
+    """
+    for name, home in _SHIPPED.items():
+        if (kind.__module__, kind.__name__) == home:
+            return name
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    if "." in kind.__qualname__ or module is None or (kind.__module__ == "__main__" and file is None):
+        raise UsageError(
+            f"the task {kind.__qualname__} cannot be found by another process; define its class at the top of a file"
+        )
+    if kind.__module__ != "__main__" and "." in kind.__module__:
+        return f"{kind.__module__}:{kind.__name__}"
+    if file is None:
+        return f"{kind.__module__}:{kind.__name__}"
+    place = Path(file).absolute()
+    return f"{place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place}:{kind.__name__}"
+
+
+@cache
+def config_class(name: str) -> type[RunConfig]:
+    """Return the class of a configuration of a task's runs: `RunConfig` with the task's values below `task`.
+
+    Raises:
+        UsageError: as `task_class`, or a field without a default, or of a type that no option can hold.
+    """
+    if name == LM:
+        return TrainConfig
+    kind = task_class(name)
+    options = dataclasses.make_dataclass(
+        kind.__name__,
+        [("name", str, dataclasses.field(default=name, metadata=FIXED)), *_fields(name, kind)],
+        namespace={"__doc__": inspect.getdoc(kind) or "", "__module__": kind.__module__},
+        frozen=True,
+    )
+    part = dataclasses.make_dataclass(
+        "TaskPart", [(TASK, options, dataclasses.field(default_factory=options))], frozen=True
+    )
+    # Fields come in reverse order of the bases: the task first, as config.yaml files have it.
+    return dataclasses.make_dataclass("TaskRunConfig", [], bases=(RunConfig, part), frozen=True)
+
+
+def _fields(name: str, kind: type) -> list[tuple[str, Any, Any]]:
+    """Return a task's fields as those of its values."""
+    if not dataclasses.is_dataclass(kind):
+        return []
+    hints = typing.get_type_hints(kind)
+    fields = []
+    for field in dataclasses.fields(kind):
+        if not field.init or field.name == REPLICAS or (name.startswith(HF) and field.name == "source"):
+            continue
+        hint, default = hints[field.name], field.default
+        parts = [part for part in typing.get_args(hint) if part is not Ellipsis]
+        literal = typing.get_origin(hint) is typing.Literal
+        fits = hint in _KINDS or literal or (typing.get_origin(hint) is tuple and set(parts) <= set(_KINDS))
+        if default is dataclasses.MISSING or not fits or field.name == "name":
+            raise UsageError(
+                f"--task {name}: its field {field.name} must have a default, another name than `name`, and a type of "
+                "int, float, bool, str, a Literal, or a tuple of these"
+            )
+        fields.append((field.name, hint, dataclasses.field(default=default, metadata=field.metadata)))
+    return fields
+
+
+def config_of(tree: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration that a tree holds, of whichever task.
+
+    Raises:
+        UsageError: as `config_class`, or values that the task does not have.
+    """
+    part = tree.get(TASK)
+    name = part.get("name") if isinstance(part, Mapping) else LM
+    return from_tree(config_class(str(name)), tree)
+
+
+def check(config: RunConfig) -> RunConfig:
+    """Return a configuration if it can be run.
+
+    Raises:
+        UsageError: naming the option, its value, the range and the remedy.
+    """
+    if isinstance(config, TrainConfig):
+        return check_language(config)
+    check_run(config)
+    options: Any = config.task  # type: ignore[attr-defined]
+    if type(config) is not config_class(options.name):
+        raise UsageError(f"--task.name {options.name}: the task is named by --task, once for all runs of a sweep")
+    instance_of(options, config.replicas)
+    return config
+
+
+def instance_of(options: Any, replicas: int) -> Any:
+    """Return a task as its class makes it.
+
+    Args:
+        options: the `task` of a configuration that is not a `TrainConfig`.
+        replicas: of the run.
+
+    Raises:
+        UsageError: values that the class refuses.
+    """
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    name = values.pop("name")
+    if name.startswith(HF):
+        values["source"] = name.removeprefix(HF)
+    kind = task_class(name)
+    if dataclasses.is_dataclass(kind) and any(field.name == REPLICAS for field in dataclasses.fields(kind)):
+        values[REPLICAS] = replicas
+    try:
+        return kind(**values)
+    except UsageError:
+        raise
+    except Exception as error:  # of the class's own code
+        raise UsageError(
+            f"--task {name}: {kind.__name__} cannot be made ({type(error).__name__}: {error}); give it other values "
+            "(--task.…), or correct the class"
+        ) from error

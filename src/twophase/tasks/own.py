@@ -1,0 +1,174 @@
+"""A task that is not the built-in language model, checked where it enters: its methods, shapes and determinism."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twophase.base.config import RunError, UsageError, to_tree
+from twophase.base.errors import is_out_of_memory
+from twophase.base.source import source_digest
+from twophase.training.device import first_line, moved
+
+_METHODS = ("model", "batch", "loss", "evaluate")
+
+
+class OwnTask:
+    """A task, whatever its class, as the training loop takes it: its results are checked, its errors name it.
+
+    Args:
+        task: an object with the methods of `twophase.training.task.Task`; `describe` and `inner` may be missing.
+        options: the values that made it, and its `name`: a dataclass.
+
+    Raises:
+        UsageError: a method is missing.
+    """
+
+    def __init__(self, task: Any, options: Any) -> None:
+        name = options.name
+        if missing := [method for method in _METHODS if not callable(getattr(task, method, None))]:
+            raise UsageError(
+                f"--task {name}: {type(task).__name__} has no method {', '.join(missing)}; a task has "
+                f"{', '.join(_METHODS)}"
+            )
+        self.task, self.name, self.options = task, name, options
+        for method in ("inner", "data_fault"):
+            if hasattr(task, method):
+                setattr(self, method, getattr(task, method))
+
+    def model(self, seed: int) -> nn.Module:
+        """Return a model with fresh weights; what torch draws for them is seeded here."""
+        torch.manual_seed(seed)
+        model = self._call("model", seed)
+        if not isinstance(model, nn.Module):
+            raise self._refusal(f"model() returned a {type(model).__name__}; return a torch.nn.Module")
+        return model
+
+    def batch(self, seed: int, step: int, replica: int) -> Any:
+        """Return the batch of a replica's inner step.
+
+        What the step then draws from torch, such as dropout, is seeded by the same three numbers: a resumed run, and a
+        run that shares its steps with others, draws the same.
+        """
+        batch = self._call("batch", seed, step, replica)
+        digest = hashlib.blake2b(f"{seed} {step} {replica}".encode(), digest_size=7).digest()
+        torch.manual_seed(int.from_bytes(digest, "big"))
+        return batch
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss, a scalar."""
+        loss = self._call("loss", model, batch)
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            shape = f"of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else ""
+            raise self._refusal(
+                f"loss() returned a {type(loss).__name__} {shape}; return a scalar tensor: the mean over the batch"
+            )
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return held-out numbers, of a model in evaluation mode, which is in the mode of before at the end."""
+        mode = model.training
+        try:
+            numbers = self._call("evaluate", model.eval())
+        finally:
+            model.train(mode)
+        try:
+            numbers = {str(name): float(value) for name, value in numbers.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            raise self._refusal(f"evaluate() returned {numbers!r:.80}; return numbers by name") from None
+        if "loss" not in numbers:
+            raise self._refusal(f"evaluate() returned {', '.join(numbers) or 'nothing'}; `loss` must be among them")
+        return numbers
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies model and data; `fingerprint` changes with it, and with the code of the class."""
+        told = self._call("describe") if hasattr(self.task, "describe") else {}
+        try:
+            text = json.dumps(told, sort_keys=True)
+            description = dict(told)
+        except (TypeError, ValueError) as error:
+            raise self._refusal(f"describe() holds what is not JSON ({error}); return plain values by name") from None
+        values = json.dumps([text, to_tree(self.options), self.source()], sort_keys=True)
+        digest = description.pop("fingerprint", None)
+        text = values if digest is None else f"{values}{digest}"
+        return {"task": self.name, **description, "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
+
+    def source(self) -> str:
+        """Return digits of the file of the task's class; of a notebook's class, and of a shipped one, the name."""
+        if type(self.task).__module__.startswith("twophase."):
+            return type(self.task).__qualname__
+        try:
+            return source_digest([Path(inspect.getfile(type(self.task)))])
+        except (OSError, TypeError):
+            return type(self.task).__qualname__
+
+    def check(self, device: torch.device) -> None:
+        """Try the task: twice the same model, twice the same batch, a finite scalar loss.
+
+        Raises:
+            UsageError: naming what is missing, not deterministic, or not a finite scalar.
+        """
+        model, again = self.model(0), self.model(0)
+        state, repeated = model.state_dict(), again.state_dict()
+        if list(state) != list(repeated) or not all(_alike(state[name], repeated[name]) for name in state):
+            raise self._refusal("model(0) returned other weights the second time; seed everything that it draws")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise self._refusal("model(0) has no parameter that requires a gradient")
+        batch = self.batch(0, 0, 0)
+        if not _alike(batch, self.batch(0, 0, 0)):
+            raise self._refusal(
+                "batch(0, 0, 0) returned another batch the second time; draw it from (seed, step, replica) alone, as "
+                "by numpy.random.default_rng((seed, step, replica))"
+            )
+        self.describe()
+        loss = float(self.loss(model.to(device), self._moved(batch, device)).detach())
+        if not math.isfinite(loss):
+            raise self._refusal(f"the loss of a fresh model is {loss}; correct loss(), or the first batch")
+
+    def _moved(self, batch: Any, device: torch.device) -> Any:
+        try:
+            return moved(batch, device)
+        except (AttributeError, TypeError) as error:
+            raise self._refusal(
+                f"batch() returned what cannot be moved to a device ({error}); return tensors, NumPy arrays, or "
+                "tuples, lists and dictionaries of them"
+            ) from None
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call one of the task's methods; an error of its own becomes a message that names it."""
+        try:
+            return getattr(self.task, method)(*arguments)
+        except (UsageError, RunError):
+            raise
+        except Exception as error:  # of the task's own code
+            if is_out_of_memory(error):
+                raise
+            place = inspect.trace()[-1]
+            raise self._refusal(
+                f"{method}() failed at {Path(place.filename).name}:{place.lineno} ({type(error).__name__}: "
+                f"{first_line(error)})"
+            ) from error
+
+    def _refusal(self, fault: str) -> UsageError:
+        return UsageError(f"--task {self.name}: {fault}")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Tell whether two trees of tensors and arrays are the same bits."""
+    if isinstance(one, Tensor) or hasattr(one, "dtype"):
+        first, second = torch.as_tensor(one), torch.as_tensor(other)
+        return first.dtype == second.dtype and torch.equal(first.nan_to_num(), second.nan_to_num())
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and list(one) == list(other) and all(_alike(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_alike, one, other))
+    return one == other
