@@ -25,9 +25,9 @@ import torch
 from bounds import finish
 from twophase.base.config import with_values
 from twophase.diloco.communicator import SingleProcess
-from twophase.sweep.forest import Grower
-from twophase.sweep.grid import Axis, Sweep, product
-from twophase.sweep.plan import Plan, plan
+from twophase.sweeps.forest import Grower
+from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.plan import Plan, plan
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.trainer import Trainer

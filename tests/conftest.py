@@ -18,7 +18,7 @@ from hypothesis import settings
 import forked
 from twophase.policies import text
 from twophase.policies.base import Restart, RestartPolicy, RoundSignal, State
-from twophase.sweep import crew as launch
+from twophase.sweeps import crew as launch
 
 torch.set_num_threads(1)  # sums are then made in one order, so that equal means equal bits
 

@@ -27,14 +27,14 @@ from typing import IO, Any
 import torch
 
 import twophase
-from twophase.sweep import crew as launch
+from twophase.sweeps import crew as launch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "twophase.cli.main",
         "twophase.training.train",
-        "twophase.sweep.run",
+        "twophase.sweeps.run",
         "torch._dynamo",  # torch imports it, in seconds, with a process's first optimizer
         "optuna.storages",
         "sqlalchemy.dialects.sqlite",
@@ -152,7 +152,7 @@ class Popen(_Process):
 
 
 FORKING = SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
-"""In place of the module `subprocess` in `twophase.sweep.crew`."""
+"""In place of the module `subprocess` in `twophase.sweeps.crew`."""
 
 
 class _End:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from twophase.sweep.grid import Cell, Sweep
-from twophase.sweep.table import Row, rows_of
+from twophase.sweeps.grid import Cell, Sweep
+from twophase.sweeps.table import Row, rows_of
 
 Value = Callable[[Cell], float | str | None]
 """A perplexity, "diverged", or None for a run that is missing."""

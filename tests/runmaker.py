@@ -13,8 +13,8 @@ import numpy as np
 
 from twophase.base.config import dump_yaml, fingerprint
 from twophase.rule import OuterRule
-from twophase.sweep.grid import Axis, Sweep, product
-from twophase.sweep.table import rows_of, write_rows
+from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.table import rows_of, write_rows
 from twophase.tasks.lm.config import TrainConfig
 from twophase.theory.rollout import rollout
 from twophase.training.config import OuterConfig

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from twophase.judge.comparison import Comparison, Difference
 from twophase.judge.verdict import Verdict
-from twophase.sweep.table import Row, State
+from twophase.sweeps.table import Row, State
 
 WITHIN = (0.02, 0.1, 0.25)
 LR, MOMENTUM, RESTART = "outer.lr", "outer.momentum", "outer.restart"

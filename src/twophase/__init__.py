@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from twophase.diloco.engine import DiLoCo
     from twophase.diloco.report import RoundReport
     from twophase.elastic.torchft import TorchFT
+    from twophase.experiments import sweep, train
     from twophase.optim.outer import OuterSGD
     from twophase.policies.adaptive import Auto
     from twophase.policies.base import Never, Restart, RestartPolicy, RoundSignal, Step
@@ -44,6 +45,8 @@ _HOMES = {
     "TorchFT": "twophase.elastic.torchft",
     "load": "twophase.report.results",
     "record": "twophase.training.recording",
+    "sweep": "twophase.experiments",
+    "train": "twophase.experiments",
 }
 
 __all__ = [
@@ -66,6 +69,8 @@ __all__ = [
     "TorchFT",
     "load",
     "record",
+    "sweep",
+    "train",
 ]
 
 

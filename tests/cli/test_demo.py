@@ -13,8 +13,8 @@ from runmaker import SUM, write_run
 from twophase.cli import demo as command
 from twophase.cli.main import main
 from twophase.recipes.demo import demo
-from twophase.sweep.grid import Cell
-from twophase.sweep.table import write_rows
+from twophase.sweeps.grid import Cell
+from twophase.sweeps.table import write_rows
 
 
 def begun(folder: Path) -> command._Page:

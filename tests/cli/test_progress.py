@@ -11,9 +11,9 @@ from madeup import rows
 from twophase.cli.sweeping import watched
 from twophase.recipes.demo import demo
 from twophase.studies._demo import terminal_maps
-from twophase.sweep.grid import Sweep
-from twophase.sweep.run import Status
-from twophase.sweep.table import Row, titles
+from twophase.sweeps.grid import Sweep
+from twophase.sweeps.run import Status
+from twophase.sweeps.table import Row, titles
 
 RESTORED = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -28,7 +28,7 @@ def shown(sweep: Sweep) -> None:
 
     with watched("demo", quiet=False, picture=terminal_maps) as tell:
         tell(Status(83, 0, 0, 0, 2, rows=now))
-        tell(Status(83, 1, 0, 0, 2, first, "finished", "", names[first], 15.95, now))
+        tell(Status(83, 1, 0, 0, 2, first, "finished", "", names[first], "perplexity 15.9", now))
         tell(Status(83, 1, 1, 0, 2, second, "diverged", "", names[second], None, now))
         tell(Status(83, 1, 1, 0, 2, event="replaced", error="worker 7 was killed", rows=now))
 

@@ -21,11 +21,11 @@ import textmaker
 from commands import SMALL, outcome, snapshot
 from twophase.cli.main import main
 from twophase.runs.folder import read_lines
-from twophase.sweep import crew as launch
-from twophase.sweep.grid import Sweep, parse_axes, product
-from twophase.sweep.plan import Plan, plan
-from twophase.sweep.table import Row, read_rows
-from twophase.sweep.work import DONE_LOG, Work
+from twophase.sweeps import crew as launch
+from twophase.sweeps.grid import Sweep, parse_axes, product
+from twophase.sweeps.plan import Plan, plan
+from twophase.sweeps.table import Row, read_rows
+from twophase.sweeps.work import DONE_LOG, Work
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.task import corpus_of
 from twophase.training.trainer import Trainer
@@ -363,7 +363,7 @@ def test_slurm_launcher(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPa
         calls.append((folder, list(command), workers, dict(options)))
         return [f"7_{number}" for number in range(workers)]
 
-    monkeypatch.setattr("twophase.sweep.slurm.submit", fake)
+    monkeypatch.setattr("twophase.sweeps.slurm.submit", fake)
     folder = tmp_path / "sweep"
     words = ["sweep", "--axis", "outer.lr", "0.3", "0.7", "--launcher", "slurm", "--slurm-time", "60", "--out", folder]
     said = call(*words, "--workers", "5")

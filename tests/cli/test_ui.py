@@ -18,8 +18,8 @@ from runmaker import EMA, NESTEROV, SUM, config_of, write_lines, write_run
 from twophase.cli.main import main
 from twophase.cli.serving import serve
 from twophase.report.ui import Library
-from twophase.sweep.grid import Axis, Sweep, product
-from twophase.sweep.table import Row, write_rows
+from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.table import Row, write_rows
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -19,7 +19,7 @@ from typing import Any
 from faults.calls import INSTALLED
 from forked import Signalled
 from twophase.cli.main import main
-from twophase.sweep import crew
+from twophase.sweeps import crew
 
 HANG = 60.0
 """Seconds after which a command counts as hanging."""

@@ -215,7 +215,7 @@ def _compute_nothing(study: str) -> None:
 def _draw_nothing() -> None:
     """Let a sweep's figure be written without being drawn, which takes a second, and keep tracebacks off its log."""
     from twophase.figures import heatmaps
-    from twophase.sweep import queue, work
+    from twophase.sweeps import queue, work
 
     queue.STALE_SECONDS, queue.BEAT_SECONDS = 10.0, 4.0  # a claim that a power cut has torn
     work.traceback = SimpleNamespace(print_exc=lambda: None)  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from twophase.figures import heatmaps as plot
 from twophase.figures import overview
 from twophase.figures.heatmaps import Panel, Scale, heatmaps, readable_on, scale_of
 from twophase.figures.style import INK, log_ticks
-from twophase.sweep.table import Row, State, settings
+from twophase.sweeps.table import Row, State, settings
 
 LABELS: dict[str, Any] = {
     "x_label": "outer lr",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from twophase.figures.thresholds import THRESHOLDS, Curve, curve_of, thresholds
-from twophase.sweep.table import Row, Setting, settings
+from twophase.sweeps.table import Row, Setting, settings
 
 
 def cells(arm: str, *by_seed: tuple[float | None, ...]) -> list[Setting]:

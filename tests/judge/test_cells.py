@@ -12,7 +12,7 @@ from hypothesis import given
 from twophase.base.errors import UsageError
 from twophase.judge.bootstrap import percentile_interval
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, Paired, alike, fate, logs, means, outcomes, paired, worst
-from twophase.sweep.table import Row, settings
+from twophase.sweeps.table import Row, settings
 from verdict_tables import LR, MOMENTUM, TABLES, finished, row
 
 PLACE = (LR, MOMENTUM)

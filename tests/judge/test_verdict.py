@@ -18,7 +18,7 @@ from twophase.judge.bootstrap import percentile_interval, t_interval
 from twophase.judge.comparison import Difference
 from twophase.judge.verdict import Verdict, verdict
 from twophase.judge.verdict_text import describe, write
-from twophase.sweep.table import Row
+from twophase.sweeps.table import Row
 from verdict_tables import FIRST, LR, MATCHED, MOMENTUM, SECOND, TABLES, WITHIN, measured, only, row, values
 
 # ------------------------------------------------------------------------------------------- a slow way to the same

@@ -11,7 +11,7 @@ import pytest
 from twophase.base.config import UsageError
 from twophase.judge.verdict import select, verdict
 from twophase.judge.verdict_text import describe, write
-from twophase.sweep.table import Row, geometric_mean, read_rows
+from twophase.sweeps.table import Row, geometric_mean, read_rows
 from verdict_tables import LR, finished, measured, name, only, row, values
 
 

@@ -16,7 +16,7 @@ from twophase.optim.outer import OuterSGD
 from twophase.policies.adaptive import Auto
 from twophase.restart import RoundSignal, State, Step, ask
 from twophase.rule import OuterRule
-from twophase.sweep.history import algebra
+from twophase.sweeps.history import algebra
 from twophase.theory.rollout import rollout
 from twophase.training.config import OuterConfig
 

@@ -21,7 +21,7 @@ from twophase.recipes.controls import (
     with_averaging,
 )
 from twophase.restart import AtRounds, Never, Periodic, Restart, RestartPolicy, RoundSignal, Soft, State, ask
-from twophase.sweep.grid import Axis, Cell, product
+from twophase.sweeps.grid import Axis, Cell, product
 from twophase.tasks.lm.config import TrainConfig, check
 from twophase.training.config import SyncConfig
 

@@ -25,7 +25,7 @@ from twophase.recipes.paper import (
     tuned,
 )
 from twophase.restart import Soft, mean_outer_gain
-from twophase.sweep.grid import Cell, Sweep, extends
+from twophase.sweeps.grid import Cell, Sweep, extends
 from twophase.tasks.lm.config import check
 
 FORMS, KINDS = ("sum", "ema"), ("heavy ball", "Nesterov")

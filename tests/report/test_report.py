@@ -29,8 +29,8 @@ from twophase.report.run import run_report
 from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import read_sweep
 from twophase.runs.record import read_record
-from twophase.sweep.grid import Axis, Sweep, product
-from twophase.sweep.table import Row, read_rows, write_rows
+from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.table import Row, read_rows, write_rows
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -16,7 +16,7 @@ from twophase.judge.verdict import verdict
 from twophase.report.results import Run, Sweep
 from twophase.runs.folder import read_lines
 from twophase.runs.record import read_record
-from twophase.sweep.table import read_rows
+from twophase.sweeps.table import read_rows
 
 
 def run_of(path: Path, sigma: float = 0.3, rounds: int = 20) -> Run:

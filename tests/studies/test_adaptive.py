@@ -17,8 +17,8 @@ from twophase.recipes.paper import QUICK
 from twophase.restart import parse
 from twophase.studies import adaptive_choice, adaptive_confirmation
 from twophase.studies._adaptive import AVERAGING, BEST_K, BEST_OTHER, CHOSEN, TUNED_FREE, aims
-from twophase.sweep.grid import Cell, Sweep
-from twophase.sweep.plan import plan
+from twophase.sweeps.grid import Cell, Sweep
+from twophase.sweeps.plan import plan
 
 STUDIES: dict[str, Any] = {"choice": (adaptive_choice, choice), "confirmation": (adaptive_confirmation, confirmation)}
 SCALE = replace(QUICK, seeds=(0, 1, 2))

@@ -20,9 +20,9 @@ from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import _blockwise_cells as cells
 from twophase.studies import blockwise, study
 from twophase.studies._blockwise_cells import ALL, MEAN, NEVER, ORACLE, ROUNDS, SEARCH, SHUFFLED
-from twophase.sweep.grid import Cell, Sweep
-from twophase.sweep.run import Status
-from twophase.sweep.table import Row
+from twophase.sweeps.grid import Cell, Sweep
+from twophase.sweeps.run import Status
+from twophase.sweeps.table import Row
 
 SEED_FACTOR = {0: 1.0, 1: 0.96, 2: 1.05, 3: 1.01}
 BEST = {"embedding": "2", "attention": NEVER, "mlp": "5", "head": "2"}

@@ -17,8 +17,8 @@ from twophase.base.config import UsageError, with_values
 from twophase.recipes.demo import demo
 from twophase.restart import mean_outer_gain
 from twophase.studies._demo import draw, findings, terminal_maps, verdict
-from twophase.sweep.grid import Cell
-from twophase.sweep.table import arm_name as shown_name
+from twophase.sweeps.grid import Cell
+from twophase.sweeps.table import arm_name as shown_name
 from twophase.tasks.lm.config import TrainConfig, check
 
 MAIN = ["heavy ball, never", "heavy ball, K=3", "Nesterov, never", "Nesterov, K=3"]

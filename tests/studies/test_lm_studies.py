@@ -25,9 +25,9 @@ from twophase.studies import retuning as retuning_study
 from twophase.studies import robustness_heatmaps as heatmaps_study
 from twophase.studies import soft_restart as soft_study
 from twophase.studies import wires as wires_study
-from twophase.sweep import run as launch
-from twophase.sweep.grid import Cell, Sweep
-from twophase.sweep.table import Row, write_rows
+from twophase.sweeps import run as launch
+from twophase.sweeps.grid import Cell, Sweep
+from twophase.sweeps.table import Row, write_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODULES: dict[str, Any] = {

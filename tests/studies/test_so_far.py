@@ -20,7 +20,7 @@ from twophase.cli.main import main
 from twophase.recipes.paper import QUICK, Scale
 from twophase.studies import _training, robustness_heatmaps, study
 from twophase.studies._so_far import complete
-from twophase.sweep.table import SEED, Row, write_rows
+from twophase.sweeps.table import SEED, Row, write_rows
 
 NAME = "adaptive_confirmation"
 SCALE = replace(QUICK, name="small", seeds=(0, 1, 2), lrs=(0.3,), momenta=(0.9,))

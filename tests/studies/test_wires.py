@@ -21,8 +21,8 @@ from twophase.diloco.transfer import WIRES
 from twophase.figures.style import rendered, styled
 from twophase.recipes.paper import LAPTOP, PAPER, QUICK, Scale
 from twophase.studies import wires
-from twophase.sweep.grid import Cell
-from twophase.sweep.plan import plan
+from twophase.sweeps.grid import Cell
+from twophase.sweeps.plan import plan
 from twophase.tasks.lm.model import Llama
 
 SEED_FACTOR = {0: 0.97, 1: 1.04, 2: 1.0}

@@ -37,7 +37,7 @@ from twophase.spectrum import (
     seen,
     setting_of,
 )
-from twophase.sweep.table import format_table
+from twophase.sweeps.table import format_table
 from twophase.tasks.lm.restored import Restored, restore
 from twophase.theory.observed import Observed
 

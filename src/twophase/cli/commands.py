@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ def plain_parser(command: str, **options: Any) -> Parser:
 def run_parser(command: str, **options: Any) -> Parser:
     """Make the parser of a command that trains: `--out` and `--quiet`."""
     parser = plain_parser(command, **options)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results; an unfinished one is resumed")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results; an unfinished one is resumed")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     return parser
 
@@ -54,8 +55,7 @@ def config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--task",
         metavar="NAME",
-        help="what is trained: lm (the built-in Llama), digits, hf:NAME_OR_PATH, or a task of your own, "
-        "FILE.py:CLASS (lm)",
+        help="what to train: lm, digits, hf:MODEL, FILE.py:CLASS",
     )
     parser.add_argument(
         "--recipe", metavar="NAME", help="start from a recipe's values: paper_150m, small, nano; files and options win"
@@ -120,7 +120,7 @@ def train_config(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, 
 
 def _words_of(option: str, words: Sequence[str]) -> list[str]:
     """Return the values that an option is given, before all options are known."""
-    pairs = zip(words, [*words[1:], ""], strict=True)
+    pairs = itertools.pairwise([*words, ""])
     return [word.partition("=")[2] or after for word, after in pairs if word.partition("=")[0] == option]
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from twophase.runs.record import RunRecord
-    from twophase.sweep.grid import Sweep
-    from twophase.sweep.table import Row
+    from twophase.sweeps.grid import Sweep
+    from twophase.sweeps.table import Row
 
 _SECONDS = 5.0
 """Between two writings of the page."""
@@ -78,8 +78,8 @@ class _Page:
 
     def finish(self) -> list[Row] | None:
         """Write the page for the last time; return the rows, or None where no demo was begun."""
-        from twophase.sweep.run import TABLE
-        from twophase.sweep.table import read_rows
+        from twophase.sweeps.run import TABLE
+        from twophase.sweeps.table import read_rows
 
         if self.next_at is None:  # refused, or only planned: the folder may be another sweep's
             return None
@@ -121,7 +121,7 @@ class _Page:
         """Return the two runs that the demo begins with, so far as they have ended."""
         from twophase.runs.folder import read_summary
         from twophase.runs.record import read_record
-        from twophase.sweep.work import RUNS
+        from twophase.sweeps.work import RUNS
 
         folders = [self.out / RUNS / cell.run_id for cell in self.sweep.cells[:2]]
         return [read_record(path) for path in folders if read_summary(path, path.name) is not None]

@@ -23,7 +23,7 @@ from twophase.report.sweep import sweep_report
 from twophase.report.sweep_record import is_sweep, read_sweep
 from twophase.runs.folder import COMPARE, CONFIG, ENV, METRICS, REPORT, ROUNDS, STEPS, SUMMARY, weights_fault
 from twophase.runs.record import RunRecord, is_run, read_record
-from twophase.sweep.work import RUNS
+from twophase.sweeps.work import RUNS
 
 _FILES = (CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY)
 _States = dict[Path, list[tuple[int, int]]]

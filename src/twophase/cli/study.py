@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
             options.out,
             options.quick,
             scale=options.scale,
-            workers=workers_of(options),
+            workers=workers_of(options.workers),
             progress=progress,
             tables=options.table,
         )

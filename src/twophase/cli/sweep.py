@@ -9,15 +9,15 @@ from twophase.base.config import UsageError
 from twophase.cli.commands import PROGRAM, command_line, config_options, print_config, run_parser, train_config
 
 if TYPE_CHECKING:
-    from twophase.sweep.grid import Sweep
-    from twophase.sweep.table import Row
+    from twophase.sweeps.grid import Sweep
+    from twophase.sweeps.table import Row
 
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status."""
     from twophase.cli.sweeping import add_options, run, take_slurm_options
     from twophase.recipes.controls import controls_of, in_arms
-    from twophase.sweep.grid import Sweep, parse_axes
+    from twophase.sweeps.grid import Sweep, parse_axes
     from twophase.tasks.named import check
 
     parser = run_parser("sweep", on_demand=["run"])

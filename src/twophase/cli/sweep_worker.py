@@ -21,6 +21,6 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--leash", action="store_true", help="end when stdin does")
     options = parser.parse_args(words)
-    from twophase.sweep.worker import serve
+    from twophase.sweeps.worker import serve
 
     return serve(options.out, in_memory=options.in_memory, leash=options.leash)

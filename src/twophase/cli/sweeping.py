@@ -17,11 +17,11 @@ from twophase.base.config import UsageError
 from twophase.base.progress import duration, meter
 from twophase.cli.commands import between, verify_option
 from twophase.runs.folder import list_some
-from twophase.sweep.grid import Sweep
-from twophase.sweep.plan import plan
-from twophase.sweep.run import TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
-from twophase.sweep.table import Row, format_table, read_rows
-from twophase.sweep.work import Work
+from twophase.sweeps.grid import Sweep
+from twophase.sweeps.plan import plan
+from twophase.sweeps.run import TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
+from twophase.sweeps.table import Row, format_table, read_rows
+from twophase.sweeps.work import Work
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,9 +69,9 @@ def add_workers(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--workers", type=between(0, MOST_WORKERS), default=None, metavar="N", help=text)
 
 
-def workers_of(options: argparse.Namespace) -> int:
+def workers_of(workers: int | None) -> int:
     """Return how many workers that option asks for, where the device is not known yet."""
-    return _cores() if options.workers is None else options.workers
+    return _cores() if workers is None else workers
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def run(
             f"the grid has {len(sweep.cells)} cells ({len(sweep.runs)} runs), more than {MOST_CELLS}; look at them "
             "with --dry-run, then add --yes"
         )
-    devices = _devices(sweep) if options.launcher == "local" else []
+    devices = devices_of(sweep) if options.launcher == "local" else []
     workers = (len(devices) or _cores()) if options.workers is None else options.workers
     work, texts = read_plan(sweep, out), None
     if options.dry_run or work is None or not all(map(work.finished, work.runs)):
@@ -185,7 +185,7 @@ def run(
     launched: list[str] = []
 
     def launch(command: Sequence[str]) -> None:
-        from twophase.sweep.slurm import submit
+        from twophase.sweeps.slurm import submit
 
         launched.extend(submit(out, command, workers, slurm or {}))
 
@@ -319,7 +319,7 @@ def _timed(config: RunConfig) -> tuple[float, float]:
     return statistics.median(times), judged
 
 
-def _devices(sweep: Sweep) -> list[str]:
+def devices_of(sweep: Sweep) -> list[str]:
     """List the GPUs for the workers of a sweep; none where it needs none."""
     if not any(config.device == "cuda" for config in sweep.runs.values()):
         return []

@@ -61,7 +61,7 @@ def main(words: list[str]) -> int:
     summary = read_summary(out, fingerprint(config))
     if summary is not None and (fault := weights_fault(out, summary)):
         raise RunError(fault)
-    summary = summary or _train_run(out, config, options)
+    summary = summary or train_run(out, config, options)
     lead = os.environ.get("RANK", "0") == "0"
     if summary["exit_reason"] == "stopped":
         if lead:
@@ -151,7 +151,7 @@ def _check_elastic(options: argparse.Namespace) -> None:
         )
 
 
-def _train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
+def train_run(out: Path, config: RunConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Train what is not finished yet."""
     from twophase.runs.trackers import check, tracked
     from twophase.tasks.build import task_of

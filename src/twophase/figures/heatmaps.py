@@ -24,7 +24,7 @@ from twophase.figures.style import (
     styled,
     write_files,
 )
-from twophase.sweep.table import Setting, State, readable
+from twophase.sweeps.table import Setting, State, readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

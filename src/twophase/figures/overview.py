@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from twophase.figures.heatmaps import Panel, draw_heatmaps, heatmaps, scale_of, tile
 from twophase.figures.style import styled
-from twophase.sweep.grid import MOMENTUM_FREE
-from twophase.sweep.table import LOSS, Row, Setting, arm_name, format_table, measure_of, readable, settings
+from twophase.sweeps.grid import MOMENTUM_FREE
+from twophase.sweeps.table import LOSS, Row, Setting, arm_name, format_table, measure_of, readable, settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

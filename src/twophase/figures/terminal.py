@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from twophase.figures.heatmaps import Panel, Scale, shade
-from twophase.sweep.table import State, readable
+from twophase.sweeps.table import State, readable
 
 if TYPE_CHECKING:
     from rich.text import Text

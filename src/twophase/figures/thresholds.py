@@ -10,7 +10,7 @@ import numpy as np
 
 from twophase.base.files import table_text
 from twophase.figures.style import MUTED, headline, look, new_figure, rendered, share_legend, styled, write_files
-from twophase.sweep.table import Setting
+from twophase.sweeps.table import Setting
 
 THRESHOLDS = range(1, 101)
 """Per cent above the best of all."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from twophase.base.errors import UsageError
 from twophase.judge.bootstrap import Interval, percentile_interval
-from twophase.sweep.table import Setting, State
+from twophase.sweeps.table import Setting, State
 
 DataFrame: TypeAlias = Any
 Series: TypeAlias = Any

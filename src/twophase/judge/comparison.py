@@ -35,7 +35,7 @@ import numpy as np
 
 from twophase.judge.bootstrap import Interval, percentile_interval, t_interval
 from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, SAME, Remark, fate, outcomes
-from twophase.sweep.table import Setting
+from twophase.sweeps.table import Setting
 
 Measure = Literal["tuned best", "held out", "cells", "area"]
 Matching = Literal["paired", "same place", ""]

@@ -18,7 +18,7 @@ from twophase.base.config import UsageError
 from twophase.judge.bootstrap import LEVEL
 from twophase.judge.cells import outcomes
 from twophase.judge.comparison import Arm, Comparison, compare
-from twophase.sweep.table import Row, Setting, arm_name, geometric_mean, settings
+from twophase.sweeps.table import Row, Setting, arm_name, geometric_mean, settings
 
 WITHIN = (0.01, 0.02, 0.05, 0.1, 0.25)
 """Distances from the best of all, relative, that robustness areas are given for."""

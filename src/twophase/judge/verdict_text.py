@@ -16,8 +16,8 @@ from twophase.base.files import write_atomic
 from twophase.judge.bootstrap import Interval, largest_coverage
 from twophase.judge.comparison import Comparison, Difference, ratio_of
 from twophase.judge.verdict import ArmVerdict, Verdict
-from twophase.sweep.grid import MOMENTUM_FREE
-from twophase.sweep.table import PERPLEXITY, Setting, arm_name, format_table, place_words, readable, with_unit
+from twophase.sweeps.grid import MOMENTUM_FREE
+from twophase.sweeps.table import PERPLEXITY, Setting, arm_name, format_table, place_words, readable, with_unit
 
 _WIDTH, _MOST_ARMS = 100, 8
 

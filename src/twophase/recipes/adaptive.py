@@ -14,8 +14,8 @@ from typing import Any
 from twophase.recipes.controls import FORM, LR, MOMENTUM, NESTEROV, RESTART, momentum_free, with_averaging
 from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
 from twophase.rule import Form
-from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.table import SEED
+from twophase.sweeps.grid import Axis, Cell, Sweep, product
+from twophase.sweeps.table import SEED
 
 FIXED = {"never": "never", "K=2": "2", "K=3": "3", "K=5": "5", "K=7": "7"}
 """Arms without decisions, from name to restart policy."""

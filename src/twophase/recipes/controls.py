@@ -22,7 +22,7 @@ from twophase.base.config import with_values
 from twophase.policies.base import Never, RestartPolicy, RoundSignal, ask
 from twophase.policies.gain import mean_outer_gain
 from twophase.rule import OuterRule
-from twophase.sweep.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
+from twophase.sweeps.grid import MOMENTUM_FREE, Axis, Cell, product, text_of
 
 AVERAGING_LR = 1.0
 """The learning rate at which outer SGD without momentum is plain averaging of the replicas."""

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from twophase.base.config import with_values
 from twophase.recipes.controls import LR, MOMENTUM, NESTEROV, RESTART, gain_matched_all, momentum_free, with_averaging
 from twophase.recipes.paper import PERIOD, RULES
-from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.table import SEED
+from twophase.sweeps.grid import Axis, Cell, Sweep, product
+from twophase.sweeps.table import SEED
 from twophase.tasks.lm.config import TrainConfig
 
 _LRS, _MOMENTA = (0.3, 0.7, 1.1), (0.1, 0.3, 0.5, 0.7, 0.9)

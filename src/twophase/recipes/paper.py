@@ -34,8 +34,8 @@ from twophase.recipes.controls import (
 )
 from twophase.recipes.pretraining import paper_150m
 from twophase.rule import Form
-from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.table import SEED, Row, settings
+from twophase.sweeps.grid import Axis, Cell, Sweep, product
+from twophase.sweeps.table import SEED, Row, settings
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.training.config import InnerConfig
 

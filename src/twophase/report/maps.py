@@ -12,7 +12,7 @@ from twophase.judge.verdict import ArmVerdict, Verdict
 from twophase.report.page import Html, join, link, minus, scroll, tag
 from twophase.report.plot import Chart, Curve
 from twophase.report.sweep_record import SweepRecord
-from twophase.sweep.table import Setting, State, arm_name, measure_of, place_words, readable, with_unit
+from twophase.sweeps.table import Setting, State, arm_name, measure_of, place_words, readable, with_unit
 
 _MOST_MAPS, _LONGEST_AXIS, _MOST_POINTS = 24, 60, 60
 _OUTLINED = 0.25

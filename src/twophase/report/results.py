@@ -20,9 +20,9 @@ from twophase.judge.verdict_text import finding
 from twophase.report.run import result_words
 from twophase.report.sweep_record import SweepRecord, is_sweep, read_sweep
 from twophase.runs.record import Column, RunRecord, is_run, read_record
-from twophase.sweep.run import TABLE
-from twophase.sweep.table import Setting, arm_name
-from twophase.sweep.work import RUNS
+from twophase.sweeps.run import TABLE
+from twophase.sweeps.table import Setting, arm_name
+from twophase.sweeps.work import RUNS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,7 +21,7 @@ from twophase.report.maps import heat
 from twophase.report.page import Html, asset, details, join, page, section, table, tag
 from twophase.report.plot import Chart, Curve, figure, script
 from twophase.runs.record import RunRecord
-from twophase.sweep.table import Setting, readable
+from twophase.sweeps.table import Setting, readable
 
 _SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 _WORDS = {"diverged": "div.", "failed": "failed", "missing": "\N{MIDDLE DOT}"}

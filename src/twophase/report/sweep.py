@@ -15,8 +15,8 @@ from twophase.report.plot import MOST_POINTS, Chart, Curve, figure, script
 from twophase.report.sweep_record import SweepRecord
 from twophase.runs.folder import METRICS
 from twophase.runs.log import read_log
-from twophase.sweep.run import TABLE
-from twophase.sweep.table import SEED, Setting, arm_name, measure_of, readable, result, settings, with_unit
+from twophase.sweeps.run import TABLE
+from twophase.sweeps.table import SEED, Setting, arm_name, measure_of, readable, result, settings, with_unit
 
 _MOST_CURVES, _SHOWN_CURVES, _MOST_CELLS, _MOST_SETTINGS = 400, 8, 400, 60
 _ALL_POINTS = 24_000

@@ -14,9 +14,9 @@ from twophase.judge.verdict import select
 from twophase.report.page import relative
 from twophase.rule import FORM_WORDS
 from twophase.runs.folder import REPORT, RUN_ID, SUMMARY, list_some, read_summary
-from twophase.sweep.run import SPEC, TABLE
-from twophase.sweep.table import Row, cell_text, read_rows
-from twophase.sweep.work import RUNS
+from twophase.sweeps.run import SPEC, TABLE
+from twophase.sweeps.table import Row, cell_text, read_rows
+from twophase.sweeps.work import RUNS
 
 
 @dataclass(slots=True)

@@ -28,9 +28,9 @@ from twophase.report.sweep_record import is_sweep, read_sweep
 from twophase.runs.folder import CONFIG, ENV, METRICS, ROUNDS, STEPS, SUMMARY
 from twophase.runs.log import read_log
 from twophase.runs.record import RunRecord, is_run, read_record
-from twophase.sweep.run import SPEC, TABLE
-from twophase.sweep.table import arm_name, read_rows, settings
-from twophase.sweep.work import RUNS
+from twophase.sweeps.run import SPEC, TABLE
+from twophase.sweeps.table import arm_name, read_rows, settings
+from twophase.sweeps.work import RUNS
 
 SECONDS = 5.0
 """After which the list, and the page of what goes on, show their newest selves."""

@@ -19,7 +19,7 @@ from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE
 from twophase.recipes.paper import BOTH_FORMS, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, WITHIN, seeds_words, tally
 from twophase.studies.study import Result
-from twophase.sweep.table import SEED, Row, Setting, format_table, readable, settings
+from twophase.sweeps.table import SEED, Row, Setting, format_table, readable, settings
 
 CLOSE = 0.005
 """Two tuned bests are as good as each other when they differ by at most this, relatively."""

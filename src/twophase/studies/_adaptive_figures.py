@@ -10,7 +10,7 @@ from twophase.judge.bootstrap import LEVEL
 from twophase.recipes.adaptive import FIXED
 from twophase.studies._adaptive import AVERAGING, BEST_K, CHOSEN, TUNED_FREE, arms_of
 from twophase.studies.study import Result
-from twophase.sweep.table import arm_name
+from twophase.sweeps.table import arm_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

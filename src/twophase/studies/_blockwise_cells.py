@@ -22,8 +22,8 @@ from twophase.base.config import with_values
 from twophase.recipes.paper import PAPER, QUICK, Scale
 from twophase.runs.folder import standard
 from twophase.runs.record import read_record
-from twophase.sweep.grid import Cell, Sweep
-from twophase.sweep.table import Row
+from twophase.sweeps.grid import Cell, Sweep
+from twophase.sweeps.table import Row
 from twophase.theory.periods import log_final_loss
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from twophase.recipes.paper import PERIOD, RULES
 from twophase.rule import FORM_WORDS
 from twophase.studies._demo_titles import curves_of, gain_title, pair_ratios, region_title, threshold_title
 from twophase.studies._lm import MARGIN, WITHIN
-from twophase.sweep.grid import Sweep
-from twophase.sweep.table import SEED, Row, Setting, format_table, geometric_mean, readable, result, settings
-from twophase.sweep.table import arm_name as shown_name
+from twophase.sweeps.grid import Sweep
+from twophase.sweeps.table import SEED, Row, Setting, format_table, geometric_mean, readable, result, settings
+from twophase.sweeps.table import arm_name as shown_name
 
 if TYPE_CHECKING:
     from rich.text import Text

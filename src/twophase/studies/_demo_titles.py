@@ -10,7 +10,7 @@ from twophase.recipes.controls import MOMENTUM_FREE
 from twophase.recipes.demo import arm_name, matched_arm
 from twophase.recipes.paper import PERIOD, RULES
 from twophase.studies._lm import WITHIN
-from twophase.sweep.table import Row, Setting, geometric_mean, result
+from twophase.sweeps.table import Row, Setting, geometric_mean, result
 
 
 def curves_of(rows: Sequence[Row], cells: Sequence[Setting], kind: str) -> list[Curve]:

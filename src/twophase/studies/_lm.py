@@ -19,7 +19,7 @@ from twophase.policies.text import parse
 from twophase.recipes.controls import AVERAGING_LR, MOMENTUM_FREE, restarts_that_count
 from twophase.recipes.paper import RULES, Scale
 from twophase.studies.study import select
-from twophase.sweep.table import Row, Setting, geometric_mean, readable, settings
+from twophase.sweeps.table import Row, Setting, geometric_mean, readable, settings
 
 WITHIN = 0.25
 """A setting works when its perplexity is at most this much above the best, relatively."""

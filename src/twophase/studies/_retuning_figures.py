@@ -14,8 +14,8 @@ from twophase.recipes.paper import BETA_SWEEP, BOTH_FORMS, K_SWEEP, OWN_K_SWEEP,
 from twophase.rule import FORM_WORDS
 from twophase.studies._lm_figures import never_fires
 from twophase.studies.study import Result, select
-from twophase.sweep.grid import MOMENTUM_FREE
-from twophase.sweep.table import readable
+from twophase.sweeps.grid import MOMENTUM_FREE
+from twophase.sweeps.table import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

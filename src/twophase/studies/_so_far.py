@@ -15,7 +15,7 @@ from typing import Any
 
 from twophase.base.config import UsageError
 from twophase.runs.folder import list_some
-from twophase.sweep.table import SEED, Row
+from twophase.sweeps.table import SEED, Row
 
 _PLACE = ("model.", "data.", "inner_steps")
 """Beginnings of the axes whose values are never compared with one another."""

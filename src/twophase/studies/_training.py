@@ -12,9 +12,9 @@ from twophase.base.reading import read_json_object
 from twophase.recipes.paper import Scale
 from twophase.studies._so_far import run_counts
 from twophase.studies.policies import share_with_workers
-from twophase.sweep.grid import Sweep
-from twophase.sweep.run import SPEC, TABLE, read_summaries, run_sweep
-from twophase.sweep.table import Row, read_rows, rows_of
+from twophase.sweeps.grid import Sweep
+from twophase.sweeps.run import SPEC, TABLE, read_summaries, run_sweep
+from twophase.sweeps.table import Row, read_rows, rows_of
 from twophase.tasks.lm.config import check
 
 MEASURED = "measured.json"

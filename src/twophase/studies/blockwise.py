@@ -31,8 +31,8 @@ from twophase.studies import _blockwise_cells as cells
 from twophase.studies._blockwise_cells import ALL, FREE, MEAN, NEVER, ONE, ORACLE, ROUNDS, SHUFFLED, Place
 from twophase.studies._lm import change_words, tally
 from twophase.studies.study import Result
-from twophase.sweep.grid import words_of
-from twophase.sweep.table import SEED, Row, format_table, readable, settings
+from twophase.sweeps.grid import words_of
+from twophase.sweeps.table import SEED, Row, format_table, readable, settings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

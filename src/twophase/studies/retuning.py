@@ -32,7 +32,7 @@ from twophase.recipes.paper import (
 from twophase.studies._lm import MARGIN, Line, perplexity_words
 from twophase.studies._retuning_figures import details, draw
 from twophase.studies.study import Result, select
-from twophase.sweep.table import Row, format_table
+from twophase.sweeps.table import Row, format_table
 
 __all__ = ["CHOOSES_RUNS", "QUESTION", "answer", "details", "draw", "sweep", "table"]
 QUESTION = "Does a tuned restart period transfer over communication periods better than a tuned momentum?"

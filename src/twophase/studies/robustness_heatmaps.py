@@ -20,8 +20,8 @@ from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, WITHIN, Line, perplexity_words, ratio_words
 from twophase.studies._lm_figures import LineAt, PageRow, heatmap_page
 from twophase.studies.study import Result, select
-from twophase.sweep.grid import MOMENTUM_FREE
-from twophase.sweep.table import Row, format_table, readable
+from twophase.sweeps.grid import MOMENTUM_FREE
+from twophase.sweeps.table import Row, format_table, readable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,7 +29,7 @@ from twophase.rule import FORM_WORDS
 from twophase.studies._lm import MARGIN, Line, perplexity_words
 from twophase.studies._lm_figures import NEVER_FIRES, LineAt, PageRow, heatmap_page, never_fires
 from twophase.studies.study import Result, select
-from twophase.sweep.table import Row, format_table
+from twophase.sweeps.table import Row, format_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

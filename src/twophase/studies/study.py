@@ -52,9 +52,9 @@ from twophase.number import did_you_mean
 from twophase.recipes.paper import LAPTOP, QUICK, SCALES, Scale
 from twophase.studies._so_far import complete, joined, run_counts
 from twophase.studies._training import train_in_stages
-from twophase.sweep.plan import plan
-from twophase.sweep.run import RUNS, TABLE, Status
-from twophase.sweep.table import SEED, Row, read_rows, rows_of
+from twophase.sweeps.plan import plan
+from twophase.sweeps.run import RUNS, TABLE, Status
+from twophase.sweeps.table import SEED, Row, read_rows, rows_of
 
 _FOLDER = Path(__file__).parent
 _COLUMNS = 110

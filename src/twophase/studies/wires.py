@@ -33,9 +33,9 @@ from twophase.judge.cells import ARM, BOTH, CONTROL, MISSING, DataFrame, Paired,
 from twophase.recipes.paper import PERIOD, RULES, Scale, arm_name
 from twophase.studies._lm import SHORT_KINDS, change_words, first, lines_of, perplexity_words, public, tally
 from twophase.studies.study import Result
-from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.table import SEED, Row, format_table
-from twophase.sweep.table import arm_name as shown_name
+from twophase.sweeps.grid import Axis, Cell, Sweep, product
+from twophase.sweeps.table import SEED, Row, format_table
+from twophase.sweeps.table import arm_name as shown_name
 from twophase.tasks.lm.config import VOCABULARY_SIZES, TrainConfig
 
 if TYPE_CHECKING:

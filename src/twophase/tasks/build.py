@@ -29,11 +29,11 @@ def task_of(config: RunConfig) -> Task:
     if isinstance(config, TrainConfig):
         return LanguageTask(config)
     options: Any = config.task  # type: ignore[attr-defined]
-    return _own(options, config.replicas)
+    return _task_of_options(options, config.replicas)
 
 
 @lru_cache(maxsize=2)  # a sweep's worker trains many runs on the same data
-def _own(options: Any, replicas: int) -> OwnTask:
+def _task_of_options(options: Any, replicas: int) -> OwnTask:
     return OwnTask(instance_of(options, replicas), options)
 
 

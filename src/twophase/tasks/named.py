@@ -58,11 +58,11 @@ def task_class(name: str) -> type:
 
 
 def _attribute(name: str, module: str, kind: str) -> type:
-    found = getattr(_module(name, module), kind, None)
-    if not inspect.isclass(found):
-        what = "has no such class" if found is None else "is no class"
+    member = getattr(_module(name, module), kind, None)
+    if not inspect.isclass(member):
+        what = "has no such class" if member is None else "is no class"
         raise UsageError(f"--task {name}: {kind} {what} in {module}; name the task's class")
-    return found
+    return member
 
 
 @cache

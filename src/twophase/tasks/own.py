@@ -91,10 +91,10 @@ class OwnTask:
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies model and data; `fingerprint` changes with it, and with the code of the class."""
-        told = self._call("describe") if hasattr(self.task, "describe") else {}
+        identity = self._call("describe") if hasattr(self.task, "describe") else {}
         try:
-            text = json.dumps(told, sort_keys=True)
-            description = dict(told)
+            text = json.dumps(identity, sort_keys=True)
+            description = dict(identity)
         except (TypeError, ValueError) as error:
             raise self._refusal(f"describe() holds what is not JSON ({error}); return plain values by name") from None
         values = json.dumps([text, to_tree(self.options), self.source()], sort_keys=True)
@@ -162,13 +162,14 @@ class OwnTask:
         return UsageError(f"--task {self.name}: {fault}")
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(first: Any, second: Any) -> bool:
     """Tell whether two trees of tensors and arrays are the same bits."""
-    if isinstance(one, Tensor) or hasattr(one, "dtype"):
-        first, second = torch.as_tensor(one), torch.as_tensor(other)
-        return first.dtype == second.dtype and torch.equal(first.nan_to_num(), second.nan_to_num())
-    if isinstance(one, Mapping):
-        return isinstance(other, Mapping) and list(one) == list(other) and all(_alike(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_alike, one, other))
-    return one == other
+    if isinstance(first, Tensor) or hasattr(first, "dtype"):
+        tensor, other = torch.as_tensor(first), torch.as_tensor(second)
+        return tensor.dtype == other.dtype and torch.equal(tensor.nan_to_num(), other.nan_to_num())
+    if isinstance(first, Mapping):
+        same_keys = isinstance(second, Mapping) and list(first) == list(second)
+        return same_keys and all(_alike(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return isinstance(second, type(first)) and len(first) == len(second) and all(map(_alike, first, second))
+    return first == second

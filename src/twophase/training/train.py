@@ -257,8 +257,9 @@ def _read(run: Trainer, newest: Path) -> dict[str, Any]:
         processes = numbers.pop("processes")
         done = Progress(**numbers)
     if text != run.text:
+        what = "the task, its file or data," if run.compute.data_name.startswith("--task") else "the text"
         raise UsageError(
-            f"{run.compute.data_name}: the text, or the task's code, is not the one that this run began with "
+            f"{run.compute.data_name}: {what} is not the one that this run began with "
             f"(fingerprint {run.text[:12]}, at {newest} {text[:12]}); put the old one back, or choose another --out"
         )
     _load(run, saved, done.step, processes)

@@ -20,19 +20,19 @@ from commands import wait_until
 from fakerun import Config
 from twophase.base.config import UsageError
 from twophase.runs.folder import RunFolder, lock_folder
-from twophase.sweep import run as launch
-from twophase.sweep.crew import Crew
-from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.run import Outcome, Status, read_plan, read_summaries, run_sweep
-from twophase.sweep.table import read_rows, write_rows
-from twophase.sweep.trials import TRIALS, Trials, open_storage
-from twophase.sweep.work import Work
+from twophase.sweeps import run as launch
+from twophase.sweeps.crew import Crew
+from twophase.sweeps.grid import Axis, Cell, Sweep, product
+from twophase.sweeps.run import Outcome, Status, read_plan, read_summaries, run_sweep
+from twophase.sweeps.table import read_rows, write_rows
+from twophase.sweeps.trials import TRIALS, Trials, open_storage
+from twophase.sweeps.work import Work
 
 # A worker that trains nothing. `mode` of a configuration says how it misbehaves.
 WORKER = r"""
 import json, os, signal, sys, threading, time
 from pathlib import Path
-from twophase.sweep import work as house
+from twophase.sweeps import work as house
 from twophase.base.files import write_atomic
 
 house._PAUSE_SECONDS, house._LONGEST_PAUSE_SECONDS = 0.05, 0.2
@@ -560,8 +560,8 @@ from pathlib import Path
 sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from fakerun import Config
-from twophase.sweep.grid import Sweep, product
-from twophase.sweep.run import run_sweep
+from twophase.sweeps.grid import Sweep, product
+from twophase.sweeps.run import run_sweep
 cells = [product(Config(), [], "hang", {"mode": "hang", "seed": seed})[0] for seed in range(2)]
 try:
     run_sweep(Sweep("fake", Config(), cells), Path(sys.argv[2]), workers=2, command=sys.argv[3:])

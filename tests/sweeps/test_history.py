@@ -19,7 +19,7 @@ from coefficients import Early, Twice, Vector, coefficients, decimal, registered
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.restart import AtRounds, Cycle, Never, Periodic, RestartPolicy, RoundSignal, Soft, parse
 from twophase.rule import FORMS, OuterRule
-from twophase.sweep.history import ABSENT, ZERO, algebra, answers, bits, is_scheduled
+from twophase.sweeps.history import ABSENT, ZERO, algebra, answers, bits, is_scheduled
 
 Run = tuple[OuterRule, RestartPolicy]
 

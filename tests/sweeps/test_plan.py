@@ -21,9 +21,9 @@ from coefficients import coefficients, registered
 from twophase.base.config import with_values
 from twophase.diloco.transfer import WIRES
 from twophase.rule import FORMS
-from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.history import bits, is_scheduled
-from twophase.sweep.plan import Forest, Node, Plan, plan
+from twophase.sweeps.grid import Axis, Cell, Sweep, product
+from twophase.sweeps.history import bits, is_scheduled
+from twophase.sweeps.plan import Forest, Node, Plan, plan
 from twophase.tasks.lm.config import TrainConfig
 from twophase.training.config import OuterConfig
 
@@ -509,9 +509,9 @@ def test_runs_in_fragments_share_nothing() -> None:
 
 PRINT_PLAN = """
 import json
-from twophase.sweep.grid import Axis, Sweep, product
+from twophase.sweeps.grid import Axis, Sweep, product
 from dataclasses import astuple
-from twophase.sweep.plan import plan
+from twophase.sweeps.plan import plan
 from twophase.tasks.lm.config import TrainConfig
 
 axes = [Axis("outer.momentum", (0.0, 0.5, 0.9)), Axis("outer.restart", ("1", "2", "soft:3:0.5:0.1", "never"))]

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from commands import wait_until
-from twophase.sweep import queue as queue_module
-from twophase.sweep.queue import ATTEMPTS, Claim, Queue
+from twophase.sweeps import queue as queue_module
+from twophase.sweeps.queue import ATTEMPTS, Claim, Queue
 
 JOBS = ("a", "b", "c")
 
@@ -34,7 +34,7 @@ JOBS = ("a", "b", "c")
 WORKER = r"""
 import fcntl, random, sys, time
 from pathlib import Path
-from twophase.sweep import queue
+from twophase.sweeps import queue
 
 folder, jobs = Path(sys.argv[1]), [f"job-{number}" for number in range(int(sys.argv[2]))]
 queue.ATTEMPTS, queue.STALE_SECONDS, queue.BEAT_SECONDS = 1000, 3.0, 0.5  # of a claim killed before its record
@@ -64,7 +64,7 @@ while waiting := [job for job in jobs if not (folder / f"done-{job}").exists()]:
 HOLDER = r"""
 import sys
 from pathlib import Path
-from twophase.sweep import queue
+from twophase.sweeps import queue
 
 queue.BEAT_SECONDS = 0.05
 claims = queue.Queue(Path(sys.argv[1]))

@@ -36,13 +36,13 @@ from twophase.base.errors import RunError, UsageError
 from twophase.base.files import remove_leftovers, write_atomic
 from twophase.base.reading import read_json_object
 from twophase.runs.folder import check_place, list_some, lock_folder, read_summary
-from twophase.sweep.crew import Crew
-from twophase.sweep.grid import Sweep, extends, spec_differences
-from twophase.sweep.plan import plan
-from twophase.sweep.queue import CLAIMS, Queue
-from twophase.sweep.table import LOSS, PERPLEXITY, Row, readable, rows_of, titles, write_rows
-from twophase.sweep.trials import Trials
-from twophase.sweep.work import RUNS, STATES, Work
+from twophase.sweeps.crew import Crew
+from twophase.sweeps.grid import Sweep, extends, spec_differences
+from twophase.sweeps.plan import plan
+from twophase.sweeps.queue import CLAIMS, Queue
+from twophase.sweeps.table import LOSS, PERPLEXITY, Row, readable, rows_of, titles, write_rows
+from twophase.sweeps.trials import Trials
+from twophase.sweeps.work import RUNS, STATES, Work
 
 SPEC, TABLE, FIGURES = "sweep.json", "cells.csv", "figures"
 JOBS_A_WORKER = 8
@@ -149,7 +149,7 @@ def run_sweep(
         progress: called in the calling thread at the start and whenever a run ends or a worker is replaced.
         threads: CPU threads a worker, by environment variables that its libraries read when they are loaded.
         grace_seconds: how long a worker may take to save and end when the call is interrupted.
-        merge: do runs that are the same in exact arithmetic once (see `twophase.sweep.plan`).
+        merge: do runs that are the same in exact arithmetic once (see `twophase.sweeps.plan`).
         devices: values of CUDA_VISIBLE_DEVICES for the workers, dealt out in turn.
         runs: where the run folders lie, for sweeps that have runs in common: `runs/` becomes a link to it. None keeps
             them in the sweep's own folder.
@@ -233,8 +233,8 @@ def _work_there(sweep: Sweep, folder: Path, *, merge: bool, texts: Mapping[str, 
         raise UsageError(f"--out {folder}: the sweep was begun {words}; repeat its command or choose another --out")
     if work is not None and any(work.texts.get(name, text) != text for name, text in texts.items()):
         raise UsageError(
-            f"--out {folder}: the text, or the task's file, is not the one that this sweep was begun with; put the old "
-            "one back, or choose another --out"
+            f"--out {folder}: the text is not the one that this sweep was begun with, or --task has another file or "
+            "data; put the old one back, or choose another --out"
         )
     return work
 

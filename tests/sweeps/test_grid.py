@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from twophase.base.config import UsageError, fingerprint
 from twophase.restart import Periodic
-from twophase.sweep.grid import Axis, Cell, Sweep, parse_axes, product, spec_differences, text_of, words_of
+from twophase.sweeps.grid import Axis, Cell, Sweep, parse_axes, product, spec_differences, text_of, words_of
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def test_sweep_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         Sweep("s", BASE, [])
     with pytest.raises(ValueError, match="control of feedbeef"):
         Sweep("s", BASE, [Cell("a", {}, BASE, control_of="feedbeef")])
-    monkeypatch.setattr("twophase.sweep.grid.fingerprint", lambda _: "same")
+    monkeypatch.setattr("twophase.sweeps.grid.fingerprint", lambda _: "same")
     with pytest.raises(ValueError, match="share the run id same"):
         Sweep("s", BASE, product(BASE, [Axis("seed", (0, 1))]))
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from twophase.base.config import UsageError, with_values
 from twophase.base.files import append_line
-from twophase.sweep.forest import Grower
-from twophase.sweep.plan import Job
-from twophase.sweep.work import DONE_LOG, RUNS, STATES, Stopped, Work, unusable, work
+from twophase.sweeps.forest import Grower
+from twophase.sweeps.plan import Job
+from twophase.sweeps.work import DONE_LOG, RUNS, STATES, Stopped, Work, unusable, work
 from twophase.tasks.build import preflight_all
 from twophase.tasks.named import check, config_of
 from twophase.training.config import RunConfig
@@ -66,9 +66,9 @@ class _Executor:
         for name, text in preflight_all(self.configs.values()).items():
             if plan.texts.get(name, text) != text:
                 raise UsageError(
-                    f"this machine's text, or the task's file, is not the one that the sweep in {plan.folder} was "
-                    f"begun with (fingerprint {text[:12]}, there {plan.texts[name][:12]}); give it the same --data.corpus "
-                    "or --task file, or for the corpus `python` the same version of Python"
+                    f"this machine's text is not the one that the sweep in {plan.folder} was begun with, or --task has "
+                    f"another file or data (fingerprint {text[:12]}, there {plan.texts[name][:12]}); give it the same "
+                    "--data.corpus or --task file, or for the corpus `python` the same version of Python"
                 )
 
     def execute(self, plan: Work, job: Job) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from twophase.base.config import UsageError
-from twophase.sweep import slurm
-from twophase.sweep.slurm import Payload, submit
+from twophase.sweeps import slurm
+from twophase.sweeps.slurm import Payload, submit
 
 # Keeps what it was given, and numbers the job.
 SBATCH = """#!/bin/sh

@@ -14,11 +14,11 @@ import pytest
 from fakerun import Config
 from twophase.base.config import UsageError, from_tree, with_values
 from twophase.runs.folder import BusyError, RunFolder
-from twophase.sweep import work as module
-from twophase.sweep.grid import Axis, Sweep, product
-from twophase.sweep.plan import Job, plan
-from twophase.sweep.queue import Queue
-from twophase.sweep.work import Stopped, Work, work
+from twophase.sweeps import work as module
+from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.plan import Job, plan
+from twophase.sweeps.queue import Queue
+from twophase.sweeps.work import Stopped, Work, work
 
 
 @pytest.fixture(autouse=True)

@@ -23,11 +23,11 @@ from twophase.base.config import RunError, with_values
 from twophase.diloco.transfer import WIRES
 from twophase.restart import HARD, PROBES, RestartPolicy
 from twophase.runs.folder import RunFolder, read_summary
-from twophase.sweep import forest, states
-from twophase.sweep.forest import Grower, Stopped
-from twophase.sweep.grid import Axis, Cell, Sweep, product
-from twophase.sweep.plan import Node, Plan, plan
-from twophase.sweep.states import FORMAT, States
+from twophase.sweeps import forest, states
+from twophase.sweeps.forest import Grower, Stopped
+from twophase.sweeps.grid import Axis, Cell, Sweep, product
+from twophase.sweeps.plan import Node, Plan, plan
+from twophase.sweeps.states import FORMAT, States
 from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import DataConfig, ModelConfig, TrainConfig
 from twophase.tasks.lm.task import corpus_of

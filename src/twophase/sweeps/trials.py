@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import UsageError
 from twophase.base.reading import read_bytes
-from twophase.sweep.grid import Sweep, text_of
+from twophase.sweeps.grid import Sweep, text_of
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from twophase.base.config import Tree, fingerprint
 from twophase.policies.base import Never
-from twophase.sweep.grid import Sweep
-from twophase.sweep.history import algebra, bits
+from twophase.sweeps.grid import Sweep
+from twophase.sweeps.history import algebra, bits
 
 if TYPE_CHECKING:
     from twophase.training.config import RunConfig

@@ -12,8 +12,8 @@ import optuna
 import pytest
 
 from twophase.base.config import UsageError
-from twophase.sweep.grid import Axis, Sweep, product
-from twophase.sweep.trials import TRIALS, Trials, open_storage
+from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.trials import TRIALS, Trials, open_storage
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, Literal, cast, get_args
 from twophase.base.config import UsageError
 from twophase.base.files import write_atomic
 from twophase.base.reading import check_regular, read_bytes
-from twophase.sweep.grid import Sweep, text_of
+from twophase.sweeps.grid import Sweep, text_of
 
 State = Literal["finished", "diverged", "missing", "failed"]
 STATES: tuple[State, ...] = get_args(State)
@@ -47,7 +47,7 @@ class Row:
         seconds: wall-clock time of the run; None when it has not ended.
         control_of: run id of the cell that it is the control of, or None.
         twin_of: run id of the canonical run that has these results, because it takes the same steps in exact
-            arithmetic (`twophase.sweep.plan`); None when the cell's own run was done.
+            arithmetic (`twophase.sweeps.plan`); None when the cell's own run was done.
     """
 
     arm: str

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from twophase.base.files import replacing
 from twophase.base.reading import check_regular
-from twophase.sweep.plan import Node
-from twophase.sweep.work import state_file
+from twophase.sweeps.plan import Node
+from twophase.sweeps.work import state_file
 from twophase.training import parts
 
 State = dict[str, Any]

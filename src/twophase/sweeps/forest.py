@@ -1,6 +1,6 @@
 """Many runs as one walk: inner steps that several runs share are taken once, and the state is forked where they part.
 
-A forest (`twophase.sweep.plan`) is walked depth first in one process on one device, with one set of replicas. At
+A forest (`twophase.sweeps.plan`) is walked depth first in one process on one device, with one set of replicas. At
 a branch the state is copied; the smallest branch goes first and the largest last, which then needs no copy any more, so
 at most log2(runs) + 1 states are held at a time. On a GPU copies stay there while its memory lasts, and go to main
 memory after that; those beyond a limit go to disk. Now and then everything that is not on disk yet is written there, so
@@ -9,7 +9,7 @@ a walk that is killed loses no more work than lies between two such saves.
 While several runs share a stretch they share replicas and anchor, but not their momentum buffers: a period of 2 and no
 restart take the same first two updates and forget differently after the second. So every *class* of runs, with equal
 rule, buffer and restart event, takes its own outer step. The first steps on the anchor itself, the others on a scratch
-copy (`twophase.sweep.outers`), which must come out with the same bits. That check holds the plan to its word.
+copy (`twophase.sweeps.outers`), which must come out with the same bits. That check holds the plan to its word.
 
 A run that can share nothing (`RunConfig.shares_steps`) is a tree by itself. It is trained as `twophase train` would,
 with checkpoints in its own folder.
@@ -30,10 +30,10 @@ from twophase.base.config import RunError, UsageError
 from twophase.diloco.communicator import SingleProcess
 from twophase.optim.outer import OuterSGD
 from twophase.runs.folder import RunFolder, read_summary
-from twophase.sweep.outers import Outers
-from twophase.sweep.plan import Forest, Node
-from twophase.sweep.states import FORMAT, Branch, State, States, Tally, free_memory
-from twophase.sweep.work import Stopped
+from twophase.sweeps.outers import Outers
+from twophase.sweeps.plan import Forest, Node
+from twophase.sweeps.states import FORMAT, Branch, State, States, Tally, free_memory
+from twophase.sweeps.work import Stopped
 from twophase.tasks.build import task_of
 from twophase.training import checkpoint
 from twophase.training.config import OuterConfig, RunConfig
@@ -380,7 +380,7 @@ class Grower:
             self._trainer, self._outers = Trainer(task_of(first), first, SingleProcess()), Outers(self.configs)
         run = self._trainer
         if state["text"] != run.text:
-            raise UsageError("what it trains on is not what this sweep began with; put it back or choose another --out")
+            raise UsageError("the text is not the one that this sweep began with; put it back or choose another --out")
         run.engine.inner_steps = max(self.configs[name].inner_steps for name in node.runs)
         run.engine.load_state_dict(state["engine"])
         run.engine.load_wire_state_dict(state["wire"])

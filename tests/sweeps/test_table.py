@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twophase.base.config import UsageError
-from twophase.sweep.grid import Axis, Sweep, product
-from twophase.sweep.table import (
+from twophase.sweeps.grid import Axis, Sweep, product
+from twophase.sweeps.table import (
     STATES,
     Row,
     State,

@@ -22,9 +22,9 @@ from twophase.base.errors import message_of
 from twophase.base.files import write_atomic
 from twophase.base.reading import check_regular, read_json_object
 from twophase.runs.folder import RUN_ID, BusyError, read_summary
-from twophase.sweep.grid import Sweep
-from twophase.sweep.plan import Forest, Job, Node, Plan
-from twophase.sweep.queue import Claim, Queue
+from twophase.sweeps.grid import Sweep
+from twophase.sweeps.plan import Forest, Job, Node, Plan
+from twophase.sweeps.queue import Claim, Queue
 
 PLAN, RUNS, STATES, DONE_LOG = "plan.json", "runs", "forest", "jobs.jsonl"
 _FORMAT = 2

@@ -13,7 +13,7 @@ from twophase.optim.groups import COUNTERS
 from twophase.optim.outer import BUFFER, OuterSGD
 from twophase.policies.base import Answer, RestartPolicy, RoundSignal, ask
 from twophase.rule import OuterRule
-from twophase.sweep.history import ABSENT, ZERO, bits
+from twophase.sweeps.history import ABSENT, ZERO, bits
 from twophase.training.config import RunConfig
 
 

@@ -1,0 +1,149 @@
+"""`twophase.train` and `twophase.sweep`: what the commands of these names do, from Python and with any task."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from twophase.base.config import RunError, UsageError, fingerprint, overlaid
+from twophase.cli.sweeping import devices_of, watched, workers_of
+from twophase.cli.train import default_folder, train_run
+from twophase.recipes.controls import controls_of, in_arms
+from twophase.report.results import Run, load
+from twophase.report.results import Sweep as SweepResults
+from twophase.runs.folder import read_summary, weights_fault
+from twophase.sweeps.grid import Axis, Sweep
+from twophase.sweeps.run import run_sweep
+from twophase.tasks.named import LM, TASK, check, config_class, name_of
+from twophase.training.config import RunConfig
+
+
+def train(
+    task: Any = LM,
+    config: RunConfig | Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    *,
+    track: str | Sequence[str] = (),
+    quiet: bool = False,
+) -> Run:
+    """Train one run of a task, or resume it, and return its results; as `twophase train`.
+
+    Args:
+        task: a name (`lm`, `digits`, `hf:MODEL`, `FILE.py:CLASS`), or an object with the methods of a task.
+        config: values of the run by dotted path or nested, such as `{"outer.lr": 0.7, "steps": 960}`; or a whole
+            configuration, with which `task` is left out.
+        out: the run's folder; by default one below `runs/` with a readable name, found again by the same values.
+        track: trackers that get every line as well: tensorboard, trackio, wandb.
+        quiet: show no progress.
+
+    Returns:
+        The run, as `twophase.load` reads it.
+
+    Raises:
+        UsageError: values that cannot be run, or a folder of another run.
+        RunError: the run was stopped by a signal, or its weights were damaged; the same call resumes it.
+    """
+    resolved = _configuration(task, config)
+    folder = default_folder(resolved) if out is None else Path(out)
+    summary = read_summary(folder, fingerprint(resolved))
+    if summary is not None and (fault := weights_fault(folder, summary)):
+        raise RunError(fault)
+    if summary is None:
+        options = argparse.Namespace(
+            lighthouse=None, start_timeout=600.0, sync_timeout=None, run_record=None, accept_logs=False, verify=False,
+            track=[track] if isinstance(track, str) else list(track), quiet=quiet,
+        )  # fmt: skip
+        summary = train_run(folder, resolved, options)
+        if summary["exit_reason"] == "stopped":
+            raise RunError(f"{folder}: the run was stopped at step {summary['steps']}; the same call resumes it")
+    results = load(folder)
+    assert isinstance(results, Run)
+    return results
+
+
+def sweep(
+    task: Any,
+    axes: Mapping[str, Sequence[Any]],
+    config: RunConfig | Mapping[str, Any] | None = None,
+    out: str | Path = "runs/sweep",
+    *,
+    controls: bool = False,
+    workers: int | None = None,
+    quiet: bool = False,
+) -> SweepResults:
+    """Run a grid of runs of a task, or resume it, and return its results; as `twophase sweep`.
+
+    A script that calls this has its calls below `if __name__ == "__main__":`, because worker processes read its file
+    when it defines the task.
+
+    Args:
+        task: as for `train`.
+        axes: values to try by dotted path, such as `{"outer.lr": [0.3, 0.7], "outer.restart": ["never", 3]}`; those of
+            the task are below `task.`.
+        config: as for `train`; what the runs share.
+        out: the sweep's folder.
+        controls: add momentum-free runs, plain averaging and gain-matched controls of restarted runs.
+        workers: worker processes; by default one a core, or one a GPU.
+        quiet: show no progress.
+
+    Returns:
+        The sweep, as `twophase.load` reads it.
+
+    Raises:
+        UsageError: values that cannot be run, or a folder of another sweep.
+        RunError: a run could not be done; the same call tries it again.
+    """
+    from twophase.tasks.build import preflight_all  # noqa: PLC0415 - torch
+
+    base = _configuration(task, config)
+    grid = [Axis(path, tuple(values)) for path, values in axes.items()]
+    cells = in_arms(base, grid)
+    if controls:
+        cells += controls_of(base, grid, cells)
+    for cell in cells:
+        check(cell.config)
+    plan, folder = Sweep("sweep", base, cells), Path(out)
+    devices = devices_of(plan)
+    with watched("sweep", quiet=quiet) as progress:
+        outcome = run_sweep(
+            plan,
+            folder,
+            workers=workers if workers is not None else len(devices) or workers_of(None),
+            threads=base.threads,
+            devices=devices,
+            texts=preflight_all(plan.runs.values()),
+            progress=progress,
+        )
+    for run, error in outcome.errors.items():
+        raise RunError(f"{folder}: {len(outcome.errors)} runs failed, {run} with: {error}")
+    results = load(folder)
+    assert isinstance(results, SweepResults)
+    return results
+
+
+def _configuration(task: Any, config: RunConfig | Mapping[str, Any] | None) -> RunConfig:
+    """Return the checked configuration of a task, given by name or as an object, with some values."""
+    if isinstance(config, RunConfig):
+        return check(config)
+    name, values = (task, {}) if isinstance(task, str) else (name_of(type(task)), _options(task))
+    base = config_class(name)()
+    names = {field.name for field in dataclasses.fields(getattr(base, TASK))} if hasattr(base, TASK) else set()
+    tree = {TASK: {path: value for path, value in values.items() if path in names}} if values else {}
+    if config is not None and not isinstance(config, Mapping):
+        raise UsageError(f"config is a {type(config).__name__}; give values by dotted path, or a configuration")
+    return check(overlaid(overlaid(base, tree, "the task"), dict(config or {}), "config"))
+
+
+def _options(task: Any) -> dict[str, Any]:
+    """Return the values that made a task."""
+    if dataclasses.is_dataclass(task):
+        return {field.name: getattr(task, field.name) for field in dataclasses.fields(task) if field.init}
+    if vars(task):
+        raise UsageError(
+            f"the task {type(task).__name__} holds values that another process would not have; make it a dataclass "
+            "whose fields they are"
+        )
+    return {}
