@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twophase.base.config import RunError, UsageError, fingerprint, overlaid
+from twophase.base.config import RunError, UsageError, overlaid
 from twophase.cli.sweeping import devices_of, watched, workers_of
-from twophase.cli.train import default_folder, train_run
+from twophase.cli.train import default_folder, finished, train_run
 from twophase.recipes.controls import controls_of, in_arms
 from twophase.report.results import Run, load
 from twophase.report.results import Sweep as SweepResults
-from twophase.runs.folder import read_summary, weights_fault
 from twophase.sweeps.grid import Axis, Sweep
 from twophase.sweeps.run import run_sweep
 from twophase.tasks.named import LM, TASK, check, config_class, name_of
@@ -48,10 +47,7 @@ def train(
     """
     resolved = _configuration(task, config)
     folder = default_folder(resolved) if out is None else Path(out)
-    summary = read_summary(folder, fingerprint(resolved))
-    if summary is not None and (fault := weights_fault(folder, summary)):
-        raise RunError(fault)
-    if summary is None:
+    if finished(folder, resolved) is None:
         options = argparse.Namespace(
             lighthouse=None, start_timeout=600.0, sync_timeout=None, run_record=None, accept_logs=False, verify=False,
             track=[track] if isinstance(track, str) else list(track), quiet=quiet,

@@ -22,6 +22,7 @@ from twophase.sweeps.plan import plan
 from twophase.sweeps.run import TABLE, Outcome, Status, read_plan, read_summaries, run_sweep
 from twophase.sweeps.table import Row, format_table, read_rows
 from twophase.sweeps.work import Work
+from twophase.tasks.named import TASK
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -169,7 +170,9 @@ def run(
     devices = devices_of(sweep) if options.launcher == "local" else []
     workers = (len(devices) or _cores()) if options.workers is None else options.workers
     work, texts = read_plan(sweep, out), None
-    if options.dry_run or work is None or not all(map(work.finished, work.runs)):
+    # An edited task and the same command must not give the old table in silence.
+    is_own = any(hasattr(config, TASK) for config in sweep.runs.values())
+    if options.dry_run or is_own or work is None or not all(map(work.finished, work.runs)):
         from twophase.tasks.build import preflight_all
         from twophase.tasks.lm.config import TrainConfig
         from twophase.tasks.lm.corpus import verify

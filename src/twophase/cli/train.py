@@ -12,6 +12,7 @@ from typing import Any
 from twophase.base.config import RunError, UsageError, fingerprint, to_tree
 from twophase.base.leash import follow_torchrun
 from twophase.base.progress import meter, round_text, step_text
+from twophase.base.reading import read_json_object
 from twophase.cli.commands import (
     between,
     config_options,
@@ -22,10 +23,9 @@ from twophase.cli.commands import (
     verify_option,
 )
 from twophase.number import number
-from twophase.runs.folder import read_summary, weights_fault
+from twophase.runs.folder import ENV, read_summary, weights_fault
+from twophase.tasks.named import TASK
 from twophase.training.config import MOST_REPLICAS, RunConfig
-
-TASK = "task"
 
 _SECONDS = between(1e-3, 1e7, number)
 
@@ -58,10 +58,7 @@ def main(words: list[str]) -> int:
     _check_elastic(options)
     if options.lighthouse is not None:
         out = out / f"replica-{options.replica}"  # each is a run of its own, wherever its machine is
-    summary = read_summary(out, fingerprint(config))
-    if summary is not None and (fault := weights_fault(out, summary)):
-        raise RunError(fault)
-    summary = summary or train_run(out, config, options)
+    summary = finished(out, config) or train_run(out, config, options)
     lead = os.environ.get("RANK", "0") == "0"
     if summary["exit_reason"] == "stopped":
         if lead:
@@ -70,6 +67,31 @@ def main(words: list[str]) -> int:
     if lead:
         print(describe_run(out, config, summary))
     return 1 if summary["diverged"] else 0
+
+
+def finished(out: Path, config: RunConfig) -> dict[str, Any] | None:
+    """Return the summary of a finished run, or None where the folder has none.
+
+    Raises:
+        RunError: its weights are damaged.
+        UsageError: the file or data of its task has changed since.
+    """
+    summary = read_summary(out, fingerprint(config))
+    if summary is None:
+        return None
+    if fault := weights_fault(out, summary):
+        raise RunError(fault)
+    if hasattr(config, TASK):  # an edited file and the same command: another run, not this result
+        from twophase.tasks.build import task_of
+
+        before = read_json_object(out / ENV).get("corpus", {}).get("fingerprint")
+        if before != task_of(config).describe()["fingerprint"]:
+            name = config.task.name  # type: ignore[attr-defined]
+            raise UsageError(
+                f"--task {name}: its file or data has changed since the run in {out} was finished; choose another "
+                "--out for a new run, or put the old ones back"
+            )
+    return summary
 
 
 def default_folder(config: RunConfig) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,13 +78,20 @@ class HuggingFace:
 
     def model(self, seed: int) -> nn.Module:
         """Return the model in float32, on the CPU."""
+        config = self._config
+        if self.weights:
+            return copy.deepcopy(self._pretrained)
         from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an extra, which `_config` has checked
 
-        config = self._config
         torch.manual_seed(seed)
-        if self.weights:
-            return AutoModelForCausalLM.from_pretrained(self.source, config=config, dtype=torch.float32)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    @cached_property
+    def _pretrained(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - as above
+
+        with torch.device("cpu"):
+            return AutoModelForCausalLM.from_pretrained(self.source, config=self._config, dtype=torch.float32)
 
     def batch(self, seed: int, step: int, replica: int) -> Any:
         """Read tokens and targets of a replica's inner step, each (batch, length) int64."""

@@ -74,15 +74,22 @@ def _module(name: str, module: str) -> ModuleType:
             return importlib.import_module(module)
         if not file.is_file():
             raise UsageError(f"--task {name}: there is no file {file.absolute()}; give its path")
-        loaded = sys.modules.get(file.stem)
-        if loaded is not None and (place := getattr(loaded, "__file__", None)) and file.samefile(place):
-            return loaded
+        for loaded in (sys.modules.get(file.stem), sys.modules["__main__"]):
+            if (place := getattr(loaded, "__file__", None)) and Path(place).exists() and file.samefile(place):
+                assert loaded is not None
+                return loaded
         spec = importlib.util.spec_from_file_location(file.stem, file.absolute())
         assert spec is not None
         assert spec.loader is not None
         loaded = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(file.stem, loaded)  # dataclasses and pickles look there
-        spec.loader.exec_module(loaded)
+        # Dataclasses look their types up there; a file may have the name of a module that is there already.
+        loaded.__name__ = file.stem if file.stem not in sys.modules else f"{file.stem} ({file.absolute()})"
+        sys.modules[loaded.__name__] = loaded
+        try:
+            spec.loader.exec_module(loaded)
+        except BaseException:
+            del sys.modules[loaded.__name__]
+            raise
     except UsageError:
         raise
     except Exception as error:  # of the file's own code

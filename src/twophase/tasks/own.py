@@ -112,7 +112,7 @@ class OwnTask:
             return type(self.task).__qualname__
 
     def check(self, device: torch.device) -> None:
-        """Try the task: twice the same model, twice the same batch, a finite scalar loss.
+        """Try the task: twice the same model, twice the same batch, a finite scalar loss, an evaluation.
 
         Raises:
             UsageError: naming what is missing, not deterministic, or not a finite scalar.
@@ -133,6 +133,7 @@ class OwnTask:
         loss = float(self.loss(model.to(device), self._moved(batch, device)).detach())
         if not math.isfinite(loss):
             raise self._refusal(f"the loss of a fresh model is {loss}; correct loss(), or the first batch")
+        self.evaluate(model)  # now, and not after hours of training
 
     def _moved(self, batch: Any, device: torch.device) -> Any:
         try:
@@ -152,7 +153,8 @@ class OwnTask:
         except Exception as error:  # of the task's own code
             if is_out_of_memory(error):
                 raise
-            place = inspect.trace()[-1]
+            frames, file = inspect.trace(), inspect.getsourcefile(type(self.task))
+            place = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
             raise self._refusal(
                 f"{method}() failed at {Path(place.filename).name}:{place.lineno} ({type(error).__name__}: "
                 f"{first_line(error)})"

@@ -1,0 +1,218 @@
+"""Tasks by name and of one's own: trained, swept, killed, resumed, reported; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import twophase
+from commands import outcome, wait_until
+from forked import Forked
+from twophase.base import source
+from twophase.base.config import UsageError
+from twophase.cli.main import main
+from twophase.report.results import Sweep
+from twophase.tasks import build, named
+from twophase.tasks.named import config_class, name_of
+
+RINGS = '''
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Rings:
+    """Two rings of points in the plane."""
+
+    width: int = 8
+    """Hidden units."""
+    noise: float = 0.2
+    """Standard deviation of the radius."""
+
+    def points(self, key, count):
+        draw = np.random.default_rng(key)
+        label = draw.integers(0, 2, count)
+        angle = draw.uniform(0, 2 * np.pi, count)
+        radius = 1 + label + self.noise * draw.standard_normal(count)
+        return np.float32(np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)), label
+
+    def model(self, seed):
+        return nn.Sequential(nn.Linear(2, self.width), nn.GELU(), nn.Dropout(0.1), nn.Linear(self.width, 2))
+
+    def batch(self, seed, step, replica):
+        return self.points((seed, step, replica), 16)
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def evaluate(self, model):
+        points, label = map(torch.from_numpy, self.points((1, 2, 3, 4), 128))
+        scores = model(points)
+        loss = nn.functional.cross_entropy(scores, label)
+        return {"loss": loss.item(), "accuracy": (scores.argmax(1) == label).float().mean().item()}
+'''
+SHORT = {"steps": 24, "inner_steps": 4, "inner.lr": 1e-2, "checkpoint_every": 1}
+
+
+@pytest.fixture(autouse=True)
+def rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with the file of a task, which no other test has imported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rings.py").write_text(RINGS)
+    forget()
+    yield tmp_path / "rings.py"
+    forget()
+
+
+def forget() -> None:
+    """Import the file of a task anew, as another process would."""
+    named._module.cache_clear()
+    named.config_class.cache_clear()
+    build._task_of_options.cache_clear()
+    source._digest.cache_clear()
+    sys.modules.pop("rings", None)
+
+
+def words(values: dict[str, Any]) -> list[str]:
+    return [word for path, value in values.items() for word in (f"--{path}", str(value))]
+
+
+def test_killed_and_resumed_byte_for_byte(tmp_path: Path) -> None:
+    """A run with dropout that is killed by SIGKILL ends with the bytes of one that was not."""
+    command = ["train", "--task", "rings:Rings", *words(SHORT | {"steps": 400, "outer.restart": 3}), "--quiet"]
+    process = Forked(*command, "--out", tmp_path / "killed")
+    wait_until(lambda: len(list((tmp_path / "killed" / "checkpoint").glob("*/manifest.json"))) > 1)
+    process.kill()
+    process.wait(60)
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    assert main([*command, "--out", str(tmp_path / "killed")]) == 0
+    assert main([*command, "--out", str(tmp_path / "whole")]) == 0
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+
+
+def test_a_sweep_is_its_runs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells that share steps have the bits of runs alone; the task's values are axes; report and verdict work."""
+    axes = {"outer.lr": [0.3, 0.7], "outer.restart": ["never", 2], "task.width": [8, 12]}
+    results = twophase.sweep("rings.py:Rings", axes, SHORT, "sweep", controls=True, workers=1, quiet=True)
+    assert isinstance(results, Sweep)
+    plan = json.loads((tmp_path / "sweep" / "plan.json").read_text())
+    assert plan["counts"]["steps"] < plan["counts"]["steps_asked"]
+    frame = results.frame()
+    assert frame["perplexity"].isna().all()
+    best = results.best()
+    assert best is not None
+    assert (best.perplexity, best.measure) == (frame["validation_loss"].min(), "validation loss")
+    for _, cell in frame[frame["arm"] == "K=2"].iterrows():
+        values = SHORT | {"outer.lr": cell["outer.lr"], "outer.restart": 2, "task.width": int(cell["task.width"])}
+        alone = twophase.train("rings.py:Rings", values, tmp_path / cell["run"], quiet=True)
+        assert (
+            alone.summary["checksum"]
+            == json.loads((tmp_path / "sweep" / "runs" / cell["run"] / "summary.json").read_text())["checksum"]
+        )
+    assert main(["report", "sweep"]) == 0
+    assert "validation loss" in capsys.readouterr().out
+
+
+def test_report_and_diagnosis_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of a task has a page, a diagnosis and the columns of its evaluation; an object and its name are one run."""
+    run = twophase.train("rings:Rings", SHORT | {"task.width": 12}, "run", quiet=True)
+    assert 0 < run.summary["accuracy"] <= 1
+    for command in ("report", "diagnose"):
+        assert main([command, "run"]) == 0
+    assert "None" not in capsys.readouterr().out
+    kind = named.task_class("rings.py:Rings")
+    assert name_of(kind) == f"{tmp_path.name and 'rings.py'}:Rings"
+    again = twophase.train(kind(width=12), SHORT, "object", quiet=True)
+    assert again.summary["checksum"] == run.summary["checksum"]
+
+
+def test_shipped_tasks_train(tmp_path: Path) -> None:
+    """`digits` and `hf:` learn, from a configuration and from weights, tied ones included; both resume as finished."""
+    pytest.importorskip("sklearn")
+    transformers = pytest.importorskip("transformers")
+    digits = twophase.train("digits", SHORT | {"steps": 60}, quiet=True)
+    assert digits.summary["accuracy"] > 0.5
+    tiny = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(tiny).save_pretrained(tmp_path / "tiny")
+    values = SHORT | {"task.sequence_length": 16, "task.batch_size": 4, "task.validation_windows": 8}
+    fresh = twophase.train("hf:tiny", values, quiet=True)
+    loaded = twophase.train("hf:tiny", values | {"task.weights": True}, quiet=True)
+    for run in (fresh, loaded):
+        assert run.summary["perplexity"] < 256
+    assert fresh.summary["checksum"] != loaded.summary["checksum"]
+    assert twophase.train("hf:tiny", values, quiet=True).summary == fresh.summary
+
+
+MISTAKES = {
+    "no evaluate": ("def evaluate", "def judge", "evaluate"),
+    "loss of a shape": (
+        "return nn.functional.cross_entropy(model(batch[0]), batch[1])",
+        "return model(batch[0])",
+        "loss",
+    ),
+    "loss is NaN": (
+        "self.points((seed, step, replica), 16)",
+        "(np.full((16, 2), np.nan, np.float32), np.zeros(16, int))",
+        "nan",
+    ),
+    "random batches": ("self.points((seed, step, replica), 16)", "self.points(None, 16)", "batch"),
+    "random weights": ("return nn.Sequential(", "torch.seed()\n        return nn.Sequential(", "model"),
+    "no loss in the evaluation": ('{"loss": loss.item(), ', "{", "loss"),
+    "a field without a default": ("width: int = 8", "width: int", "width"),
+    "an error of its own": ("nn.Linear(2, self.width)", "nn.Linear(3, self.width)", "rings.py"),
+    "a file that fails": ("import numpy as np", "import numpy_that_is_not_there as np", "numpy_that_is_not_there"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_named_and_leave_nothing(rings: Path, mistake: str) -> None:
+    """A task that cannot be trained is refused with the task's name and the fault, before a folder is made."""
+    before, after, named_part = MISTAKES[mistake]
+    assert before in RINGS
+    rings.write_text(RINGS.replace(before, after))
+    with pytest.raises(UsageError, match=r"--task rings:Rings") as refusal:
+        twophase.train("rings:Rings", SHORT, "run", quiet=True)
+    assert named_part in str(refusal.value)
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("name", ["digit", "rings:Ring", "nothere.py:Rings", "no_such_module:Rings", "hf:", "rings:"])
+def test_names_that_lead_nowhere(name: str) -> None:
+    """A name without a class is refused, and so is another task's name on an axis."""
+    with pytest.raises(UsageError, match="--task"):
+        config_class(name)
+    with pytest.raises(UsageError, match="--task"):
+        twophase.sweep("rings:Rings", {"task.name": ["rings:Rings", name]}, SHORT, quiet=True)
+
+
+def test_a_changed_file_does_not_go_on(rings: Path) -> None:
+    """Where the task's file has changed, neither a stopped nor a finished run nor a sweep goes on."""
+    twophase.train("rings:Rings", SHORT, "finished", quiet=True)
+    axes = {"outer.lr": [0.3, 0.7]}
+    twophase.sweep("rings:Rings", axes, SHORT, "sweep", workers=1, quiet=True)
+    (Path("finished") / "summary.json").rename("summary.json")
+    rings.write_text(RINGS.replace("GELU", "Sigmoid"))
+    forget()
+    with pytest.raises(UsageError, match="rings:Rings"):
+        twophase.train("rings:Rings", SHORT, "finished", quiet=True)
+    Path("summary.json").rename(Path("finished") / "summary.json")
+    with pytest.raises(UsageError, match="rings:Rings"):
+        twophase.train("rings:Rings", SHORT, "finished", quiet=True)
+    with pytest.raises(UsageError, match="sweep"):
+        twophase.sweep("rings:Rings", axes, SHORT, "sweep", workers=1, quiet=True)
+    rings.write_text(RINGS)
+    forget()
+    twophase.train("rings:Rings", SHORT, "finished", quiet=True)
