@@ -46,10 +46,21 @@ def describe(diagnosis: Diagnosis, name: str, *, verbose: bool = False) -> str:
         lines.append(f"rule     {both_forms(diagnosis.rule)}")
     for finding in diagnosis.findings:
         lines += ["", *_finding_lines(diagnosis, finding)]
+    if diagnosis.change is not None:
+        lines += ["", "one change", *_items(change_sentences(diagnosis))]
     lines += ["", "limits", *_items(LIMITS)] if verbose else ["", _SHORT_LIMITS]
     if diagnosis.problems:
         lines += ["", "what is missing or wrong in the folder", *_items(diagnosis.problems)]
     return "\n".join(lines)
+
+
+def change_sentences(diagnosis: Diagnosis) -> list[str]:
+    """Return the one change that the evidence supports: the change, its size where it was measured, its command."""
+    change = diagnosis.change
+    if change is None:
+        return []
+    size = f"Measured in this project's small language models: {change.size}." if change.size else ""
+    return [sentence for sentence in (change.words, size, diagnosis.command) if sentence]
 
 
 def both_forms(rule: OuterRule) -> str:

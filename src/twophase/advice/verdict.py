@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from twophase.advice.change import Change, change
 from twophase.advice.evidence import Evidence, Range, stretches, within
 from twophase.rule import OuterRule
 from twophase.runs.log import standard
@@ -85,6 +86,8 @@ class Diagnosis:
     state: str  # `finished`, `diverged` or `unfinished`
     findings: tuple[Finding, ...]  # one a block
     problems: tuple[str, ...] = ()  # what is missing or wrong in the folder
+    change: Change | None = None  # the one that the evidence supports
+    command: str = ""  # that makes the changed run
 
 
 def diagnose(record: RunRecord) -> Diagnosis:
@@ -103,7 +106,10 @@ def diagnose(record: RunRecord) -> Diagnosis:
         findings = (Finding("whole model", "cannot tell", (reason,), None, (), (), "unknown"),)
     else:
         findings = tuple(_finding(record, block, rule) for block in record.blocks)
-    return Diagnosis(rule, record.recorded, record.planned_rounds, record.state, findings, tuple(record.problems))
+    changed = change(rule, [finding.verdict for finding in findings], record.recorded, record.config)
+    command = changed.command(str(record.path), record.config) if changed else ""
+    problems = tuple(record.problems)
+    return Diagnosis(rule, record.recorded, record.planned_rounds, record.state, findings, problems, changed, command)
 
 
 def _finding(record: RunRecord, block: Block, rule: OuterRule) -> Finding:

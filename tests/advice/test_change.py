@@ -1,0 +1,61 @@
+"""The one change that `diagnose` ends with: which, for which run, and that its numbers stand in the documentation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twophase.advice import change as house
+from twophase.advice.change import change
+from twophase.rule import OuterRule
+
+NESTEROV = OuterRule(0.7, 0.9, nesterov=True)
+AVERAGING = {"outer.lr": 1.0, "outer.momentum": 0.0, "outer.nesterov": False, "outer.restart": "never"}
+CASES: dict[str, tuple[OuterRule, dict[str, Any], str, dict[str, Any]]] = {
+    "too large a momentum": (NESTEROV, {}, "cannot tell", AVERAGING),
+    "the same with restarts": (NESTEROV, {"outer.restart": "5"}, "held", AVERAGING),
+    "a small step": (OuterRule(1.0, 0.3), {}, "lags", {}),
+    "EMA form": (OuterRule(0.7, 0.9, form="ema"), {}, "lags", {}),
+    "diverges": (NESTEROV, {}, "diverges", {"outer.lr": 0.35}),
+    "averaging under a cosine": (OuterRule(1.0, 0.0), {}, "cannot tell", {"outer.restart": "auto"}),
+    "averaging under wsd": (OuterRule(1.0, 0.0), {"inner.schedule": "wsd"}, "cannot tell", {}),
+    "no momentum, a small lr": (OuterRule(0.5, 0.0), {}, "cannot tell", {"outer.lr": 1.0}),
+    "auto": (OuterRule(1.0, 0.5), {"outer.restart": "auto"}, "cannot tell", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_which_change(case: str) -> None:
+    """Averaging where the gain is large, `auto` beside averaging, half the rate after divergence, else none."""
+    rule, config, verdict, values = CASES[case]
+    advised = change(rule, [verdict], 60, config)
+    assert advised is not None
+    assert dict(advised.values) == values
+    assert bool(advised.command("runs/one", config)) == bool(values)
+
+
+def test_nothing_is_said_of_little() -> None:
+    """A run of a few rounds, or without a known rule, has no change."""
+    assert change(NESTEROV, ["cannot tell"], 7, {}) is None
+    assert change(None, ["cannot tell"], 60, {}) is None
+
+
+def test_the_command_makes_the_changed_run() -> None:
+    """The command takes the run's own configuration and changes these values; a recorded loop gets a line of code."""
+    advised = change(NESTEROV, ["cannot tell"], 60, {})
+    assert advised is not None
+    command = advised.command("runs/one", {})
+    assert "--config runs/one/config.yaml" in command
+    assert "--outer.momentum 0.0 --outer.no-nesterov" in command
+    assert advised.command("runs/one", {"recorded": True}).endswith("OuterRule(lr=1, momentum=0)")
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_numbers_stand_in_the_documentation(nesterov: bool) -> None:
+    """Each measured number is one of docs/restarts.md."""
+    page = (Path(__file__).parents[2] / "docs" / "restarts.md").read_text(encoding="utf-8")
+    for number in re.findall(r"\d[\d.]* to [\d.]+|\d+ %|\d\.\d+ times", house._WORTH[nesterov]):
+        assert number in page, number
