@@ -1,17 +1,11 @@
-"""The examples run as their docstrings say, and each equals the loop that it stands for.
-
-Run as a program under torchrun, this file is one of the two processes of its own tests.
-"""
+"""The examples run as their docstrings say, and each equals the loop that it stands for."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
-import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -98,163 +92,27 @@ def test_plain_loop_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert re.findall(r"round (\d+): restarted True", printed) == ["3", "6", "9"]
 
 
-@pytest.fixture(scope="session")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each of two processes of torchrun printed in the examples that can run there."""
-    pytest.importorskip("transformers", reason="the extra hf is not installed")
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
-    folder = tmp_path_factory.mktemp("torchrun")
-    command = [str(torch.distributed.run.__file__), "--standalone", "--nproc-per-node", "2", __file__, str(folder)]
-    log = folder / "log"
-    with held_port() as first, held_port() as second:
-        process = Program([*command, first, second], log, log, ONE_THREAD)  # torchrun need not import torch again
-        try:
-            code = process.wait(timeout=150)
-        finally:
-            process.terminate()  # not kill(): its two processes would live on
-            process.wait()
-    assert code == 0, log.read_text()[-3000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-def worker(folder: Path, ports: list[str]) -> None:
-    """Both examples, one after the other, then the second one resumed from the middle of a round."""
-    torch.set_num_threads(1)
-    environment, rank, outputs = dict(os.environ), int(os.environ["RANK"]), {}
-    out = ["--out", str(folder / "trainer")]
-    for name, example, arguments, port in (
-        ("plain", "plain_loop", ["--steps", "150"], None),
-        ("trainer", "transformers_callback", ["--steps", "20", *out], ports[0]),
-        ("resumed", "transformers_callback", ["--steps", "20", *out, "--resume"], ports[1]),
-    ):
-        os.environ.update(environment)  # an example hides torchrun's variables from the Trainer
-        if port is not None:  # torchrun's store remembers the first group's addresses: another group, another store
-            os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        if name == "resumed":
-            shutil.rmtree(folder / "trainer" / f"replica-{rank}" / "checkpoint-20")  # leaves that of step 10
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            load(example).main(arguments)
-        outputs[name] = printed.getvalue()
-    (folder / f"{rank}.json").write_text(json.dumps(outputs))
-
-
 @pytest.mark.dist
 @pytest.mark.slow
-def test_plain_loop_in_two_processes(torchrun: list[dict[str, str]]):
-    """Two processes: the loss goes down on both, and both end with the same weights."""
-    for printed in (outputs["plain"] for outputs in torchrun):
-        values = losses(printed)
+def test_plain_loop_in_two_processes(tmp_path: Path):
+    """Two processes of torchrun: the loss goes down on both, and both end with the same weights."""
+    log = tmp_path / "log"
+    words = ["--standalone", "--nproc-per-node", "2", str(FOLDER / "plain_loop.py"), "--steps", "150"]
+    process = Program([str(torch.distributed.run.__file__), *words], log, log, ONE_THREAD)
+    try:
+        code = process.wait(timeout=150)
+    finally:
+        process.terminate()  # not kill(): its two processes would live on
+        process.wait()
+    printed = log.read_text()
+    assert code == 0, printed[-3000:]
+    for rank in range(2):
+        values = losses("\n".join(re.findall(rf"^process {rank}: .*", printed, re.M)))
         assert values[-1] < 0.5 * values[0]
-        assert "2 replica(s)" in printed
-    checksums = [re.findall(r"checksum (\w{16})", outputs["plain"]) for outputs in torchrun]
-    assert len(checksums[0]) == 1
-    assert checksums[0] == checksums[1]
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "rounds"), [("trainer", 5), ("resumed", 3)])
-def test_trainers_in_two_processes(torchrun: list[dict[str, str]], name: str, rounds: int):
-    """Two Trainers with data of their own are two replicas of one run, and resumed from mid-round end with its bits."""
-    pattern = rf"replica (\d) of 2: loss (\S+), {rounds} rounds, 1 restarts, checksum (\w{{16}})"
-    by_rank = [re.findall(pattern, outputs[name]) for outputs in torchrun]
-    assert [len(matches) for matches in by_rank] == [1, 1], torchrun
-    (first, here, checksum), (second, there, other) = (matches[0] for matches in by_rank)
-    assert (first, second) == ("0", "1")
-    assert here != there
-    assert checksum == other
-    assert f"checksum {checksum}" in torchrun[0]["trainer"]
-
-
-# --- the Trainer of transformers ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def hf() -> ModuleType:
-    pytest.importorskip("transformers", reason="the extra hf is not installed")
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
-    return load("transformers_callback")
-
-
-def interrupt(hf: ModuleType, at: int) -> Any:
-    """A callback that ends the process's training like a Ctrl-C after a step."""
-
-    class Interrupt(hf.TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            if state.global_step == at:
-                raise KeyboardInterrupt
-
-    return Interrupt()
-
-
-def weights(trainer: Any) -> list[Tensor]:
-    return [p.detach().clone() for p in trainer.model.parameters()]
-
-
-@pytest.mark.slow
-def test_callback_at_lr_1_is_the_plain_trainer(hf: ModuleType, tmp_path: Path):
-    """One replica, outer lr 1, no momentum: the weights of a Trainer without the callback, to rounding; lr 0.7 not."""
-    plain = hf.make_trainer(tmp_path / "plain", [], steps=14)
-    begin = weights(plain)
-    plain.train()
-    distances = []
-    for lr in (1.0, 0.7):
-        callback = hf.DiLoCoCallback(hf.OuterRule(lr, 0.0), inner_steps=4)
-        trainer = hf.make_trainer(tmp_path / str(lr), [callback], steps=14)
-        trainer.train()
-        assert [report.inner_steps for report in callback.reports] == [4, 4, 4, 2]
-        assert all(torch.equal(p, callback.engine.anchor[name]) for name, p in trainer.model.named_parameters())
-        pairs = zip(weights(trainer), weights(plain), strict=True)
-        distances.append(max((p - q).abs().max().item() for p, q in pairs))
-    moved = max((p - q).abs().max().item() for p, q in zip(begin, weights(plain), strict=True))
-    assert distances[0] < 1e-4 * moved
-    assert distances[1] > 1e-2 * moved
-
-
-@pytest.mark.slow
-def test_interrupted_and_resumed_is_uninterrupted(hf: ModuleType, tmp_path: Path):
-    """A Trainer that is resumed from its last checkpoint ends with the bits of one that was not interrupted.
-
-    From a checkpoint in the middle of a round, and from one of a round's end.
-    """
-
-    def build(folder: str, *more: Any) -> tuple[Any, Any]:
-        callback = hf.DiLoCoCallback(hf.OuterRule(0.7, 0.9, nesterov=True), inner_steps=4, restart=3)
-        return callback, hf.make_trainer(tmp_path / folder, [callback, *more], steps=26)
-
-    whole, uninterrupted = build("whole")
-    uninterrupted.train()
-    rounds = [(report.round, report.restarted, report.checksum) for report in whole.reports]
-    assert [number for number, restarted, _ in rounds if restarted] == [3, 6]
-    for at in (13, 21):
-        _, stopped = build(f"parts {at}", interrupt(hf, at))
-        with pytest.raises(KeyboardInterrupt):
-            stopped.train()
-        rest, resumed = build(f"parts {at}")
-        resumed.train(resume_from_checkpoint=True)
-        after = [(report.round, report.restarted, report.checksum) for report in rest.reports]
-        assert after == rounds[at // 10 * 10 // 4 :]
-        assert all(map(same_bits, weights(uninterrupted), weights(resumed)))
-
-
-@pytest.mark.slow
-def test_callback_refuses(hf: ModuleType, tmp_path: Path):
-    """What would train wrongly is refused: a lost engine state, keeping the best model, replicas at different steps."""
-
-    def build() -> Any:
-        return hf.make_trainer(tmp_path, [hf.DiLoCoCallback(hf.OuterRule(0.7, 0.9), inner_steps=4)], steps=12)
-
-    build().train()
-    (tmp_path / "checkpoint-10" / "twophase.pt").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-10/twophase\.pt is missing: .* resume from an earlier"):
-        build().train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
-    trainer = build()
-    trainer.args.load_best_model_at_end = True
-    with pytest.raises(ValueError, match=r"load_best_model_at_end is True; it needs 1 and False"):
-        trainer.train()
-    hf.check_steps([10, 10])
-    with pytest.raises(ValueError, match=r"from steps \[20, 10\]; .* checkpoint of step 10"):
-        hf.check_steps([20, 10])
+    checksums = re.findall(r"checksum (\w{16})", printed)
+    assert len(checksums) == 2
+    assert len(set(checksums)) == 1
+    assert printed.count("2 replica(s)") == 2
 
 
 # --- torchft's DiLoCo ---------------------------------------------------------------------------------------------
@@ -382,7 +240,3 @@ def test_torchft_listens_on_this_machine_only(torchft_replicas: tuple[list[dict[
     _, seen = torchft_replicas
     assert len(seen) >= 6
     assert [address for address in seen if not is_loopback(address)] == []
-
-
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]), sys.argv[2:])

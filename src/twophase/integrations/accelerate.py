@@ -1,0 +1,141 @@
+"""`DiLoCo` for loops on accelerate, in the shape of accelerate's own `LocalSGD`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+
+from twophase.diloco import engine
+from twophase.diloco.report import RoundReport
+from twophase.diloco.setting import Outer, Restarts, Signals
+from twophase.integrations.rounds import USUAL
+
+
+class DiLoCo:
+    """Outer rounds for a loop on an `Accelerator`: take it where `LocalSGD` stood.
+
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        with DiLoCo(accelerator, model, inner_steps=500, restart=3) as rounds:
+            for batch in data:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss(model, batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    rounds.step()
+
+    Inside the block each process is a replica: gradients stay its own. At the end of the block the last, shorter round
+    is taken. `accelerator.save_state` and `load_state` include the engine and each replica's own weights and
+    optimizers, so that a resumed training equals an uninterrupted one bit for bit; load before the block. For a
+    standard run folder, put `twophase.record(rounds.engine, "runs/mine")` around the loop.
+
+    Args:
+        accelerator: of one process or several, on CPUs or GPUs.
+        model: what `accelerator.prepare` returned.
+        inner_steps: steps of the optimizer in a round, >= 1.
+        enabled: False changes nothing about the loop; `engine` is None then.
+        outer: as of `twophase.DiLoCo`.
+        restart: when the outer momentum restarts; None is never.
+        options: further arguments of `twophase.DiLoCo`.
+
+    Raises:
+        ValueError: an accelerator with FSDP, DeepSpeed, Megatron-LM or a TPU, or anything that `twophase.DiLoCo`
+            refuses.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        inner_steps: int,
+        enabled: bool = True,
+        *,
+        outer: Outer = USUAL,
+        restart: Restarts = None,
+        **options: Any,
+    ) -> None:
+        self.engine: engine.DiLoCo | None = None
+        self._accelerator, self._model, self._block = accelerator, model, ExitStack()
+        self._folder: Path | None = None
+        if not enabled:
+            return
+        kind = accelerator.distributed_type
+        if kind != DistributedType.NO and not kind.value.startswith("MULTI_"):
+            raise ValueError(
+                f"DiLoCo: the accelerator's distributed_type is {kind.value}; it must be NO or one of MULTI_CPU and "
+                "MULTI_GPU: start the loop without FSDP, DeepSpeed and Megatron-LM"
+            )
+        self.engine = engine.DiLoCo(
+            accelerator.unwrap_model(model), outer, inner_steps=inner_steps, restart=restart, **options
+        )
+        accelerator.register_for_checkpointing(self)
+        accelerator.register_save_state_pre_hook(self._save_replica)
+        accelerator.register_load_state_pre_hook(self._note_folder)
+
+    def step(self, signals: Signals = None) -> RoundReport | None:
+        """Count an inner step, unless the batch was only accumulated; return a report where a round ends.
+
+        A step that a gradient scaler skipped counts as well: all replicas must count alike.
+        """
+        if self.engine is None or not self._accelerator.sync_gradients:
+            return None
+        return self.engine.step(signals)
+
+    def __enter__(self) -> DiLoCo:
+        if self.engine is not None:
+            self._block.enter_context(self._accelerator.no_sync(self._model))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._block:
+            if self.engine is not None and kind is None:  # else the others may not be there
+                self.engine.finish()
+
+    # ------------------------------------------------------------------------------------ the accelerator's checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that all replicas share; the accelerator saves it."""
+        return {} if self.engine is None else self.engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `accelerator.load_state`, which has loaded process 0's replica into all of them."""
+        if self.engine is None:
+            return
+        self.engine.load_state_dict(state)
+        if self._folder is None:
+            raise ValueError("DiLoCo.load_state_dict: it needs each replica's own state; use accelerator.load_state")
+        replica = torch.load(self._folder / self._file, map_location="cpu", weights_only=True)
+        self.engine.load_wire_state_dict(replica["wire"])
+        self.engine.replicas[0].load_state_dict(replica["model"])
+        for optimizer, saved in zip(self._optimizers, replica["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+    @property
+    def _file(self) -> str:
+        return f"twophase_replica_{self._accelerator.process_index}.pt"
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [wrapper.optimizer for wrapper in self._accelerator._optimizers]
+
+    def _save_replica(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        """Save this process's replica beside the accelerator's checkpoint, which has that of process 0 alone."""
+        del models, weights
+        assert self.engine is not None
+        state = {
+            "wire": self.engine.wire_state_dict(),
+            "model": self.engine.replicas[0].state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+        torch.save(state, Path(folder) / self._file)
+
+    def _note_folder(self, models: list[nn.Module], folder: str) -> None:
+        del models
+        self._folder = Path(folder)

@@ -1,0 +1,92 @@
+"""A `TrainerCallback` that makes the steps of transformers' `Trainer` the inner steps of `DiLoCo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_model
+from transformers import TrainerCallback, TrainingArguments
+
+from twophase.integrations.rounds import Rounds, join_replicas
+
+__all__ = ["DiLoCoCallback", "join_replicas"]
+
+_FILE = "twophase.pt"
+
+
+class DiLoCoCallback(Rounds, TrainerCallback):
+    """Outer rounds for a `Trainer`.
+
+        callback = DiLoCoCallback(OuterRule(0.7, 0.9, nesterov=True), inner_steps=500, restart=3, record="runs/mine")
+        trainer = Trainer(..., callbacks=[callback])
+        trainer.train(resume_from_checkpoint=...)
+        trainer.save_model()                    # the last round comes after the Trainer's last checkpoint
+
+    The Trainer keeps its optimizer, schedule, logging and checkpoints. Beside each checkpoint lies the engine's state,
+    from which a resumed training equals an uninterrupted one bit for bit, in the middle of a round as well. Of several
+    replicas each is a Trainer of its own: call `join_replicas()` first, and give each an `output_dir`.
+
+    Arguments, attributes: see `Rounds`. With `record`, logged and evaluation losses go into the run too.
+
+    Raises:
+        ValueError: a Trainer over several processes or GPUs, `load_best_model_at_end`, or a checkpoint that was written
+            without this callback; when the training begins.
+    """
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Build the engine; the Trainer has placed the model and, when it resumes, loaded weights and optimizer."""
+        if args.world_size > 1 or args.n_gpu > 1:
+            raise ValueError(
+                f"DiLoCoCallback: this Trainer spans {args.world_size} processes with {args.n_gpu} GPUs each, and "
+                "averages every gradient; it must be 1 process with at most 1 GPU: call join_replicas() before "
+                "TrainingArguments are made, so that each process is a Trainer of its own"
+            )
+        if args.load_best_model_at_end:
+            raise ValueError(
+                "DiLoCoCallback: load_best_model_at_end is True, but a round cannot end from older weights; it must be "
+                "False: pick the model among the checkpoints afterwards"
+            )
+        path, saved = _path(args, state), None
+        if state.global_step:
+            if not path.exists():
+                raise ValueError(
+                    f"DiLoCoCallback: {path} is missing: the checkpoint was written without this callback, or its "
+                    "writing was interrupted; resume from an earlier checkpoint"
+                )
+            saved = torch.load(path, weights_only=True)
+        self.begin(kwargs["model"], kwargs["optimizer"], state.global_step, state.max_steps, saved)
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Count an inner step; this comes before the Trainer logs, evaluates and saves."""
+        self.step()
+
+    def on_log(  # noqa: D102 - the Trainer's
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: Any,
+        control: Any,  # noqa: ARG002
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        names = {"loss": "loss", "eval_loss": "validation_loss"}
+        values: dict[str, Any] = {names[name]: value for name, value in (logs or {}).items() if name in names}
+        if self.run is not None and values:
+            self.run.log(state.global_step, **values)
+
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Write the engine's state into the checkpoint that the Trainer has just written."""
+        path = _path(args, state)
+        if not any(path.parent.glob("model*.safetensors")):  # save_pretrained writes in the group's process 0 only,
+            save_model(kwargs["model"], str(path.with_name("model.safetensors")))  # and each replica has its own
+        torch.save(self.saved(), path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").replace(path)  # a kill leaves the whole file or none
+
+    def on_train_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Take the last round, if it was cut short."""
+        self.end()
+
+
+def _path(args: TrainingArguments, state: Any) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / _FILE

@@ -1,0 +1,82 @@
+"""`DiLoCo` beside accelerate's `LocalSGD`: a hand-written loop's rounds, resumption, and a record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainers
+import twophase
+from twophase.runs.folder import ROUNDS, read_lines
+
+pytest.importorskip("accelerate", reason="the extra trainer is not installed")
+
+STEPS = 26
+
+
+def start(parts: int = 1, **options: Any) -> tuple[Any, ...]:
+    """Accelerator, prepared model and optimizer, and the rounds."""
+    from accelerate import Accelerator
+
+    from twophase.integrations.accelerate import DiLoCo
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=parts)
+    model = trainers.build()
+    model, inner = accelerator.prepare(model, trainers.optimizer(model))
+    setting = {"inner_steps": trainers.INNER_STEPS, "outer": trainers.RULE, "restart": trainers.RESTART, **options}
+    return accelerator, model, inner, DiLoCo(accelerator, model, **setting)
+
+
+def train(parts: tuple[Any, ...], steps: range, replica: int = 0) -> list[Any]:
+    """The loop of the documentation, over these batches."""
+    accelerator, model, inner, rounds = parts
+    reports = []
+    for step in steps:
+        with accelerator.accumulate(model):
+            accelerator.backward(trainers.loss(model, *trainers.batch(step, replica)))
+            inner.step()
+            inner.zero_grad()
+            reports.append(rounds.step())
+    return [report for report in reports if report is not None]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rounds_are_those_of_a_hand_written_loop(count: int):
+    """Weights and rounds have the bits of the loop in docs/own-loop.md; accumulated batches are no inner steps."""
+    parts = start(count)
+    with parts[3]:
+        reports = train(parts, range(count * STEPS))
+    _, (model,), expected = trainers.by_hand(STEPS, parts=count)
+    assert trainers.facts(reports) == trainers.facts(expected)[:-1]  # the block's end took the last one
+    assert trainers.same_weights(parts[1], model)
+
+
+@pytest.mark.parametrize("at", [10, 20])
+def test_resumed_is_uninterrupted(tmp_path: Path, at: int):
+    """What `save_state` wrote, in a round's middle or at its end, goes on with the same bits."""
+    parts = start()
+    with parts[3]:
+        train(parts, range(at))
+        parts[0].save_state(str(tmp_path))
+    rest = start()
+    rest[0].load_state(str(tmp_path))
+    with rest[3]:
+        train(rest, range(at, STEPS))
+    _, (model,), _ = trainers.by_hand(STEPS)
+    assert trainers.same_weights(rest[1], model)
+
+
+def test_record_and_disabled(tmp_path: Path):
+    """`twophase.record` of its engine is a standard run; with enabled=False the loop trains alone."""
+    parts = start()
+    with twophase.record(parts[3].engine, tmp_path, inner=parts[2]), parts[3]:
+        train(parts, range(STEPS))
+    run: Any = twophase.load(tmp_path)
+    assert len(read_lines(tmp_path / ROUNDS)) == run.summary["rounds"] == 7
+    alone = start(enabled=False)
+    with alone[3]:
+        assert train(alone, range(STEPS)) == []
+    assert alone[3].engine is None
+    assert not trainers.same_weights(alone[1], parts[1])
