@@ -206,6 +206,17 @@ def _policies(register_policy: Callable[[str], Callable[[type], type]]) -> None:
             return state, HARD if int(1e6 * first) % 2 else None
 
 
+@pytest.mark.parametrize(("method", "schedule"), [("sgd", "wsd"), ("muon", "cosine"), ("schedule-free", "constant")])
+def test_inner_optimizers_are_forked(
+    base: TrainConfig, tmp_path: Path, alone: Alone, method: str, schedule: str
+) -> None:
+    """Whatever an inner optimizer remembers is part of a branch's state: two cells are the runs alone, steps once."""
+    base = with_values(base, {"inner.method": method, "inner.schedule": schedule})
+    made = plan(grid(base, restart=("never", "2")))
+    assert grow(made, tmp_path).tally.steps == made.steps < 2 * base.steps
+    check(made, tmp_path, alone(made))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_policies")
 @pytest.mark.parametrize("case", CASES)

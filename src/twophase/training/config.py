@@ -22,14 +22,19 @@ MOST_STEPS, MOST_REPLICAS, MOST_FRAGMENTS, MOST_THREADS = 10**8, 10**5, 10**4, 1
 
 @dataclass(frozen=True)
 class InnerConfig:
-    """The inner optimizer: AdamW with linear warmup, then a schedule over the rest of the run."""
+    """The inner optimizer, with linear warmup, then a schedule over the rest of the run."""
 
+    method: Literal["adamw", "sgd", "muon", "schedule-free"] = field(default="adamw", metadata=LATER)
+    """adamw; sgd; muon: hidden weight matrices by Muon and the rest by AdamW; or schedule-free: schedule-free AdamW,
+    which wants the constant schedule."""
     lr: float = 2e-3
     """Peak inner learning rate."""
     weight_decay: float = 0.1
-    """Decoupled weight decay."""
+    """Decoupled weight decay; that of sgd is part of the gradient."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's moment coefficients."""
+    """AdamW's moment coefficients; the first of schedule-free is its share of the average in the gradient's point."""
+    momentum: float = field(default=0.9, metadata=LATER)
+    """Momentum of sgd and muon, in [0, 1)."""
     warmup: float = 0.1
     """Share of the inner steps that is linear warmup."""
     clip_norm: float = 0.0
@@ -220,7 +225,7 @@ def check(config: RunConfig) -> None:
         UsageError: naming the option, its value, the range and the remedy.
     """
     inner, sync, steps = config.inner, config.sync, config.steps
-    wsd = inner.schedule == "wsd"
+    wsd, method = inner.schedule == "wsd", inner.method
     require(
         config,
         [
@@ -234,6 +239,27 @@ def check(config: RunConfig) -> None:
                 "inner.betas",
                 lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
                 "two numbers in [0, 1)",
+            ),
+            (
+                "inner.betas",
+                lambda betas: method != "sgd" or betas == InnerConfig().betas,
+                "left alone with --inner.method sgd, which has --inner.momentum",
+            ),
+            (
+                "inner.betas",
+                lambda betas: method != "schedule-free" or betas[0] > 0,
+                "two numbers, the first above 0, with --inner.method schedule-free",
+            ),
+            ("inner.momentum", lambda momentum: 0 <= momentum < 1, "at least 0 and below 1"),
+            (
+                "inner.momentum",
+                lambda momentum: method in ("sgd", "muon") or momentum == InnerConfig().momentum,
+                f"left alone with --inner.method {method}; it is for sgd and muon",
+            ),
+            (
+                "inner.schedule",
+                lambda schedule: method != "schedule-free" or schedule == "constant",
+                "constant with --inner.method schedule-free, whose average takes the schedule's place",
             ),
             ("inner.warmup", lambda share: 0 <= share <= 1, "a share of the steps, in [0, 1]"),
             (

@@ -11,18 +11,21 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_type_hints
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from twophase.number import shortened
 from twophase.policies.checks import MOST
 from twophase.training.config import ComputeConfig, RunConfig
 
-_COUNTED = {"round", "rounds", "rounds_since_restart", "restarts", "steps", "inner_step", "syncs", "run"}
+_COUNTED = {"k", "round", "rounds", "rounds_since_restart", "restarts", "steps", "inner_step", "syncs", "run"}
 _FREE = {"policy_state", "at_once", "launching", "borrowed", "present", "under_way", "round_losses", "state"}
 """Names of counts, and of what else a run changes; optimizers and the engine check the latter when they load."""
 _LATER = {"at_once", "borrowed", "run", "present", "round_losses"}
 """Names that states of earlier versions lack."""
-_ADAMW = {"params", "lr", "betas", "eps", "weight_decay"}
+_SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum"}
 """What decides an inner step; other versions of torch have further settings."""
+_MEMORIES = {"amsgrad": {"step", "exp_avg", "exp_avg_sq"}, "weight_lr_power": {"z", "exp_avg_sq"}}
+"""What an inner optimizer remembers of a parameter, by a setting that it alone has: AdamW, schedule-free AdamW."""
 _KERNELS = {"default", *get_args(get_type_hints(ComputeConfig)["attention"])}
 _REASONS = ("running", "stopped", "finished", "diverged")
 
@@ -47,10 +50,14 @@ def check_tree(saved: Any, fresh: Any, path: str = "") -> None:
     elif name in _FREE:
         fits = fits or (isinstance(fresh, str | Mapping) and isinstance(saved, str | Mapping))  # an older memory
     elif isinstance(fresh, Mapping) and isinstance(saved, Mapping):
-        fits, keys = True, _ADAMW if "betas" in fresh else fresh.keys() | saved.keys()
+        is_inner = path.startswith("inner.param_groups.")
+        fits, keys = True, _SETTINGS & fresh.keys() if is_inner else fresh.keys() | saved.keys()
         if odd := {str(key) for key in keys if key not in fresh or key not in saved} - _LATER:
             raise ValueError(f"{path or 'it'} lacks, or has besides, {shortened(', '.join(sorted(odd)))}")
-        for key in fresh.keys() & saved.keys() - ({"lr"} if "betas" in fresh else set()):  # a schedule sets it
+        for key in fresh.keys() & saved.keys():
+            own = key not in _SETTINGS and isinstance(fresh[key], float) and isinstance(saved[key], float)
+            if is_inner and (key == "lr" or own):  # a schedule sets it, or the optimizer itself
+                continue
             check_tree(saved[key], fresh[key], f"{path}.{key}" if path else str(key))
     elif isinstance(fresh, list | tuple) and fits:
         fits = len(saved) == len(fresh)
@@ -93,25 +100,43 @@ def check_position(state: Mapping[str, Any], config: RunConfig, step: int) -> No
             raise ValueError(f"a param group has no momentum buffer after {rounds} rounds")
 
 
-def check_moments(state: Any, parameters: Iterable[nn.Parameter], step: int) -> list[int]:
-    """Refuse an inner AdamW's memory that does not fit; return the numbers of the parameters that have none.
+def check_moments(state: Any, inner: Optimizer, step: int) -> list[nn.Parameter]:
+    """Refuse an inner optimizer's memory that does not fit; return the parameters that should have one and do not.
+
+    Of an optimizer that this package does not know, sizes of moments and counts of steps are checked.
+
+    Args:
+        state: the saved `state` of its parameters, by number.
+        inner: the optimizer that will load it.
+        step: inner steps that the run has taken.
 
     Raises:
         ValueError: moments of another shape, or a count of steps that the run has not taken.
     """
-    sizes = dict(enumerate(parameters))
-    if not isinstance(state, Mapping) or not set(state) <= set(sizes):
+    pairs = [(parameter, group) for group in inner.param_groups for parameter in group["params"]]
+    places = dict(enumerate(pairs))
+    if not isinstance(state, Mapping) or not set(state) <= set(places):
         raise ValueError("inner.state is not that of the model's parameters")
-    for number, memory in state.items():
-        taken, shape = float(memory["step"]), sizes[number].shape
-        if memory["step"].dim() or taken != int(taken) or not 0 <= taken <= step:
-            raise ValueError(f"inner.state.{number}.step is {taken:g}, and the run has taken {step} steps")
-        for name in ("exp_avg", "exp_avg_sq"):
-            if memory[name].shape != shape or not memory[name].is_floating_point():
-                raise ValueError(f"inner.state.{number}.{name} has another shape or type than its parameter")
-        if (memory["exp_avg_sq"] < 0).any():
-            raise ValueError(f"inner.state.{number}.exp_avg_sq, a mean of squares, is negative")
-    return sorted(set(sizes) - set(state))
+    without = []
+    for number, (parameter, group) in places.items():
+        memory, path = state.get(number, {}), f"inner.state.{number}"
+        needed = next((names for setting, names in _MEMORIES.items() if setting in group), set())
+        needed = needed | ({"momentum_buffer"} if group.get("momentum") else set())
+        if memory == {}:
+            without += [parameter] if needed else []
+            continue
+        if lacking := needed - memory.keys():
+            raise ValueError(f"{path} lacks {', '.join(sorted(lacking))}")
+        taken = float(memory.get("step", 0))
+        is_scalar = "step" not in needed or not memory["step"].dim()
+        if not is_scalar or taken != int(taken) or not 0 <= taken <= step:
+            raise ValueError(f"{path}.step is {taken:g}, and the run has taken {step} steps")
+        for name in {"exp_avg", "exp_avg_sq", "momentum_buffer", "z"} & memory.keys():
+            if memory[name].shape != parameter.shape or not memory[name].is_floating_point():
+                raise ValueError(f"{path}.{name} has another shape or type than its parameter")
+        if "exp_avg_sq" in needed and (memory["exp_avg_sq"] < 0).any():
+            raise ValueError(f"{path}.exp_avg_sq, a mean of squares, is negative")
+    return without
 
 
 def check_progress(numbers: Mapping[str, Any], step: int, logs: Iterable[str]) -> None:

@@ -1,21 +1,29 @@
-"""One replica of a run: its model, its inner optimizer and the learning rate of each inner step."""
+"""One replica of a run: its model, its inner optimizer by name, and the learning rate of each inner step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from twophase.training.config import RunConfig
+from twophase.base.config import UsageError
+from twophase.training.config import InnerConfig, RunConfig
 from twophase.training.device import first_examples, moved, room_for
 from twophase.training.task import Step, Task
 
 
 class Replica:
-    """A model with its own inner AdamW, which persists over rounds, and its own part of the data."""
+    """A model with its own inner optimizer, which persists over rounds, and its own part of the data.
+
+    The optimizer is the task's, if it has `inner(model, config)`, else the one that `config.inner.method` names. One
+    with `train()` and `eval()`, as schedule-free ones have, is in train mode inside of an inner step only: the engine,
+    evaluations and checkpoints meet its average.
+    """
 
     def __init__(self, config: RunConfig, number: int, task: Task, compute: Step) -> None:
         self.config = config
@@ -23,13 +31,9 @@ class Replica:
         self.task = task
         self.compute = compute
         self.model = task.model(config.seed).to(compute.device)
-        self.inner = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=config.inner.lr,
-            betas=config.inner.betas,
-            weight_decay=config.inner.weight_decay,
-            fused=True,
-        )
+        self.inner = _inner_of(task, self.model, config.inner)
+        self.shares = [float(group["lr"]) / config.inner.lr for group in self.inner.param_groups]
+        """Learning rate of each param group, in `inner.lr`s: the schedule keeps their ratios."""
         self.round_losses: list[float] = []
         """Its training losses, one an inner step, since the longest-running fragment began its round."""
 
@@ -39,15 +43,21 @@ class Replica:
         Nothing here waits for the device, so its next work is always queued.
         """
         batch = moved(self.task.batch(self.config.seed, step, self.number), self.compute.device)
+        self._mode("train")
         loss = self.compute.gradients(self.model, batch)
         with room_for("the inner optimizer", self.config.device):
             if self.config.inner.clip_norm > 0:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.inner.clip_norm)
-            for group in self.inner.param_groups:
-                group["lr"] = lr
+            for group, share in zip(self.inner.param_groups, self.shares, strict=True):
+                group["lr"] = lr * share
             self.inner.step()
+            self._mode("eval")
         self.inner.zero_grad()
         return loss
+
+    def _mode(self, name: str) -> None:
+        if change := getattr(self.inner, name, None):
+            change()
 
     def probe(self, model: nn.Module, step: int, examples: int = 0) -> float:
         """Compute a model's mean loss, forward only, on the first examples (0: all) of an inner step's batch."""
@@ -69,10 +79,120 @@ class Replica:
         self.inner.load_state_dict(state["inner"])
         self.round_losses = list(map(float, state.get("round_losses", ())))  # older states have their sum
 
-    def has_moved(self, numbers: Collection[int]) -> bool:
-        """Tell whether one of some parameters, by their numbers, differs from its first value."""
+    def has_moved(self, parameters: Collection[nn.Parameter]) -> bool:
+        """Tell whether one of some parameters differs from its first value."""
+        chosen = set(map(id, parameters))
         pairs = zip(self.model.parameters(), self.task.model(self.config.seed).parameters(), strict=True)
-        return any(not torch.equal(now.cpu(), first) for n, (now, first) in enumerate(pairs) if n in numbers)
+        return any(not torch.equal(now.cpu(), first) for now, first in pairs if id(now) in chosen)
+
+
+class MuonAdamW(Optimizer):
+    """Muon for the hidden weight matrices and AdamW for all other parameters, as one optimizer with two param groups.
+
+    Muon replaces a matrix's momentum by the nearest orthogonal matrix, nearly, here times 0.2 sqrt(the larger
+    dimension): its steps then have the size of AdamW's, so one learning rate and weight decay serve both. With it
+    inside, DiLoCo is MuLoCo.
+
+    Args:
+        model: its parameters are optimized; `hidden_matrices` says which ones by Muon.
+        config: learning rate, weight decay, Muon's momentum, AdamW's betas.
+
+    Raises:
+        UsageError: a model without hidden weight matrices.
+
+    Source: Jordan et al., "Muon" (2024); Liu et al., "Muon is scalable for LLM training" (2025), for the size of steps;
+    Thérien et al., "MuLoCo" (2025).
+    """
+
+    def __init__(self, model: nn.Module, config: InnerConfig) -> None:
+        matrices = hidden_matrices(model)
+        if not matrices:
+            raise UsageError(
+                "--inner.method is muon, and the model has no hidden weight matrix, which Muon is for; use "
+                "--inner.method adamw"
+            )
+        lr, decay, chosen = config.lr, config.weight_decay, set(map(id, matrices))
+        muon = torch.optim.Muon(matrices, lr, decay, config.momentum, adjust_lr_fn="match_rms_adamw")
+        others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
+        adamw = torch.optim.AdamW(others, lr, config.betas, weight_decay=decay, fused=True)
+        self._parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take a step of both."""
+        loss = None if closure is None else closure()
+        # Given anew each time: loading a state replaces the groups and the memory.
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+            part.step()
+        return loss
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weight matrices between a model's embedding and its output head, in the order of the parameters.
+
+    These are the parameters of two dimensions, without
+
+    * those of an `nn.Embedding`, or with `embed` in their names;
+    * the output head: matrices with a part of their names that is, or ends with `_` and, `head`, `classifier` or
+      `score`. Where there is none, the last matrix is the head, unless the model has embeddings with another number of
+      rows, and so perhaps a tied head.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices: dict[str, nn.Parameter] = {}
+    rows: set[int] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and (id(parameter) in tables or "embed" in name):
+            rows.add(parameter.shape[0])
+        elif parameter.ndim == 2:
+            matrices[name] = parameter
+    hidden = [
+        parameter
+        for name, parameter in matrices.items()
+        if not re.search(r"(^|[._])(head|classifier|score)(\.|$)", name)
+    ]
+    if len(hidden) == len(matrices) and hidden and (not rows or hidden[-1].shape[0] in rows):
+        hidden.pop()
+    return hidden
+
+
+def _inner_of(task: Task, model: nn.Module, config: InnerConfig) -> Optimizer:
+    """Return the task's own inner optimizer, or the one of the configuration's name."""
+    make = getattr(task, "inner", None)
+    if make is None:
+        return inner_optimizer(model, config)
+    made = make(model, config)
+    if not isinstance(made, Optimizer):
+        raise UsageError(
+            f"{type(task).__name__}.inner returned {type(made).__name__}; return a torch.optim.Optimizer of the "
+            "model's parameters, or leave the method out for the one that --inner.method names"
+        )
+    return made
+
+
+def inner_optimizer(model: nn.Module, config: InnerConfig) -> Optimizer:
+    """Return the optimizer that `config.method` names, over all parameters of a model.
+
+    Raises:
+        UsageError: muon for a model without hidden weight matrices or in a torch without Muon; schedule-free without
+            its package.
+    """
+    if config.method == "muon":
+        if not hasattr(torch.optim, "Muon"):
+            raise UsageError(f"--inner.method is muon, and torch {torch.__version__} has none; take torch 2.9 or newer")
+        return MuonAdamW(model, config)
+    parameters, lr, decay = list(model.parameters()), config.lr, config.weight_decay
+    if config.method == "sgd":
+        return torch.optim.SGD(parameters, lr, config.momentum, weight_decay=decay)
+    if config.method == "adamw":
+        return torch.optim.AdamW(parameters, lr, config.betas, weight_decay=decay, fused=True)
+    try:
+        from twophase.training.schedule_free import ScheduleFreeAdamW  # noqa: PLC0415 - an optional package
+    except ModuleNotFoundError:
+        raise UsageError(
+            "--inner.method schedule-free needs the package schedulefree; pip install 'twophase[schedulefree]'"
+        ) from None
+    return ScheduleFreeAdamW(parameters, lr, betas=config.betas, weight_decay=decay)
 
 
 def inner_lr(config: RunConfig, step: int) -> float:

@@ -291,10 +291,10 @@ def _load(run: Trainer, saved: checkpoint.Checkpoint, step: int, processes: int)
             fresh = replica.state_dict()
             part = {"model": fresh["model"]} | part
             check_tree(part, fresh)
-            without = check_moments(part["inner"]["state"], replica.model.parameters(), step)
+            without = check_moments(part["inner"]["state"], replica.inner, step)
             replica.load_state_dict(part)
             if without and step and replica.has_moved(without):
-                raise ValueError(f"inner.state has nothing of parameter {without[0]}, which has been trained")
+                raise ValueError("inner.state has nothing of a parameter that has been trained")
 
 
 def _save(run: Trainer, folder: RunFolder, writer: checkpoint.Writer) -> None:

@@ -154,7 +154,7 @@ def _scales(saved: checkpoint.Checkpoint, config: TrainConfig, names: list[str])
     if not scales:
         raise UsageError(
             f"checkpoint {saved.path} lacks the second moments of an inner AdamW, without which the steps of the inner "
-            "phase are not known; give a run of `twophase train` of this version"
+            "phase are not known; give a run of `twophase train` of this version, with --inner.method adamw"
         )
     return scales
 
