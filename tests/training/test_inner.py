@@ -259,5 +259,5 @@ def test_what_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"twophase\[schedulefree\]"):
         inner_optimizer(nn.Linear(2, 1), InnerConfig(method="schedule-free"))
     monkeypatch.setattr(Tower, "inner", lambda *_: None, raising=False)
-    with pytest.raises(UsageError, match=r"Tower\.inner returned NoneType"):
+    with pytest.raises(UsageError, match=r"Tower: inner\(\) returned a NoneType"):
         Trainer(Tower(), TrainConfig(), SingleProcess())

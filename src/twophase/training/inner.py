@@ -31,7 +31,7 @@ class Replica:
         self.task = task
         self.compute = compute
         self.model = task.model(config.seed).to(compute.device)
-        self.inner = _inner_of(task, self.model, config.inner)
+        self.inner = _inner_of(task, self.model, config.inner, compute.data_name)
         self.shares = [float(group["lr"]) / config.inner.lr for group in self.inner.param_groups]
         """Learning rate of each param group, in `inner.lr`s: the schedule keeps their ratios."""
         self.round_losses: list[float] = []
@@ -156,16 +156,16 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return hidden
 
 
-def _inner_of(task: Task, model: nn.Module, config: InnerConfig) -> Optimizer:
-    """Return the task's own inner optimizer, or the one of the configuration's name."""
+def _inner_of(task: Task, model: nn.Module, config: InnerConfig, name: str) -> Optimizer:
+    """Return the task's own inner optimizer, or the one of the configuration's name; messages name the task."""
     make = getattr(task, "inner", None)
     if make is None:
         return inner_optimizer(model, config)
     made = make(model, config)
     if not isinstance(made, Optimizer):
         raise UsageError(
-            f"{type(task).__name__}.inner returned {type(made).__name__}; return a torch.optim.Optimizer of the "
-            "model's parameters, or leave the method out for the one that --inner.method names"
+            f"{name}: inner() returned a {type(made).__name__}; return a torch.optim.Optimizer of the model's "
+            "parameters, or leave the method out for the one that --inner.method names"
         )
     return made
 
