@@ -55,8 +55,8 @@ def check_tree(saved: Any, fresh: Any, path: str = "") -> None:
         if odd := {str(key) for key in keys if key not in fresh or key not in saved} - _LATER:
             raise ValueError(f"{path or 'it'} lacks, or has besides, {shortened(', '.join(sorted(odd)))}")
         for key in fresh.keys() & saved.keys():
-            own = key not in _SETTINGS and isinstance(fresh[key], float) and isinstance(saved[key], float)
-            if is_inner and (key == "lr" or own):  # a schedule sets it, or the optimizer itself
+            is_sum = key not in _SETTINGS and isinstance(fresh[key], float) and isinstance(saved[key], float)
+            if is_inner and (key == "lr" or is_sum):  # a schedule sets it, or the optimizer itself
                 continue
             check_tree(saved[key], fresh[key], f"{path}.{key}" if path else str(key))
     elif isinstance(fresh, list | tuple) and fits:
