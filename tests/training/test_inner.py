@@ -18,6 +18,7 @@ from trained import newest, run, run_in_parts, stop_after
 from twophase.base.config import UsageError, fingerprint, with_values
 from twophase.diloco.communicator import SingleProcess
 from twophase.runs.folder import RunFolder
+from twophase.tasks.build import build_task
 from twophase.tasks.lm.config import ModelConfig, TrainConfig
 from twophase.tasks.lm.model import Llama
 from twophase.tasks.lm.restored import restore
@@ -112,6 +113,29 @@ def test_a_checkpoint_without_a_memory_is_refused(short_run: TrainConfig, tmp_pa
         check_tree(
             {"inner": inner | {"param_groups": [group, *inner["param_groups"][1:]]}}, {"inner": fresh.state_dict()}
         )
+
+
+@pytest.mark.parametrize("method", ["adamw", *METHODS])
+def test_a_setting_that_another_version_lacks(short_run: TrainConfig, method: str) -> None:
+    """A saved param group without one of its entries is refused, or loaded with the value that the run has."""
+    config = valued(short_run, method)
+    trainer = Trainer(build_task(config), config, SingleProcess())
+    trainer.inner_step()
+    replica = trainer.replicas[0]
+    state, fresh = replica.state_dict(), {"inner": inner_optimizer(replica.model, config.inner).state_dict()}
+    groups = state["inner"]["param_groups"]
+    refused = set()
+    for key in groups[0]:
+        without = state["inner"] | {"param_groups": [{k: v for k, v in group.items() if k != key} for group in groups]}
+        try:
+            check_tree({"inner": without}, fresh)
+        except ValueError:
+            refused.add(key)
+            continue
+        replica.load_state_dict(state | {"inner": without})
+        loaded = replica.inner.state_dict()["param_groups"]
+        assert [group.get(key) for group in loaded] == [group.get(key) for group in groups]
+    assert {"params", "lr", "weight_decay"} <= refused < set(groups[0])
 
 
 @pytest.mark.parametrize("method", METHODS)

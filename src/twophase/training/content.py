@@ -6,6 +6,7 @@ otherwise end in an error from inside of torch, or change the result in silence.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_type_hints
@@ -23,7 +24,8 @@ _FREE = {"policy_state", "at_once", "launching", "borrowed", "present", "under_w
 _LATER = {"at_once", "borrowed", "run", "present", "round_losses"}
 """Names that states of earlier versions lack."""
 _SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum"}
-"""What decides an inner step; other versions of torch have further settings."""
+_SUMS = {"k", "weight_sum", "lr_max"}
+"""What decides an inner step, and what schedule-free AdamW counts; other versions of torch have further settings."""
 _MEMORIES = {"amsgrad": {"step", "exp_avg", "exp_avg_sq"}, "weight_lr_power": {"z", "exp_avg_sq"}}
 """What an inner optimizer remembers of a parameter, by a setting that it alone has: AdamW, schedule-free AdamW."""
 _KERNELS = {"default", *get_args(get_type_hints(ComputeConfig)["attention"])}
@@ -51,14 +53,15 @@ def check_tree(saved: Any, fresh: Any, path: str = "") -> None:
         fits = fits or (isinstance(fresh, str | Mapping) and isinstance(saved, str | Mapping))  # an older memory
     elif isinstance(fresh, Mapping) and isinstance(saved, Mapping):
         is_inner = path.startswith("inner.param_groups.")
-        fits, keys = True, _SETTINGS & fresh.keys() if is_inner else fresh.keys() | saved.keys()
+        fits, keys = True, (_SETTINGS | _SUMS) & fresh.keys() if is_inner else fresh.keys() | saved.keys()
         if odd := {str(key) for key in keys if key not in fresh or key not in saved} - _LATER:
             raise ValueError(f"{path or 'it'} lacks, or has besides, {shortened(', '.join(sorted(odd)))}")
         for key in fresh.keys() & saved.keys():
-            is_sum = key not in _SETTINGS and isinstance(fresh[key], float) and isinstance(saved[key], float)
+            pair = saved[key], fresh[key]
+            is_sum = key not in _SETTINGS and all(isinstance(value, float) and math.isfinite(value) for value in pair)
             if is_inner and (key == "lr" or is_sum):  # a schedule sets it, or the optimizer itself
                 continue
-            check_tree(saved[key], fresh[key], f"{path}.{key}" if path else str(key))
+            check_tree(*pair, f"{path}.{key}" if path else str(key))
     elif isinstance(fresh, list | tuple) and fits:
         fits = len(saved) == len(fresh)
         for number, pair in enumerate(zip(saved, fresh, strict=False)):

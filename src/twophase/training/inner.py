@@ -76,7 +76,10 @@ class Replica:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.model.load_state_dict(state["model"])
-        self.inner.load_state_dict(state["inner"])
+        fresh, saved = self.inner.state_dict()["param_groups"], state["inner"]["param_groups"]
+        # A setting that the saved groups lack, as those of another version of torch may, is as it is here.
+        groups = [now | group for now, group in zip(fresh, saved, strict=True)]
+        self.inner.load_state_dict(state["inner"] | {"param_groups": groups})
         self.round_losses = list(map(float, state.get("round_losses", ())))  # older states have their sum
 
     def has_moved(self, parameters: Collection[nn.Parameter]) -> bool:
